@@ -1,0 +1,131 @@
+// check(): every structural rule of the tree, verified from scratch. Slow on purpose.
+#include <string>
+#include <unordered_set>
+
+#include "tree.h"
+
+namespace mainstem {
+
+void Tree::broken(Index node, const std::string& rule) const {
+  throw Corrupt{"node " + std::to_string(node) + ": " + rule};
+}
+
+void Tree::check() const {
+  std::size_t below_roots = 0;
+  std::size_t roots = 0;
+  for (Index node = 1; node < nodes_.size(); ++node) {
+    if (!nodes_[node].live) continue;
+    (nodes_[node].root() ? roots : below_roots) += 1;
+    check_node(node);
+    check_cells(node);
+  }
+  if (below_roots != table_.size()) broken(kNone, "the child table holds each node once");
+  if (roots != roots_.size() || roots != root_names_.size()) broken(kNone, "each root has one name");
+  check_locks();
+  check_counts();
+  check_pages();
+}
+
+void Tree::check_node(Index node) const {
+  const Node& n = nodes_[node];
+  if (n.root()) {
+    const auto name = root_names_.find(node);
+    if (name == root_names_.end() || find_root(name->second) != node) broken(node, "a root is found by its name");
+    if (n.pages != 0 || n.children == 0) broken(node, "a root has no pages and at least one child");
+  } else {
+    if (n.pages == 0) broken(node, "a node holds at least one page");
+    if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key is as long as the pages");
+    if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
+    if (child(n.parent, n.key.data()) != node) broken(node, "a node is found by its parent and first page");
+    if (dead(node)) broken(node, "a node has a cell, a child or a lock");
+  }
+  std::uint32_t children = 0;
+  Index before = n.first_child == kNone ? kNone : nodes_[n.first_child].previous;
+  for (Index at = n.first_child; at != kNone; at = nodes_[at].next) {
+    if (nodes_[at].parent != node || nodes_[at].previous != before) broken(at, "siblings are linked both ways");
+    before = at;
+    ++children;
+  }
+  if (children != n.children) broken(node, "the number of children is counted");
+}
+
+void Tree::check_cells(Index node) const {
+  const Node& n = nodes_[node];
+  for (std::size_t s = 0; s < slots_; ++s) {
+    const Cell& c = cell(node, s);
+    const std::size_t expected = c.absent() ? 0 : row(s).ids(n.pages);
+    if (c.ids.size() != expected) broken(node, "a cell has an id for each page, or none");
+    if (c.in_flight() != (c.transfer != kNone)) broken(node, "a cell in flight names its transfer");
+    if (n.root() && !c.absent()) broken(node, "a root holds no pages");
+    std::uint32_t holders = 0;
+    for (Index at = n.first_child; at != kNone; at = nodes_[at].next) holders += !cell(at, s).absent();
+    if (holders != c.holders) broken(node, "the children that hold a cell are counted");
+    if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root()) broken(node, "a child is held only with its parent");
+    const Order& order = orders_[s];
+    if (order.contains(node) != candidate(node, s)) broken(node, "what can be evicted, and nothing else, is in the order");
+    if (!order.contains(node)) continue;
+    const Rank rank = policy_->rank ? rank_of(node) : order.rank(node);
+    if (!order.holds(node, rank, n.start)) broken(node, "the order has the node's rank");
+  }
+}
+
+// Locks again from nothing: what pins and transfers hold must be what the cells count.
+void Tree::check_locks() const {
+  std::vector<std::uint32_t> expected(cells_.size(), 0);
+  const auto hold = [&](Index node, std::uint32_t tier, std::uint32_t times) {
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      const std::size_t s = slot(c, tier);
+      if (rows_[c].kind == Kind::state) {
+        expected[std::size_t{node} * slots_ + s] += times;
+        continue;
+      }
+      const std::uint32_t first = rows_[c].first_needed(nodes_[node].end(), page_size_);
+      Index at = node;
+      for (; !nodes_[at].root() && nodes_[at].start >= first; at = nodes_[at].parent)
+        expected[std::size_t{at} * slots_ + s] += times;
+      if (nodes_[at].end() > first) broken(node, "a window lock begins at a node border");
+    }
+  };
+  for (Index node = 1; node < nodes_.size(); ++node) {
+    if (!nodes_[node].live) continue;
+    for (std::uint32_t tier = 0; tier < tiers_; ++tier) {
+      std::uint32_t times = pins(node, tier);
+      for (std::uint32_t c = 0; c < rows_.size(); ++c) times += cell(node, slot(c, tier)).transfer == node;
+      if (times) hold(node, tier, times);
+    }
+  }
+  for (Index node = 1; node < nodes_.size(); ++node)
+    for (std::size_t s = 0; s < slots_; ++s)
+      if (cell(node, s).locks != expected[std::size_t{node} * slots_ + s]) broken(node, "locks add up along the path");
+}
+
+void Tree::check_counts() const {
+  for (std::size_t s = 0; s < slots_; ++s) {
+    CellCounts sum;
+    std::size_t candidates = 0;
+    for (Index node = 1; node < nodes_.size(); ++node) {
+      const Cell& c = cell(node, s);
+      if (c.in_flight()) sum.in_flight += c.ids.size();
+      if (c.present()) sum.present += c.ids.size();
+      if (c.present() && c.locks) sum.locked += c.ids.size();
+      candidates += orders_[s].contains(node);
+    }
+    const CellCounts& kept = counts_[s];
+    if (sum.present != kept.present || sum.locked != kept.locked || sum.in_flight != kept.in_flight)
+      broken(kNone, "pages are counted");
+    if (!orders_[s].sound() || orders_[s].size() != candidates) broken(kNone, "the order is a heap");
+  }
+}
+
+void Tree::check_pages() const {
+  for (std::size_t s = 0; s < slots_; ++s) {
+    std::unordered_set<std::int32_t> seen;
+    for (Index node = 1; node < nodes_.size(); ++node) {
+      const Cell& c = cell(node, s);
+      for (std::size_t i = 0; i < c.ids.size(); ++i)
+        if (!seen.insert(c.ids[i]).second) broken(node, "page " + std::to_string(c.ids[i]) + " has one owner");
+    }
+  }
+}
+
+}  // namespace mainstem

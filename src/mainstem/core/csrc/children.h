@@ -1,0 +1,100 @@
+// ChildTable: who is the child of this node that begins with this page? One open-addressing table for the whole tree.
+// A slot holds 32 bits of the hash and the child; parent and page are then compared in the node itself.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "node.h"
+
+namespace mainstem {
+
+// Multiply-and-fold over 8-byte words (the mixing step of wyhash, https://github.com/wangyi-fudan/wyhash, public domain).
+inline std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+}
+
+inline std::uint32_t page_hash(std::uint64_t seed, Index parent, const std::uint8_t* page, std::size_t bytes) {
+  constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ull;
+  std::uint64_t h = fold(seed ^ parent, kOdd);
+  std::uint64_t word = 0;
+  for (; bytes >= 8; bytes -= 8, page += 8) {
+    std::memcpy(&word, page, 8);
+    h = fold(h ^ word, kOdd);
+  }
+  if (bytes) {
+    word = 0;
+    std::memcpy(&word, page, bytes);
+    h = fold(h ^ word ^ (std::uint64_t{bytes} << 56), kOdd);
+  }
+  return static_cast<std::uint32_t>(h ^ (h >> 32));
+}
+
+class ChildTable {
+ public:
+  template <class Same>
+  Index find(std::uint32_t hash, Same same) const {
+    if (slots_.empty()) return kNone;
+    for (std::size_t i = hash & mask(); slots_[i].child != kNone; i = (i + 1) & mask())
+      if (slots_[i].hash == hash && same(slots_[i].child)) return slots_[i].child;
+    return kNone;
+  }
+
+  void reserve_one() {
+    if ((size_ + 1) * 4 > slots_.size() * 3) grow();
+  }
+  void insert(std::uint32_t hash, Index child) {
+    reserve_one();
+    place(hash, child);
+    ++size_;
+  }
+  void replace(std::uint32_t hash, Index child, Index with) { slots_[locate(hash, child)].child = with; }
+
+  void erase(std::uint32_t hash, Index child) {
+    std::size_t hole = locate(hash, child);
+    // Move back what was pushed past the hole, so that no search stops early.
+    for (std::size_t i = (hole + 1) & mask(); slots_[i].child != kNone; i = (i + 1) & mask()) {
+      const std::size_t home = slots_[i].hash & mask();
+      if (((i - home) & mask()) >= ((i - hole) & mask())) {
+        slots_[hole] = slots_[i];
+        hole = i;
+      }
+    }
+    slots_[hole].child = kNone;
+    --size_;
+  }
+
+  std::size_t size() const { return size_; }
+  std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
+
+ private:
+  struct Slot {
+    std::uint32_t hash = 0;
+    Index child = kNone;
+  };
+
+  std::size_t mask() const { return slots_.size() - 1; }
+  std::size_t locate(std::uint32_t hash, Index child) const {
+    std::size_t i = hash & mask();
+    while (slots_[i].child != child) i = (i + 1) & mask();
+    return i;
+  }
+  void place(std::uint32_t hash, Index child) {
+    std::size_t i = hash & mask();
+    while (slots_[i].child != kNone) i = (i + 1) & mask();
+    slots_[i] = {hash, child};
+  }
+  void grow() {
+    std::vector<Slot> old(slots_.empty() ? 16 : slots_.size() * 2);
+    old.swap(slots_);
+    for (const Slot& slot : old)
+      if (slot.child != kNone) place(slot.hash, slot.child);
+  }
+
+  std::vector<Slot> slots_;
+  std::size_t size_ = 0;
+};
+
+}  // namespace mainstem

@@ -1,0 +1,139 @@
+// Eviction order: policies as ranks, and one indexed heap of candidates for each component and tier.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "node.h"
+
+namespace mainstem {
+
+// The candidate with the lowest rank is evicted first.
+struct Rank {
+  double major = 0;
+  double minor = 0;
+  bool operator==(const Rank&) const = default;
+};
+
+struct Policy {
+  std::string_view name;
+  Rank (*rank)(const Node&);  // null: ranks come from outside, see Tree::waiting()
+};
+
+inline constexpr std::uint32_t kSlruProtectedHits = 2;
+
+inline double number(std::uint64_t n) { return static_cast<double>(n); }
+
+// clang-format off
+inline constexpr Policy kPolicies[] = {
+    {"lru",      [](const Node& n) { return Rank{number(n.accessed), 0}; }},
+    {"lfu",      [](const Node& n) { return Rank{number(n.hits), number(n.accessed)}; }},
+    {"fifo",     [](const Node& n) { return Rank{number(n.created), 0}; }},
+    {"mru",      [](const Node& n) { return Rank{-number(n.accessed), 0}; }},
+    {"filo",     [](const Node& n) { return Rank{-number(n.created), 0}; }},
+    {"slru",     [](const Node& n) { return Rank{n.hits >= kSlruProtectedHits ? 1.0 : 0.0, number(n.accessed)}; }},
+    {"priority", [](const Node& n) { return Rank{static_cast<double>(n.priority), number(n.accessed)}; }},
+    {"external", nullptr},
+};
+// clang-format on
+
+// A 4-ary min-heap that knows where each node is. Equal ranks fall to the lower depth, then to the lower index, so that
+// the same calls give the same evictions everywhere.
+class Order {
+ public:
+  bool contains(Index node) const { return node < place_.size() && place_[node] != kNowhere; }
+  bool empty() const { return heap_.empty(); }
+  std::size_t size() const { return heap_.size(); }
+  Index top() const { return heap_.front().node; }
+
+  void put(Index node, Rank rank, std::uint32_t depth) {
+    if (node >= place_.size()) place_.resize(node + 1 + node / 2, kNowhere);
+    const Entry entry{rank, depth, node};
+    if (place_[node] == kNowhere) {
+      heap_.push_back(entry);
+      rise(heap_.size() - 1, entry);
+      return;
+    }
+    const std::size_t at = place_[node];
+    if (entry < heap_[at])
+      rise(at, entry);
+    else
+      sink(at, entry);
+  }
+
+  void remove(Index node) {
+    const std::size_t at = place_[node];
+    place_[node] = kNowhere;
+    const Entry last = heap_.back();
+    heap_.pop_back();
+    if (at == heap_.size()) return;
+    if (at > 0 && last < heap_[(at - 1) / kArity])
+      rise(at, last);
+    else
+      sink(at, last);
+  }
+
+  // For check(): whether the heap, and the places, are as they must be, and `node` has this rank and depth.
+  bool sound() const {
+    for (std::size_t i = 0; i < heap_.size(); ++i) {
+      if (place_[heap_[i].node] != i) return false;
+      if (i > 0 && heap_[i] < heap_[(i - 1) / kArity]) return false;
+    }
+    return true;
+  }
+  bool holds(Index node, Rank rank, std::uint32_t depth) const {
+    const Entry& entry = heap_[place_[node]];
+    return entry.rank == rank && entry.depth == depth;
+  }
+  Rank rank(Index node) const { return heap_[place_[node]].rank; }
+  std::size_t bytes() const { return heap_.capacity() * sizeof(Entry) + place_.capacity() * sizeof(std::uint32_t); }
+
+ private:
+  struct Entry {
+    Rank rank;
+    std::uint32_t depth;
+    Index node;
+    bool operator<(const Entry& other) const {
+      if (rank.major != other.rank.major) return rank.major < other.rank.major;
+      if (rank.minor != other.rank.minor) return rank.minor < other.rank.minor;
+      if (depth != other.depth) return depth < other.depth;
+      return node < other.node;
+    }
+  };
+  static constexpr std::size_t kArity = 4;
+  static constexpr std::uint32_t kNowhere = ~std::uint32_t{0};
+
+  void set(std::size_t at, const Entry& entry) {
+    heap_[at] = entry;
+    place_[entry.node] = static_cast<std::uint32_t>(at);
+  }
+  void rise(std::size_t at, const Entry& entry) {
+    while (at > 0) {
+      const std::size_t up = (at - 1) / kArity;
+      if (!(entry < heap_[up])) break;
+      set(at, heap_[up]);
+      at = up;
+    }
+    set(at, entry);
+  }
+  void sink(std::size_t at, const Entry& entry) {
+    for (;;) {
+      const std::size_t first = at * kArity + 1;
+      if (first >= heap_.size()) break;
+      std::size_t least = first;
+      const std::size_t last = std::min(first + kArity, heap_.size());
+      for (std::size_t i = first + 1; i < last; ++i)
+        if (heap_[i] < heap_[least]) least = i;
+      if (!(heap_[least] < entry)) break;
+      set(at, heap_[least]);
+      at = least;
+    }
+    set(at, entry);
+  }
+
+  std::vector<Entry> heap_;
+  std::vector<std::uint32_t> place_;  // by node
+};
+
+}  // namespace mainstem

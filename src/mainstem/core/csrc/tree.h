@@ -1,0 +1,219 @@
+// Tree: the radix tree over paged memory. It knows bytes and integers: no tokens, no tensors, no Python.
+//
+// Each operation is one loop over components and tiers (component.h); a cell is addressed by (node, component, tier).
+// Numbered cases ("split 3", "match 2") are those of docs/design.md, section 3.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "children.h"
+#include "component.h"
+#include "node.h"
+#include "order.h"
+
+namespace mainstem {
+
+using Handle = std::int64_t;  // generation << 32 | index; 0 is the root of whatever namespace
+using Ids = std::vector<std::int32_t>;
+using Bytes = std::span<const std::uint8_t>;
+using IdSpan = std::span<const std::int32_t>;
+
+constexpr std::size_t kMaxComponents = 8;
+constexpr std::size_t kMaxTiers = 4;
+
+struct StaleHandle { Handle handle; };
+struct NotLocked { Handle handle; };
+struct BadValue { const char* name; std::string value; std::string allowed; };
+struct Corrupt { std::string message; };
+
+struct MatchResult {
+  Handle node = 0;               // end of the match on tier 0; 0: nothing matched
+  Handle host_node = 0;          // end of the match over all tiers
+  std::uint32_t pages = 0;
+  std::uint32_t host_pages = 0;  // pages more when every tier counts
+  std::uint32_t reach_pages = 0; // how far the first component alone went, on tier 0
+  std::uint32_t pending_pages = 0;
+  std::uint32_t partial = 0;     // symbols of the next page that agree
+  std::int32_t partial_id = -1;
+  Handle partial_node = 0;       // whose first page that is
+};
+
+struct InsertResult {
+  Handle node = 0;
+  std::uint32_t pages = 0;       // the key is in the tree up to here
+  std::uint32_t existing = 0;    // pages before the first one that was adopted
+  Ids ids;                       // component 0, pages [end of `after`, pages)
+};
+
+struct NodeStats {
+  Handle node;
+  std::uint64_t created, accessed;
+  std::uint32_t hits, start, pages;
+  std::int32_t priority;
+};
+
+struct CellView {
+  Residency residency;
+  std::uint32_t locks;
+  Ids ids;
+};
+struct NodeView {
+  NodeStats stats;
+  Handle parent;
+  std::uint32_t children;
+  std::string key;
+  std::vector<CellView> cells;
+};
+
+struct CellCounts {  // in ids
+  std::uint64_t present = 0, locked = 0, in_flight = 0;
+};
+struct Counters {
+  std::uint64_t match_calls = 0, queried_symbols = 0, hit_symbols = 0, insert_calls = 0;
+  std::uint64_t inserted_pages = 0, evicted_pages = 0, splits = 0;
+};
+
+class Tree {
+ public:
+  Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
+       std::string_view policy, std::uint64_t hash_seed);
+  Tree(const Tree&) = delete;
+  Tree& operator=(const Tree&) = delete;
+
+  MatchResult match(std::string_view ns, Bytes key, bool partial);
+  std::uint32_t peek(std::string_view ns, Bytes key) const;  // pages
+  InsertResult insert(std::string_view ns, Bytes key, std::span<const IdSpan> ids, Handle after, std::int32_t priority,
+                      std::uint32_t tier, bool ready);
+
+  void lock(Handle node, std::uint32_t tier);
+  void unlock(Handle node, std::uint32_t tier);
+  void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` lies at or below `from`
+  void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
+  void commit(Handle node, std::uint32_t tier);
+  std::vector<Ids> cancel(Handle node, std::uint32_t tier);  // by component
+  std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
+
+  // Policy "external": the candidate that has no rank yet, if any, and its rank.
+  bool waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const;
+  void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank);
+
+  std::uint32_t end(Handle node) const;
+  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::int32_t* out) const;  // absent: -1
+  std::vector<std::string> namespaces() const;
+  std::vector<NodeView> nodes(std::string_view ns) const;
+  void check() const;
+
+  const Counters& counters() const { return counters_; }
+  CellCounts counts(std::uint32_t component, std::uint32_t tier) const { return counts_[slot(component, tier)]; }
+  std::size_t evictable(std::uint32_t component, std::uint32_t tier) const;
+  std::size_t size() const { return table_.size(); }
+  std::size_t namespace_count() const { return roots_.size(); }
+  std::size_t bytes() const;
+
+  std::uint32_t symbol_bytes() const { return symbol_bytes_; }
+  std::uint32_t page_size() const { return page_size_; }
+  std::size_t components() const { return rows_.size(); }
+  std::uint32_t tiers() const { return tiers_; }
+
+ private:
+  struct Step {  // one node of a walk, and how many of its pages agree
+    Index node;
+    std::uint32_t pages;
+  };
+
+  struct Reach {  // in pages
+    std::array<std::uint32_t, kMaxTiers> best{};
+    std::uint32_t first = 0;    // the first component alone, on tier 0
+    std::uint32_t pending = 0;
+  };
+
+  // addresses
+  std::size_t slot(std::uint32_t component, std::uint32_t tier) const { return component * tiers_ + tier; }
+  const Component& row(std::size_t slot) const { return rows_[slot / tiers_]; }
+  Cell& cell(Index node, std::size_t slot) { return cells_[std::size_t{node} * slots_ + slot]; }
+  const Cell& cell(Index node, std::size_t slot) const { return cells_[std::size_t{node} * slots_ + slot]; }
+  std::uint32_t& pins(Index node, std::uint32_t tier) { return pins_[std::size_t{node} * tiers_ + tier]; }
+  std::uint32_t pins(Index node, std::uint32_t tier) const { return pins_[std::size_t{node} * tiers_ + tier]; }
+  Handle handle(Index node) const;
+  Index resolve(Handle handle) const;  // kNone for 0
+  Index find_root(std::string_view ns) const;
+  Index child(Index parent, const std::uint8_t* page) const;
+  std::uint32_t hash(Index parent, const std::uint8_t* page) const;
+  std::uint32_t common_pages(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t pages) const;
+
+  // structure
+  Index new_node();
+  void free_node(Index node);
+  Index make_root(std::string_view ns);
+  Index add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority);
+  Index split(Index node, std::uint32_t pages);
+  void link(Index parent, Index node);
+  void unlink(Index node);
+  void reap(Index node);
+  bool dead(Index node) const;
+
+  // cells
+  void occupy(Index node, std::size_t slot, Run<std::int32_t> ids, Index transfer);
+  Run<std::int32_t> vacate(Index node, std::size_t slot);
+  void settle(Index node, std::size_t slot);
+  void change_locks(Index node, std::size_t slot, int by);
+  void lock_path(Index node, Index stop, std::size_t slot, int by);
+  void lock_all(Index node, std::uint32_t tier, int by);
+  void cut_window_border(Index node, std::size_t slot);
+  void refresh(Index node, std::size_t slot);
+  bool candidate(Index node, std::size_t slot) const;
+  Rank rank_of(Index node) const;
+  void touch(Index node, std::uint64_t tick);
+
+  // operations in parts
+  void walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path) const;
+  Reach judge(const std::vector<Step>& path) const;
+  Index cut(std::vector<Step>* path, std::uint32_t pages);
+  void match_partial(Index node, Bytes tail, MatchResult* result) const;
+  std::uint32_t whole_pages(Bytes key) const;
+  void check_ids(std::span<const IdSpan> ids, std::uint32_t pages) const;
+  void fill(Index node, std::span<const IdSpan> ids, std::uint32_t tier, InsertResult* result);
+  Index grow(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32_t tier, std::int32_t priority, bool ready);
+  bool blocked(Index node, std::span<const IdSpan> ids, std::uint32_t tier, bool ready) const;
+  void take_ids(Index node, std::uint32_t tier, std::vector<Ids>* freed);
+  void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
+  void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
+  bool only_on(Index node, std::uint32_t tier) const;
+  NodeStats stats(Index node) const;
+
+  void check_node(Index node) const;
+  void check_cells(Index node) const;
+  void check_locks() const;
+  void check_counts() const;
+  void check_pages() const;
+  [[noreturn]] void broken(Index node, const std::string& rule) const;
+
+  const std::uint32_t symbol_bytes_, page_size_, page_bytes_, tiers_;
+  const std::vector<Component> rows_;
+  const std::size_t slots_;  // cells a node
+  const Policy* policy_;
+  const std::uint64_t seed_;
+
+  std::vector<Node> nodes_;
+  std::vector<Cell> cells_;
+  std::vector<std::uint32_t> pins_;  // locks taken at exactly this node, by tier
+  std::vector<Index> free_;
+  ChildTable table_;
+  std::map<std::string, Index, std::less<>> roots_;
+  std::unordered_map<Index, std::string> root_names_;
+  std::vector<Order> orders_;  // by slot
+  std::vector<CellCounts> counts_;
+  Counters counters_;
+  std::uint64_t tick_ = 0;
+  std::vector<Step> path_;  // kept between calls for its memory
+};
+
+}  // namespace mainstem

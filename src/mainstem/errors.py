@@ -1,0 +1,85 @@
+"""Typed errors. Each names what was wrong and what is allowed; raising one leaves everything as it was."""
+
+from __future__ import annotations
+
+
+class MainstemError(Exception):
+    """Base of every error that Mainstem raises on purpose."""
+
+
+class BadTokens(MainstemError, ValueError):
+    """A token sequence cannot be a key: the message names the position, the value and the allowed range."""
+
+
+class BadArgument(MainstemError, ValueError):
+    """An argument is outside its range.
+
+    Args:
+        name: the argument.
+        value: what was given.
+        allowed: what would have been accepted, in words.
+    """
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        super().__init__(f"{name} = {value!r}: must be {allowed}")
+        self.name = name
+        self.value = value
+        self.allowed = allowed
+
+
+class OutOfPages(MainstemError):
+    """No room: what is free and what could be evicted do not reach.
+
+    Args:
+        needed: pages asked for.
+        free: pages owned by nobody.
+        evictable: pages of unlocked prefixes.
+        total: pages of the pool.
+    """
+
+    def __init__(self, needed: int, free: int, evictable: int, total: int) -> None:
+        super().__init__(f"{needed} pages needed, but {free} are free and {evictable} can be evicted, of {total}")
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.total = total
+
+
+class StaleHandle(MainstemError, LookupError):
+    """A handle whose node was evicted, or cut short, since the handle was given out."""
+
+
+class NotLocked(MainstemError, RuntimeError):
+    """An unlock without its lock."""
+
+
+class WrongOwner(MainstemError, RuntimeError):
+    """A page is not owned by whom the call says: a double free, or a page of somebody else."""
+
+
+class LeaseClosed(MainstemError, RuntimeError):
+    """A call on a lease that was finished or aborted."""
+
+
+class CorruptTree(MainstemError, AssertionError):
+    """A structural rule of the tree is broken; the message names the node and the rule."""
+
+
+class UnsupportedModel(MainstemError):
+    """The model's architecture cannot run over the paged cache; the message says why."""
+
+
+class ModelNotFound(MainstemError, FileNotFoundError):
+    """No model of that name can be had here; the message lists the ways to get one."""
+
+
+class RequestTooLong(MainstemError, ValueError):
+    """A request that could never run, however long it waited."""
+
+
+class EngineFull(MainstemError):
+    """Too many requests wait already."""
+
+
+class EngineClosed(MainstemError):
+    """The engine takes no more requests."""
