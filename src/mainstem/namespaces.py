@@ -1,0 +1,70 @@
+"""Namespaces: what must be equal before any prefix may be shared. Each is a root of its own in the tree.
+
+Knows nothing of keys. The encoding is injective: every field is tagged and every string carries its length, so that an
+adapter called "a" and a salt called "a" never meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mainstem.errors import BadArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """The context that shaped the KV of a sequence, apart from its tokens.
+
+    Args:
+        adapter: name of the adapter (LoRA); None is the base model, which is not the adapter "".
+        salt: tenants with different salts never share.
+        extra: anything else that shapes KV, as strings; the order counts.
+
+    Raises:
+        BadArgument: a field is not of these types.
+    """
+
+    adapter: str | None = None
+    salt: str | None = None
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("adapter", "salt"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise BadArgument(name, value, "a str or None")
+        if not isinstance(self.extra, tuple) or not all(isinstance(item, str) for item in self.extra):
+            raise BadArgument("extra", self.extra, "a tuple of str")
+
+    def encode(self) -> bytes:
+        """The bytes that name this namespace's root."""
+        parts = [] if self.adapter is None else [_field(b"a", self.adapter)]
+        if self.salt is not None:
+            parts.append(_field(b"s", self.salt))
+        parts.extend(_field(b"e", item) for item in self.extra)
+        return b"".join(parts)
+
+
+NamespaceLike = Namespace | str | bytes | None
+
+
+def encode_namespace(namespace: NamespaceLike) -> bytes:
+    """The bytes of any form of a namespace; None is `Namespace()`.
+
+    Raises:
+        BadArgument: another type.
+    """
+    if namespace is None:
+        return b""
+    if isinstance(namespace, Namespace):
+        return namespace.encode()
+    if isinstance(namespace, str):
+        return _field(b"n", namespace)
+    if isinstance(namespace, bytes):
+        return b"b" + len(namespace).to_bytes(8, "little") + namespace
+    raise BadArgument("namespace", namespace, "a Namespace, str, bytes or None")
+
+
+def _field(tag: bytes, text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return tag + len(data).to_bytes(8, "little") + data

@@ -1,0 +1,83 @@
+"""Eviction policies. A policy is one rule: rank a leaf; the lowest rank is evicted first.
+
+The built-in rules also stand in core/csrc/order.h, where the tree applies them without asking Python; a test compares the
+two. A policy of your own is any object with `name` and `rank`; the tree asks it about a leaf whenever the leaf has changed.
+Knows nothing of trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from mainstem.errors import BadArgument
+
+SLRU_PROTECTED_HITS = 2
+"""From this many hits on, slru keeps a leaf for as long as there are others."""
+
+
+class NodeStats(NamedTuple):
+    """What a policy may look at. Times are ticks of the tree's counter: one a match or insert."""
+
+    node: int
+    created: int
+    last_access: int
+    hits: int
+    priority: int
+    depth_pages: int
+    pages: int
+
+
+Rank = tuple[float, float]
+
+
+class Policy(Protocol):
+    """A rule of eviction."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def rank(self, node: NodeStats) -> Rank:
+        """The place of a leaf in the order; the lowest goes first. Finite numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A rule that the core knows by its name."""
+
+    name: str
+    rule: Callable[[NodeStats], Rank]
+
+    def rank(self, node: NodeStats) -> Rank:
+        """See `Policy.rank`."""
+        return self.rule(node)
+
+
+BUILT_IN = {
+    policy.name: policy
+    for policy in (
+        BuiltIn("lru", lambda n: (n.last_access, 0)),
+        BuiltIn("lfu", lambda n: (n.hits, n.last_access)),
+        BuiltIn("fifo", lambda n: (n.created, 0)),
+        BuiltIn("mru", lambda n: (-n.last_access, 0)),
+        BuiltIn("filo", lambda n: (-n.created, 0)),
+        BuiltIn("slru", lambda n: (n.hits >= SLRU_PROTECTED_HITS, n.last_access)),
+        BuiltIn("priority", lambda n: (n.priority, n.last_access)),
+    )
+}
+"""The built-in policies by name."""
+
+
+def find_policy(policy: str | Policy) -> Policy:
+    """The policy of that name, or the object itself.
+
+    Raises:
+        BadArgument: no built-in policy has that name.
+    """
+    if not isinstance(policy, str):
+        return policy
+    if policy not in BUILT_IN:
+        raise BadArgument("policy", policy, "one of " + ", ".join(BUILT_IN))
+    return BUILT_IN[policy]
