@@ -1,0 +1,421 @@
+"""`Tree`: the lower interface, for engines that have an allocator of their own.
+
+It turns tokens and namespaces into bytes for the core and applies policies written in Python. It knows no pool, no lease
+and no tensors. One thread at a time, as in a scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mainstem import _core
+from mainstem.components import Component, Full
+from mainstem.errors import BadArgument
+from mainstem.keys import KeyKind, TokenKeys, TokenLike
+from mainstem.namespaces import NamespaceLike, encode_namespace
+from mainstem.policies import BuiltIn, NodeStats, Policy, find_policy
+
+Ids = NDArray[np.int32]
+
+IN_FLIGHT = 1
+PRESENT = 2
+_EVERYTHING = 2**62
+
+
+class Match(NamedTuple):
+    """The longest prefix of a key that is in the tree. Lengths are in symbols.
+
+    `node` is the handle of its end (0: nothing matched), `pages` the int32 page ids of `length`. With `partial=True`,
+    `partial` symbols more agree with the beginning of page `partial_page`, the first of `partial_node`. `pending` symbols
+    behind the match are in flight. `reach` is how far the first component alone went. `host_length` symbols more, up to
+    `host_node`, are present when lower tiers count as well.
+    """
+
+    node: int
+    length: int
+    pages: Ids
+    partial: int
+    partial_page: int
+    partial_node: int
+    pending: int
+    reach: int
+    host_length: int
+    host_node: int
+
+
+class Inserted(NamedTuple):
+    """What an insertion did. Lengths are in symbols from the root.
+
+    The key is in the tree up to `length`, which ends at `node`; `existing` symbols stood there already. `pages` are the
+    tree's page ids behind `after`: where they differ from the caller's, the caller's page is a duplicate and stays his.
+    """
+
+    node: int
+    length: int
+    existing: int
+    pages: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class CellView:
+    """One component of a node on one tier: its ids (empty when absent), locks, and whether a transfer is on its way."""
+
+    ids: Ids
+    locks: int
+    present: bool
+    in_flight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as tools see it. Positions in symbols, times in ticks; `cells` by component and tier."""
+
+    node: int
+    parent: int
+    namespace: bytes
+    start: int
+    length: int
+    key: bytes
+    children: int
+    created: int
+    last_access: int
+    hits: int
+    priority: int
+    cells: dict[tuple[str, int], CellView]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStats:
+    """Counts of the core. Pages are those of the first component on the device; cached = locked + evictable."""
+
+    cached_pages: int
+    locked_pages: int
+    evictable_pages: int
+    in_flight_pages: int
+    nodes: int
+    namespaces: int
+    bytes: int
+    match_calls: int
+    queried_symbols: int
+    hit_symbols: int
+    insert_calls: int
+    inserted_pages: int
+    evicted_pages: int
+    splits: int
+
+
+class Tree:
+    """A radix tree from token sequences to page ids.
+
+    Args:
+        page_size: symbols a page; pages are the unit of matching.
+        keys: what a token sequence is in symbols.
+        components: what is kept for a prefix; the first is the main one.
+        tiers: 1 for the device alone, 2 with host memory.
+        policy: name of a built-in policy, or an object with one rule.
+
+    Raises:
+        BadArgument: an argument out of range.
+
+    >>> tree = Tree(page_size=1)
+    >>> tree.insert([1, 2, 3, 4], pages=[10, 11, 12, 13]).existing
+    0
+    >>> match = tree.match([1, 2, 9])
+    >>> match.length, match.pages.tolist()
+    (2, [10, 11])
+    """
+
+    def __init__(
+        self,
+        page_size: int = 16,
+        keys: KeyKind | None = None,
+        components: Items[Component] = (Full(),),
+        tiers: int = 1,
+        policy: str | Policy = "lru",
+    ) -> None:
+        if not isinstance(page_size, int) or not 1 <= page_size <= 2**20:
+            raise BadArgument("page_size", page_size, "an integer from 1 to 1048576")
+        self.keys = keys if keys is not None else TokenKeys()
+        self.page_size = page_size
+        self.components = tuple(components)
+        self.tiers = tiers
+        self.policy = find_policy(policy)
+        self._rank_outside = not isinstance(self.policy, BuiltIn)
+        # The seed moves places in a hash table and nothing else: it changes no result.
+        self.core = _core.Tree(
+            self.keys.symbol_bytes,
+            page_size,
+            [component.row() for component in self.components],
+            tiers,
+            "external" if self._rank_outside else self.policy.name,
+            secrets.randbits(64),
+        )
+
+    def match(self, tokens: TokenLike, namespace: NamespaceLike = None, *, partial: bool = False) -> Match:
+        """The longest prefix that is present. Splits the node it ends in, marks what it returns as used, makes nothing.
+
+        Args:
+            partial: look inside the next page, too.
+
+        Raises:
+            BadTokens: see `KeyKind.encode`.
+        """
+        return self._match(self.core.match(encode_namespace(namespace), self.keys.encode(tokens), partial))
+
+    def _match(self, raw: tuple[int, int, Ids, int, int, int, int, int, int, int]) -> Match:
+        node, pages, ids, partial, partial_id, partial_node, pending, reach, host, host_node = raw
+        size = self.page_size
+        return Match(
+            node, pages * size, ids, partial, partial_id, partial_node, pending * size, reach * size, host * size, host_node
+        )
+
+    def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
+        """How many symbols `match` would return. Changes nothing.
+
+        Raises:
+            BadTokens: see `KeyKind.encode`.
+        """
+        return self.core.peek(encode_namespace(namespace), self.keys.encode(tokens)) * self.page_size
+
+    def insert(
+        self,
+        tokens: TokenLike,
+        pages: ArrayLike | Items[ArrayLike],
+        namespace: NamespaceLike = None,
+        *,
+        after: int = 0,
+        priority: int = 0,
+        tier: int = 0,
+        ready: bool = True,
+    ) -> Inserted:
+        """Puts a prefix into the tree; what stands there already is kept.
+
+        Args:
+            tokens: the whole key, from the root; symbols behind the last whole page are left out.
+            pages: a page id for each whole page of the key. With several components: one such list for each; in a
+                window's, a beginning of -1 is behind the window; a state's has one id, or none.
+            after: handle of a prefix of the key; only what lies behind it is walked.
+            priority: for the policy "priority"; a prefix has the highest of those who inserted it.
+            ready: False: what is new is in flight until `commit` or `cancel`.
+
+        Raises:
+            BadTokens: see `KeyKind.encode`.
+            BadArgument: the number of ids does not fit the key, or an id is negative, or `after` is on another path.
+            StaleHandle: `after` was evicted.
+        """
+        columns = [pages] if len(self.components) == 1 else pages
+        ids = [_as_ids(column) for column in columns]  # type: ignore[union-attr]
+        key = self.keys.encode(tokens)
+        node, length, existing, theirs = self.core.insert(
+            encode_namespace(namespace), key, ids, after, priority, tier, ready
+        )
+        return Inserted(node, length * self.page_size, existing * self.page_size, theirs)
+
+    def lock(self, node: int, tier: int = 0) -> None:
+        """Keeps a prefix from eviction, from its node to the root. Locks are counted; the root needs none.
+
+        Raises:
+            StaleHandle: the node was evicted.
+        """
+        self.core.lock(node, tier)
+
+    def unlock(self, node: int, tier: int = 0) -> None:
+        """Takes one lock back.
+
+        Raises:
+            NotLocked: there is no lock at this node.
+            StaleHandle: the node was evicted.
+        """
+        self.core.unlock(node, tier)
+
+    def attach(self, node: int, ids: ArrayLike, component: str = "full", tier: int = 1, *, ready: bool = False) -> None:
+        """Gives a node pages on another tier (a backup or a load back), in flight until `commit` or `cancel`.
+
+        Raises:
+            BadArgument: the wrong number of ids, a cell that is not absent, or a parent that is absent on that tier.
+            StaleHandle: the node was evicted.
+        """
+        self.core.attach(node, self._row(component), tier, _as_ids(ids), ready)
+
+    def commit(self, node: int, tier: int = 0) -> None:
+        """What was in flight under this node is present now.
+
+        Raises:
+            BadArgument: nothing is in flight under this node.
+            StaleHandle: the node was cancelled.
+        """
+        self.core.commit(node, tier)
+
+    def cancel(self, node: int, tier: int = 0) -> list[Ids]:
+        """What was in flight under this node is gone; its ids, an array for each component.
+
+        Raises:
+            BadArgument: nothing is in flight under this node.
+            StaleHandle: the node was cancelled.
+        """
+        return self.core.cancel(node, tier)
+
+    def evict(self, pages: int, component: str = "full", tier: int = 0) -> list[Ids]:
+        """Evicts exactly `pages` ids of a component, or as many as are evictable. Takes O(log n) a node.
+
+        Full pages go from the tails of leaves, in the order of the policy, and take the other components' ids at these
+        positions with them: the answer has one array for each component.
+
+        Raises:
+            BadArgument: pages below 0, or no such component or tier.
+        """
+        if pages < 0:
+            raise BadArgument("pages", pages, "0 or more")
+        row = self._row(component)
+        freed = self._evict(pages, row, tier)
+        return freed
+
+    def _evict(self, pages: int, row: int, tier: int) -> list[Ids]:
+        if not self._rank_outside:
+            return self.core.evict(pages, row, tier)
+        parts: list[list[Ids]] = []
+        missing = pages
+        while missing > 0 and self._rank_waiting(row, tier):
+            freed = self.core.evict(missing, row, tier)
+            parts.append(freed)
+            missing -= len(freed[row])
+            if not len(freed[row]):
+                break
+        empty = [np.empty(0, np.int32) for _ in self.components]
+        return [np.concatenate(column) for column in zip(empty, *parts, strict=True)]
+
+    def _rank_waiting(self, row: int, tier: int) -> bool:
+        """Asks the policy about every candidate that has changed; whether there are candidates at all."""
+        while (waiting := self.core.waiting(row, tier)) is not None:
+            stats = NodeStats(*waiting)
+            major, minor = self.policy.rank(stats)
+            if not (math.isfinite(major) and math.isfinite(minor)):
+                raise BadArgument(f"rank of policy {self.policy.name}", (major, minor), "two finite numbers")
+            self.core.rank(stats.node, row, tier, float(major), float(minor))
+        present, locked, _ = self.core.counts(row, tier)
+        return present > locked
+
+    def flush(self, tier: int = 0) -> list[Ids]:
+        """Evicts everything on a tier that is neither locked nor in flight; one array of ids for each component."""
+        parts = [self._evict(_EVERYTHING, row, tier) for row in range(len(self.components))]
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def pages(self, node: int, component: str = "full", tier: int = 0) -> Ids:
+        """Ids from the root to the end of a node; -1 where they are absent.
+
+        Raises:
+            StaleHandle: the node was evicted.
+        """
+        return self.core.ids(node, self._row(component), tier)
+
+    def length(self, node: int) -> int:
+        """Symbols from the root to the end of a node.
+
+        Raises:
+            StaleHandle: the node was evicted.
+        """
+        return self.core.end(node) * self.page_size
+
+    def nodes(self, *namespaces: NamespaceLike) -> Iterator[NodeView]:
+        """Every node, or those of some namespaces: depth first, children in the order they came."""
+        names = [encode_namespace(n) for n in namespaces] if namespaces else self.core.namespaces()
+        columns = [(component.name, tier) for component in self.components for tier in range(self.tiers)]
+        for name in names:
+            for stats, parent, children, key, cells in self.core.nodes(name):
+                node, created, accessed, hits, priority, start, pages = stats
+                views = {
+                    column: CellView(ids, locks, residency == PRESENT, residency == IN_FLIGHT)
+                    for column, (residency, locks, ids) in zip(columns, cells, strict=True)
+                }
+                yield NodeView(
+                    node, parent, name, start * self.page_size, pages * self.page_size, key, children,
+                    created, accessed, hits, priority, views,
+                )  # fmt: skip
+
+    def pretty(self, show_symbols: int = 8) -> str:
+        """The tree as text: a line a node, with its length, its first symbols, its locks and hits."""
+        lines: list[str] = []
+        for name in self.core.namespaces():
+            views = list(self.nodes_of(name))
+            lines.append(f"{_show_namespace(name)}: {sum(view.length for view in views)} tokens in {len(views)} nodes")
+            lines.extend(self._branches(views, show_symbols))
+        return "\n".join(lines) if lines else "(empty)"
+
+    def nodes_of(self, encoded_namespace: bytes) -> Iterator[NodeView]:
+        """The nodes below one root, named by its encoding as `NodeView.namespace` has it."""
+        return (view for view in self.nodes() if view.namespace == encoded_namespace)
+
+    def _branches(self, views: list[NodeView], show_symbols: int) -> Iterator[str]:
+        left = {0: sum(view.parent == 0 for view in views)} | {view.node: view.children for view in views}
+        rails = {0: ""}
+        for view in views:
+            left[view.parent] -= 1
+            last = left[view.parent] == 0
+            rail = rails[view.parent]
+            rails[view.node] = rail + ("   " if last else "│  ")
+            yield f"{rail}{'└─ ' if last else '├─ '}{self._describe(view, show_symbols)}"
+
+    def _describe(self, view: NodeView, show_symbols: int) -> str:
+        width = self.keys.symbol_bytes
+        symbols = [view.key[at : at + width] for at in range(0, min(len(view.key), show_symbols * width), width)]
+        shown = " ".join(str(int.from_bytes(symbol, "little")) for symbol in symbols)
+        more = " …" if view.length > show_symbols else ""
+        cell = view.cells[self.components[0].name, 0]
+        flight = ", in flight" if cell.in_flight else ""
+        return f"{view.length} [{shown}{more}] locks={cell.locks} hits={view.hits}{flight}"
+
+    def stats(self) -> TreeStats:
+        """Counts, kept by the core as things change."""
+        present, locked, in_flight = self.core.counts(0, 0)
+        matches, queried, hits, inserts, inserted, evicted, splits, nodes, namespaces, held = self.core.counters()
+        return TreeStats(
+            cached_pages=present,
+            locked_pages=locked,
+            evictable_pages=present - locked,
+            in_flight_pages=in_flight,
+            nodes=nodes,
+            namespaces=namespaces,
+            bytes=held,
+            match_calls=matches,
+            queried_symbols=queried,
+            hit_symbols=hits,
+            insert_calls=inserts,
+            inserted_pages=inserted,
+            evicted_pages=evicted,
+            splits=splits,
+        )
+
+    def check(self) -> None:
+        """Verifies every structural rule from scratch; slow.
+
+        Raises:
+            CorruptTree: names the node and the rule.
+        """
+        self.core.check()
+
+    def _row(self, component: str) -> int:
+        names = [row.name for row in self.components]
+        if component not in names:
+            raise BadArgument("component", component, "one of " + ", ".join(names))
+        return names.index(component)
+
+
+def _as_ids(pages: ArrayLike) -> Ids:
+    ids = np.asarray(pages)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise BadArgument("pages", pages, "a one-dimensional sequence of integers")
+    if ids.size and not -1 <= int(ids.min()) <= int(ids.max()) < 2**31:
+        raise BadArgument("pages", pages, "page ids from 0 to 2147483647")
+    return np.ascontiguousarray(ids, dtype=np.int32)
+
+
+def _show_namespace(encoded: bytes) -> str:
+    return "(default namespace)" if not encoded else "namespace " + repr(encoded[9:].decode("utf-8", "replace"))
