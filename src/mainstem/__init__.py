@@ -13,7 +13,18 @@ from mainstem.errors import (
     StaleHandle,
     WrongOwner,
 )
-from mainstem.keys import BigramKeys, Coordinate, HashKeys, Image, KeyKind, Size, Text, TokenKeys, TypedKeys, hash_blocks
+from mainstem.keys import (
+    BigramKeys,
+    Coordinate,
+    HashKeys,
+    Image,
+    KeyKind,
+    Size,
+    Text,
+    TokenKeys,
+    TypedKeys,
+    hash_blocks,
+)
 from mainstem.namespaces import Namespace
 from mainstem.policies import NodeStats, Policy
 from mainstem.pool import Pool

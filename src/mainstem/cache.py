@@ -4,8 +4,8 @@
                            |                    |
                            +------ finish ------+--- the tree had it already: the duplicate goes back to free
 
-free + cached + private is every page, always. Knows page ids; knows no tensors: copying a page is a function passed in.
-One thread at a time, as in a scheduler.
+free + cached + private is every page, always. Knows page ids; knows no tensors: copying a page is a function passed
+in. One thread at a time, as in a scheduler.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from mainstem._core import Pool
 from mainstem.errors import BadArgument, BadTokens, CorruptTree, LeaseClosed, OutOfPages
-from mainstem.keys import KeyKind, TokenLike
+from mainstem.keys import KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
 from mainstem.tree import Ids, Tree
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 CopyPage = Callable[[int, int, int], None]
 """copy_page(source, target, positions): copies the KV of a page's first positions into another page."""
 
+Found = TypeVar("Found", bound=tuple[int, int, *tuple[Any, ...]])
+"""What a look-up gives back: pages, symbols of the next page, and whatever else."""
+
 _NO_PAGES: Ids = np.empty(0, np.int32)
 
 
@@ -39,9 +43,9 @@ _NO_PAGES: Ids = np.empty(0, np.int32)
 class CacheStats:
     """Counts of a cache. free + cached + private = total pages; cached = locked + evictable.
 
-    `queried` and `hit` are positions asked for and reused by leases; of these, `partial_hit` were copied out of the inside
-    of a page, and `partial_missed` counts leases that found no page to copy into. `duplicate_pages` were computed by two
-    leases at once and given back.
+    `queried` and `hit` are positions asked for and reused by leases; of these, `partial_hit` were copied out of the
+    inside of a page, and `partial_missed` counts leases that found no page to copy into. `duplicate_pages` were
+    computed by two leases at once and given back.
     """
 
     total_pages: int
@@ -130,17 +134,28 @@ class PrefixCache:
         return Lease(self, tokens, encode_namespace(namespace), priority)
 
     def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
-        """Positions that whole cached pages would give a lease on this prompt. Changes nothing.
+        """The hit, in positions, that a lease on this prompt would have now. Changes nothing.
 
         Raises:
             BadTokens: a token is out of range.
         """
         if not self.enabled:
             return 0
+        name = encode_namespace(namespace)
         sequence = self.keys.sequence(tokens)
-        most = sequence.floor(max(len(sequence) - 1, 0)) * self.keys.symbol_bytes
-        pages = self.tree.core.peek(encode_namespace(namespace), memoryview(sequence.data)[:most])
-        return sequence.floor(pages * self.page_size)
+        hit, _ = self.fit(sequence, lambda key: self.tree.core.peek(name, key, self._copy_page is not None))
+        return hit
+
+    def fit(self, sequence: Sequence, look: Callable[[memoryview], Found]) -> tuple[int, Found]:
+        """The longest hit that leaves a token to compute and cuts none, and what was found there; for `Lease`."""
+        most = sequence.floor(max(len(sequence) - 1, 0))
+        while True:
+            found = look(memoryview(sequence.data)[: most * self.keys.symbol_bytes])
+            border = found[0] * self.page_size
+            hit = sequence.floor(border + found[1])
+            if hit >= border:
+                return hit, found
+            most = hit  # the match ended inside a token that must not be cut
 
     def flush(self) -> int:
         """Evicts every prefix that no lease uses; the number of pages freed."""
@@ -249,23 +264,18 @@ class Lease:
 
     def _take_hit(self) -> int:
         """Matches at most all but the last token, and locks what it found; the hit in positions."""
-        cache, sequence = self._cache, self._sequence
+        cache = self._cache
         core, size = cache.tree.core, cache.page_size
         inside = cache._copy_page is not None
-        most = sequence.floor(len(sequence) - 1)
         while True:
-            key = memoryview(sequence.data)[: most * cache.keys.symbol_bytes]
-            node, pages, ids, partial, source, partial_node, *_ = core.match(self._namespace, key, inside)
-            hit = sequence.floor(pages * size + partial)
-            if hit < pages * size:
-                most = hit  # the match ended inside a token that must not be cut
-                continue
-            core.lock(node, 0)
-            self._node, self._owned, self._table = node, pages, ids
-            if hit == pages * size or self._copy_partial(partial_node, source, hit - pages * size):
+            hit, found = cache.fit(self._sequence, partial(core.match, self._namespace, partial=inside))
+            self._owned, _, self._node, self._table, source, partial_node, *_ = found
+            core.lock(self._node, 0)
+            border = self._owned * size
+            if hit == border or self._copy_partial(partial_node, source, hit - border):
                 return hit
-            core.unlock(node, 0)
-            inside = False
+            core.unlock(self._node, 0)
+            inside = False  # no page to copy into: a hit that ends at a border needs none
 
     def _copy_partial(self, node: int, source: int, positions: int) -> bool:
         """Copies the beginning of a shared page into a private one; False when no page can be had."""
@@ -382,8 +392,8 @@ class Lease:
         """Publishes [0, upto), unlocks, and gives every private page back. A second call does nothing.
 
         Args:
-            upto: positions whose KV is computed. None: all that are reserved, less the last one if tokens were appended,
-                since no forward has computed the KV of a token that was only just sampled.
+            upto: positions whose KV is computed. None: all that are reserved, less the last one if tokens were
+                appended, since no forward has computed the KV of a token that was only just sampled.
 
         Raises:
             BadArgument: see `publish`; the lease stays open.
@@ -408,7 +418,9 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.abort()
 
     def __del__(self) -> None:

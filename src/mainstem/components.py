@@ -1,4 +1,4 @@
-"""Components: what a model keeps for a prefix, as rows of the tree. The rules of each row are in core/csrc/component.h."""
+"""Components: what a model keeps for a prefix, as rows of the tree. core/csrc/component.h has the rules of each row."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class HashKeys:
         return f"HashKeys(width={self.symbol_bytes})"
 
     def encode(self, tokens: TokenLike) -> bytes:
-        """Hashes as bytes, as a list of bytes or of non-negative ints, or as an integer array whose items are as wide."""
+        """Hashes as bytes, a list of bytes or of non-negative ints, or an integer array whose items are as wide."""
         if isinstance(tokens, (bytes, bytearray)):
             data = bytes(tokens)
         elif isinstance(tokens, np.ndarray):
@@ -193,8 +193,10 @@ class HashKeys:
 
     def _from_array(self, hashes: NDArray[Any]) -> bytes:
         if hashes.dtype.kind not in "iu" or hashes.dtype.itemsize != 8 or self.symbol_bytes != 8 or hashes.ndim != 1:
-            raise BadTokens(f"hashes are a {hashes.dtype} array of shape {hashes.shape}: must be 64-bit, one-dimensional, "
-                            "of width 8")
+            raise BadTokens(
+                f"hashes are a {hashes.dtype} array of shape {hashes.shape}: must be 64-bit, one-dimensional, "
+                "of width 8"
+            )
         return hashes.tobytes()
 
     def _symbol(self, item: object, at: int) -> bytes:
@@ -203,7 +205,9 @@ class HashKeys:
             return item
         if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 8 * width:
             return item.to_bytes(width, "little")
-        raise BadTokens(f"hash {item!r} at position {at}: must be {width} bytes, or an integer from 0 to 2**{8 * width} - 1")
+        raise BadTokens(
+            f"hash {item!r} at position {at}: must be {width} bytes, or an integer from 0 to 2**{8 * width} - 1"
+        )
 
 
 def hash_blocks(tokens: TokenLike, block_size: int, width: int = 16, seed: bytes = b"") -> bytes:
@@ -307,8 +311,10 @@ class TypedKeys(_TokenIds):
         try:
             return encode_tokens([value], self.limit)
         except BadTokens:
-            raise BadTokens(f"token {token!r} at position {at}: must be a text id from 0 to {self.limit - 1}, "
-                            "a Coordinate, a Size or an Image") from None
+            raise BadTokens(
+                f"token {token!r} at position {at}: must be a text id from 0 to {self.limit - 1}, "
+                "a Coordinate, a Size or an Image"
+            ) from None
 
 
 class _TypedSequence(Sequence):
@@ -346,8 +352,10 @@ def _image_symbols(image: Image, at: int) -> bytes:
     if not isinstance(image.identity, bytes) or len(image.identity) != IMAGE_DIGEST_BYTES:
         raise BadTokens(f"image at position {at}: identity must be {IMAGE_DIGEST_BYTES} bytes")
     if not isinstance(image.kv_length, int) or not IMAGE_MIN_LENGTH <= image.kv_length < MAX_TOKEN:
-        raise BadTokens(f"image at position {at}: kv_length = {image.kv_length!r}: must be {IMAGE_MIN_LENGTH} or more, "
-                        "so that its symbols hold the whole identity")
+        raise BadTokens(
+            f"image at position {at}: kv_length = {image.kv_length!r}: must be {IMAGE_MIN_LENGTH} or more, "
+            "so that its symbols hold the whole identity"
+        )
     digest = hashlib.shake_128(image.identity + image.kv_length.to_bytes(8, "little")).digest(4 * image.kv_length)
     symbols = np.frombuffer(digest, dtype="<u4") & np.uint32(_IMAGE - 1) | np.uint32(_TYPED | _IMAGE)
     return symbols.astype("<u4").tobytes()

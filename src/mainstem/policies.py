@@ -1,8 +1,8 @@
 """Eviction policies. A policy is one rule: rank a leaf; the lowest rank is evicted first.
 
-The built-in rules also stand in core/csrc/order.h, where the tree applies them without asking Python; a test compares the
-two. A policy of your own is any object with `name` and `rank`; the tree asks it about a leaf whenever the leaf has changed.
-Knows nothing of trees.
+The built-in rules also stand in core/csrc/order.h, where the tree applies them without asking Python; a test compares
+the two. A policy of your own is any object with `name` and `rank`; the tree asks it about a leaf whenever the leaf has
+changed. Knows nothing of trees.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def find_policy(policy: str | Policy) -> Policy:
     """The policy of that name, or the object itself.
 
     Raises:
-        BadArgument: no built-in policy has that name.
+        BadArgument: no built-in policy has that name, and it is no policy.
     """
-    if not isinstance(policy, str):
-        return policy
-    if policy not in BUILT_IN:
-        raise BadArgument("policy", policy, "one of " + ", ".join(BUILT_IN))
-    return BUILT_IN[policy]
+    if isinstance(policy, str) and policy in BUILT_IN:
+        return BUILT_IN[policy]
+    if isinstance(policy, str) or not callable(getattr(policy, "rank", None)) or not hasattr(policy, "name"):
+        raise BadArgument("policy", policy, f"one of {', '.join(BUILT_IN)}, or an object with name and rank(node)")
+    return policy

@@ -1,7 +1,7 @@
 """`Tree`: the lower interface, for engines that have an allocator of their own.
 
-It turns tokens and namespaces into bytes for the core and applies policies written in Python. It knows no pool, no lease
-and no tensors. One thread at a time, as in a scheduler.
+It turns tokens and namespaces into bytes for the core and applies policies written in Python. It knows no pool, no
+lease and no tensors. One thread at a time, as in a scheduler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,8 +34,8 @@ class Match(NamedTuple):
     """The longest prefix of a key that is in the tree. Lengths are in symbols.
 
     `node` is the handle of its end (0: nothing matched), `pages` the int32 page ids of `length`. With `partial=True`,
-    `partial` symbols more agree with the beginning of page `partial_page`, the first of `partial_node`. `pending` symbols
-    behind the match are in flight. `reach` is how far the first component alone went. `host_length` symbols more, up to
+    `partial` symbols more agree with the beginning of page `partial_page`, the first of `partial_node`. `pending`
+    symbols behind the match are in flight. `reach` is how far the first component alone went. `host_length` symbols more, up to
     `host_node`, are present when lower tiers count as well.
     """
 
@@ -168,13 +168,20 @@ class Tree:
         Raises:
             BadTokens: see `KeyKind.encode`.
         """
-        return self._match(self.core.match(encode_namespace(namespace), self.keys.encode(tokens), partial))
-
-    def _match(self, raw: tuple[int, int, Ids, int, int, int, int, int, int, int]) -> Match:
-        node, pages, ids, partial, partial_id, partial_node, pending, reach, host, host_node = raw
+        found = self.core.match(encode_namespace(namespace), self.keys.encode(tokens), partial)
+        pages, inside, node, ids, inside_id, inside_node, pending, reach, host, host_node = found
         size = self.page_size
         return Match(
-            node, pages * size, ids, partial, partial_id, partial_node, pending * size, reach * size, host * size, host_node
+            node=node,
+            length=pages * size,
+            pages=ids,
+            partial=inside,
+            partial_page=inside_id,
+            partial_node=inside_node,
+            pending=pending * size,
+            reach=reach * size,
+            host_length=host * size,
+            host_node=host_node,
         )
 
     def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
@@ -183,7 +190,8 @@ class Tree:
         Raises:
             BadTokens: see `KeyKind.encode`.
         """
-        return self.core.peek(encode_namespace(namespace), self.keys.encode(tokens)) * self.page_size
+        pages, _ = self.core.peek(encode_namespace(namespace), self.keys.encode(tokens), False)
+        return pages * self.page_size
 
     def insert(
         self,
@@ -211,8 +219,8 @@ class Tree:
             BadArgument: the number of ids does not fit the key, or an id is negative, or `after` is on another path.
             StaleHandle: `after` was evicted.
         """
-        columns = [pages] if len(self.components) == 1 else pages
-        ids = [_as_ids(column) for column in columns]  # type: ignore[union-attr]
+        columns = [pages] if len(self.components) == 1 else cast("Items[ArrayLike]", pages)
+        ids = [_as_ids(cast("ArrayLike", column)) for column in columns]
         key = self.keys.encode(tokens)
         node, length, existing, theirs = self.core.insert(
             encode_namespace(namespace), key, ids, after, priority, tier, ready
@@ -274,9 +282,7 @@ class Tree:
         """
         if pages < 0:
             raise BadArgument("pages", pages, "0 or more")
-        row = self._row(component)
-        freed = self._evict(pages, row, tier)
-        return freed
+        return self._evict(pages, self._row(component), tier)
 
     def _evict(self, pages: int, row: int, tier: int) -> list[Ids]:
         if not self._rank_outside:

@@ -43,7 +43,7 @@ nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle key, bool partial) {
   std::int32_t* data = nullptr;
   nb::object ids = new_ids(m.pages, &data);
   if (m.node) tree.copy_ids(m.node, 0, 0, data);
-  return nb::make_tuple(m.node, m.pages, ids, m.partial, m.partial_id, m.partial_node, m.pending_pages, m.reach_pages,
+  return nb::make_tuple(m.pages, m.partial, m.node, ids, m.partial_id, m.partial_node, m.pending_pages, m.reach_pages,
                         m.host_pages, m.host_node);
 }
 
@@ -120,17 +120,22 @@ NB_MODULE(_core, m) {
              new (self) Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed);
            },
            "symbol_bytes"_a, "page_size"_a, "components"_a, "tiers"_a, "policy"_a, "hash_seed"_a,
-           nb::sig("def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int]], tiers: int, "
+           nb::sig("def __init__(self, symbol_bytes: int, page_size: int, components: collections.abc.Sequence[tuple[str, int]], tiers: int, "
                    "policy: str, hash_seed: int) -> None"))
       .def("match", &match, "ns"_a, "key"_a, "partial"_a,
-           nb::sig("def match(self, ns: bytes, key: Buffer, partial: bool) -> "
-                   "tuple[int, int, NDArray[int32], int, int, int, int, int, int, int]"),
-           "node, pages, ids, partial symbols, partial id, partial node, pending, reach and host pages, host node.")
-      .def("peek", [](const Tree& t, const nb::bytes& ns, nb::handle key) { return t.peek(view(ns), View(key).bytes()); },
-           "ns"_a, "key"_a, nb::sig("def peek(self, ns: bytes, key: Buffer) -> int"), "Pages a match would return.")
+           nb::sig("def match(self, ns: bytes, key: bytes | bytearray | memoryview, partial: bool) -> "
+                   "tuple[int, int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int]"),
+           "pages, partial symbols, node, ids, partial id, partial node, pending, reach and host pages, host node.")
+      .def("peek", [](const Tree& t, const nb::bytes& ns, nb::handle key, bool partial) {
+             const PeekResult p = t.peek(view(ns), View(key).bytes(), partial);
+             return nb::make_tuple(p.pages, p.partial);
+           },
+           "ns"_a, "key"_a, "partial"_a,
+           nb::sig("def peek(self, ns: bytes, key: bytes | bytearray | memoryview, partial: bool) -> tuple[int, int]"),
+           "Pages, and symbols of the next one, that a match would return.")
       .def("insert", &insert, "ns"_a, "key"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a, "ready"_a,
-           nb::sig("def insert(self, ns: bytes, key: Buffer, ids: Sequence[NDArray[int32]], after: int, priority: int, "
-                   "tier: int, ready: bool) -> tuple[int, int, int, NDArray[int32]]"),
+           nb::sig("def insert(self, ns: bytes, key: bytes | bytearray | memoryview, ids: collections.abc.Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, "
+                   "tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
            "node, pages, existing pages, the tree's ids behind `after`.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
@@ -139,13 +144,13 @@ NB_MODULE(_core, m) {
              t.attach(node, component, tier, View(ids).ids(), ready);
            },
            "node"_a, "component"_a, "tier"_a, "ids"_a, "ready"_a,
-           nb::sig("def attach(self, node: int, component: int, tier: int, ids: NDArray[int32], ready: bool) -> None"))
+           nb::sig("def attach(self, node: int, component: int, tier: int, ids: numpy.typing.NDArray[numpy.int32], ready: bool) -> None"))
       .def("commit", &Tree::commit, "node"_a, "tier"_a)
       .def("cancel", [](Tree& t, Handle node, std::uint32_t tier) { return to_list(t.cancel(node, tier)); }, "node"_a,
-           "tier"_a, nb::sig("def cancel(self, node: int, tier: int) -> list[NDArray[int32]]"))
+           "tier"_a, nb::sig("def cancel(self, node: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
       .def("evict", [](Tree& t, std::uint64_t n, std::uint32_t c, std::uint32_t tier) { return to_list(t.evict(n, c, tier)); },
            "ids"_a, "component"_a, "tier"_a,
-           nb::sig("def evict(self, ids: int, component: int, tier: int) -> list[NDArray[int32]]"))
+           nb::sig("def evict(self, ids: int, component: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
       .def("waiting", [](const Tree& t, std::uint32_t c, std::uint32_t tier) -> nb::object {
              NodeStats stats;
              if (!t.waiting(c, tier, &stats)) return nb::none();
@@ -166,7 +171,7 @@ NB_MODULE(_core, m) {
              return array;
            },
            "node"_a, "component"_a, "tier"_a,
-           nb::sig("def ids(self, node: int, component: int, tier: int) -> NDArray[int32]"),
+           nb::sig("def ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]"),
            "Ids from the root to the node's end; -1 where the cell is absent.")
       .def("namespaces", [](const Tree& t) {
              nb::list names;
@@ -176,7 +181,7 @@ NB_MODULE(_core, m) {
            nb::sig("def namespaces(self) -> list[bytes]"))
       .def("nodes", &nodes, "ns"_a,
            nb::sig("def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bytes, "
-                   "list[tuple[int, int, NDArray[int32]]]]]"),
+                   "list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]"),
            "Depth first: stats (as in waiting), parent, children, key, and (residency, locks, ids) a cell.")
       .def("counts", [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
              const CellCounts counts = t.counts(c, tier);
@@ -189,25 +194,27 @@ NB_MODULE(_core, m) {
       .def("check", &Tree::check, "Raises CorruptTree, naming the node and the rule.");
 
   nb::class_<Pool>(m, "Pool", "Who owns each page: nobody (free), the tree (cached), or one lease (private).")
-      .def("__init__", [](Pool* self, std::uint32_t pages) {
-             if (pages < 1 || pages > 0x7fffffffu) throw BadValue{"pages", std::to_string(pages), "1 to 2147483647"};
-             new (self) Pool(pages);
+      .def("__init__", [](Pool* self, std::int64_t pages) {
+             if (pages < 1 || pages > 0x7fffffff) throw BadValue{"pages", std::to_string(pages), "1 to 2147483647"};
+             new (self) Pool(static_cast<std::uint32_t>(pages));
            },
            "pages"_a)
-      .def("allocate", [](Pool& pool, std::uint64_t n) {
+      .def("allocate", [](Pool& pool, std::int64_t asked) {
+             if (asked < 0) throw BadValue{"n", std::to_string(asked), "0 or more"};
+             const auto n = static_cast<std::uint64_t>(asked);
              if (n > pool.owned(Owner::free)) throw NoPages{n, pool.owned(Owner::free), pool.total()};
              std::int32_t* data = nullptr;
              nb::object array = new_ids(n, &data);
              pool.allocate(n, data);
              return array;
            },
-           "n"_a, nb::sig("def allocate(self, n: int) -> NDArray[int32]"), "free -> private. Raises OutOfPages.")
+           "n"_a, nb::sig("def allocate(self, n: int) -> numpy.typing.NDArray[numpy.int32]"), "free -> private. Raises OutOfPages.")
       .def("publish", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::privately, Owner::cached); }, "ids"_a,
-           nb::sig("def publish(self, ids: NDArray[int32]) -> None"), "private -> cached. Raises WrongOwner.")
+           nb::sig("def publish(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"), "private -> cached. Raises WrongOwner.")
       .def("release", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::privately, Owner::free); }, "ids"_a,
-           nb::sig("def release(self, ids: NDArray[int32]) -> None"), "private -> free. Raises WrongOwner.")
+           nb::sig("def release(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"), "private -> free. Raises WrongOwner.")
       .def("reclaim", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::cached, Owner::free); }, "ids"_a,
-           nb::sig("def reclaim(self, ids: NDArray[int32]) -> None"), "cached -> free. Raises WrongOwner.")
+           nb::sig("def reclaim(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"), "cached -> free. Raises WrongOwner.")
       .def("owner", &Pool::owner, "page"_a, "'free', 'cached' or 'private'. Raises WrongOwner outside the pool.")
       .def("check", [](const Pool& p) {
              if (!p.sound()) throw Corrupt{"pool: free + cached + private is every page, once"};

@@ -36,6 +36,7 @@ void Tree::check_node(Index node) const {
     if (n.pages == 0) broken(node, "a node holds at least one page");
     if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key is as long as the pages");
     if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
+    if (n.home != (nodes_[n.parent].root() ? n.parent : nodes_[n.parent].home)) broken(node, "a node knows its root");
     if (child(n.parent, n.key.data()) != node) broken(node, "a node is found by its parent and first page");
     if (dead(node)) broken(node, "a node has a cell, a child or a lock");
   }

@@ -36,6 +36,7 @@ struct Node {
   std::int32_t priority = 0;
   std::uint32_t start = 0;      // pages from the root to this node
   std::uint32_t pages = 0;      // 0 for a root
+  Index home = kNone;           // the root above
   Index parent = kNone;         // kNone for a root
   Index first_child = kNone;    // oldest; its `previous` is the youngest
   Index next = kNone;           // younger sibling, kNone behind the youngest

@@ -46,7 +46,10 @@ void copy_checked(const Py_buffer& view, std::uint32_t* out, std::int64_t limit)
 
 nb::bytes from_buffer(PyObject* tokens, std::int64_t limit) {
   Py_buffer view;
-  if (PyObject_GetBuffer(tokens, &view, PyBUF_STRIDED_RO | PyBUF_FORMAT) != 0) throw nb::python_error();
+  if (PyObject_GetBuffer(tokens, &view, PyBUF_STRIDED_RO | PyBUF_FORMAT) != 0) {
+    const nb::python_error why;
+    throw BadTokens{std::string("tokens cannot be read as an integer array: ") + why.what()};
+  }
   struct Release {
     Py_buffer* view;
     ~Release() { PyBuffer_Release(view); }

@@ -179,6 +179,7 @@ Index Tree::add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority
   Node& n = nodes_[node];
   n.pages = static_cast<std::uint32_t>(key.size() / page_bytes_);
   n.start = nodes_[parent].end();
+  n.home = nodes_[parent].root() ? parent : nodes_[parent].home;
   n.key = std::move(key);
   n.priority = priority;
   n.created = n.accessed = tick_;
@@ -198,6 +199,7 @@ Index Tree::split(Index node, std::uint32_t pages) {
   const std::uint32_t from_parent = hash(n.parent, n.key.data());
   u.key = n.key.take_front(std::size_t{pages} * page_bytes_);
   u.start = n.start;
+  u.home = n.home;
   u.pages = pages;
   n.start += pages;
   n.pages -= pages;
@@ -448,22 +450,28 @@ Index Tree::cut(std::vector<Step>* path, std::uint32_t pages) {
   return last.node;
 }
 
-// Looks among the children of `node`, youngest first, for the first page that agrees longest with `tail`.
-void Tree::match_partial(Index node, Bytes tail, MatchResult* result) const {
+// How many symbols of `tail` the page at `page` of a node agrees with; 0 when that page is not on the device.
+std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const {
+  if (!cell(node, 0).present()) return 0;
+  const std::uint8_t* own = nodes_[node].key.data() + std::size_t{page} * page_bytes_;
   const std::size_t bytes = std::min<std::size_t>(tail.size(), page_bytes_);
+  return static_cast<std::uint32_t>(common_bytes(own, tail.data(), bytes) / symbol_bytes_);
+}
+
+// The child of `node` whose first page agrees longest with `tail`, among the youngest.
+Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
+  Inside best;
   const Index oldest = nodes_[node].first_child;
   Index at = oldest == kNone ? kNone : nodes_[oldest].previous;
   for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen) {
-    const Cell& c = cell(at, 0);
-    const std::size_t same = c.present() ? common_bytes(nodes_[at].key.data(), tail.data(), bytes) / symbol_bytes_ : 0;
-    if (same > result->partial) {
-      result->partial = static_cast<std::uint32_t>(same);
-      result->partial_id = c.ids[0];
-      result->partial_node = handle(at);
-    }
+    const std::uint32_t symbols = agreement(at, 0, tail);
+    if (symbols > best.symbols) best = {at, symbols};
     at = at == oldest ? kNone : nodes_[at].previous;
   }
+  return best;
 }
+
+bool Tree::divides_pages() const { return rows_.size() == 1 && rows_[0].kind == Kind::full; }
 
 MatchResult Tree::match(std::string_view ns, Bytes key, bool partial) {
   const std::uint32_t pages = whole_pages(key);
@@ -490,21 +498,30 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial) {
   result.node = node ? handle(node) : 0;
   counters_.hit_symbols += std::uint64_t{result.pages} * page_size_;
 
-  const bool full_alone = rows_.size() == 1 && rows_[0].kind == Kind::full;
-  if (partial && full_alone) {
-    const Bytes tail = key.subspan(std::size_t{result.pages} * page_bytes_);
-    if (!tail.empty()) match_partial(node ? node : root, tail, &result);
+  if (partial && divides_pages()) {
+    const Inside inside = look_inside(node ? node : root, key.subspan(std::size_t{result.pages} * page_bytes_));
+    if (inside.node != kNone) {
+      result.partial = inside.symbols;
+      result.partial_id = cell(inside.node, 0).ids[0];
+      result.partial_node = handle(inside.node);
+    }
   }
   return result;
 }
 
-std::uint32_t Tree::peek(std::string_view ns, Bytes key) const {
+PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial) const {
   const std::uint32_t pages = whole_pages(key);
   const Index root = find_root(ns);
-  if (root == kNone) return 0;
+  if (root == kNone) return {};
   std::vector<Step> path;
   walk(root, key, pages, &path);
-  return judge(path).best[0];
+  const std::uint32_t end = judge(path).best[0];
+  if (!partial || !divides_pages()) return {end, 0};
+  while (!path.empty() && nodes_[path.back().node].start >= end) path.pop_back();
+  const Index node = path.empty() ? root : path.back().node;
+  const Bytes tail = key.subspan(std::size_t{end} * page_bytes_);
+  const bool within = end < nodes_[node].end();
+  return {end, within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols};
 }
 
 // ---------------------------------------------------------------- insert
@@ -592,10 +609,13 @@ InsertResult Tree::insert(std::string_view ns, Bytes key, std::span<const IdSpan
   const std::uint32_t begin = from ? nodes_[from].end() : 0;
   require(begin <= pages, "end of `after` in pages", begin, "at most the pages of the key");
   if (from) {
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (cell(from, slot(c, tier)).in_flight()) throw BadValue{"after", std::to_string(after), "a node not in flight"};
     const Run<std::uint8_t>& upto = nodes_[from].key;
     const std::uint8_t* last = key.data() + std::size_t{begin - 1} * page_bytes_;
-    if (std::memcmp(upto.data() + upto.size() - page_bytes_, last, page_bytes_) != 0)
-      throw BadValue{"after", std::to_string(after), "a node on the path of the key"};
+    if (nodes_[from].home != find_root(ns) ||
+        std::memcmp(upto.data() + upto.size() - page_bytes_, last, page_bytes_) != 0)
+      throw BadValue{"after", std::to_string(after), "a node on the path of the key, in its namespace"};
   }
 
   ++tick_;

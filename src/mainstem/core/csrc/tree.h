@@ -46,6 +46,11 @@ struct MatchResult {
   Handle partial_node = 0;       // whose first page that is
 };
 
+struct PeekResult {
+  std::uint32_t pages = 0;
+  std::uint32_t partial = 0;     // symbols of the next page that agree
+};
+
 struct InsertResult {
   Handle node = 0;
   std::uint32_t pages = 0;       // the key is in the tree up to here
@@ -89,7 +94,7 @@ class Tree {
   Tree& operator=(const Tree&) = delete;
 
   MatchResult match(std::string_view ns, Bytes key, bool partial);
-  std::uint32_t peek(std::string_view ns, Bytes key) const;  // pages
+  PeekResult peek(std::string_view ns, Bytes key, bool partial) const;
   InsertResult insert(std::string_view ns, Bytes key, std::span<const IdSpan> ids, Handle after, std::int32_t priority,
                       std::uint32_t tier, bool ready);
 
@@ -129,6 +134,10 @@ class Tree {
     std::uint32_t pages;
   };
 
+  struct Inside {
+    Index node = kNone;
+    std::uint32_t symbols = 0;
+  };
   struct Reach {  // in pages
     std::array<std::uint32_t, kMaxTiers> best{};
     std::uint32_t first = 0;    // the first component alone, on tier 0
@@ -177,7 +186,9 @@ class Tree {
   void walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path) const;
   Reach judge(const std::vector<Step>& path) const;
   Index cut(std::vector<Step>* path, std::uint32_t pages);
-  void match_partial(Index node, Bytes tail, MatchResult* result) const;
+  std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
+  Inside look_inside(Index node, Bytes tail) const;
+  bool divides_pages() const;  // whether a match may end inside a page
   std::uint32_t whole_pages(Bytes key) const;
   void check_ids(std::span<const IdSpan> ids, std::uint32_t pages) const;
   void fill(Index node, std::span<const IdSpan> ids, std::uint32_t tier, InsertResult* result);
