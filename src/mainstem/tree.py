@@ -35,8 +35,8 @@ class Match(NamedTuple):
 
     `node` is the handle of its end (0: nothing matched), `pages` the int32 page ids of `length`. With `partial=True`,
     `partial` symbols more agree with the beginning of page `partial_page`, the first of `partial_node`. `pending`
-    symbols behind the match are in flight. `reach` is how far the first component alone went. `host_length` symbols more, up to
-    `host_node`, are present when lower tiers count as well.
+    symbols behind the match are in flight. `reach` is how far the first component alone went. `host_length` symbols
+    more, up to `host_node`, are present when lower tiers count as well.
     """
 
     node: int
@@ -266,7 +266,7 @@ class Tree:
         """What was in flight under this node is gone; its ids, an array for each component.
 
         Raises:
-            BadArgument: nothing is in flight under this node.
+            BadArgument: nothing is in flight under this node, or something below it is on this tier: cancel that first.
             StaleHandle: the node was cancelled.
         """
         return self.core.cancel(node, tier)

@@ -528,6 +528,7 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial) const {
 
 void Tree::check_ids(std::span<const IdSpan> ids, std::uint32_t pages) const {
   require(ids.size() == rows_.size(), "ids", ids.size(), "one array for each component");
+  bool holds_end = pages == 0;
   for (std::size_t c = 0; c < rows_.size(); ++c) {
     const IdSpan& row_ids = ids[c];
     if (rows_[c].per_page()) {
@@ -542,7 +543,9 @@ void Tree::check_ids(std::span<const IdSpan> ids, std::uint32_t pages) const {
       if (id < 0 && !skipped) throw BadValue{"page id", std::to_string(id), "0 or more"};
       started = started || id >= 0;
     }
+    holds_end = holds_end || started;
   }
+  if (!holds_end) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
 }
 
 // Whether an insertion must stop in front of this node: somebody else's pages are on their way here, or (while its own
@@ -757,6 +760,12 @@ std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
   const Index node = resolve(handle);
   std::vector<Ids> freed(rows_.size());
   bool found = false;
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    for (Index at = node; rows_[c].leaf_only() && at != kNone && cell(at, s).transfer == node; at = nodes_[at].parent)
+      if (node && cell(at, s).holders > (at == node ? 0u : 1u))
+        throw BadValue{"node", std::to_string(handle), "cancelled only after what hangs below it on this tier"};
+  }
   for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
     if (!cell(node, s).in_flight() || cell(node, s).transfer != node) continue;
