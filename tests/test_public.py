@@ -1,0 +1,63 @@
+"""The public names, and the documentation that every one of them must have."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import mainstem
+
+PUBLIC = [
+    "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Component", "Coordinate", "CorruptTree", "Full",
+    "HashKeys", "Image", "Inserted", "KeyKind", "Lease", "LeaseClosed", "MainstemError", "Match", "Namespace",
+    "NodeStats", "NodeView", "NotLocked", "OutOfPages", "Policy", "Pool", "PrefixCache", "Size",
+    "StaleHandle", "State", "Text", "TokenKeys", "Tree", "TreeStats", "TypedKeys", "Window", "WrongOwner",
+    "__version__", "hash_blocks",
+]  # fmt: skip
+
+
+def modules() -> list[ModuleType]:
+    found = pkgutil.walk_packages(mainstem.__path__, "mainstem.")
+    return [importlib.import_module(m.name) for m in found if not m.name.endswith("__main__")]
+
+
+def undocumented(module: ModuleType) -> list[str]:
+    missing = [] if module.__doc__ else [module.__name__]
+    for name, member in inspect.getmembers(module, lambda m: inspect.isclass(m) or inspect.isfunction(m)):
+        if name.startswith("_") or member.__module__ != module.__name__:
+            continue
+        missing += [] if member.__doc__ else [f"{module.__name__}.{name}"]
+        for attribute, value in vars(member).items() if inspect.isclass(member) else ():
+            plain = value.fget if isinstance(value, property) else value
+            inherited = any(attribute in vars(base) for base in member.__mro__[1:])
+            if inspect.isfunction(plain) and not attribute.startswith("_") and not plain.__doc__ and not inherited:
+                missing.append(f"{module.__name__}.{name}.{attribute}")
+    return missing
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(mainstem.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_everything_public_is_documented(module: ModuleType) -> None:
+    assert undocumented(module) == []
+
+
+def test_the_examples_in_docstrings_run() -> None:
+    from mainstem import cache, tree
+
+    for module in (cache, tree):
+        results = doctest.testmod(module)
+        assert results.attempted > 0
+        assert results.failed == 0
+
+
+def test_the_face_of_the_cache_stays_small() -> None:
+    face = [name for name in vars(mainstem.PrefixCache) if not name.startswith("_")]
+    assert len(face) <= 10
