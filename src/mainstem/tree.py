@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -28,6 +29,7 @@ Ids = NDArray[np.int32]
 IN_FLIGHT = 1
 PRESENT = 2
 _EVERYTHING = 2**62
+_SHOWN_SYMBOLS = 8
 
 
 class Match(NamedTuple):
@@ -346,20 +348,20 @@ class Tree:
                     created, accessed, hits, priority, views,
                 )  # fmt: skip
 
-    def pretty(self, show_symbols: int = 8) -> str:
-        """The tree as text: a line a node, with its length, its first symbols, its locks and hits."""
+    def pretty(self, describe: Callable[[bytes], str] | None = None) -> str:
+        """The tree as text: a line a node, with its length, its beginning, its locks and hits.
+
+        Args:
+            describe: a node's key in words; None shows its first symbols as numbers.
+        """
         lines: list[str] = []
-        for name in self.core.namespaces():
-            views = list(self.nodes_of(name))
+        for name, group in groupby(self.nodes(), key=lambda view: view.namespace):
+            views = list(group)
             lines.append(f"{_show_namespace(name)}: {sum(view.length for view in views)} tokens in {len(views)} nodes")
-            lines.extend(self._branches(views, show_symbols))
+            lines.extend(self._branches(views, describe or self._first_symbols))
         return "\n".join(lines) if lines else "(empty)"
 
-    def nodes_of(self, encoded_namespace: bytes) -> Iterator[NodeView]:
-        """The nodes below one root, named by its encoding as `NodeView.namespace` has it."""
-        return (view for view in self.nodes() if view.namespace == encoded_namespace)
-
-    def _branches(self, views: list[NodeView], show_symbols: int) -> Iterator[str]:
+    def _branches(self, views: list[NodeView], describe: Callable[[bytes], str]) -> Iterator[str]:
         left = {0: sum(view.parent == 0 for view in views)} | {view.node: view.children for view in views}
         rails = {0: ""}
         for view in views:
@@ -367,16 +369,18 @@ class Tree:
             last = left[view.parent] == 0
             rail = rails[view.parent]
             rails[view.node] = rail + ("   " if last else "│  ")
-            yield f"{rail}{'└─ ' if last else '├─ '}{self._describe(view, show_symbols)}"
+            cell = view.cells[self.components[0].name, 0]
+            flight = ", in flight" if cell.in_flight else ""
+            yield (
+                f"{rail}{'└─ ' if last else '├─ '}{view.length} {describe(view.key)} "
+                f"locks={cell.locks} hits={view.hits}{flight}"
+            )
 
-    def _describe(self, view: NodeView, show_symbols: int) -> str:
+    def _first_symbols(self, key: bytes) -> str:
         width = self.keys.symbol_bytes
-        symbols = [view.key[at : at + width] for at in range(0, min(len(view.key), show_symbols * width), width)]
-        shown = " ".join(str(int.from_bytes(symbol, "little")) for symbol in symbols)
-        more = " …" if view.length > show_symbols else ""
-        cell = view.cells[self.components[0].name, 0]
-        flight = ", in flight" if cell.in_flight else ""
-        return f"{view.length} [{shown}{more}] locks={cell.locks} hits={view.hits}{flight}"
+        shown = min(len(key), _SHOWN_SYMBOLS * width)
+        symbols = [str(int.from_bytes(key[at : at + width], "little")) for at in range(0, shown, width)]
+        return f"[{' '.join(symbols)}{' …' if shown < len(key) else ''}]"
 
     def stats(self) -> TreeStats:
         """Counts, kept by the core as things change."""
