@@ -1,0 +1,454 @@
+"""The `mainstem` command: serve, generate, demo.
+
+Argument parsing and printing, nothing else. What is heavy (torch, transformers, starlette) is imported inside the
+commands, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
+standard error.
+
+Exit codes: 0 done; 1 failed; 2 wrong usage; 130 interrupted. MAINSTEM_DEBUG=1 shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from json import dumps
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from mainstem.errors import BadArgument, MainstemError
+
+try:
+    import cyclopts
+    from cyclopts import Parameter
+except ModuleNotFoundError as missing:
+    sys.exit(f"mainstem: {missing.name} is not installed: pip install 'mainstem[cli]'")
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from rich.progress import Progress, TaskID
+
+    from mainstem.runtime.engine import Engine, Stream
+    from mainstem.runtime.request import SamplingParams
+    from mainstem.server.prompts import Prompts
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+_EXTRAS = {
+    "runtime": ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "platformdirs"),
+    "server": ("starlette", "uvicorn", "anyio", "msgspec", "prometheus_client"),
+}
+
+_EXAMPLES = """\
+Examples:
+
+  See what the cache saves, on a small model (downloaded at first use):
+    mainstem demo
+
+  Ask several questions about one file, which is computed once:
+    mainstem generate --file report.txt "What is it about?" "Who wrote it?"
+
+  Serve a model to OpenAI clients at http://127.0.0.1:8000/v1:
+    mainstem serve
+
+Set MAINSTEM_DEBUG=1 to see tracebacks."""
+
+_SERVE_EXAMPLES = """\
+Examples:
+
+  mainstem serve
+  mainstem serve ./my-model --port 9000 --kv-bytes 4GiB
+  MAINSTEM_API_KEY=secret mainstem serve --host 0.0.0.0
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
+
+GET /metrics is for Prometheus, GET /v1/cache/tree shows what is cached, POST /v1/cache/flush empties it.
+SIGTERM and Ctrl-C let running requests end; a second one stops at once."""
+
+_GENERATE_EXAMPLES = """\
+Examples:
+
+  mainstem generate "Name three rivers."
+  mainstem generate --file report.txt "What is it about?" "Who wrote it?"
+  git log -5 | mainstem generate --json
+  mainstem generate --no-chat --temperature 0.8 --seed 7 "Once upon a time" """
+
+_DEMO_EXAMPLES = """\
+Examples:
+
+  mainstem demo
+  mainstem demo --dtype float32 --prefix-tokens 2000
+  mainstem demo --json > demo.json"""
+
+
+def _version() -> str:
+    try:
+        return f"mainstem {importlib.metadata.version('mainstem')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "mainstem (not installed, run from source)"
+
+
+app = cyclopts.App(
+    name="mainstem",
+    help="A prefix cache for LLM inference: what was computed for one prompt is not computed again for the next.",
+    help_epilogue=_EXAMPLES,
+    help_format="plaintext",
+    version=_version,
+    suppress_keyboard_interrupt=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit code.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+    """
+    debug = os.environ.get("MAINSTEM_DEBUG", "") not in ("", "0")
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        message, code = _explain(error)
+        print(f"mainstem: {' '.join(message.split())}", file=sys.stderr)
+        return code
+    return 0
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """One line for a person, and the exit code."""
+    match error:
+        case cyclopts.CycloptsError():
+            return f"{error} Try 'mainstem --help'.", 2
+        case BadArgument():
+            return f"--{error.name.replace('_', '-')} {error.value}: must be {error.allowed}", 2
+        case ImportError() if extra := _missing_extra(error):
+            return f"{error.name} is not installed: pip install 'mainstem[{extra}]'", 1
+        case MainstemError() | OSError():
+            return str(error), 1
+    return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
+
+
+def _missing_extra(error: ImportError) -> str | None:
+    package = (error.name or "").partition(".")[0]
+    return next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def _size(type_: object, tokens: Sequence[cyclopts.Token]) -> int:
+    """Bytes as people write them: 500000000, 500MB, 2GiB."""
+    text = tokens[0].value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", text.strip().lower())
+    if not found:
+        raise ValueError(f"{text!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _shown_size(size: int) -> str:
+    return f"{size >> 20}MiB"
+
+
+Size = Annotated[int, Parameter(converter=_size, accepts_keys=False, n_tokens=1, show_default=_shown_size)]
+Several = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How the engine uses memory and batches work.
+
+    Args:
+        kv_bytes: Memory for KV pages, cached and running together: bytes, or 500MB, 2GiB and so on.
+        page_size: Tokens a page, the unit of sharing; 1 or more.
+        chunk_tokens: Prompt tokens computed a step, all requests together; 1 or more.
+        max_running: Requests computed together; 1 or more.
+        max_waiting: Requests that may wait; more are refused with 429. 1 or more.
+        policy: What is evicted first when pages run out.
+        cache: Whether prefixes are reused at all.
+    """
+
+    kv_bytes: Size = 1 << 30
+    page_size: int = 16
+    chunk_tokens: int = 512
+    max_running: int = 16
+    max_waiting: int = 1024
+    policy: str = "lru"
+    cache: bool = True
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen.
+
+    Args:
+        max_tokens: Tokens to generate at most; 1 or more.
+        temperature: 0 takes the most likely token each time; higher is more varied. 0 or more.
+        top_p: Choose among the likeliest tokens that together have this probability. Above 0, up to 1.
+        top_k: Choose among the k likeliest tokens; 0 is off.
+        min_p: Leave out tokens less likely than this times the likeliest. 0 to 1.
+        seed: Makes sampling repeatable. Default: a new one each time.
+        stop: Text that ends the answer; may be given several times.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Several = ()
+
+    def params(self) -> SamplingParams:
+        """The same for the engine.
+
+        Raises:
+            BadArgument: a value outside its range.
+        """
+        from mainstem.runtime.request import SamplingParams
+
+        return SamplingParams(**asdict(self))
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+@app.command(help_epilogue=_SERVE_EXAMPLES)
+def serve(
+    model: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: Annotated[Several, Parameter(env_var="MAINSTEM_API_KEY")] = (),
+    dtype: Dtype = "auto",
+    engine: EngineOptions = EngineOptions(),
+    max_body_bytes: Size = 16 << 20,
+    drain_timeout_s: float = 30.0,
+) -> None:
+    """Serve a model over HTTP, to OpenAI clients.
+
+    Args:
+        model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
+        host: Address to listen on. The default is reached from this machine only; 0.0.0.0 from everywhere.
+        port: Port to listen on; 0 takes a free one. 0 to 65535.
+        api_key: Key that clients must show; with several, no two share a cached prefix. Default: none is asked for.
+        dtype: Number format of weights and KV; auto takes what is quickest here.
+        max_body_bytes: Largest request body.
+        drain_timeout_s: How long running requests may take to end after SIGTERM; 0 or more seconds.
+    """
+    import logging
+
+    from mainstem.server.app import ServerConfig
+    from mainstem.server.app import serve as serve_http
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    config = ServerConfig(host, port, api_key, max_body_bytes, drain_timeout_s)
+    with _engine(model, dtype, engine) as running:
+        serve_http(running, config)
+
+
+@app.command(help_epilogue=_GENERATE_EXAMPLES)
+def generate(
+    *prompt: str,
+    model: str | None = None,
+    file: Path | None = None,
+    sampling: SamplingOptions = SamplingOptions(),
+    chat: bool | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    dtype: Dtype = "auto",
+) -> None:
+    """Generate text in the terminal. Several prompts share what they have in common.
+
+    Args:
+        prompt: What to answer; each argument is a prompt of its own. Without any: the file, or else standard input.
+        model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
+        file: A text file that is put in front of every prompt.
+        chat: Use the model's chat template, or continue the text as it is. Default: if the model has a template.
+        json: Print one JSON object a prompt instead of the text alone.
+        dtype: Number format of weights and KV; auto takes what is quickest here.
+    """
+    params = sampling.params()
+    texts = _texts(prompt, file)
+    with _engine(model, dtype, EngineOptions()) as engine, _Bars() as bars:
+        streams = _submit_all(engine, list(texts.values()), params, chat, bars)
+        for name, stream in zip(texts, streams, strict=True):
+            if json:
+                _print_json(name, stream)
+            else:
+                _print_text(name if len(texts) > 1 else None, stream, bars)
+
+
+@app.command(help_epilogue=_DEMO_EXAMPLES)
+def demo(
+    *,
+    model: str | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+    dtype: Dtype = "auto",
+    prefix_tokens: int | None = None,
+) -> None:
+    """Show how much sooner the first token comes when a document is cached: five questions, cold and warm.
+
+    Args:
+        model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
+        json: Print the measurements as one JSON object.
+        dtype: Number format of weights and KV; auto takes what is quickest here.
+        prefix_tokens: Tokens of the document; 1 up to what fits the model. Default: the whole document, about 1,100.
+    """
+    with _engine(model, dtype, EngineOptions()) as engine:
+        import torch
+
+        from mainstem import demo as demonstration
+
+        with _Bars() as bars:
+            report = demonstration.run(
+                engine, threads=torch.get_num_threads(), prefix_tokens=prefix_tokens, progress=bars.update
+            )
+    if json:
+        print(_to_json(asdict(report)))
+    else:
+        from rich.console import Console
+
+        demonstration.show(report, Console())
+
+
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _engine(model: str | None, dtype: str, options: EngineOptions) -> Iterator[Engine]:
+    from mainstem.runtime.engine import Engine, EngineConfig
+    from mainstem.runtime.models import load_model
+
+    config = EngineConfig(**asdict(options))  # checked before the model is loaded, which takes long
+    with _Bars() as bars:
+        loaded = load_model(model, dtype=dtype, progress=bars.update)
+    with Engine(loaded, config) as engine:
+        yield engine
+
+
+def _texts(prompts: Sequence[str], file: Path | None) -> dict[str, str]:
+    """What to call each prompt, and its text."""
+    if file is not None:
+        context = _read(file)
+        return {prompt: f"{context}\n\n{prompt}" for prompt in prompts} or {str(file): context}
+    if prompts:
+        return {prompt: prompt for prompt in prompts}
+    if sys.stdin.isatty():
+        raise BadArgument("prompt", "(none)", "given as an argument, as --file, or on standard input")
+    return {"-": sys.stdin.read()}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadArgument("file", str(file), f"a text file in UTF-8: {error}") from error
+
+
+def _submit_all(
+    engine: Engine, texts: Sequence[str], params: SamplingParams, chat: bool | None, bars: _Bars
+) -> list[Stream]:
+    from mainstem.runtime.request import Request
+    from mainstem.server.prompts import Prompts
+
+    templated = bool(engine.tokenizer.chat_template) if chat is None else chat
+    prompts = Prompts(engine.tokenizer, engine.max_context)
+    streams = []
+    for number, text in enumerate(texts, 1):
+        request = Request(_tokens(prompts, text, templated), params)
+        streams.append(engine.submit(request, on_progress=bars.following(f"reading prompt {number}")))
+    return streams
+
+
+def _tokens(prompts: Prompts, text: str, templated: bool) -> NDArray[np.int32]:
+    return prompts.conversation([{"role": "user", "content": text}]) if templated else prompts.text(text)
+
+
+def _print_text(heading: str | None, stream: Stream, bars: _Bars) -> None:
+    """Prints an answer as it comes."""
+    for number, delta in enumerate(stream):
+        if number == 0:
+            bars.close()
+            if heading is not None:
+                print(f"> {heading}")
+        print(delta.text, end="", flush=True)
+        _check(delta.finish_reason, delta.error)
+    print()
+
+
+def _print_json(prompt: str, stream: Stream) -> None:
+    completion = stream.result()
+    _check(completion.finish_reason, None)
+    usage = asdict(completion.usage)
+    print(_to_json({"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason, **usage}))
+
+
+def _check(finish_reason: str | None, error: str | None) -> None:
+    if finish_reason == "error":
+        raise MainstemError(f"the generation failed: {error or 'the engine gave up'}")
+
+
+def _to_json(value: object) -> str:
+    return dumps(value, ensure_ascii=False)
+
+
+class _Bars:
+    """Progress bars on standard error, one a stage; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the bars off the screen; later updates do nothing."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Moves a stage's bar, from any thread."""
+        progress = self._progress
+        if progress is None:
+            return
+        if stage not in self._tasks:
+            self._tasks[stage] = progress.add_task(stage)
+        progress.update(self._tasks[stage], completed=done, total=total)
+
+    def following(self, stage: str) -> Callable[[int, int], None]:
+        """An updater of one stage."""
+        return lambda done, total: self.update(stage, done, total)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

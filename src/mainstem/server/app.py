@@ -1,0 +1,611 @@
+"""The HTTP application: routes, streams, limits, keys, draining.
+
+Knows HTTP and asyncio. Leaves JSON and field names to `protocol`, tokens to `prompts`, generation to the engine.
+Nothing that may take long runs on the event loop: bodies are parsed and tokenised on threads, and so are calls that
+wait for the engine's thread.
+
+    body limit -> JSON, types -> template, tokens -> submit -> events -> chunks or one body
+                  '------- on a thread -----'                  '-- cancelled when the client goes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+import uvicorn
+from numpy.typing import NDArray
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
+
+from mainstem.errors import BadArgument, EngineClosed, MainstemError
+from mainstem.namespaces import Namespace
+from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
+from mainstem.server import protocol
+from mainstem.server.metrics import Metrics
+from mainstem.server.prompts import Prompts
+from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Head
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine, Stream
+
+log = logging.getLogger(__name__)
+
+_PARSING_THREADS = 4  # JSON, templates, tokenising; more would only take turns at the interpreter
+_GRACE_S = 5  # for the tails of responses, once the engine is drained
+_SAFE_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The settings of one server.
+
+    Args:
+        host: the address to listen on; the default cannot be reached from other machines.
+        port: 0 takes a free one.
+        api_keys: keys that clients must show as `Authorization: Bearer KEY`; none: no key is asked for. With several,
+            no cached prefix is shared between two keys.
+        max_body_bytes: the largest body that is read.
+        drain_timeout_s: how long running requests may take to end when the server is told to stop.
+
+    Raises:
+        BadArgument: a value outside its range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_body_bytes: int = 16 << 20
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise BadArgument("port", self.port, "0 (any free port) to 65535")
+        if self.max_body_bytes < 1:
+            raise BadArgument("max_body_bytes", self.max_body_bytes, "at least 1")
+        if not 0 <= self.drain_timeout_s < float("inf"):
+            raise BadArgument("drain_timeout_s", self.drain_timeout_s, "0 or more seconds")
+        if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
+            raise BadArgument("api_keys", "(not shown)", "printable, without spaces, and not empty")
+
+
+def create_app(
+    engine: Engine,
+    config: ServerConfig = ServerConfig(),
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+) -> Starlette:
+    """The ASGI application over one engine.
+
+    `app.state.service.draining = True` makes it refuse new generations with 503 and fail its health check.
+
+    Args:
+        engine: stays the caller's to close.
+        config: host, port and drain_timeout_s matter to `serve` only.
+        clock: seconds, monotonic; for latencies.
+        now: seconds since the epoch; for the `created` fields.
+    """
+    service = _Service(engine, config, clock, now)
+    app = Starlette(
+        routes=service.routes(),
+        middleware=[Middleware(_Envelope)],
+        exception_handlers={ApiError: _on_error, MainstemError: _on_error, HTTPException: _on_http_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def serve(engine: Engine, config: ServerConfig = ServerConfig()) -> None:
+    """Serves until told to stop, then returns.
+
+    SIGTERM or SIGINT drains: new requests get 503, running ones may end within `drain_timeout_s`, what still runs then
+    is cancelled. A second signal stops at once.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    app = create_app(engine, config)
+    with _listen(config) as listener:
+        # Without a log configuration of its own, uvicorn logs wherever the program has its logs go.
+        settings = uvicorn.Config(
+            app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
+        )
+        port = listener.getsockname()[1]
+        log.info("%s is served at http://%s:%d/v1", engine.name, _in_url(config.host), port)
+        _DrainingServer(settings, engine, app.state.service, config.drain_timeout_s).run(sockets=[listener])
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    return socket.create_server((config.host, config.port), family=family)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+class _DrainingServer(uvicorn.Server):
+    """uvicorn, but a signal first drains the engine while the socket stays open, so that clients read 503."""
+
+    def __init__(self, settings: uvicorn.Config, engine: Engine, service: _Service, timeout_s: float) -> None:
+        super().__init__(settings)
+        self._engine = engine
+        self._service = service
+        self._timeout_s = timeout_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # The base class would raise the signal again at the end; a drained server has ended well and exits with 0.
+        if self._service.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._service.draining = True
+        threading.Thread(target=self._drain, name="mainstem-drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        log.info("draining: running requests have %g s to end", self._timeout_s)
+        try:
+            if not self._engine.drain(self._timeout_s):
+                log.warning("still running after %g s: cancelled", self._timeout_s)
+                self._engine.close()
+        finally:
+            self.should_exit = True
+
+
+# --- one request --------------------------------------------------------------------------------------------------
+
+Ask = CompletionRequest | ChatRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What differs between the two ways to ask."""
+
+    parse: Callable[[bytes], Ask]
+    reply: type[CompletionReply | ChatReply]
+    id_prefix: str
+
+
+_COMPLETION = _Kind(protocol.parse_completion, CompletionReply, "cmpl")
+_CHAT = _Kind(protocol.parse_chat, ChatReply, "chatcmpl")
+
+
+class _Answer:
+    """One choice, put together from its events."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._text.append(delta.text)
+        self._tokens += delta.tokens
+        self._logprobs += delta.logprobs
+        self._last = delta
+
+    @property
+    def usage(self) -> Usage:
+        assert self._last is not None, "an answer is read after its last event"
+        assert self._last.usage is not None
+        return self._last.usage
+
+    def completion(self) -> Completion:
+        assert self._last is not None
+        assert self._last.finish_reason is not None
+        return Completion(
+            "".join(self._text), tuple(self._tokens), tuple(self._logprobs), self._last.finish_reason, self.usage
+        )
+
+
+class _Run:
+    """The choices of one HTTP request, from submit to their last events; what is left unfinished is cancelled."""
+
+    def __init__(self, streams: Sequence[Stream], choices: int, metrics: Metrics) -> None:
+        self._streams = streams
+        self._choices = choices
+        self._metrics = metrics
+        self._answers = [_Answer() for _ in streams]
+        self.failure: ApiError | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for stream in self._streams:
+            stream.cancel()
+
+    @property
+    def usage(self) -> protocol.UsageBody:
+        """Of all choices, after the last event."""
+        return protocol.usage_body([answer.usage for answer in self._answers], self._choices)
+
+    def completions(self) -> list[Completion]:
+        """All answers, after the last event."""
+        return [answer.completion() for answer in self._answers]
+
+    async def follow(self, receive: Receive, handle: Callable[[int, Delta], Awaitable[None]]) -> bool:
+        """Hands every event to `handle`, the choices in parallel.
+
+        Returns:
+            Whether all choices came to their end. If not, the client went or `failure` says what happened.
+        """
+        complete = False
+        async with anyio.create_task_group() as watched:
+            watched.start_soon(_cancel_when_gone, receive, watched.cancel_scope)
+            async with anyio.create_task_group() as group:
+                for index in range(len(self._streams)):
+                    group.start_soon(self._follow_one, index, handle, watched.cancel_scope)
+            complete = not watched.cancel_scope.cancel_called
+            watched.cancel_scope.cancel()
+        return complete
+
+    async def _follow_one(
+        self, index: int, handle: Callable[[int, Delta], Awaitable[None]], scope: anyio.CancelScope
+    ) -> None:
+        meter = self._metrics.meter()
+        try:
+            async for delta in self._streams[index]:
+                meter.see(delta)
+                self._answers[index].add(delta)
+                if delta.finish_reason in ("error", "cancelled"):
+                    self.failure = _failure(delta)
+                    scope.cancel()
+                    return
+                await handle(index, delta)
+        except EngineClosed as error:
+            self.failure = protocol.api_error(error)
+            scope.cancel()
+        except OSError:  # how servers of ASGI 2.4 tell that the client is gone
+            scope.cancel()
+        finally:
+            meter.close()
+
+
+def _failure(delta: Delta) -> ApiError:
+    if delta.finish_reason == "cancelled":
+        return protocol.draining()
+    log.error("a generation failed: %s", delta.error)
+    return protocol.internal_error()
+
+
+async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+class _EventStream(Response):
+    """A run as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: _Run, reply: CompletionReply | ChatReply, include_usage: bool) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._run = run
+        self._reply = reply
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._run:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._send_events(receive, send)
+
+    async def _send_events(self, receive: Receive, send: Send) -> None:
+        async def body(chunk: bytes, more_body: bool = True) -> None:
+            await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
+
+        async def handle(index: int, delta: Delta) -> None:
+            chunk = self._reply.chunk(index, delta)
+            if chunk is not None:
+                await body(protocol.event(chunk))
+
+        openings = [self._reply.opening(index) for index in range(len(self._run))]
+        await body(b"".join(protocol.event(chunk) for chunk in openings if chunk is not None))
+        if await self._run.follow(receive, handle):
+            usage = [protocol.event(self._reply.closing(self._run.usage))] if self._include_usage else []
+            await body(b"".join([*usage, protocol.DONE]), more_body=False)
+        elif self._run.failure is not None:
+            error = protocol.ErrorBody(self._run.failure.detail)
+            await body(protocol.event(error) + protocol.DONE, more_body=False)
+
+
+class _Service:
+    """The endpoints."""
+
+    def __init__(
+        self, engine: Engine, config: ServerConfig, clock: Callable[[], float], now: Callable[[], float]
+    ) -> None:
+        self.draining = False
+        self._failed = False
+        self._engine = engine
+        self._max_body_bytes = config.max_body_bytes
+        self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._now = now
+        self._started = int(now())
+        self._prompts = Prompts(engine.tokenizer, engine.max_context)
+        self._metrics = Metrics(engine, clock)
+        self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
+
+    def routes(self) -> list[Route]:
+        """Every path there is."""
+        return [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/cache/flush", self._flush, methods=["POST"]),
+            Route("/v1/cache/stats", self._stats, methods=["GET"]),
+            Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._scrape, methods=["GET"]),
+        ]
+
+    async def _completions(self, http: HttpRequest) -> Response:
+        return await self._generate(http, _COMPLETION)
+
+    async def _chat(self, http: HttpRequest) -> Response:
+        return await self._generate(http, _CHAT)
+
+    async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
+        try:
+            ask, streams = await self._admit(http, kind)
+        except (ApiError, MainstemError) as error:
+            self._metrics.refused(_shown(error).status)
+            self._failed |= isinstance(error, EngineClosed)
+            raise
+        run = _Run(streams, ask.choices, self._metrics)
+        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), self._engine.name)
+        reply = kind.reply(head, self._prompts.spell, ask.include_usage)
+        if ask.stream:
+            return _EventStream(run, reply, ask.include_usage)
+        with run:
+            if not await run.follow(http.receive, _nothing_to_send):
+                raise run.failure or ClientDisconnect()
+        return await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.completions(), run.usage)))
+
+    async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, list[Stream]]:
+        """Everything that may refuse a request, the cheapest first."""
+        tenant = self._tenant(http)
+        if self.draining:
+            raise protocol.draining()
+        body = await self._body(http)
+        ask, requests = await anyio.to_thread.run_sync(
+            lambda: self._prepare(kind.parse(body), tenant), limiter=self._parsing
+        )
+        return ask, self._submit(requests)
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        """The body, never more than the limit in memory.
+
+        A body somewhat over the limit is read to its end and thrown away: most clients read no answer before they have
+        sent all, and would see a broken connection instead of the reason.
+        """
+        chunks: list[bytes] = []
+        size = _declared_bytes(http)
+        if size <= 2 * self._max_body_bytes:
+            size = 0
+            async for chunk in http.stream():
+                size += len(chunk)
+                chunks.append(chunk)
+                if size > self._max_body_bytes:
+                    chunks.clear()
+                if size > 2 * self._max_body_bytes:
+                    break
+        if size > self._max_body_bytes:
+            message = f"The body is too large: at most {self._max_body_bytes} bytes are read."
+            raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+        return b"".join(chunks)
+
+    def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
+        """The engine's requests, the choices of a prompt next to each other."""
+        self._check_model(ask.model)
+        prompts = self._tokens(ask)
+        namespace = _namespace(ask.cache_salt, tenant if len(self._keys) > 1 else None)
+        return ask, [
+            Request(
+                tokens=tokens,
+                params=ask.params(self._engine.max_context - len(tokens), choice),
+                namespace=namespace,
+                priority=ask.priority or 0,
+            )
+            for tokens in prompts
+            for choice in range(ask.choices)
+        ]
+
+    def _tokens(self, ask: Ask) -> list[NDArray[np.int32]]:
+        if isinstance(ask, ChatRequest):
+            return [self._prompts.conversation(ask.conversation())]
+        prompts = ask.prompts()
+        if len(prompts) * ask.choices > protocol.MAX_CHOICES:
+            raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices, all prompts together", param="n")
+        if not all(len(prompt) for prompt in prompts):
+            raise ApiError(400, "prompt: must not be empty", param="prompt")
+        return [self._prompts.text(p) if isinstance(p, str) else np.asarray(p, dtype=np.int32) for p in prompts]
+
+    def _submit(self, requests: Sequence[Request]) -> list[Stream]:
+        """All or none."""
+        streams: list[Stream] = []
+        with ExitStack() as undo:
+            for request in requests:
+                stream = self._engine.submit(request)
+                undo.callback(stream.cancel)
+                streams.append(stream)
+            undo.pop_all()
+        return streams
+
+    def _check_model(self, name: str) -> None:
+        if name != self._engine.name:
+            message = f"The model {name!r} does not exist here; this server has {self._engine.name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _tenant(self, http: HttpRequest) -> bytes | None:
+        """The digest of the client's key, or None where no key is asked for.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self._keys:
+            return None
+        scheme, _, token = http.headers.get("authorization", "").partition(" ")
+        shown = _digest(token.strip().encode("latin-1"))
+        # Every key is compared, and digests at that: the time taken tells nothing about a key.
+        matches = [key for key in self._keys if hmac.compare_digest(key, shown)]
+        if scheme.lower() != "bearer" or not matches:
+            message = "This server needs an API key: send 'Authorization: Bearer KEY'."
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
+        return matches[0]
+
+    async def _models(self, http: HttpRequest) -> Response:
+        self._tenant(http)
+        return _json(protocol.ModelList([self._described()]))
+
+    async def _model(self, http: HttpRequest) -> Response:
+        self._tenant(http)
+        self._check_model(http.path_params["name"])
+        return _json(self._described())
+
+    def _described(self) -> protocol.Model:
+        return protocol.Model(self._engine.name, self._started, self._engine.max_context)
+
+    async def _flush(self, http: HttpRequest) -> Response:
+        self._tenant(http)
+        pages = await anyio.to_thread.run_sync(self._engine.flush)
+        return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
+
+    async def _stats(self, http: HttpRequest) -> Response:
+        self._tenant(http)
+        stats = await anyio.to_thread.run_sync(self._engine.stats)
+        return Response(msgspec.json.encode(stats), media_type="application/json")
+
+    async def _tree(self, http: HttpRequest) -> Response:
+        self._tenant(http)
+        return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
+
+    async def _health(self, http: HttpRequest) -> Response:
+        word = "draining" if self.draining else "failed" if self._failed else "ok"
+        status = 200 if word == "ok" else 503
+        return Response(msgspec.json.encode({"status": word}), status, media_type="application/json")
+
+    async def _scrape(self, http: HttpRequest) -> Response:
+        text = await anyio.to_thread.run_sync(self._metrics.exposition)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _declared_bytes(http: HttpRequest) -> int:
+    """What the client says it sends; 0 where it does not say."""
+    declared = http.headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
+
+
+async def _nothing_to_send(index: int, delta: Delta) -> None:
+    """For a response that goes out whole."""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _namespace(salt: str | None, tenant: bytes | None) -> Namespace | None:
+    if salt is None and tenant is None:
+        return None
+    return Namespace(salt=salt, extra=() if tenant is None else (f"api-key:{tenant.hex()}",))
+
+
+# --- around every request -----------------------------------------------------------------------------------------
+
+
+class _Envelope:
+    """Gives every response its X-Request-Id, and turns what nobody caught into a logged 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        started = False
+
+        async def send_named(message: AsgiMessage) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except ClientDisconnect:
+            log.info("request %s: the client went away", request_id)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if not started:
+                await _error_response(protocol.internal_error())(scope, receive, send_named)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id where it is harmless in a header and a log line, else a new one."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError | MainstemError)
+    shown = _shown(error)
+    if shown.status == 500 and shown is not error:
+        raise error  # for the envelope to log
+    return _error_response(shown)
+
+
+def _shown(error: ApiError | MainstemError) -> ApiError:
+    return error if isinstance(error, ApiError) else protocol.api_error(error)
+
+
+async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = http.url.path
+    texts = {404: f"There is nothing at {path}.", 405: f"{path} does not take {http.method}."}
+    message = texts.get(error.status_code, str(error.detail))
+    return _error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, media_type="application/json")
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(protocol.encode(body), media_type="application/json")

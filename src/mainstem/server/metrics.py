@@ -1,0 +1,137 @@
+"""Prometheus metrics: the engine's own counters, read when scraped, and the latencies that the server sees.
+
+Nothing is counted twice: what the engine or the cache counts is read from `Engine.stats()` at scrape time and costs
+nothing in between. Each `Metrics` has a registry of its own, so that two servers in one process do not meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from mainstem.runtime.request import Delta
+
+if TYPE_CHECKING:
+    from mainstem.runtime.engine import Engine
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
+_E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+OUTCOMES = ("stop", "length", "cancelled", "error", "refused", "overloaded")
+"""How a request can end: the four ends of a generation; `refused` (4xx), `overloaded` (429 and 503)."""
+
+
+class EngineCollector:
+    """Turns one `EngineStats` into metric families at scrape time.
+
+    Args:
+        engine: whose statistics are read; nothing is kept between scrapes.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """One reading, in Prometheus' terms. Counters get the suffix `_total` from the client library."""
+        stats = self._engine.stats()
+        cache = stats.cache
+        counters = {
+            "mainstem_prompt_tokens": ("Prompt tokens of admitted requests", stats.prompt_tokens),
+            "mainstem_generation_tokens": ("Tokens generated", stats.generated_tokens),
+            "mainstem_preemptions": ("Running requests that were put back to free pages", stats.preemptions),
+            "mainstem_prefix_cache_queries_tokens": ("Prompt tokens looked up in the cache", cache.queried),
+            "mainstem_prefix_cache_hits_tokens": ("Prompt tokens found in the cache", cache.hit),
+            "mainstem_evicted_pages": ("Pages taken from the cache to make room", cache.evicted_pages),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(name, text, value=value)
+        yield GaugeMetricFamily("mainstem_requests_running", "Requests being computed", value=stats.running)
+        yield GaugeMetricFamily("mainstem_requests_waiting", "Requests that wait for their turn", value=stats.waiting)
+        pages = GaugeMetricFamily("mainstem_kv_pages", "Pages of the KV pool, by owner", labels=["owner"])
+        owners = {"free": cache.free_pages, "cached": cache.cached_pages, "private": cache.private_pages}
+        for owner, count in owners.items():
+            pages.add_metric([owner], count)
+        yield pages
+
+
+class Metrics:
+    """All metrics of one server.
+
+    Args:
+        engine: whose statistics are exported.
+        clock: seconds, monotonic; for the time between tokens.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(engine))
+        self._requests = Counter(
+            "mainstem_requests", "Requests by how they ended", ["outcome"], registry=self._registry
+        )
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        self._ttft = self._histogram("time_to_first_token", "From submit to the first token", _TTFT_BUCKETS_S)
+        self._gap = self._histogram("inter_token_latency", "Between one token and the next", _TOKEN_BUCKETS_S)
+        self._e2e = self._histogram("e2e_request_latency", "From submit to the last token", _E2E_BUCKETS_S)
+
+    def refused(self, status: int) -> None:
+        """Counts a request that never reached the engine, by its HTTP status."""
+        self._requests.labels("overloaded" if status in (429, 503) else "refused").inc()
+
+    def meter(self) -> RequestMeter:
+        """A meter for one generation."""
+        return RequestMeter(self._clock, self._requests, self._ttft, self._gap, self._e2e)
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"mainstem_{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+
+class RequestMeter:
+    """Watches the events of one generation. Made by `Metrics.meter`."""
+
+    def __init__(
+        self, clock: Callable[[], float], requests: Counter, ttft: Histogram, gap: Histogram, e2e: Histogram
+    ) -> None:
+        self._clock = clock
+        self._requests = requests
+        self._ttft = ttft
+        self._gap = gap
+        self._e2e = e2e
+        self._last_s: float | None = None
+        self._ended = False
+
+    def see(self, delta: Delta) -> None:
+        """Takes one event into account."""
+        if delta.tokens:
+            self._tokens(len(delta.tokens))
+        if delta.finish_reason is not None:
+            self._end(delta.finish_reason)
+            if delta.usage is not None and delta.usage.completion_tokens:
+                self._ttft.observe(delta.usage.ttft_s)
+                self._e2e.observe(delta.usage.duration_s)
+
+    def close(self) -> None:
+        """No more events come: without a last one the generation counts as cancelled. Calling it again does nothing."""
+        self._end("cancelled")
+
+    def _tokens(self, count: int) -> None:
+        now_s = self._clock()
+        if self._last_s is not None:
+            for _ in range(count):
+                self._gap.observe((now_s - self._last_s) / count)
+        self._last_s = now_s
+
+    def _end(self, outcome: str) -> None:
+        if not self._ended:
+            self._requests.labels(outcome).inc()
+        self._ended = True

@@ -1,0 +1,669 @@
+"""The OpenAI HTTP protocol as data: requests, responses, stream chunks and errors.
+
+Knows JSON and the names of fields, and turns them into `SamplingParams` and back. Does not know HTTP, the engine, or
+how text becomes tokens. Follows the OpenAI API reference (completions, chat completions, models); `top_k`, `min_p`,
+`cache_salt`, `priority` and `ignore_eos` are additions that other open servers share.
+
+What a field may do here is one of three things: it is honoured; it is accepted because it changes nothing of the answer
+(`user`, `metadata`, `prompt_cache_key`, and names nobody knows); or it would change the answer and cannot be honoured,
+and then the request is refused by name (`_NEUTRAL`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, MainstemError, RequestTooLong
+from mainstem.runtime.request import Completion, Delta, SamplingParams, TokenLogprob, Usage
+
+MAX_CHOICES = 128
+"""Choices of one HTTP request at most: prompts times `n`."""
+
+MAX_STOPS = 16
+"""Stop strings of one request at most."""
+
+COMPLETION_MAX_TOKENS = 16
+"""`max_tokens` of /v1/completions where the request gives none, as in the OpenAI reference."""
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value the OpenAI API gives for "practically never"
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Decoded = TypeVar("Decoded", bound="CompletionRequest | ChatRequest")
+
+
+class ErrorDetail(Struct):
+    """What went wrong, in the four fields that OpenAI clients read."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Struct):
+    """The body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A refusal or failure that the client is told about.
+
+    Args:
+        status: the HTTP status.
+        message: one sentence for a person.
+        type: the OpenAI error type.
+        param: the field at fault, as a path (`messages[0].content`).
+        code: a stable word for programs.
+        headers: extra response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message, type, param, code)
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The JSON of the response."""
+        return encode(ErrorBody(self.detail))
+
+
+def api_error(error: MainstemError) -> ApiError:
+    """What a client is told about a typed error of the layers below; what is none of its business becomes a 500."""
+    message = str(error)
+    match error:
+        case BadArgument():
+            return ApiError(400, message, param=error.name)
+        case BadTokens():
+            return ApiError(400, message, param="prompt")
+        case RequestTooLong():
+            return ApiError(400, message, code="context_length_exceeded")
+        case EngineFull():
+            headers = {"Retry-After": "1"}
+            return ApiError(429, message, type="rate_limit_error", code="engine_full", headers=headers)
+        case EngineClosed():
+            return unavailable("The engine takes no requests.", "engine_closed")
+    return internal_error()
+
+
+def draining() -> ApiError:
+    """The server is stopping."""
+    return unavailable("The server is shutting down and takes no new requests.", "draining")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """Not now, and maybe not here."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, message, type="service_unavailable_error", code=code, headers=headers)
+
+
+def internal_error() -> ApiError:
+    """Our own fault; what it was is in the server's log, under the request's id."""
+    return ApiError(500, "The server had an error while handling the request.", type="server_error")
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+# Fields that would change the answer and are not built: the values that ask for nothing. Anything else is refused.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None, "none"),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "suffix": (None, ""),
+    "echo": (None, False),
+}
+
+
+class StreamOptions(Struct):
+    """`stream_options`: whether the last chunk carries the usage."""
+
+    include_usage: bool | None = None
+
+
+class _Request(Struct, kw_only=True):
+    """What both kinds of request share; None means the default, as in the OpenAI API."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    logit_bias: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_tokens: Any = None
+
+    @property
+    def choices(self) -> int:
+        """How many answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else self.seed + choice,  # the choices of one request must be able to differ
+            stop=tuple(text for text in stop if text),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+
+class CompletionRequest(_Request, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Any = None
+    echo: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each text or token ids.
+
+        Raises:
+            ApiError: 400; none at all, or texts and ids mixed in one list.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(part) for part in self.prompt}
+        if kinds == {int}:
+            return [self.prompt]  # type: ignore[list-item]
+        if kinds not in ({str}, {list}):
+            allowed = "a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty"
+            raise ApiError(400, f"prompt: must be {allowed}", param="prompt")
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    def params(self, room: int, choice: int) -> SamplingParams:
+        """The sampling parameters of one choice; `room` (positions left in the context) plays no part here.
+
+        Raises:
+            BadArgument: a value outside its range.
+        """
+        max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._params(max_tokens, self.logprobs, choice)
+
+
+class ContentPart(Struct):
+    """One part of a message's content; only text is taken."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    tool_calls: Any = None
+
+    def template_input(self, at: str) -> dict[str, str]:
+        """What a chat template takes. `developer` is the newer name of `system`, which is what templates know.
+
+        Args:
+            at: the path of this message, for the error.
+
+        Raises:
+            ApiError: 400; a part that is not text, or tool calls.
+        """
+        if self.tool_calls:
+            raise ApiError(400, f"{at}.tool_calls: tools are not supported", param=f"{at}.tool_calls")
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        parts = [_part_text(part, f"{at}.content[{i}]") for i, part in enumerate(self.content)]
+        return {"role": role, "content": "\n".join(parts)}
+
+
+def _part_text(part: ContentPart, at: str) -> str:
+    if part.type != "text":
+        message = f"{at}: only parts of type 'text' are supported, got {part.type!r}"
+        raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
+    if part.text is None:
+        raise ApiError(400, f"{at}: a text part needs the field 'text'", param=f"{at}.text")
+    return part.text
+
+
+class ChatRequest(_Request, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them.
+
+        Raises:
+            ApiError: 400; a part that is not text, or tool calls.
+        """
+        return [message.template_input(f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+    def params(self, room: int, choice: int) -> SamplingParams:
+        """The sampling parameters of one choice; without a limit of its own it may use all `room` in the context.
+
+        Raises:
+            BadArgument: a value outside its range.
+            ApiError: 400; `top_logprobs` without `logprobs`.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs = true", param="top_logprobs")
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(max(room, 1) if asked is None else asked, logprobs, choice)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type or value, a field that cannot be honoured.
+    """
+    request = _decode(body, CompletionRequest)
+    if request.best_of not in (None, request.choices):
+        raise ApiError(400, f"best_of: not supported unless it equals n, got {request.best_of}", param="best_of")
+    return request
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type or value, a field that cannot be honoured.
+    """
+    return _decode(body, ChatRequest)
+
+
+def _decode(body: bytes, kind: type[Decoded]) -> Decoded:
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "The body is not acceptable JSON: it is nested too deeply", code="invalid_json") from None
+    _refuse_effects(request)
+    return request
+
+
+def _field_error(message: str) -> ApiError:
+    """msgspec says `Expected ... - at `$.messages[0].role``; clients want the path in `param`."""
+    problem, _, path = message.partition(" - at ")
+    at = path.strip("`").removeprefix("$").lstrip(".")
+    missing = re.search(r"missing required field `(\w+)`", problem)
+    if missing:
+        at = f"{at}.{missing[1]}".lstrip(".")
+        problem = "this field is required"
+    return ApiError(400, f"{at or 'body'}: {problem[0].lower()}{problem[1:]}", param=at or None)
+
+
+def _refuse_effects(request: CompletionRequest | ChatRequest) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value not in neutral:
+            wanted = " or ".join(repr(choice) for choice in neutral[1:])
+            rest = f"leave it out or give {wanted}" if wanted else "leave it out"
+            raise ApiError(400, f"{name}: not supported; {rest}", param=name, code="unsupported_parameter")
+
+
+# --- responses ----------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Struct):
+    """How many of the prompt's tokens were not computed but found in the cache."""
+
+    cached_tokens: int
+
+
+class UsageBody(Struct):
+    """Tokens of one HTTP request, all its choices together; each prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
+    """The usage of one HTTP request.
+
+    A prompt with several choices counts once, and as cached counts what its least lucky choice found: later choices
+    find what the first has just computed, which says nothing about what stood in the cache before.
+
+    Args:
+        usages: one a choice, the choices of a prompt next to each other.
+        choices: how many to a prompt.
+    """
+    groups = [usages[i : i + choices] for i in range(0, len(usages), choices)]
+    prompt = sum(group[0].prompt_tokens for group in groups)
+    cached = sum(min(usage.cached_tokens for usage in group) for group in groups)
+    completion = sum(usage.completion_tokens for usage in usages)
+    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+class Model(Struct):
+    """One entry of GET /v1/models."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "mainstem"
+
+
+class ModelList(Struct):
+    """The body of GET /v1/models."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class Flushed(Struct):
+    """The body of POST /v1/cache/flush."""
+
+    freed_pages: int
+    freed_tokens: int
+
+
+class Alternative(Struct):
+    """A token that could have come here, and how likely it was."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenToken(Alternative):
+    """A token that did come, with the best alternatives."""
+
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Struct):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChosenToken]
+
+
+class CompletionLogprobs(Struct):
+    """`logprobs` of a completion choice: four lists of equal length; offsets count characters of the answer."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    """One answer of /v1/completions, whole or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionBody(Struct):
+    """A response of /v1/completions; its stream chunks have the same form."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class ChatMessage(Struct):
+    """A whole answer."""
+
+    content: str
+    role: str = "assistant"
+
+
+class ChatPiece(Struct):
+    """What a chunk adds to an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """One answer of /v1/chat/completions."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatBody(Struct):
+    """A response of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: str = "chat.completion"
+
+
+class ChatChunkChoice(Struct):
+    """A piece of one answer."""
+
+    index: int
+    delta: ChatPiece
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunk(Struct):
+    """One event of a chat stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of one response repeats."""
+
+    id: str
+    created: int
+    model: str
+
+
+class CompletionReply:
+    """Writes the answers of one /v1/completions request, whole or as chunks.
+
+    Args:
+        head: what every chunk repeats.
+        spell: the text of one token.
+        include_usage: whether a stream ends with a chunk of usage; the chunks before it then say `usage: null`.
+    """
+
+    def __init__(self, head: Head, spell: Callable[[int], str], include_usage: bool) -> None:
+        self._head = head
+        self._spell = spell
+        self._usage: UnsetType | None = None if include_usage else UNSET
+        self._offsets: dict[int, int] = {}  # characters already accounted for, by choice
+
+    def opening(self, index: int) -> CompletionBody | None:
+        """The chunk before the first token: completions have none."""
+        return None
+
+    def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
+        """One event's chunk, or None where there is nothing to tell."""
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return None
+        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+        choice = CompletionChoice(index, delta.text, logprobs, delta.finish_reason)
+        return self._body([choice], self._usage)
+
+    def closing(self, usage: UsageBody) -> CompletionBody:
+        """The last chunk, where the client asked for the usage."""
+        return self._body([], usage)
+
+    def whole(self, completions: Sequence[Completion], usage: UsageBody) -> CompletionBody:
+        """All answers at once."""
+        choices = [
+            CompletionChoice(i, c.text, self._logprobs(i, c.logprobs) if c.logprobs else None, c.finish_reason)
+            for i, c in enumerate(completions)
+        ]
+        return self._body(choices, usage)
+
+    def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> CompletionBody:
+        return CompletionBody(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs:
+        tokens = [self._spell(entry.token) for entry in entries]
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        best = [{self._spell(token): _finite(value) for token, value in entry.top} for entry in entries]
+        return CompletionLogprobs(tokens, [_finite(entry.logprob) for entry in entries], best, offsets)
+
+
+class ChatReply:
+    """Writes the answers of one /v1/chat/completions request, whole or as chunks.
+
+    Args:
+        head: what every chunk repeats.
+        spell: the text of one token.
+        include_usage: whether a stream ends with a chunk of usage; the chunks before it then say `usage: null`.
+    """
+
+    def __init__(self, head: Head, spell: Callable[[int], str], include_usage: bool) -> None:
+        self._head = head
+        self._spell = spell
+        self._usage: UnsetType | None = None if include_usage else UNSET
+
+    def opening(self, index: int) -> ChatChunk:
+        """The chunk before the first token: it names the role."""
+        choice = ChatChunkChoice(index, ChatPiece(role="assistant", content=""), None, None)
+        return self._chunk([choice], self._usage)
+
+    def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
+        """One event's chunk, or None where there is nothing to tell."""
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return None
+        piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
+        choice = ChatChunkChoice(index, piece, self._logprobs(delta.logprobs), delta.finish_reason)
+        return self._chunk([choice], self._usage)
+
+    def closing(self, usage: UsageBody) -> ChatChunk:
+        """The last chunk, where the client asked for the usage."""
+        return self._chunk([], usage)
+
+    def whole(self, completions: Sequence[Completion], usage: UsageBody) -> ChatBody:
+        """All answers at once."""
+        choices = [
+            ChatChoice(i, ChatMessage(c.text), self._logprobs(c.logprobs), c.finish_reason)
+            for i, c in enumerate(completions)
+        ]
+        return ChatBody(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
+        return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        return ChatLogprobs([self._chosen(entry) for entry in entries]) if entries else None
+
+    def _chosen(self, entry: TokenLogprob) -> ChosenToken:
+        text = self._spell(entry.token)
+        top = [_alternative(self._spell(token), value) for token, value in entry.top]
+        return ChosenToken(text, _finite(entry.logprob), _bytes(text), top)
+
+
+def _alternative(text: str, logprob: float) -> Alternative:
+    return Alternative(text, _finite(logprob), _bytes(text))
+
+
+def _bytes(text: str) -> list[int] | None:
+    """The token's bytes; None for a token that is a part of a character, whose text does not tell them."""
+    return None if "\ufffd" in text else list(text.encode())
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+def encode(body: Struct) -> bytes:
+    """The JSON of a response."""
+    return msgspec.json.encode(body)
+
+
+def event(body: Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream."""

@@ -1,0 +1,245 @@
+"""An engine without a model, for tests of what stands above the engine: same interface, scripted answers, made-up time.
+
+The tokenizer has one token a byte. The answer to a prompt is `answer(prompt)`, a token a step. The cache is a list of
+the prompts seen, shared within a namespace, hit in whole pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jinja2 import TemplateError
+
+from mainstem.errors import BadTokens, EngineClosed, EngineFull, RequestTooLong
+from mainstem.runtime.request import Completion, Delta, Request, SamplingParams, TokenLogprob, Usage
+
+
+class FakeTokenizer:
+    """One token a byte, 0 .. 255."""
+
+    chat_template = "a template"
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(128)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return bytes(int(token) for token in tokens).decode(errors="replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        for i, message in enumerate(messages):
+            if message["role"] == "system" and i > 0:
+                raise TemplateError("a system message comes first")
+        return "".join(f"<{message['role']}>{message['content']}\n" for message in messages) + "<assistant>"
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    page_size: int = 16
+    chunk_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class FakeCacheStats:
+    total_pages: int = 100
+    free_pages: int = 60
+    cached_pages: int = 30
+    private_pages: int = 10
+    evicted_pages: int = 7
+    queried: int = 0
+    hit: int = 0
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    running: int = 0
+    waiting: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    cache: FakeCacheStats = field(default_factory=FakeCacheStats)
+
+
+class FakeStream:
+    """A scripted stream. `cancelled` tells tests that somebody let go of it before its end."""
+
+    def __init__(self, engine: FakeEngine, request: Request, cached: int) -> None:
+        self.id = f"fake-{len(engine.streams)}"
+        self.request = request
+        self.cancelled = False
+        self.ended = False
+        self._engine = engine
+        self._cached = cached
+
+    def cancel(self) -> None:
+        if not self.ended:
+            self.cancelled = True
+
+    def __iter__(self) -> Iterator[Delta]:
+        for delta in self._deltas():
+            time.sleep(self._engine.step_s)
+            yield delta
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for delta in self._deltas():
+            await asyncio.sleep(self._engine.step_s)
+            yield delta
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        deltas = list(self)
+        assert deltas[-1].finish_reason
+        assert deltas[-1].usage
+        return Completion(
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.tokens),
+            tuple(entry for delta in deltas for entry in delta.logprobs),
+            deltas[-1].finish_reason,
+            deltas[-1].usage,
+        )
+
+    def _deltas(self) -> Iterator[Delta]:
+        params = self.request.params
+        prompt = self._engine.tokenizer.decode(self.request.tokens)
+        if prompt.endswith("crash!"):
+            self.ended = True
+            raise EngineClosed("a secret of the engine")
+        if prompt.endswith("fail!"):
+            yield self._last("error", 0, error="a secret of the engine")
+            return
+        answer = self._engine.answer(prompt).encode()
+        cut = min([answer.find(stop.encode()) for stop in params.stop if stop.encode() in answer] or [len(answer)])
+        made = 0
+        for token in answer[: min(cut, params.max_tokens)]:
+            if self.cancelled or self._engine.closed:
+                yield self._last("cancelled", made)
+                return
+            made += 1
+            yield Delta(chr(token), (token,), self._logprobs(token))
+        yield self._last("length" if params.max_tokens <= cut else "stop", made)
+
+    def _logprobs(self, token: int) -> tuple[TokenLogprob, ...]:
+        best = self.request.params.logprobs
+        if best is None:
+            return ()
+        top = tuple((65 + i, -float(i) if i < 2 else float("-inf")) for i in range(best))
+        return (TokenLogprob(token, -0.5, top),)
+
+    def _last(self, reason: str, made: int, error: str | None = None) -> Delta:
+        self.ended = True
+        usage = Usage(len(self.request.tokens), self._cached, made, 0.001, 0.02, 0.04)
+        return Delta("", (), (), reason, usage, error)
+
+
+class FakeEngine:
+    """Args:
+    answer: the text that follows a prompt.
+    step_s: how long a token takes.
+    max_waiting: streams that may be open at a time.
+    """
+
+    name = "fake"
+    dtype = "float32"
+
+    def __init__(
+        self,
+        answer: Callable[[str], str] = lambda prompt: "Hello, world.",
+        *,
+        step_s: float = 0.0,
+        max_context: int = 4096,
+        max_waiting: int = 64,
+    ) -> None:
+        self.answer = answer
+        self.step_s = step_s
+        self.max_context = max_context
+        self.max_waiting = max_waiting
+        self.tokenizer = FakeTokenizer()
+        self.config = FakeConfig()
+        self.streams: list[FakeStream] = []
+        self.closed = False
+        self.draining = False
+        self._seen: dict[str, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, request: Request, *, on_progress: Callable[[int, int], None] | None = None) -> FakeStream:
+        if self.closed or self.draining:
+            raise EngineClosed("closed")
+        if request.tokens.max() > 255:
+            raise BadTokens(f"token {request.tokens.max()}: must be 0 .. 255")
+        if len(request.tokens) + request.params.max_tokens > self.max_context:
+            raise RequestTooLong(f"{len(request.tokens)} + {request.params.max_tokens} > {self.max_context}")
+        if len(self.running()) >= self.max_waiting:
+            raise EngineFull(f"{self.max_waiting} requests wait already")
+        with self._lock:
+            stream = FakeStream(self, request, self._look_up(request))
+            self.streams.append(stream)
+        if on_progress:
+            on_progress(len(request.tokens), len(request.tokens))
+        return stream
+
+    def running(self) -> list[FakeStream]:
+        return [stream for stream in self.streams if not stream.ended and not stream.cancelled]
+
+    def stats(self) -> FakeStats:
+        ended = [stream for stream in self.streams if stream.ended]
+        asked = sum(len(stream.request.tokens) for stream in ended)
+        hit = sum(stream._cached for stream in ended)
+        return FakeStats(
+            running=len(self.running()),
+            requests=len(self.streams),
+            prompt_tokens=asked,
+            cached_tokens=hit,
+            cache=FakeCacheStats(queried=asked, hit=hit),
+        )
+
+    def flush(self) -> int:
+        pages = sum(len(tokens) // self.config.page_size for seen in self._seen.values() for tokens in seen)
+        self._seen.clear()
+        return pages
+
+    def tree(self) -> str:
+        return "".join(f"{name}: {len(seen)} prompts\n" for name, seen in self._seen.items()) or "(empty)\n"
+
+    def generate(self, prompts: Sequence[str], params: SamplingParams) -> list[Completion]:
+        requests = [Request(np.array(self.tokenizer.encode(prompt), dtype=np.int32), params) for prompt in prompts]
+        return [self.submit(request).result() for request in requests]
+
+    def drain(self, timeout_s: float) -> bool:
+        self.draining = True
+        deadline = time.monotonic() + timeout_s
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self.running()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _look_up(self, request: Request) -> int:
+        seen = self._seen.setdefault(repr(request.namespace), [])
+        best = max((_common(tokens, request.tokens[:-1]) for tokens in seen), default=0)
+        seen.append(request.tokens)
+        return best - best % self.config.page_size
+
+
+def _common(left: np.ndarray, right: np.ndarray) -> int:
+    n = min(len(left), len(right))
+    differ = np.flatnonzero(left[:n] != right[:n])
+    return int(differ[0]) if len(differ) else n

@@ -1,0 +1,566 @@
+"""The application: in process against a scripted engine, and one real server driven by the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import FakeEngine
+from starlette.testclient import TestClient
+
+from mainstem.errors import BadArgument, CorruptTree, ModelNotFound
+from mainstem.server.app import ServerConfig, create_app
+
+PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
+
+
+def client(engine: FakeEngine | None = None, **config: Any) -> TestClient:
+    return TestClient(create_app(engine or FakeEngine(), ServerConfig(**config)))
+
+
+def complete(server: TestClient, prompt: Any = PROMPT, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    return server.post("/v1/completions", json={"model": "fake", "prompt": prompt, **fields}, headers=headers)
+
+
+def chat(server: TestClient, content: Any = "hi", **fields: Any) -> Any:
+    messages = [{"role": "user", "content": content}]
+    return server.post("/v1/chat/completions", json={"model": "fake", "messages": messages, **fields})
+
+
+def events(response: Any) -> list[Any]:
+    """The JSON of every event; the last must be [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    datas = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert datas.pop() == "[DONE]"
+    return [json.loads(data) for data in datas]
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
+
+
+# --- generating ---------------------------------------------------------------------------------------------------
+
+
+def test_a_completion() -> None:
+    body = complete(client()).json()
+    assert body["object"] == "text_completion"
+    assert body["model"] == "fake"
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": "Hello, world.", "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"] == {
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": 13,
+        "total_tokens": len(PROMPT) + 13,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_a_chat() -> None:
+    engine = FakeEngine(lambda prompt: f"[{prompt}]")
+    body = chat(client(engine)).json()
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "[<user>hi\n<assistant>]"}
+    assert engine.streams[0].request.params.max_tokens == 4096 - len("<user>hi\n<assistant>")
+
+
+def test_token_ids_and_lists_of_prompts() -> None:
+    engine = FakeEngine(lambda prompt: prompt.upper())
+    server = client(engine)
+    assert complete(server, [97, 98]).json()["choices"][0]["text"] == "AB"
+    body = complete(server, ["ab", "cd"], n=2).json()
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "AB"), (1, "AB"), (2, "CD"), (3, "CD")]
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["completion_tokens"] == 8
+
+
+def test_cached_tokens_and_salts() -> None:
+    server = client()
+
+    def cached(**fields: Any) -> int:
+        return int(complete(server, **fields).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(), cached()] == [0, 48]
+    assert [cached(cache_salt="one"), cached(cache_salt="two"), cached(cache_salt="one")] == [0, 0, 48]
+    assert cached() == 48
+
+
+def test_a_stream_of_a_chat() -> None:
+    response = chat(client(), stream=True, stream_options={"include_usage": True})
+    chunks = events(response)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
+    assert text == "Hello, world."
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 13
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_a_stream_without_usage() -> None:
+    chunks = events(complete(client(), stream=True, max_tokens=2))
+    assert all("usage" not in chunk for chunk in chunks)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_of_several_choices() -> None:
+    chunks = events(complete(client(FakeEngine(str.upper)), ["ab", "cd"], stream=True))
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == {0: "AB", 1: "CD"}
+
+
+def test_logprobs_of_both_kinds() -> None:
+    server = client()
+    tokens = chat(server, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+    assert tokens[0]["token"] == "H"
+    assert tokens[0]["top_logprobs"][0]["token"] == "A"
+    assert complete(server, logprobs=0).json()["choices"][0]["logprobs"]["text_offset"] == list(range(13))
+
+
+def test_priority_stop_and_seeds_arrive() -> None:
+    engine = FakeEngine()
+    body = complete(client(engine), priority=3, stop=["wor"], n=2, seed=5).json()
+    assert body["choices"][0]["text"] == "Hello, "
+    assert [stream.request.priority for stream in engine.streams] == [3, 3]
+    assert [stream.request.params.seed for stream in engine.streams] == [5, 6]
+
+
+# --- refusing -----------------------------------------------------------------------------------------------------
+
+
+def test_errors_have_the_openai_form() -> None:
+    server = client(FakeEngine(max_context=100))
+    assert error_of(complete(server, n=0), 400)["param"] == "n"
+    assert error_of(complete(server, temperature=-1), 400)["param"] == "temperature"
+    assert error_of(complete(server, [999]), 400)["param"] == "prompt"
+    assert error_of(complete(server, ""), 400)["param"] == "prompt"
+    assert error_of(complete(server, [[]]), 400)["param"] == "prompt"
+    assert error_of(complete(server, ["a"] * 129), 400)["param"] == "n"
+    assert error_of(complete(server, "a" * 101), 400)["code"] == "context_length_exceeded"
+    assert error_of(complete(server, max_tokens=100), 400)["code"] == "context_length_exceeded"
+    assert error_of(server.post("/v1/completions", content=b"{"), 400)["code"] == "invalid_json"
+    assert error_of(server.post("/v1/completions", json={"model": "x", "prompt": "a"}), 404)["param"] == "model"
+    assert error_of(server.get("/v1/models/x"), 404)["code"] == "model_not_found"
+    assert error_of(server.get("/v1/nothing"), 404)["message"] == "There is nothing at /v1/nothing."
+    refusal = server.get("/v1/completions")
+    assert error_of(refusal, 405)["message"] == "/v1/completions does not take GET."
+    assert refusal.headers["allow"] == "POST"
+
+
+def test_a_template_that_refuses_is_a_400() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    response = client().post("/v1/chat/completions", json={"model": "fake", "messages": messages})
+    assert error_of(response, 400)["param"] == "messages"
+
+
+def test_a_full_engine_is_a_429_and_takes_none_of_the_choices() -> None:
+    engine = FakeEngine(max_waiting=2)
+    response = complete(client(engine), n=3)
+    assert error_of(response, 429)["code"] == "engine_full"
+    assert response.headers["retry-after"] == "1"
+    assert [stream.cancelled for stream in engine.streams] == [True, True]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("size", [1001, 1500, 5000])
+def test_a_large_body_is_refused_while_it_is_read(size: int, declared: bool) -> None:
+    def chunks() -> Iterator[bytes]:
+        for start in range(0, size, 100):
+            yield b"x" * min(100, size - start)
+
+    server = client(max_body_bytes=1000)
+    response = server.post("/v1/completions", content=b"x" * size if declared else chunks())
+    assert error_of(response, 413)["code"] == "body_too_large"
+    assert server.post("/v1/completions", content=b"{" + b" " * 999).status_code == 400
+
+
+def test_keys() -> None:
+    engine = FakeEngine()
+    server = client(engine, api_keys=("first-key", "second-key"))
+    refusal = complete(server)
+    assert error_of(refusal, 401)["code"] == "invalid_api_key"
+    assert refusal.headers["www-authenticate"] == "Bearer"
+    for wrong in ("Bearer other", "Bearer ", "Basic first-key", "first-key", "Bearer first-keyx"):
+        assert complete(server, headers={"Authorization": wrong}).status_code == 401
+    assert not engine.streams
+
+    def cached(key: str) -> int:
+        body = complete(server, headers={"Authorization": f"Bearer {key}"}).json()
+        return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("first-key"), cached("second-key"), cached("first-key"), cached("second-key")] == [0, 0, 48, 48]
+    assert "first-key" not in server.get("/v1/cache/tree", headers={"Authorization": "Bearer second-key"}).text
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/fake"),
+        ("POST", "/v1/cache/flush"),
+        ("GET", "/v1/cache/stats"),
+        ("GET", "/v1/cache/tree"),
+    ],
+)
+def test_the_other_routes_need_the_key_too(method: str, path: str) -> None:
+    server = client(api_keys=("k",))
+    assert server.request(method, path).status_code == 401
+    assert server.request(method, path, headers={"Authorization": "Bearer k"}).status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+def test_one_key_shares_with_itself_under_no_name() -> None:
+    engine = FakeEngine()
+    complete(client(engine, api_keys=("k",)), headers={"Authorization": "Bearer k"})
+    assert engine.streams[0].request.namespace is None
+
+
+def test_a_failing_generation_tells_nothing_but_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    server = client()
+    assert error_of(complete(server, "fail!"), 500)["type"] == "server_error"
+    assert "a secret of the engine" in caplog.text
+    chunks = events(complete(server, "fail!", stream=True))
+    assert "secret" not in json.dumps(chunks)
+    assert chunks[-1]["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError("detail"), CorruptTree("detail")])
+def test_a_bug_is_a_logged_500_without_a_traceback(bug: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> str:
+        raise bug
+
+    engine = FakeEngine()
+    engine.tree = broken  # type: ignore[method-assign]
+    response = client(engine).get("/v1/cache/tree", headers={"X-Request-Id": "abc"})
+    assert "detail" not in response.text
+    assert error_of(response, 500)["type"] == "server_error"
+    assert response.headers["x-request-id"] == "abc"
+    assert "request abc failed" in caplog.text
+    assert f"{type(bug).__name__}: detail" in caplog.text
+
+
+def test_request_ids() -> None:
+    server = client()
+    assert server.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = server.get("/health", headers={"X-Request-Id": "x" * 200}).headers["x-request-id"]
+    assert re.fullmatch(r"[0-9a-f]{32}", made)
+    assert server.get("/v1/nothing").headers["x-request-id"]
+
+
+# --- the other routes ---------------------------------------------------------------------------------------------
+
+
+def test_models() -> None:
+    listed = client().get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert listed["data"][0]["id"] == "fake"
+    assert listed["data"][0]["max_model_len"] == 4096
+    assert client().get("/v1/models/fake").json()["id"] == "fake"
+
+
+def test_the_cache_routes() -> None:
+    server = client()
+    complete(server)
+    assert server.get("/v1/cache/tree").text == "None: 1 prompts\n"
+    assert server.get("/v1/cache/stats").json()["cache"]["cached_pages"] == 30
+    pages = len(PROMPT) // 16
+    assert server.post("/v1/cache/flush").json() == {"freed_pages": pages, "freed_tokens": pages * 16}
+    assert server.post("/v1/cache/flush").json() == {"freed_pages": 0, "freed_tokens": 0}
+
+
+def test_draining_refuses_and_fails_the_health_check() -> None:
+    app = create_app(FakeEngine())
+    server = TestClient(app)
+    assert server.get("/health").json() == {"status": "ok"}
+    app.state.service.draining = True
+    assert server.get("/health").status_code == 503
+    assert error_of(complete(server), 503)["code"] == "draining"
+    assert server.get("/metrics").status_code == 200
+
+
+def test_a_closed_engine_is_a_503() -> None:
+    engine = FakeEngine()
+    engine.close()
+    server = client(engine)
+    assert server.get("/health").status_code == 200
+    assert error_of(complete(server), 503)["code"] == "engine_closed"
+    assert server.get("/health").json() == {"status": "failed"}
+
+
+def test_an_engine_that_fails_under_way() -> None:
+    server = client()
+    chunks = events(complete(server, "crash!", stream=True))
+    assert chunks[-1]["error"]["code"] == "engine_closed"
+    assert "secret" not in json.dumps(chunks)
+    assert error_of(complete(server, "crash!"), 503)["code"] == "engine_closed"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"port": 65536},
+        {"port": -1},
+        {"max_body_bytes": 0},
+        {"drain_timeout_s": -1},
+        {"api_keys": ("",)},
+        {"api_keys": ("a b",)},
+    ],
+)
+def test_bad_settings_are_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument, match=next(iter(fields))):
+        ServerConfig(**fields)
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
+
+
+# --- clients that go, and the event loop --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_cancels(stream: bool) -> None:
+    engine = FakeEngine(step_s=0.02)
+    app = create_app(engine)
+    body = json.dumps({"model": "fake", "prompt": "x", "stream": stream, "n": 2}).encode()
+    gone = asyncio.Event()
+    inbox: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if inbox:
+            return inbox.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def scenario() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        task = asyncio.create_task(app(scope, receive, send))
+        while len(engine.streams) < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        gone.set()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(scenario())
+    assert [stream.cancelled for stream in engine.streams] == [True, True]
+    assert 'mainstem_requests_total{outcome="cancelled"} 2.0' in TestClient(app).get("/metrics").text
+
+
+def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
+    engine = FakeEngine()
+    release, entered = threading.Event(), threading.Event()
+    encode = engine.tokenizer.encode
+
+    def slow(text: str, add_special_tokens: bool = True) -> list[int]:
+        entered.set()
+        assert release.wait(10)
+        return encode(text)
+
+    engine.tokenizer.encode = slow  # type: ignore[method-assign]
+    with TestClient(create_app(engine)) as server:
+        worker = threading.Thread(target=complete, args=(server,))
+        worker.start()
+        assert entered.wait(10)
+        started = time.monotonic()
+        assert server.get("/health").status_code == 200
+        assert time.monotonic() - started < 5
+        release.set()
+        worker.join()
+
+
+# --- a real server ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    from mainstem.runtime.models import load_model
+
+    try:
+        return load_model(dtype="float32")
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.model
+def test_the_real_engine_behind_the_server(smollm2: Any) -> None:
+    """Chat, stream, reuse, salts and flush against real weights."""
+    from mainstem.runtime.engine import Engine, EngineConfig
+
+    document = "The harbour of Kelder Point has room for ninety boats. " * 20
+    with Engine(smollm2, EngineConfig(pages=256)) as engine:
+        server = TestClient(create_app(engine, ServerConfig()))
+
+        def ask(question: str, **fields: Any) -> Any:
+            messages = [{"role": "system", "content": document}, {"role": "user", "content": question}]
+            fields = {"model": engine.name, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
+            return server.post("/v1/chat/completions", json=fields)
+
+        first = ask("How many boats fit in?").json()
+        second = ask("What is the harbour called?").json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert 200 < cached < second["usage"]["prompt_tokens"]
+        other = ask("What is the harbour called?", cache_salt="other").json()
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert other["choices"][0]["message"] == second["choices"][0]["message"]
+
+        chunks = events(ask("What is the harbour called?", stream=True, stream_options={"include_usage": True}))
+        streamed = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
+        assert streamed == second["choices"][0]["message"]["content"]
+
+        probed = ask("How many boats fit in?", logprobs=True, top_logprobs=2).json()["choices"][0]
+        tokens = probed["logprobs"]["content"]
+        assert "".join(token["token"] for token in tokens).startswith(probed["message"]["content"])
+        assert all(len(token["top_logprobs"]) == 2 and token["logprob"] <= 0 for token in tokens)
+        assert error_of(ask("x", max_tokens=10_000), 400)["code"] == "context_length_exceeded"
+
+        metrics = server.get("/metrics").text
+        assert 'mainstem_requests_total{outcome="' in metrics
+        assert server.get("/v1/cache/stats").json()["cached_tokens"] >= cached
+        assert server.get("/v1/cache/tree").text.strip()
+        freed = server.post("/v1/cache/flush").json()
+        assert freed["freed_pages"] > 0
+        assert freed["freed_tokens"] == 16 * freed["freed_pages"]
+
+
+SERVER = """
+import logging, sys
+from fake_engine import FakeEngine
+from mainstem.server.app import ServerConfig, serve
+
+logging.basicConfig(level=logging.INFO)
+serve(FakeEngine(step_s=float(sys.argv[1])), ServerConfig(port=0, api_keys=("key",), max_body_bytes=1 << 20))
+print("ended well", flush=True)
+"""
+
+
+class RealServer:
+    """A server process on a free port."""
+
+    def __init__(self, step_s: float) -> None:
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(step_s)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stderr is not None
+        log = ""
+        for line in self.process.stderr:
+            log += line
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
+                break
+        else:
+            raise AssertionError(log)
+        self.port = int(found[1])
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="key", max_retries=0)
+
+    def __enter__(self) -> RealServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_the_official_client() -> None:
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    with RealServer(step_s=0) as server:
+        api = server.client
+        assert [model.id for model in api.models.list()] == ["fake"]
+
+        def ask(**extra: Any) -> Any:
+            return api.chat.completions.create(model="fake", messages=messages, max_tokens=5, **extra)
+
+        answer = ask()
+        assert answer.choices[0].message.content == "Hello"
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        assert ask().usage.prompt_tokens_details.cached_tokens >= 48
+        assert ask(extra_body={"cache_salt": "other"}).usage.prompt_tokens_details.cached_tokens == 0
+        assert ask(logprobs=True, top_logprobs=1).choices[0].logprobs.content[0].token == "H"
+
+        chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
+        assert chunks[-1].usage.completion_tokens == 5
+        many = api.completions.create(model="fake", prompt=["a", "b"], n=2)
+        assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+
+        with pytest.raises(openai.BadRequestError) as bad:
+            ask(temperature=-1)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError):
+            api.completions.create(model="another", prompt="a")
+        with pytest.raises(openai.AuthenticationError):
+            api.with_options(api_key="wrong").models.list()
+        with pytest.raises(openai.APIStatusError) as large:
+            api.completions.create(model="fake", prompt="a" * (3 << 19))
+        assert large.value.status_code == 413
+        with pytest.raises(openai.APIError, match="The server had an error"):
+            list(api.completions.create(model="fake", prompt="fail!", stream=True))
+
+
+def test_sigterm_drains() -> None:
+    with RealServer(step_s=0.1) as server:
+        started = threading.Event()
+        text: list[str] = []
+
+        def follow() -> None:
+            for chunk in server.client.completions.create(model="fake", prompt="a", stream=True):
+                text.append(chunk.choices[0].text)
+                started.set()
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        assert started.wait(10)
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while _health(server.port) != 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(openai.InternalServerError) as refused:
+            server.client.completions.create(model="fake", prompt="b")
+        assert refused.value.status_code == 503
+        follower.join(10)
+        assert "".join(text) == "Hello, world."
+        assert server.process.wait(10) == 0
+        assert server.process.stdout is not None
+        assert "ended well" in server.process.stdout.read()
+
+
+def _health(port: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", "/health")
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+@pytest.fixture(autouse=True)
+def _log_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mainstem")

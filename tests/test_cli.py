@@ -1,0 +1,255 @@
+"""The command line: what it prints where, its exit codes, and that it is quick to start."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+
+from mainstem import cli
+from mainstem.errors import ModelNotFound
+from mainstem.server import app as server_app
+
+
+class Machine:
+    """What the commands would load, replaced; remembers what was asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = FakeEngine(lambda prompt: f"[{prompt}]", max_context=20_000)
+        self.loaded: list[tuple[Any, str]] = []
+        self.options: dict[str, Any] = {}
+        self.failure: Exception | None = None
+        engine, models = ModuleType("engine"), ModuleType("models")
+        engine.Engine = self._open  # type: ignore[attr-defined]
+        engine.EngineConfig = self._config  # type: ignore[attr-defined]
+        models.load_model = self._load  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "mainstem.runtime.engine", engine)
+        monkeypatch.setitem(sys.modules, "mainstem.runtime.models", models)
+        monkeypatch.setattr("mainstem.runtime.engine", engine, raising=False)
+        monkeypatch.setattr("mainstem.runtime.models", models, raising=False)
+
+    def _open(self, loaded: None, config: None) -> FakeEngine:
+        self.engine.closed = False
+        return self.engine
+
+    def _config(self, **options: Any) -> None:
+        self.options = options
+
+    def _load(self, name: str | None, *, dtype: str, progress: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.loaded.append((name, dtype))
+        progress("load", 1, 1)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.delenv("MAINSTEM_DEBUG", raising=False)
+    return Machine(monkeypatch)
+
+
+def run(*arguments: str) -> int:
+    return cli.main(list(arguments))
+
+
+# --- help and errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["demo"]])
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "Examples:" in shown
+    assert f"mainstem {' '.join(command)}".strip() in shown
+
+
+def test_every_option_says_what_it_is() -> None:
+    for command in ("serve", "generate", "demo"):
+        for argument in cli.app[command].assemble_argument_collection(parse_docstring=True):
+            assert argument.parameter.help or not argument.show, (command, argument.name)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from mainstem.cli import main; main(['serve', '--help']); main(['serve', '--port', 'x'])\n"
+        "heavy = {'torch', 'transformers', 'starlette', 'uvicorn', 'msgspec', 'mainstem.runtime'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("mainstem ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["serve", "--port", "abc"], 2, "--port"),
+        (["serve", "--port", "70000"], 2, "--port 70000: must be 0 (any free port) to 65535"),
+        (["serve", "--kv-bytes", "lots"], 2, "lots"),
+        (["serve", "--drain-timeout-s", "-1"], 2, "--drain-timeout-s"),
+        (["serve", "a", "b"], 2, "b"),
+        (["nonsense"], 2, "nonsense"),
+        (["generate", "x", "--top-p", "3"], 2, "--top-p 3.0: must be"),
+        (["generate", "x", "--dtype", "int4"], 2, "int4"),
+        (["generate", "--file", "/does/not/exist"], 1, "/does/not/exist"),
+        (["demo", "--prefix-tokens", "0"], 2, "--prefix-tokens 0"),
+        (["demo", "--json", "extra"], 2, "extra"),
+    ],
+)
+def test_errors_are_one_line(
+    machine: Machine, arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mainstem: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "says"),
+    [
+        (ModelNotFound("no model of that name"), 1, "no model of that name"),
+        (ZeroDivisionError("oh"), 1, "internal error: ZeroDivisionError: oh (MAINSTEM_DEBUG=1 shows where)"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install 'mainstem[runtime]'"),
+        (ModuleNotFoundError("x", name="starlette.routing"), 1, "pip install 'mainstem[server]'"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures(
+    machine: Machine, failure: Exception, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.failure = failure
+    assert run("generate", "x") == code
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSTEM_DEBUG", "1")
+    machine.failure = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        run("generate", "x")
+
+
+# --- generate -----------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_answer_alone(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "hi") == 0
+    out, err = capsys.readouterr()
+    assert out == "[<user>hi\n<assistant>]\n"
+    assert err == ""
+
+
+def test_generate_without_a_template(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--no-chat", "hi") == 0
+    machine.engine.tokenizer.chat_template = ""
+    assert run("generate", "hi") == 0
+    assert capsys.readouterr().out == "[hi]\n[hi]\n"
+
+
+def test_generate_from_standard_input(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("piped"))
+    assert run("generate", "--no-chat") == 0
+    assert capsys.readouterr().out == "[piped]\n"
+
+
+def test_a_file_goes_in_front_of_every_prompt(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("facts")
+    assert run("generate", "--no-chat", "--file", str(file), "one", "two") == 0
+    assert capsys.readouterr().out == "> one\n[facts\n\none]\n> two\n[facts\n\ntwo]\n"
+    assert run("generate", "--no-chat", "--file", str(file)) == 0
+    assert capsys.readouterr().out == "[facts]\n"
+    file.write_bytes(b"\xff")
+    assert run("generate", "--file", str(file)) == 2
+
+
+def test_generate_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--no-chat", "--json", "one", "two") == 0
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (first["prompt"], first["text"], first["finish_reason"]) == ("one", "[one]", "stop")
+    assert (second["prompt"], second["prompt_tokens"], second["cached_tokens"]) == ("two", 3, 0)
+
+
+def test_sampling_options_arrive(machine: Machine) -> None:
+    options = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --stop a --stop b"
+    assert run("generate", "x", "--dtype", "bfloat16", "--model", "m", *options.split()) == 0
+    params = machine.engine.streams[0].request.params
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (5, 0.5, 0.9, 4)
+    assert (params.min_p, params.seed, params.stop) == (0.1, 3, ("a", "b"))
+    assert machine.loaded == [("m", "bfloat16")]
+
+
+def test_a_failed_generation_is_a_failure(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--no-chat", "fail!") == 1
+    assert "the generation failed" in capsys.readouterr().err
+
+
+# --- serve and demo -----------------------------------------------------------------------------------------------
+
+
+def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(server_app, "serve", lambda engine, config: served.append((engine, config)))
+    monkeypatch.setenv("MAINSTEM_API_KEY", "from-the-environment")
+    engine_options = "--kv-bytes 1.5GiB --page-size 32 --chunk-tokens 64 --max-running 2 --max-waiting 3 --no-cache"
+    server_options = "--host ::1 --port 0 --max-body-bytes 2MB --drain-timeout-s 1"
+    assert run("serve", "a-model", "--policy", "lfu", *engine_options.split(), *server_options.split()) == 0
+    engine, config = served[0]
+    assert engine is machine.engine
+    assert engine.closed
+    assert (config.host, config.port, config.max_body_bytes, config.drain_timeout_s) == ("::1", 0, 2_000_000, 1.0)
+    assert config.api_keys == ("from-the-environment",)
+    assert machine.loaded == [("a-model", "auto")]
+    assert machine.options == {
+        "kv_bytes": 3 << 29,
+        "page_size": 32,
+        "chunk_tokens": 64,
+        "max_running": 2,
+        "max_waiting": 3,
+        "policy": "lfu",
+        "cache": False,
+    }
+    assert run("serve", "--api-key", "one", "--api-key", "two") == 0
+    assert served[1][1].api_keys == ("one", "two")
+
+
+def test_a_taken_port_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run("serve", "--port", str(taken.getsockname()[1])) == 1
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("mainstem: ")
+    assert "in use" in err
+
+
+def test_demo_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--json", "--prefix-tokens", "200") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"] == "fake"
+    assert report["reused_tokens"] >= 200
+
+
+def test_demo_for_people(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--prefix-tokens", "200") == 0
+    assert "times sooner" in capsys.readouterr().out

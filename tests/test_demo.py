@@ -1,0 +1,134 @@
+"""The demo: what it asks, in which order, and that its figures are those of the runs."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from rich.console import Console
+
+from mainstem import demo
+from mainstem.errors import BadArgument, MainstemError, ModelNotFound
+from mainstem.runtime.request import SamplingParams
+
+
+class TickingEngine(FakeEngine):
+    """Costs a second a prompt token that is not cached, on a clock of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, max_context=20_000)
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def submit(self, request: Any, **options: Any) -> Any:
+        stream = super().submit(request, **options)
+        self.now_s += len(request.tokens) - stream._cached
+        return stream
+
+
+def run(engine: TickingEngine, **options: Any) -> demo.Report:
+    return demo.run(engine, threads=2, clock=engine.clock, **options)  # type: ignore[arg-type]
+
+
+def test_warm_runs_compute_the_question_only() -> None:
+    engine = TickingEngine()
+    report = run(engine)
+    assert len(report.questions) == len(demo.QUESTIONS) == 5
+    assert report.prefix_tokens > 4000  # one token a byte
+    for question in report.questions:
+        assert question.cold_ttft_s == question.prompt_tokens
+        assert question.warm_ttft_s == question.prompt_tokens - question.reused_tokens
+        # Never the question itself: only what all prompts share, in whole pages, and chance beginnings of questions.
+        assert report.prefix_tokens - 16 < question.reused_tokens < report.prefix_tokens + 32
+    assert report.speedup == report.cold_ttft_s / report.warm_ttft_s > 50
+    assert report.answers_agree
+
+
+def test_the_order_of_runs() -> None:
+    engine = TickingEngine()
+    steps: list[tuple[str, int, int]] = []
+    run(engine, progress=lambda *step: steps.append(step))
+    asked = [bytes(stream.request.tokens.tolist()).decode() for stream in engine.streams]
+    questions = [prompt.split("<user>")[1].split("\n")[0] for prompt in asked]
+    assert questions == [*demo.QUESTIONS, demo.OTHER_QUESTION, *demo.QUESTIONS]
+    assert steps == [("asking", done, 11) for done in range(1, 12)]
+
+
+def test_answers_that_differ_are_admitted() -> None:
+    calls = iter(range(100))
+    engine = TickingEngine(answer=lambda prompt: f"answer {next(calls)}")
+    report = run(engine)
+    assert not report.answers_agree
+    assert not any(question.agree for question in report.questions)
+    assert "answers that differ in part (float32 rounds)" in shown(report)
+
+
+def test_the_document_can_be_cut_and_repeated() -> None:
+    short, long = run(TickingEngine(), prefix_tokens=100), run(TickingEngine(), prefix_tokens=9000)
+    template = len("<system>" + demo._INSTRUCTION + "\n<user>")
+    assert (short.prefix_tokens - template, long.prefix_tokens - template) == (100, 9000)
+    for wrong in (0, 20_000):
+        with pytest.raises(BadArgument, match="prefix_tokens"):
+            run(TickingEngine(), prefix_tokens=wrong)
+
+
+def test_the_report_for_programs() -> None:
+    report = asdict(run(TickingEngine()))
+    wanted = "cold_ttft_s warm_ttft_s speedup reused_tokens prefix_tokens dtype model threads answers_agree questions"
+    assert set(wanted.split()) <= set(report)
+    assert (report["dtype"], report["model"], report["threads"]) == ("float32", "fake", 2)
+
+
+def test_the_report_for_people() -> None:
+    report = run(TickingEngine())
+    lines = [line for line in shown(report).splitlines() if line.strip()]
+    assert lines[-1].startswith(f"The first token came {report.speedup:.1f} times sooner")
+    assert "6 prompts" in lines[-2]  # the tree
+    assert any(
+        "How tall is the lighthouse?" in line and f"{report.questions[1].speedup:.1f}x" in line for line in lines
+    )
+
+
+def test_a_failing_engine_is_an_error() -> None:
+    engine = TickingEngine()
+    engine.tokenizer.apply_chat_template = lambda *a, **k: "fail!"  # type: ignore[method-assign]
+    with pytest.raises(MainstemError, match="the generation failed"):
+        run(engine)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    from mainstem.runtime.models import load_model
+
+    try:
+        return load_model(dtype="float32")
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.model
+def test_the_demo_on_real_weights(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from mainstem.runtime.engine import Engine, EngineConfig
+
+    monkeypatch.setattr(demo, "_PARAMS", SamplingParams(max_tokens=3))
+    with Engine(smollm2, EngineConfig(pages=128)) as engine:
+        report = demo.run(engine, threads=torch.get_num_threads(), prefix_tokens=400)
+    assert report.prefix_tokens > 400
+    for question in report.questions:
+        assert report.prefix_tokens <= question.reused_tokens < question.prompt_tokens
+        assert question.warm_ttft_s < question.cold_ttft_s
+        assert question.answer.strip()
+    assert report.dtype != "float32" or report.answers_agree
+
+
+def shown(report: demo.Report) -> str:
+    out = io.StringIO()
+    demo.show(report, Console(file=out, width=100))
+    return out.getvalue()
