@@ -1,0 +1,1 @@
+"""Models, KV tensors, attention, sampling, scheduler and engine: what turns leases into tokens."""

@@ -1,0 +1,553 @@
+"""The engine: one thread that steps the scheduler, and streams that any thread or event loop reads.
+
+```
+   any thread                  the engine's thread                     any thread, any event loop
+   submit, cancel  -> commands -> obey -> step -> deliver -> Stream -> for delta in stream
+   flush, tree                      ^______________|                   async for delta in stream
+```
+Only the engine's thread touches scheduler, cache and runner. It sleeps while there is nothing to do. When it ends, by
+`close` or by a failure, every stream has ended and every call has been answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import random as random_module
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from mainstem.cache import CacheStats, PrefixCache
+from mainstem.errors import BadArgument, EngineClosed, EngineFull
+from mainstem.keys import TokenKeys
+from mainstem.runtime import scheduler
+from mainstem.runtime.kv import bytes_per_page
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams
+from mainstem.runtime.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OnProgress = Callable[[int, int], None]
+_DEFAULTS = SamplingParams()
+_SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
+
+
+class Runner(scheduler.Runner, Protocol):
+    """What the engine needs of a model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    def copy_page(self, source: int, target: int, positions: int) -> None:
+        """Copies the KV of a page's first positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that can be set.
+
+    Args:
+        pages: pages of the pool; None: as many as `kv_bytes` holds.
+        kv_bytes: memory for KV.
+        page_size: positions a page, the unit of sharing.
+        chunk_tokens: prompt tokens a step, all requests together.
+        max_running: requests in one forward.
+        max_waiting: requests that wait at most; more are refused.
+        policy: what is evicted first.
+        cache: False: nothing is shared; all else is the same.
+        age_limit_s: after so long a waiting request is passed no more by others of its priority.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+
+    pages: int | None = None
+    kv_bytes: int = 1 << 30
+    page_size: int = 16
+    chunk_tokens: int = 512
+    max_running: int = 16
+    max_waiting: int = 1024
+    policy: str = "lru"
+    cache: bool = True
+    age_limit_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Checks every number; the policy is checked by the cache."""
+        for name in ("pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting"):
+            value = getattr(self, name)
+            if (value is not None or name != "pages") and (type(value) is not int or value < 1):
+                raise BadArgument(name, value, "an integer >= 1")
+        if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
+            raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts after the last step.
+
+    Args:
+        running, waiting: requests.
+        requests: taken since the start.
+        prompt_tokens, cached_tokens: of requests admitted; found in the cache.
+        generated_tokens: sampled.
+        preemptions: times a running request was set back for want of pages.
+        cache: the cache's own.
+    """
+
+    running: int
+    waiting: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    cache: CacheStats
+
+
+class Stream:
+    """One request's output, as it comes. Made by `Engine.submit`.
+
+    It keeps what came, so it can be read from any thread, more than once, and late.
+    """
+
+    def __init__(self, id: str, cancel: Callable[[str], None]) -> None:
+        self.id = id
+        self._cancel = cancel
+        self._changed = threading.Condition()
+        self._deltas: list[Delta] = []
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._wakers: list[Callable[[], object]] = []
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Every event up to the one with a finish reason; blocks. Raises EngineClosed if the engine failed."""
+        for at in itertools.count():
+            self._wait(at)
+            delta = self._get(at)
+            if delta is None:
+                return
+            yield delta
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """The same in an event loop. Leaving early does not cancel the request: call `cancel`."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(ready.set)
+
+        with self._changed:
+            self._wakers.append(wake)
+        try:
+            for at in itertools.count():
+                while not self._ready(at):
+                    ready.clear()
+                    if not self._ready(at):  # Asked again: an event may have come before the flag was cleared.
+                        await ready.wait()
+                delta = self._get(at)
+                if delta is None:
+                    return
+                yield delta
+        finally:
+            with self._changed:
+                if wake in self._wakers:
+                    self._wakers.remove(wake)
+
+    def cancel(self) -> None:
+        """Ends the request soon, with the finish reason "cancelled"; does nothing if it has ended."""
+        self._cancel(self.id)
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Waits for the end, and gives all of the output, whatever was read before.
+
+        Raises:
+            TimeoutError: it has not ended; it goes on.
+            EngineClosed: the engine failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended, timeout_s):
+                raise TimeoutError(f"request {self.id} has not ended after {timeout_s} s")
+        self._get(len(self._deltas))
+        last = self._deltas[-1]
+        assert last.finish_reason is not None and last.usage is not None
+        return Completion(
+            text="".join(delta.text for delta in self._deltas),
+            tokens=tuple(token for delta in self._deltas for token in delta.tokens),
+            logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+        )
+
+    def put(self, delta: Delta) -> None:
+        """One event more; for the engine."""
+        with self._changed:
+            self._deltas.append(delta)
+            self._ended = delta.finish_reason is not None
+            self._notify()
+
+    def fail(self, cause: BaseException) -> None:
+        """Ends it without a last event; for the engine."""
+        with self._changed:
+            self._failure, self._ended = cause, True
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        for wake in tuple(self._wakers):
+            try:
+                wake()
+            except RuntimeError:  # The reader's event loop is closed: it will never read on.
+                self._wakers.remove(wake)
+
+    def _wait(self, at: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready(at))
+
+    def _ready(self, at: int) -> bool:
+        return self._ended or at < len(self._deltas)
+
+    def _get(self, at: int) -> Delta | None:
+        """The event at a place that is ready, or None behind the last."""
+        if at < len(self._deltas):
+            return self._deltas[at]
+        if self._failure is not None:
+            raise _closed_by(self._failure)
+        return None
+
+
+class Engine:
+    """A model that serves many requests at once over one prefix cache. A context manager.
+
+    Args:
+        loaded: the model.
+        config: sizes and limits.
+        clock: seconds, never going back.
+        random: where seeds come from for requests that have none.
+        runner: makes the runner from the model, the number of pages and the page size.
+
+    Attributes:
+        name, tokenizer, dtype: of the model.
+        config: as given.
+        pages: pages of the pool.
+        max_context: positions that one request can have: the model's, or the pool's if it is smaller.
+
+    Raises:
+        BadArgument: `kv_bytes` holds no page, or there is no such policy.
+        UnsupportedModel: the model cannot run over pages.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig = EngineConfig(),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        random: random_module.Random | None = None,
+        runner: Callable[[LoadedModel, int, int], Runner] = ModelRunner,
+    ) -> None:
+        self.config = config
+        self.pages = _pages(loaded, config)
+        self.name = loaded.name
+        self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
+        self.dtype: torch.dtype = loaded.dtype
+        self.max_context = min(loaded.max_context, self.pages * config.page_size)
+        self._clock = clock
+        model = runner(loaded, self.pages, config.page_size)
+        self._cache = PrefixCache(
+            self.pages,
+            config.page_size,
+            keys=TokenKeys(model.vocab_size),
+            policy=config.policy,
+            enabled=config.cache,
+            copy_page=model.copy_page,
+        )
+        self._scheduler = scheduler.Scheduler(
+            self._cache,
+            model,
+            loaded.tokenizer,
+            scheduler.Limits(self.max_context, config.chunk_tokens, config.max_running, config.age_limit_s),
+            eos=_eos_tokens(loaded),
+            clock=clock,
+            random=random or random_module.Random(),
+        )
+        self._ids = itertools.count()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Guards what follows up to the next comment; `drain` waits on it.
+        self._changed = threading.Condition()
+        self._closed: str | None = None  # why no more requests are taken
+        self._failure: BaseException | None = None
+        self._over = False  # no command is obeyed any more
+        self._unheard = 0  # requests on their way to the scheduler
+        self._streams: dict[str, Stream] = {}
+        self._questions: set[Future[Any]] = set()
+        # The engine's thread alone writes these.
+        self._on_progress: dict[str, OnProgress] = {}
+        self._stopping = False
+        self._stats = self._count()
+        self._thread = threading.Thread(target=self._run, name="mainstem-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, *, on_progress: OnProgress | None = None) -> Stream:
+        """Queues a request; from any thread.
+
+        Args:
+            request: what to run.
+            on_progress: called on the engine's thread as `on_progress(done, total)`, in prompt tokens; must be quick.
+
+        Raises:
+            RequestTooLong: it could never fit.
+            BadTokens: a token is outside the vocabulary.
+            EngineFull: `max_waiting` requests wait already.
+            EngineClosed: the engine drains, is closed or has failed; the cause says why.
+        """
+        self._scheduler.check(request)
+        arrived_s = self._clock()
+        with self._changed:
+            self._require_open()
+            waiting = self._scheduler.waiting + self._unheard
+            if waiting >= self.config.max_waiting:
+                raise EngineFull(f"{waiting} requests wait: max_waiting is {self.config.max_waiting}")
+            stream = Stream(f"request-{next(self._ids)}", self._cancel)
+            self._streams[stream.id] = stream
+            self._unheard += 1
+            self._commands.put(lambda: self._add(stream.id, request, arrived_s, on_progress))
+        return stream
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams = _DEFAULTS
+    ) -> list[Completion]:
+        """Completes many prompts, as text or as tokens, and waits for all; in the order of the prompts.
+
+        More prompts than may wait are submitted as room comes.
+
+        Raises:
+            RequestTooLong, BadTokens: one of the prompts cannot run; none is then run.
+            EngineFull: others fill the queue.
+            EngineClosed: see `submit`.
+        """
+        requests = [Request(self._encode(prompt), params) for prompt in prompts]
+        for request in requests:
+            self._scheduler.check(request)
+        streams: list[Stream] = []
+        read = 0
+        try:
+            while len(streams) < len(requests):
+                try:
+                    streams.append(self.submit(requests[len(streams)]))
+                except EngineFull:
+                    if read == len(streams):
+                        raise  # It is full of the requests of others.
+                    streams[read].result()
+                    read += 1
+            return [stream.result() for stream in streams]
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+
+    def stats(self) -> EngineStats:
+        """Counts after the last step; from any thread, without waiting."""
+        return self._stats
+
+    def flush(self) -> int:
+        """Forgets every prefix that no running request uses; the pages freed.
+
+        Raises:
+            EngineClosed: the engine is closed or has failed.
+        """
+        return self._ask(self._cache.flush)
+
+    def tree(self) -> str:
+        """The cached prefixes, each node with the beginning of its text.
+
+        Raises:
+            EngineClosed: the engine is closed or has failed.
+        """
+        return self._ask(lambda: self._cache.tree.pretty(self._describe))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests and waits for those it has; whether all have ended."""
+        with self._changed:
+            self._closed = self._closed or "the engine drains"
+            return self._changed.wait_for(lambda: not self._streams, timeout_s)
+
+    def close(self) -> None:
+        """Cancels what runs and ends the thread; the second time does nothing."""
+        with self._changed:
+            self._closed = "the engine is closed"
+            self._commands.put(self._stop)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        """The engine."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def _cancel(self, id: str) -> None:
+        self._commands.put(lambda: self._scheduler.cancel(id))
+
+    def _encode(self, prompt: str | Sequence[int]) -> NDArray[Any]:
+        return np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _describe(self, key: bytes) -> str:
+        tokens = np.frombuffer(key, dtype="<u4").tolist()
+        more = " …" if len(tokens) > _SHOWN_TOKENS else ""
+        return f"{self.tokenizer.decode(tokens[:_SHOWN_TOKENS])!r}{more}"
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Runs something on the engine's thread and waits for what it gives."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = question()
+                self._stats = self._count()
+                answer.set_result(result)
+            except Exception as error:
+                answer.set_exception(error)
+                raise
+
+        with self._changed:
+            if self._over:
+                raise self._refusal()
+            self._questions.add(answer)
+            self._commands.put(run)
+        try:
+            return answer.result()
+        finally:
+            with self._changed:
+                self._questions.discard(answer)
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise self._refusal()
+
+    def _refusal(self) -> EngineClosed:
+        return EngineClosed(self._closed or "closed") if self._failure is None else _closed_by(self._failure)
+
+    # All below runs on the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping or self._scheduler.busy:
+                self._obey()
+                events = self._scheduler.step()
+                self._stats = self._count()
+                for id, what in events:
+                    self._deliver(id, what)
+        except BaseException as error:
+            log.critical("the engine's loop failed; every request ends", exc_info=True)
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _obey(self) -> None:
+        """All commands that are there; waits for one if the scheduler has nothing to do."""
+        wait = not self._scheduler.busy
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return
+            command()
+            wait = False
+
+    def _add(self, id: str, request: Request, arrived_s: float, on_progress: OnProgress | None) -> None:
+        if on_progress is not None:
+            self._on_progress[id] = on_progress
+        self._scheduler.add(id, request, arrived_s)
+        with self._changed:
+            self._unheard -= 1
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for id in tuple(self._streams):
+            self._scheduler.cancel(id)
+
+    def _deliver(self, id: str, what: Delta | Progress) -> None:
+        if isinstance(what, Progress):
+            self._report(id, what)
+            return
+        self._streams[id].put(what)
+        if what.finish_reason is not None:
+            self._on_progress.pop(id, None)
+            with self._changed:
+                del self._streams[id]
+                self._changed.notify_all()
+
+    def _report(self, id: str, progress: Progress) -> None:
+        report = self._on_progress.get(id)
+        if report is None:
+            return
+        try:
+            report(progress.done, progress.total)
+        except Exception:  # It is the caller's code: it must not end the requests of others.
+            log.exception("on_progress of %s failed; it is called no more", id)
+            del self._on_progress[id]
+
+    def _end(self, failure: BaseException | None) -> None:
+        with self._changed:
+            self._over, self._failure = True, failure
+            self._closed = self._closed or "the engine is closed"
+            for stream in self._streams.values():
+                stream.fail(failure or EngineClosed(self._closed))
+            self._streams.clear()
+            for answer in self._questions:
+                if not answer.done():
+                    answer.set_exception(self._refusal())
+            self._changed.notify_all()
+
+    def _count(self) -> EngineStats:
+        totals = self._scheduler.totals
+        return EngineStats(
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            requests=totals.requests,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+            preemptions=totals.preemptions,
+            cache=self._cache.stats(),
+        )
+
+
+def _pages(loaded: LoadedModel, config: EngineConfig) -> int:
+    if config.pages is not None:
+        return config.pages
+    page_bytes = bytes_per_page(loaded.model.config, config.page_size, loaded.dtype)
+    if config.kv_bytes < page_bytes:
+        raise BadArgument("kv_bytes", config.kv_bytes, f"at least {page_bytes}: a page of {config.page_size} positions")
+    return config.kv_bytes // page_bytes
+
+
+def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:
+    """What the model's generation settings and its tokenizer call an end."""
+    given = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
+    ends = set(given) if isinstance(given, list) else {given}
+    ends.add(loaded.tokenizer.eos_token_id)
+    return frozenset(int(token) for token in ends if token is not None)
+
+
+def _closed_by(failure: BaseException) -> EngineClosed:
+    closed = EngineClosed(f"the engine failed: {type(failure).__name__}: {failure}")
+    closed.__cause__ = failure
+    return closed

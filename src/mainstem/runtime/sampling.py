@@ -1,0 +1,114 @@
+"""From logits to tokens, one request at a time; greedy requests of a batch together.
+
+Temperature, top-k, top-p and min-p are applied in this order, each on what the one before left, as the warpers of
+Hugging Face transformers do; ties at the border of top-k are kept. A token is drawn by inverting the cumulative
+distribution at one uniform number a token, so a request's draws depend on its seed and on how many tokens it has made,
+never on the batch, the device or the filters.
+
+Knows nothing of requests, pages or text.
+"""
+
+from __future__ import annotations
+
+import math
+import random as random_module
+from collections.abc import Sequence
+
+import torch
+
+from mainstem.runtime.request import SamplingParams, TokenLogprob
+
+_FEW = 256
+
+
+class Sampler:
+    """The random state and the rules of one request.
+
+    Args:
+        params: the rules.
+        random: where the seed comes from, if `params.seed` is None.
+    """
+
+    def __init__(self, params: SamplingParams, random: random_module.Random) -> None:
+        self.params = params
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """One token at random from float32 logits [vocab]; uses up one random number."""
+        cumulative = torch.cumsum(probabilities(logits, self.params), dim=-1, dtype=torch.float64)
+        total = float(cumulative[-1])
+        uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
+        # Strictly below the total, whatever the rounding: a token of probability zero is never reached.
+        level = min(uniform * total, math.nextafter(total, 0.0))
+        return int(torch.searchsorted(cumulative, cumulative.new_tensor(level), right=True))
+
+
+def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What a token is drawn from.
+
+    Args:
+        logits: float32 [vocab].
+        params: temperature > 0.
+
+    Returns:
+        float32 [vocab]; what the filters took out is 0, and the rest sums to 1.
+    """
+    scores = logits / params.temperature
+    if 0 < params.top_k < scores.numel():
+        kth_best = torch.topk(scores, params.top_k).values[-1]
+        scores = scores.masked_fill(scores < kth_best, -math.inf)
+    if params.top_p < 1:
+        scores = _keep_top_p(scores, params.top_p)
+    chances = torch.softmax(scores, dim=-1)
+    if params.min_p > 0:
+        chances = chances.masked_fill(chances < params.min_p * chances.max(), 0)
+        chances = chances / chances.sum()
+    return chances
+
+
+def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int, TokenLogprob | None]]:
+    """The next token of every request of a batch.
+
+    Args:
+        logits: float32 [rows, vocab], finite or -inf.
+        samplers: one a row.
+
+    Returns:
+        One (token, its logprob where asked for) a row.
+
+    Raises:
+        ArithmeticError: the row whose logits hold NaN or +inf; no sampler has moved.
+    """
+    assert logits.shape[0] == len(samplers)
+    if not samplers:
+        return []
+    best = logits.max(dim=-1)
+    peaks, greedy = best.values.tolist(), best.indices.tolist()
+    for row, peak in enumerate(peaks):
+        if not math.isfinite(peak):
+            raise ArithmeticError(f"the largest logit of row {row} is {peak}")
+    picked: list[tuple[int, TokenLogprob | None]] = []
+    for row, sampler in enumerate(samplers):
+        token = greedy[row] if sampler.params.temperature == 0 else sampler.draw(logits[row])
+        alternatives = sampler.params.logprobs
+        picked.append((token, None if alternatives is None else _logprob(logits[row], token, alternatives)))
+    return picked
+
+
+def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    chances = torch.softmax(scores, dim=-1)
+    # Nearly always a few tokens reach top_p, and finding them is much quicker than sorting a whole vocabulary.
+    values, tokens = torch.topk(chances, min(_FEW, chances.numel()))
+    if float(values.sum()) < top_p:
+        values, tokens = torch.sort(chances, descending=True)
+    more_likely = torch.cumsum(values, dim=-1) - values
+    kept = tokens[more_likely < top_p]
+    return torch.full_like(scores, -math.inf).scatter(0, kept, scores[kept])
+
+
+def _logprob(logits: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top = torch.topk(logprobs, min(alternatives, logprobs.numel()))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return TokenLogprob(token, float(logprobs[token]), tuple(pairs))

@@ -1,0 +1,470 @@
+"""Which tokens are computed next: continuous batching over one cache, one packed forward a step.
+
+A step is: pages for what runs, new requests while there is room, one forward, one token for every request whose prompt
+is done. Single-threaded; its clock and its randomness are passed in.
+
+**Who waits, and in which order.** Higher priority first. Within a priority: requests that were set back; then those
+that have waited longer than `age_limit_s`, oldest first; then the rest, longest cached prefix first, then oldest. Only
+the first 128 of each step, by priority and arrival, are looked up and ranked. The first that finds no pages blocks all
+behind it. So no request starves behind others of its priority: after the age limit only what is older or was set back
+goes before it.
+
+**What is shared is computed once.** A request is held back while a running prefill of its namespace is about to publish
+a longer page-aligned prefix of it than the cache has; once it is over the age limit it is held back no more.
+
+**When pages run out** the newest running request is set back: what it computed stays in the cache, and it is resumed
+with its generated tokens as part of its prompt. The oldest one always goes on, so every step makes progress.
+
+```
+   add -> waiting -- admit: lease, pages for the prompt --> running -- stop | length | cancelled | error --> gone
+             ^                                                 |
+             +---------------- set back: no pages -------------+
+```
+Knows nothing of threads, streams, models or tensors other than the logits it samples from.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import random as random_module
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mainstem.cache import Lease, PrefixCache
+from mainstem.errors import OutOfPages, RequestTooLong
+from mainstem.namespaces import encode_namespace
+from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob, Usage
+from mainstem.runtime.runner import Segment
+from mainstem.runtime.sampling import Sampler, sample
+from mainstem.runtime.text import Detokenizer, Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Bounds the time of a step, however many wait.
+_RANKED = 128
+
+_NOTHING = Delta("")
+
+Event = tuple[str, Delta | Progress]
+"""What happened to which request."""
+
+
+class Runner(Protocol):
+    """What the scheduler needs of a model."""
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """float32 [rows, vocab]: one row for each segment that wants one, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a step.
+
+    Args:
+        max_context: positions of one request, prompt and completion.
+        chunk_tokens: prompt tokens a step, all requests together.
+        max_running: requests in one forward.
+        age_limit_s: after so long a request is passed no more, except by what is older or has a higher priority.
+    """
+
+    max_context: int
+    chunk_tokens: int = 512
+    max_running: int = 16
+    age_limit_s: float = 30.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start.
+
+    Args:
+        requests: added.
+        prompt_tokens: of the requests admitted.
+        cached_tokens: of them, found in the cache at the first admission.
+        computed_tokens: that went through the model, whatever for.
+        generated_tokens: sampled.
+        preemptions: times a running request was set back.
+        errors: requests that ended with an error.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    errors: int = 0
+
+
+class Scheduler:
+    """Runs requests over one cache and one runner, step by step, on one thread.
+
+    Args:
+        cache: prefixes and pages; nobody else may hold leases on it.
+        runner: computes.
+        tokenizer: makes text.
+        limits: what bounds a step.
+        eos: tokens that end a request, unless it ignores them.
+        clock: seconds, never going back.
+        random: where seeds come from for requests without one.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        *,
+        eos: frozenset[int] = frozenset(),
+        clock: Callable[[], float],
+        random: random_module.Random,
+    ) -> None:
+        self.totals = Totals()
+        self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
+        self._limits, self._eos = limits, eos
+        self._clock, self._random = clock, random
+        self._waiting: dict[str, _Task] = {}
+        self._running: dict[str, _Task] = {}  # in order of admission
+        self._events: list[Event] = []
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold no pages."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a lease."""
+        return len(self._running)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do or to tell."""
+        return bool(self._waiting or self._running or self._events)
+
+    def check(self, request: Request) -> None:
+        """Refuses what could never run; from any thread.
+
+        Raises:
+            RequestTooLong: it exceeds the context or the pool; says the numbers.
+            BadTokens: a token is outside the vocabulary.
+        """
+        prompt, new = len(request.tokens), request.params.max_tokens
+        asked = f"{prompt} prompt tokens and max_tokens = {new}"
+        if prompt + new > self._limits.max_context:
+            raise RequestTooLong(f"{asked} make {prompt + new} positions: the context has {self._limits.max_context}")
+        # The last token is never computed, so it needs no slot.
+        size, total = self._cache.page_size, self._cache.pool.total
+        pages = -(-(prompt + new - 1) // size)
+        if pages > total:
+            raise RequestTooLong(f"{asked} need {pages} pages of {size} positions: the pool has {total}")
+        self._cache.keys.encode(request.tokens)
+
+    def add(self, id: str, request: Request, arrived_s: float | None = None) -> None:
+        """Puts a request among the waiting.
+
+        Args:
+            id: names it in events; unique among requests that have not ended.
+            request: what to run.
+            arrived_s: when it came, by the scheduler's clock; now, if None.
+
+        Raises:
+            RequestTooLong, BadTokens: as `check`.
+        """
+        assert id not in self._waiting and id not in self._running
+        self.check(request)
+        arrived_s = self._clock() if arrived_s is None else arrived_s
+        sampler = Sampler(request.params, self._random)
+        text = Detokenizer(self._tokenizer, request.params.stop, request.tokens)
+        self._waiting[id] = _Task(id, request, self.totals.requests, arrived_s, sampler, text)
+        self.totals.requests += 1
+
+    def cancel(self, id: str) -> None:
+        """Ends a request; its last event comes with the next step. Does nothing if it has ended."""
+        task = self._waiting.get(id) or self._running.get(id)
+        if task is not None:
+            self._end(task, "cancelled")
+
+    def step(self) -> list[Event]:
+        """One forward at most, and everything that became known since the last step, in order."""
+        self._grow()
+        shares = self._share_running()
+        shares += self._share_waiting(self._limits.chunk_tokens - sum(n for task, n in shares if task.prefilling))
+        if shares:
+            self._forward(shares)
+        events, self._events = self._events, []
+        return events
+
+    def _grow(self) -> None:
+        """Pages for the newest token of all that run, oldest first; where there are none, the newest is set back."""
+        for task in tuple(self._running.values()):
+            while task.id in self._running:
+                try:
+                    task.reserve()
+                    break
+                except OutOfPages:
+                    self._set_back(next(reversed(self._running.values())))
+
+    def _set_back(self, task: _Task) -> None:
+        log.info("out of pages: request %s is set back at %d positions", task.id, task.computed)
+        del self._running[task.id]
+        task.close()
+        task.was_set_back = True
+        self._waiting[task.id] = task
+        self.totals.preemptions += 1
+
+    def _share_running(self) -> list[tuple[_Task, int]]:
+        """How many tokens each running request computes in this step: decodes first, then prefills, oldest first."""
+        shares = [(task, 1) for task in self._running.values() if not task.prefilling]
+        budget = self._limits.chunk_tokens
+        for task in self._running.values():
+            if task.prefilling and budget:
+                shares.append((task, min(task.pending, budget)))
+                budget -= shares[-1][1]
+        return shares
+
+    def _share_waiting(self, budget: int) -> list[tuple[_Task, int]]:
+        """Admits who can compute something in this step, and says how much."""
+        shares: list[tuple[_Task, int]] = []
+        if not self._has_room(budget):
+            return shares
+        for task, hit in self._ranked():
+            if not self._has_room(budget):
+                break
+            if self._is_held_back(task, hit):
+                continue
+            try:
+                self._admit(task)
+            except OutOfPages as error:
+                if self._running:
+                    break
+                self._end(task, "error", error=str(error))  # Nothing runs, so no page will ever come back.
+                continue
+            shares.append((task, min(task.pending, budget)))
+            budget -= shares[-1][1]
+        return shares
+
+    def _has_room(self, budget: int) -> bool:
+        return budget > 0 and len(self._running) < self._limits.max_running
+
+    def _ranked(self) -> list[tuple[_Task, int]]:
+        """The waiting in the order of admission, with the length of each one's hit."""
+        now_s = self._clock()
+        oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Task.precedence)
+        hits = [(task, self._cache.peek(task.known, task.request.namespace)) for task in oldest]
+
+        def rank(entry: tuple[_Task, int]) -> tuple[object, ...]:
+            task, hit = entry
+            fresh = not (task.was_set_back or self._is_aged(task, now_s))
+            priority, first, arrival = task.precedence()
+            return priority, first, fresh, -hit if fresh else 0, arrival
+
+        return sorted(hits, key=rank)
+
+    def _is_aged(self, task: _Task, now_s: float) -> bool:
+        return now_s - task.arrived_s > self._limits.age_limit_s
+
+    def _is_held_back(self, task: _Task, hit: int) -> bool:
+        """Whether a running prefill will soon publish more of this request's prompt than the cache has."""
+        if not self._cache.enabled or self._is_aged(task, self._clock()):
+            return False
+        page = self._cache.page_size
+        for other in self._running.values():
+            if other.prefilling and other.namespace == task.namespace:
+                # One token is always left to compute, so a hit never reaches the last one.
+                shared = min(_common_prefix(task.known, other.known, page), task.length - 1) // page * page
+                if shared > hit:
+                    return True
+        return False
+
+    def _admit(self, task: _Task) -> None:
+        """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
+        lease = self._cache.lease(task.known, task.request.namespace, priority=task.request.priority)
+        try:
+            task.open(lease)
+        except OutOfPages:
+            lease.abort()
+            raise
+        del self._waiting[task.id]
+        self._running[task.id] = task
+        if task.admitted_s is None:
+            task.admitted_s, task.cached_tokens = self._clock(), lease.hit_tokens
+            self.totals.prompt_tokens += len(task.request.tokens)
+            self.totals.cached_tokens += lease.hit_tokens
+        self._tell_progress(task)
+
+    def _forward(self, shares: list[tuple[_Task, int]]) -> None:
+        sampled = [task for task, n in shares if n == task.pending]
+        try:
+            logits = self._runner.forward([task.segment(n) for task, n in shares])
+            picked = sample(logits, [task.sampler for task in sampled])
+        except Exception as error:
+            log.exception("a forward over %d requests failed; they end", len(shares))
+            for task, _ in shares:
+                self._end(task, "error", error=f"{type(error).__name__}: {error}")
+            return
+        for task, n in shares:
+            self.totals.computed_tokens += n
+            was_prefilling = task.prefilling
+            task.advance(n)
+            if was_prefilling:
+                self._tell_progress(task)
+        for task, (token, logprob) in zip(sampled, picked, strict=True):
+            self._take(task, token, () if logprob is None else (logprob,))
+
+    def _tell_progress(self, task: _Task) -> None:
+        if not task.generated:
+            self._events.append((task.id, Progress(task.computed, task.length)))
+
+    def _take(self, task: _Task, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """One sampled token: to the client, and back into the sequence unless it was the last."""
+        params = task.request.params
+        self.totals.generated_tokens += 1
+        if task.first_token_s is None:
+            task.first_token_s = self._clock()
+        task.append(token)
+        if token in self._eos and not params.ignore_eos:
+            self._end(task, "stop", Delta("", (token,), logprobs))
+            return
+        delta = Delta(task.text.push(token), (token,), logprobs)
+        if task.text.stopped:
+            self._end(task, "stop", delta)
+        elif task.generated == params.max_tokens:
+            self._end(task, "length", delta)
+        else:
+            self._events.append((task.id, delta))
+
+    def _end(self, task: _Task, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
+        self._waiting.pop(task.id, None)
+        self._running.pop(task.id, None)
+        task.close()
+        self.totals.errors += error is not None
+        text = last.text + task.text.flush()
+        usage = task.usage(self._clock())
+        self._events.append((task.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
+
+
+class _Task:
+    """One request on its way.
+
+    ```
+    tokens   [ prompt | generated ]        room for max_tokens
+             0  computed       length      computed <= length - 1: the newest token's KV is always still to come
+    ```
+    """
+
+    def __init__(
+        self, id: str, request: Request, arrival: int, arrived_s: float, sampler: Sampler, text: Detokenizer
+    ) -> None:
+        self.id = id
+        self.request = request
+        self.namespace = encode_namespace(request.namespace)
+        self.arrived_s = arrived_s
+        self.sampler = sampler
+        self.text = text
+        self.length = len(request.tokens)
+        self.computed = 0
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.cached_tokens = 0
+        self.was_set_back = False
+        self._arrival = arrival
+        self._lease: Lease | None = None
+        self._prefill_end = self.length
+        self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
+        self._tokens[: self.length] = request.tokens
+
+    @property
+    def known(self) -> NDArray[np.int32]:
+        """Prompt and generated tokens."""
+        return self._tokens[: self.length]
+
+    @property
+    def generated(self) -> int:
+        return self.length - len(self.request.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Known tokens that are not computed yet."""
+        return self.length - self.computed
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether tokens are left to compute that were known at admission."""
+        return self.computed < self._prefill_end
+
+    def precedence(self) -> tuple[int, bool, int]:
+        """Lower goes first, hits and age left aside."""
+        return -self.request.priority, not self.was_set_back, self._arrival
+
+    def open(self, lease: Lease) -> None:
+        """Takes a lease and pages for all known tokens; OutOfPages changes nothing."""
+        lease.reserve(max(0, self.length - lease.reserved))
+        self._lease = lease
+        self.computed = lease.hit
+        self._prefill_end = self.length
+
+    def reserve(self) -> None:
+        """A page for the newest token; OutOfPages changes nothing."""
+        assert self._lease is not None
+        missing = self.length - self._lease.reserved
+        if missing > 0:
+            self._lease.reserve(missing)
+
+    def segment(self, n: int) -> Segment:
+        """The next n tokens to compute."""
+        assert self._lease is not None and 0 < n <= self.pending
+        tokens = self._tokens[self.computed : self.computed + n]
+        return Segment(tokens, self.computed, self._lease.page_table, logits=n == self.pending)
+
+    def advance(self, n: int) -> None:
+        """Counts n tokens as computed.
+
+        A prompt's are published at once, for others to use. An answer's wait for its end: published as each page fills,
+        they would make a node a page.
+        """
+        assert self._lease is not None
+        is_prompt = self.prefilling
+        self.computed += n
+        if is_prompt:
+            self._lease.publish(self.computed)
+
+    def append(self, token: int) -> None:
+        """A sampled token joins the sequence."""
+        assert self._lease is not None and self.pending == 0
+        self._tokens[self.length] = token
+        self.length += 1
+        self._lease.append([token])
+
+    def close(self) -> None:
+        """Gives the lease back, if there is one; what was computed stays in the cache, and nothing of a failed step."""
+        if self._lease is not None:
+            self._lease.finish(self.computed)
+        self._lease = None
+
+    def usage(self, now_s: float) -> Usage:
+        """What was used up to now."""
+        return Usage(
+            prompt_tokens=len(self.request.tokens),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.generated,
+            queue_s=(now_s if self.admitted_s is None else self.admitted_s) - self.arrived_s,
+            ttft_s=0.0 if self.first_token_s is None else self.first_token_s - self.arrived_s,
+            duration_s=now_s - self.arrived_s,
+        )
+
+
+def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:
+    """Positions that two sequences share; 0 if they part in the first page, which is what most do."""
+    if not np.array_equal(a[:page_size], b[:page_size]):
+        return 0
+    n = min(len(a), len(b))
+    parted = np.flatnonzero(a[:n] != b[:n])
+    return int(parted[0]) if parted.size else n

@@ -1,0 +1,120 @@
+"""From tokens to text that is safe to show, one token at a time.
+
+Text is decoded by the tokenizer itself over a short window of recent tokens, because what a token reads as depends on
+its neighbours: a leading space, the rest of a character. Two borders move over the tokens:
+
+```
+   tokens    . . . . . [ context | new ]
+                       prefix    read    end          window = tokens[prefix:end]
+   text of the window  [ ####### | ## ... ]
+                                    emitted           characters of the window's text that were taken already
+```
+
+What ends in a replacement character may be half a character and waits; what may be the start of a stop string waits.
+Knows nothing of requests or schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A window that reads as more replacement characters than this at its end is broken for good: half a character is at
+# most three byte tokens, and a run of byte tokens before it, up to the last border, may read as broken with it.
+_BROKEN_AT = 12
+_CONTEXT_TOKENS = 6
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer; those of Hugging Face transformers are such."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: Any) -> str | list[str]:
+        """The text of some tokens."""
+
+
+class Detokenizer:
+    """The text of one request.
+
+    Args:
+        tokenizer: decodes.
+        stop: texts that end the request.
+        context: tokens in front of the first one (the prompt): the first space depends on them. Never part of the text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] | NDArray[np.int32] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._window = [int(token) for token in context[-_CONTEXT_TOKENS:]]
+        self._read = len(self._window)
+        self._text = self._decode(self._window)
+        self._emitted = len(self._text.rstrip(_REPLACEMENT))
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that one more token makes safe to show; sets `stopped` when a stop string is whole.
+
+        Of several stop strings the one that is whole first counts, so the text does not depend on how it is cut into
+        tokens.
+        """
+        assert not self.stopped
+        self._window.append(token)
+        self._held += self._whole_text()
+        end = min(((at + len(text), at) for text in self._stop if (at := self._held.find(text)) >= 0), default=None)
+        if end is not None:
+            self.stopped = True
+            safe, self._held = self._held[: end[1]], ""
+            return safe
+        return self._take_held(len(self._held) - self._started_stop())
+
+    def flush(self) -> str:
+        """All that was held back: for when no token follows. Half a character reads as a replacement character."""
+        if self.stopped:
+            return ""
+        if len(self._window) > self._read:
+            self._held += self._text[self._emitted :]
+            self._slide()
+        return self._take_held(len(self._held))
+
+    def _whole_text(self) -> str:
+        before, text = self._text, self._decode(self._window)
+        self._text, whole = text, text.rstrip(_REPLACEMENT)
+        if len(text) - len(whole) > _BROKEN_AT:
+            whole = text
+        fresh = whole[self._emitted :]
+        self._emitted = max(self._emitted, len(whole))
+        if whole == text == before:
+            self._window.pop()  # A skipped special token: as context it would hide the text in front of it.
+        elif whole == text:
+            self._slide()
+        return fresh
+
+    def _slide(self) -> None:
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        self._text = self._decode(self._window)
+        self._emitted = len(self._text)
+
+    def _started_stop(self) -> int:
+        """The length of the longest end of the held text that begins a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(text.startswith(self._held[-length:]) for text in self._stop):
+                return length
+        return 0
+
+    def _take_held(self, length: int) -> str:
+        safe, self._held = self._held[:length], self._held[length:]
+        return safe
+
+    def _decode(self, tokens: list[int]) -> str:
+        # Cleaning up spaces would change text in front of a token, which may have been shown already.
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text

@@ -1,0 +1,484 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
+from transformers import LlamaConfig
+
+from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
+from mainstem.runtime.engine import Engine, EngineConfig, Stream
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.request import Request, SamplingParams
+from mainstem.runtime.runner import Segment
+
+WAIT_S = 20.0
+
+
+class Gate(Ghost):
+    """A ghost whose forwards can be stopped from outside."""
+
+    def __init__(self, loaded: LoadedModel, pages: int, page_size: int) -> None:
+        super().__init__(pages, page_size)
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.threads: set[int] = set()
+
+    def forward(self, segments: Any) -> torch.Tensor:
+        self.entered.set()
+        self.threads.add(threading.get_ident())
+        assert self.open.wait(WAIT_S)
+        return super().forward(segments)
+
+
+class Tokenizer(GhostTokenizer):
+    eos_token_id = EOS
+
+
+def _loaded(max_context: int = 256, model: object = None) -> LoadedModel:
+    model = model or SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[EOS]))
+    return LoadedModel(model, Tokenizer(), "ghost", torch.float32, max_context)  # type: ignore[arg-type]
+
+
+class Rig:
+    """An engine over a gate that can be reached from the test."""
+
+    def __init__(self, **config: Any) -> None:
+        gates: list[Gate] = []
+
+        def runner(loaded: LoadedModel, pages: int, page_size: int) -> Gate:
+            gates.append(Gate(loaded, pages, page_size))
+            return gates[0]
+
+        settings = EngineConfig(**{"pages": 64, "page_size": 4, **config})
+        self.engine = Engine(_loaded(), settings, runner=runner, random=random.Random(0))
+        self.gate = gates[0]
+
+    def submit(self, seed: int = 1, length: int = 8, on_progress: Any = None, **params: Any) -> Stream:
+        return self.engine.submit(request(seed, length, **params), on_progress=on_progress)
+
+    def crash(self) -> None:
+        """Something that must not happen happens on the engine's thread."""
+
+        def forward(segments: list[Segment]) -> torch.Tensor:
+            raise KeyboardInterrupt("pulled the plug")
+
+        self.gate.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(**config: Any) -> Rig:
+        rigs.append(Rig(**config))
+        return rigs[-1]
+
+    yield make
+    for made in rigs:
+        made.gate.open.set()
+        made.engine.close()
+
+
+def request(seed: int = 1, length: int = 8, **params: Any) -> Request:
+    tokens = random.Random(seed).choices(range(VOCAB), k=length)
+    return Request(np.array(tokens), SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params}))
+
+
+def _until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.001)
+
+
+# Output
+
+
+def test_a_stream_gives_the_whole_output_however_it_is_read(rig: Callable[..., Rig]) -> None:
+    stream = rig().submit(seed=3, max_tokens=9)
+    tokens, text, reason = complete(request(3, max_tokens=9))
+    deltas = list(stream)
+    assert tuple(token for delta in deltas for token in delta.tokens) == tokens
+    assert "".join(delta.text for delta in deltas) == text
+    assert [delta.finish_reason for delta in deltas] == [None] * 8 + [reason]
+    assert list(stream) == deltas, "it can be read again"
+    result = stream.result()
+    assert (result.tokens, result.text, result.finish_reason) == (tokens, text, reason)
+    assert result.usage == deltas[-1].usage
+
+
+def test_a_stream_is_read_in_an_event_loop(rig: Callable[..., Rig]) -> None:
+    made = rig()
+
+    async def read(seed: int) -> tuple[int, ...]:
+        stream = made.submit(seed=seed, max_tokens=30)
+        return tuple([token async for delta in stream for token in delta.tokens])
+
+    async def main() -> list[tuple[int, ...]]:
+        return await asyncio.wait_for(asyncio.gather(*map(read, range(12))), WAIT_S)
+
+    assert asyncio.run(main()) == [complete(request(seed, max_tokens=30))[0] for seed in range(12)]
+
+
+def test_leaving_a_stream_early_does_not_end_the_request(rig: Callable[..., Rig]) -> None:
+    made = rig()
+
+    async def leave() -> Stream:
+        stream = made.submit(max_tokens=40)
+        async for _ in stream:
+            break
+        return stream
+
+    stream = asyncio.run(leave())
+    for _ in stream:
+        break
+    assert stream.result(WAIT_S).finish_reason == "length"
+
+
+def test_an_event_loop_that_is_gone_harms_nobody(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.gate.open.clear()
+    stream = made.submit()
+    loop = asyncio.new_event_loop()
+    reader = aiter(stream)
+    with pytest.raises(TimeoutError):
+        loop.run_until_complete(asyncio.wait_for(_shielded(reader, loop), 0.02))
+    loop.close()
+    made.gate.open.set()
+    assert stream.result(WAIT_S).tokens == complete(request())[0]
+    assert made.submit(seed=2).result(WAIT_S).tokens == complete(request(2))[0]
+
+
+async def _shielded(reader: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """Waits for an event in a way that leaves the reader waiting when it is given up."""
+    await asyncio.shield(loop.create_task(anext(reader)))
+
+
+def test_many_threads_submit_cancel_flush_and_read_at_once(rig: Callable[..., Rig]) -> None:
+    made = rig(pages=24, chunk_tokens=7, max_running=5)
+    failures: list[BaseException] = []
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            for turn in range(12):
+                seed, length = rng.randrange(6), rng.randint(1, 30)
+                stream = made.submit(seed, length, max_tokens=8)
+                if rng.random() < 0.2:
+                    stream.cancel()
+                if rng.random() < 0.1:
+                    made.engine.flush()
+                result = stream.result(WAIT_S)
+                tokens = complete(request(seed, length, max_tokens=8))[0]
+                assert result.tokens == tokens[: len(result.tokens)], turn
+                assert result.finish_reason == "cancelled" or result.tokens == tokens
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not failures
+    stats = made.engine.stats()
+    assert (stats.running, stats.waiting, stats.requests) == (0, 0, 96)
+    assert stats.cached_tokens > 0
+    made.engine.flush()
+    assert made.engine.stats().cache.free_pages == 24
+    assert len(made.gate.threads) == 1 and threading.get_ident() not in made.gate.threads
+
+
+def test_generate_takes_text_and_tokens_and_keeps_their_order(rig: Callable[..., Rig]) -> None:
+    made = rig(max_waiting=2, max_running=2)
+    prompts = ["ABCD", [3, 4, 5], *(random.Random(i).choices(range(VOCAB), k=5) for i in range(10))]
+    params = SamplingParams(max_tokens=4)
+    results = made.engine.generate(prompts, params)
+    tokens = [np.array(Tokenizer().encode(p) if isinstance(p, str) else p) for p in prompts]
+    assert [r.tokens for r in results] == [complete(Request(t, params))[0] for t in tokens]
+
+
+def test_generate_runs_nothing_if_one_prompt_can_not_run(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    with pytest.raises(RequestTooLong):
+        made.engine.generate([[1, 2], [1] * 300], SamplingParams(max_tokens=4))
+    with pytest.raises(BadTokens):
+        made.engine.generate([[1, 2], [VOCAB]], SamplingParams(max_tokens=4))
+    assert made.engine.stats().requests == 0
+
+
+def test_generate_gives_up_its_own_when_others_fill_the_queue(rig: Callable[..., Rig]) -> None:
+    made = rig(max_waiting=1, max_running=1)
+    made.gate.open.clear()
+    running = made.submit(1)
+    assert made.gate.entered.wait(WAIT_S)
+    waiting = made.submit(2)
+    with pytest.raises(EngineFull):
+        made.engine.generate([[1, 2]], SamplingParams(max_tokens=2))
+    made.gate.open.set()
+    assert running.result(WAIT_S).finish_reason == waiting.result(WAIT_S).finish_reason == "length"
+
+
+def test_progress_of_the_prompt_is_reported(rig: Callable[..., Rig]) -> None:
+    seen: list[tuple[int, int]] = []
+    rig(chunk_tokens=8).submit(length=20, on_progress=lambda done, total: seen.append((done, total))).result(WAIT_S)
+    assert seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
+
+
+def test_a_progress_callback_that_fails_is_called_no_more_and_harms_nobody(rig: Callable[..., Rig]) -> None:
+    calls = itertools.count()
+
+    def on_progress(done: int, total: int) -> None:
+        next(calls)
+        raise ValueError("a bug of the caller")
+
+    stream = rig(chunk_tokens=2).submit(on_progress=on_progress)
+    assert stream.result(WAIT_S).finish_reason == "length"
+    assert next(calls) == 1
+
+
+# What it says of itself
+
+
+def test_stats_flush_and_tree_tell_of_the_cache(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.submit(1, 16, max_tokens=1).result(WAIT_S)
+    made.submit(1, 16, max_tokens=1).result(WAIT_S)
+    stats = made.engine.stats()
+    assert (stats.requests, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (2, 32, 15, 2)
+    assert (stats.running, stats.waiting, stats.preemptions, stats.cache.cached_pages) == (0, 0, 0, 4)
+    assert made.engine.tree()
+    assert made.engine.flush() == 4
+    assert made.engine.stats().cache.cached_pages == 0
+    assert made.engine.flush() == 0
+
+
+def test_stats_know_of_a_flush_as_soon_as_it_returns(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.submit(1, 16, max_tokens=1).result(WAIT_S)
+    step, go_on = made.engine._scheduler.step, threading.Event()
+    made.engine._scheduler.step = lambda: step() if go_on.wait(WAIT_S) else []  # type: ignore[method-assign]
+    assert made.engine.flush() == 4
+    assert made.engine.stats().cache.cached_pages == 0
+    go_on.set()
+
+
+def test_without_a_cache_nothing_is_found_and_the_output_is_the_same(rig: Callable[..., Rig]) -> None:
+    made = rig(cache=False)
+    results = [made.submit(1, 16).result(WAIT_S) for _ in range(2)]
+    assert [r.usage.cached_tokens for r in results] == [0, 0]
+    assert {r.tokens for r in results} == {complete(request(1, 16))[0]}
+
+
+def test_the_times_are_the_clocks() -> None:
+    ticks = itertools.count()
+    engine = Engine(_loaded(), EngineConfig(pages=8), clock=lambda: float(next(ticks)), runner=Gate)
+    with engine:
+        used = engine.submit(request()).result(WAIT_S).usage
+    assert 0 < used.queue_s < used.ttft_s < used.duration_s
+    assert all(value.is_integer() for value in (used.queue_s, used.ttft_s, used.duration_s))
+
+
+def test_it_sleeps_while_there_is_nothing_to_do(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    steps = itertools.count()
+    step = made.engine._scheduler.step
+
+    def counted() -> Any:
+        next(steps)
+        return step()
+
+    made.engine._scheduler.step = counted  # type: ignore[method-assign]
+    made.submit(max_tokens=2).result(WAIT_S)
+    time.sleep(0.05)
+    assert next(steps) <= 4
+
+
+def test_the_pool_is_sized_from_bytes() -> None:
+    shape = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+    model = SimpleNamespace(config=shape, generation_config=None)
+    page = 2 * 3 * 8 * 2 * 16 * 4  # k and v, layers, positions, heads, numbers a head, bytes
+    config = EngineConfig(kv_bytes=5 * page + 1, page_size=8)
+    with Engine(_loaded(model=model), config, runner=Gate) as engine:
+        assert engine.pages == 5
+        assert engine.max_context == 40, "no request can have more than the pool"
+    with pytest.raises(BadArgument, match=f"kv_bytes.*{page}"):
+        Engine(_loaded(model=model), EngineConfig(kv_bytes=page - 1, page_size=8), runner=Gate)
+
+
+def test_the_engine_shows_what_it_runs(rig: Callable[..., Rig]) -> None:
+    engine = rig(pages=1000).engine
+    assert (engine.name, engine.dtype, engine.pages, engine.max_context) == ("ghost", torch.float32, 1000, 256)
+    assert engine.config.page_size == 4 and isinstance(engine.tokenizer, Tokenizer)
+
+
+@pytest.mark.parametrize(
+    "field", ["pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "age_limit_s"]
+)
+def test_a_bad_setting_is_named(field: str) -> None:
+    for value in (-1, True, "3", None)[: 3 if field == "pages" else 4]:
+        with pytest.raises(BadArgument, match=f"^{field} = "):
+            EngineConfig(**{field: value})
+
+
+def test_a_policy_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(BadArgument, match="policy"):
+        Engine(_loaded(), EngineConfig(pages=8, policy="oldest-first"), runner=Gate)
+
+
+# Refusals and ends
+
+
+def test_what_can_not_run_is_refused_in_the_callers_thread(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    with pytest.raises(RequestTooLong, match="256"):
+        made.submit(length=250, max_tokens=7)
+    with pytest.raises(BadTokens):
+        made.engine.submit(Request(np.array([1, VOCAB]), SamplingParams(max_tokens=2)))
+    assert made.engine.stats().requests == 0
+
+
+def test_no_more_wait_than_allowed(rig: Callable[..., Rig]) -> None:
+    made = rig(max_running=1, max_waiting=2)
+    made.gate.open.clear()
+    streams = [made.submit(0)]
+    assert made.gate.entered.wait(WAIT_S)
+    streams += [made.submit(1), made.submit(2)]
+    with pytest.raises(EngineFull, match="2 requests wait"):
+        made.submit(3)
+    made.gate.open.set()
+    assert [s.result(WAIT_S).finish_reason for s in streams] == ["length"] * 3
+    assert made.submit(3).result(WAIT_S).finish_reason == "length"
+
+
+def test_a_request_is_cancelled_from_outside_running_or_waiting(rig: Callable[..., Rig]) -> None:
+    made = rig(max_running=1)
+    made.gate.open.clear()
+    running, waiting, other = made.submit(1, max_tokens=40), made.submit(2), made.submit(3)
+    assert made.gate.entered.wait(WAIT_S)
+    running.cancel()
+    waiting.cancel()
+    made.gate.open.set()
+    assert running.result(WAIT_S).finish_reason == waiting.result(WAIT_S).finish_reason == "cancelled"
+    assert other.result(WAIT_S).tokens == complete(request(3))[0]
+    running.cancel()
+    assert made.engine.stats().cache.private_pages == 0
+
+
+def test_a_failed_forward_ends_its_requests_and_the_engine_goes_on(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.gate.fail_next = torch.OutOfMemoryError("no memory")
+    stream = made.submit()
+    assert stream.result(WAIT_S).finish_reason == "error"
+    assert list(stream)[-1].error == "OutOfMemoryError: no memory"
+    assert made.submit().result(WAIT_S).finish_reason == "length"
+
+
+def test_waiting_for_a_result_can_time_out(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.gate.open.clear()
+    stream = made.submit()
+    with pytest.raises(TimeoutError, match=stream.id):
+        stream.result(timeout_s=0.01)
+    made.gate.open.set()
+    assert stream.result(WAIT_S).finish_reason == "length"
+
+
+def test_a_crash_of_the_loop_reaches_every_stream_and_every_later_call(rig: Callable[..., Rig]) -> None:
+    made = rig(max_running=1)
+    made.gate.open.clear()
+    streams = [made.submit(i, max_tokens=40) for i in range(3)]
+    assert made.gate.entered.wait(WAIT_S)
+    asked: list[object] = []
+
+    def ask() -> None:
+        with pytest.raises(EngineClosed) as caught:
+            made.engine.flush()
+        asked.append(caught.value.__cause__)
+
+    def crash() -> None:
+        raise MemoryError("the loop itself")
+
+    made.engine._commands.put(crash)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    _until(lambda: made.engine._commands.qsize() >= 2)
+    made.gate.open.set()
+    for read in (list, lambda stream: stream.result(WAIT_S), _read_in_a_loop):
+        for stream in streams:
+            with pytest.raises(EngineClosed, match="the loop itself") as caught:
+                read(stream)
+            assert isinstance(caught.value.__cause__, MemoryError)
+    asking.join(WAIT_S)
+    assert isinstance(asked[0], MemoryError)
+    for call in (made.submit, made.engine.flush, made.engine.tree):
+        with pytest.raises(EngineClosed, match="the loop itself"):
+            call()
+    assert made.engine.drain(WAIT_S)
+    assert made.engine.stats().requests == 3
+    made.engine.close()
+
+
+def test_an_interrupt_in_the_loop_is_a_crash_too(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.crash()
+    with pytest.raises(EngineClosed, match="pulled the plug"):
+        made.submit().result(WAIT_S)
+
+
+def _read_in_a_loop(stream: Stream) -> None:
+    async def read() -> None:
+        async for _ in stream:
+            pass
+
+    asyncio.run(asyncio.wait_for(read(), WAIT_S))
+
+
+def test_draining_takes_nothing_new_and_ends_what_runs(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    made.gate.open.clear()
+    streams = [made.submit(i) for i in range(3)]
+    assert not made.engine.drain(timeout_s=0.01)
+    with pytest.raises(EngineClosed, match="drain"):
+        made.submit()
+    made.gate.open.set()
+    assert made.engine.drain(WAIT_S)
+    assert [s.result(0).finish_reason for s in streams] == ["length"] * 3
+    assert made.engine.flush() > 0, "it is drained, not closed"
+
+
+def test_closing_cancels_what_runs_and_what_waits(rig: Callable[..., Rig]) -> None:
+    made = rig(max_running=1)
+    made.gate.open.clear()
+    streams = [made.submit(i, max_tokens=40) for i in range(3)]
+    assert made.gate.entered.wait(WAIT_S)
+    threading.Timer(0.02, made.gate.open.set).start()
+    made.engine.close()
+    assert [s.result(0).finish_reason for s in streams] == ["cancelled"] * 3
+    assert not made.engine._thread.is_alive()
+    assert made.engine.stats().cache.private_pages == 0
+    for call in (made.submit, made.engine.flush, made.engine.tree):
+        with pytest.raises(EngineClosed, match="closed"):
+            call()
+    streams[0].cancel()
+    made.engine.close()
+
+
+def test_a_with_block_closes_the_engine() -> None:
+    with Engine(_loaded(), EngineConfig(pages=8), runner=Gate) as engine:
+        stream = engine.submit(request(max_tokens=2))
+        assert stream.result(WAIT_S).finish_reason == "length"
+    with pytest.raises(EngineClosed):
+        engine.submit(request())

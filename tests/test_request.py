@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+
+from mainstem.errors import BadArgument, BadTokens
+from mainstem.runtime.request import Request, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_tokens", (0, -1, 1.0, True, 2**31)),
+        ("temperature", (-0.1, float("nan"), float("inf"), "1", None)),
+        ("top_p", (0, -0.5, 1.01, float("nan"), None)),
+        ("top_k", (-1, 1.5, False, None)),
+        ("min_p", (-0.1, 1.1, float("nan"))),
+        ("seed", (-(2**63) - 1, 2**64, 1.0, True)),
+        ("stop", (("",), ["a"], "a", (1,))),
+        ("logprobs", (-1, 21, 1.0, True)),
+    ],
+)
+def test_a_bad_field_is_named_with_its_range(field: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        with pytest.raises(BadArgument, match=f"^{field} = .*must be") as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.name == field
+
+
+def test_the_ends_of_every_range_are_allowed() -> None:
+    SamplingParams(max_tokens=1, temperature=0, top_p=1, top_k=0, min_p=0, seed=-(2**63), stop=(), logprobs=0)
+    SamplingParams(max_tokens=2**31 - 1, temperature=9.0, top_p=1e-9, min_p=1, seed=2**64 - 1, stop=("a",), logprobs=20)
+
+
+@pytest.mark.parametrize("tokens", [[], [[1, 2]], 5, [1.0], ["a"], [-1], [0, 2**31], [2**40]])
+def test_a_prompt_that_is_no_row_of_tokens_is_refused(tokens: object) -> None:
+    with pytest.raises(BadTokens):
+        Request(tokens)  # type: ignore[arg-type]
+
+
+def test_bad_tokens_are_named_by_position_and_value() -> None:
+    with pytest.raises(BadTokens, match="token -3 at position 2"):
+        Request(np.array([1, 2, -3, -4]))
+
+
+def test_a_priority_is_an_int32() -> None:
+    with pytest.raises(BadArgument, match="priority"):
+        Request(np.array([1]), priority=2**31)
+
+
+def test_a_request_keeps_its_own_copy_of_the_prompt() -> None:
+    mine = np.array([1, 2, 3], np.int32)
+    request = Request(mine)
+    mine[0] = 9
+    assert request.tokens.tolist() == [1, 2, 3]
+    assert request.tokens.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        request.tokens[0] = 9
+
+
+def test_a_namespace_is_one_of_its_forms() -> None:
+    with pytest.raises(BadArgument, match="namespace"):
+        Request(np.array([1]), namespace=5)  # type: ignore[arg-type]

@@ -1,0 +1,169 @@
+import math
+import random
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from mainstem.runtime.request import SamplingParams
+from mainstem.runtime.sampling import Sampler, probabilities, sample
+
+VOCAB = 50
+
+
+def _logits(seed: int, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def _samplers(count: int, **params: object) -> list[Sampler]:
+    return [Sampler(SamplingParams(**params), random.Random(i)) for i in range(count)]
+
+
+def _reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The same filters as transformers applies them."""
+    warpers = [TemperatureLogitsWarper(params.temperature)]
+    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    scores = logits.unsqueeze(0)
+    for warper in warpers:
+        scores = warper(None, scores)
+    return torch.softmax(scores, dim=-1)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0),
+        (5, 1.0, 0.0),
+        (0, 0.7, 0.0),
+        (0, 1.0, 0.1),
+        (8, 0.8, 0.0),
+        (8, 0.9, 0.2),
+        (1, 0.5, 1.0),
+        (99, 1e-6, 0.0),
+    ],
+)
+def test_probabilities_are_those_of_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for seed in range(20):
+        logits = _logits(seed)[0]
+        ours, theirs = probabilities(logits, params), _reference(logits, params)
+        assert torch.equal(ours > 0, theirs > 0)
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize("vocab", [255, 256, 257, 5000])
+def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(vocab, generator=generator) * spread + torch.arange(vocab) * 1e-3
+    for top_p in (0.01, 0.5, 0.9, 0.999):
+        params = SamplingParams(temperature=1.0, top_p=top_p)
+        ours, theirs = probabilities(logits, params), _reference(logits, params)
+        border = int(((ours > 0) != (theirs > 0)).sum())
+        assert border <= 1, "sums of thousands of float32 may round to another side of the border"
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-2)
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert (probabilities(logits, SamplingParams(temperature=1, top_k=2, top_p=0.55)) > 0).tolist() == [1, 0, 0, 0]
+    assert (probabilities(logits, SamplingParams(temperature=1, top_p=0.55)) > 0).tolist() == [1, 1, 0, 0]
+
+
+def test_draws_follow_the_probabilities() -> None:
+    logits = _logits(1)[0]
+    params = SamplingParams(temperature=1.5, top_k=6, seed=11)
+    sampler = Sampler(params, random.Random(0))
+    draws = 20_000
+    counts = torch.bincount(torch.tensor([sampler.draw(logits) for _ in range(draws)]), minlength=VOCAB)
+    expected = probabilities(logits, params)
+    assert not counts[expected == 0].any()
+    kept = expected > 0
+    chi_square = float(((counts - draws * expected)[kept] ** 2 / (draws * expected)[kept]).sum())
+    assert chi_square < 20.5  # 99.9 % of 5 degrees of freedom
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((VOCAB,), -math.inf)
+    logits[VOCAB // 2] = 0.0
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=0), random.Random(0))
+    assert {sampler.draw(logits) for _ in range(200)} == {VOCAB // 2}
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_batch() -> None:
+    steps = [_logits(step, rows=1)[0] for step in range(30)]
+
+    def tokens(neighbours: int, place: int) -> list[int]:
+        samplers = _samplers(neighbours, temperature=0.9)
+        samplers.insert(place, Sampler(SamplingParams(temperature=1.0, top_p=0.95, seed=42), random.Random()))
+        out = []
+        for step, row in enumerate(steps):
+            batch = _logits(1000 + step, rows=neighbours + 1)
+            batch[place] = row
+            out.append(sample(batch, samplers)[place][0])
+        return out
+
+    alone = tokens(0, 0)
+    assert tokens(5, 3) == alone
+    assert tokens(7, 7) == alone
+    assert len(set(alone)) > 3
+
+
+def test_without_a_seed_one_is_drawn_from_the_random_source() -> None:
+    def tokens(source: random.Random) -> list[int]:
+        sampler = Sampler(SamplingParams(temperature=1.0), source)
+        return [sampler.draw(_logits(step)[0]) for step in range(20)]
+
+    assert tokens(random.Random(3)) == tokens(random.Random(3))
+    assert tokens(random.Random(3)) != tokens(random.Random(4))
+    source = random.Random(3)
+    assert tokens(source) != tokens(source)
+
+
+def test_greedy_takes_the_best_of_every_row_and_draws_nothing() -> None:
+    batch = _logits(5, rows=8)
+    greedy = _samplers(8, seed=1)
+    assert [token for token, _ in sample(batch, greedy)] == batch.argmax(dim=-1).tolist()
+    fresh = Sampler(SamplingParams(temperature=1.0, seed=1), random.Random(0))
+    greedy[0].params = SamplingParams(temperature=1.0, seed=1)
+    assert [greedy[0].draw(row) for row in batch] == [fresh.draw(row) for row in batch]
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    batch = _logits(6, rows=3)
+    samplers = [
+        Sampler(SamplingParams(temperature=0.01, top_k=1, logprobs=4), random.Random(0)),
+        Sampler(SamplingParams(logprobs=0), random.Random(0)),
+        Sampler(SamplingParams(), random.Random(0)),
+    ]
+    (token, full), (other, bare), (_, none) = sample(batch, samplers)
+    expected = torch.log_softmax(batch, dim=-1)
+    assert full is not None and bare is not None and none is None
+    assert (full.token, bare.token) == (token, other)
+    assert full.logprob == pytest.approx(float(expected[0, token]))
+    order = expected[0].argsort(descending=True)[:4].tolist()
+    assert full.top == tuple((i, pytest.approx(float(expected[0, i]))) for i in order)
+    assert bare.logprob == pytest.approx(float(expected[1].max())) and bare.top == ()
+
+
+def test_more_alternatives_than_tokens_are_all_tokens() -> None:
+    ((_, logprob),) = sample(torch.randn(1, 3), _samplers(1, logprobs=20))
+    assert logprob is not None and len(logprob.top) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_refused_before_any_sampler_moves(value: float) -> None:
+    batch = _logits(7, rows=2)
+    broken = batch.clone()
+    broken[1, 3] = value
+    samplers = _samplers(2, temperature=1.0, seed=5)
+    with pytest.raises(ArithmeticError, match="row 1"):
+        sample(broken, samplers)
+    assert sample(batch, samplers) == sample(batch, _samplers(2, temperature=1.0, seed=5))
+
+
+def test_an_empty_batch_gives_nothing() -> None:
+    assert sample(torch.empty(0, VOCAB), []) == []

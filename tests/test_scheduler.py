@@ -1,0 +1,625 @@
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
+
+from mainstem.cache import PrefixCache
+from mainstem.errors import BadTokens, RequestTooLong
+from mainstem.keys import TokenKeys
+from mainstem.runtime.request import Delta, Progress, Request, SamplingParams
+from mainstem.runtime.runner import Segment
+from mainstem.runtime.scheduler import Limits, Scheduler
+
+
+class Bench:
+    """A scheduler over a ghost, checked after every step, and what came out of it."""
+
+    def __init__(
+        self,
+        pages: int = 64,
+        page_size: int = 4,
+        *,
+        partial: bool = True,
+        cache: bool = True,
+        max_context: int = 256,
+        chunk_tokens: int = 512,
+        max_running: int = 16,
+        age_limit_s: float = 30.0,
+    ) -> None:
+        self.now_s = 0.0
+        self.ghost = Ghost(pages, page_size)
+        copy_page = self.ghost.copy_page if partial else None
+        keys = TokenKeys(VOCAB)
+        self.cache = PrefixCache(pages, page_size, keys=keys, enabled=cache, copy_page=copy_page)
+        self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
+        limits = Limits(max_context, chunk_tokens, max_running, age_limit_s)
+        self.scheduler = Scheduler(
+            self.cache,
+            self.ghost,
+            GhostTokenizer(),
+            limits,
+            eos=frozenset({EOS}),
+            clock=lambda: self.now_s,
+            random=random.Random(0),
+        )
+        self.requests: dict[str, Request] = {}
+        self.deltas: dict[str, list[Delta]] = defaultdict(list)
+        self.progress: dict[str, list[Progress]] = defaultdict(list)
+
+    def add(self, tokens: list[int], *, namespace: str | None = None, priority: int = 0, **params: object) -> str:
+        id = f"r{len(self.requests)}"
+        request = Request(np.array(tokens), SamplingParams(**params), namespace, priority)
+        self.scheduler.add(id, request)
+        self.requests[id] = request
+        return id
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.now_s += 1.0
+            for id, what in self.scheduler.step():
+                if isinstance(what, Progress):
+                    self.progress[id].append(what)
+                else:
+                    assert not self.ended(id), "an event after the last"
+                    self.deltas[id].append(what)
+            self.check()
+
+    def run(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self.scheduler.busy, "it goes on for ever"
+        self.check_at_rest()
+
+    def check(self) -> None:
+        self.cache.check()
+        pool = self.cache.pool
+        assert pool.free + pool.cached + pool.private == pool.total
+
+    def check_at_rest(self) -> None:
+        pool = self.cache.pool
+        assert pool.private == 0
+        self.cache.flush()
+        assert pool.free == pool.total, "something is still locked"
+
+    def ended(self, id: str) -> bool:
+        return bool(self.deltas[id]) and self.deltas[id][-1].finish_reason is not None
+
+    def last(self, id: str) -> Delta:
+        assert self.ended(id)
+        return self.deltas[id][-1]
+
+    def output(self, id: str) -> tuple[tuple[int, ...], str, str | None]:
+        deltas = self.deltas[id]
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        return tokens, "".join(delta.text for delta in deltas), deltas[-1].finish_reason
+
+    def assert_complete(self, *ids: str) -> None:
+        for id in ids or self.requests:
+            assert self.output(id) == complete(self.requests[id]), id
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_size: int, cache: bool) -> None:
+    rng = random.Random(f"{seed} {page_size} {cache}")
+    longest = 44
+    pages = rng.choice([1, 1, 2, 3, 8]) * -(-longest // page_size)
+    bench = Bench(
+        pages,
+        page_size,
+        partial=rng.random() < 0.6,
+        cache=cache,
+        chunk_tokens=rng.choice([1, 3, 7, 64]),
+        max_running=rng.choice([1, 2, 5, 12]),
+        age_limit_s=rng.choice([0.0, 5.0, 1e9]),
+    )
+    stems = [prompt(rng.random(), rng.randint(1, 30)) for _ in range(4)]
+    cancelled = set()
+    for _ in range(25):
+        stem = rng.choice(stems)
+        tokens = stem[: rng.randint(1, len(stem))] + prompt(rng.random(), rng.choice([0, 0, 1, 2, 4]))
+        id = bench.add(
+            tokens,
+            namespace=rng.choice([None, None, None, "a"]),
+            priority=rng.choice([0, 0, 0, 1]),
+            max_tokens=rng.randint(1, 10),
+            temperature=rng.choice([0.0, 0.0, 1.0]),
+            seed=rng.randrange(2**32),
+            ignore_eos=rng.random() < 0.5,
+            stop=rng.choice([(), ("A", "BC"), (chr(ord("A") + rng.randrange(VOCAB)),)]),
+        )
+        bench.step(rng.choice([0, 0, 1, 1, 5]))
+        if rng.random() < 0.15:
+            victim = rng.choice([id, rng.choice(list(bench.requests))])
+            cancelled |= {victim} - {i for i in bench.requests if bench.ended(i)}
+            bench.scheduler.cancel(victim)
+            bench.check()
+    bench.run()
+    bench.assert_complete(*(set(bench.requests) - cancelled))
+    for id in cancelled:
+        tokens, text, _ = complete(bench.requests[id])
+        got_tokens, got_text, reason = bench.output(id)
+        assert reason == "cancelled" and tokens[: len(got_tokens)] == got_tokens
+        assert text.startswith(got_text) or bench.requests[id].params.stop
+    usages = [bench.last(id).usage for id in bench.requests]
+    totals = bench.scheduler.totals
+    assert sum(u.completion_tokens for u in usages) == totals.generated_tokens
+    assert sum(u.cached_tokens for u in usages) == totals.cached_tokens
+    assert len(bench.ghost.computed) == totals.computed_tokens
+    assert cache or totals.cached_tokens == 0
+
+
+def test_requests_end_by_eos_by_stop_string_and_by_length() -> None:
+    bench = Bench()
+    seed = next(s for s in range(1000) if EOS in complete(Request(prompt(s, 6), SamplingParams(max_tokens=9)))[0])
+    by_eos = bench.add(prompt(seed, 6), max_tokens=9)
+    past_eos = bench.add(prompt(seed, 6), max_tokens=9, ignore_eos=True)
+    letters = complete(Request(prompt(seed, 6), SamplingParams(max_tokens=9, ignore_eos=True)))[1]
+    by_text = bench.add(prompt(seed, 6), max_tokens=9, ignore_eos=True, stop=(letters[1:3],))
+    bench.run()
+    bench.assert_complete()
+    assert bench.output(by_eos)[2] == "stop" and bench.output(by_eos)[0][-1] == EOS
+    assert bench.output(past_eos)[2] == "length" and len(bench.output(past_eos)[0]) == 9
+    assert bench.output(by_text)[1:] == (letters[0], "stop")
+
+
+def test_logprobs_come_with_their_tokens() -> None:
+    bench = Bench()
+    plain, asked = bench.add(prompt(1, 5), max_tokens=4), bench.add(prompt(1, 5), max_tokens=4, logprobs=2)
+    bench.run()
+    assert all(delta.logprobs == () for delta in bench.deltas[plain])
+    assert [delta.logprobs[0].token for delta in bench.deltas[asked]] == list(bench.output(asked)[0])
+    assert all(len(delta.logprobs[0].top) == 2 for delta in bench.deltas[asked])
+
+
+def test_a_wrong_page_would_be_noticed() -> None:
+    """The ghost itself: every kind of wrong page raises."""
+    ghost = Ghost(pages=4, page_size=2)
+    first = np.array([1, 2, 3, 4], np.int32)
+    ghost.forward([Segment(first, 0, np.array([0, 1], np.int32), logits=True)])
+    ghost.forward([Segment(np.array([9, 2], np.int32), 0, np.array([2], np.int32), logits=False)])
+    ghost.copy_page(1, 3, 1)
+    after = np.array([5], np.int32)
+    for table in ([2, 1, 3], [1, 0, 3], [0, 3, 2], [0, 0, 3]):
+        with pytest.raises(WrongKVError):
+            ghost.forward([Segment(after, 4, np.array(table, np.int32), logits=True)])
+    ghost.forward([Segment(after, 3, np.array([0, 3], np.int32), logits=True)])
+
+
+# The batch
+
+
+def test_every_running_request_gets_a_token_in_every_step_beside_a_long_prompt() -> None:
+    bench = Bench(chunk_tokens=8)
+    decoding = [bench.add(prompt(i, 3), max_tokens=20, ignore_eos=True) for i in range(2)]
+    bench.step()
+    long = bench.add(prompt(9, 60), max_tokens=1, ignore_eos=True)
+    bench.step(8)
+    assert bench.ghost.forwards[1:] == [[1, 1, 8]] * 7 + [[1, 1, 4]]
+    assert all(len(bench.deltas[id]) == 9 for id in decoding)
+    assert bench.ended(long)
+    bench.run()
+    bench.assert_complete()
+
+
+def test_prompts_share_the_chunk_in_order_of_admission() -> None:
+    bench = Bench(chunk_tokens=10)
+    for i, length in enumerate((7, 7, 7)):
+        bench.add(prompt(i, length), max_tokens=1)
+    bench.run()
+    assert bench.ghost.forwards == [[7, 3], [4, 6], [1]]
+
+
+def test_no_more_run_than_allowed() -> None:
+    bench = Bench(max_running=3)
+    for i in range(8):
+        bench.add(prompt(i, 5), max_tokens=4, ignore_eos=True)
+    while bench.scheduler.busy:
+        bench.step()
+        assert bench.scheduler.running <= 3
+    assert max(map(len, bench.ghost.forwards)) == 3
+    bench.assert_complete()
+
+
+def test_progress_of_a_prompt_is_told_from_the_hit_to_the_end() -> None:
+    bench = Bench(chunk_tokens=8)
+    first = bench.add(prompt(1, 20), max_tokens=1)
+    bench.run()
+    assert bench.progress[first] == [Progress(n, 20) for n in (0, 8, 16, 20)]
+    bench = Bench(chunk_tokens=8)
+    bench.add(prompt(1, 12), max_tokens=1)
+    bench.step(3)
+    again = bench.add(prompt(1, 12) + [1] * 10, max_tokens=1)
+    bench.run()
+    assert bench.progress[again] == [Progress(n, 22) for n in (12, 20, 22)]
+
+
+# The cache
+
+
+@pytest.mark.parametrize("chunk_tokens", [6, 40, 512])
+def test_a_prefix_that_several_wait_for_is_computed_once(chunk_tokens: int) -> None:
+    bench = Bench(chunk_tokens=chunk_tokens)
+    shared = prompt(1, 16)
+    ids = [bench.add(shared + [i] * 5, max_tokens=3, ignore_eos=True) for i in range(6)]
+    bench.run()
+    bench.assert_complete()
+    assert len(bench.ghost.computed) == len(set(bench.ghost.computed)) == 16 + 6 * (5 + 2)
+    assert [bench.last(id).usage.cached_tokens for id in ids] == [0] + [16] * 5
+
+
+def test_nested_shared_prefixes_are_each_computed_once() -> None:
+    bench = Bench(chunk_tokens=5)
+    trunk, left, right = prompt(1, 8), prompt(2, 12), prompt(3, 4)
+    for tail in ([], left, left + [1] * 4, right, right + [2] * 4, left + [3] * 8):
+        bench.add(trunk + tail + [9], max_tokens=1)
+    bench.run()
+    bench.assert_complete()
+    assert len(bench.ghost.computed) == len(set(bench.ghost.computed))
+
+
+def test_who_waits_for_a_prefix_starts_in_the_step_after_it_is_published() -> None:
+    bench = Bench(chunk_tokens=8, page_size=4)
+    long = bench.add(prompt(1, 21), max_tokens=1)
+    short = bench.add(prompt(1, 8) + [1, 2], max_tokens=1)
+    bench.step()
+    assert bench.scheduler.waiting == 1
+    bench.step(2)
+    assert bench.ghost.forwards == [[8], [8], [5, 2]], "the rest of the last chunk is for the next one"
+    assert bench.ended(long) and bench.last(short).usage.cached_tokens == 8
+
+
+def test_a_prompt_that_is_all_shared_waits_for_all_pages_but_its_last() -> None:
+    bench = Bench(chunk_tokens=8, page_size=4)
+    bench.add(prompt(1, 21), max_tokens=1)
+    inside = bench.add(prompt(1, 16), max_tokens=1)
+    bench.step(3)
+    assert bench.ghost.forwards == [[8], [8], [5, 1]]
+    assert bench.last(inside).usage.cached_tokens == 15
+
+
+def test_a_prompt_is_published_chunk_by_chunk_and_an_answer_at_its_end() -> None:
+    bench = Bench(chunk_tokens=4, page_size=4)
+    id = bench.add(prompt(1, 12), max_tokens=20, ignore_eos=True)
+    all_tokens = prompt(1, 12) + list(complete(bench.requests[id])[0])
+    for published in (4, 8, 12, 12, 12, 12, 12, 12):
+        bench.step()
+        assert bench.cache.peek([*all_tokens, 0]) == published
+    bench.run()
+    assert bench.cache.peek([*all_tokens, 0]) == 28  # 31 positions were computed: seven whole pages
+    assert bench.cache.stats().nodes <= 4
+
+
+def test_nothing_is_waited_for_that_would_not_come() -> None:
+    for settings in ({"namespace": "other"}, {"namespace": None}):
+        bench = Bench(cache=settings["namespace"] == "other")
+        bench.add(prompt(1, 16) + [1], max_tokens=1)
+        bench.add(prompt(1, 16) + [2], max_tokens=1, **settings)
+        bench.step()
+        assert bench.ghost.forwards == [[17, 17]], settings
+        bench.run()
+        bench.assert_complete()
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_maker_ends() -> None:
+    bench = Bench(chunk_tokens=4)
+    maker = bench.add(prompt(1, 40), max_tokens=1)
+    follower = bench.add(prompt(1, 40) + [3], max_tokens=1)
+    bench.step(3)
+    bench.scheduler.cancel(maker)
+    bench.run()
+    assert bench.last(maker).finish_reason == "cancelled"
+    bench.assert_complete(follower)
+    assert bench.last(follower).usage.cached_tokens == 12
+    assert len(bench.ghost.computed) == 41
+
+
+def test_the_next_turn_hits_prompt_and_answer() -> None:
+    bench = Bench(page_size=1)
+    first = bench.add(prompt(1, 10), max_tokens=7, ignore_eos=True)
+    while not bench.ended(first):
+        bench.step()
+    second = bench.add(prompt(1, 10) + list(bench.output(first)[0]) + [1, 2], max_tokens=2)
+    bench.run()
+    assert bench.last(second).usage.cached_tokens == 16  # all but the last token, which no forward has seen
+    bench.assert_complete()
+
+
+def test_a_hit_may_end_inside_a_page() -> None:
+    for partial, cached in ((True, 14), (False, 12)):
+        bench = Bench(page_size=4, partial=partial)
+        first = bench.add(prompt(1, 20), max_tokens=1)
+        while not bench.ended(first):
+            bench.step()
+        second = bench.add([*prompt(1, 14), (prompt(1, 20)[14] + 1) % VOCAB, 3], max_tokens=5)
+        bench.run()
+        assert bench.last(second).usage.cached_tokens == cached
+        bench.assert_complete()
+
+
+# Who goes first
+
+
+def _order_of_first_tokens(bench: Bench) -> list[str]:
+    order: list[str] = []
+    for _ in range(500):
+        if not bench.scheduler.busy:
+            return order
+        bench.step()
+        order += [id for id in bench.requests if bench.deltas[id] and id not in order]
+    raise AssertionError("it goes on for ever")
+
+
+def _warm(bench: Bench, tokens: list[int]) -> None:
+    id = bench.add(tokens, max_tokens=1)
+    while not bench.ended(id):
+        bench.step()
+
+
+def test_the_longest_cached_prefix_goes_first_then_the_oldest() -> None:
+    bench = Bench(max_running=1)
+    _warm(bench, prompt(1, 32))
+    cold = bench.add(prompt(2, 8), max_tokens=1)
+    cold_too = bench.add(prompt(3, 8), max_tokens=1)
+    short = bench.add(prompt(1, 8) + [1], max_tokens=1)
+    long = bench.add(prompt(1, 24) + [1], max_tokens=1)
+    assert _order_of_first_tokens(bench)[1:] == [long, short, cold, cold_too]
+
+
+def test_a_higher_priority_goes_before_any_hit_and_any_age() -> None:
+    bench = Bench(max_running=1, age_limit_s=5)
+    _warm(bench, prompt(1, 32))
+    cached = bench.add(prompt(1, 24) + [1], max_tokens=1)
+    bench.now_s += 100
+    urgent = bench.add(prompt(2, 8), max_tokens=1, priority=1)
+    assert _order_of_first_tokens(bench)[1:] == [urgent, cached]
+
+
+@pytest.mark.parametrize("age_limit_s", [10.0, 40.0])
+def test_a_request_without_a_hit_waits_for_the_age_limit_and_no_longer(age_limit_s: float) -> None:
+    bench = Bench(max_running=1, age_limit_s=age_limit_s)
+    _warm(bench, prompt(1, 32))
+    cold = bench.add(prompt(2, 8), max_tokens=1)
+    added = bench.now_s
+    while not bench.deltas[cold]:
+        bench.add([*prompt(1, 24), int(bench.now_s) % VOCAB], max_tokens=1)
+        bench.step()
+        assert bench.now_s < added + 100
+    assert age_limit_s < bench.now_s - added <= age_limit_s + 2
+
+
+def test_a_request_over_the_age_limit_is_not_held_back() -> None:
+    for age_limit_s, running in ((3.0, 2), (1e9, 1)):
+        bench = Bench(chunk_tokens=4, age_limit_s=age_limit_s)
+        bench.add(prompt(1, 6), max_tokens=1)
+        bench.add(prompt(2, 40), max_tokens=1)
+        follower = bench.add(prompt(2, 40) + [3], max_tokens=1)
+        bench.step(2)
+        assert bench.scheduler.waiting == 1
+        bench.now_s += 10
+        bench.step(12)
+        cached = bench.last(follower).usage.cached_tokens
+        assert (cached < 40) == (running == 2)
+
+
+def test_nothing_passes_a_request_that_waits_for_pages() -> None:
+    bench = Bench(pages=8, page_size=4)
+    bench.add(prompt(1, 8), max_tokens=9, ignore_eos=True)
+    bench.step()
+    large = bench.add(prompt(2, 28), max_tokens=2)
+    small = bench.add(prompt(3, 4), max_tokens=1)
+    bench.step(7)
+    assert (bench.scheduler.running, bench.scheduler.waiting) == (1, 2)
+    bench.step()
+    assert bench.scheduler.waiting == 2
+    bench.step()
+    assert bench.deltas[large]
+    bench.run()
+    bench.assert_complete()
+    assert bench.last(small).usage.queue_s >= 9
+
+
+# Pages
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    bench = Bench(pages=4, page_size=4, max_context=40)
+    with pytest.raises(RequestTooLong, match=r"30 prompt tokens and max_tokens = 11 make 41 positions: .* 40"):
+        bench.add(prompt(1, 30), max_tokens=11)
+    with pytest.raises(RequestTooLong, match=r"10 prompt tokens and max_tokens = 8 need 5 pages of 4 positions: .* 4"):
+        bench.add(prompt(1, 10), max_tokens=8)
+    with pytest.raises(BadTokens):
+        bench.add([1, VOCAB], max_tokens=1)
+    assert not bench.scheduler.busy
+    just_fits = bench.add(prompt(1, 10), max_tokens=7, ignore_eos=True)
+    bench.run()
+    assert len(bench.output(just_fits)[0]) == 7
+
+
+def test_what_does_not_fit_now_waits() -> None:
+    bench = Bench(pages=4, page_size=4)
+    bench.add(prompt(1, 10), max_tokens=4, ignore_eos=True)
+    waits = bench.add(prompt(2, 10), max_tokens=4, ignore_eos=True)
+    bench.step(4)
+    assert (bench.scheduler.running, bench.scheduler.waiting) == (0, 1)
+    bench.run()
+    bench.assert_complete()
+    assert bench.last(waits).usage.queue_s == 5.0
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_request_that_was_set_back_gives_the_same_output(page_size: int, partial: bool) -> None:
+    outputs = []
+    for pages in (1000, 28 // page_size):
+        bench = Bench(pages, page_size, partial=partial)
+        for i in range(5):
+            bench.add(prompt(i, 4), max_tokens=20, ignore_eos=True, temperature=0.8 * (i % 2), seed=i, stop=("ABC",))
+        bench.run()
+        bench.assert_complete()
+        outputs.append([bench.output(id) for id in bench.requests])
+        assert (bench.scheduler.totals.preemptions > 0) == (pages < 1000)
+    assert outputs[0] == outputs[1]
+
+
+def test_the_newest_is_set_back_and_resumed_from_the_cache() -> None:
+    bench = Bench(pages=6, page_size=4)
+    older = bench.add(prompt(1, 8), max_tokens=6, ignore_eos=True)
+    newer = bench.add(prompt(2, 8), max_tokens=12, ignore_eos=True)
+    while not bench.scheduler.totals.preemptions:
+        bench.step()
+    before = len(bench.ghost.forwards)
+    late = bench.add(prompt(3, 4), max_tokens=1)
+    assert (len(bench.output(older)[0]), len(bench.output(newer)[0])) == (6, 5)
+    bench.run()
+    bench.assert_complete()
+    assert bench.scheduler.totals.preemptions == 1
+    recomputed = len(bench.ghost.computed) - (13 + 19 + 4)
+    assert recomputed == 4, "one page of it was taken for the older one, two were found again"
+    assert bench.ghost.forwards[before] == [5, 4], "what is missing is computed in one chunk"
+    assert bench.last(newer).usage.cached_tokens == 0, "what it finds of itself is no hit"
+    assert bench.last(late).usage.queue_s > 0
+
+
+def test_generated_tokens_that_were_evicted_are_computed_again_in_chunks() -> None:
+    bench = Bench(pages=6, page_size=4, chunk_tokens=4)
+    bench.add(prompt(1, 8), max_tokens=7, ignore_eos=True)
+    newer = bench.add(prompt(2, 8), max_tokens=12, ignore_eos=True)
+    while not bench.scheduler.totals.preemptions:
+        bench.step()
+    known = 8 + len(bench.output(newer)[0])
+    bench.cache.flush()
+    while bench.scheduler.running:
+        bench.step()
+    before = len(bench.ghost.forwards)
+    bench.run()
+    bench.assert_complete()
+    assert known == 11 and bench.ghost.forwards[before:] == [[4], [4], [3]] + [[1]] * 8
+
+
+def test_who_was_set_back_goes_before_all_others_of_its_priority() -> None:
+    bench = Bench(pages=6, page_size=4, max_running=2, age_limit_s=4)
+    _warm(bench, prompt(2, 8))
+    bench.add(prompt(1, 7), max_tokens=14, ignore_eos=True)
+    bench.step()
+    old = bench.add(prompt(3, 3), max_tokens=1)
+    set_back = bench.add(prompt(2, 8) + [5], max_tokens=9, ignore_eos=True)
+    while not bench.scheduler.totals.preemptions:
+        bench.step()
+    bench.step(2)
+    assert not bench.deltas[old], "it is over the age limit, and there are pages for it"
+    bench.run()
+    bench.assert_complete(old, set_back)
+
+
+def test_a_request_that_can_not_go_on_alone_ends() -> None:
+    bench = Bench(pages=6, page_size=4)
+    foreign = bench.cache.lease(prompt(5, 8))
+    foreign.reserve(12)
+    decoding = bench.add(prompt(1, 8), max_tokens=16, ignore_eos=True)
+    never = bench.add(prompt(2, 16), max_tokens=1)
+    for _ in range(20):
+        bench.step()
+    assert not bench.scheduler.busy
+    assert bench.last(decoding).finish_reason == bench.last(never).finish_reason == "error"
+    assert "pages needed" in str(bench.last(decoding).error) and "pages needed" in str(bench.last(never).error)
+    assert len(bench.output(decoding)[0]) == 5
+    foreign.abort()
+    bench.check_at_rest()
+
+
+# Ends
+
+
+@pytest.mark.parametrize("when", range(12))
+def test_cancelling_at_any_moment_frees_everything(when: int) -> None:
+    bench = Bench(pages=5, page_size=4, chunk_tokens=3)
+    ids = [bench.add(prompt(i, 8), max_tokens=8, ignore_eos=True) for i in range(3)]
+    bench.step(when)
+    alive = [id for id in ids if not bench.ended(id)]
+    for id in ids:
+        bench.scheduler.cancel(id)
+        bench.check()
+    assert bench.scheduler.running == bench.scheduler.waiting == 0
+    assert bench.cache.pool.private == 0
+    bench.run()
+    assert [id for id in ids if bench.output(id)[2] == "cancelled"] == alive
+    bench.scheduler.cancel(ids[0])
+    bench.scheduler.cancel("unknown")
+    assert not bench.scheduler.busy
+
+
+def test_a_failed_forward_ends_its_requests_and_no_others() -> None:
+    bench = Bench(max_running=2)
+    doomed = [bench.add(prompt(i, 6), max_tokens=8, ignore_eos=True) for i in range(2)]
+    spared = bench.add(prompt(7, 6), max_tokens=8, ignore_eos=True)
+    bench.step(2)
+    bench.ghost.fail_next = torch.OutOfMemoryError("no memory")
+    bench.step()
+    assert [bench.output(id)[2] for id in doomed] == ["error", "error"]
+    assert bench.last(doomed[0]).error == "OutOfMemoryError: no memory"
+    assert bench.cache.pool.private == 0
+    bench.run()
+    bench.assert_complete(spared)
+    assert bench.scheduler.totals.errors == 2
+
+
+def test_nothing_of_a_failed_step_is_published() -> None:
+    bench = Bench()
+    forward = bench.ghost.forward
+
+    def broken(segments: list[Segment]) -> torch.Tensor:
+        return forward(segments) * float("nan")
+
+    bench.ghost.forward = broken  # type: ignore[method-assign]
+    failed = bench.add(prompt(1, 20), max_tokens=2)
+    bench.step()
+    assert bench.output(failed)[2] == "error" and "ArithmeticError" in str(bench.last(failed).error)
+    assert bench.cache.pool.free == bench.cache.pool.total
+    bench.ghost.forward = forward  # type: ignore[method-assign]
+    again = bench.add(prompt(1, 20), max_tokens=2)
+    bench.run()
+    assert bench.last(again).usage.cached_tokens == 0
+    bench.assert_complete(again)
+
+
+def test_usage_counts_tokens_and_times() -> None:
+    bench = Bench(max_running=1, chunk_tokens=8)
+    first = bench.add(prompt(1, 16), max_tokens=3, ignore_eos=True)
+    second = bench.add(prompt(1, 12) + [1, 2], max_tokens=1, ignore_eos=True)
+    bench.run()
+    used = bench.last(first).usage
+    assert used is not None
+    assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (16, 0, 3)
+    assert (used.queue_s, used.ttft_s, used.duration_s) == (1.0, 2.0, 4.0)
+    used = bench.last(second).usage
+    assert used is not None
+    assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (14, 12, 1)
+    assert (used.queue_s, used.ttft_s, used.duration_s) == (5.0, 5.0, 5.0)
+    waiting = bench.add(prompt(1, 16), max_tokens=1)
+    bench.scheduler.cancel(waiting)
+    bench.run()
+    used = bench.last(waiting).usage
+    assert used is not None and (used.completion_tokens, used.ttft_s) == (0, 0.0)
+
+
+def test_a_step_with_nothing_to_do_does_nothing() -> None:
+    bench = Bench()
+    assert not bench.scheduler.busy
+    assert bench.scheduler.step() == []
+    assert bench.ghost.forwards == []
