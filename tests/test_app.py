@@ -22,7 +22,7 @@ import pytest
 from fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
-from mainstem.errors import BadArgument, CorruptTree, ModelNotFound
+from mainstem.errors import BadArgument, CorruptTree
 from mainstem.server.app import ServerConfig, create_app
 
 PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
@@ -392,16 +392,6 @@ def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
 
 
 # --- a real server ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Any:
-    from mainstem.runtime.models import load_model
-
-    try:
-        return load_model(dtype="float32")
-    except ModelNotFound as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.model

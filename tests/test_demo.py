@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from rich.console import Console
 
 from mainstem import demo
-from mainstem.errors import BadArgument, MainstemError, ModelNotFound
+from mainstem.errors import BadArgument, MainstemError
 from mainstem.runtime.request import SamplingParams
 
 
@@ -99,16 +99,6 @@ def test_a_failing_engine_is_an_error() -> None:
     engine.tokenizer.apply_chat_template = lambda *a, **k: "fail!"  # type: ignore[method-assign]
     with pytest.raises(MainstemError, match="the generation failed"):
         run(engine)
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Any:
-    from mainstem.runtime.models import load_model
-
-    try:
-        return load_model(dtype="float32")
-    except ModelNotFound as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.model

@@ -4,80 +4,27 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from tiny_models import CONTEXT, FAMILIES, VOCAB, loaded, tiny
+from transformers import PreTrainedModel
 
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.attention import PAGED, BatchPlan, SdpaAttention
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.runner import ModelRunner, Segment
 
-VOCAB = 97
-CONTEXT = 128
 POSITIONS = 400
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Logits differ from plain ones by rounding only: fp32, logits up to about 10 (tiny models) or 35 (SmolLM2).
 ATOL = 2e-4
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 24},
-    "mistral": {"sliding_window": None},
-    "phi3": {},
-    "gemma": {"head_dim": 32},
-    "olmo2": {},
-    "granite": {},
-    "mixtral": {},
-    "gpt_neox": {"num_key_value_heads": ...},
-    "gpt2": {"num_key_value_heads": ..., "intermediate_size": ...},
-}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and threads that wait for a busy core cost minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def tiny(family: str, **changes: Any) -> PreTrainedModel:
-    """A random model of a family; a change to `...` leaves the argument out."""
-    arguments = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        **changes,
-    }
-    config: PreTrainedConfig = CONFIG_MAPPING[family](**{k: v for k, v in arguments.items() if v is not ...})
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:  # the usual start is so near 0 that attention is uniform and errors do not show
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model.eval()
-
-
-def loaded(model: PreTrainedModel, name: str = "tiny") -> LoadedModel:
-    context = model.config.max_position_embeddings
-    return LoadedModel(model, None, name, torch.float32, context)  # type: ignore[arg-type]
-
 
 Plain = Callable[[Sequence[int]], torch.Tensor]
 

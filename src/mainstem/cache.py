@@ -160,9 +160,10 @@ class PrefixCache:
     def flush(self) -> int:
         """Evicts every prefix that no lease uses; the number of pages freed."""
         self._take_back_abandoned()
-        (freed,) = self.tree.flush()
-        self.pool.reclaim(freed)
-        return len(freed)
+        before = self.pool.free
+        while len(freed := self.tree.flush()[0]):
+            self.pool.reclaim(freed)
+        return self.pool.free - before
 
     def stats(self) -> CacheStats:
         """Counts, kept as things change."""
@@ -212,7 +213,8 @@ class PrefixCache:
             present, locked, _ = self.tree.core.counts(0, 0)
             if missing > present - locked:
                 raise OutOfPages(n, self.pool.free, present - locked, self.pool.total)
-            self.pool.reclaim(self.tree.evict(missing)[0])
+        while self.pool.free < n:
+            self.pool.reclaim(self.tree.evict(n - self.pool.free)[0])
         return self.pool.allocate(n)
 
     def _take_back_abandoned(self) -> None:
@@ -274,8 +276,10 @@ class Lease:
             border = self._owned * size
             if hit == border or self._copy_partial(partial_node, source, hit - border):
                 return hit
-            core.unlock(self._node, 0)
-            inside = False  # no page to copy into: a hit that ends at a border needs none
+            if self._sequence.floor(border) == border:
+                return border
+            core.unlock(self._node, 0)  # the border cuts a token: look again, for a hit that needs no copy
+            inside = False
 
     def _copy_partial(self, node: int, source: int, positions: int) -> bool:
         """Copies the beginning of a shared page into a private one; False when no page can be had."""

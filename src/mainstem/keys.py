@@ -197,7 +197,7 @@ class HashKeys:
                 f"hashes are a {hashes.dtype} array of shape {hashes.shape}: must be 64-bit, one-dimensional, "
                 "of width 8"
             )
-        return hashes.tobytes()
+        return hashes.astype(hashes.dtype.newbyteorder("<")).tobytes()
 
     def _symbol(self, item: object, at: int) -> bytes:
         width = self.symbol_bytes
@@ -293,6 +293,8 @@ class TypedKeys(_TokenIds):
 
     def encode(self, tokens: Items[TypedToken]) -> bytes:
         """See `KeyKind.encode`."""
+        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Items, np.ndarray)):
+            raise BadTokens(f"tokens are of type {type(tokens).__name__}: must be a list or tuple of typed tokens")
         return b"".join(self._symbols(token, at) for at, token in enumerate(tokens))
 
     def sequence(self, tokens: Items[TypedToken]) -> Sequence:

@@ -291,17 +291,22 @@ class Tree:
             return self.core.evict(pages, row, tier)
         parts: list[list[Ids]] = []
         missing = pages
-        while missing > 0 and self._rank_waiting(row, tier):
+        while missing > 0:
+            try:
+                if not self._rank_waiting(row, tier):
+                    break
+            except Exception:
+                if not parts:
+                    raise
+                break  # what is freed already must reach the caller; the policy fails again at the next call
             freed = self.core.evict(missing, row, tier)
             parts.append(freed)
             missing -= len(freed[row])
-            if not len(freed[row]):
-                break
         empty = [np.empty(0, np.int32) for _ in self.components]
         return [np.concatenate(column) for column in zip(empty, *parts, strict=True)]
 
     def _rank_waiting(self, row: int, tier: int) -> bool:
-        """Asks the policy about every candidate that has changed; whether there are candidates at all."""
+        """Asks the policy about every candidate that has changed; whether anything can be evicted."""
         while (waiting := self.core.waiting(row, tier)) is not None:
             stats = NodeStats(*waiting)
             major, minor = self.policy.rank(stats)

@@ -327,9 +327,7 @@ class Engine:
             self._commands.put(lambda: self._add(stream.id, request, arrived_s, on_progress))
         return stream
 
-    def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams = _DEFAULTS
-    ) -> list[Completion]:
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams = _DEFAULTS) -> list[Completion]:
         """Completes many prompts, as text or as tokens, and waits for all; in the order of the prompts.
 
         More prompts than may wait are submitted as room comes.

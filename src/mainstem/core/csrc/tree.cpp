@@ -24,6 +24,12 @@ void require(bool good, const char* name, std::uint64_t value, const char* allow
   if (!good) throw BadValue{name, std::to_string(value), allowed};
 }
 
+// Where a component's ids begin: the first page from `start` on that has one.
+std::uint32_t first_id(IdSpan ids, std::uint32_t start) {
+  const auto found = std::find_if(ids.begin() + start, ids.end(), [](std::int32_t id) { return id >= 0; });
+  return static_cast<std::uint32_t>(found - ids.begin());
+}
+
 // Length of the common prefix of two byte strings: one memcmp when they agree, otherwise halving.
 std::size_t common_bytes(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
   if (std::memcmp(a, b, n) == 0) return n;
@@ -583,9 +589,7 @@ Index Tree::grow(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32
     const std::uint32_t start = nodes_[node].end();
     std::uint32_t end = pages;
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-      if (rows_[c].kind != Kind::window || ids[c][start] >= 0) continue;
-      const auto begins = std::find_if(ids[c].begin() + start, ids[c].end(), [](std::int32_t id) { return id >= 0; });
-      end = std::min(end, static_cast<std::uint32_t>(begins - ids[c].begin()));
+      if (rows_[c].kind == Kind::window && ids[c][start] < 0) end = std::min(end, first_id(ids[c], start));
     }
     const std::size_t bytes = std::size_t{end - start} * page_bytes_;
     node = add_child(node, Run<std::uint8_t>(key.data() + std::size_t{start} * page_bytes_, bytes), priority);
@@ -642,6 +646,11 @@ InsertResult Tree::insert(std::string_view ns, Bytes key, std::span<const IdSpan
     const std::uint32_t length = std::min(n.pages, pages - at);
     const std::uint32_t same = 1 + common_pages(n.key.data() + page_bytes_, page + page_bytes_, length - 1);
     if (same < n.pages) next = split(next, same);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {  // a window's ids may begin inside the node
+      if (rows_[c].kind != Kind::window || !cell(next, slot(c, tier)).absent()) continue;
+      const std::uint32_t begins = first_id(ids[c], at);
+      if (begins > at && begins < nodes_[next].end()) next = split(next, begins - at);
+    }
     nodes_[next].priority = std::max(nodes_[next].priority, priority);
     fill(next, ids, tier, &result);
     touch(next, tick_);
@@ -786,7 +795,7 @@ std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
 
 bool Tree::only_on(Index node, std::uint32_t tier) const {
   for (std::size_t s = 0; s < slots_; ++s)
-    if (s % tiers_ != tier && !cell(node, s).absent()) return false;
+    if (s % tiers_ != tier && (!cell(node, s).absent() || pins(node, s % tiers_) > 0)) return false;
   return true;
 }
 

@@ -1,0 +1,535 @@
+"""PrefixCache and Lease: who owns a page, how long a hit is, and what an error leaves as it was."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mainstem.cache import Lease, PrefixCache
+from mainstem.errors import BadArgument, BadTokens, LeaseClosed, OutOfPages
+from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
+from mainstem.namespaces import Namespace
+
+
+def owners(cache: PrefixCache) -> tuple[int, int, int]:
+    """Free, cached and private pages, which add up to all."""
+    cache.check()
+    pool = cache.pool
+    assert pool.free + pool.cached + pool.private == pool.total
+    return pool.free, pool.cached, pool.private
+
+
+def run(cache: PrefixCache, tokens: Any, namespace: Any = None) -> Lease:
+    """A prompt computed and published, its lease still open."""
+    lease = cache.lease(tokens, namespace)
+    lease.reserve(lease.length - lease.reserved)
+    lease.publish(lease.length)
+    return lease
+
+
+def serve(cache: PrefixCache, tokens: Any, namespace: Any = None) -> int:
+    """A prompt from lease to finish; its hit."""
+    lease = run(cache, tokens, namespace)
+    lease.finish()
+    return lease.hit
+
+
+# ---------------------------------------------------------------- the hit
+
+
+def test_a_first_request_hits_nothing() -> None:
+    cache = PrefixCache(8, 4)
+    lease = cache.lease([1, 2, 3, 4, 5])
+    assert (lease.hit, lease.hit_tokens, lease.length, lease.reserved, lease.published) == (0, 0, 5, 0, 0)
+    assert lease.page_table.dtype == np.int32
+    assert lease.page_table.tolist() == []
+    lease.abort()
+
+
+def test_a_second_request_hits_the_pages_of_the_first() -> None:
+    cache = PrefixCache(8, 4)
+    first = run(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = cache.lease([1, 2, 3, 4, 5, 6, 7, 8, 0])
+    assert (second.hit, second.reserved, second.published) == (8, 8, 8)
+    assert second.page_table.tolist() == first.page_table.tolist()[:2]
+    first.finish()
+    second.abort()
+    assert owners(cache) == (6, 2, 0)
+
+
+@pytest.mark.parametrize(("size", "hit"), [(1, 7), (2, 6), (4, 4), (8, 0), (16, 0)])
+def test_the_last_position_is_always_left_to_compute(size: int, hit: int) -> None:
+    cache = PrefixCache(32, size)
+    prompt = list(range(8))
+    assert serve(cache, prompt) == 0
+    assert cache.peek(prompt) == hit
+    assert serve(cache, prompt) == hit
+    assert cache.peek([*prompt, 9]) == (hit if size == 16 else 8)
+    owners(cache)
+
+
+def test_a_prompt_of_one_token_never_hits() -> None:
+    cache = PrefixCache(4, 1)
+    assert [serve(cache, [1]) for _ in range(3)] == [0, 0, 0]
+    assert owners(cache) == (3, 1, 0)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    cache = PrefixCache(4, 1)
+    with pytest.raises((BadTokens, BadArgument)):
+        cache.lease([])
+    assert owners(cache) == (4, 0, 0)
+
+
+def test_bad_tokens_leave_the_cache_as_it_was() -> None:
+    cache = PrefixCache(4, 1, keys=TokenKeys(vocab_size=10))
+    lease = cache.lease([1, 2])
+    for call in (lambda: cache.lease([1, 10]), lambda: cache.peek([-1]), lambda: lease.append([3, 11])):
+        with pytest.raises(BadTokens):
+            call()
+    assert lease.length == 2
+    lease.abort()
+    assert owners(cache) == (4, 0, 0)
+
+
+def test_peek_is_what_a_lease_would_hit_and_changes_nothing() -> None:
+    cache = PrefixCache(8, 2)
+    serve(cache, [1, 2, 3, 4])
+    before = cache.stats()
+    assert [cache.peek(prompt) for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 9], [9])] == [4, 2, 2, 0]
+    assert cache.stats() == before
+
+
+def test_namespaces_share_nothing() -> None:
+    cache = PrefixCache(16, 1)
+    serve(cache, [1, 2, 3], Namespace(adapter="a"))
+    assert serve(cache, [1, 2, 3], Namespace(salt="a")) == 0
+    assert serve(cache, [1, 2, 3]) == 0
+    assert serve(cache, [1, 2, 3], Namespace(adapter="a")) == 2
+    assert owners(cache) == (7, 9, 0)
+
+
+# ---------------------------------------------------------------- inside a page
+
+
+class Copies:
+    """Records what a cache asks to copy, and that the owner of each page is right at that time."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, int, int]] = []
+        self.cache: PrefixCache | None = None
+
+    def __call__(self, source: int, target: int, positions: int) -> None:
+        assert self.cache is not None
+        assert (self.cache.pool.owner(source), self.cache.pool.owner(target)) == ("cached", "private")
+        assert source != target
+        self.done.append((source, target, positions))
+
+
+def copying(pages: int, size: int, **options: Any) -> tuple[PrefixCache, Copies]:
+    copies = Copies()
+    copies.cache = PrefixCache(pages, size, copy_page=copies, **options)
+    return copies.cache, copies
+
+
+def test_a_hit_inside_a_page_copies_its_tail_into_a_private_page() -> None:
+    cache, copies = copying(8, 4)
+    first = run(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    second = cache.lease([1, 2, 3, 4, 5, 6, 9])
+    assert (second.hit, second.reserved, second.published) == (6, 6, 4)
+    shared, own = second.page_table.tolist()
+    assert shared == first.page_table[0]
+    assert copies.done == [(int(first.page_table[1]), own, 2)]
+    assert owners(cache) == (5, 2, 1)
+    second.reserve(1)
+    assert len(second.page_table) == 2
+    second.abort()
+    first.finish()
+    assert owners(cache) == (6, 2, 0)
+
+
+def test_backing_off_by_one_copies_the_rest_of_the_last_page() -> None:
+    cache, copies = copying(8, 4)
+    serve(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert cache.peek([1, 2, 3, 4, 5, 6, 7, 8]) == 7
+    lease = cache.lease([1, 2, 3, 4, 5, 6, 7, 8])
+    assert lease.hit == 7
+    assert [positions for *_, positions in copies.done] == [3]
+    lease.reserve(1)
+    lease.publish(8)
+    assert owners(cache) == (6, 2, 0)
+    lease.finish()
+    assert owners(cache) == (6, 2, 0)
+
+
+def test_a_hit_at_a_border_copies_nothing() -> None:
+    cache, copies = copying(8, 4)
+    serve(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert cache.lease([1, 2, 3, 4, 9, 9]).hit == 4
+    assert copies.done == []
+
+
+def test_without_a_page_for_the_tail_the_hit_ends_at_the_border() -> None:
+    cache, copies = copying(2, 4)
+    first = run(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    second = cache.lease([1, 2, 3, 4, 5, 6, 9])
+    assert (second.hit, len(second.page_table)) == (4, 1)
+    assert copies.done == []
+    first.finish()
+    second.abort()
+    assert owners(cache) == (0, 2, 0)
+
+
+def test_the_page_that_is_copied_is_not_evicted_for_its_copy() -> None:
+    cache, copies = copying(1, 4)
+    serve(cache, [1, 2, 3, 4])
+    lease = cache.lease([1, 2, 3, 9])
+    assert (lease.hit, copies.done) == (0, [])
+    lease.abort()
+    assert owners(cache) == (0, 1, 0)
+
+
+def test_another_page_is_evicted_for_the_copy() -> None:
+    cache, copies = copying(2, 4)
+    serve(cache, [1, 2, 3, 4])
+    serve(cache, [5, 6, 7, 8])
+    lease = cache.lease([1, 2, 3, 9])
+    assert (lease.hit, len(copies.done)) == (3, 1)
+    assert owners(cache) == (0, 1, 1)
+    lease.abort()
+
+
+def test_a_lease_without_a_page_for_its_copy_counts_as_one_match() -> None:
+    cache, _ = copying(1, 4)
+    serve(cache, [1, 2, 3, 4])
+    before = cache.tree.stats().match_calls
+    cache.lease([1, 2, 3, 9]).abort()
+    assert cache.tree.stats().match_calls == before + 1
+
+
+def test_an_error_while_copying_leaves_no_lease_behind() -> None:
+    def fail(source: int, target: int, positions: int) -> None:
+        raise ZeroDivisionError
+
+    cache = PrefixCache(4, 4, copy_page=fail)
+    serve(cache, [1, 2, 3, 4])
+    with pytest.raises(ZeroDivisionError):
+        cache.lease([1, 2, 3, 9])
+    assert owners(cache) == (3, 1, 0)
+    assert cache.flush() == 1
+
+
+# ---------------------------------------------------------------- tokens that are not positions
+
+
+def image(number: int, length: int = 8) -> Image:
+    return Image(number.to_bytes(16, "big"), length)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_a_hit_never_cuts_an_image(size: int, copies: bool) -> None:
+    options = {"copy_page": lambda *_: None} if copies else {}
+    cache = PrefixCache(200, size, keys=TypedKeys(), **options)
+    prompt = [1, 2, image(1, 40), 3, image(2, 10), 4]
+    serve(cache, prompt)
+    for asked in (prompt, prompt[:3], prompt[:5], [*prompt[:4], image(3, 10)], [1, 2, image(4, 40), 3]):
+        borders = {0, 1, 2, 42, 43, 53, 54}
+        lease = cache.lease(asked)
+        assert lease.hit in borders
+        assert lease.hit < lease.length
+        assert lease.hit == cache.keys.sequence(asked).floor(lease.hit)
+        assert copies or lease.hit % size == 0
+        assert cache.peek(asked) == lease.hit
+        lease.abort()
+    owners(cache)
+
+
+def test_hit_tokens_count_an_image_once() -> None:
+    cache = PrefixCache(100, 1, keys=TypedKeys())
+    serve(cache, [1, image(1), 2, 3])
+    lease = cache.lease([1, image(1), 2, 9])
+    assert (lease.hit, lease.hit_tokens, lease.length) == (10, 3, 11)
+    lease.abort()
+    alone = cache.lease([1, image(1)])
+    assert (alone.hit, alone.hit_tokens) == (1, 1)
+
+
+def test_bigrams_have_one_position_less_than_tokens() -> None:
+    cache = PrefixCache(16, 1, keys=BigramKeys())
+    serve(cache, [1, 2, 3, 4])
+    lease = cache.lease([1, 2, 3, 9])
+    assert (lease.hit, lease.length) == (2, 3)
+    lease.append([5])
+    assert lease.length == 4
+
+
+# ---------------------------------------------------------------- reserve and publish
+
+
+def test_reserve_counts_positions_and_takes_pages() -> None:
+    cache = PrefixCache(4, 4)
+    lease = cache.lease(list(range(5)))
+    lease.reserve(5)
+    assert (lease.reserved, len(lease.page_table)) == (5, 2)
+    lease.reserve(3)
+    assert (lease.reserved, len(lease.page_table)) == (8, 2)
+    lease.reserve(1)
+    assert (lease.reserved, len(lease.page_table)) == (9, 3)
+    lease.reserve(0)
+    assert owners(cache) == (1, 0, 3)
+    with pytest.raises(BadArgument):
+        lease.reserve(-1)
+    lease.abort()
+
+
+def test_reserve_evicts_what_nobody_holds() -> None:
+    cache = PrefixCache(4, 1)
+    serve(cache, [1, 2, 3])
+    lease = cache.lease([1, 7, 8, 9])
+    lease.reserve(3)
+    assert (lease.hit, owners(cache)) == (1, (0, 1, 3))
+    lease.abort()
+
+
+def test_out_of_pages_changes_nothing() -> None:
+    cache = PrefixCache(6, 1)
+    held = run(cache, [1, 2])
+    serve(cache, [3, 4])
+    lease = cache.lease([5, 6, 7, 8, 9])
+    table, before = lease.page_table.tolist(), owners(cache)
+    with pytest.raises(OutOfPages) as refused:
+        lease.reserve(5)
+    error = refused.value
+    assert (error.needed, error.free, error.evictable, error.total) == (5, 2, 2, 6)
+    assert (owners(cache), lease.page_table.tolist(), lease.reserved) == (before, table, 0)
+    assert cache.peek([3, 4, 5]) == 2
+    lease.reserve(4)
+    assert owners(cache) == (0, 2, 4)
+    lease.abort()
+    held.finish()
+
+
+def test_publish_makes_whole_pages_visible_at_once() -> None:
+    cache = PrefixCache(8, 4)
+    prompt = list(range(10))
+    lease = cache.lease(prompt)
+    lease.reserve(10)
+    assert cache.peek(prompt) == 0
+    lease.publish(7)
+    assert (lease.published, cache.peek(prompt), owners(cache)) == (4, 4, (5, 1, 2))
+    lease.publish(8)
+    lease.publish(3)
+    assert (lease.published, cache.peek(prompt), owners(cache)) == (8, 8, (5, 2, 1))
+    lease.finish(8)
+    assert owners(cache) == (6, 2, 0)
+
+
+@pytest.mark.parametrize("upto", [-1, 5, 7, 100])
+def test_publish_beyond_what_is_reserved_or_known_is_refused(upto: int) -> None:
+    cache = PrefixCache(8, 2)
+    lease = cache.lease([1, 2, 3, 4, 5, 6])
+    lease.reserve(4)
+    with pytest.raises(BadArgument):
+        lease.publish(upto)
+    with pytest.raises(BadArgument):
+        lease.finish(upto)
+    assert (lease.published, owners(cache)) == (0, (6, 0, 2))
+    lease.reserve(8)
+    with pytest.raises(BadArgument):
+        lease.publish(7)
+    lease.abort()
+
+
+def test_a_duplicate_goes_back_and_the_page_table_shows_the_tree() -> None:
+    cache = PrefixCache(8, 1)
+    first, second = cache.lease([1, 2, 3]), cache.lease([1, 2, 4])
+    for lease in (first, second):
+        lease.reserve(3)
+    assert owners(cache) == (2, 0, 6)
+    first.publish(3)
+    second.publish(3)
+    assert owners(cache) == (4, 4, 0)
+    assert second.page_table.tolist()[:2] == first.page_table.tolist()[:2]
+    assert second.page_table[2] != first.page_table[2]
+    first.finish()
+    assert cache.flush() == 1
+    second.finish()
+    assert cache.flush() == 3
+
+
+def test_what_a_lease_holds_is_not_evicted() -> None:
+    cache = PrefixCache(4, 1)
+    first = run(cache, [1, 2, 3])
+    assert cache.flush() == 0
+    first.abort()
+    second = cache.lease([1, 2, 9])
+    assert cache.flush() == 1
+    assert second.page_table.tolist() == first.page_table.tolist()[:2]
+    second.abort()
+
+
+def test_leases_share_a_lock_and_the_last_gives_it_up() -> None:
+    cache = PrefixCache(8, 1)
+    first = run(cache, [1, 2, 3])
+    second = cache.lease([1, 2, 3, 4])
+    first.finish()
+    assert cache.flush() == 0
+    second.abort()
+    assert cache.flush() == 3
+
+
+# ---------------------------------------------------------------- append, finish, abort
+
+
+def test_appended_tokens_are_published_less_the_last() -> None:
+    cache = PrefixCache(16, 1)
+    lease = run(cache, [1, 2, 3])
+    for token in (4, 5, 6):
+        lease.append([token])
+        lease.reserve(1)
+    assert lease.length == 6
+    lease.finish()
+    assert owners(cache) == (11, 5, 0)
+    assert cache.peek([1, 2, 3, 4, 5, 6, 7]) == 5
+
+
+def test_finish_publishes_a_prompt_whole() -> None:
+    cache = PrefixCache(8, 2)
+    lease = cache.lease([1, 2, 3, 4, 5])
+    lease.reserve(5)
+    lease.finish()
+    assert owners(cache) == (6, 2, 0)
+
+
+def test_finish_upto_publishes_so_far_and_not_less_than_was() -> None:
+    cache = PrefixCache(8, 1)
+    lease = cache.lease([1, 2, 3, 4, 5])
+    lease.reserve(5)
+    lease.publish(3)
+    lease.finish(2)
+    assert (cache.peek([1, 2, 3, 4, 5]), owners(cache)) == (3, (5, 3, 0))
+
+
+def test_abort_publishes_nothing_more() -> None:
+    cache = PrefixCache(8, 1)
+    lease = cache.lease([1, 2, 3, 4])
+    lease.reserve(4)
+    lease.publish(2)
+    lease.abort()
+    assert (cache.peek([1, 2, 3, 4]), owners(cache)) == (2, (6, 2, 0))
+
+
+def test_a_second_end_does_nothing_and_other_calls_are_refused() -> None:
+    cache = PrefixCache(8, 1)
+    for end in ("finish", "abort"):
+        lease = run(cache, [1, 2, 3])
+        getattr(lease, end)()
+        before = owners(cache)
+        lease.finish()
+        lease.abort()
+        for call in (lambda: lease.reserve(1), lambda: lease.publish(1), lambda: lease.append([1])):  # noqa: B023
+            with pytest.raises(LeaseClosed):
+                call()
+        assert owners(cache) == before
+
+
+def test_a_lease_left_by_an_exception_aborts() -> None:
+    cache = PrefixCache(8, 1)
+    with pytest.raises(BadArgument), cache.lease([1, 2, 3]) as lease:  # noqa: PT012
+        lease.reserve(3)
+        lease.publish(4)
+    assert owners(cache) == (8, 0, 0)
+
+
+def test_a_lease_that_was_forgotten_is_named_and_taken_back() -> None:
+    cache = PrefixCache(8, 1)
+    lease = run(cache, [1, 2, 3])
+    lease.append([4])
+    lease.reserve(1)
+    with pytest.warns(ResourceWarning, match="lease"):  # noqa: PT031
+        del lease
+        gc.collect()
+    cache.lease([9]).abort()
+    assert owners(cache) == (5, 3, 0)
+    assert cache.flush() == 3
+
+
+def test_a_lease_left_quietly_leaves_nothing_private_or_locked() -> None:
+    cache = PrefixCache(8, 1)
+    with cache.lease([1, 2, 3]) as lease:
+        lease.reserve(3)
+        lease.publish(3)
+    assert owners(cache) == (5, 3, 0)
+    assert cache.flush() == 3
+
+
+# ---------------------------------------------------------------- the cache switched off
+
+
+def test_a_disabled_cache_forgets() -> None:
+    cache = PrefixCache(8, 2, enabled=False)
+    first = run(cache, [1, 2, 3, 4])
+    assert owners(cache) == (6, 0, 2)
+    assert cache.peek([1, 2, 3, 4, 5]) == 0
+    second = cache.lease([1, 2, 3, 4])
+    assert second.hit == 0
+    with pytest.raises(BadArgument):
+        second.publish(1)
+    first.append([5])
+    first.finish()
+    second.abort()
+    assert owners(cache) == (8, 0, 0)
+
+
+# ---------------------------------------------------------------- statistics and arguments
+
+
+def test_flush_says_how_many_pages_it_freed() -> None:
+    cache = PrefixCache(8, 1)
+    serve(cache, [1, 2, 3])
+    held = run(cache, [1, 5])
+    assert cache.flush() == 2
+    assert owners(cache) == (6, 2, 0)
+    held.abort()
+    assert cache.flush() == 2
+    assert cache.flush() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pages": 0},
+        {"pages": -1},
+        {"page_size": 0},
+        {"page_size": -4},
+        {"policy": "best"},
+    ],
+)
+def test_a_cache_out_of_range_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument):
+        PrefixCache(**{"pages": 8, **options})
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"])
+def test_every_policy_serves(policy: str) -> None:
+    cache = PrefixCache(6, 2, policy=policy)
+    for prompt in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8, 9, 0], [1, 2, 3, 4, 5, 6], [0] * 12):
+        serve(cache, prompt)
+        owners(cache)
+    assert cache.flush() > 0
+
+
+def test_a_priority_of_a_lease_reaches_the_policy() -> None:
+    cache = PrefixCache(4, 1, policy="priority")
+    for tokens, priority in (([1, 2], 5), ([3, 4], 0)):
+        with cache.lease(tokens, priority=priority) as lease:
+            lease.reserve(2)
+            lease.publish(2)
+    lease = cache.lease([9, 9])
+    lease.reserve(2)
+    assert (cache.peek([1, 2, 0]), cache.peek([3, 4, 0])) == (2, 0)
+    lease.abort()

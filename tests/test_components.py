@@ -1,0 +1,381 @@
+"""Components and tiers: where a match may end, what a split, a lock and an eviction do, for each row of the table."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mainstem.components import Full, State, Window
+from mainstem.errors import BadArgument
+from mainstem.tree import Tree
+
+
+def windowed(window: int = 3, size: int = 1) -> Tree:
+    return Tree(page_size=size, components=(Full(), Window(window)))
+
+
+def stateful() -> Tree:
+    return Tree(page_size=1, components=(Full(), State()))
+
+
+def freed(parts: list[Any]) -> list[list[int]]:
+    return [sorted(part.tolist()) for part in parts]
+
+
+# ---------------------------------------------------------------- window
+
+
+def test_a_match_may_end_where_the_last_symbols_are_present() -> None:
+    tree = windowed()
+    tree.insert(list(range(8)), [range(8), [-1] * 3 + [13, 14, 15, 16, 17]])
+    lengths = [tree.match(list(range(end))).length for end in range(9)]
+    assert lengths == [0, 0, 0, 0, 0, 0, 6, 7, 8]
+    assert tree.match(list(range(5))).reach == 5
+    tree.check()
+
+
+def test_a_short_prefix_needs_all_of_itself() -> None:
+    tree = windowed()
+    tree.insert([1, 2, 3, 4, 5], [range(5), range(10, 15)])
+    assert [tree.match([1, 2, 3, 4, 5][:end]).length for end in range(6)] == list(range(6))
+
+
+def test_a_window_counts_symbols_and_needs_whole_pages() -> None:
+    tree = windowed(window=5, size=4)
+    tree.insert(list(range(16)), [range(4), [-1, 11, 12, 13]])
+    assert [tree.match(list(range(end))).length for end in (4, 8, 12, 16)] == [0, 0, 12, 16]
+    tree.check()
+
+
+def test_window_pages_go_oldest_first_and_leave_the_full_ones() -> None:
+    tree = windowed()
+    tree.insert(list(range(8)), [range(8), range(10, 18)])
+    assert freed(tree.evict(5, "window")) == [[], [10, 11, 12, 13, 14]]
+    assert tree.match(list(range(8))).length == 8
+    assert freed(tree.evict(1, "window")) == [[], [15]]
+    found = tree.match(list(range(8)))
+    assert (found.length, found.reach) == (0, 8)
+    tree.check()
+
+
+def test_full_pages_take_the_window_with_them() -> None:
+    tree = windowed()
+    tree.insert(list(range(4)), [range(4), range(10, 14)])
+    assert freed(tree.evict(2)) == [[2, 3], [12, 13]]
+    assert tree.match(list(range(4))).length == 2
+    assert freed(tree.flush()) == [[0, 1], [10, 11]]
+    tree.check()
+
+
+def test_a_lock_holds_the_whole_prefix_and_the_last_window() -> None:
+    tree = windowed()
+    node = tree.insert(list(range(8)), [range(8), range(10, 18)]).node
+    tree.lock(node)
+    assert freed(tree.evict(9)) == [[], []]
+    assert freed(tree.evict(9, "window")) == [[], [10, 11, 12, 13, 14]]
+    assert tree.match(list(range(8))).length == 8
+    tree.unlock(node)
+    assert freed(tree.evict(9, "window")) == [[], [15, 16, 17]]
+    tree.check()
+
+
+def test_a_window_that_was_evicted_can_be_published_again() -> None:
+    tree = windowed()
+    prefix = list(range(8))
+    tree.insert(prefix, [range(8), range(10, 18)])
+    tree.evict(8, "window")
+    assert tree.match(prefix).length == 0
+    tree.insert(prefix, [range(20, 28), [-1] * 5 + [25, 26, 27]])
+    assert tree.match(prefix).length == 8
+    assert tree.pages(tree.match(prefix).node, "window").tolist() == [-1] * 5 + [25, 26, 27]
+    tree.check()
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_a_match_may_end_only_where_a_state_stands() -> None:
+    tree = stateful()
+    tree.insert([1, 2], [range(2), [50]])
+    tree.insert([1, 2, 3, 4, 5], [range(5), [51]])
+    lengths = [tree.match([1, 2, 3, 4, 5][:end]).length for end in range(6)]
+    assert lengths == [0, 0, 2, 2, 2, 5]
+    found = tree.match([1, 2, 3, 4, 9])
+    assert (found.length, found.reach, found.pages.tolist()) == (2, 4, [0, 1])
+    tree.check()
+
+
+def test_a_split_leaves_the_state_with_the_lower_half() -> None:
+    tree = stateful()
+    tree.insert([1, 2, 3, 4], [range(4), [50]])
+    tree.insert([1, 2, 9], [[0, 1, 8], [51]])
+    assert tree.match([1, 2]).length == 0
+    assert tree.match([1, 2, 3, 4]).length == 4
+    assert tree.match([1, 2, 9]).length == 3
+    tree.insert([1, 2], [[0, 1], [52]])
+    assert tree.match([1, 2, 7]).length == 2
+    tree.check()
+
+
+def test_a_state_goes_alone_or_with_its_leaf() -> None:
+    tree = stateful()
+    tree.insert([1, 2], [range(2), [50]])
+    tree.insert([1, 2, 3], [range(3), [51]])
+    assert freed(tree.evict(1, "state")) == [[], [50]]
+    assert (tree.match([1, 2]).length, tree.match([1, 2, 3]).length) == (0, 3)
+    assert freed(tree.evict(1)) == [[2], [51]]
+    assert (tree.match([1, 2, 3]).length, tree.match([1, 2, 3]).reach) == (0, 2)
+    tree.check()
+
+
+def test_a_lock_holds_the_state_it_ends_at() -> None:
+    tree = stateful()
+    tree.insert([1, 2], [range(2), [50]])
+    node = tree.insert([1, 2, 3], [range(3), [51]]).node
+    tree.lock(node)
+    assert freed(tree.evict(9, "state")) == [[], [50]]
+    tree.unlock(node)
+    assert freed(tree.evict(9, "state")) == [[], [51]]
+    tree.check()
+
+
+def test_a_second_state_at_the_same_place_is_not_taken() -> None:
+    tree = stateful()
+    tree.insert([1, 2], [range(2), [50]])
+    node = tree.insert([1, 2], [range(2), [60]]).node
+    assert tree.pages(node, "state").tolist() == [-1, 50]
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [range(3)],
+        [range(3), range(3)],
+        [range(3), [-5]],
+        [range(2), []],
+        [range(3), [1], [2]],
+    ],
+)
+def test_ids_that_do_not_fit_the_components_are_refused(pages: list[Any]) -> None:
+    tree = stateful()
+    with pytest.raises(BadArgument):
+        tree.insert([1, 2, 3], pages)
+    assert tree.stats().nodes == 0
+
+
+def test_a_hole_inside_a_window_is_refused() -> None:
+    with pytest.raises(BadArgument):
+        windowed().insert([1, 2, 3], [range(3), [10, -1, 12]])
+
+
+def test_an_unknown_component_is_refused() -> None:
+    for call in (lambda tree: tree.evict(1, "state"), lambda tree: tree.pages(0, "window")):
+        with pytest.raises(BadArgument, match="full"):
+            call(Tree())
+
+
+# ---------------------------------------------------------------- tiers
+
+
+def backed_up() -> tuple[Tree, int]:
+    """[1, 2, 3] on the device (pages 0 to 2) and on the host (pages 10 to 12)."""
+    tree = Tree(page_size=1, tiers=2)
+    node = tree.insert([1, 2, 3], range(3)).node
+    tree.attach(node, range(10, 13), tier=1)
+    tree.commit(node, tier=1)
+    return tree, node
+
+
+def test_a_prefix_that_left_the_device_is_still_known_on_the_host() -> None:
+    tree, node = backed_up()
+    assert freed(tree.evict(2)) == [[1, 2]]
+    found = tree.match([1, 2, 3, 4])
+    assert (found.length, found.host_length, found.host_node) == (1, 2, node)
+    assert freed(tree.evict(1)) == [[0]]
+    assert (tree.match([1, 2, 3]).length, tree.match([1, 2, 3]).host_length) == (0, 3)
+    tree.check()
+
+
+def test_load_back_makes_it_matchable_again() -> None:
+    tree, _ = backed_up()
+    tree.evict(3)
+    node = tree.match([1, 2, 3]).host_node
+    tree.attach(node, range(20, 23), tier=0)
+    assert tree.match([1, 2, 3]).length == 0
+    assert freed(tree.evict(3, tier=0)) == [[]]
+    tree.commit(node)
+    assert tree.match([1, 2, 3]).pages.tolist() == [20, 21, 22]
+    tree.check()
+
+
+def test_a_backup_that_fails_leaves_the_device_as_it_was() -> None:
+    tree = Tree(page_size=1, tiers=2)
+    node = tree.insert([1, 2], range(2)).node
+    tree.attach(node, [10, 11], tier=1)
+    assert tree.match([1, 2, 3]).host_length == 0
+    assert freed(tree.cancel(node, tier=1)) == [[10, 11]]
+    assert tree.match([1, 2]).length == 2
+    tree.check()
+
+
+def test_a_split_divides_a_backup_that_is_on_its_way() -> None:
+    tree = Tree(page_size=1, tiers=2)
+    node = tree.insert([1, 2, 3, 4], range(4)).node
+    tree.attach(node, range(10, 14), tier=1)
+    tree.match([1, 2, 9])
+    tree.check()
+    tree.commit(node, tier=1)
+    assert freed(tree.evict(4)) == [[0, 1, 2, 3]]
+    assert tree.match([1, 2, 9]).host_length == 2
+    tree.check()
+
+
+def test_a_child_is_not_backed_up_before_its_parent() -> None:
+    tree = Tree(page_size=1, tiers=2)
+    parent = tree.insert([1], [0]).node
+    child = tree.insert([1, 2], [0, 1]).node
+    with pytest.raises(BadArgument):
+        tree.attach(child, [10], tier=1)
+    tree.attach(parent, [11], tier=1)
+    with pytest.raises(BadArgument):
+        tree.attach(parent, [12], tier=1)
+    tree.check()
+
+
+def test_a_lock_on_one_tier_outlives_eviction_from_another() -> None:
+    tree = Tree(page_size=1, tiers=2)
+    node = tree.insert([1, 2, 3], range(3)).node
+    tree.lock(node, tier=1)
+    tree.evict(1)
+    tree.check()
+    tree.unlock(node, tier=1)
+    tree.check()
+
+
+def test_what_is_on_no_tier_is_gone() -> None:
+    tree, _ = backed_up()
+    tree.evict(3)
+    assert freed(tree.evict(3, tier=1)) == [[10, 11, 12]]
+    assert (tree.stats().nodes, tree.stats().namespaces) == (0, 0)
+    tree.check()
+
+
+# ---------------------------------------------------------------- all of it against a plain model
+
+
+class Residency:
+    """What is present, by component and prefix; where a match may end follows from it."""
+
+    def __init__(self, size: int, window: int | None, state: bool) -> None:
+        self.size, self.window, self.state = size, window, state
+        self.held: list[dict[tuple[int, ...], int]] = [{} for _ in range(1 + (window is not None) + state)]
+
+    def allows(self, prefix: tuple[int, ...]) -> bool:
+        fronts = [prefix[:end] for end in range(self.size, len(prefix) + 1, self.size)]
+        needed = fronts[max(len(prefix) - (self.window or 0), 0) // self.size :] if self.window else []
+        return (
+            all(front in self.held[0] for front in fronts)
+            and all(front in self.held[1] for front in needed)
+            and (not self.state or prefix in self.held[-1])
+        )
+
+    def match(self, tokens: list[int]) -> int:
+        ends = range(self.size, len(tokens) + 1, self.size)
+        return max((end for end in ends if self.allows(tuple(tokens[:end]))), default=0)
+
+    def needed_by(self, prefix: tuple[int, ...], component: int) -> set[tuple[int, ...]]:
+        fronts = [prefix[:end] for end in range(self.size, len(prefix) + 1, self.size)]
+        if component == 0:
+            return set(fronts)
+        if self.window and component == 1:
+            return set(fronts[max(len(prefix) - self.window, 0) // self.size :])
+        return {prefix}
+
+
+class World:
+    """A tree with several components, and what is known to be in it."""
+
+    def __init__(self, size: int, window: int | None, state: bool) -> None:
+        components = (Full(), *([Window(window)] if window else []), *([State()] if state else []))
+        self.tree = Tree(page_size=size, components=components)
+        self.model = Residency(size, window, state)
+        self.names = [component.name for component in components]
+        self.locked: list[tuple[int, tuple[int, ...]]] = []
+        self.next_id = 0
+
+    def new_ids(self, count: int, behind_window: int = 0) -> list[int]:
+        ids = list(range(self.next_id, self.next_id + count))
+        self.next_id += count
+        return [-1] * behind_window + ids[behind_window:]
+
+    def insert(self, tokens: list[int], rng: random.Random) -> None:
+        pages = len(tokens) // self.model.size
+        columns = [self.new_ids(pages)]
+        if self.model.window:
+            behind = max(pages * self.model.size - self.model.window, 0) // self.model.size
+            columns.append(self.new_ids(pages, rng.choice([0, behind])))
+        if self.model.state:
+            columns.append(self.new_ids(int(pages > 0 and rng.random() < 0.7)))
+        added = self.tree.insert(tokens, columns)
+        assert added.length == pages * self.model.size
+        for component, (name, column) in enumerate(zip(self.names, columns, strict=True)):
+            in_tree = self.tree.pages(added.node, name).tolist() if pages else []
+            offered = [-1] * (pages - len(column)) + column if name == "state" else column
+            for page, (real, given) in enumerate(zip(in_tree, offered, strict=True)):
+                front = tuple(tokens[: (page + 1) * self.model.size])
+                assert real == self.model.held[component].get(front, given)
+                if real >= 0:
+                    self.model.held[component][front] = real
+
+    def match(self, tokens: list[int], lock: bool) -> None:
+        found = self.tree.match(tokens)
+        assert found.length == self.model.match(tokens)
+        prefix = tuple(tokens[: found.length])
+        assert found.pages.tolist() == [self.model.held[0][front] for front in sorted(self.model.needed_by(prefix, 0))]
+        if lock and found.node:
+            self.tree.lock(found.node)
+            self.locked.append((found.node, prefix))
+
+    def unlock(self, rng: random.Random) -> None:
+        node, prefix = self.locked.pop(rng.randrange(len(self.locked)))
+        assert self.tree.peek(list(prefix)) == len(prefix)
+        self.tree.unlock(node)
+
+    def evict(self, count: int, component: int) -> None:
+        parts = self.tree.evict(count, self.names[component])
+        assert len(parts[component]) <= count
+        for row, part in enumerate(parts):
+            kept = {front for _, prefix in self.locked for front in self.model.needed_by(prefix, row)}
+            places = {page: front for front, page in self.model.held[row].items()}
+            for page in part.tolist():
+                assert places[page] not in kept
+                del self.model.held[row][places[page]]
+        full = self.model.held[0]
+        assert all(len(front) == self.model.size or front[: -self.model.size] in full for front in full)
+
+    def step(self, rng: random.Random) -> None:
+        tokens = [int(rng.random() < 0.3) for _ in range(rng.randrange(8 * self.model.size))]
+        roll = rng.random()
+        if roll < 0.4:
+            self.insert(tokens, rng)
+        elif roll < 0.7:
+            self.match(tokens, rng.random() < 0.3)
+        elif roll < 0.8 and self.locked:
+            self.unlock(rng)
+        else:
+            self.evict(rng.randrange(5), rng.randrange(len(self.names)))
+        self.tree.check()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("window", "state"), [(3, False), (1, False), (None, True), (3, True), (1, True)])
+def test_a_match_ends_where_every_component_allows_it(size: int, window: int | None, state: bool) -> None:
+    world, rng = World(size, window, state), random.Random(f"{size} {window} {state}")
+    for _ in range(600):
+        world.step(rng)
+    for node, _ in world.locked:
+        world.tree.unlock(node)
+    world.tree.flush()
+    assert (world.tree.stats().nodes, world.tree.stats().cached_pages) == (0, 0)

@@ -1,0 +1,129 @@
+"""The same prompt gives the same tokens, whatever the engine does: cold, warm, in chunks, in any batch, set back.
+
+Greedy tokens and logprobs are compared with plain transformers, computed without a cache of any kind. Bound: float32,
+and natural logprobs within 1e-3.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, VOCAB, loaded, tiny
+
+from mainstem.runtime.engine import Engine, EngineConfig
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.request import Completion, Request, SamplingParams
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+LOGPROB_TOLERANCE = 1e-3
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Greedy = list[tuple[int, float]]
+"""Tokens, and their logprobs."""
+
+
+class Tokenizer:
+    """A letter for each token."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: object) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def plain(model: Any) -> Callable[[Sequence[int], int], Greedy]:
+    """Greedy decoding by whole forwards: nothing is ever reused."""
+    model.set_attn_implementation("eager")
+
+    @functools.cache
+    def next_token(tokens: tuple[int, ...]) -> tuple[int, float]:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
+        best = int(logits.argmax())
+        return best, float(torch.log_softmax(logits, dim=-1)[best])
+
+    def greedy(prompt: Sequence[int], new: int) -> Greedy:
+        tokens, made = tuple(prompt), []
+        for _ in range(new):
+            made.append(next_token(tokens))
+            tokens += (made[-1][0],)
+        return made
+
+    return greedy
+
+
+def ask(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[Completion]:
+    """All prompts at once."""
+    params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0)
+    streams = [engine.submit(Request(np.array(prompt), params)) for prompt in prompts]
+    return [stream.result(timeout_s=120) for stream in streams]
+
+
+def same(completion: Completion, expected: Greedy) -> None:
+    assert list(completion.tokens) == [token for token, _ in expected]
+    for got, (_, logprob) in zip(completion.logprobs, expected, strict=True):
+        assert abs(got.logprob - logprob) < LOGPROB_TOLERANCE
+
+
+@functools.cache
+def tiny_pair(family: str) -> tuple[LoadedModel, Callable[[Sequence[int], int], Greedy]]:
+    model = tiny(family, **FAMILIES[family])
+    made = loaded(model)
+    return LoadedModel(made.model, Tokenizer(), family, made.dtype, made.max_context), plain(copy.deepcopy(model))  # type: ignore[arg-type]
+
+
+def family_of_prompts(vocab: int, shared: int, suffixes: Sequence[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    prefix = [rng.randrange(vocab) for _ in range(shared)]
+    return [prefix + [rng.randrange(vocab) for _ in range(n)] for n in suffixes]
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(pages=100, page_size=16),
+        EngineConfig(pages=200, page_size=8, chunk_tokens=7),
+        EngineConfig(pages=500, page_size=1, chunk_tokens=40),
+        EngineConfig(pages=100, page_size=16, cache=False),
+        EngineConfig(pages=17, page_size=5, chunk_tokens=16),  # too few for all at once: some are set back
+    ],
+    ids=["whole", "chunks", "page 1", "no cache", "few pages"],
+)
+def test_cold_warm_chunked_and_batched_give_the_same_tokens(family: str, config: EngineConfig) -> None:
+    model, greedy = tiny_pair(family)
+    prompts = family_of_prompts(VOCAB, 43, [1, 6, 20, 9])
+    with Engine(model, config) as engine:
+        for prompt in prompts:  # one by one: the first is cold, the others are warm
+            (alone,) = ask(engine, [prompt], 8)
+            same(alone, greedy(prompt, 8))
+        assert (alone.usage.cached_tokens > 0) == config.cache
+        for completion, prompt in zip(ask(engine, prompts, 8), prompts, strict=True):  # all together, warm
+            same(completion, greedy(prompt, 8))
+        engine.flush()
+        for completion, prompt in zip(ask(engine, prompts, 8), prompts, strict=True):  # all together, cold
+            same(completion, greedy(prompt, 8))
+
+
+@pytest.mark.model
+def test_the_real_model_gives_the_same_tokens(smollm2: LoadedModel) -> None:
+    greedy = plain(copy.deepcopy(smollm2.model))
+    text = "The harbour of Kelder Point was dug by salt traders, and its lighthouse is forty-one metres tall. " * 4
+    shared = smollm2.tokenizer.encode(text)
+    prompts = [shared + smollm2.tokenizer.encode(q) for q in ("How tall is the lighthouse?", "Who dug it?", "It")]
+    expected = [greedy(prompt, 6) for prompt in prompts]
+    with Engine(smollm2, EngineConfig(pages=64, page_size=16, chunk_tokens=33)) as engine:
+        for completion, wanted in zip(ask(engine, prompts, 6), expected, strict=True):
+            same(completion, wanted)
+        for prompt, wanted in zip(prompts, expected, strict=True):
+            (warm,) = ask(engine, [prompt], 6)
+            assert warm.usage.cached_tokens >= len(prompt) - 1 - 16
+            same(warm, wanted)

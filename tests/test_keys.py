@@ -1,0 +1,285 @@
+"""Keys: what a token sequence is in symbols of fixed width, and which sequences are none."""
+
+from __future__ import annotations
+
+import array
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mainstem.errors import BadArgument, BadTokens
+from mainstem.keys import BigramKeys, Coordinate, HashKeys, Image, Size, Text, TokenKeys, TypedKeys, hash_blocks
+
+CAT, DOG = Image(bytes(16), 8), Image(bytes(15) + b"\x01", 8)
+
+
+# ---------------------------------------------------------------- token ids
+
+FORMS = [
+    list,
+    tuple,
+    *(lambda ids, kind=kind: np.array(ids, dtype=kind) for kind in ("u1", "i2", "u2", "i4", "u4", "i8", "u8")),
+    lambda ids: np.repeat(np.array(ids, dtype=np.int64), 2)[::2],
+    *(lambda ids, code=code: array.array(code, ids) for code in "bHiIlq"),
+    lambda ids: struct.pack(f"{len(ids)}I", *ids),
+    lambda ids: [np.int64(token) for token in ids],
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_token_sequence_is_the_same_key(form: Any) -> None:
+    ids = [0, 1, 2, 100, 127]
+    assert TokenKeys().encode(form(ids)) == struct.pack("5I", *ids)
+    assert TokenKeys().encode(form([])) == b""
+
+
+def test_token_ids_may_be_any_31_bits() -> None:
+    keys = TokenKeys()
+    assert keys.symbol_bytes == 4
+    assert keys.encode([2**31 - 1]) == struct.pack("I", 2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position", "value"),
+    [
+        ([1, -1], 1, -1),
+        ([1, 2, 2**31], 2, 2**31),
+        ([2**70], 0, 2**70),
+        ((3, -(2**40)), 1, -(2**40)),
+        (np.array([1, -7], dtype=np.int8), 1, -7),
+        (np.array([1, 2**31], dtype=np.uint32), 1, 2**31),
+        (np.array([2**63], dtype=np.uint64), 0, 2**63),
+        (np.array([5, -(2**62)], dtype=np.int64), 1, -(2**62)),
+        (array.array("q", [0, 2**33]), 1, 2**33),
+        (struct.pack("2I", 4, 2**32 - 1), 1, 2**32 - 1),
+    ],
+)
+def test_ids_out_of_range_are_named(tokens: Any, position: int, value: int) -> None:
+    with pytest.raises(BadTokens) as refused:
+        TokenKeys().encode(tokens)
+    assert str(position) in str(refused.value)
+    assert str(value) in str(refused.value)
+
+
+def test_the_vocabulary_bounds_the_ids() -> None:
+    keys = TokenKeys(vocab_size=100)
+    assert len(keys.encode([0, 99])) == 8
+    for tokens in ([5, 100], np.array([5, 100]), array.array("i", [5, 100]), struct.pack("2I", 5, 100)):
+        with pytest.raises(BadTokens, match="100"):
+            keys.encode(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1, 2.0],
+        [1.5],
+        ["a"],
+        "abc",
+        [[1], [2]],
+        [None],
+        [1, True],
+        [np.bool_(True)],
+        np.array([1.0, 2.0]),
+        np.array([[1, 2], [3, 4]]),
+        np.array([True, False]),
+        np.array(["1"]),
+        np.array([1], dtype=">i4"),
+        np.array(["2020"], dtype="M8[s]"),
+        np.array([1], dtype=object),
+        np.array(3),
+        array.array("d", [1.0]),
+        b"abcde",
+        5,
+        None,
+        {1: 2},
+    ],
+)
+def test_what_is_no_sequence_of_ids_is_refused(tokens: Any) -> None:
+    with pytest.raises(BadTokens):
+        TokenKeys().encode(tokens)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
+def test_token_keys_are_the_ids_in_four_bytes_each(ids: list[int]) -> None:
+    expected = struct.pack(f"{len(ids)}I", *ids)
+    assert TokenKeys().encode(ids) == TokenKeys().encode(np.array(ids, dtype=np.int64)) == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31 + 1])
+def test_a_vocabulary_has_a_size(size: int) -> None:
+    with pytest.raises(BadArgument):
+        TokenKeys(vocab_size=size)
+
+
+def test_a_sequence_grows() -> None:
+    sequence = TokenKeys().sequence([1, 2, 3])
+    sequence.append([4, 5])
+    assert len(sequence) == 5
+    assert bytes(sequence.data) == TokenKeys().encode([1, 2, 3, 4, 5])
+    assert [sequence.floor(position) for position in range(6)] == list(range(6))
+    assert sequence.tokens_at(4) == 4
+
+
+def test_a_refused_append_changes_nothing() -> None:
+    for keys in (TokenKeys(), BigramKeys(), TypedKeys()):
+        sequence = keys.sequence([1, 2, 3])
+        before = bytes(sequence.data)
+        with pytest.raises(BadTokens):
+            sequence.append([4, -5])
+        assert bytes(sequence.data) == before
+
+
+# ---------------------------------------------------------------- bigrams
+
+
+def test_n_tokens_are_n_less_one_bigrams() -> None:
+    keys = BigramKeys()
+    assert keys.symbol_bytes == 8
+    assert keys.encode([1, 2, 3, 4]) == struct.pack("6I", 1, 2, 2, 3, 3, 4)
+    assert keys.encode([1]) == keys.encode([]) == b""
+
+
+def test_bigrams_refuse_what_tokens_refuse() -> None:
+    with pytest.raises(BadTokens):
+        BigramKeys().encode([1, -2])
+    with pytest.raises(BadTokens):
+        BigramKeys(vocab_size=3).encode([1, 3])
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.lists(st.integers(0, 9), max_size=12))
+def test_a_bigram_sequence_grows_as_if_it_had_come_at_once(first: list[int], second: list[int]) -> None:
+    sequence = BigramKeys().sequence(first)
+    sequence.append(second)
+    assert bytes(sequence.data) == BigramKeys().encode(first + second)
+    assert len(sequence) == max(0, len(first + second) - 1)
+
+
+# ---------------------------------------------------------------- block hashes
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_a_block_hash_is_one_symbol(width: int) -> None:
+    keys = HashKeys(width)
+    hashes = hash_blocks(list(range(40)), 16, width)
+    assert keys.symbol_bytes == width
+    assert len(hashes) == 2 * width
+    assert keys.encode(hashes) == hashes
+    assert len(keys.sequence(hashes)) == 2
+
+
+def test_hash_keys_refuse_a_broken_symbol_and_other_widths() -> None:
+    with pytest.raises(BadTokens):
+        HashKeys(16).encode(bytes(17))
+    with pytest.raises(BadArgument):
+        HashKeys(4)
+    with pytest.raises(BadArgument):
+        hash_blocks([1, 2], 1, width=4)
+    with pytest.raises(BadArgument):
+        hash_blocks([1, 2], 0)
+
+
+def test_a_block_hash_depends_on_every_token_before() -> None:
+    def chain(tokens: list[int], **options: Any) -> list[bytes]:
+        hashes = hash_blocks(tokens, 4, **options)
+        return [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
+
+    base = chain([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert len(base) == 2
+    assert chain([1, 2, 3, 4, 5, 6, 7, 8]) == base
+    changed_late, changed_early = chain([1, 2, 3, 4, 5, 6, 7, 0]), chain([0, 2, 3, 4, 5, 6, 7, 8])
+    assert changed_late[0] == base[0]
+    assert changed_late[1] != base[1]
+    assert not set(changed_early) & set(base)
+    assert not set(chain([1, 2, 3, 4, 5, 6, 7, 8], seed=b"other")) & set(base)
+    assert len(set(chain([1] * 40))) == 10
+
+
+# ---------------------------------------------------------------- typed tokens
+
+
+def test_an_image_takes_as_many_positions_as_it_says() -> None:
+    sequence = TypedKeys().sequence([Text(1), CAT, Coordinate(5), Size(3, 4)])
+    assert len(sequence) == 1 + 8 + 1 + 1
+    assert len(sequence.data) == 4 * len(sequence)
+
+
+def test_plain_integers_are_text() -> None:
+    assert TypedKeys().encode([1, CAT, 2]) == TypedKeys().encode([Text(1), CAT, Text(2)])
+    assert TypedKeys().encode([1, 2]) == TokenKeys().encode([1, 2])
+    assert TypedKeys().encode(np.array([1, 2])) == TokenKeys().encode([1, 2])
+
+
+def test_no_two_kinds_of_token_share_a_symbol() -> None:
+    keys = TypedKeys()
+    sizes = [Size(width, height) for width in range(0, 1024, 31) for height in range(1024)]
+    tokens = [*range(1024), *map(Coordinate, range(1024)), *sizes]
+    symbols = [keys.encode([token]) for token in tokens]
+    assert len(set(symbols)) == len(symbols)
+    images = {keys.encode([image])[at : at + 4] for image in (CAT, DOG) for at in range(0, 32, 4)}
+    assert not images & set(symbols)
+
+
+def test_two_images_part_at_their_first_symbol() -> None:
+    keys = TypedKeys()
+    cats = [keys.encode([Image(number.to_bytes(16, "big"), 8)]) for number in range(300)]
+    assert len({cat[:4] for cat in cats}) >= 299
+    assert len(set(cats)) == 300
+
+
+@pytest.mark.parametrize("bit", range(0, 128, 9))
+def test_the_whole_identity_of_an_image_is_in_its_symbols(bit: int) -> None:
+    identity = (1 << bit).to_bytes(16, "little")
+    assert TypedKeys().encode([Image(identity, 5)]) != TypedKeys().encode([Image(bytes(16), 5)])
+
+
+def test_the_length_of_an_image_is_part_of_its_identity() -> None:
+    short, long = (TypedKeys().encode([Image(bytes(16), length)]) for length in (8, 9))
+    assert long[: len(short)] != short
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Image(bytes(15), 8),
+        lambda: Image(bytes(16), 4),
+        lambda: Image(bytes(16), 0),
+        lambda: Coordinate(1024),
+        lambda: Coordinate(-1),
+        lambda: Size(0, 1024),
+        lambda: Size(-1, 0),
+        lambda: Text(-1),
+        lambda: Text(2**31),
+        lambda: "text",
+        lambda: 1.0,
+        lambda: True,
+    ],
+)
+def test_a_token_out_of_range_is_refused(make: Any) -> None:
+    with pytest.raises((BadTokens, BadArgument)):
+        TypedKeys().encode([1, make()])
+
+
+@pytest.mark.parametrize("tokens", [5, None, "text", np.array([1.5])])
+def test_what_is_no_sequence_of_typed_tokens_is_refused(tokens: Any) -> None:
+    with pytest.raises(BadTokens):
+        TypedKeys().encode(tokens)
+
+
+def test_typed_text_keeps_to_the_vocabulary() -> None:
+    with pytest.raises(BadTokens):
+        TypedKeys(vocab_size=10).encode([Text(10)])
+    with pytest.raises(BadTokens):
+        TypedKeys(vocab_size=10).encode([3, 10])
+
+
+def test_no_position_inside_an_image_is_a_border() -> None:
+    sequence = TypedKeys().sequence([1, CAT, 2, DOG])
+    assert [sequence.floor(position) for position in range(19)] == [0, *[1] * 8, 9, *[10] * 8, 18]
+    assert [sequence.tokens_at(position) for position in (0, 1, 8, 9, 10, 17, 18)] == [0, 1, 1, 2, 3, 3, 4]
+    sequence.append([CAT, 3])
+    assert (len(sequence), sequence.floor(25), sequence.tokens_at(26), sequence.tokens_at(27)) == (27, 18, 5, 6)

@@ -1,0 +1,126 @@
+"""The reference model does, on cases small enough to check by eye, what the design says."""
+
+from __future__ import annotations
+
+import pytest
+
+from mainstem.core.reference import POLICIES, ReferenceCache, ReferenceTree
+from mainstem.errors import BadArgument, LeaseClosed, NotLocked, OutOfPages, StaleHandle
+
+
+def test_match_is_the_longest_present_prefix_of_whole_pages() -> None:
+    tree = ReferenceTree(page_size=2)
+    tree.insert("abcdef", [7, 8, 9])
+    found = tree.match("abcdxf")
+    assert (found.length, found.pages, found.partial) == (4, [7, 8], 0)
+    assert tree.match("abc").length == 2
+    assert tree.peek("abcdef", "other") == 0
+
+
+def test_insert_says_what_stood_already() -> None:
+    tree = ReferenceTree(page_size=1)
+    tree.insert("abc", [0, 1, 2])
+    added = tree.insert("abxy", [10, 11, 12, 13])
+    assert (added.existing, added.length, added.pages) == (2, 4, [0, 1, 12, 13])
+
+
+def test_partial_is_the_longest_way_into_the_next_page() -> None:
+    tree = ReferenceTree(page_size=4)
+    tree.insert("aaaabbxx", [0, 1])
+    tree.insert("aaaabxxx", [0, 2])
+    found = tree.match("aaaabbyy")
+    assert (found.length, found.partial, found.donor) == (4, 2, (None, (tuple("aaaa"), tuple("bbxx"))))
+
+
+def test_in_flight_pages_are_pending_until_they_are_committed() -> None:
+    tree = ReferenceTree(page_size=1)
+    tree.insert("ab", [0, 1])
+    added = tree.insert("abcd", [0, 1, 2, 3], ready=False)
+    assert (tree.match("abcde").length, tree.match("abcde").pending) == (2, 2)
+    assert tree.evict(9) == []
+    assert added.key is not None
+    tree.commit(added.key)
+    assert tree.match("abcde").length == 4
+
+
+def test_cancel_gives_the_pages_back() -> None:
+    tree = ReferenceTree(page_size=1)
+    tree.insert("a", [0])
+    added = tree.insert("abc", [0, 1, 2], ready=False)
+    assert added.key is not None
+    assert tree.cancel(added.key) == [1, 2]
+    assert tree.evict(9) == [0]
+
+
+def test_only_unlocked_leaves_are_evicted() -> None:
+    tree = ReferenceTree(page_size=1)
+    tree.insert("abc", [0, 1, 2])
+    key = tree.match("ab").key
+    tree.lock(key)
+    assert tree.evict(9) == [2]
+    tree.unlock(key)
+    with pytest.raises(NotLocked):
+        tree.unlock(key)
+    assert tree.evict(1) == [1]
+    with pytest.raises(StaleHandle):
+        tree.lock(key)
+
+
+@pytest.mark.parametrize(
+    ("policy", "gone"),
+    [("lru", "bca"), ("lfu", "bca"), ("fifo", "abc"), ("mru", "acb"), ("filo", "cba"), ("slru", "bca"),
+     ("priority", "bac")],
+)  # fmt: skip
+def test_each_policy_has_its_own_order(policy: str, gone: str) -> None:
+    tree = ReferenceTree(page_size=1, policy=policy)
+    for page, symbol in enumerate("abc"):
+        tree.insert(symbol, [page], priority=3 * (symbol == "c"))
+    tree.match("a")
+    tree.match("a")
+    assert [("abc")[page] for page in tree.evict(3)] == list(gone)
+
+
+def test_every_policy_is_covered() -> None:
+    assert set(POLICIES) == {"lru", "lfu", "fifo", "mru", "filo", "slru", "priority"}
+
+
+def test_lease_backs_off_by_one_and_gives_duplicates_back() -> None:
+    cache = ReferenceCache(8, ReferenceTree(page_size=2))
+    first, second = cache.lease("abcd"), cache.lease("abcd")
+    for lease in (first, second):
+        cache.reserve(lease, 4)
+        cache.publish(lease, 4)
+    assert first.table == second.table == [0, 1]
+    assert cache.free == set(range(2, 8))
+    cache.finish(first)
+    cache.abort(second)
+    again = cache.lease("abcd")
+    assert (again.hit, again.table) == (2, [0])
+    assert cache.flush() == 1
+    cache.finish(again, 2)
+    assert cache.flush() == 1
+
+
+def test_a_hit_inside_a_page_takes_one_private_page() -> None:
+    cache = ReferenceCache(2, ReferenceTree(page_size=4), copies=True)
+    first = cache.lease("abcd")
+    cache.reserve(first, 4)
+    cache.finish(first)
+    second = cache.lease("abcxy")
+    assert (second.hit, cache.private(second)) == (3, [1])
+    assert cache.lease("abcyy").hit == 0
+    assert cache.flush() == 1
+
+
+def test_lease_errors_change_nothing() -> None:
+    cache = ReferenceCache(2, ReferenceTree(page_size=1))
+    lease = cache.lease("abc")
+    with pytest.raises(OutOfPages):
+        cache.reserve(lease, 3)
+    cache.reserve(lease, 2)
+    with pytest.raises(BadArgument):
+        cache.publish(lease, 3)
+    cache.abort(lease)
+    with pytest.raises(LeaseClosed):
+        cache.reserve(lease, 1)
+    assert cache.free == {0, 1}

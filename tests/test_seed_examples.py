@@ -1,0 +1,518 @@
+"""Behaviour that earlier prefix caches describe, as facts: worked examples and the test plans they were built to pass.
+
+Docstrings name the source: "test plan n" is the numbered plan of the typed-token design, "sharing example" the paged
+image requests, "demo" the small tree that is printed step by step, "block hashes" the index over hashed blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mainstem.cache import Lease, PrefixCache
+from mainstem.errors import NotLocked, OutOfPages
+from mainstem.keys import BigramKeys, Coordinate, HashKeys, Image, Text, TokenKeys, TypedKeys, hash_blocks
+from mainstem.namespaces import Namespace
+from mainstem.tree import Tree
+
+BOS = 1
+PHOTO = Image(bytes(range(16)), 729)
+
+
+def ids(start: int, end: int) -> np.ndarray:
+    return np.arange(start, end, dtype=np.int32)
+
+
+def conserved(cache: PrefixCache) -> tuple[int, int, int]:
+    """Free, cached and private pages, every page counted once."""
+    cache.check()
+    pool = cache.pool
+    assert pool.free + pool.cached + pool.private == pool.total
+    return pool.free, pool.cached, pool.private
+
+
+def prefill(cache: PrefixCache, prompt: Any, namespace: Any = None) -> Lease:
+    """A lease whose prompt is computed and published."""
+    lease = cache.lease(prompt, namespace)
+    lease.reserve(lease.length - lease.reserved)
+    lease.publish(lease.length)
+    return lease
+
+
+# ---------------------------------------------------------------- the tree
+
+
+def test_a_match_that_ends_inside_a_node_splits_it_in_two() -> None:
+    """Test plan 1."""
+    tree = Tree(page_size=1)
+    tree.insert([10, 11, 12, 13], ids(0, 4))
+    found = tree.match([10, 11, 99])
+    assert (found.length, found.pages.tolist()) == (2, [0, 1])
+    upper, lower = tree.nodes()
+    assert (upper.node, upper.length, upper.cells["full", 0].ids.tolist()) == (found.node, 2, [0, 1])
+    assert (lower.parent, lower.length, lower.cells["full", 0].ids.tolist()) == (found.node, 2, [2, 3])
+    tree.check()
+
+
+def test_an_image_counts_as_all_its_positions() -> None:
+    """Test plan 2."""
+    tree = Tree(page_size=1, keys=TypedKeys())
+    tree.insert([Text(BOS), PHOTO, Text(1), Text(2)], ids(0, 732))
+    assert tree.match([Text(BOS), PHOTO, Text(1), Text(2)]).length == 732
+    partial = tree.match([Text(BOS), PHOTO])
+    assert (partial.length, partial.pages.tolist()) == (730, list(range(730)))
+
+
+def test_a_lock_holds_a_node_and_all_above_and_never_falls_below_none() -> None:
+    """Test plan 3."""
+    tree = Tree(page_size=1)
+    tree.insert([1, 2], ids(0, 2))
+    node = tree.insert([1, 2, 3], ids(0, 3)).node
+    tree.lock(node)
+    assert [view.cells["full", 0].locks for view in tree.nodes()] == [1, 1]
+    tree.unlock(node)
+    assert [view.cells["full", 0].locks for view in tree.nodes()] == [0, 0]
+    with pytest.raises(NotLocked):
+        tree.unlock(node)
+    tree.check()
+
+
+def test_inserting_the_same_again_adds_nothing() -> None:
+    """Test plan 6."""
+    tree = Tree(page_size=1)
+    first = tree.insert([1, 2, 3], ids(0, 3))
+    assert first.length - first.existing == 3
+    again = tree.insert([1, 2, 3], ids(3, 6))
+    assert (again.node, again.length - again.existing) == (first.node, 0)
+    assert tree.stats().cached_pages == 3
+
+
+def test_a_lock_that_is_handed_to_its_own_node_stays_one_lock() -> None:
+    """Test plan 7."""
+    tree = Tree(page_size=1)
+    node = tree.insert([1, 2, 3], ids(0, 3)).node
+    matched = tree.match([1, 2, 3]).node
+    assert matched == node
+    tree.lock(matched)
+    again = tree.insert([1, 2, 3], ids(3, 6), after=matched)
+    assert (again.node, again.existing) == (matched, 3)
+    tree.lock(again.node)
+    tree.unlock(matched)
+    assert tree.stats().locked_pages == 3
+    tree.unlock(again.node)
+    assert tree.stats().locked_pages == 0
+
+
+def test_a_lease_that_publishes_what_it_has_keeps_one_lock() -> None:
+    """Test plan 7, as a lease does it."""
+    cache = PrefixCache(10, 1)
+    lease = prefill(cache, [1, 2, 3])
+    for _ in range(3):
+        lease.publish(3)
+    assert cache.stats().locked_pages == 3
+    lease.finish()
+    assert cache.stats().locked_pages == 0
+    assert cache.flush() == 3
+
+
+def test_a_namespace_without_pages_is_gone() -> None:
+    """Test plan 16."""
+    tree = Tree(page_size=1)
+    namespaces = [Namespace(extra=(f"image {number}",)) for number in range(10)]
+    for number, namespace in enumerate(namespaces):
+        tree.insert([BOS, 1, 2], ids(3 * number, 3 * number + 3), namespace)
+    assert tree.stats().namespaces == 10
+    assert len(tree.evict(100)[0]) == 30
+    assert tree.stats().namespaces == 0
+    tree.insert([BOS, 1], ids(0, 2), namespaces[0])
+    assert tree.stats().namespaces == 1
+
+
+def test_asking_makes_no_namespace() -> None:
+    """Test plan 17."""
+    tree, cache = Tree(page_size=1), PrefixCache(10, 1)
+    for number in range(100):
+        found = tree.match([BOS, 1, 2], f"image {number}")
+        assert (found.node, found.length) == (0, 0)
+        assert cache.peek([BOS, 1, 2], f"image {number}") == 0
+        cache.lease([BOS, 1, 2], f"image {number}").abort()
+    assert tree.stats().namespaces == cache.stats().namespaces == 0
+    tree.insert([BOS, 1, 2], ids(0, 3), "image 42")
+    assert (tree.stats().namespaces, tree.match([BOS, 1, 2], "image 42").length) == (1, 3)
+
+
+def test_pages_behind_an_image_are_counted_in_positions() -> None:
+    """Test plan 18."""
+    tree = Tree(page_size=1, keys=TypedKeys())
+    prefix = [Text(BOS), PHOTO]
+    tree.insert(prefix, ids(0, 730))
+    whole = [*prefix, *map(Text, range(10))]
+    found = tree.match(whole)
+    assert (found.length, tree.keys.sequence(whole).tokens_at(found.length)) == (730, 2)
+    added = tree.insert(whole, ids(0, 740), after=found.node)
+    assert (added.length - added.existing, added.pages.tolist()) == (10, list(range(730, 740)))
+    assert tree.pages(added.node)[730:].tolist() == list(range(730, 740))
+
+
+# ---------------------------------------------------------------- who owns a page
+
+
+def test_a_prompt_that_was_computed_stays_cached_until_it_is_evicted() -> None:
+    """Test plan 4."""
+    cache = PrefixCache(100, 1)
+    lease = prefill(cache, list(range(10)))
+    assert lease.published == 10
+    lease.finish()
+    assert conserved(cache) == (90, 10, 0)
+    cache.flush()
+    assert conserved(cache) == (100, 0, 0)
+
+
+def test_the_rest_of_a_partly_known_prompt_is_cached_with_it() -> None:
+    """Test plan 5."""
+    cache = PrefixCache(100, 1)
+    prefill(cache, list(range(5))).finish()
+    lease = cache.lease(list(range(10)))
+    assert lease.hit == 5
+    lease.reserve(5)
+    assert conserved(cache) == (90, 5, 5)
+    lease.publish(10)
+    lease.finish()
+    assert conserved(cache) == (90, 10, 0)
+
+
+def test_a_prompt_that_is_known_whole_still_leaves_its_last_token() -> None:
+    """Test plan 8, the side of the lease."""
+    cache = PrefixCache(100, 1)
+    prefill(cache, [BOS, 1, 2]).finish()
+    lease = cache.lease([BOS, 1, 2])
+    assert lease.hit == 2
+    lease.reserve(1)
+    last = int(lease.page_table[2])
+    assert cache.pool.owner(last) == "private"
+    lease.publish(3)
+    assert cache.pool.owner(last) == "free"
+    lease.finish()
+    assert conserved(cache) == (97, 3, 0)
+
+
+def test_two_sequences_share_a_prefix_and_write_to_pages_of_their_own() -> None:
+    """Test plan 9, the side of the lease."""
+    cache = PrefixCache(2000, 1, keys=TypedKeys())
+    prompt = [Text(BOS), PHOTO, Text(1)]
+    first = prefill(cache, prompt)
+    second = cache.lease(prompt)
+    assert second.hit == 730
+    second.reserve(1)
+    assert second.page_table[:730].tolist() == first.page_table[:730].tolist()
+    for _ in range(10):
+        for lease in (first, second):
+            lease.append([Text(5)])
+            lease.reserve(1)
+    assert not set(first.page_table[731:].tolist()) & set(second.page_table[730:].tolist())
+    assert {cache.pool.owner(int(page)) for page in second.page_table[730:]} == {"private"}
+    first.finish()
+    second.finish()
+    conserved(cache)
+
+
+def test_a_prompt_known_whole_takes_one_private_page_and_gives_it_back() -> None:
+    """Test plan 10."""
+    cache = PrefixCache(100, 1)
+    prefill(cache, [BOS, 1, 2, 3]).finish()
+    before = conserved(cache)
+    lease = cache.lease([BOS, 1, 2, 3])
+    assert (lease.hit, len(lease.page_table)) == (3, 3)
+    lease.reserve(1)
+    assert conserved(cache) == (95, 4, 1)
+    assert cache.pool.owner(int(lease.page_table[3])) == "private"
+    lease.abort()
+    assert conserved(cache) == before
+
+
+def test_a_hit_of_one_token_leaks_nothing() -> None:
+    """Test plan 11."""
+    cache = PrefixCache(99, 1)
+    prefill(cache, [BOS, *range(2, 11)]).finish()
+    assert conserved(cache) == (89, 10, 0)
+    lease = prefill(cache, [BOS, 100, 101])
+    assert (lease.hit, lease.published) == (1, 3)
+    lease.finish()
+    assert conserved(cache) == (87, 12, 0)
+    assert cache.flush() == 12
+    assert conserved(cache) == (99, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["no cache", "first", "append"])
+def test_every_way_to_a_prompt_reads_one_page_for_each_position(how: str) -> None:
+    """Test plan 12, the side of the lease: with and without the cache attention reads the same number of positions."""
+    cache = PrefixCache(100, 4, enabled=how != "no cache")
+    prompt = list(range(30))
+    if how == "append":
+        prefill(cache, prompt).finish()
+    lease = cache.lease(prompt)
+    assert lease.hit == (28 if how == "append" else 0)
+    lease.reserve(lease.length - lease.hit)
+    assert (lease.reserved, len(lease.page_table), len(set(lease.page_table.tolist()))) == (30, 8, 8)
+    lease.finish()
+    conserved(cache)
+
+
+def test_locked_prefixes_are_not_given_up_for_room() -> None:
+    """Test plan 13."""
+    cache = PrefixCache(100, 1)
+    leases = [prefill(cache, [number]) for number in range(100)]
+    waiting = cache.lease(list(range(200, 210)))
+    with pytest.raises(OutOfPages) as refused:
+        waiting.reserve(10)
+    assert (refused.value.free, refused.value.evictable) == (0, 0)
+    assert conserved(cache) == (0, 100, 0)
+    for lease in leases[:50]:
+        lease.finish()
+    waiting.reserve(10)
+    assert conserved(cache) == (0, 90, 10)
+    waiting.abort()
+
+
+def test_no_page_is_owned_twice_after_a_thousand_sequences() -> None:
+    """Test plan 14."""
+    cache, rng = PrefixCache(60, 2), random.Random(14)
+    for _ in range(1000):
+        with cache.lease([rng.randrange(3) for _ in range(rng.randrange(1, 20))]) as lease:
+            lease.reserve(lease.length - lease.reserved)
+            lease.publish(rng.randrange(lease.length + 1))
+            for _ in range(rng.randrange(5)):
+                lease.append([rng.randrange(3)])
+                lease.reserve(1)
+            if rng.random() < 0.8:
+                lease.finish()
+        assert conserved(cache)[2] == 0
+
+
+def test_pages_are_conserved_over_misses_whole_hits_and_part_hits() -> None:
+    """Test plan 15."""
+    cache = PrefixCache(99, 1)
+    hits = []
+    for prompt in ([BOS, 1, 2], [BOS, 1, 2], [BOS, 1, 3, 4]):
+        lease = prefill(cache, prompt)
+        hits.append(lease.hit)
+        lease.finish()
+        assert conserved(cache)[2] == 0
+    assert hits == [0, 2, 2]
+    for number in range(50):
+        prefill(cache, [BOS, *range(number % 10 + 1)]).finish()
+        assert conserved(cache)[2] == 0
+    cache.flush()
+    assert conserved(cache) == (99, 0, 0)
+
+
+def test_a_prefix_that_was_computed_twice_is_kept_once() -> None:
+    """The ownership sections: a duplicate that is neither cached nor handed back is a leak, and freeing the tree's copy
+    of it corrupts another sequence."""
+    cache = PrefixCache(10, 1)
+    late = cache.lease([BOS, 5, 6])
+    prefill(cache, [BOS]).finish()
+    late.reserve(3)
+    late.publish(3)
+    assert conserved(cache) == (7, 3, 0)
+    assert {cache.pool.owner(int(page)) for page in late.page_table} == {"cached"}
+    late.finish()
+    assert conserved(cache) == (7, 3, 0)
+
+
+# ---------------------------------------------------------------- adapters, typed tokens
+
+
+def test_adapters_share_nothing_and_adapter_none_is_not_adapter_zero() -> None:
+    """Namespaces of the typed-token design."""
+    cache = PrefixCache(100, 1)
+    base = [None, Namespace(adapter="0"), Namespace(adapter="v1"), Namespace(adapter="v2"), Namespace(salt="v1")]
+    assert [prefill(cache, [1, 2, 3], namespace).hit for namespace in base] == [0] * 5
+    assert [cache.peek([1, 2, 3, 4], namespace) for namespace in base] == [3] * 5
+
+
+def test_a_coordinate_is_not_the_text_of_its_bin() -> None:
+    """Cache keys of the typed-token design: kinds do not collide."""
+    tree = Tree(page_size=1, keys=TypedKeys())
+    tree.insert([Text(7)], ids(0, 1))
+    assert tree.peek([Coordinate(7)]) == 0
+    assert tree.peek([7]) == 1
+
+
+def test_two_images_side_by_side_share_up_to_where_they_differ() -> None:
+    """Images after images: the first is shared, the second is not, and no image is cut."""
+    cache = PrefixCache(100, 1, keys=TypedKeys())
+    cat, dog, owl = (Image(bytes([number] * 16), 20) for number in range(3))
+    prefill(cache, [1, cat, dog, 2]).finish()
+    assert cache.peek([1, cat, owl, 2]) == 21
+    assert cache.peek([1, dog, cat, 2]) == 1
+    assert cache.peek([1, cat]) == 1
+
+
+# ---------------------------------------------------------------- sharing example
+
+TEXT = list(range(100))
+IMAGE1, IMAGE2, IMAGE3 = (
+    list(range(start, start + length)) for start, length in ((2000, 1024), (4000, 768), (6000, 896))
+)
+CHUNK = 512
+
+
+@pytest.mark.parametrize(("size", "hit"), [(1, 1124), (4, 1124), (16, 1120), (64, 1088)])
+def test_a_second_request_reuses_the_text_and_the_first_image(size: int, hit: int) -> None:
+    """Sharing example: 1,124 tokens are common, of which whole pages are reused; at page size 16 these are 1,120."""
+    cache = PrefixCache(5000 // size, size)
+    prefill(cache, TEXT + IMAGE1 + IMAGE2).finish()
+    lease = cache.lease(TEXT + IMAGE1 + IMAGE3)
+    assert (lease.hit, lease.length) == (hit, 2020)
+
+
+def test_the_tail_of_the_common_part_is_copied_where_that_is_possible() -> None:
+    """Sharing example: the four tokens behind the last whole page need no compute either."""
+    copies: list[int] = []
+    cache = PrefixCache(400, 16, copy_page=lambda source, target, positions: copies.append(positions))
+    prefill(cache, TEXT + IMAGE1 + IMAGE2).finish()
+    assert cache.lease(TEXT + IMAGE1 + IMAGE3).hit == 1124
+    assert copies == [4]
+
+
+def test_a_request_shares_with_one_that_still_runs() -> None:
+    """Sharing example: each chunk is visible when it is published; the shared part is locked until both have ended."""
+    cache = PrefixCache(400, 16)
+    first = cache.lease(TEXT + IMAGE1 + IMAGE2)
+    first.reserve(first.length)
+    asked = TEXT + IMAGE1 + IMAGE3
+    seen = []
+    for end in (CHUNK, 2 * CHUNK, 3 * CHUNK):
+        first.publish(end)
+        seen.append(cache.peek(asked))
+    assert seen == [512, 1024, 1120]
+    third = cache.lease(asked)
+    assert third.page_table.tolist() == first.page_table[:70].tolist()
+    third.reserve(third.length - third.reserved)
+    third.publish(third.hit + CHUNK)
+    first.finish()
+    assert cache.stats().locked_pages == (1120 + CHUNK) // 16
+    third.finish()
+    assert cache.stats().locked_pages == 0
+    assert [view.start + view.length for view in cache.tree.nodes() if view.children == 2] == [1120]
+    assert cache.pool.cached == 70 + (1892 - 1120) // 16 + (2020 - 1120) // 16
+
+
+def test_the_same_prompt_catches_up_while_the_first_runs() -> None:
+    """Sharing example, equal prompts: the later one reuses what is published and hands back what both computed."""
+    cache = PrefixCache(300, 16)
+    prompt = list(range(2048))
+    first = cache.lease(prompt)
+    first.reserve(2048)
+    first.publish(1024)
+    third = cache.lease(prompt)
+    assert third.hit == 1024
+    third.reserve(1024)
+    first.publish(1536)
+    third.publish(1536)
+    assert third.page_table[:96].tolist() == first.page_table[:96].tolist()
+    first.finish()
+    third.finish()
+    assert conserved(cache) == (172, 128, 0)
+
+
+def test_a_finished_request_keeps_whole_pages_and_gives_the_rest_back() -> None:
+    """Life of a request: duplicates and the tail that fills no page go back, the rest stays for the next turn."""
+    cache = PrefixCache(20, 16)
+    lease = prefill(cache, list(range(40)))
+    assert conserved(cache) == (17, 2, 1)
+    lease.finish()
+    assert conserved(cache) == (18, 2, 0)
+    assert cache.peek(list(range(60))) == 32
+
+
+def test_the_tree_of_four_sequences() -> None:
+    """Structure example: one shared beginning, two branches, one of them longer, and a stranger."""
+    tree = Tree(page_size=1)
+    for start, tokens in enumerate(([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 4, 5, 6, 7], [8, 9, 10, 11, 12])):
+        tree.insert(tokens, ids(10 * start, 10 * start + len(tokens)))
+    shape = [(view.start, view.length, view.children) for view in tree.nodes()]
+    assert shape == [(0, 2, 2), (2, 1, 1), (3, 2, 0), (2, 4, 0), (0, 5, 0)]
+    found = tree.match([1, 2, 3, 4, 5, 6])
+    assert (found.length, found.pages.tolist()) == (5, [0, 1, 2, 13, 14])
+
+
+def test_bigrams_are_pairs_of_neighbours() -> None:
+    """Draft models: four tokens are three symbols, and a prefix of tokens is one symbol shorter."""
+    tree = Tree(page_size=1, keys=BigramKeys())
+    assert tree.insert([1, 2, 3, 4], ids(0, 3)).length == 3
+    assert tree.match([1, 2, 3, 9]).length == 2
+    assert BigramKeys().encode([1, 2, 3]) == TokenKeys().encode([1, 2, 2, 3])
+
+
+# ---------------------------------------------------------------- demo
+
+
+def test_the_two_prompts_of_the_first_steps() -> None:
+    """Demo: 27 characters, then a split at 17 with branches of 10 and 11; 38 in all."""
+    tree = Tree(page_size=1)
+    first, second = b"hello, what your first name", b"hello, what your second name"
+    tree.insert(list(first), ids(0, 27))
+    assert [(view.length, view.key[::4]) for view in tree.nodes()] == [(27, first)]
+    tree.insert(list(second), ids(100, 128))
+    assert [(view.length, view.key[::4]) for view in tree.nodes()] == [
+        (17, b"hello, what your "),
+        (10, b"first name"),
+        (11, b"second name"),
+    ]
+    assert tree.stats().cached_pages == 38
+
+
+def test_insert_match_insert_evict() -> None:
+    """Demo: eight tokens; four of them match; a branch joins; evicting four takes the branch that is older."""
+    tree = Tree(page_size=1)
+    tree.insert([1, 2, 3, 4, 5, 6, 7, 8], ids(1, 9))
+    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).pages.tolist() == [1, 2, 3, 4]
+    tree.insert([1, 2, 3, 4, 9, 10, 11, 12], ids(11, 19))
+    assert [view.length for view in tree.nodes()] == [4, 4, 4]
+    assert tree.stats().cached_pages == 12
+    assert sorted(tree.evict(4)[0].tolist()) == [5, 6, 7, 8]
+    assert [view.length for view in tree.nodes()] == [4, 4]
+    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).pages.tolist() == [1, 2, 3, 4, 15, 16, 17, 18]
+
+
+# ---------------------------------------------------------------- block hashes
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_blocks_are_found_by_their_hashes(width: int) -> None:
+    """Block hashes: one symbol a block, page size 1; equal hashes mean equal prefixes."""
+    tree = Tree(page_size=1, keys=HashKeys(width))
+    tokens = list(range(64))
+    tree.insert(hash_blocks(tokens, 16, width), ids(100, 104))
+    assert tree.match(hash_blocks([*tokens[:32], 7, *tokens[33:]], 16, width)).pages.tolist() == [100, 101]
+    assert tree.match(hash_blocks([7, *tokens[1:]], 16, width)).length == 0
+
+
+def test_blocks_that_are_still_copied_are_neither_matched_nor_evicted() -> None:
+    """Block hashes: a node is ready once its transfer is."""
+    tree = Tree(page_size=1, keys=HashKeys(16))
+    blocks = hash_blocks(list(range(64)), 16)
+    tree.insert(blocks[:32], ids(0, 2))
+    flight = tree.insert(blocks, ids(0, 4), ready=False)
+    found = tree.match(blocks)
+    assert (found.length, found.pending) == (2, 2)
+    assert tree.evict(4)[0].tolist() == []
+    tree.commit(flight.node)
+    assert tree.match(blocks).length == 4
+    assert sorted(tree.evict(4)[0].tolist()) == [0, 1, 2, 3]
+
+
+def test_what_is_locked_is_in_use_whatever_its_age() -> None:
+    """Block hashes: only leaves that are ready and not locked may go, the least recently used first."""
+    tree = Tree(page_size=1, keys=HashKeys(8))
+    chains = [hash_blocks([number] * 32, 16, 8) for number in range(3)]
+    nodes = [tree.insert(chain, ids(2 * number, 2 * number + 2)).node for number, chain in enumerate(chains)]
+    tree.lock(nodes[0])
+    assert sorted(tree.evict(2)[0].tolist()) == [2, 3]
+    tree.unlock(nodes[0])
+    assert sorted(tree.evict(2)[0].tolist()) == [0, 1]

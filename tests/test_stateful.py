@@ -1,0 +1,468 @@
+"""Random operations on the tree and on the cache, each compared with the reference, each followed by check().
+
+The cache's pages have contents here: every position that is computed is written down with the namespace and all the
+tokens that lead to it, so that every page that a lease or the tree names can be seen to hold exactly the right tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mainstem.cache import Lease, PrefixCache
+from mainstem.core.reference import POLICIES, Key, Page, ReferenceCache, ReferenceLease, ReferenceTree
+from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
+from mainstem.policies import BUILT_IN
+from mainstem.tree import Tree
+
+SIZES = [1, 3, 16]
+SPACES = [None, None, None, "a", "b"]
+
+
+class InPython:
+    """A built-in rule under another name, so that the tree asks Python for each rank."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"my {name}"
+        self.rank = BUILT_IN[name].rank
+
+
+def policy_of(name: str, python: bool) -> Any:
+    return InPython(name) if python else name
+
+
+def some_tokens(rng: random.Random, size: int, pages: int = 5) -> list[int]:
+    """Tokens whose prefixes meet others often, whatever the page size: few kinds of page, at times one odd token."""
+    tokens = [token for _ in range(pages) for token in [int(rng.random() < 0.3)] * size]
+    if rng.random() < 0.5:
+        tokens[rng.randrange(len(tokens))] = 2
+    return tokens[: rng.randrange(pages * size + 1)]
+
+
+# ---------------------------------------------------------------- the tree
+
+
+@dataclass
+class Place:
+    """A handle, and what it stands for in the model."""
+
+    handle: int
+    key: Key
+    page: Page
+    locks: int = 0
+
+
+class TreeWorld:
+    """A tree and its model, driven together."""
+
+    def __init__(self, size: int, policy: str, python: bool = False) -> None:
+        self.size = size
+        self.tree = Tree(page_size=size, policy=policy_of(policy, python))
+        self.model = ReferenceTree(size, policy)
+        self.places: list[Place] = []
+        self.flights: list[tuple[int, Key]] = []
+        self.next_id = 0
+
+    def match(self, tokens: list[int], space: str | None) -> None:
+        peeked = self.tree.peek(tokens, space)
+        real, modelled = self.tree.match(tokens, space, partial=True), self.model.match(tokens, space)
+        assert peeked == real.length == modelled.length
+        assert real.pages.tolist() == modelled.pages
+        assert (real.pending, real.partial) == (modelled.pending, modelled.partial)
+        if modelled.donor:
+            assert real.partial_page == self.model.pages[modelled.donor].id
+        self.remember(real.node, modelled.key)
+
+    def insert(self, tokens: list[int], space: str | None, priority: int, ready: bool, after: Place | None) -> None:
+        if after:
+            space, pages = after.key
+            tokens = [token for page in pages for token in page] + tokens
+        ids = list(range(self.next_id, self.next_id + len(tokens) // self.size))
+        self.next_id += len(ids)
+        handle, key = (after.handle, after.key) if after else (0, None)
+        options = {"priority": priority, "ready": ready}
+        real = self.tree.insert(tokens, np.array(ids, dtype=np.int32), space, after=handle, **options)
+        modelled = self.model.insert(tokens, ids, space, key, **options)
+        assert (real.length, real.existing) == (modelled.length, modelled.existing)
+        assert real.pages.tolist() == modelled.pages
+        if ready or real.length == real.existing:
+            self.remember(real.node, modelled.key)
+        elif modelled.key:
+            self.flights.append((real.node, modelled.key))
+
+    def remember(self, handle: int, key: Key | None) -> None:
+        assert (handle == 0) == (key is None)
+        if key:
+            self.places.append(Place(handle, key, self.model.pages[key]))
+        unlocked = [place for place in self.places if not place.locks]
+        if len(unlocked) > 12:
+            self.places.remove(unlocked[0])
+
+    def land(self, flight: tuple[int, Key], commit: bool) -> None:
+        self.flights.remove(flight)
+        handle, key = flight
+        if commit:
+            self.tree.commit(handle)
+            self.model.commit(key)
+            self.remember(handle, key)
+        else:
+            assert self.tree.cancel(handle)[0].tolist() == self.model.cancel(key)
+
+    def is_live(self, place: Place) -> bool:
+        return self.model.pages.get(place.key) is place.page
+
+    def lock(self, place: Place) -> None:
+        if not self.is_live(place):
+            for call in (self.tree.lock, self.tree.unlock, self.tree.pages):
+                with pytest.raises(StaleHandle):
+                    call(place.handle)
+            return
+        self.tree.lock(place.handle)
+        self.model.lock(place.key)
+        place.locks += 1
+        path = self.model.path(place.key)
+        assert self.tree.pages(place.handle).tolist() == [self.model.pages[key].id for key in path]
+
+    def unlock(self, place: Place) -> None:
+        if not self.is_live(place):
+            return
+        if self.model.pages[place.key].locks == 0:
+            with pytest.raises(NotLocked):
+                self.tree.unlock(place.handle)
+        elif place.locks:
+            self.tree.unlock(place.handle)
+            self.model.unlock(place.key)
+            place.locks -= 1
+
+    def evict(self, count: int) -> None:
+        assert sorted(self.tree.evict(count)[0].tolist()) == sorted(self.model.evict(count))
+
+    def flush(self) -> None:
+        assert sorted(self.tree.flush()[0].tolist()) == sorted(self.model.evict(len(self.model.pages)))
+
+    def verify(self) -> None:
+        self.tree.check()
+        stats, model = self.tree.stats(), self.model
+        present = [page for page in model.pages.values() if page.ready]
+        assert stats.cached_pages == len(present)
+        assert stats.in_flight_pages == len(model.pages) - len(present)
+        assert stats.evictable_pages == len(model.evictable()) == stats.cached_pages - stats.locked_pages
+        assert stats.namespaces == len({space for space, _ in model.pages})
+        for name in ("match_calls", "queried_symbols", "hit_symbols", "inserted_pages", "evicted_pages"):
+            assert getattr(stats, name) == model.counts[name]
+        self.verify_nodes()
+
+    def verify_nodes(self) -> None:
+        pages = {page.id: page for page in self.model.pages.values()}
+        held = [(view, page) for view in self.tree.nodes() for page in view.cells["full", 0].ids.tolist()]
+        assert sorted(page for _, page in held) == sorted(pages)
+        for view, page in held:
+            modelled = pages[page]
+            assert (view.created, view.last_access) == (modelled.created, modelled.last_access)
+            assert (view.hits, view.priority) == (modelled.hits, modelled.priority)
+            assert view.cells["full", 0].present == modelled.ready
+
+    def step(self, rng: random.Random) -> None:
+        tokens, space = some_tokens(rng, self.size), rng.choice(SPACES)
+        place = rng.choice(self.places) if self.places else None
+        after = place if place and self.is_live(place) and rng.random() < 0.4 else None
+        roll = rng.random()
+        if roll < 0.25:
+            self.match(tokens, space)
+        elif roll < 0.6:
+            self.insert(tokens, space, rng.randrange(3), rng.random() < 0.8, after)
+        elif roll < 0.7 and place:
+            self.lock(place)
+        elif roll < 0.85 and place:
+            self.unlock(place)
+        elif roll < 0.92 and self.flights:
+            self.land(rng.choice(self.flights), rng.random() < 0.5)
+        elif roll < 0.99:
+            self.evict(rng.randrange(8))
+        else:
+            self.flush()
+        self.verify()
+
+
+@pytest.mark.parametrize("python", [False, True])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("size", SIZES)
+def test_the_tree_does_as_the_reference(size: int, policy: str, python: bool) -> None:
+    world, rng = TreeWorld(size, policy, python), random.Random(f"{size} {policy} {python}")
+    for _ in range(500):
+        world.step(rng)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@dataclass(eq=False)
+class Run:
+    """One sequence: its lease, the model's, and how many positions are computed."""
+
+    real: Lease
+    model: ReferenceLease
+    computed: int
+
+
+class CacheWorld:
+    """A cache and its model, driven together, over pages that have contents."""
+
+    def __init__(
+        self, size: int, policy: str, pages: int = 14, copies: bool = False, enabled: bool = True, python: bool = False
+    ) -> None:
+        self.size = size
+        self.content: dict[tuple[int, int], tuple[Any, tuple[int, ...]]] = {}
+        copy: Callable[[int, int, int], None] | None = self.copy if copies else None
+        self.cache = PrefixCache(pages, size, policy=policy_of(policy, python), enabled=enabled, copy_page=copy)
+        self.model = ReferenceCache(pages, ReferenceTree(size, policy), enabled, copies)
+        self.runs: list[Run] = []
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        assert (self.cache.pool.owner(source), self.cache.pool.owner(target)) == ("cached", "private")
+        for slot in range(positions):
+            self.content[target, slot] = self.content[source, slot]
+
+    def lease(self, tokens: list[int], space: str | None, priority: int) -> None:
+        if self.model.copies and not self.model.free:
+            self.flush()  # which pages are kept for a copy is not fixed, only that the copied one is
+        peeked = self.cache.peek(tokens, space)
+        real = self.cache.lease(tokens, space, priority=priority)
+        assert real.hit == peeked or (self.model.copies and real.hit == peeked // self.size * self.size)
+        own = real.page_table[real.published // self.size :].tolist()
+        modelled = self.model.lease(tokens, space, priority, own)
+        assert (real.hit, real.reserved, real.published) == (modelled.hit, modelled.reserved, modelled.published)
+        assert 0 <= real.hit == real.hit_tokens < real.length
+        self.runs.append(Run(real, modelled, real.hit))
+
+    def reserve(self, run: Run, positions: int) -> None:
+        before = len(run.real.page_table)
+        refused: OutOfPages | None = None
+        try:
+            run.real.reserve(positions)
+        except OutOfPages as error:
+            refused = error
+        if refused:
+            with pytest.raises(OutOfPages, match=re.escape(str(refused))):
+                self.model.reserve(run.model, positions)
+        else:
+            self.model.reserve(run.model, positions, run.real.page_table[before:].tolist())
+
+    def compute(self, run: Run, positions: int) -> None:
+        for at in range(run.computed, min(run.computed + positions, run.real.reserved, run.real.length)):
+            page = int(run.real.page_table[at // self.size])
+            assert self.cache.pool.owner(page) == "private"
+            self.content[page, at % self.size] = run.model.namespace, tuple(run.model.symbols[: at + 1])
+            run.computed = at + 1
+
+    def publish(self, run: Run, upto: int) -> None:
+        run.real.publish(upto)
+        self.model.publish(run.model, upto)
+
+    def publish_too_much(self, run: Run) -> None:
+        with pytest.raises(BadArgument):
+            run.real.publish(min(run.real.reserved, run.real.length) + 1)
+
+    def append(self, run: Run, tokens: list[int]) -> None:
+        run.real.append(tokens)
+        self.model.append(run.model, tokens)
+
+    def finish(self, run: Run, upto: int | None) -> None:
+        if upto is None:
+            self.compute(run, run.real.length)
+        run.real.finish(upto)
+        self.model.finish(run.model, upto)
+        self.runs.remove(run)
+
+    def abort(self, run: Run) -> None:
+        run.real.abort()
+        self.model.abort(run.model)
+        self.runs.remove(run)
+
+    def flush(self) -> None:
+        assert self.cache.flush() == self.model.flush()
+
+    def verify(self) -> None:
+        self.cache.check()
+        self.verify_owners()
+        for run in self.runs:
+            self.verify_run(run)
+        for (space, pages), page in self.model.tree.pages.items():
+            tokens = tuple(token for front in pages for token in front)
+            for slot in range(self.size):
+                assert self.content[page.id, slot] == (space, tokens[: len(tokens) - self.size + slot + 1])
+
+    def verify_owners(self) -> None:
+        pool, model = self.cache.pool, self.model
+        owner = dict.fromkeys(model.free, "free") | dict.fromkeys(model.cached(), "cached")
+        for run in self.runs:
+            owner |= dict.fromkeys(model.private(run.model), "private")
+        assert owner == {page: pool.owner(page) for page in range(pool.total)}
+        assert pool.free + pool.cached + pool.private == pool.total
+        assert self.cache.stats().evictable_pages == len(model.tree.evictable())
+        self.content = {slot: held for slot, held in self.content.items() if owner[slot[0]] != "free"}
+
+    def verify_run(self, run: Run) -> None:
+        real, model = run.real, run.model
+        assert real.page_table.tolist() == model.table
+        assert (real.length, real.reserved, real.published) == (len(model.symbols), model.reserved, model.published)
+        for at in range(run.computed):
+            held = self.content[model.table[at // self.size], at % self.size]
+            assert held == (model.namespace, tuple(model.symbols[: at + 1]))
+
+    def step(self, rng: random.Random) -> None:
+        roll = rng.random()
+        if not self.runs or (roll < 0.25 and len(self.runs) < 6):
+            self.lease(some_tokens(rng, self.size) or [0], rng.choice(SPACES), rng.randrange(3))
+        else:
+            self.step_run(rng.choice(self.runs), roll, rng)
+        self.verify()
+
+    def step_run(self, run: Run, roll: float, rng: random.Random) -> None:
+        if roll < 0.5:
+            missing = max(run.real.length - run.real.reserved, 0)
+            self.reserve(run, rng.choice([missing, missing, rng.randrange(3 * self.size)]))
+            self.compute(run, rng.choice([run.real.length, rng.randrange(3 * self.size)]))
+        elif roll < 0.7:
+            self.publish(run, rng.choice([run.computed, rng.randint(0, run.computed)]))
+        elif roll < 0.74:
+            self.publish_too_much(run)
+        elif roll < 0.82:
+            self.append(run, some_tokens(rng, self.size, 1))
+        elif roll < 0.92:
+            self.finish(run, rng.choice([None, run.computed, rng.randint(0, run.computed)]))
+        elif roll < 0.99:
+            self.abort(run)
+        else:
+            self.flush()
+
+
+# What a lease that finds no page for its copy does to the hits of a page is not fixed, so copies go with the policies
+# that do not look at hits.
+KINDS: list[dict[str, Any]] = [
+    *({"policy": policy, "python": python} for policy in sorted(POLICIES) for python in (False, True)),
+    *({"policy": policy, "copies": True} for policy in ("lru", "fifo", "mru", "priority")),
+    {"policy": "lru", "copies": True, "pages": 5},
+    {"policy": "lru", "copies": True, "python": True},
+    {"policy": "lru", "enabled": False},
+    {"policy": "lru", "enabled": False, "copies": True},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " ".join(f"{name}={value}" for name, value in kind.items()))
+@pytest.mark.parametrize("size", SIZES)
+def test_the_cache_does_as_the_reference(size: int, kind: dict[str, Any]) -> None:
+    world, rng = CacheWorld(size, **kind), random.Random(f"{size} {sorted(kind.items())}")
+    for _ in range(500):
+        world.step(rng)
+    while world.runs:
+        world.abort(world.runs[0])
+    world.flush()
+    assert world.cache.pool.free == world.cache.pool.total
+    world.verify()
+
+
+# ---------------------------------------------------------------- the same, shrunk when it fails
+
+TOKENS = st.lists(st.integers(0, 1), max_size=9)
+SEQUENCES = st.tuples(TOKENS, st.sampled_from(SPACES))
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """The tree against its model, with operations chosen so that a failure can be made small."""
+
+    @initialize(size=st.integers(1, 3), policy=st.sampled_from(sorted(POLICIES)), python=st.booleans())
+    def begin(self, size: int, policy: str, python: bool) -> None:
+        self.world = TreeWorld(size, policy, python)
+
+    @rule(sequence=SEQUENCES)
+    def match(self, sequence: tuple[list[int], str | None]) -> None:
+        self.world.match(*sequence)
+
+    @rule(sequence=SEQUENCES, priority=st.integers(0, 2), ready=st.booleans(), data=st.data())
+    def insert(self, sequence: tuple[list[int], str | None], priority: int, ready: bool, data: st.DataObject) -> None:
+        live = [place for place in self.world.places if self.world.is_live(place)]
+        after = data.draw(st.none() | st.sampled_from(live)) if live else None
+        self.world.insert(*sequence, priority, ready, after)
+
+    @precondition(lambda self: self.world.places)
+    @rule(lock=st.booleans(), data=st.data())
+    def hold(self, lock: bool, data: st.DataObject) -> None:
+        (self.world.lock if lock else self.world.unlock)(data.draw(st.sampled_from(self.world.places)))
+
+    @precondition(lambda self: self.world.flights)
+    @rule(commit=st.booleans(), data=st.data())
+    def land(self, commit: bool, data: st.DataObject) -> None:
+        self.world.land(data.draw(st.sampled_from(self.world.flights)), commit)
+
+    @rule(count=st.integers(0, 6))
+    def evict(self, count: int) -> None:
+        self.world.evict(count)
+
+    @invariant()
+    def verified(self) -> None:
+        if hasattr(self, "world"):
+            self.world.verify()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The cache against its model, with operations chosen so that a failure can be made small."""
+
+    @initialize(size=st.integers(1, 3), pages=st.integers(1, 9), copies=st.booleans())
+    def begin(self, size: int, pages: int, copies: bool) -> None:
+        self.world = CacheWorld(size, "lru", pages=pages, copies=copies)
+
+    @rule(sequence=SEQUENCES.filter(lambda sequence: sequence[0]))
+    def lease(self, sequence: tuple[list[int], str | None]) -> None:
+        self.world.lease(*sequence, 0)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(positions=st.integers(0, 9), data=st.data())
+    def compute(self, positions: int, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.world.runs))
+        self.world.reserve(run, positions)
+        self.world.compute(run, positions)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(tokens=TOKENS, data=st.data())
+    def append(self, tokens: list[int], data: st.DataObject) -> None:
+        self.world.append(data.draw(st.sampled_from(self.world.runs)), tokens)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.world.runs))
+        self.world.publish(run, data.draw(st.integers(0, run.computed)))
+
+    @precondition(lambda self: self.world.runs)
+    @rule(end=st.sampled_from(["finish", "finish upto", "abort"]), data=st.data())
+    def end(self, end: str, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.world.runs))
+        if end == "abort":
+            self.world.abort(run)
+        else:
+            self.world.finish(run, run.computed if end == "finish upto" else None)
+
+    @rule()
+    def flush(self) -> None:
+        self.world.flush()
+
+    @invariant()
+    def verified(self) -> None:
+        if hasattr(self, "world"):
+            self.world.verify()
+
+
+MACHINE_SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+TreeMachine.TestCase.settings = CacheMachine.TestCase.settings = MACHINE_SETTINGS
+TestTreeMachine = TreeMachine.TestCase
+TestCacheMachine = CacheMachine.TestCase

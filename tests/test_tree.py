@@ -1,0 +1,589 @@
+"""The lower interface: match, insert, split, lock, flight and eviction of one tree with one component on one tier."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from mainstem.core.reference import ReferenceTree
+from mainstem.errors import BadArgument, NotLocked, StaleHandle
+from mainstem.tree import Tree
+
+
+def ids(*pages: int) -> np.ndarray:
+    return np.array(pages, dtype=np.int32)
+
+
+def single(policy: str = "lru") -> Tree:
+    """A tree whose pages hold one token."""
+    return Tree(page_size=1, policy=policy)
+
+
+# ---------------------------------------------------------------- match
+
+
+def test_an_empty_tree_matches_nothing() -> None:
+    found = single().match([1, 2, 3])
+    assert (found.node, found.length, found.partial, found.pending) == (0, 0, 0, 0)
+    assert found.pages.dtype == np.int32
+    assert len(found.pages) == 0
+
+
+def test_match_returns_the_pages_of_the_longest_prefix() -> None:
+    tree = single()
+    tree.insert([1, 2, 3, 4], ids(9, 8, 7, 6))
+    found = tree.match([1, 2, 3, 5])
+    assert (found.length, found.pages.tolist()) == (3, [9, 8, 7])
+    assert tree.pages(found.node).tolist() == [9, 8, 7]
+    assert tree.match([1, 2, 3, 4, 5]).pages.tolist() == [9, 8, 7, 6]
+    assert tree.match([2, 2, 3, 4]).length == 0
+
+
+def test_match_splits_where_the_keys_part() -> None:
+    tree = single()
+    tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3))
+    assert tree.stats().nodes == 1
+    tree.match([1, 2, 9])
+    assert tree.stats().nodes == 2
+    assert tree.stats().splits == 1
+    assert tree.match([1, 2, 3, 4]).pages.tolist() == [0, 1, 2, 3]
+    tree.check()
+
+
+def test_matching_whole_nodes_splits_nothing() -> None:
+    tree = single()
+    tree.insert([1, 2], ids(0, 1))
+    tree.insert([1, 2, 3], ids(0, 1, 2))
+    for length in (2, 3):
+        tree.match([1, 2, 3][:length])
+    assert tree.stats().splits == 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_lengths_are_rounded_down_to_whole_pages(size: int) -> None:
+    tree = Tree(page_size=size)
+    tokens = list(range(3 * size + 1))
+    assert tree.insert(tokens[: size - 1], ids()).length == 0
+    assert tree.stats().namespaces == 0
+    assert tree.insert(tokens, ids(5, 6, 7)).length == 3 * size
+    assert tree.match(tokens[: 2 * size + 1]).length == 2 * size
+    assert tree.match(tokens[: size - 1]).length == 0
+    tree.check()
+
+
+def test_a_page_matches_only_as_a_whole() -> None:
+    tree = Tree(page_size=4)
+    tree.insert([1, 2, 3, 4, 5, 6, 7, 8], ids(0, 1))
+    assert tree.match([1, 2, 3, 4, 5, 6, 7, 9]).length == 4
+    assert tree.match([1, 2, 3, 9, 5, 6, 7, 8]).length == 0
+    tree.check()
+
+
+def test_partial_is_the_longest_way_into_the_next_page() -> None:
+    tree = Tree(page_size=4)
+    tree.insert([1, 1, 1, 1, 2, 2, 2, 2], ids(0, 1))
+    tree.insert([1, 1, 1, 1, 2, 2, 3, 3], ids(0, 2))
+    tree.insert([1, 1, 1, 1, 4, 4, 4, 4], ids(0, 3))
+    found = tree.match([1, 1, 1, 1, 2, 2, 3, 4], partial=True)
+    assert (found.length, found.partial, found.partial_page) == (4, 3, 2)
+    assert tree.pages(found.partial_node).tolist()[:2] == [0, 2]
+    short = tree.match([1, 1, 1, 1, 4, 4], partial=True)
+    assert (short.length, short.partial, short.partial_page) == (4, 2, 3)
+    assert tree.match([1, 1, 1], partial=True).partial == 3
+
+
+def test_partial_is_only_looked_for_when_asked() -> None:
+    tree = Tree(page_size=4)
+    tree.insert([1, 2, 3, 4], ids(0))
+    assert tree.match([1, 2, 3, 5]).partial == 0
+    assert tree.match([9, 2, 3, 4], partial=True).partial == 0
+
+
+def test_peek_changes_nothing() -> None:
+    tree = single()
+    tree.insert([1, 2], ids(0, 1))
+    tree.insert([3], ids(2))
+    before = tree.stats()
+    assert tree.peek([1, 5]) == 1
+    assert tree.peek([1, 2, 3]) == 2
+    assert tree.peek([1], "elsewhere") == 0
+    assert tree.stats() == before
+    assert tree.evict(1)[0].tolist() == [1]
+
+
+def test_match_of_an_unknown_namespace_makes_none() -> None:
+    tree = single()
+    tree.insert([1], ids(0), "here")
+    assert tree.match([1], "there").length == 0
+    assert tree.stats().namespaces == 1
+
+
+# ---------------------------------------------------------------- insert
+
+
+def test_insert_says_what_stood_already() -> None:
+    tree = single()
+    first = tree.insert([1, 2, 3], ids(0, 1, 2))
+    assert (first.length, first.existing, first.pages.tolist()) == (3, 0, [0, 1, 2])
+    second = tree.insert([1, 2, 4, 5], ids(10, 11, 12, 13))
+    assert (second.length, second.existing, second.pages.tolist()) == (4, 2, [0, 1, 12, 13])
+    assert tree.stats().cached_pages == 5
+
+
+def test_insert_of_what_stands_adopts_nothing() -> None:
+    tree = single()
+    first = tree.insert([1, 2, 3], ids(0, 1, 2))
+    again = tree.insert([1, 2, 3], ids(7, 8, 9))
+    assert (again.node, again.existing, again.pages.tolist()) == (first.node, 3, [0, 1, 2])
+    shorter = tree.insert([1, 2], ids(7, 8))
+    assert (shorter.existing, tree.pages(shorter.node).tolist()) == (2, [0, 1])
+    assert tree.stats().inserted_pages == 3
+    tree.check()
+
+
+def test_insert_resumes_at_a_handle() -> None:
+    tree = single()
+    node = tree.insert([1, 2], ids(0, 1)).node
+    added = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3), after=node)
+    assert (added.existing, added.length, added.pages.tolist()) == (2, 4, [2, 3])
+    assert tree.pages(added.node).tolist() == [0, 1, 2, 3]
+    tree.check()
+
+
+def test_insert_resumes_in_front_of_what_stands() -> None:
+    tree = single()
+    tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3))
+    node = tree.match([1]).node
+    added = tree.insert([1, 2, 3, 9], ids(10, 11, 12, 13), after=node)
+    assert (added.existing, added.pages.tolist()) == (3, [1, 2, 13])
+
+
+def test_insert_at_its_own_end_does_nothing() -> None:
+    tree = single()
+    node = tree.insert([1, 2], ids(0, 1)).node
+    added = tree.insert([1, 2], ids(0, 1), after=node)
+    assert (added.node, added.length, added.existing, len(added.pages)) == (node, 2, 2, 0)
+
+
+def test_insert_refuses_a_handle_that_is_not_on_the_key() -> None:
+    tree = single()
+    node = tree.insert([1, 2], ids(0, 1)).node
+    for tokens in ([1, 3, 4], [1]):
+        with pytest.raises(BadArgument):
+            tree.insert(tokens, ids(*range(5, 5 + len(tokens))), after=node)
+    assert tree.stats().cached_pages == 2
+    tree.check()
+
+
+def test_insert_refuses_a_handle_of_another_namespace() -> None:
+    tree = single()
+    node = tree.insert([1, 2], ids(0, 1), "a").node
+    with pytest.raises(BadArgument):
+        tree.insert([1, 2, 3], ids(0, 1, 2), "b", after=node)
+    assert tree.peek([1, 2, 3], "a") == 2
+
+
+@pytest.mark.parametrize("pages", [[0], [0, 1, 2], [0, -1]])
+def test_insert_refuses_page_ids_that_do_not_fit(pages: list[int]) -> None:
+    tree = single()
+    with pytest.raises(BadArgument):
+        tree.insert([1, 2], ids(*pages))
+    assert tree.stats().cached_pages == 0
+    assert tree.stats().namespaces == 0
+
+
+def test_siblings_under_one_parent_are_told_apart_by_their_first_page() -> None:
+    tree = Tree(page_size=2)
+    for page, token in enumerate(range(100, 400)):
+        tree.insert([7, token], ids(page))
+    for page, token in enumerate(range(100, 400)):
+        assert tree.match([7, token]).pages.tolist() == [page]
+    assert tree.stats().nodes == 300
+    tree.check()
+
+
+def test_a_split_copies_what_policies_rank_by() -> None:
+    tree = single()
+    tree.insert([1, 2, 3], ids(0, 1, 2), priority=4)
+    tree.match([1, 2, 3])
+    whole = next(tree.nodes())
+    tree.insert([1, 9], ids(0, 9))
+    upper, lower, _ = tree.nodes()
+    assert (upper.hits, upper.created, upper.priority) == (whole.hits, whole.created, whole.priority) == (1, 1, 4)
+    assert (lower.hits, lower.created, lower.priority) == (1, 1, 4)
+    assert (upper.last_access, lower.last_access) == (3, whole.last_access)
+
+
+# ---------------------------------------------------------------- locks
+
+
+def test_locked_pages_are_not_evicted() -> None:
+    tree = single()
+    tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3))
+    node = tree.match([1, 2]).node
+    tree.lock(node)
+    assert (tree.stats().locked_pages, tree.stats().evictable_pages) == (2, 2)
+    assert sorted(tree.evict(9)[0].tolist()) == [2, 3]
+    tree.unlock(node)
+    assert sorted(tree.evict(9)[0].tolist()) == [0, 1]
+
+
+def test_locks_are_counted() -> None:
+    tree = single()
+    node = tree.insert([1, 2], ids(0, 1)).node
+    tree.lock(node)
+    tree.lock(node)
+    tree.unlock(node)
+    assert tree.evict(9)[0].tolist() == []
+    tree.unlock(node)
+    assert len(tree.evict(9)[0]) == 2
+
+
+def test_unlock_without_a_lock_changes_nothing() -> None:
+    tree = single()
+    node = tree.insert([1, 2], ids(0, 1)).node
+    upper = tree.match([1]).node
+    tree.lock(node)
+    with pytest.raises(NotLocked):
+        tree.unlock(upper)
+    tree.check()
+    assert tree.stats().locked_pages == 2
+    tree.unlock(node)
+    with pytest.raises(NotLocked):
+        tree.unlock(node)
+    tree.check()
+
+
+def test_locks_of_two_branches_add_up_on_what_they_share() -> None:
+    tree = single()
+    left = tree.insert([1, 2], ids(0, 1)).node
+    right = tree.insert([1, 3], ids(0, 2)).node
+    tree.lock(left)
+    tree.lock(right)
+    tree.unlock(left)
+    assert tree.evict(9)[0].tolist() == [1]
+    tree.unlock(right)
+    assert sorted(tree.evict(9)[0].tolist()) == [0, 2]
+
+
+def test_a_split_keeps_locks_on_both_halves() -> None:
+    tree = single()
+    node = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3)).node
+    tree.lock(node)
+    upper = tree.match([1, 2]).node
+    tree.lock(upper)
+    tree.unlock(node)
+    tree.check()
+    assert sorted(tree.evict(9)[0].tolist()) == [2, 3]
+    tree.unlock(upper)
+    assert tree.stats().evictable_pages == 2
+
+
+def test_the_root_may_be_locked_for_nothing() -> None:
+    tree = single()
+    tree.lock(0)
+    tree.unlock(0)
+    tree.unlock(0)
+    assert tree.pages(0).tolist() == []
+
+
+# ---------------------------------------------------------------- handles
+
+
+def test_a_split_keeps_the_handle_of_the_end() -> None:
+    tree = single()
+    node = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3)).node
+    upper = tree.match([1, 2]).node
+    assert upper != node
+    assert tree.pages(node).tolist() == [0, 1, 2, 3]
+    assert tree.pages(upper).tolist() == [0, 1]
+
+
+def test_a_handle_goes_stale_when_its_end_is_cut_off() -> None:
+    tree = single()
+    node = tree.insert([1, 2, 3], ids(0, 1, 2)).node
+    assert tree.evict(1)[0].tolist() == [2]
+    for call in (tree.lock, tree.unlock, tree.pages, tree.commit, tree.cancel):
+        with pytest.raises(StaleHandle):
+            call(node)
+    with pytest.raises(StaleHandle):
+        tree.insert([1, 2, 3, 4], ids(5, 6, 7, 8), after=node)
+    assert tree.match([1, 2, 3]).length == 2
+    tree.check()
+
+
+def test_a_handle_stays_stale_when_its_place_is_used_again() -> None:
+    tree = single()
+    old = tree.insert([1, 2], ids(0, 1)).node
+    tree.evict(2)
+    new = [tree.insert([token], ids(token)).node for token in range(50)]
+    assert old not in new
+    with pytest.raises(StaleHandle):
+        tree.lock(old)
+    assert tree.stats().locked_pages == 0
+
+
+def test_a_handle_stays_stale_when_the_same_prefix_comes_back() -> None:
+    tree = single()
+    old = tree.insert([1, 2, 3], ids(0, 1, 2)).node
+    tree.evict(1)
+    tree.insert([1, 2, 3], ids(0, 1, 2))
+    with pytest.raises(StaleHandle):
+        tree.pages(old)
+
+
+@pytest.mark.parametrize("handle", [1, 2**31, 2**62, -1, (1 << 32) + 12345])
+def test_a_made_up_handle_is_refused(handle: int) -> None:
+    tree = single()
+    with pytest.raises((StaleHandle, BadArgument)):
+        tree.lock(handle)
+
+
+# ---------------------------------------------------------------- in flight
+
+
+def test_a_match_stops_in_front_of_what_is_in_flight() -> None:
+    tree = single()
+    tree.insert([1, 2], ids(0, 1))
+    flying = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3), ready=False)
+    assert (flying.existing, flying.length) == (2, 4)
+    found = tree.match([1, 2, 3, 4, 5])
+    assert (found.length, found.pending) == (2, 2)
+    assert tree.match([1, 2, 3, 9]).pending == 1
+    assert tree.match([1, 2, 9]).pending == 0
+    assert tree.peek([1, 2, 3, 4]) == 2
+    stats = tree.stats()
+    assert (stats.cached_pages, stats.in_flight_pages, stats.evictable_pages) == (2, 2, 0)
+
+
+def test_commit_makes_pages_matchable() -> None:
+    tree = single()
+    flying = tree.insert([1, 2], ids(0, 1), ready=False)
+    tree.commit(flying.node)
+    assert tree.match([1, 2]).pages.tolist() == [0, 1]
+    assert tree.stats().evictable_pages == 2
+    with pytest.raises(BadArgument):
+        tree.commit(flying.node)
+    tree.check()
+
+
+def test_cancel_gives_the_pages_back() -> None:
+    tree = single()
+    tree.insert([1], ids(0))
+    flying = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
+    returned = tree.cancel(flying.node)
+    assert np.concatenate([np.asarray(part, dtype=np.int32).ravel() for part in returned]).tolist() == [1, 2]
+    assert tree.match([1, 2, 3]).length == 1
+    with pytest.raises(StaleHandle):
+        tree.commit(flying.node)
+    assert tree.stats().in_flight_pages == 0
+    tree.check()
+
+
+def test_cancel_of_all_there_is_removes_the_namespace() -> None:
+    tree = single()
+    tree.cancel(tree.insert([1, 2], ids(0, 1), "ns", ready=False).node)
+    assert (tree.stats().namespaces, tree.stats().nodes) == (0, 0)
+
+
+def test_what_is_in_flight_and_its_ancestors_are_not_evicted() -> None:
+    tree = single()
+    tree.insert([1, 2, 9], ids(0, 1, 9))
+    flying = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
+    assert tree.evict(9)[0].tolist() == [9]
+    tree.commit(flying.node)
+    assert sorted(tree.evict(9)[0].tolist()) == [0, 1, 2]
+
+
+def test_insert_stops_in_front_of_what_is_in_flight() -> None:
+    tree = single()
+    tree.insert([1], ids(0))
+    tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
+    added = tree.insert([1, 2, 4], ids(10, 11, 12))
+    assert (added.length, added.existing, added.pages.tolist()) == (1, 1, [0])
+    nothing = tree.insert([5, 6], ids(5, 6), ready=False)
+    assert tree.insert([5, 6], ids(15, 16)).length == 0
+    tree.cancel(nothing.node)
+    tree.check()
+
+
+def test_insert_behind_a_handle_in_flight_is_not_possible() -> None:
+    tree = single()
+    flying = tree.insert([1, 2], ids(0, 1), ready=False)
+    with pytest.raises(BadArgument):
+        tree.insert([1, 2, 3], ids(0, 1, 2), after=flying.node)
+    tree.cancel(flying.node)
+    tree.check()
+
+
+def test_a_lock_on_what_is_in_flight_outlives_its_end() -> None:
+    tree = single()
+    for end in (tree.commit, tree.cancel):
+        node = tree.insert([1, 2], ids(0, 1), ready=False).node
+        tree.lock(node)
+        end(node)
+        tree.check()
+        assert tree.flush()[0].tolist() == []
+        tree.unlock(node)
+        tree.flush()
+        assert tree.stats().nodes == 0
+
+
+def test_partial_never_names_a_page_in_flight() -> None:
+    tree = Tree(page_size=4)
+    tree.insert([1, 2, 3, 4], ids(0), ready=False)
+    assert tree.match([1, 2, 3, 9], partial=True).partial == 0
+
+
+def test_commit_of_what_is_not_in_flight_is_refused() -> None:
+    tree = single()
+    node = tree.insert([1], ids(0)).node
+    for call in (tree.commit, tree.cancel):
+        with pytest.raises(BadArgument):
+            call(node)
+    assert tree.match([1]).length == 1
+
+
+# ---------------------------------------------------------------- evict
+
+
+def test_evict_gives_exactly_as_many_pages_as_asked() -> None:
+    tree = single()
+    tree.insert(list(range(10)), np.arange(10, dtype=np.int32))
+    assert tree.evict(0)[0].tolist() == []
+    assert sorted(tree.evict(3)[0].tolist()) == [7, 8, 9]
+    assert tree.match(list(range(10))).length == 7
+    assert sorted(tree.evict(100)[0].tolist()) == list(range(7))
+    assert tree.evict(1)[0].tolist() == []
+    assert (tree.stats().nodes, tree.stats().namespaces) == (0, 0)
+    tree.check()
+
+
+def test_evict_takes_leaves_before_what_they_stand_on() -> None:
+    tree = single()
+    tree.insert([1, 2], ids(0, 1))
+    tree.insert([1, 3], ids(0, 2))
+    gone = [int(tree.evict(1)[0][0]) for _ in range(3)]
+    assert gone[-1] == 0
+    assert tree.stats().evicted_pages == 3
+
+
+def test_evict_refuses_a_negative_number() -> None:
+    with pytest.raises(BadArgument):
+        single().evict(-1)
+
+
+def test_flush_spares_what_is_locked_or_in_flight() -> None:
+    tree = single()
+    tree.insert([1, 2], ids(0, 1))
+    tree.lock(tree.match([1]).node)
+    tree.insert([3], ids(3), ready=False)
+    tree.insert([4, 5], ids(4, 5), "other")
+    assert sorted(tree.flush()[0].tolist()) == [1, 4, 5]
+    assert tree.stats().namespaces == 1
+    tree.check()
+
+
+def test_match_protects_from_lru_eviction() -> None:
+    tree = single()
+    for token in (1, 2, 3):
+        tree.insert([token], ids(token))
+    tree.match([1])
+    assert tree.evict(3)[0].tolist() == [2, 3, 1]
+
+
+# ---------------------------------------------------------------- views
+
+
+def test_statistics_add_up() -> None:
+    tree = Tree(page_size=2)
+    tree.insert([1, 2, 3, 4, 5, 6], ids(0, 1, 2))
+    tree.lock(tree.match([1, 2, 9, 9]).node)
+    tree.match([8, 8, 8])
+    tree.evict(1)
+    stats = tree.stats()
+    assert stats.cached_pages == stats.evictable_pages + stats.locked_pages == 2
+    assert (stats.match_calls, stats.queried_symbols, stats.hit_symbols) == (2, 7, 2)
+    assert (stats.inserted_pages, stats.evicted_pages, stats.splits) == (3, 1, 1)
+
+
+def test_nodes_are_listed_depth_first_and_add_up() -> None:
+    tree = single()
+    tree.insert([1, 2, 3], ids(0, 1, 2))
+    tree.insert([1, 5], ids(0, 3))
+    tree.insert([7], ids(4), "other")
+    views = list(tree.nodes(None))
+    assert [(view.start, view.length, view.children) for view in views] == [(0, 1, 2), (1, 2, 0), (1, 1, 0)]
+    assert [view.parent for view in views] == [0, views[0].node, views[0].node]
+    assert [view.cells["full", 0].ids.tolist() for view in views] == [[0], [1, 2], [3]]
+    assert len(list(tree.nodes("other"))) == 1
+    assert list(tree.nodes("none such")) == []
+    assert len(list(tree.nodes())) == tree.stats().nodes == 4
+
+
+def test_pretty_names_every_node_once() -> None:
+    tree = single()
+    tree.insert([1, 2, 3], ids(0, 1, 2))
+    tree.insert([1, 5], ids(0, 3))
+    assert len(tree.pretty().strip().splitlines()) >= 3
+
+
+def test_a_chain_of_many_nodes_needs_no_recursion() -> None:
+    tree = single()
+    tokens = [token % 7 for token in range(5000)]
+    pages = np.arange(5000, dtype=np.int32)
+    node = 0
+    for end in range(1, 5001):
+        node = tree.insert(tokens[:end], pages[:end], after=node).node if end % 10 == 0 else node
+    assert tree.stats().nodes == 500
+    tree.lock(node)
+    assert tree.match(tokens).length == 5000
+    tree.unlock(node)
+    assert len(list(tree.nodes())) == 500
+    assert len(tree.evict(5000)[0]) == 5000
+    tree.check()
+
+
+def test_what_a_tree_holds_follows_what_lives_in_it() -> None:
+    tree = single()
+    length = 1 << 16
+    tokens = np.arange(length, dtype=np.int32) % 1000
+    tree.insert(tokens, np.arange(length, dtype=np.int32))
+    tree.match(tokens[:1])
+    full = tree.stats().bytes
+    tree.evict(length - 1)
+    assert tree.stats().cached_pages == 1
+    assert tree.stats().bytes < full / 20
+
+
+def test_the_same_calls_give_the_same_tree() -> None:
+    def run() -> tuple[list[int], str]:
+        tree, rng, gone = single(), random.Random(5), []
+        for step in range(300):
+            tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 8))]
+            tree.insert(tokens, np.arange(step * 10, step * 10 + len(tokens), dtype=np.int32))
+            gone += tree.evict(rng.randrange(4))[0].tolist()
+        return gone, tree.pretty()
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_every_prefix_is_found_as_in_the_reference(size: int) -> None:
+    tree, model, rng = Tree(page_size=size), ReferenceTree(size), random.Random(size)
+    for step in range(60):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
+        pages = np.arange(step * 6, step * 6 + len(tokens) // size, dtype=np.int32)
+        real, modelled = tree.insert(tokens, pages), model.insert(tokens, pages.tolist())
+        assert (real.length, real.existing, real.pages.tolist()) == (
+            modelled.length,
+            modelled.existing,
+            modelled.pages,
+        )
+    for _ in range(200):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
+        assert tree.peek(tokens) == model.peek(tokens)
+        assert tree.match(tokens).pages.tolist() == model.match(tokens).pages
+    tree.check()
