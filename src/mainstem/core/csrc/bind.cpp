@@ -107,6 +107,7 @@ void translate(const std::exception_ptr& pending, void*) {
 NB_MODULE(_core, m) {
   m.doc() = "The core of Mainstem: the radix tree over bytes, and the page pool. Use mainstem.Tree and mainstem.PrefixCache.";
   nb::register_exception_translator(translate);
+  nb::set_leak_warnings(false);  // a tree may well be alive when the interpreter ends, on an engine's thread
 
   m.def("encode_tokens", &encode_tokens, "tokens"_a.none(), "limit"_a,
         nb::sig("def encode_tokens(tokens: object, limit: int) -> bytes"),
