@@ -1,0 +1,64 @@
+"""`python -m bench [index|ttft|throughput] [--quick]`: all three, or those named."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import index
+from bench.report import Report
+
+NAMES = ("index", "ttft", "throughput")
+WIDTH = 130
+"""Columns that the widest table needs."""
+
+
+def main() -> None:
+    """Runs what was asked for, prints its tables, and writes `<name>.json`."""
+    options = _options()
+    console, log = Console(), Console(stderr=True)
+    console.width = max(console.width, WIDTH)
+    for name in options.benchmarks or NAMES:
+        report = Report(name, options.date, options.quick, progress=lambda line: log.print(line, style="dim"))
+        _run(name, report, options.peers_python)
+        report.show(console)
+        console.print(f"written to {report.write(options.out)}", soft_wrap=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help=f"of {', '.join(NAMES)}; all without")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller settings")
+    parser.add_argument("--peers-python", metavar="PATH", help="the interpreter that has the peers; this one without")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
+    parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="written into the JSON")
+    options = parser.parse_args()
+    unknown = set(options.benchmarks) - set(NAMES)
+    if unknown:
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    return options
+
+
+def _run(name: str, report: Report, peers_python: str | None) -> None:
+    if name == "index":
+        index.run(index.QUICK if report.quick else index.Settings(), report, peers_python)
+        return
+    # The others need the runtime; the index runs without.
+    from bench import throughput, ttft
+    from mainstem.runtime.models import load_model
+
+    if name == "ttft":
+        lengths = ttft.QUICK if report.quick else ttft.Settings()
+        for dtype in lengths.dtypes:
+            ttft.run(lengths, report, load_model(dtype=dtype))
+        report.tables.append(ttft.table(report.rows))
+    else:
+        loads = throughput.QUICK if report.quick else throughput.Settings()
+        throughput.run(loads, report, load_model(dtype=loads.dtype))
+
+
+if __name__ == "__main__":
+    main()

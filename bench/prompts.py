@@ -1,0 +1,36 @@
+"""Prompts for the benchmarks of the engine: random tokens, so that only what is meant to be shared is shared."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.runtime.engine import Engine, Stream
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.request import Request, SamplingParams
+
+
+class Prompts:
+    """Random token sequences of a model's vocabulary.
+
+    Args:
+        loaded: the model.
+        seed: of the random stream.
+    """
+
+    def __init__(self, loaded: LoadedModel, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self._vocab_size = int(loaded.model.config.vocab_size)
+
+    def tokens(self, n: int) -> NDArray[np.int32]:
+        """n token ids that came nowhere before."""
+        return self._random.integers(self._vocab_size, size=n, dtype=np.int32)
+
+    def behind(self, prefix: NDArray[np.int32], n: int) -> NDArray[np.int32]:
+        """A prefix and n tokens of its own."""
+        return np.concatenate([prefix, self.tokens(n)])
+
+
+def submit(engine: Engine, tokens: NDArray[np.int32], new_tokens: int) -> Stream:
+    """Asks for exactly so many new tokens."""
+    return engine.submit(Request(tokens, SamplingParams(max_tokens=new_tokens, ignore_eos=True)))

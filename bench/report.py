@@ -1,0 +1,105 @@
+"""What a benchmark leaves behind: tables for the terminal, and JSON with the machine that it ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("mainstem", "numpy", "torch", "transformers")
+
+
+@dataclass(slots=True)
+class Report:
+    """One benchmark's results, filled in by it.
+
+    Args:
+        name: of the benchmark.
+        date: when it ran, ISO 8601.
+        quick: whether it was cut short.
+        progress: called with a line of text before each step.
+    """
+
+    name: str
+    date: str
+    quick: bool
+    progress: Callable[[str], None]
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+    def show(self, console: Console) -> None:
+        """Prints tables and notes."""
+        for table in self.tables:
+            console.print(table)
+        for note in self.notes:
+            console.print(f"[bold]note[/bold]: {note}")
+
+    def write(self, folder: Path) -> Path:
+        """Writes `<name>.json`; its place."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        path.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
+        return path
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the tables, which say the same."""
+        return {
+            "name": self.name,
+            "date": self.date,
+            "quick": self.quick,
+            "commit": _commit(),
+            "machine": _machine(),
+            "versions": _versions() | self.versions,
+            "settings": self.settings,
+            "rows": self.rows,
+            "notes": self.notes,
+        }
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """The commit that is checked out; None where there is no repository or no git."""
+    try:
+        answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None
