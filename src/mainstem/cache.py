@@ -224,7 +224,8 @@ class PrefixCache:
 
     def _give_back(self, node: int, private: Ids) -> None:
         self.tree.core.unlock(node, 0)
-        self.pool.release(private)
+        if len(private):
+            self.pool.release(private)
         self._counters.leases -= 1
 
 
@@ -375,15 +376,15 @@ class Lease:
     def _hand_over(self, pages: int) -> None:
         cache = self._cache
         key = memoryview(self._sequence.data)[: pages * cache.page_size * cache.keys.symbol_bytes]
-        node, end, _, theirs = cache.tree.core.insert(
+        node, end, existing, theirs = cache.tree.core.insert(
             self._namespace, key, [self._table[:pages]], self._node, self._priority, 0, True
         )
         if end == self._owned:
             return
         cache.tree.core.move_lock(self._node, node, 0)
         ours = self._table[self._owned : end]
-        duplicate = ours != theirs
-        if duplicate.any():
+        if existing > self._owned:  # another lease was first
+            duplicate = ours != theirs
             cache.pool.release(ours[duplicate])
             cache.pool.publish(ours[~duplicate])
             cache._counters.duplicate_pages += int(duplicate.sum())
@@ -406,7 +407,8 @@ class Lease:
             return
         if upto is None:
             upto = max(min(self.reserved, self.length - self._appended), 0)
-        self.publish(upto)
+        if not 0 <= upto <= self.published:
+            self.publish(upto)
         self.abort()
 
     def abort(self) -> None:

@@ -56,14 +56,16 @@ class Sequence:
 
     def __init__(self, kind: KeyKind, tokens: TokenLike) -> None:
         self._kind = kind
-        self.data = bytearray(kind.encode(tokens))
+        self.data: bytes | bytearray = kind.encode(tokens)  # becomes a bytearray with the first append
 
     def __len__(self) -> int:
         return len(self.data) // self._kind.symbol_bytes
 
     def append(self, tokens: TokenLike) -> None:
         """Adds tokens at the end. Raises BadTokens and adds nothing."""
-        self.data += self._kind.encode(tokens)
+        more = self._kind.encode(tokens)
+        self.data = bytearray(self.data) if isinstance(self.data, bytes) else self.data
+        self.data += more
 
     def floor(self, position: int) -> int:
         """The nearest position at or below that lies inside no token."""

@@ -106,6 +106,15 @@ std::uint32_t Tree::common_pages(const std::uint8_t* a, const std::uint8_t* b, s
   return static_cast<std::uint32_t>(common_bytes(a, b, std::size_t{pages} * page_bytes_) / page_bytes_);
 }
 
+void Tree::require_tier(std::uint32_t tier) const {
+  if (tier >= tiers_) throw BadValue{"tier", std::to_string(tier), "below " + std::to_string(tiers_)};
+}
+
+void Tree::require_component(std::uint32_t component) const {
+  if (component >= rows_.size())
+    throw BadValue{"component", std::to_string(component), "below " + std::to_string(rows_.size())};
+}
+
 std::uint32_t Tree::whole_pages(Bytes key) const {
   require(key.size() % symbol_bytes_ == 0, "key length in bytes", key.size(), "a multiple of the symbol's bytes");
   require(key.size() <= std::numeric_limits<std::uint32_t>::max(), "key length in bytes", key.size(), "below 4 GiB");
@@ -532,24 +541,20 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial) const {
 
 // ---------------------------------------------------------------- insert
 
-void Tree::check_ids(std::span<const IdSpan> ids, std::uint32_t pages) const {
+// Ids for pages [begin, pages) must be there: of every component as many as it takes, some at the end of the key.
+void Tree::check_ids(std::span<const IdSpan> ids, std::uint32_t begin, std::uint32_t pages) const {
   require(ids.size() == rows_.size(), "ids", ids.size(), "one array for each component");
-  bool holds_end = pages == 0;
+  bool holds_end = begin == pages;
   for (std::size_t c = 0; c < rows_.size(); ++c) {
-    const IdSpan& row_ids = ids[c];
-    if (rows_[c].per_page()) {
-      require(row_ids.size() == pages, "number of page ids", row_ids.size(),
-              ("one for each whole page of the key: " + std::to_string(pages)).c_str());
-    } else {
-      require(row_ids.size() <= 1, "number of state ids", row_ids.size(), "0 or 1");
-    }
-    bool started = false;
-    for (const std::int32_t id : row_ids) {
-      const bool skipped = id == -1 && rows_[c].kind == Kind::window && !started;
-      if (id < 0 && !skipped) throw BadValue{"page id", std::to_string(id), "0 or more"};
-      started = started || id >= 0;
-    }
-    holds_end = holds_end || started;
+    const std::size_t n = ids[c].size();
+    if (rows_[c].per_page() && n != pages)
+      throw BadValue{"number of page ids", std::to_string(n), "one a whole page of the key: " + std::to_string(pages)};
+    if (!rows_[c].per_page() && n > 1) throw BadValue{"number of state ids", std::to_string(n), "0 or 1"};
+    IdSpan needed = rows_[c].per_page() ? ids[c].subspan(begin) : ids[c];
+    if (rows_[c].kind == Kind::window) needed = needed.subspan(first_id(needed, 0));
+    holds_end = holds_end || !needed.empty();
+    const std::int32_t least = needed.empty() ? 0 : *std::min_element(needed.begin(), needed.end());
+    if (least < 0) throw BadValue{"page id", std::to_string(least), "0 or more"};
   }
   if (!holds_end) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
 }
@@ -610,11 +615,11 @@ Index Tree::grow(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32
 InsertResult Tree::insert(std::string_view ns, Bytes key, std::span<const IdSpan> ids, Handle after,
                           std::int32_t priority, std::uint32_t tier, bool ready) {
   const std::uint32_t pages = whole_pages(key);
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
-  check_ids(ids, pages);
+  require_tier(tier);
   const Index from = resolve(after);
   const std::uint32_t begin = from ? nodes_[from].end() : 0;
   require(begin <= pages, "end of `after` in pages", begin, "at most the pages of the key");
+  check_ids(ids, begin, pages);
   if (from) {
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (cell(from, slot(c, tier)).in_flight()) throw BadValue{"after", std::to_string(after), "a node not in flight"};
@@ -691,7 +696,7 @@ InsertResult Tree::insert(std::string_view ns, Bytes key, std::span<const IdSpan
 // ---------------------------------------------------------------- locks and transfers
 
 void Tree::lock(Handle handle, std::uint32_t tier) {
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
+  require_tier(tier);
   const Index node = resolve(handle);
   if (node == kNone) return;
   lock_all(node, tier, +1);
@@ -699,7 +704,7 @@ void Tree::lock(Handle handle, std::uint32_t tier) {
 }
 
 void Tree::unlock(Handle handle, std::uint32_t tier) {
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
+  require_tier(tier);
   const Index node = resolve(handle);
   if (node == kNone) return;
   if (pins(node, tier) == 0) throw NotLocked{handle};
@@ -709,7 +714,7 @@ void Tree::unlock(Handle handle, std::uint32_t tier) {
 }
 
 void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
+  require_tier(tier);
   const Index from = resolve(from_handle);
   const Index to = resolve(to_handle);
   if (from == to) return;
@@ -734,13 +739,13 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
 }
 
 void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready) {
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
-  require(component < rows_.size(), "component", component, ("below " + std::to_string(rows_.size())).c_str());
+  require_tier(tier);
+  require_component(component);
   const Index node = resolve(handle);
   require(node != kNone, "node", 0, "a node with pages");
   const std::size_t s = slot(component, tier);
   const std::size_t expected = rows_[component].ids(nodes_[node].pages);
-  require(ids.size() == expected, "number of ids", ids.size(), std::to_string(expected).c_str());
+  if (ids.size() != expected) throw BadValue{"number of ids", std::to_string(ids.size()), std::to_string(expected)};
   if (!cell(node, s).absent()) throw BadValue{"cell", "occupied", "absent"};
   const Index parent = nodes_[node].parent;
   if (rows_[component].leaf_only() && !nodes_[parent].root() && cell(parent, s).absent())
@@ -750,7 +755,7 @@ void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, Id
 }
 
 void Tree::commit(Handle handle, std::uint32_t tier) {
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
+  require_tier(tier);
   const Index node = resolve(handle);
   bool found = false;
   for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c) {
@@ -765,7 +770,7 @@ void Tree::commit(Handle handle, std::uint32_t tier) {
 }
 
 std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
+  require_tier(tier);
   const Index node = resolve(handle);
   std::vector<Ids> freed(rows_.size());
   bool found = false;
@@ -855,8 +860,8 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
 }
 
 std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier) {
-  require(tier < tiers_, "tier", tier, ("below " + std::to_string(tiers_)).c_str());
-  require(component < rows_.size(), "component", component, ("below " + std::to_string(rows_.size())).c_str());
+  require_tier(tier);
+  require_component(component);
   std::vector<Ids> freed(rows_.size());
   Ids& asked = freed[component];
   Order& order = orders_[slot(component, tier)];

@@ -190,7 +190,9 @@ class Tree {
   Inside look_inside(Index node, Bytes tail) const;
   bool divides_pages() const;  // whether a match may end inside a page
   std::uint32_t whole_pages(Bytes key) const;
-  void check_ids(std::span<const IdSpan> ids, std::uint32_t pages) const;
+  void require_tier(std::uint32_t tier) const;
+  void require_component(std::uint32_t component) const;
+  void check_ids(std::span<const IdSpan> ids, std::uint32_t begin, std::uint32_t pages) const;
   void fill(Index node, std::span<const IdSpan> ids, std::uint32_t tier, InsertResult* result);
   Index grow(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32_t tier, std::int32_t priority, bool ready);
   bool blocked(Index node, std::span<const IdSpan> ids, std::uint32_t tier, bool ready) const;
