@@ -37,7 +37,7 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses auto $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)

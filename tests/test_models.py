@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import multiprocessing
 import os
@@ -318,7 +317,7 @@ def test_a_saved_model_and_a_plain_folder_are_the_same(tmp_path: Path, folder: P
 
 @pytest.mark.model
 def test_smollm2_answers(smollm2: LoadedModel) -> None:
-    loaded = copy.deepcopy(smollm2)
+    loaded = load_model(dtype="float32")  # one that no runner has taken over
     assert (loaded.name, loaded.max_context) == ("SmolLM2-135M-Instruct", 8192)
     prompt = [{"role": "user", "content": "What is the capital of France?"}]
     ids = loaded.tokenizer.apply_chat_template(
