@@ -35,6 +35,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CORE)
 
 test: lint
 	$(BIN)/pytest --numprocesses auto $(ARGS)

@@ -36,8 +36,8 @@ class Engine:
             x = embedding[prompt[lease.hit :]]
             self.k[page, offset], self.v[page, offset] = x @ to_k, x @ to_v
             self.computed += new
-            lease.finish()
             k, v = (m[lease.page_table].reshape(-1, WIDTH)[: len(prompt)] for m in (self.k, self.v))
+            lease.finish()
         weights = np.exp(k @ x[-1] / np.sqrt(WIDTH))
         return weights @ v / weights.sum()
 

@@ -365,10 +365,11 @@ def test_what_a_lease_holds_is_not_evicted() -> None:
     cache = PrefixCache(4, 1)
     first = run(cache, [1, 2, 3])
     assert cache.flush() == 0
+    pages = first.page_table.tolist()
     first.abort()
     second = cache.lease([1, 2, 9])
     assert cache.flush() == 1
-    assert second.page_table.tolist() == first.page_table.tolist()[:2]
+    assert second.page_table.tolist() == pages[:2]
     second.abort()
 
 
@@ -533,3 +534,85 @@ def test_a_priority_of_a_lease_reaches_the_policy() -> None:
     lease.reserve(2)
     assert (cache.peek([1, 2, 0]), cache.peek([3, 4, 0])) == (2, 0)
     lease.abort()
+
+
+def test_the_page_table_is_for_reading_and_keeps_what_it_showed() -> None:
+    cache = PrefixCache(8, 1)
+    first, second = cache.lease([1, 2]), cache.lease([1, 2])
+    for lease in (first, second):
+        lease.reserve(2)
+    shown = second.page_table
+    before = shown.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        shown[0] = 7
+    first.publish(2)
+    second.publish(2)
+    assert shown.tolist() == before
+    assert second.page_table.tolist() == first.page_table.tolist()
+    second.finish()
+    with pytest.raises(LeaseClosed):
+        second.page_table  # noqa: B018
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, float("nan"), float("inf"), "3", None, True, 2**100])
+def test_numbers_are_checked(value: Any) -> None:
+    cache = PrefixCache(8, 1)
+    with cache.lease([1, 2, 3]) as lease:
+        for call in (lease.reserve, lease.publish):
+            with pytest.raises(BadArgument):
+                call(value)
+        lease.reserve(np.uint8(3))
+        assert lease.reserved == 3
+    with pytest.raises(BadArgument):
+        cache.lease([1], priority=value if value is not None and value != -1 else 2**31)
+    with pytest.raises(BadArgument):
+        PrefixCache(8, copy_page=value if value is not None else 5)
+    assert cache.pool.free == 8
+
+
+def test_a_lease_that_was_dropped_comes_back_when_pages_are_short() -> None:
+    cache = PrefixCache(4, 4)
+    dropped, waiting = cache.lease([1] * 8), cache.lease([2] * 16)
+    dropped.reserve(8)
+    with pytest.warns(ResourceWarning):
+        del dropped
+    waiting.reserve(16)
+    assert cache.stats().private_pages == 4
+    waiting.abort()
+
+
+def test_a_policy_that_fails_while_a_page_is_copied_leaves_no_lock() -> None:
+    class Broken:
+        name = "broken"
+        good = True
+
+        def rank(self, node: Any) -> tuple[float, float]:
+            return (0, 0) if self.good else (float("nan"), 0)
+
+    policy = Broken()
+    cache = PrefixCache(4, 4, policy=policy, copy_page=lambda *_: None)
+    for prompt in (range(8), range(100, 108)):
+        with cache.lease(prompt) as lease:
+            lease.reserve(8)
+            lease.finish()
+    policy.good = False
+    with pytest.raises(BadArgument):
+        cache.lease([0, 1, 2, 3, 4, 5, 99, 98])
+    policy.good = True
+    assert cache.stats().locked_pages == 0
+    assert cache.flush() == 4
+
+
+def test_the_source_of_a_copy_stays_while_it_is_copied() -> None:
+    owners = []
+
+    def copy_page(source: int, target: int, positions: int) -> None:
+        cache.flush()
+        owners.append((cache.pool.owner(source), cache.pool.owner(target)))
+
+    cache = PrefixCache(4, 4, copy_page=copy_page)
+    with cache.lease(range(8)) as lease:
+        lease.reserve(8)
+        lease.finish()
+    cache.lease([0, 1, 2, 3, 4, 9, 9]).abort()
+    assert owners == [("cached", "private")]

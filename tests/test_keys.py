@@ -283,3 +283,39 @@ def test_no_position_inside_an_image_is_a_border() -> None:
     assert [sequence.tokens_at(position) for position in (0, 1, 8, 9, 10, 17, 18)] == [0, 1, 1, 2, 3, 3, 4]
     sequence.append([CAT, 3])
     assert (len(sequence), sequence.floor(25), sequence.tokens_at(26), sequence.tokens_at(27)) == (27, 18, 5, 6)
+
+
+def test_a_list_that_changes_while_it_is_read_is_refused() -> None:
+    class Clears:
+        def __init__(self, owner: list[Any]) -> None:
+            self.owner = owner
+
+        def __index__(self) -> int:
+            self.owner.clear()
+            return -1
+
+    tokens: list[Any] = []
+    tokens.extend([Clears(tokens), 1, 2])
+    with pytest.raises(BadTokens):
+        TokenKeys().encode(tokens)
+
+
+def test_values_that_cannot_even_be_shown_are_refused() -> None:
+    for tokens in ([10**5000], [np.array([1, 2])]):
+        with pytest.raises(BadTokens, match="position 0"):
+            TokenKeys().encode(tokens)
+
+
+def test_bytes_in_any_form_are_whole_symbols() -> None:
+    raw = np.array([1, 2, 3], np.uint32).tobytes()
+    for form in (raw, bytearray(raw), memoryview(raw)):
+        assert TokenKeys().encode(form) == raw
+        assert len(HashKeys(8).encode(bytes(8))) == len(HashKeys(8).encode(memoryview(bytes(8)))) == 8
+        with pytest.raises(BadTokens):
+            TypedKeys().encode(form)
+    assert TokenKeys().encode(memoryview(np.array([1, 2, 3]))) == raw
+
+
+def test_lengths_may_be_numpy_integers() -> None:
+    image = Image(bytes(16), np.int64(729))  # type: ignore[arg-type]
+    assert len(TypedKeys().encode([image])) == 729 * 4

@@ -163,3 +163,13 @@ def test_every_policy_evicts_the_pages_of_the_reference(policy: str, builtin: bo
             count = rng.randrange(5)
             assert sorted(tree.evict(count)[0].tolist()) == sorted(model.evict(count))
     tree.check()
+
+
+def test_a_policy_is_asked_again_when_a_split_or_a_cut_changed_the_leaf() -> None:
+    tree = Tree(page_size=1, policy=Ranked("deepest first", lambda node: (-node.depth_pages, 0)))
+    tree.insert(range(10), np.arange(10, dtype=np.int32))
+    tree.insert([100, 101, 102], np.array([20, 21, 22], np.int32))
+    tree.insert([100, 101, 109], np.array([20, 21, 29], np.int32))
+    assert tree.evict(1)[0].tolist() in ([22], [29])  # depth 2 goes before depth 0
+    tree.match(range(8))  # leaves [8, 10), at depth 8
+    assert tree.evict(1)[0].tolist() == [9]

@@ -115,3 +115,18 @@ def test_no_page_is_given_out_twice_however_pages_go_round() -> None:
             source.difference_update(some)
             target.update(some)
         assert counts(pool) == (20 - len(private) - len(cached), len(cached), len(private))
+
+
+@pytest.mark.parametrize("wrong", [99, -1, 2**31 - 1])
+def test_a_page_outside_the_pool_changes_nothing(wrong: int) -> None:
+    pool = Pool(8)
+    mine = pool.allocate(3)
+    for move in (pool.release, pool.publish, pool.reclaim):
+        with pytest.raises(WrongOwner):
+            move(np.array([mine[0], wrong], np.int32))
+        with pytest.raises(WrongOwner):
+            move(np.array([mine[0], mine[0]], np.int32))
+    assert pool.private == 3
+    pool.check()
+    pool.release(mine)
+    assert pool.free == 8

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mainstem.components import Full, Window
 from mainstem.core.reference import ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, StaleHandle
+from mainstem.namespaces import Namespace
 from mainstem.tree import Tree
 
 
@@ -552,10 +555,10 @@ def test_what_a_tree_holds_follows_what_lives_in_it() -> None:
     tokens = np.arange(length, dtype=np.int32) % 1000
     tree.insert(tokens, np.arange(length, dtype=np.int32))
     tree.match(tokens[:1])
-    full = tree.stats().bytes
+    full = tree.held_bytes()
     tree.evict(length - 1)
     assert tree.stats().cached_pages == 1
-    assert tree.stats().bytes < full / 20
+    assert tree.held_bytes() < full / 20
 
 
 def test_the_same_calls_give_the_same_tree() -> None:
@@ -587,3 +590,58 @@ def test_every_prefix_is_found_as_in_the_reference(size: int) -> None:
         assert tree.peek(tokens) == model.peek(tokens)
         assert tree.match(tokens).pages.tolist() == model.match(tokens).pages
     tree.check()
+
+
+@pytest.mark.parametrize("tier", [-1, 1, 3, 2**40, 0.5, None])
+def test_a_tier_that_is_not_there_is_refused(tier: Any) -> None:
+    tree = Tree(page_size=1)
+    node = tree.insert([1, 2], ids(0, 1)).node
+    calls = (tree.lock, tree.unlock, tree.commit, tree.cancel, lambda node, tier: tree.pages(node, tier=tier))
+    for call in (*calls, lambda node, tier: tree.evict(1, tier=tier), lambda node, tier: tree.flush(tier)):
+        with pytest.raises(BadArgument, match="tier"):
+            call(node, tier)
+    for read in (tree.core.counts, tree.core.waiting):
+        with pytest.raises(BadArgument):
+            read(0, 7)
+        with pytest.raises(BadArgument):
+            read(7, 0)
+    tree.check()
+
+
+def test_insert_refuses_a_handle_whose_path_differs_anywhere() -> None:
+    tree = Tree(page_size=1)
+    node = tree.insert([1, 2, 3, 4], ids(1, 2, 3, 4)).node
+    tree.insert([1, 2, 7], ids(1, 2, 7))  # so that the path is two nodes
+    with pytest.raises(BadArgument, match="path"):
+        tree.insert([9, 9, 9, 4, 5], ids(90, 91, 92, 93, 94), after=node)
+    with pytest.raises(BadArgument, match="path"):
+        tree.insert([9, 2, 3, 4, 5], ids(90, 91, 92, 93, 94), after=node)
+    assert tree.match([1, 2, 3, 4, 5]).length == 4
+    tree.check()
+
+
+def test_the_same_component_twice_is_refused() -> None:
+    for components in ((), (Full(), Full()), (Full(), Window(2), Window(4))):
+        with pytest.raises(BadArgument, match="components"):
+            Tree(components=components)
+
+
+def test_attach_refuses_ids_below_zero() -> None:
+    tree = Tree(page_size=1, tiers=2)
+    node = tree.insert([1, 2], ids(0, 1)).node
+    with pytest.raises(BadArgument):
+        tree.attach(node, [-1, -1])
+    tree.check()
+
+
+def test_a_chain_is_printed_in_lines_of_one_depth() -> None:
+    tree = Tree(page_size=1)
+    for end in range(1, 400):
+        tree.insert(range(end), np.arange(end, dtype=np.int32))
+    assert max(len(line) for line in tree.pretty().splitlines()) < 60
+
+
+def test_a_namespace_is_printed_in_words() -> None:
+    tree = Tree(page_size=1)
+    tree.insert([1], ids(1), Namespace(adapter="french", salt="tenant"))
+    assert "adapter='french', salt='tenant'" in tree.pretty()

@@ -16,16 +16,18 @@ class Tree:
 
     def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int]], tiers: int, policy: str, hash_seed: int) -> None: ...
 
-    def match(self, ns: bytes, key: bytes | bytearray | memoryview, partial: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int]:
+    def match(self, ns: bytes, key: bytes | bytearray, partial: bool, symbols: int | None = None) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int]:
         """
         pages, partial symbols, node, ids, partial id, partial node, pending, reach and host pages, host node.
         """
 
-    def peek(self, ns: bytes, key: bytes | bytearray | memoryview, partial: bool) -> tuple[int, int]:
+    def peek(self, ns: bytes, key: bytes | bytearray, partial: bool, symbols: int | None = None) -> tuple[int, int]:
         """Pages, and symbols of the next one, that a match would return."""
 
-    def insert(self, ns: bytes, key: bytes | bytearray | memoryview, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
-        """node, pages, existing pages, the tree's ids behind `after`."""
+    def insert(self, ns: bytes, key: bytes | bytearray, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, verify: bool, symbols: int | None = None) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
+        """
+        node, pages, existing pages, the tree's ids behind `after`, which `verify` compares with the key.
+        """
 
     def lock(self, node: int, tier: int) -> None: ...
 
@@ -64,10 +66,13 @@ class Tree:
     def counts(self, component: int, tier: int) -> tuple[int, int, int]:
         """Ids present, of these locked, and in flight."""
 
-    def counters(self) -> tuple[int, int, int, int, int, int, int, int, int, int]:
+    def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]:
         """
         match calls, queried and hit symbols, insert calls, inserted and evicted pages, splits; nodes, namespaces, bytes.
         """
+
+    def bytes(self) -> int:
+        """Memory held, in bytes; looks at every node."""
 
     def check(self) -> None:
         """Raises CorruptTree, naming the node and the rule."""

@@ -15,14 +15,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import numpy as np
 
 from mainstem._core import Pool
-from mainstem.errors import BadArgument, BadTokens, CorruptTree, LeaseClosed, OutOfPages
+from mainstem.errors import BadArgument, BadTokens, CorruptTree, LeaseClosed, OutOfPages, check_integer
 from mainstem.keys import KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
@@ -33,8 +32,6 @@ log = logging.getLogger(__name__)
 CopyPage = Callable[[int, int, int], None]
 """copy_page(source, target, positions): copies the KV of a page's first positions into another page."""
 
-Found = TypeVar("Found", bound=tuple[int, int, *tuple[Any, ...]])
-"""What a look-up gives back: pages, symbols of the next page, and whatever else."""
 
 _NO_PAGES: Ids = np.empty(0, np.int32)
 
@@ -108,8 +105,9 @@ class PrefixCache:
         enabled: bool = True,
         copy_page: CopyPage | None = None,
     ) -> None:
-        if not isinstance(pages, int) or not 1 <= pages < 2**31:
-            raise BadArgument("pages", pages, "an integer from 1 to 2147483647")
+        pages = check_integer("pages", pages, 1, 2**31 - 1)
+        if copy_page is not None and not callable(copy_page):
+            raise BadArgument("copy_page", copy_page, "a function of source page, target page and positions, or None")
         self.tree = Tree(page_size, keys, policy=policy)
         self.pool = Pool(pages)
         self.page_size = page_size
@@ -129,8 +127,10 @@ class PrefixCache:
 
         Raises:
             BadTokens: the prompt is empty or holds a token out of range.
+            BadArgument: the priority is no int32.
         """
         self._take_back_abandoned()
+        priority = check_integer("priority", priority, -(2**31), 2**31 - 1)
         return Lease(self, tokens, encode_namespace(namespace), priority)
 
     def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
@@ -141,21 +141,18 @@ class PrefixCache:
         """
         if not self.enabled:
             return 0
-        name = encode_namespace(namespace)
-        sequence = self.keys.sequence(tokens)
-        hit, _ = self.fit(sequence, lambda key: self.tree.core.peek(name, key, self._copy_page is not None))
-        return hit
+        return self._longest(self.keys.sequence(tokens), encode_namespace(namespace), self._copy_page is not None)
 
-    def fit(self, sequence: Sequence, look: Callable[[memoryview], Found]) -> tuple[int, Found]:
-        """The longest hit that leaves a token to compute and cuts none, and what was found there; for `Lease`."""
-        most = sequence.floor(max(len(sequence) - 1, 0))
+    def _longest(self, sequence: Sequence, namespace: bytes, inside: bool) -> int:
+        """The longest hit that leaves a token to compute and cuts none; `inside`: it may end inside a page."""
+        hit = sequence.floor(max(len(sequence) - 1, 0))
         while True:
-            found = look(memoryview(sequence.data)[: most * self.keys.symbol_bytes])
-            border = found[0] * self.page_size
-            hit = sequence.floor(border + found[1])
+            pages, partial = self.tree.core.peek(namespace, sequence.data, inside, hit)
+            border = pages * self.page_size
+            hit = sequence.floor(border + partial)
             if hit >= border:
-                return hit, found
-            most = hit  # the match ended inside a token that must not be cut
+                return hit
+            # The match ended inside a token that must not be cut: look again, up to its beginning.
 
     def flush(self) -> int:
         """Evicts every prefix that no lease uses; the number of pages freed."""
@@ -167,6 +164,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Counts, kept as things change."""
+        self._take_back_abandoned()
         tree, pool, counters = self.tree.stats(), self.pool, self._counters
         return CacheStats(
             total_pages=pool.total,
@@ -193,6 +191,7 @@ class PrefixCache:
         Raises:
             CorruptTree: names the rule that is broken.
         """
+        self._take_back_abandoned()
         self.tree.check()
         self.pool.check()
         held = [ids for view in self.tree.nodes() for ids in view.cells["full", 0].ids.tolist()]
@@ -202,12 +201,13 @@ class PrefixCache:
         if len(held) != self.pool.cached:
             raise CorruptTree(f"the tree holds {len(held)} pages, but the pool has {self.pool.cached} cached")
 
-    def allocate(self, n: int) -> Ids:
-        """n private pages, evicting what it must; for `Lease`.
+    def _allocate(self, n: int) -> Ids:
+        """n private pages, evicting what it must.
 
         Raises:
             OutOfPages: free and evictable pages do not reach; nothing was evicted.
         """
+        self._take_back_abandoned()
         missing = n - self.pool.free
         if missing > 0:
             present, locked, _ = self.tree.core.counts(0, 0)
@@ -254,54 +254,59 @@ class Lease:
         self._appended = False
         self._node = 0
         self._owned = 0  # pages at the front of the table that the tree owns; the rest are private
+        self._count = 0  # pages in the table, which may have room for more
         self._table = _NO_PAGES
-        self.hit = self._take_hit() if cache.enabled else 0
-        self._count = self._owned + (self.hit > self._owned * cache.page_size)  # pages in the table
-        self.hit_tokens = self._sequence.tokens_at(self.hit)
-        self.reserved = self.hit
+        self.hit = self.reserved = self._take_hit() if cache.enabled else 0
         self._closed = False
         counters = cache._counters
         counters.leases += 1
         counters.queried += len(self._sequence)
         counters.hit += self.hit
+        self.hit_tokens = self._sequence.tokens_at(self.hit)
 
     def _take_hit(self) -> int:
-        """Matches at most all but the last token, and locks what it found; the hit in positions."""
-        cache = self._cache
-        core, size = cache.tree.core, cache.page_size
-        inside = cache._copy_page is not None
-        while True:
-            hit, found = cache.fit(self._sequence, partial(core.match, self._namespace, partial=inside))
-            self._owned, _, self._node, self._table, source, partial_node, *_ = found
-            core.lock(self._node, 0)
-            border = self._owned * size
-            if hit == border or self._copy_partial(partial_node, source, hit - border):
-                return hit
-            if self._sequence.floor(border) == border:
-                return border
-            core.unlock(self._node, 0)  # the border cuts a token: look again, for a hit that needs no copy
-            inside = False
+        """Matches at most all but the last token and locks what it found; the hit in positions."""
+        inside, source, donor = self._match(self._cache._copy_page is not None)
+        try:
+            if not inside or self._copy_inside(source, donor, inside):
+                return self.published + inside
+        except BaseException:
+            self._cache.tree.core.unlock(self._node, 0)
+            raise
+        if not self._sequence.divisible:  # the page border may cut a token
+            self._cache.tree.core.unlock(self._node, 0)
+            self._match(False)
+        return self.published
 
-    def _copy_partial(self, node: int, source: int, positions: int) -> bool:
+    def _match(self, inside: bool) -> tuple[int, int, int]:
+        """Locks the whole pages of the hit; how many positions of the next page agree, its id, and its node."""
+        cache, sequence = self._cache, self._sequence
+        core = cache.tree.core
+        most = len(sequence) - 1 if sequence.divisible else cache._longest(sequence, self._namespace, inside)
+        pages, positions, node, ids, source, donor, *_ = core.match(self._namespace, sequence.data, inside, most)
+        core.lock(node, 0)
+        self._node, self._owned, self._count, self._table = node, pages, pages, ids
+        return positions, source, donor
+
+    def _copy_inside(self, source: int, donor: int, positions: int) -> bool:
         """Copies the beginning of a shared page into a private one; False when no page can be had."""
         cache = self._cache
         core = cache.tree.core
         assert cache._copy_page is not None
-        core.lock(node, 0)  # allocating may evict, but not the page that is to be copied
+        core.lock(donor, 0)  # neither the eviction for the new page nor the copy's own code may free the source
         try:
-            page = cache.allocate(1)
+            page = cache._allocate(1)
+            try:
+                cache._copy_page(source, int(page[0]), positions)
+            except BaseException:
+                cache.pool.release(page)
+                raise
         except OutOfPages:
             cache._counters.partial_missed += 1
             return False
         finally:
-            core.unlock(node, 0)
-        try:
-            cache._copy_page(source, int(page[0]), positions)
-        except BaseException:
-            cache.pool.release(page)
-            core.unlock(self._node, 0)
-            raise
-        self._table = np.concatenate([self._table, page])
+            core.unlock(donor, 0)
+        self._put_pages(page)
         cache._counters.partial_hit += positions
         return True
 
@@ -317,8 +322,15 @@ class Lease:
 
     @property
     def page_table(self) -> Ids:
-        """Page ids of the sequence, int32 [pages], those of the tree first; read it again after `publish`."""
-        return self._table[: self._count]
+        """Page ids of the sequence, int32 [pages], those of the tree first; read it again after `publish`.
+
+        Raises:
+            LeaseClosed: the lease has ended; its pages may be others' by now.
+        """
+        self._require_open()
+        table = self._table[: self._count]
+        table.flags.writeable = False
+        return table
 
     def reserve(self, n: int) -> None:
         """Pages for n positions more; evicts what it must.
@@ -329,18 +341,17 @@ class Lease:
             LeaseClosed: the lease has ended.
         """
         self._require_open()
-        if n < 0:
-            raise BadArgument("n", n, "0 or more")
+        n = check_integer("n", n, 0, 2**31 - 1)
         pages = -(-(self.reserved + n) // self._cache.page_size) - self._count
         if pages > 0:
-            self._put_pages(self._cache.allocate(pages))
+            self._put_pages(self._cache._allocate(pages))
         self.reserved += n
 
     def _put_pages(self, pages: Ids) -> None:
         end = self._count + len(pages)
         if end > len(self._table):
             grown = np.empty(max(end, 2 * self._count), np.int32)
-            grown[: self._count] = self.page_table
+            grown[: self._count] = self._table[: self._count]
             self._table = grown
         self._table[self._count : end] = pages
         self._count = end
@@ -367,18 +378,18 @@ class Lease:
             LeaseClosed: the lease has ended.
         """
         self._require_open()
-        if not 0 <= upto <= min(self.reserved, self.length):
-            raise BadArgument("upto", upto, f"0 to {min(self.reserved, self.length)}, what is reserved and has tokens")
+        upto = check_integer("upto", upto, 0, min(self.reserved, self.length))
         pages = upto // self._cache.page_size
         if pages > self._owned and self._cache.enabled:
             self._hand_over(pages)
 
     def _hand_over(self, pages: int) -> None:
         cache = self._cache
-        key = memoryview(self._sequence.data)[: pages * cache.page_size * cache.keys.symbol_bytes]
+        # The key is this lease's own, so its node lies on it: the prefix need not be read again.
         node, end, existing, theirs = cache.tree.core.insert(
-            self._namespace, key, [self._table[:pages]], self._node, self._priority, 0, True
-        )
+            self._namespace, self._sequence.data, [self._table[:pages]], self._node, self._priority, 0,
+            ready=True, verify=False, symbols=pages * cache.page_size,
+        )  # fmt: skip
         if end == self._owned:
             return
         cache.tree.core.move_lock(self._node, node, 0)
@@ -388,7 +399,8 @@ class Lease:
             cache.pool.release(ours[duplicate])
             cache.pool.publish(ours[~duplicate])
             cache._counters.duplicate_pages += int(duplicate.sum())
-            ours[:] = theirs
+            self._table = self._table.copy()  # a view that was given out keeps what it showed
+            self._table[self._owned : end] = theirs
         else:
             cache.pool.publish(ours)
         self._node, self._owned = node, end
@@ -407,7 +419,7 @@ class Lease:
             return
         if upto is None:
             upto = max(min(self.reserved, self.length - self._appended), 0)
-        if not 0 <= upto <= self.published:
+        if upto != self.published:
             self.publish(upto)
         self.abort()
 

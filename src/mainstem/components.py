@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mainstem.errors import BadArgument
+from mainstem.errors import check_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,7 @@ class Window:
     name: ClassVar[str] = "window"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens < 2**32:
-            raise BadArgument("tokens", self.tokens, "1 to 4294967295")
+        object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
 
     def row(self) -> tuple[str, int]:
         """The row as the core takes it."""

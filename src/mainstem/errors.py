@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 
 class MainstemError(Exception):
     """Base of every error that Mainstem raises on purpose."""
@@ -25,6 +27,21 @@ class BadArgument(MainstemError, ValueError):
         self.name = name
         self.value = value
         self.allowed = allowed
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> int:
+    """An integer of any type, in a range; for arguments of public calls.
+
+    Raises:
+        BadArgument: it is no integer, or outside [low, high].
+    """
+    try:
+        integer = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        integer = None
+    if integer is None or not low <= integer <= high:
+        raise BadArgument(name, value, f"an integer from {low} to {high}")
+    return integer
 
 
 class OutOfPages(MainstemError):

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem._core import encode_tokens
-from mainstem.errors import BadArgument, BadTokens
+from mainstem.errors import BadArgument, BadTokens, check_integer
 
 MAX_TOKEN = 2**31
 BINS = 1024
@@ -50,9 +50,15 @@ class KeyKind(Protocol):
 
 
 class Sequence:
-    """A growing key of plain symbols: one token, one position."""
+    """A growing key of plain symbols: one token, one position.
+
+    Attributes:
+        data: the symbols.
+        divisible: whether every position lies between two tokens, so that `floor` changes nothing.
+    """
 
     __slots__ = ("_kind", "data")
+    divisible = True
 
     def __init__(self, kind: KeyKind, tokens: TokenLike) -> None:
         self._kind = kind
@@ -80,9 +86,7 @@ class _TokenIds:
     """What kinds made of token ids share: the range of an id."""
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        if vocab_size is not None and not 1 <= vocab_size <= MAX_TOKEN:
-            raise BadArgument("vocab_size", vocab_size, f"1 to {MAX_TOKEN}, or None")
-        self.limit = vocab_size or MAX_TOKEN
+        self.limit = MAX_TOKEN if vocab_size is None else check_integer("vocab_size", vocab_size, 1, MAX_TOKEN)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.limit if self.limit < MAX_TOKEN else None})"
@@ -145,7 +149,7 @@ class _BigramSequence(Sequence):
         limit = self._kind.limit if isinstance(self._kind, BigramKeys) else MAX_TOKEN
         ids = np.concatenate([self._last, np.frombuffer(encode_tokens(tokens, limit), dtype="<u4")])
         self.data += _pairs(ids)
-        self._last = ids[-1:]
+        self._last = ids[-1:].copy()
 
     def tokens_at(self, position: int) -> int:
         return position + 1 if position else 0
@@ -168,7 +172,7 @@ class HashKeys:
     """
 
     def __init__(self, width: int = 16) -> None:
-        if width not in (8, 16):
+        if check_integer("width", width, 8, 16) not in (8, 16):
             raise BadArgument("width", width, "8 or 16")
         self.symbol_bytes = width
 
@@ -177,7 +181,7 @@ class HashKeys:
 
     def encode(self, tokens: TokenLike) -> bytes:
         """Hashes as bytes, a list of bytes or of non-negative ints, or an integer array whose items are as wide."""
-        if isinstance(tokens, (bytes, bytearray)):
+        if isinstance(tokens, (bytes, bytearray, memoryview)):
             data = bytes(tokens)
         elif isinstance(tokens, np.ndarray):
             data = self._from_array(tokens)
@@ -222,8 +226,7 @@ def hash_blocks(tokens: TokenLike, block_size: int, width: int = 16, seed: bytes
         BadTokens: see `TokenKeys.encode`.
         BadArgument: block_size below 1, a width other than 8 or 16, or a seed over 64 bytes.
     """
-    if block_size < 1:
-        raise BadArgument("block_size", block_size, "1 or more")
+    block_size = check_integer("block_size", block_size, 1, MAX_TOKEN)
     if len(seed) > hashlib.blake2b.MAX_KEY_SIZE:
         raise BadArgument("seed", seed, f"at most {hashlib.blake2b.MAX_KEY_SIZE} bytes")
     HashKeys(width)
@@ -295,7 +298,7 @@ class TypedKeys(_TokenIds):
 
     def encode(self, tokens: Items[TypedToken]) -> bytes:
         """See `KeyKind.encode`."""
-        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, (Items, np.ndarray)):
+        if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, (Items, np.ndarray)):
             raise BadTokens(f"tokens are of type {type(tokens).__name__}: must be a list or tuple of typed tokens")
         return b"".join(self._symbols(token, at) for at, token in enumerate(tokens))
 
@@ -325,6 +328,7 @@ class _TypedSequence(Sequence):
     """Knows where each token ends, so that none is cut."""
 
     __slots__ = ("_ends",)
+    divisible = False
 
     def __init__(self, kind: TypedKeys, tokens: Items[TypedToken]) -> None:
         self._kind = kind
@@ -355,11 +359,13 @@ def _image_symbols(image: Image, at: int) -> bytes:
     """kv_length symbols cut from an extendable digest (SHAKE-128, FIPS 202) of the identity and the length."""
     if not isinstance(image.identity, bytes) or len(image.identity) != IMAGE_DIGEST_BYTES:
         raise BadTokens(f"image at position {at}: identity must be {IMAGE_DIGEST_BYTES} bytes")
-    if not isinstance(image.kv_length, int) or not IMAGE_MIN_LENGTH <= image.kv_length < MAX_TOKEN:
+    try:
+        length = check_integer("kv_length", image.kv_length, IMAGE_MIN_LENGTH, MAX_TOKEN)
+    except BadArgument:
         raise BadTokens(
             f"image at position {at}: kv_length = {image.kv_length!r}: must be {IMAGE_MIN_LENGTH} or more, "
             "so that its symbols hold the whole identity"
-        )
-    digest = hashlib.shake_128(image.identity + image.kv_length.to_bytes(8, "little")).digest(4 * image.kv_length)
+        ) from None
+    digest = hashlib.shake_128(image.identity + length.to_bytes(8, "little")).digest(4 * length)
     symbols = np.frombuffer(digest, dtype="<u4") & np.uint32(_IMAGE - 1) | np.uint32(_TYPED | _IMAGE)
     return symbols.astype("<u4").tobytes()

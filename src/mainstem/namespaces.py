@@ -65,6 +65,19 @@ def encode_namespace(namespace: NamespaceLike) -> bytes:
     raise BadArgument("namespace", namespace, "a Namespace, str, bytes or None")
 
 
+def describe_namespace(encoded: bytes) -> str:
+    """An encoding in words, for people: its fields, one after another."""
+    names = {b"a": "adapter=", b"s": "salt=", b"e": "extra=", b"n": "", b"b": ""}
+    fields = []
+    while encoded:
+        end = 9 + int.from_bytes(encoded[1:9], "little")
+        value = encoded[9:end]
+        shown = repr(value) if encoded[:1] == b"b" else repr(value.decode("utf-8", "replace"))
+        fields.append(names[encoded[:1]] + shown)
+        encoded = encoded[end:]
+    return ", ".join(fields)
+
+
 def _field(tag: bytes, text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
     return tag + len(data).to_bytes(8, "little") + data

@@ -19,9 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from mainstem import _core
 from mainstem.components import Component, Full
-from mainstem.errors import BadArgument
+from mainstem.errors import BadArgument, check_integer
 from mainstem.keys import KeyKind, TokenKeys, TokenLike
-from mainstem.namespaces import NamespaceLike, encode_namespace
+from mainstem.namespaces import NamespaceLike, describe_namespace, encode_namespace
 from mainstem.policies import BuiltIn, NodeStats, Policy, find_policy
 
 Ids = NDArray[np.int32]
@@ -104,7 +104,6 @@ class TreeStats:
     in_flight_pages: int
     nodes: int
     namespaces: int
-    bytes: int
     match_calls: int
     queried_symbols: int
     hit_symbols: int
@@ -143,20 +142,21 @@ class Tree:
         tiers: int = 1,
         policy: str | Policy = "lru",
     ) -> None:
-        if not isinstance(page_size, int) or not 1 <= page_size <= 2**20:
-            raise BadArgument("page_size", page_size, "an integer from 1 to 1048576")
         self.keys = keys if keys is not None else TokenKeys()
-        self.page_size = page_size
+        self.page_size = check_integer("page_size", page_size, 1, 2**20)
         self.components = tuple(components)
-        self.tiers = tiers
+        names = [component.name for component in self.components]
+        if not names or len(set(names)) < len(names):
+            raise BadArgument("components", components, "at least one, and none twice")
+        self.tiers = check_integer("tiers", tiers, 1, 4)
         self.policy = find_policy(policy)
         self._rank_outside = not isinstance(self.policy, BuiltIn)
         # The seed moves places in a hash table and nothing else: it changes no result.
         self.core = _core.Tree(
             self.keys.symbol_bytes,
-            page_size,
+            self.page_size,
             [component.row() for component in self.components],
-            tiers,
+            self.tiers,
             "external" if self._rank_outside else self.policy.name,
             secrets.randbits(64),
         )
@@ -221,11 +221,13 @@ class Tree:
             BadArgument: the number of ids does not fit the key, or an id is negative, or `after` is on another path.
             StaleHandle: `after` was evicted.
         """
+        priority = check_integer("priority", priority, -(2**31), 2**31 - 1)
+        tier, after = self._tier(tier), _handle(after)
         columns = [pages] if len(self.components) == 1 else cast("Items[ArrayLike]", pages)
         ids = [_as_ids(cast("ArrayLike", column)) for column in columns]
         key = self.keys.encode(tokens)
         node, length, existing, theirs = self.core.insert(
-            encode_namespace(namespace), key, ids, after, priority, tier, ready
+            encode_namespace(namespace), key, ids, after, priority, tier, bool(ready), True
         )
         return Inserted(node, length * self.page_size, existing * self.page_size, theirs)
 
@@ -235,7 +237,7 @@ class Tree:
         Raises:
             StaleHandle: the node was evicted.
         """
-        self.core.lock(node, tier)
+        self.core.lock(_handle(node), self._tier(tier))
 
     def unlock(self, node: int, tier: int = 0) -> None:
         """Takes one lock back.
@@ -244,7 +246,7 @@ class Tree:
             NotLocked: there is no lock at this node.
             StaleHandle: the node was evicted.
         """
-        self.core.unlock(node, tier)
+        self.core.unlock(_handle(node), self._tier(tier))
 
     def attach(self, node: int, ids: ArrayLike, component: str = "full", tier: int = 1, *, ready: bool = False) -> None:
         """Gives a node pages on another tier (a backup or a load back), in flight until `commit` or `cancel`.
@@ -253,7 +255,7 @@ class Tree:
             BadArgument: the wrong number of ids, a cell that is not absent, or a parent that is absent on that tier.
             StaleHandle: the node was evicted.
         """
-        self.core.attach(node, self._row(component), tier, _as_ids(ids), ready)
+        self.core.attach(_handle(node), self._row(component), self._tier(tier), _as_ids(ids), bool(ready))
 
     def commit(self, node: int, tier: int = 0) -> None:
         """What was in flight under this node is present now.
@@ -262,7 +264,7 @@ class Tree:
             BadArgument: nothing is in flight under this node.
             StaleHandle: the node was cancelled.
         """
-        self.core.commit(node, tier)
+        self.core.commit(_handle(node), self._tier(tier))
 
     def cancel(self, node: int, tier: int = 0) -> list[Ids]:
         """What was in flight under this node is gone; its ids, an array for each component.
@@ -271,7 +273,7 @@ class Tree:
             BadArgument: nothing is in flight under this node, or something below it is on this tier: cancel that first.
             StaleHandle: the node was cancelled.
         """
-        return self.core.cancel(node, tier)
+        return self.core.cancel(_handle(node), self._tier(tier))
 
     def evict(self, pages: int, component: str = "full", tier: int = 0) -> list[Ids]:
         """Evicts exactly `pages` ids of a component, or as many as are evictable. Takes O(log n) a node.
@@ -282,9 +284,8 @@ class Tree:
         Raises:
             BadArgument: pages below 0, or no such component or tier.
         """
-        if pages < 0:
-            raise BadArgument("pages", pages, "0 or more")
-        return self._evict(pages, self._row(component), tier)
+        pages = check_integer("pages", pages, 0, _EVERYTHING)
+        return self._evict(pages, self._row(component), self._tier(tier))
 
     def _evict(self, pages: int, row: int, tier: int) -> list[Ids]:
         if not self._rank_outside:
@@ -318,6 +319,7 @@ class Tree:
 
     def flush(self, tier: int = 0) -> list[Ids]:
         """Evicts everything on a tier that is neither locked nor in flight; one array of ids for each component."""
+        tier = self._tier(tier)
         parts = [self._evict(_EVERYTHING, row, tier) for row in range(len(self.components))]
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
@@ -327,7 +329,7 @@ class Tree:
         Raises:
             StaleHandle: the node was evicted.
         """
-        return self.core.ids(node, self._row(component), tier)
+        return self.core.ids(_handle(node), self._row(component), self._tier(tier))
 
     def length(self, node: int) -> int:
         """Symbols from the root to the end of a node.
@@ -335,7 +337,7 @@ class Tree:
         Raises:
             StaleHandle: the node was evicted.
         """
-        return self.core.end(node) * self.page_size
+        return self.core.end(_handle(node)) * self.page_size
 
     def nodes(self, *namespaces: NamespaceLike) -> Iterator[NodeView]:
         """Every node, or those of some namespaces: depth first, children in the order they came."""
@@ -367,19 +369,21 @@ class Tree:
         return "\n".join(lines) if lines else "(empty)"
 
     def _branches(self, views: list[NodeView], describe: Callable[[bytes], str]) -> Iterator[str]:
-        left = {0: sum(view.parent == 0 for view in views)} | {view.node: view.children for view in views}
+        children = {0: sum(view.parent == 0 for view in views)} | {view.node: view.children for view in views}
+        left = dict(children)
         rails = {0: ""}
         for view in views:
             left[view.parent] -= 1
-            last = left[view.parent] == 0
             rail = rails[view.parent]
-            rails[view.node] = rail + ("   " if last else "│  ")
+            if children[view.parent] == 1:  # an only child stays at its parent's depth: chains may be long
+                branch, rails[view.node] = "· ", rail
+            elif left[view.parent] == 0:
+                branch, rails[view.node] = "└─ ", rail + "   "
+            else:
+                branch, rails[view.node] = "├─ ", rail + "│  "
             cell = view.cells[self.components[0].name, 0]
             flight = ", in flight" if cell.in_flight else ""
-            yield (
-                f"{rail}{'└─ ' if last else '├─ '}{view.length} {describe(view.key)} "
-                f"locks={cell.locks} hits={view.hits}{flight}"
-            )
+            yield (f"{rail}{branch}{view.length} {describe(view.key)} locks={cell.locks} hits={view.hits}{flight}")
 
     def _first_symbols(self, key: bytes) -> str:
         width = self.keys.symbol_bytes
@@ -390,7 +394,7 @@ class Tree:
     def stats(self) -> TreeStats:
         """Counts, kept by the core as things change."""
         present, locked, in_flight = self.core.counts(0, 0)
-        matches, queried, hits, inserts, inserted, evicted, splits, nodes, namespaces, held = self.core.counters()
+        matches, queried, hits, inserts, inserted, evicted, splits, nodes, namespaces = self.core.counters()
         return TreeStats(
             cached_pages=present,
             locked_pages=locked,
@@ -398,7 +402,6 @@ class Tree:
             in_flight_pages=in_flight,
             nodes=nodes,
             namespaces=namespaces,
-            bytes=held,
             match_calls=matches,
             queried_symbols=queried,
             hit_symbols=hits,
@@ -408,6 +411,10 @@ class Tree:
             splits=splits,
         )
 
+    def held_bytes(self) -> int:
+        """Memory that the core holds; looks at every node."""
+        return self.core.bytes()
+
     def check(self) -> None:
         """Verifies every structural rule from scratch; slow.
 
@@ -416,6 +423,9 @@ class Tree:
         """
         self.core.check()
 
+    def _tier(self, tier: int) -> int:
+        return check_integer("tier", tier, 0, self.tiers - 1)
+
     def _row(self, component: str) -> int:
         names = [row.name for row in self.components]
         if component not in names:
@@ -423,8 +433,15 @@ class Tree:
         return names.index(component)
 
 
+def _handle(node: int) -> int:
+    return check_integer("node", node, 0, 2**63 - 1)
+
+
 def _as_ids(pages: ArrayLike) -> Ids:
-    ids = np.asarray(pages)
+    try:
+        ids = np.asarray(pages)
+    except ValueError as error:
+        raise BadArgument("pages", pages, f"a one-dimensional sequence of integers ({error})") from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise BadArgument("pages", pages, "a one-dimensional sequence of integers")
     if ids.size and not -1 <= int(ids.min()) <= int(ids.max()) < 2**31:
@@ -433,4 +450,4 @@ def _as_ids(pages: ArrayLike) -> Ids:
 
 
 def _show_namespace(encoded: bytes) -> str:
-    return "(default namespace)" if not encoded else "namespace " + repr(encoded[9:].decode("utf-8", "replace"))
+    return f"namespace {describe_namespace(encoded)}" if encoded else "(default namespace)"

@@ -21,9 +21,22 @@ void Tree::check() const {
   }
   if (below_roots != table_.size()) broken(kNone, "the child table holds each node once");
   if (roots != roots_.size() || roots != root_names_.size()) broken(kNone, "each root has one name");
+  check_free();
   check_locks();
   check_counts();
   check_pages();
+}
+
+void Tree::check_free() const {
+  for (const Index node : free_) {
+    if (node == kNone || nodes_[node].live) broken(node, "what is free is not alive");
+    for (const Order& order : orders_)
+      if (order.contains(node)) broken(node, "what is free cannot be evicted");
+  }
+  std::size_t alive = 0;
+  for (const Node& n : nodes_)
+    alive += n.live;
+  if (alive + free_.size() != nodes_.size()) broken(kNone, "a node is alive or free");
 }
 
 void Tree::check_node(Index node) const {
@@ -59,11 +72,14 @@ void Tree::check_cells(Index node) const {
     if (c.in_flight() != (c.transfer != kNone)) broken(node, "a cell in flight names its transfer");
     if (n.root() && !c.absent()) broken(node, "a root holds no pages");
     std::uint32_t holders = 0;
-    for (Index at = n.first_child; at != kNone; at = nodes_[at].next) holders += !cell(at, s).absent();
+    for (Index at = n.first_child; at != kNone; at = nodes_[at].next)
+      holders += !cell(at, s).absent();
     if (holders != c.holders) broken(node, "the children that hold a cell are counted");
-    if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root()) broken(node, "a child is held only with its parent");
+    if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root())
+      broken(node, "a child is held only with its parent");
     const Order& order = orders_[s];
-    if (order.contains(node) != candidate(node, s)) broken(node, "what can be evicted, and nothing else, is in the order");
+    if (order.contains(node) != candidate(node, s))
+      broken(node, "what can be evicted, and nothing else, is in the order");
     if (!order.contains(node)) continue;
     const Rank rank = policy_->rank ? rank_of(node) : order.rank(node);
     if (!order.holds(node, rank, n.start)) broken(node, "the order has the node's rank");
@@ -76,7 +92,7 @@ void Tree::check_locks() const {
   const auto hold = [&](Index node, std::uint32_t tier, std::uint32_t times) {
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
       const std::size_t s = slot(c, tier);
-      if (rows_[c].kind == Kind::state) {
+      if (!rows_[c].per_page()) {
         expected[std::size_t{node} * slots_ + s] += times;
         continue;
       }
@@ -91,7 +107,8 @@ void Tree::check_locks() const {
     if (!nodes_[node].live) continue;
     for (std::uint32_t tier = 0; tier < tiers_; ++tier) {
       std::uint32_t times = pins(node, tier);
-      for (std::uint32_t c = 0; c < rows_.size(); ++c) times += cell(node, slot(c, tier)).transfer == node;
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)
+        times += cell(node, slot(c, tier)).transfer == node;
       if (times) hold(node, tier, times);
     }
   }

@@ -10,7 +10,8 @@
 
 namespace mainstem {
 
-// Multiply-and-fold over 8-byte words (the mixing step of wyhash, https://github.com/wangyi-fudan/wyhash, public domain).
+// Multiply-and-fold over 8-byte words (the mixing step of wyhash, https://github.com/wangyi-fudan/wyhash, public
+// domain).
 inline std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
@@ -42,11 +43,12 @@ class ChildTable {
     return kNone;
   }
 
-  void reserve_one() {
-    if ((size_ + 1) * 4 > slots_.size() * 3) grow();
+  // Room for so many more, after which insert() cannot fail for them.
+  void reserve(std::size_t more) {
+    while ((size_ + more) * 4 > slots_.size() * 3)
+      grow();
   }
-  void insert(std::uint32_t hash, Index child) {
-    reserve_one();
+  void insert(std::uint32_t hash, Index child) noexcept {
     place(hash, child);
     ++size_;
   }
@@ -78,12 +80,14 @@ class ChildTable {
   std::size_t mask() const { return slots_.size() - 1; }
   std::size_t locate(std::uint32_t hash, Index child) const {
     std::size_t i = hash & mask();
-    while (slots_[i].child != child) i = (i + 1) & mask();
+    while (slots_[i].child != child)
+      i = (i + 1) & mask();
     return i;
   }
   void place(std::uint32_t hash, Index child) {
     std::size_t i = hash & mask();
-    while (slots_[i].child != kNone) i = (i + 1) & mask();
+    while (slots_[i].child != kNone)
+      i = (i + 1) & mask();
     slots_[i] = {hash, child};
   }
   void grow() {

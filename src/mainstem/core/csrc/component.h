@@ -14,11 +14,12 @@ struct Component {
   Kind kind;
   std::uint32_t window = 0;  // symbols, for Kind::window
 
-  bool per_page() const { return kind != Kind::state; }    // one id a page; otherwise one, at the node's end
-  bool leaf_only() const { return kind == Kind::full; }    // evicted only where no child holds the cell
-  bool from_tail() const { return kind == Kind::full; }    // evicted from the end; otherwise from the front
+  bool per_page() const { return kind != Kind::state; }      // one id a page; otherwise one, at the node's end
+  bool leaf_only() const { return kind == Kind::full; }      // evicted only where no child holds the cell
+  bool from_tail() const { return kind == Kind::full; }      // evicted from the end; otherwise from the front
+  bool begins_late() const { return kind == Kind::window; }  // may lack the first pages of a prefix
   bool locks_to_root() const { return kind == Kind::full; }
-  bool divides() const { return kind != Kind::state; }     // on split both halves get ids
+  bool divides() const { return kind != Kind::state; }  // on split both halves get ids
 
   std::size_t ids(std::size_t pages) const { return per_page() ? pages : 1; }
 
@@ -40,8 +41,8 @@ struct Component {
 
 // Coverage: how much of one component is usable, up to the position a walk has come to.
 struct Coverage {
-  std::uint32_t from = 0;       // every page in [from, here) is usable
-  bool state_here = false;      // a usable state stands exactly here
+  std::uint32_t from = 0;   // every page in [from, here) is usable
+  bool state_here = false;  // a usable state stands exactly here
 
   void pass(const Component& row, bool usable, std::uint32_t end, bool whole_node) {
     state_here = row.kind == Kind::state && usable && whole_node;

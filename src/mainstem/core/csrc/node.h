@@ -29,20 +29,20 @@ struct Cell {
 };
 
 struct Node {
-  Run<std::uint8_t> key;        // pages * page_bytes
-  std::uint64_t created = 0;    // ticks of the tree's counter
+  Run<std::uint8_t> key;      // pages * page_bytes
+  std::uint64_t created = 0;  // ticks of the tree's counter
   std::uint64_t accessed = 0;
   std::uint32_t hits = 0;
   std::int32_t priority = 0;
-  std::uint32_t start = 0;      // pages from the root to this node
-  std::uint32_t pages = 0;      // 0 for a root
-  Index home = kNone;           // the root above
-  Index parent = kNone;         // kNone for a root
-  Index first_child = kNone;    // oldest; its `previous` is the youngest
-  Index next = kNone;           // younger sibling, kNone behind the youngest
-  Index previous = kNone;       // older sibling, the youngest for the oldest
+  std::uint32_t start = 0;    // pages from the root to this node
+  std::uint32_t pages = 0;    // 0 for a root
+  Index home = kNone;         // the root above
+  Index parent = kNone;       // kNone for a root
+  Index first_child = kNone;  // oldest; its `previous` is the youngest
+  Index next = kNone;         // younger sibling, kNone behind the youngest
+  Index previous = kNone;     // older sibling, the youngest for the oldest
   std::uint32_t children = 0;
-  std::uint32_t generation = 0; // bumped when handles to this node go stale
+  std::uint32_t generation = 0;  // bumped when handles to this node go stale
   bool live = false;
 
   std::uint32_t end() const { return start + pages; }

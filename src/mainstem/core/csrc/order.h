@@ -1,6 +1,7 @@
 // Eviction order: policies as ranks, and one indexed heap of candidates for each component and tier.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -23,7 +24,9 @@ struct Policy {
 
 inline constexpr std::uint32_t kSlruProtectedHits = 2;
 
-inline double number(std::uint64_t n) { return static_cast<double>(n); }
+inline double number(std::uint64_t n) {
+  return static_cast<double>(n);
+}
 
 // clang-format off
 inline constexpr Policy kPolicies[] = {
@@ -47,8 +50,13 @@ class Order {
   std::size_t size() const { return heap_.size(); }
   Index top() const { return heap_.front().node; }
 
-  void put(Index node, Rank rank, std::uint32_t depth) {
-    if (node >= place_.size()) place_.resize(node + 1 + node / 2, kNowhere);
+  // Room for nodes [0, nodes), after which put() cannot fail for them.
+  void reserve(std::size_t nodes) {
+    heap_.reserve(nodes);
+    place_.resize(nodes, kNowhere);
+  }
+
+  void put(Index node, Rank rank, std::uint32_t depth) noexcept {
     const Entry entry{rank, depth, node};
     if (place_[node] == kNowhere) {
       heap_.push_back(entry);

@@ -12,14 +12,19 @@ enum class Owner : std::uint8_t { free, cached, privately };
 
 inline constexpr const char* kOwnerNames[] = {"free", "cached", "private"};
 
-struct WrongOwner { std::string message; };
-struct NoPages { std::uint64_t needed, free, total; };
+struct WrongOwner {
+  std::string message;
+};
+struct NoPages {
+  std::uint64_t needed, free, total;
+};
 
 class Pool {
  public:
   explicit Pool(std::uint32_t pages) : owner_(pages, Owner::free) {
     free_.reserve(pages);
-    for (std::uint32_t page = pages; page-- > 0;) free_.push_back(static_cast<std::int32_t>(page));
+    for (std::uint32_t page = pages; page-- > 0;)
+      free_.push_back(static_cast<std::int32_t>(page));
     count_[0] = pages;
   }
 
@@ -33,18 +38,19 @@ class Pool {
     count(Owner::free, Owner::privately, n);
   }
 
-  // Moves pages from one owner to another; checks all of them before it moves any.
+  // Moves pages from one owner to another; all of them, or none if one is not the owner's (or comes twice).
   void move(std::span<const std::int32_t> pages, Owner from, Owner to) {
-    for (std::size_t i = 0; i < pages.size(); ++i) {
-      if (!held(pages[i], from)) {
-        const WrongOwner error{describe(pages[i], from)};
-        for (std::size_t j = 0; j < i; ++j) owner_[static_cast<std::size_t>(pages[j])] = from;
-        throw error;
-      }
-      owner_[static_cast<std::size_t>(pages[i])] = to;
+    std::size_t moved = 0;
+    while (moved < pages.size() && held(pages[moved], from))
+      owner_[static_cast<std::size_t>(pages[moved++])] = to;
+    if (moved < pages.size()) {
+      for (std::size_t i = 0; i < moved; ++i)
+        owner_[static_cast<std::size_t>(pages[i])] = from;
+      refuse(pages[moved], from);
     }
     if (to == Owner::free)
-      for (std::size_t i = pages.size(); i-- > 0;) free_.push_back(pages[i]);  // the first is the next to be given out
+      for (std::size_t i = pages.size(); i-- > 0;)
+        free_.push_back(pages[i]);  // the first is the next to be given out
     count(from, to, pages.size());
   }
 
@@ -58,7 +64,8 @@ class Pool {
 
   bool sound() const {
     std::uint64_t sum[3] = {0, 0, 0};
-    for (const Owner owner : owner_) ++sum[static_cast<std::size_t>(owner)];
+    for (const Owner owner : owner_)
+      ++sum[static_cast<std::size_t>(owner)];
     for (const std::int32_t page : free_)
       if (!held(page, Owner::free)) return false;
     return sum[0] == count_[0] && sum[1] == count_[1] && sum[2] == count_[2] && free_.size() == count_[0];
@@ -66,11 +73,13 @@ class Pool {
 
  private:
   bool held(std::int32_t page, Owner owner) const {
-    return page >= 0 && static_cast<std::size_t>(page) < owner_.size() && owner_[static_cast<std::size_t>(page)] == owner;
+    return page >= 0 && static_cast<std::size_t>(page) < owner_.size() &&
+           owner_[static_cast<std::size_t>(page)] == owner;
   }
-  std::string describe(std::int32_t page, Owner expected) const {
-    return "page " + std::to_string(page) + " is " + owner(page) + ", not " +
-           kOwnerNames[static_cast<std::size_t>(expected)];
+  [[noreturn]] void refuse(std::int32_t page, Owner expected) const {
+    const std::string is = held(page, expected) ? "named twice" : owner(page);
+    throw WrongOwner{"page " + std::to_string(page) + " is " + is + ", not " +
+                     kOwnerNames[static_cast<std::size_t>(expected)]};
   }
   void count(Owner from, Owner to, std::uint64_t n) {
     count_[static_cast<std::size_t>(from)] -= n;

@@ -12,10 +12,12 @@ namespace {
                   std::to_string(limit - 1)};
 }
 
+// What is shown of a value that is refused, whatever it is.
 std::string repr(PyObject* object) {
   const nb::object text = nb::steal(PyObject_Repr(object));
-  if (!text.is_valid()) throw nb::python_error();
-  return nb::cast<std::string>(text);
+  if (text.is_valid()) return nb::cast<std::string>(text);
+  PyErr_Clear();
+  return std::string("of type ") + nb::cast<std::string>(nb::str(nb::type_name(nb::handle(object).type())));
 }
 
 // A bytes object under construction; its memory is written through `out`.
@@ -35,7 +37,8 @@ struct Building {
 bool copy_symbols(const void* data, std::size_t n, std::uint32_t* out, std::int64_t limit) {
   std::memcpy(out, data, n * sizeof(std::uint32_t));
   std::uint32_t largest = 0;
-  for (std::size_t i = 0; i < n; ++i) largest = std::max(largest, out[i]);
+  for (std::size_t i = 0; i < n; ++i)
+    largest = std::max(largest, out[i]);
   return n == 0 || largest < limit;
 }
 
@@ -74,21 +77,39 @@ nb::bytes from_buffer(PyObject* tokens, std::int64_t limit) {
   const bool packed = view.itemsize == 4 && view.strides[0] == 4;
   if (packed && copy_symbols(view.buf, static_cast<std::size_t>(view.shape[0]), bytes.out, limit)) return bytes.done();
   switch (view.itemsize * (is_signed ? -1 : 1)) {
-    case -1: copy_checked<std::int8_t>(view, bytes.out, limit); break;
-    case -2: copy_checked<std::int16_t>(view, bytes.out, limit); break;
-    case -4: copy_checked<std::int32_t>(view, bytes.out, limit); break;
-    case -8: copy_checked<std::int64_t>(view, bytes.out, limit); break;
-    case 1: copy_checked<std::uint8_t>(view, bytes.out, limit); break;
-    case 2: copy_checked<std::uint16_t>(view, bytes.out, limit); break;
-    case 4: copy_checked<std::uint32_t>(view, bytes.out, limit); break;
-    case 8: copy_checked<std::uint64_t>(view, bytes.out, limit); break;
-    default: throw BadTokens{"tokens have items of an unknown size"};
+    case -1:
+      copy_checked<std::int8_t>(view, bytes.out, limit);
+      break;
+    case -2:
+      copy_checked<std::int16_t>(view, bytes.out, limit);
+      break;
+    case -4:
+      copy_checked<std::int32_t>(view, bytes.out, limit);
+      break;
+    case -8:
+      copy_checked<std::int64_t>(view, bytes.out, limit);
+      break;
+    case 1:
+      copy_checked<std::uint8_t>(view, bytes.out, limit);
+      break;
+    case 2:
+      copy_checked<std::uint16_t>(view, bytes.out, limit);
+      break;
+    case 4:
+      copy_checked<std::uint32_t>(view, bytes.out, limit);
+      break;
+    case 8:
+      copy_checked<std::uint64_t>(view, bytes.out, limit);
+      break;
+    default:
+      throw BadTokens{"tokens have items of an unknown size"};
   }
   return bytes.done();
 }
 
 nb::bytes from_symbols(const char* data, std::size_t size, std::int64_t limit) {
-  if (size % sizeof(std::uint32_t)) throw BadTokens{"bytes of length " + std::to_string(size) + ": must hold whole 4-byte symbols"};
+  if (size % sizeof(std::uint32_t))
+    throw BadTokens{"bytes of length " + std::to_string(size) + ": must hold whole 4-byte symbols"};
   Building bytes(size / sizeof(std::uint32_t));
   const std::size_t n = size / sizeof(std::uint32_t);
   if (copy_symbols(data, n, bytes.out, limit)) return bytes.done();
@@ -103,7 +124,10 @@ std::uint32_t to_symbol(PyObject* item, std::size_t position, std::int64_t limit
     value = PyLong_AsLongLongAndOverflow(item, &overflow);
   } else if (!PyBool_Check(item) && PyIndex_Check(item)) {
     const nb::object index = nb::steal(PyNumber_Index(item));
-    if (!index.is_valid()) throw nb::python_error();
+    if (!index.is_valid()) {
+      PyErr_Clear();
+      refuse(repr(item), position, limit);
+    }
     value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   }
   if (value < 0 || value >= limit || overflow) refuse(repr(item), position, limit);
@@ -116,9 +140,11 @@ nb::bytes from_sequence(PyObject* tokens, std::int64_t limit) {
   const auto n = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr()));
   Building bytes(n);
   for (std::size_t i = 0; i < n; ++i) {
-    // The item's __index__ may be anybody's code, and may change the list.
-    if (i >= static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr()))) throw BadTokens{"tokens changed while being read"};
-    bytes.out[i] = to_symbol(PySequence_Fast_GET_ITEM(fast.ptr(), static_cast<Py_ssize_t>(i)), i, limit);
+    // The item's __index__ may be anybody's code: it may change the list, and drop the item.
+    if (i >= static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())))
+      throw BadTokens{"tokens changed while being read"};
+    const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(fast.ptr(), static_cast<Py_ssize_t>(i)));
+    bytes.out[i] = to_symbol(item.ptr(), i, limit);
   }
   return bytes.done();
 }
@@ -154,6 +180,8 @@ nb::bytes encode_tokens(nb::handle tokens, std::int64_t limit) {
     return from_symbols(PyBytes_AS_STRING(object), static_cast<std::size_t>(PyBytes_GET_SIZE(object)), limit);
   if (PyByteArray_Check(object))
     return from_symbols(PyByteArray_AS_STRING(object), static_cast<std::size_t>(PyByteArray_GET_SIZE(object)), limit);
+  if (PyMemoryView_Check(object) && nb::cast<std::string>(tokens.attr("format")) == "B")
+    return encode_tokens(nb::steal(PyBytes_FromObject(object)), limit);
   if (PyList_Check(object) || PyTuple_Check(object)) return from_sequence(object, limit);
   if (PyObject_CheckBuffer(object)) return from_buffer(object, limit);
   if (PySequence_Check(object) && !PyUnicode_Check(object)) return from_sequence(object, limit);

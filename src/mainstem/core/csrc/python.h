@@ -11,7 +11,9 @@ namespace mainstem {
 
 namespace nb = nanobind;
 
-struct BadTokens { std::string message; };
+struct BadTokens {
+  std::string message;
+};
 
 // A contiguous view of any object with the buffer protocol, for the time of one call.
 class View {
@@ -40,8 +42,8 @@ class View {
 nb::object new_ids(std::size_t n, std::int32_t** data);
 nb::object to_array(std::span<const std::int32_t> ids);
 
-// Token ids as little-endian 4-byte symbols: a list, tuple or other sequence of ints, a one-dimensional integer buffer, or
-// bytes that hold whole symbols already. Throws BadTokens with the position of the first id outside [0, limit).
+// Token ids as little-endian 4-byte symbols: a list, tuple or other sequence of ints, a one-dimensional integer buffer,
+// or bytes that hold whole symbols already. Throws BadTokens with the position of the first id outside [0, limit).
 nb::bytes encode_tokens(nb::handle tokens, std::int64_t limit);
 
 }  // namespace mainstem

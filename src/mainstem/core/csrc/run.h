@@ -37,20 +37,29 @@ class Run {
   std::size_t held() const { return cap_; }  // elements of memory, live or not
   const T& operator[](std::size_t i) const { return base_[off_ + i]; }
 
-  // The first n elements leave as a Run of their own; 0 <= n <= size(). Throws before it changes anything.
-  Run take_front(std::size_t n) {
-    if (n <= len_ - n) {
-      Run front(data(), n);
+  // Room for the smaller part of a cut behind the first n elements, 0 <= n <= size(); with it the cut cannot fail.
+  Run room(std::size_t n) const {
+    Run empty;
+    empty.cap_ = narrow(n <= len_ - n ? n : len_ - n);
+    empty.base_ = allocate(empty.cap_);
+    return empty;
+  }
+
+  // The first n elements leave as a Run of their own.
+  Run take_front(std::size_t n, Run room) noexcept {
+    const bool front_is_smaller = n <= len_ - n;
+    const std::size_t from = front_is_smaller ? 0 : n;
+    room.len_ = room.cap_;
+    if (room.len_) std::memcpy(room.base_, data() + from, room.len_ * sizeof(T));
+    if (front_is_smaller) {
       off_ += narrow(n);
       len_ -= narrow(n);
-      shrink();
-      return front;
+    } else {
+      len_ = narrow(n);
     }
-    Run back(data() + n, len_ - n);
-    len_ = narrow(n);
     shrink();
-    swap(back);
-    return back;
+    if (!front_is_smaller) swap(room);  // what is left here must be the back
+    return room;
   }
 
   void drop_back(std::size_t n) {

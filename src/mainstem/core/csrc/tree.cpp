@@ -4,6 +4,7 @@
 #include <array>
 #include <cassert>
 #include <limits>
+#include <tuple>
 
 namespace mainstem {
 
@@ -16,7 +17,8 @@ const Policy* find_policy(std::string_view name) {
   for (const Policy& policy : kPolicies)
     if (policy.name == name) return &policy;
   std::string names;
-  for (const Policy& policy : kPolicies) names += (names.empty() ? "" : ", ") + std::string(policy.name);
+  for (const Policy& policy : kPolicies)
+    names += (names.empty() ? "" : ", ") + std::string(policy.name);
   throw BadValue{"policy", std::string(name), "one of " + names};
 }
 
@@ -47,7 +49,8 @@ std::size_t common_bytes(const std::uint8_t* a, const std::uint8_t* b, std::size
     else
       n = at + half;
   }
-  while (a[at] == b[at]) ++at;
+  while (a[at] == b[at])
+    ++at;
   return at;
 }
 
@@ -82,7 +85,8 @@ Index Tree::resolve(Handle handle) const {
   if (handle == 0) return kNone;
   const auto node = static_cast<std::uint64_t>(handle) & 0xffffffffu;
   const auto generation = static_cast<std::uint64_t>(handle) >> 32;
-  if (handle < 0 || node == kNone || node >= nodes_.size() || !nodes_[node].live || nodes_[node].generation != generation)
+  if (handle < 0 || node == kNone || node >= nodes_.size() || !nodes_[node].live ||
+      nodes_[node].generation != generation)
     throw StaleHandle{handle};
   return static_cast<Index>(node);
 }
@@ -123,17 +127,30 @@ std::uint32_t Tree::whole_pages(Bytes key) const {
 
 // ---------------------------------------------------------------- structure
 
+// Room for so many new nodes, after which making them, linking them and giving them cells cannot fail.
+void Tree::reserve_nodes(std::size_t count) {
+  table_.reserve(count);
+  if (count <= free_.size()) return;
+  const std::size_t needed = nodes_.size() + count;
+  if (needed <= room_) return;
+  const std::size_t room = needed + needed / 2;
+  nodes_.reserve(room);
+  cells_.reserve(room * slots_);
+  pins_.reserve(room * tiers_);
+  free_.reserve(room);
+  for (Order& order : orders_)
+    order.reserve(room);
+  room_ = room;
+}
+
 Index Tree::new_node() {
+  reserve_nodes(1);
   if (free_.empty()) {
-    const std::size_t n = nodes_.size() + 1;
-    nodes_.reserve(n > nodes_.capacity() ? n + n / 2 : n);
-    cells_.resize(n * slots_);
-    pins_.resize(n * tiers_);
-    free_.reserve(n);  // so that free_node cannot fail
     nodes_.emplace_back();
-    nodes_.back().live = true;
     nodes_.back().generation = 1;
-    return static_cast<Index>(n - 1);
+    cells_.resize(nodes_.size() * slots_);
+    pins_.resize(nodes_.size() * tiers_);
+    free_.push_back(static_cast<Index>(nodes_.size() - 1));
   }
   const Index node = free_.back();
   free_.pop_back();
@@ -145,16 +162,25 @@ void Tree::free_node(Index node) {
   const std::uint32_t generation = (nodes_[node].generation + 1) & 0x7fffffff;
   nodes_[node] = Node{};
   nodes_[node].generation = generation ? generation : 1;
-  for (std::size_t s = 0; s < slots_; ++s) cell(node, s) = Cell{};
+  for (std::size_t s = 0; s < slots_; ++s)
+    cell(node, s) = Cell{};
   free_.push_back(node);
 }
 
 Index Tree::make_root(std::string_view ns) {
   if (const Index root = find_root(ns)) return root;
-  const Index root = new_node();
-  roots_.emplace(std::string(ns), root);
-  root_names_.emplace(root, std::string(ns));
-  return root;
+  reserve_nodes(1);
+  const auto named = roots_.emplace(std::string(ns), kNone).first;
+  try {
+    const Index root = new_node();
+    named->second = root;
+    root_names_.emplace(root, named->first);
+    return root;
+  } catch (...) {
+    if (named->second != kNone) free_node(named->second);
+    roots_.erase(named);
+    throw;
+  }
 }
 
 // Siblings are a list, oldest first; the oldest's `previous` is the youngest.
@@ -189,7 +215,6 @@ void Tree::unlink(Index node) {
 }
 
 Index Tree::add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority) {
-  table_.reserve_one();
   const Index node = new_node();
   Node& n = nodes_[node];
   n.pages = static_cast<std::uint32_t>(key.size() / page_bytes_);
@@ -207,12 +232,17 @@ Index Tree::add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority
 // docs/design.md, "The cases of a split".
 Index Tree::split(Index node, std::uint32_t pages) {
   assert(pages > 0 && pages < nodes_[node].pages);
-  table_.reserve_one();
-  const Index upper = new_node();
+  const std::size_t key_bytes = std::size_t{pages} * page_bytes_;
+  Run<std::uint8_t> key_room = nodes_[node].key.room(key_bytes);
+  std::array<Run<std::int32_t>, kMaxComponents * kMaxTiers> ids_room;
+  for (std::size_t s = 0; s < slots_; ++s)
+    if (row(s).divides() && !cell(node, s).absent()) ids_room[s] = cell(node, s).ids.room(pages);
+  const Index upper = new_node();  // nothing below can fail
+
   Node& n = nodes_[node];
   Node& u = nodes_[upper];
   const std::uint32_t from_parent = hash(n.parent, n.key.data());
-  u.key = n.key.take_front(std::size_t{pages} * page_bytes_);
+  u.key = n.key.take_front(key_bytes, std::move(key_room));
   u.start = n.start;
   u.home = n.home;
   u.pages = pages;
@@ -246,9 +276,9 @@ Index Tree::split(Index node, std::uint32_t pages) {
     if (row(s).divides()) {
       half.locks = lower.locks;  // 3
       half.residency = lower.residency;
-      half.transfer = lower.transfer;                              // 4
-      if (!lower.absent()) half.ids = lower.ids.take_front(pages);  // 1
-    } else if (!lower.absent()) {                                  // 2
+      half.transfer = lower.transfer;                                                       // 4
+      if (!lower.absent()) half.ids = lower.ids.take_front(pages, std::move(ids_room[s]));  // 1
+    } else if (!lower.absent()) {                                                           // 2
       --cell(u.parent, s).holders;
     }
     refresh(upper, s);
@@ -295,14 +325,13 @@ Rank Tree::rank_of(Index node) const {
   return policy_->rank ? policy_->rank(nodes_[node]) : Rank{kUnranked, 0};
 }
 
+// Called whenever a node or its cell has changed. A rank from outside is dropped, to be asked for anew.
 void Tree::refresh(Index node, std::size_t slot) {
   Order& order = orders_[slot];
-  if (candidate(node, slot)) {
-    const bool ranked_outside = !policy_->rank && order.contains(node);
-    order.put(node, ranked_outside ? order.rank(node) : rank_of(node), nodes_[node].start);
-  } else if (order.contains(node)) {
+  if (candidate(node, slot))
+    order.put(node, rank_of(node), nodes_[node].start);
+  else if (order.contains(node))
     order.remove(node);
-  }
 }
 
 // Puts ids into an absent cell. With `transfer` the cell is in flight, under that node's name.
@@ -373,15 +402,16 @@ void Tree::change_locks(Index node, std::size_t slot, int by) {
 
 // A window lock begins at a node border, so that it covers exactly the pages it needs (split 3).
 void Tree::cut_window_border(Index node, std::size_t slot) {
-  if (row(slot).kind != Kind::window) return;
+  if (!row(slot).begins_late()) return;
   const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
-  while (nodes_[node].start > first) node = nodes_[node].parent;
+  while (nodes_[node].start > first)
+    node = nodes_[node].parent;
   if (nodes_[node].start < first && first < nodes_[node].end()) split(node, first - nodes_[node].start);
 }
 
 // Locks (+1) or unlocks (-1) what a match ending at `node` needs, below `stop`.
 void Tree::lock_path(Index node, Index stop, std::size_t slot, int by) {
-  if (row(slot).kind == Kind::state) {
+  if (!row(slot).per_page()) {
     change_locks(node, slot, by);
     return;
   }
@@ -394,8 +424,10 @@ void Tree::lock_path(Index node, Index stop, std::size_t slot, int by) {
 
 // A lock, or a transfer in flight, holds all components of a prefix on one tier.
 void Tree::lock_all(Index node, std::uint32_t tier, int by) {
-  for (std::uint32_t c = 0; c < rows_.size() && by > 0; ++c) cut_window_border(node, slot(c, tier));
-  for (std::uint32_t c = 0; c < rows_.size(); ++c) lock_path(node, kNone, slot(c, tier), by);
+  for (std::uint32_t c = 0; c < rows_.size() && by > 0; ++c)
+    cut_window_border(node, slot(c, tier));
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    lock_path(node, kNone, slot(c, tier), by);
 }
 
 void Tree::touch(Index node, std::uint64_t tick) {
@@ -456,7 +488,8 @@ Tree::Reach Tree::judge(const std::vector<Step>& path) const {
 
 // Makes the walk end exactly at `pages`, splitting the node that it ends in; the node there.
 Index Tree::cut(std::vector<Step>* path, std::uint32_t pages) {
-  while (!path->empty() && nodes_[path->back().node].start >= pages) path->pop_back();
+  while (!path->empty() && nodes_[path->back().node].start >= pages)
+    path->pop_back();
   if (path->empty()) return kNone;
   Step& last = path->back();
   const std::uint32_t inside = pages - nodes_[last.node].start;
@@ -486,7 +519,9 @@ Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
   return best;
 }
 
-bool Tree::divides_pages() const { return rows_.size() == 1 && rows_[0].kind == Kind::full; }
+bool Tree::divides_pages() const {
+  return rows_.size() == 1 && rows_[0].leaf_only();
+}
 
 MatchResult Tree::match(std::string_view ns, Bytes key, bool partial) {
   const std::uint32_t pages = whole_pages(key);
@@ -532,7 +567,8 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial) const {
   walk(root, key, pages, &path);
   const std::uint32_t end = judge(path).best[0];
   if (!partial || !divides_pages()) return {end, 0};
-  while (!path.empty() && nodes_[path.back().node].start >= end) path.pop_back();
+  while (!path.empty() && nodes_[path.back().node].start >= end)
+    path.pop_back();
   const Index node = path.empty() ? root : path.back().node;
   const Bytes tail = key.subspan(std::size_t{end} * page_bytes_);
   const bool within = end < nodes_[node].end();
@@ -551,7 +587,7 @@ void Tree::check_ids(std::span<const IdSpan> ids, std::uint32_t begin, std::uint
       throw BadValue{"number of page ids", std::to_string(n), "one a whole page of the key: " + std::to_string(pages)};
     if (!rows_[c].per_page() && n > 1) throw BadValue{"number of state ids", std::to_string(n), "0 or 1"};
     IdSpan needed = rows_[c].per_page() ? ids[c].subspan(begin) : ids[c];
-    if (rows_[c].kind == Kind::window) needed = needed.subspan(first_id(needed, 0));
+    if (rows_[c].begins_late()) needed = needed.subspan(first_id(needed, 0));
     holds_end = holds_end || !needed.empty();
     const std::int32_t least = needed.empty() ? 0 : *std::min_element(needed.begin(), needed.end());
     if (least < 0) throw BadValue{"page id", std::to_string(least), "0 or more"};
@@ -559,61 +595,88 @@ void Tree::check_ids(std::span<const IdSpan> ids, std::uint32_t begin, std::uint
   if (!holds_end) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
 }
 
+// Whether the key begins with all that leads to a node. Reads the whole prefix.
+bool Tree::lies_on(Index node, Bytes key) const {
+  for (; !nodes_[node].root(); node = nodes_[node].parent) {
+    const Run<std::uint8_t>& run = nodes_[node].key;
+    const std::uint8_t* there = key.data() + std::size_t{nodes_[node].start} * page_bytes_;
+    if (std::memcmp(run.data(), there, run.size()) != 0) return false;
+  }
+  return true;
+}
+
 // Whether an insertion must stop in front of this node: somebody else's pages are on their way here, or (while its own
 // are on their way) there is a hole here that only a finished copy may fill.
-bool Tree::blocked(Index node, std::span<const IdSpan> ids, std::uint32_t tier, bool ready) const {
+bool Tree::blocked(Index node, std::uint32_t tier, bool ready) const {
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const Cell& at = cell(node, slot(c, tier));
     if (at.in_flight()) return true;
-    if (!ready && at.absent() && rows_[c].kind == Kind::full && !ids[c].empty()) return true;
+    if (!ready && at.absent() && rows_[c].leaf_only()) return true;
   }
   return false;
 }
 
-// Gives ids to the absent cells of a node that lies wholly on the key.
-void Tree::fill(Index node, std::span<const IdSpan> ids, std::uint32_t tier, InsertResult* result) {
-  const std::uint32_t start = nodes_[node].start;
-  const std::uint32_t pages = nodes_[node].pages;
-  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-    const std::size_t s = slot(c, tier);
-    if (!cell(node, s).absent() || !rows_[c].per_page() || ids[c][start] < 0) continue;
-    occupy(node, s, Run<std::int32_t>(ids[c].data() + start, pages), kNone);
-    if (c == 0) {
-      result->existing = std::min(result->existing, start);
-      counters_.inserted_pages += pages;
+// Goes down along the key from `node`, as far as the tree has it and nothing blocks; splits where the key parts, or
+// where a window's ids begin. Notes the absent cells that will get ids. The last node, and whether it was blocked.
+std::pair<Index, bool> Tree::descend(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32_t tier,
+                                     std::int32_t priority, bool ready, std::vector<Fill>* fills) {
+  const std::uint32_t pages = whole_pages(key);
+  while (nodes_[node].end() < pages) {
+    const std::uint32_t at = nodes_[node].end();
+    const std::uint8_t* page = key.data() + std::size_t{at} * page_bytes_;
+    Index next = child(node, page);
+    if (next == kNone) break;
+    if (blocked(next, tier, ready)) return {node, true};
+    std::uint32_t length = std::min(nodes_[next].pages, pages - at);
+    length = 1 + common_pages(nodes_[next].key.data() + page_bytes_, page + page_bytes_, length - 1);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (rows_[c].begins_late() && ids[c][at] < 0 && cell(next, slot(c, tier)).absent())
+        length = std::min(length, first_id(ids[c], at) - at);
+    if (length < nodes_[next].pages) next = split(next, length);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      const bool wanted = rows_[c].per_page() && ids[c][at] >= 0 && cell(next, slot(c, tier)).absent();
+      if (wanted) fills->push_back({next, c, Run<std::int32_t>(ids[c].data() + at, length)});
     }
+    nodes_[next].priority = std::max(nodes_[next].priority, priority);
+    touch(next, tick_);
+    node = next;
   }
+  return {node, false};
 }
 
-// Hangs the rest of the key below `node`: one node, or more where a window's ids begin.
-Index Tree::grow(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32_t tier, std::int32_t priority,
-                 bool ready) {
-  const std::uint32_t pages = whole_pages(key);
-  std::vector<Index> made;
-  while (nodes_[node].end() < pages) {
-    const std::uint32_t start = nodes_[node].end();
-    std::uint32_t end = pages;
-    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-      if (rows_[c].kind == Kind::window && ids[c][start] < 0) end = std::min(end, first_id(ids[c], start));
-    }
-    const std::size_t bytes = std::size_t{end - start} * page_bytes_;
-    node = add_child(node, Run<std::uint8_t>(key.data() + std::size_t{start} * page_bytes_, bytes), priority);
-    made.push_back(node);
+// The rest of the key behind `start` as new nodes: one, or more where a window's ids begin.
+std::vector<Tree::Piece> Tree::cut_pieces(std::uint32_t start, Bytes key, std::span<const IdSpan> ids) const {
+  std::vector<Piece> pieces;
+  for (const std::uint32_t pages = whole_pages(key); start < pages; start = pieces.back().end) {
+    Piece piece;
+    piece.end = pages;
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (rows_[c].begins_late() && ids[c][start] < 0) piece.end = std::min(piece.end, first_id(ids[c], start));
+    const std::uint32_t length = piece.end - start;
+    piece.key = Run<std::uint8_t>(key.data() + std::size_t{start} * page_bytes_, std::size_t{length} * page_bytes_);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (rows_[c].per_page() && ids[c][start] >= 0) piece.ids[c] = Run<std::int32_t>(ids[c].data() + start, length);
+    pieces.push_back(std::move(piece));
   }
-  for (const Index at : made) {
-    const std::uint32_t start = nodes_[at].start;
-    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-      const std::size_t s = slot(c, tier);
-      if (rows_[c].per_page() && ids[c][start] >= 0)
-        occupy(at, s, Run<std::int32_t>(ids[c].data() + start, nodes_[at].pages), ready ? kNone : node);
-    }
-    counters_.inserted_pages += nodes_[at].pages;
+  return pieces;
+}
+
+// Hangs pieces below `node`; the last one, by which they are named if they are in flight.
+Index Tree::hang(Index node, std::vector<Piece> pieces, std::uint32_t tier, std::int32_t priority, bool ready) {
+  std::vector<Index> made(pieces.size());
+  reserve_nodes(pieces.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    made[i] = node = add_child(node, std::move(pieces[i].key), priority);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    counters_.inserted_pages += nodes_[made[i]].pages;
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (pieces[i].ids[c].size()) occupy(made[i], slot(c, tier), std::move(pieces[i].ids[c]), ready ? kNone : node);
   }
   return node;
 }
 
 InsertResult Tree::insert(std::string_view ns, Bytes key, std::span<const IdSpan> ids, Handle after,
-                          std::int32_t priority, std::uint32_t tier, bool ready) {
+                          std::int32_t priority, std::uint32_t tier, bool ready, bool verify) {
   const std::uint32_t pages = whole_pages(key);
   require_tier(tier);
   const Index from = resolve(after);
@@ -623,73 +686,53 @@ InsertResult Tree::insert(std::string_view ns, Bytes key, std::span<const IdSpan
   if (from) {
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (cell(from, slot(c, tier)).in_flight()) throw BadValue{"after", std::to_string(after), "a node not in flight"};
-    const Run<std::uint8_t>& upto = nodes_[from].key;
-    const std::uint8_t* last = key.data() + std::size_t{begin - 1} * page_bytes_;
-    if (nodes_[from].home != find_root(ns) ||
-        std::memcmp(upto.data() + upto.size() - page_bytes_, last, page_bytes_) != 0)
+    if (nodes_[from].home != find_root(ns) || (verify && !lies_on(from, key)))
       throw BadValue{"after", std::to_string(after), "a node on the path of the key, in its namespace"};
   }
 
   ++tick_;
   ++counters_.insert_calls;
-  InsertResult result;
-  result.node = after;
-  result.pages = begin;
-  result.existing = pages;
-  if (begin == pages) return result;
+  InsertResult result{after, begin, pages, {}};
+  if (pages == 0) return result;
 
+  // First everything that can fail, then everything that changes what the tree holds.
+  result.ids.resize(pages - begin);
   Index node = from ? from : make_root(ns);
-  bool stopped = false;
-  while (nodes_[node].end() < pages && !stopped) {
-    const std::uint32_t at = nodes_[node].end();
-    const std::uint8_t* page = key.data() + std::size_t{at} * page_bytes_;
-    Index next = child(node, page);
-    if (next == kNone) break;
-    stopped = blocked(next, ids, tier, ready);
-    if (stopped) break;
-    const Node& n = nodes_[next];
-    const std::uint32_t length = std::min(n.pages, pages - at);
-    const std::uint32_t same = 1 + common_pages(n.key.data() + page_bytes_, page + page_bytes_, length - 1);
-    if (same < n.pages) next = split(next, same);
-    for (std::uint32_t c = 0; c < rows_.size(); ++c) {  // a window's ids may begin inside the node
-      if (rows_[c].kind != Kind::window || !cell(next, slot(c, tier)).absent()) continue;
-      const std::uint32_t begins = first_id(ids[c], at);
-      if (begins > at && begins < nodes_[next].end()) next = split(next, begins - at);
+  std::vector<Fill> fills;
+  std::vector<Piece> pieces;
+  std::array<Run<std::int32_t>, kMaxComponents> states;
+  try {
+    bool stopped;
+    std::tie(node, stopped) = descend(node, key, ids, tier, priority, ready, &fills);
+    if (!stopped) pieces = cut_pieces(nodes_[node].end(), key, ids);
+    for (std::uint32_t c = 0; c < rows_.size() && !stopped; ++c)
+      if (!rows_[c].per_page() && !ids[c].empty()) states[c] = Run<std::int32_t>(ids[c].data(), 1);
+    if (!pieces.empty()) {
+      result.existing = nodes_[node].end();
+      node = hang(node, std::move(pieces), tier, priority, ready);
     }
-    nodes_[next].priority = std::max(nodes_[next].priority, priority);
-    fill(next, ids, tier, &result);
-    touch(next, tick_);
-    node = next;
+  } catch (...) {
+    reap(node);  // a root that was made for this
+    throw;
   }
-  if (!stopped && nodes_[node].end() < pages) {
-    result.existing = std::min(result.existing, nodes_[node].end());
-    node = grow(node, key, ids, tier, priority, ready);
+  for (Fill& fill : fills) {
+    if (fill.component == 0) result.existing = std::min(result.existing, nodes_[fill.node].start);
+    if (fill.component == 0) counters_.inserted_pages += fill.ids.size();
+    occupy(fill.node, slot(fill.component, tier), std::move(fill.ids), kNone);
   }
-  if (nodes_[node].end() == pages) {
-    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-      const std::size_t s = slot(c, tier);
-      if (rows_[c].per_page() || ids[c].empty() || ids[c][0] < 0 || !cell(node, s).absent()) continue;
-      occupy(node, s, Run<std::int32_t>(ids[c].data(), 1), ready ? kNone : node);
-    }
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    if (states[c].size() && cell(node, s).absent()) occupy(node, s, std::move(states[c]), ready ? kNone : node);
   }
   for (std::uint32_t c = 0; c < rows_.size() && !ready; ++c)
     if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);
-  if (nodes_[node].root()) {
-    reap(node);  // stopped before the first page: leave no empty namespace
-    result.existing = 0;
-    return result;
-  }
+
   result.node = handle(node);
   result.pages = nodes_[node].end();
   result.existing = std::min(result.existing, result.pages);
   result.ids.resize(result.pages - begin);
-  for (Index at = node; at != from && !nodes_[at].root(); at = nodes_[at].parent) {
-    const Cell& c = cell(at, slot(0, tier));
-    if (!rows_[0].per_page() || c.absent())
-      std::fill_n(result.ids.begin() + (nodes_[at].start - begin), nodes_[at].pages, -1);
-    else
-      std::copy_n(c.ids.data(), c.ids.size(), result.ids.begin() + (nodes_[at].start - begin));
-  }
+  read_ids(node, from, slot(0, tier), begin, result.ids.data());
+  if (nodes_[node].root()) reap(node);  // blocked before the first page
   return result;
 }
 
@@ -724,7 +767,8 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
     unlock(from_handle, tier);
     return;
   }
-  for (std::uint32_t c = 0; c < rows_.size(); ++c) cut_window_border(to, slot(c, tier));
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    cut_window_border(to, slot(c, tier));
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
     if (rows_[c].locks_to_root()) {
@@ -746,6 +790,8 @@ void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, Id
   const std::size_t s = slot(component, tier);
   const std::size_t expected = rows_[component].ids(nodes_[node].pages);
   if (ids.size() != expected) throw BadValue{"number of ids", std::to_string(ids.size()), std::to_string(expected)};
+  for (const std::int32_t id : ids)
+    if (id < 0) throw BadValue{"id", std::to_string(id), "0 or more"};
   if (!cell(node, s).absent()) throw BadValue{"cell", "occupied", "absent"};
   const Index parent = nodes_[node].parent;
   if (rows_[component].leaf_only() && !nodes_[parent].root() && cell(parent, s).absent())
@@ -800,18 +846,24 @@ std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
 
 bool Tree::only_on(Index node, std::uint32_t tier) const {
   for (std::size_t s = 0; s < slots_; ++s)
-    if (s % tiers_ != tier && (!cell(node, s).absent() || pins(node, s % tiers_) > 0)) return false;
+    if (s % tiers_ != tier && (!cell(node, s).absent() || pins(node, static_cast<std::uint32_t>(s % tiers_)) > 0))
+      return false;
   return true;
 }
 
-// Empties every cell of a node on one tier.
-void Tree::take_ids(Index node, std::uint32_t tier, std::vector<Ids>* freed) {
+// Room for all that evicting one node can free, so that taking it cannot fail.
+void Tree::reserve_freed(Index node, std::vector<Ids>* freed) const {
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-    const std::size_t s = slot(c, tier);
-    if (cell(node, s).absent()) continue;
-    const Run<std::int32_t> ids = vacate(node, s);
-    (*freed)[c].insert((*freed)[c].end(), ids.data(), ids.data() + ids.size());
+    Ids& ids = (*freed)[c];
+    const std::size_t needed = ids.size() + rows_[c].ids(nodes_[node].pages);
+    if (needed > ids.capacity()) ids.reserve(needed + needed / 2);
   }
+}
+
+// Empties one cell; its ids are the caller's.
+void Tree::take_cell(Index node, std::size_t slot, Ids* freed) {
+  const Run<std::int32_t> ids = vacate(node, slot);
+  freed->insert(freed->end(), ids.data(), ids.data() + ids.size());
 }
 
 // Cuts the last pages off a childless node that lies on this tier alone. Its end moves, so its handles go stale.
@@ -822,8 +874,7 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
     Cell& at = cell(node, s);
     if (at.absent()) continue;
     if (!rows_[c].per_page()) {
-      const Run<std::int32_t> ids = vacate(node, s);
-      (*freed)[c].push_back(ids[0]);
+      take_cell(node, s, &(*freed)[c]);
       continue;
     }
     const std::int32_t* end = at.ids.data() + at.ids.size();
@@ -834,16 +885,18 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
   n.key.drop_back(std::size_t{pages} * page_bytes_);
   n.pages -= pages;
   n.generation = n.generation == 0x7fffffff ? 1 : n.generation + 1;
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    refresh(node, slot(c, tier));
 }
 
 void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier,
                      std::vector<Ids>* freed) {
   const Component& row = rows_[component];
   const std::uint32_t pages = nodes_[node].pages;
+  reserve_freed(node, freed);
   if (!row.from_tail()) {
     if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
-    const Run<std::int32_t> ids = vacate(node, slot(component, tier));
-    (*freed)[component].insert((*freed)[component].end(), ids.data(), ids.data() + ids.size());
+    take_cell(node, slot(component, tier), &(*freed)[component]);
     reap(node);
     return;
   }
@@ -855,7 +908,8 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
     }
     split(node, pages - cut);
   }
-  take_ids(node, tier, freed);
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    if (!cell(node, slot(c, tier)).absent()) take_cell(node, slot(c, tier), &(*freed)[c]);
   reap(node);
 }
 
@@ -875,6 +929,8 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
 }
 
 bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const {
+  require_tier(tier);
+  require_component(component);
   const Order& order = orders_[slot(component, tier)];
   if (order.empty() || order.rank(order.top()).major != kUnranked) return false;
   *out = stats(order.top());
@@ -882,9 +938,12 @@ bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) 
 }
 
 void Tree::rank(Handle handle, std::uint32_t component, std::uint32_t tier, Rank rank) {
+  require_tier(tier);
+  require_component(component);
   const Index node = resolve(handle);
   Order& order = orders_[slot(component, tier)];
-  if (node == kNone || !order.contains(node)) throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
+  if (node == kNone || !order.contains(node))
+    throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
   if (!(rank.major > kUnranked)) throw BadValue{"rank", std::to_string(rank.major), "a number above -infinity"};
   order.put(node, rank, nodes_[node].start);
 }
@@ -896,13 +955,22 @@ NodeStats Tree::stats(Index node) const {
   return {handle(node), n.created, n.accessed, n.hits, n.start, n.pages, n.priority};
 }
 
-std::uint32_t Tree::end(Handle node) const { return nodes_[resolve(node)].end(); }
+std::uint32_t Tree::end(Handle node) const {
+  return nodes_[resolve(node)].end();
+}
 
 void Tree::copy_ids(Handle handle, std::uint32_t component, std::uint32_t tier, std::int32_t* out) const {
-  for (Index at = resolve(handle); at != kNone && !nodes_[at].root(); at = nodes_[at].parent) {
-    const Cell& c = cell(at, slot(component, tier));
-    std::int32_t* to = out + nodes_[at].start;
-    if (c.ids.size() == nodes_[at].pages && rows_[component].per_page()) {
+  require_tier(tier);
+  require_component(component);
+  read_ids(resolve(handle), kNone, slot(component, tier), 0, out);
+}
+
+// The ids of the nodes from `node` up to, and without, `stop`: out[page - base], -1 where a cell is absent.
+void Tree::read_ids(Index node, Index stop, std::size_t slot, std::uint32_t base, std::int32_t* out) const {
+  for (Index at = node; at != stop && at != kNone && !nodes_[at].root(); at = nodes_[at].parent) {
+    const Cell& c = cell(at, slot);
+    std::int32_t* to = out + (nodes_[at].start - base);
+    if (row(slot).per_page() && !c.absent()) {
       std::copy_n(c.ids.data(), c.ids.size(), to);
     } else {
       std::fill_n(to, nodes_[at].pages, -1);
@@ -911,14 +979,16 @@ void Tree::copy_ids(Handle handle, std::uint32_t component, std::uint32_t tier, 
   }
 }
 
-std::size_t Tree::evictable(std::uint32_t component, std::uint32_t tier) const {
-  const CellCounts& c = counts_[slot(component, tier)];
-  return c.present - c.locked;
+CellCounts Tree::counts(std::uint32_t component, std::uint32_t tier) const {
+  require_tier(tier);
+  require_component(component);
+  return counts_[slot(component, tier)];
 }
 
 std::vector<std::string> Tree::namespaces() const {
   std::vector<std::string> names;
-  for (const auto& [name, root] : roots_) names.push_back(name);
+  for (const auto& [name, root] : roots_)
+    names.push_back(name);
   return names;
 }
 
@@ -940,7 +1010,8 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
       at = n.first_child;
       continue;
     }
-    while (at != root && nodes_[at].next == kNone) at = nodes_[at].parent;
+    while (at != root && nodes_[at].next == kNone)
+      at = nodes_[at].parent;
     at = at == root ? kNone : nodes_[at].next;
   }
   return views;
@@ -949,9 +1020,12 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
 std::size_t Tree::bytes() const {
   std::size_t total = nodes_.capacity() * sizeof(Node) + cells_.capacity() * sizeof(Cell) + table_.bytes() +
                       (pins_.capacity() + free_.capacity()) * sizeof(std::uint32_t);
-  for (const Order& order : orders_) total += order.bytes();
-  for (const Node& n : nodes_) total += n.key.held();
-  for (const Cell& c : cells_) total += c.ids.held() * sizeof(std::int32_t);
+  for (const Order& order : orders_)
+    total += order.bytes();
+  for (const Node& n : nodes_)
+    total += n.key.held();
+  for (const Cell& c : cells_)
+    total += c.ids.held() * sizeof(std::int32_t);
   return total;
 }
 

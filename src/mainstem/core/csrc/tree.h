@@ -29,33 +29,43 @@ using IdSpan = std::span<const std::int32_t>;
 constexpr std::size_t kMaxComponents = 8;
 constexpr std::size_t kMaxTiers = 4;
 
-struct StaleHandle { Handle handle; };
-struct NotLocked { Handle handle; };
-struct BadValue { const char* name; std::string value; std::string allowed; };
-struct Corrupt { std::string message; };
+struct StaleHandle {
+  Handle handle;
+};
+struct NotLocked {
+  Handle handle;
+};
+struct BadValue {
+  const char* name;
+  std::string value;
+  std::string allowed;
+};
+struct Corrupt {
+  std::string message;
+};
 
 struct MatchResult {
-  Handle node = 0;               // end of the match on tier 0; 0: nothing matched
-  Handle host_node = 0;          // end of the match over all tiers
+  Handle node = 0;       // end of the match on tier 0; 0: nothing matched
+  Handle host_node = 0;  // end of the match over all tiers
   std::uint32_t pages = 0;
-  std::uint32_t host_pages = 0;  // pages more when every tier counts
-  std::uint32_t reach_pages = 0; // how far the first component alone went, on tier 0
+  std::uint32_t host_pages = 0;   // pages more when every tier counts
+  std::uint32_t reach_pages = 0;  // how far the first component alone went, on tier 0
   std::uint32_t pending_pages = 0;
-  std::uint32_t partial = 0;     // symbols of the next page that agree
+  std::uint32_t partial = 0;  // symbols of the next page that agree
   std::int32_t partial_id = -1;
-  Handle partial_node = 0;       // whose first page that is
+  Handle partial_node = 0;  // whose first page that is
 };
 
 struct PeekResult {
   std::uint32_t pages = 0;
-  std::uint32_t partial = 0;     // symbols of the next page that agree
+  std::uint32_t partial = 0;  // symbols of the next page that agree
 };
 
 struct InsertResult {
   Handle node = 0;
-  std::uint32_t pages = 0;       // the key is in the tree up to here
-  std::uint32_t existing = 0;    // pages before the first one that was adopted
-  Ids ids;                       // component 0, pages [end of `after`, pages)
+  std::uint32_t pages = 0;     // the key is in the tree up to here
+  std::uint32_t existing = 0;  // pages before the first one that was adopted
+  Ids ids;                     // component 0, pages [end of `after`, pages)
 };
 
 struct NodeStats {
@@ -96,14 +106,14 @@ class Tree {
   MatchResult match(std::string_view ns, Bytes key, bool partial);
   PeekResult peek(std::string_view ns, Bytes key, bool partial) const;
   InsertResult insert(std::string_view ns, Bytes key, std::span<const IdSpan> ids, Handle after, std::int32_t priority,
-                      std::uint32_t tier, bool ready);
+                      std::uint32_t tier, bool ready, bool verify);
 
   void lock(Handle node, std::uint32_t tier);
   void unlock(Handle node, std::uint32_t tier);
   void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` lies at or below `from`
   void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
   void commit(Handle node, std::uint32_t tier);
-  std::vector<Ids> cancel(Handle node, std::uint32_t tier);  // by component
+  std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
   std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
 
   // Policy "external": the candidate that has no rank yet, if any, and its rank.
@@ -117,8 +127,7 @@ class Tree {
   void check() const;
 
   const Counters& counters() const { return counters_; }
-  CellCounts counts(std::uint32_t component, std::uint32_t tier) const { return counts_[slot(component, tier)]; }
-  std::size_t evictable(std::uint32_t component, std::uint32_t tier) const;
+  CellCounts counts(std::uint32_t component, std::uint32_t tier) const;
   std::size_t size() const { return table_.size(); }
   std::size_t namespace_count() const { return roots_.size(); }
   std::size_t bytes() const;
@@ -140,8 +149,19 @@ class Tree {
   };
   struct Reach {  // in pages
     std::array<std::uint32_t, kMaxTiers> best{};
-    std::uint32_t first = 0;    // the first component alone, on tier 0
+    std::uint32_t first = 0;  // the first component alone, on tier 0
     std::uint32_t pending = 0;
+  };
+
+  struct Fill {  // ids for a cell that is absent so far
+    Index node;
+    std::uint32_t component;
+    Run<std::int32_t> ids;
+  };
+  struct Piece {  // a node to be
+    std::uint32_t end = 0;
+    Run<std::uint8_t> key;
+    std::array<Run<std::int32_t>, kMaxComponents> ids;  // empty: absent
   };
 
   // addresses
@@ -159,6 +179,7 @@ class Tree {
   std::uint32_t common_pages(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t pages) const;
 
   // structure
+  void reserve_nodes(std::size_t count);
   Index new_node();
   void free_node(Index node);
   Index make_root(std::string_view ns);
@@ -193,15 +214,21 @@ class Tree {
   void require_tier(std::uint32_t tier) const;
   void require_component(std::uint32_t component) const;
   void check_ids(std::span<const IdSpan> ids, std::uint32_t begin, std::uint32_t pages) const;
-  void fill(Index node, std::span<const IdSpan> ids, std::uint32_t tier, InsertResult* result);
-  Index grow(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32_t tier, std::int32_t priority, bool ready);
-  bool blocked(Index node, std::span<const IdSpan> ids, std::uint32_t tier, bool ready) const;
-  void take_ids(Index node, std::uint32_t tier, std::vector<Ids>* freed);
+  std::pair<Index, bool> descend(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32_t tier,
+                                 std::int32_t priority, bool ready, std::vector<Fill>* fills);
+  std::vector<Piece> cut_pieces(std::uint32_t start, Bytes key, std::span<const IdSpan> ids) const;
+  Index hang(Index node, std::vector<Piece> pieces, std::uint32_t tier, std::int32_t priority, bool ready);
+  void read_ids(Index node, Index stop, std::size_t slot, std::uint32_t base, std::int32_t* out) const;
+  bool lies_on(Index node, Bytes key) const;
+  bool blocked(Index node, std::uint32_t tier, bool ready) const;
+  void reserve_freed(Index node, std::vector<Ids>* freed) const;
+  void take_cell(Index node, std::size_t slot, Ids* freed);
   void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
   void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
   bool only_on(Index node, std::uint32_t tier) const;
   NodeStats stats(Index node) const;
 
+  void check_free() const;
   void check_node(Index node) const;
   void check_cells(Index node) const;
   void check_locks() const;
@@ -219,6 +246,7 @@ class Tree {
   std::vector<Cell> cells_;
   std::vector<std::uint32_t> pins_;  // locks taken at exactly this node, by tier
   std::vector<Index> free_;
+  std::size_t room_ = 0;  // nodes for which there is memory everywhere
   ChildTable table_;
   std::map<std::string, Index, std::less<>> roots_;
   std::unordered_map<Index, std::string> root_names_;
