@@ -35,7 +35,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CORE)
+	$(BIN)/clang-format --dry-run --Werror $(CORE) tests/native/*.cpp
 
 test: lint
 	$(BIN)/pytest --numprocesses auto $(ARGS)
