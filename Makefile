@@ -14,7 +14,8 @@ help:
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV): the core is built and PyTorch installed, which takes some minutes the first time."
+	@$(PYTHON) -m venv $(VENV)
 
 # The second prerequisite list is why an edit of the core rebuilds it.
 $(VENV)/server: $(BIN)/python pyproject.toml constraints.txt CMakeLists.txt $(CORE)

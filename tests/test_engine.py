@@ -482,3 +482,33 @@ def test_a_with_block_closes_the_engine() -> None:
         assert stream.result(WAIT_S).finish_reason == "length"
     with pytest.raises(EngineClosed):
         engine.submit(request())
+
+
+def test_what_ended_the_thread_can_be_asked_for(rig: Callable[..., Rig]) -> None:
+    made = rig()
+    assert made.engine.failure is None
+    made.crash()
+    with pytest.raises(EngineClosed):
+        made.submit().result(WAIT_S)
+    assert isinstance(made.engine.failure, KeyboardInterrupt)
+
+
+def test_a_prompt_that_cannot_be_decoded_is_an_error_of_its_own(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = rig()
+
+    def fails(*args: object, **kwargs: object) -> str:
+        raise IndexError("no such token")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GhostTokenizer, "decode", fails)
+        completion = made.submit().result(WAIT_S)
+    assert completion.finish_reason == "error"
+    assert made.submit().result(WAIT_S).finish_reason == "length"
+
+
+def test_a_prompt_that_the_pool_can_not_hold_is_told_so(rig: Callable[..., Rig]) -> None:
+    made = rig(pages=8)
+    with pytest.raises(RequestTooLong, match="memory for KV holds 8 pages"):
+        made.submit(length=40, max_tokens=1)

@@ -73,3 +73,8 @@ def test_an_empty_pool_is_refused(config: PreTrainedConfig, pages: int, page_siz
 def test_a_model_without_attention_has_no_pages() -> None:
     with pytest.raises(UnsupportedModel, match="mamba"):
         bytes_per_page(MambaConfig(), 16, torch.float32)
+
+
+def test_more_memory_than_there_is_is_refused(config: PreTrainedConfig) -> None:
+    with pytest.raises(BadArgument, match="kv_bytes"):
+        KVPool(config, 2**31 - 1, 2**20, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -222,10 +223,23 @@ def test_a_configuration_that_contradicts_itself_is_refused(folder: Path) -> Non
         load_model(str(folder), dtype="float32")
 
 
-def test_code_that_a_model_brings_is_not_run(folder: Path) -> None:
-    change_config(folder, model_type="mine", auto_map={"AutoConfig": "code.Config"})
-    (folder / "code.py").write_text("raise SystemExit('ran')")
+def test_code_that_a_model_brings_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = folder / "it-ran"
+    (folder / "cfg.py").write_text(
+        f"open({str(proof)!r}, 'w').close()\nfrom transformers import LlamaConfig\nclass EvilConfig(LlamaConfig): ...\n"
+    )
+    change_config(folder, model_type="evil", auto_map={"AutoConfig": "cfg.EvilConfig"})
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
     with pytest.raises(UnsupportedModel):
+        load_model(str(folder))
+    assert not proof.exists()
+
+
+def test_damaged_weights_are_named_so(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ModelNotFound, match="damaged"):
         load_model(str(folder))
 
 

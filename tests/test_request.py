@@ -59,3 +59,10 @@ def test_a_request_keeps_its_own_copy_of_the_prompt() -> None:
 def test_a_namespace_is_one_of_its_forms() -> None:
     with pytest.raises(BadArgument, match="namespace"):
         Request(np.array([1]), namespace=5)  # type: ignore[arg-type]
+
+
+def test_a_read_only_prompt_is_shared_and_any_other_is_copied() -> None:
+    tokens = np.arange(8, dtype=np.int32)
+    assert not np.shares_memory(Request(tokens).tokens, tokens)
+    tokens.flags.writeable = False
+    assert np.shares_memory(Request(tokens).tokens, tokens)

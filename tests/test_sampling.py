@@ -49,7 +49,7 @@ def test_probabilities_are_those_of_transformers(temperature: float, top_k: int,
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for seed in range(20):
         logits = _logits(seed)[0]
-        ours, theirs = probabilities(logits, params), _reference(logits, params)
+        ours, theirs = probabilities(logits, params).float(), _reference(logits, params)
         assert torch.equal(ours > 0, theirs > 0)
         torch.testing.assert_close(ours, theirs)
 
@@ -61,7 +61,7 @@ def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, voca
     logits = torch.randn(vocab, generator=generator) * spread + torch.arange(vocab) * 1e-3
     for top_p in (0.01, 0.5, 0.9, 0.999):
         params = SamplingParams(temperature=1.0, top_p=top_p)
-        ours, theirs = probabilities(logits, params), _reference(logits, params)
+        ours, theirs = probabilities(logits, params).float(), _reference(logits, params)
         border = int(((ours > 0) != (theirs > 0)).sum())
         assert border <= 1, "sums of thousands of float32 may round to another side of the border"
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-2)
@@ -79,7 +79,7 @@ def test_draws_follow_the_probabilities() -> None:
     sampler = Sampler(params, random.Random(0))
     draws = 20_000
     counts = torch.bincount(torch.tensor([sampler.draw(logits) for _ in range(draws)]), minlength=VOCAB)
-    expected = probabilities(logits, params)
+    expected = probabilities(logits, params).float()
     assert not counts[expected == 0].any()
     kept = expected > 0
     chi_square = float(((counts - draws * expected)[kept] ** 2 / (draws * expected)[kept]).sum())
@@ -167,3 +167,21 @@ def test_logits_that_are_no_numbers_are_refused_before_any_sampler_moves(value: 
 
 def test_an_empty_batch_gives_nothing() -> None:
     assert sample(torch.empty(0, VOCAB), []) == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e-40},
+        {"temperature": 1e-320},
+        {"temperature": 1e300},
+        {"temperature": 1.0, "top_p": 1e-50},
+        {"temperature": 1e-38, "top_p": 1e-320, "top_k": 3, "min_p": 1.0},
+    ],
+)
+def test_extreme_settings_give_a_token_of_the_vocabulary(params: dict[str, float]) -> None:
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)) * 10
+    ((token, _),) = sample(logits, _samplers(1, **params))
+    assert 0 <= token < 5000
+    if params["temperature"] < 1 or "top_p" in params:
+        assert token == int(logits.argmax())

@@ -624,3 +624,40 @@ def test_a_step_with_nothing_to_do_does_nothing() -> None:
     assert not bench.scheduler.busy
     assert bench.scheduler.step() == []
     assert bench.ghost.forwards == []
+
+
+def test_a_token_that_cannot_be_decoded_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bad = bench.add(prompt(1, 12), max_tokens=6, ignore_eos=True)
+    good = bench.add(prompt(2, 12), max_tokens=6, ignore_eos=True)
+    poison = complete(bench.requests[bad])[0][2]
+    assert poison not in complete(bench.requests[good])[0]
+    decode = GhostTokenizer.decode
+
+    def fails(self: GhostTokenizer, token_ids: list[int], *args: object, **kwargs: object) -> str:
+        if poison in token_ids:
+            raise IndexError("no such token")
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(GhostTokenizer, "decode", fails)
+    bench.run()
+    assert bench.last(bad).finish_reason == "error"
+    assert "no such token" in str(bench.last(bad).error)
+    assert bench.last(good).finish_reason == "length"
+
+
+def test_who_waits_for_pages_asks_once_and_counts_once() -> None:
+    bench = Bench(pages=10, page_size=4)
+    first = bench.add(prompt(1, 24), max_tokens=12, ignore_eos=True)
+    bench.step()
+    second = bench.add(prompt(1, 8) + prompt(2, 16), max_tokens=4, ignore_eos=True)
+    matches = bench.cache.tree.stats().match_calls
+    bench.step(6)
+    assert bench.scheduler.waiting == 1
+    assert bench.cache.tree.stats().match_calls <= matches + 2
+    while bench.scheduler.busy:
+        bench.step()
+    stats = bench.cache.stats()
+    assert stats.queried == 48 == bench.scheduler.totals.prompt_tokens
+    assert stats.hit == bench.scheduler.totals.cached_tokens
+    assert bench.last(first).finish_reason == bench.last(second).finish_reason == "length"

@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 CopyPage = Callable[[int, int, int], None]
 """copy_page(source, target, positions): copies the KV of a page's first positions into another page."""
 
-
 _NO_PAGES: Ids = np.empty(0, np.int32)
 
 
@@ -40,9 +39,9 @@ _NO_PAGES: Ids = np.empty(0, np.int32)
 class CacheStats:
     """Counts of a cache. free + cached + private = total pages; cached = locked + evictable.
 
-    `queried` and `hit` are positions asked for and reused by leases; of these, `partial_hit` were copied out of the
-    inside of a page, and `partial_missed` counts leases that found no page to copy into. `duplicate_pages` were
-    computed by two leases at once and given back.
+    `queried` and `hit` are positions asked for and reused by leases, counted at their first `reserve`; of these,
+    `partial_hit` were copied out of the inside of a page, and `partial_missed` counts leases that found no page to copy
+    into. `duplicate_pages` were computed by two leases at once and given back.
     """
 
     total_pages: int
@@ -239,8 +238,8 @@ class Lease:
     """
 
     __slots__ = (
-        "_appended", "_cache", "_closed", "_count", "_namespace", "_node", "_owned", "_priority", "_sequence", "_table",
-        "hit", "hit_tokens", "reserved",
+        "_appended", "_cache", "_closed", "_count", "_counted", "_namespace", "_node", "_owned", "_priority",
+        "_sequence", "_table", "hit", "hit_tokens", "reserved",
     )  # fmt: skip
 
     def __init__(self, cache: PrefixCache, tokens: TokenLike, namespace: bytes, priority: int) -> None:
@@ -258,10 +257,8 @@ class Lease:
         self._table = _NO_PAGES
         self.hit = self.reserved = self._take_hit() if cache.enabled else 0
         self._closed = False
-        counters = cache._counters
-        counters.leases += 1
-        counters.queried += len(self._sequence)
-        counters.hit += self.hit
+        self._counted = False
+        cache._counters.leases += 1
         self.hit_tokens = self._sequence.tokens_at(self.hit)
 
     def _take_hit(self) -> int:
@@ -307,8 +304,17 @@ class Lease:
         finally:
             core.unlock(donor, 0)
         self._put_pages(page)
-        cache._counters.partial_hit += positions
         return True
+
+    def _count_once(self) -> None:
+        """A lease counts as a question when it gets its first pages: who found no room will ask again."""
+        if self._counted:
+            return
+        self._counted = True
+        counters = self._cache._counters
+        counters.queried += len(self._sequence)
+        counters.hit += self.hit
+        counters.partial_hit += self.hit - self.published
 
     @property
     def length(self) -> int:
@@ -346,6 +352,7 @@ class Lease:
         if pages > 0:
             self._put_pages(self._cache._allocate(pages))
         self.reserved += n
+        self._count_once()
 
     def _put_pages(self, pages: Ids) -> None:
         end = self._count + len(pages)

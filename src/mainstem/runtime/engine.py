@@ -35,7 +35,7 @@ from mainstem.keys import TokenKeys
 from mainstem.runtime import scheduler
 from mainstem.runtime.kv import bytes_per_page
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams
+from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams, Usage
 from mainstem.runtime.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ class Engine:
             self._cache,
             model,
             loaded.tokenizer,
-            scheduler.Limits(self.max_context, config.chunk_tokens, config.max_running, config.age_limit_s),
+            scheduler.Limits(loaded.max_context, config.chunk_tokens, config.max_running, config.age_limit_s),
             eos=_eos_tokens(loaded),
             clock=clock,
             random=random or random_module.Random(),
@@ -356,6 +356,11 @@ class Engine:
             for stream in streams:
                 stream.cancel()
             raise
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread, if it was not `close`; nothing runs any more then."""
+        return self._failure
 
     def stats(self) -> EngineStats:
         """Counts after the last step; from any thread, without waiting."""
@@ -472,9 +477,14 @@ class Engine:
     def _add(self, id: str, request: Request, arrived_s: float, on_progress: OnProgress | None) -> None:
         if on_progress is not None:
             self._on_progress[id] = on_progress
-        self._scheduler.add(id, request, arrived_s)
         with self._changed:
             self._unheard -= 1
+        try:
+            self._scheduler.add(id, request, arrived_s)
+        except Exception as error:  # such as a tokenizer that cannot decode the prompt: the others go on
+            log.exception("request %s cannot be begun", id)
+            nothing = Usage(len(request.tokens), 0, 0, 0.0, 0.0, 0.0)
+            self._deliver(id, Delta("", (), (), "error", nothing, f"{type(error).__name__}: {error}"))
 
     def _stop(self) -> None:
         self._stopping = True

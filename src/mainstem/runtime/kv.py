@@ -10,6 +10,7 @@ The pool does not know who owns a page, nor what a page holds.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ class KVPool:
         device: where the tensors lie.
 
     Raises:
-        BadArgument: `pages` or `page_size` is less than 1.
+        BadArgument: `pages` or `page_size` is less than 1, or there is no memory for so many.
     """
 
     def __init__(
@@ -83,8 +84,11 @@ class KVPool:
         self.pages = pages
         self.page_size = page_size
         size = (shape.layers, pages, page_size, shape.kv_heads, shape.head_dim)
-        self.k = torch.empty(size, dtype=dtype, device=device)
-        self.v = torch.empty(size, dtype=dtype, device=device)
+        try:
+            self.k, self.v = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        except RuntimeError as error:  # what PyTorch raises when there is no such memory
+            needed = 2 * math.prod(size) * dtype.itemsize
+            raise BadArgument("kv_bytes", needed, f"memory that can be had on {device}") from error
         self._layers = list(zip(self.k.unbind(), self.v.unbind(), strict=True))
 
     @property

@@ -111,20 +111,23 @@ def _silent(stage: str, done: int, total: int) -> None:
 def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel:
     import torch
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress("load", 0, 2)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         max_context = _max_context(config, name)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         progress("load", 1, 2)
         chosen = quicker_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
         model = _weights(source, name, config=config, dtype=chosen)
         torch.nn.Module.to(model, device)
     except OSError as error:
         raise ModelNotFound(f"{name}: {error}") from error
+    except SafetensorError as error:
+        raise ModelNotFound(f"{name}: its weights are damaged: {error}") from error
     except (ValueError, StrictDataclassError) as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     progress("load", 2, 2)
@@ -135,7 +138,9 @@ def _weights(source: str | Path, name: str, **options: object) -> PreTrainedMode
     """A model with all of its weights: what a checkpoint lacks, transformers would fill with random numbers."""
     from transformers import AutoModelForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, trust_remote_code=False, **options
+    )
     model: PreTrainedModel = loaded[0]
     report: dict[str, set[str]] = loaded[1]
     if missing := sorted(report["missing_keys"]):
@@ -335,7 +340,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     progress("convert", 0, 3)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its bar does not heed transformers' switch
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
             progress("convert", 1, 3)
             packed = _weights(gguf.parent, gguf.name, gguf_file=gguf.name, dtype=torch.float32)
     except (ValueError, NotImplementedError) as error:

@@ -69,7 +69,8 @@ class Request:
     """One prompt and what to make of it.
 
     Args:
-        tokens: int32 [n], n >= 1: the prompt. Any integer sequence is taken; it is copied.
+        tokens: int32 [n], n >= 1: the prompt. Any integer sequence is taken; it is copied, unless it is a
+            read-only int32 array.
         params: how to sample, and when to end.
         namespace: what must be equal before any prefix may be shared.
         priority: higher goes first; an int32.
@@ -96,6 +97,8 @@ class Request:
         wrong = np.flatnonzero((given < 0) | (given > _INT32_MAX))
         if wrong.size:
             raise BadTokens(f"token {given[wrong[0]]} at position {wrong[0]}: must be from 0 to {_INT32_MAX}")
+        if given.dtype == np.int32 and not given.flags.writeable:
+            return  # nobody can change it: it may be shared by many requests
         tokens = given.astype(np.int32)
         tokens.flags.writeable = False
         object.__setattr__(self, "tokens", tokens)

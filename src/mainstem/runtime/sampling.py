@@ -36,8 +36,9 @@ class Sampler:
 
     def draw(self, logits: torch.Tensor) -> int:
         """One token at random from float32 logits [vocab]; uses up one random number."""
-        cumulative = torch.cumsum(probabilities(logits, self.params), dim=-1, dtype=torch.float64)
+        cumulative = torch.cumsum(probabilities(logits, self.params), dim=-1)
         total = float(cumulative[-1])
+        assert math.isfinite(total) and total > 0
         uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
         # Strictly below the total, whatever the rounding: a token of probability zero is never reached.
         level = min(uniform * total, math.nextafter(total, 0.0))
@@ -52,9 +53,10 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         params: temperature > 0.
 
     Returns:
-        float32 [vocab]; what the filters took out is 0, and the rest sums to 1.
+        float64 [vocab]; what the filters took out is 0, and the rest sums to 1.
     """
-    scores = logits / params.temperature
+    # Relative to the best and in float64, so that no temperature, however small, makes infinities of all.
+    scores = (logits - logits.max()).double() / params.temperature
     if 0 < params.top_k < scores.numel():
         kth_best = torch.topk(scores, params.top_k).values[-1]
         scores = scores.masked_fill(scores < kth_best, -math.inf)

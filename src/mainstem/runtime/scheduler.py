@@ -133,6 +133,8 @@ class Scheduler:
         self._waiting: dict[str, _Task] = {}
         self._running: dict[str, _Task] = {}  # in order of admission
         self._events: list[Event] = []
+        # Who found no pages, and when how many could be had: not tried again before that changes.
+        self._blocked: tuple[str, int] | None = None
 
     @property
     def waiting(self) -> int:
@@ -164,7 +166,9 @@ class Scheduler:
         size, total = self._cache.page_size, self._cache.pool.total
         pages = -(-(prompt + new - 1) // size)
         if pages > total:
-            raise RequestTooLong(f"{asked} need {pages} pages of {size} positions: the pool has {total}")
+            raise RequestTooLong(
+                f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
+            )
         self._cache.keys.encode(request.tokens)
 
     def add(self, id: str, request: Request, arrived_s: float | None = None) -> None:
@@ -240,16 +244,24 @@ class Scheduler:
                 break
             if self._is_held_back(task, hit):
                 continue
+            if self._blocked == (task.id, self._room()):
+                break
             try:
                 self._admit(task)
             except OutOfPages as error:
                 if self._running:
+                    self._blocked = (task.id, self._room())
                     break
                 self._end(task, "error", error=str(error))  # Nothing runs, so no page will ever come back.
                 continue
             shares.append((task, min(task.pending, budget)))
             budget -= shares[-1][1]
         return shares
+
+    def _room(self) -> int:
+        """Pages that are free or could be."""
+        stats = self._cache.tree.stats()
+        return self._cache.pool.free + stats.evictable_pages
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
@@ -317,7 +329,11 @@ class Scheduler:
             if was_prefilling:
                 self._tell_progress(task)
         for task, (token, logprob) in zip(sampled, picked, strict=True):
-            self._take(task, token, () if logprob is None else (logprob,))
+            try:
+                self._take(task, token, () if logprob is None else (logprob,))
+            except Exception as error:  # such as a tokenizer that cannot decode a token: the others go on
+                log.exception("request %s failed and ends", task.id)
+                self._end(task, "error", error=f"{type(error).__name__}: {error}")
 
     def _tell_progress(self, task: _Task) -> None:
         if not task.generated:
@@ -346,7 +362,7 @@ class Scheduler:
         self._running.pop(task.id, None)
         task.close()
         self.totals.errors += error is not None
-        text = last.text + task.text.flush()
+        text = last.text + _flush(task)
         usage = task.usage(self._clock())
         self._events.append((task.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
 
@@ -459,6 +475,15 @@ class _Task:
             ttft_s=0.0 if self.first_token_s is None else self.first_token_s - self.arrived_s,
             duration_s=now_s - self.arrived_s,
         )
+
+
+def _flush(task: _Task) -> str:
+    """The text that was held back; none where the tokenizer fails, so that a request can end in any case."""
+    try:
+        return task.text.flush()
+    except Exception:
+        log.exception("the last text of request %s cannot be decoded", task.id)
+        return ""
 
 
 def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:
