@@ -35,6 +35,8 @@ def check_integer(name: str, value: object, low: int, high: int) -> int:
     Raises:
         BadArgument: it is no integer, or outside [low, high].
     """
+    if type(value) is int and low <= value <= high:
+        return value
     try:
         integer = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
