@@ -117,21 +117,23 @@ nb::bytes from_symbols(const char* data, std::size_t size, std::int64_t limit) {
   refuse(std::to_string(*wrong), static_cast<std::size_t>(wrong - bytes.out), limit);
 }
 
-std::uint32_t to_symbol(PyObject* item, std::size_t position, std::int64_t limit) {
-  std::int64_t value = -1;
+// An int itself: no code of anybody's runs.
+std::uint32_t from_int(PyObject* item, std::size_t position, std::int64_t limit) {
   int overflow = 0;
-  if (PyLong_CheckExact(item)) {
-    value = PyLong_AsLongLongAndOverflow(item, &overflow);
-  } else if (!PyBool_Check(item) && PyIndex_Check(item)) {
-    const nb::object index = nb::steal(PyNumber_Index(item));
-    if (!index.is_valid()) {
-      PyErr_Clear();
-      refuse(repr(item), position, limit);
-    }
-    value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  }
+  const std::int64_t value = PyLong_AsLongLongAndOverflow(item, &overflow);
   if (value < 0 || value >= limit || overflow) refuse(repr(item), position, limit);
   return static_cast<std::uint32_t>(value);
+}
+
+// Whatever else says that it is an integer.
+std::uint32_t from_index(nb::object item, std::size_t position, std::int64_t limit) {
+  if (PyBool_Check(item.ptr()) || !PyIndex_Check(item.ptr())) refuse(repr(item.ptr()), position, limit);
+  const nb::object index = nb::steal(PyNumber_Index(item.ptr()));
+  if (!index.is_valid()) {
+    PyErr_Clear();
+    refuse(repr(item.ptr()), position, limit);
+  }
+  return from_int(index.ptr(), position, limit);
 }
 
 nb::bytes from_sequence(PyObject* tokens, std::int64_t limit) {
@@ -140,11 +142,14 @@ nb::bytes from_sequence(PyObject* tokens, std::int64_t limit) {
   const auto n = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr()));
   Building bytes(n);
   for (std::size_t i = 0; i < n; ++i) {
-    // The item's __index__ may be anybody's code: it may change the list, and drop the item.
-    if (i >= static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())))
+    PyObject** items = PySequence_Fast_ITEMS(fast.ptr());
+    for (; i < n && PyLong_CheckExact(items[i]); ++i)
+      bytes.out[i] = from_int(items[i], i, limit);
+    if (i == n) break;
+    bytes.out[i] = from_index(nb::borrow(items[i]), i, limit);
+    // That may have run anybody's code, which may have changed the list.
+    if (n > static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())))
       throw BadTokens{"tokens changed while being read"};
-    const nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(fast.ptr(), static_cast<Py_ssize_t>(i)));
-    bytes.out[i] = to_symbol(item.ptr(), i, limit);
   }
   return bytes.done();
 }
