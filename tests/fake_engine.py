@@ -152,6 +152,7 @@ class FakeEngine:
 
     name = "fake"
     dtype = "float32"
+    pages = 100
 
     def __init__(
         self,
@@ -168,6 +169,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.config = FakeConfig()
         self.streams: list[FakeStream] = []
+        self.failure: BaseException | None = None
         self.closed = False
         self.draining = False
         self._seen: dict[str, list[np.ndarray]] = {}

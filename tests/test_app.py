@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import http.client
 import json
 import logging
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from fake_engine import FakeEngine
@@ -181,6 +184,53 @@ def test_a_full_engine_is_a_429_and_takes_none_of_the_choices() -> None:
     assert [stream.cancelled for stream in engine.streams] == [True, True]
 
 
+def test_a_prompt_that_cannot_fit_is_refused_before_the_next_one_is_tokenised() -> None:
+    engine = FakeEngine(max_context=100)
+    calls: list[str] = []
+    encode = engine.tokenizer.encode
+
+    def counted(text: str, add_special_tokens: bool = True) -> list[int]:
+        calls.append(text)
+        return encode(text) * 200
+
+    engine.tokenizer.encode = counted  # type: ignore[method-assign]
+    assert error_of(complete(client(engine), ["a", "b", "c"]), 400)["code"] == "context_length_exceeded"
+    assert calls == ["a"]
+
+
+def test_long_token_ids_with_many_choices_are_refused_before_they_are_copied() -> None:
+    """Several copies of the prompt would show at the peak; the parsed list itself is 8 bytes a token."""
+    tokens = 300_000
+    body = b'{"model":"fake","n":128,"prompt":[' + b",".join([b"1"] * tokens) + b"]}"
+    server = client(FakeEngine(max_context=100))
+    tracemalloc.start()
+    try:
+        response = server.post("/v1/completions", content=body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert error_of(response, 400)["code"] == "context_length_exceeded"
+    assert peak < 6 * 8 * tokens
+
+
+def test_too_many_messages_are_refused_before_the_template() -> None:
+    engine = FakeEngine(max_context=100)
+    engine.tokenizer.apply_chat_template = None  # type: ignore[assignment, method-assign]
+    messages = [{"role": "user", "content": ""}] * 101
+    response = client(engine).post("/v1/chat/completions", json={"model": "fake", "messages": messages})
+    assert error_of(response, 400)["code"] == "context_length_exceeded"
+
+
+def test_choices_share_one_prompt() -> None:
+    engine = FakeEngine()
+    complete(client(engine), n=3)
+    assert len({id(stream.request) for stream in engine.streams}) == 1
+    complete(client(engine), n=2, seed=1)
+    first, second = (stream.request for stream in engine.streams[3:])
+    assert (first.params.seed, second.params.seed) == (1, 2)
+    assert np.shares_memory(first.tokens, second.tokens)
+
+
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("size", [1001, 1500, 5000])
 def test_a_large_body_is_refused_while_it_is_read(size: int, declared: bool) -> None:
@@ -192,6 +242,33 @@ def test_a_large_body_is_refused_while_it_is_read(size: int, declared: bool) -> 
     response = server.post("/v1/completions", content=b"x" * size if declared else chunks())
     assert error_of(response, 413)["code"] == "body_too_large"
     assert server.post("/v1/completions", content=b"{" + b" " * 999).status_code == 400
+
+
+def test_what_is_over_the_limit_is_not_kept() -> None:
+    alive: set[int] = set()
+    most = 0
+
+    class Chunk(bytes):
+        def __init__(self, *_: object) -> None:
+            alive.add(id(self))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    async def receive() -> dict[str, Any]:
+        nonlocal most
+        most = max(most, len(alive))
+        return {"type": "http.request", "body": Chunk(b"x" * 100), "more_body": True}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(create_app(FakeEngine(), ServerConfig(max_body_bytes=1000))(scope, receive, send))
+    assert sent[0]["status"] == 413
+    assert 10 <= most <= 12
 
 
 def test_keys() -> None:
@@ -209,7 +286,56 @@ def test_keys() -> None:
         return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert [cached("first-key"), cached("second-key"), cached("first-key"), cached("second-key")] == [0, 0, 48, 48]
-    assert "first-key" not in server.get("/v1/cache/tree", headers={"Authorization": "Bearer second-key"}).text
+
+
+def test_namespaces_tell_nothing_about_keys() -> None:
+    def namespace() -> str:
+        engine = FakeEngine()
+        complete(client(engine, api_keys=("first-key", "second-key")), headers={"Authorization": "Bearer first-key"})
+        return repr(engine.streams[0].request.namespace)
+
+    one, other = namespace(), namespace()
+    assert "first-key" not in one
+    assert hashlib.sha256(b"first-key").hexdigest() not in one
+    assert one != other  # a secret of each server's own
+
+
+CACHE_ROUTES = [("POST", "/v1/cache/flush"), ("GET", "/v1/cache/stats"), ("GET", "/v1/cache/tree")]
+
+
+@pytest.mark.parametrize(("method", "path"), CACHE_ROUTES)
+@pytest.mark.parametrize(
+    ("api_keys", "admin_key", "shown", "status"),
+    [
+        ((), None, None, 200),
+        (("k",), None, None, 401),
+        (("k",), None, "k", 200),
+        (("k", "l"), None, "k", 403),
+        (("k", "l"), None, None, 401),
+        (("k", "l"), "root", "k", 403),
+        (("k", "l"), "root", "root", 200),
+        (("k", "l"), "root", "other", 401),
+        (("k",), "root", "k", 403),
+        (("k",), "root", "root", 200),
+        ((), "root", None, 401),
+        ((), "root", "root", 200),
+        (("k",), "k", "k", 200),
+    ],
+)
+def test_who_may_see_the_cache(
+    method: str, path: str, api_keys: tuple[str, ...], admin_key: str | None, shown: str | None, status: int
+) -> None:
+    server = client(api_keys=api_keys, admin_key=admin_key)
+    headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
+    response = server.request(method, path, headers=headers)
+    assert response.status_code == status, response.text
+    if status == 403:
+        assert "--admin-key" in error_of(response, 403)["message"]
+
+
+def test_the_admin_key_is_no_tenant() -> None:
+    server = client(api_keys=("k",), admin_key="root")
+    assert complete(server, headers={"Authorization": "Bearer root"}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -301,10 +427,17 @@ def test_draining_refuses_and_fails_the_health_check() -> None:
 def test_a_closed_engine_is_a_503() -> None:
     engine = FakeEngine()
     engine.close()
-    server = client(engine)
-    assert server.get("/health").status_code == 200
-    assert error_of(complete(server), 503)["code"] == "engine_closed"
-    assert server.get("/health").json() == {"status": "failed"}
+    assert error_of(complete(client(engine)), 503)["code"] == "engine_closed"
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_failed_engine_fails_the_health_check_at_once(draining: bool) -> None:
+    engine = FakeEngine()
+    app = create_app(engine)
+    app.state.service.draining = draining
+    engine.failure = RuntimeError("a secret of the engine")
+    response = TestClient(app).get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "failed"})
 
 
 def test_an_engine_that_fails_under_way() -> None:
@@ -324,6 +457,8 @@ def test_an_engine_that_fails_under_way() -> None:
         {"drain_timeout_s": -1},
         {"api_keys": ("",)},
         {"api_keys": ("a b",)},
+        {"admin_key": ""},
+        {"admin_key": "a b"},
     ],
 )
 def test_bad_settings_are_named(fields: dict[str, Any]) -> None:
@@ -332,7 +467,7 @@ def test_bad_settings_are_named(fields: dict[str, Any]) -> None:
 
 
 def test_keys_are_not_shown() -> None:
-    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",), admin_key="secret"))
 
 
 # --- clients that go, and the event loop --------------------------------------------------------------------------
@@ -439,10 +574,21 @@ def test_the_real_engine_behind_the_server(smollm2: Any) -> None:
 SERVER = """
 import logging, sys
 from fake_engine import FakeEngine
-from mainstem.server.app import ServerConfig, serve
+from mainstem.errors import EngineClosed
+from mainstem.server.app import ServerConfig, bind, serve
+
+class Mortal(FakeEngine):
+    def submit(self, request, **options):
+        if bytes(request.tokens.tolist()) == b"die!":
+            self.failure = RuntimeError("out of memory")
+        return super().submit(request, **options)
 
 logging.basicConfig(level=logging.INFO)
-serve(FakeEngine(step_s=float(sys.argv[1])), ServerConfig(port=0, api_keys=("key",), max_body_bytes=1 << 20))
+config = ServerConfig(port=0, api_keys=("key",), max_body_bytes=1 << 20)
+try:
+    serve(Mortal(step_s=float(sys.argv[1])), config, bind(config))
+except EngineClosed as error:
+    sys.exit(f"ended badly: {error}")
 print("ended well", flush=True)
 """
 
@@ -464,6 +610,7 @@ class RealServer:
         for line in self.process.stderr:
             log += line
             if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
+                self.served_at = line
                 break
         else:
             raise AssertionError(log)
@@ -541,6 +688,22 @@ def test_sigterm_drains() -> None:
         assert server.process.wait(10) == 0
         assert server.process.stdout is not None
         assert "ended well" in server.process.stdout.read()
+
+
+def test_what_is_served_is_logged() -> None:
+    import torch
+
+    with RealServer(step_s=0) as server:
+        wanted = f"float32, {torch.get_num_threads()} threads, 100 KV pages for 1600 tokens"
+        assert server.served_at.rstrip().endswith(wanted)
+
+
+def test_a_dead_engine_ends_the_server() -> None:
+    with RealServer(step_s=0) as server:
+        server.client.completions.create(model="fake", prompt="die!")
+        assert server.process.wait(10) == 1
+        assert server.process.stderr is not None
+        assert server.process.stderr.read().count("ended badly: the engine failed: RuntimeError: out of memory") == 1
 
 
 def _health(port: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from mainstem import cli
-from mainstem.errors import ModelNotFound
+from mainstem.errors import EngineClosed, ModelNotFound
 from mainstem.server import app as server_app
 
 
@@ -103,6 +104,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--top-p", "3"], 2, "--top-p 3.0: must be"),
         (["generate", "x", "--dtype", "int4"], 2, "int4"),
         (["generate", "--file", "/does/not/exist"], 1, "/does/not/exist"),
+        (["generate", "a\udcffb"], 2, "'\\udcff' at character 1: must be text that UTF-8 can encode"),
+        (["generate", "--no-chat", "a\udcffb"], 2, "UTF-8"),
+        (["generate", "--no-chat", ""], 2, "mainstem: prompt (empty): must be"),
+        (["serve", "--api-key", "a b"], 2, "mainstem: api_keys (not shown): must be"),
+        (["serve", "--admin-key", "a b"], 2, "--admin-key (not shown): must be"),
         (["demo", "--prefix-tokens", "0"], 2, "--prefix-tokens 0"),
         (["demo", "--json", "extra"], 2, "extra"),
     ],
@@ -183,10 +189,32 @@ def test_a_file_goes_in_front_of_every_prompt(
     assert run("generate", "--file", str(file)) == 2
 
 
+def test_the_same_prompt_twice_is_answered_twice(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--no-chat", "Hi", "Hi") == 0
+    assert capsys.readouterr().out == "> Hi\n[Hi]\n> Hi\n[Hi]\n"
+
+
+def test_standard_input_that_is_no_text(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert run("generate") == 2
+    assert "UTF-8" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert run("generate") == 2
+    assert capsys.readouterr().err.startswith("mainstem: prompt (none): must be given as an argument")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_generate_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "--no-chat", "--json", "one", "two") == 0
     first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (first["prompt"], first["text"], first["finish_reason"]) == ("one", "[one]", "stop")
+    assert first["dtype"] == "float32"
     assert (second["prompt"], second["prompt_tokens"], second["cached_tokens"]) == ("two", 3, 0)
 
 
@@ -209,15 +237,15 @@ def test_a_failed_generation_is_a_failure(machine: Machine, capsys: pytest.Captu
 
 def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr(server_app, "serve", lambda engine, config: served.append((engine, config)))
+    monkeypatch.setattr(server_app, "serve", lambda engine, config, listener: served.append((engine, config)))
     monkeypatch.setenv("MAINSTEM_API_KEY", "from-the-environment")
     engine_options = "--kv-bytes 1.5GiB --page-size 32 --chunk-tokens 64 --max-running 2 --max-waiting 3 --no-cache"
-    server_options = "--host ::1 --port 0 --max-body-bytes 2MB --drain-timeout-s 1"
+    server_options = "--host 0.0.0.0 --port 0 --max-body-bytes 2MB --drain-timeout-s 1"
     assert run("serve", "a-model", "--policy", "lfu", *engine_options.split(), *server_options.split()) == 0
     engine, config = served[0]
     assert engine is machine.engine
     assert engine.closed
-    assert (config.host, config.port, config.max_body_bytes, config.drain_timeout_s) == ("::1", 0, 2_000_000, 1.0)
+    assert (config.host, config.port, config.max_body_bytes, config.drain_timeout_s) == ("0.0.0.0", 0, 2_000_000, 1.0)
     assert config.api_keys == ("from-the-environment",)
     assert machine.loaded == [("a-model", "auto")]
     assert machine.options == {
@@ -229,18 +257,44 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
         "policy": "lfu",
         "cache": False,
     }
-    assert run("serve", "--api-key", "one", "--api-key", "two") == 0
+    assert run("serve", "--port", "0", "--api-key", "one", "--api-key", "two") == 0
     assert served[1][1].api_keys == ("one", "two")
+    assert served[1][1].admin_key is None
 
 
-def test_a_taken_port_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    import socket
-
+def test_a_taken_port_is_found_before_the_model_is_loaded(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert run("serve", "--port", str(taken.getsockname()[1])) == 1
-    err = capsys.readouterr().err
-    assert err.splitlines()[-1].startswith("mainstem: ")
-    assert "in use" in err
+        port = taken.getsockname()[1]
+        assert run("serve", "--port", str(port)) == 1
+    assert capsys.readouterr().err == f"mainstem: port {port} is in use: choose another with --port\n"
+    assert machine.loaded == []
+
+
+def test_a_dead_engine_is_a_failure(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dies(*_: object) -> None:
+        raise EngineClosed("the engine failed: RuntimeError: out of memory")
+
+    monkeypatch.setattr(server_app, "serve", dies)
+    assert run("serve", "--port", "0") == 1
+    assert capsys.readouterr().err == "mainstem: the engine failed: RuntimeError: out of memory\n"
+
+
+def test_the_help_says_how_keys_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "MAINSTEM_API_KEY is split at blanks" in shown
+    assert "MAINSTEM_ADMIN_KEY" in shown
+
+
+def test_several_keys_in_the_environment(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(server_app, "serve", lambda engine, config, listener: served.append(config))
+    monkeypatch.setenv("MAINSTEM_API_KEY", "one two")
+    monkeypatch.setenv("MAINSTEM_ADMIN_KEY", "root")
+    assert run("serve", "--port", "0") == 0
+    assert (served[0].api_keys, served[0].admin_key) == (("one", "two"), "root")
 
 
 def test_demo_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
 from fake_engine import FakeTokenizer
 
-from mainstem.errors import BadArgument, RequestTooLong
-from mainstem.server.prompts import Prompts
+from mainstem.errors import BadArgument, BadTokens, RequestTooLong
+from mainstem.runtime.prompts import Prompts
 
 
 class CountingTokenizer(FakeTokenizer):
     """Knows whether anything was tokenised, and has a token of three bytes."""
 
     calls = 0
+    templated = 0
 
     def get_vocab(self) -> dict[str, int]:
         return {"a": 0, "\u2581": 1}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.calls += 1
-        return super().encode(text, add_special_tokens)
+        return super().encode(text, add_special_tokens)[::3]
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        self.templated += 1
+        return super().apply_chat_template(messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt)
 
 
 def test_a_text_that_cannot_fit_is_refused_before_tokenising() -> None:
@@ -33,6 +42,55 @@ def test_a_text_that_cannot_fit_is_refused_before_tokenising() -> None:
     assert tokenizer.calls == 0
     assert prompts.text("a" * 30).dtype == np.int32
     assert tokenizer.calls == 1
+
+
+def test_a_conversation_that_cannot_fit_is_refused_before_the_template() -> None:
+    tokenizer = CountingTokenizer()
+    prompts = Prompts(tokenizer, max_context=10)
+    with pytest.raises(RequestTooLong, match="11 messages cannot fit 10 tokens"):
+        prompts.conversation([{"role": "user", "content": ""}] * 11)
+    with pytest.raises(RequestTooLong, match="32 bytes"):
+        prompts.conversation([{"role": "user", "content": "ä" * 8}] * 2)
+    assert tokenizer.templated == 0
+
+
+def test_a_text_of_more_tokens_than_the_context_is_refused() -> None:
+    tokenizer = FakeTokenizer()
+    tokenizer.get_vocab = lambda: {"long": 0}  # type: ignore[method-assign]
+    prompts = Prompts(tokenizer, max_context=10)
+    assert len(prompts.text("a" * 10)) == 10
+    with pytest.raises(RequestTooLong, match="prompt: 11 tokens, but the context has 10"):
+        prompts.text("a" * 11)
+    with pytest.raises(RequestTooLong, match="messages: 18 tokens, but the context has 10"):
+        prompts.conversation([{"role": "user", "content": ""}])
+
+
+def test_token_ids() -> None:
+    prompts = Prompts(FakeTokenizer(), max_context=3)
+    ids = prompts.tokens([1, 2, 3])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [1, 2, 3]
+    with pytest.raises(RequestTooLong, match="prompt: 4 tokens, but the context has 3"):
+        prompts.tokens([1, 2, 3, 4])
+    with pytest.raises(BadTokens, match="at least one"):
+        prompts.tokens([])
+
+
+def test_prompts_can_be_shared_but_not_changed() -> None:
+    prompts = Prompts(FakeTokenizer(), max_context=100)
+    for ids in (prompts.text("a"), prompts.tokens([1]), prompts.conversation([{"role": "user", "content": "hi"}])):
+        assert not ids.flags.writeable
+
+
+@pytest.mark.parametrize("text", ["a\udcffb", "\ud83d"])
+def test_half_a_surrogate_pair_is_refused(text: str) -> None:
+    prompts = Prompts(FakeTokenizer(), 100)
+    with pytest.raises(BadArgument, match="UTF-8") as caught:
+        prompts.text(text)
+    assert caught.value.name == "prompt"
+    with pytest.raises(BadArgument, match="UTF-8") as caught:
+        prompts.conversation([{"role": "user", "content": text}])
+    assert caught.value.name == "messages"
 
 
 def test_an_empty_text_is_refused() -> None:

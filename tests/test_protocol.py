@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, MainstemError, OutOfPages, RequestTooLong
-from mainstem.runtime.request import Completion, Delta, TokenLogprob, Usage
+from mainstem.runtime.request import Delta, TokenLogprob, Usage
 from mainstem.server import protocol
 from mainstem.server.protocol import ApiError, ChatReply, CompletionReply, Head
 
@@ -250,6 +250,12 @@ def spell(token: int) -> str:
 
 LOGPROBS = (TokenLogprob(1, -0.5, ((1, -0.5), (2, float("-inf")))), TokenLogprob(3, -1.0, ()))
 
+ANSWER = (
+    Delta("Hé", (1,), LOGPROBS[:1]),
+    Delta("", (3,), LOGPROBS[1:]),
+    Delta("", (), (), "stop", USAGE),
+)
+
 
 def as_json(body: Any) -> Any:
     return json.loads(protocol.encode(body))
@@ -257,7 +263,7 @@ def as_json(body: Any) -> Any:
 
 def test_a_whole_chat_answer() -> None:
     reply = ChatReply(HEAD, spell, include_usage=False)
-    body = as_json(reply.whole([Completion("Hé", (1, 3), LOGPROBS, "stop", USAGE)], protocol.usage_body([USAGE], 1)))
+    body = as_json(reply.whole([ANSWER], protocol.usage_body([USAGE], 1)))
     assert (body["id"], body["created"], body["model"], body["object"]) == ("id-1", 123, "m", "chat.completion")
     choice = body["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "Hé"}
@@ -272,7 +278,7 @@ def test_a_whole_chat_answer() -> None:
 
 def test_a_whole_completion() -> None:
     reply = CompletionReply(HEAD, spell, include_usage=False)
-    body = as_json(reply.whole([Completion("Hé", (1, 3), LOGPROBS, "length", USAGE)], protocol.usage_body([USAGE], 1)))
+    body = as_json(reply.whole([ANSWER], protocol.usage_body([USAGE], 1)))
     assert body["object"] == "text_completion"
     assert body["choices"][0]["text"] == "Hé"
     logprobs = body["choices"][0]["logprobs"]
@@ -311,7 +317,39 @@ def test_offsets_go_on_over_the_chunks_of_a_choice() -> None:
     for index, entry in ((0, LOGPROBS[0]), (1, LOGPROBS[0]), (0, LOGPROBS[1])):
         chunk = as_json(reply.chunk(index, Delta("x", (entry.token,), (entry,))))
         offsets.append(chunk["choices"][0]["logprobs"]["text_offset"])
-    assert offsets == [[0], [0], [2]]
+    assert offsets == [[0], [0], [1]]
+
+
+# 'a😀b' where the emoji takes three tokens: its text comes with the last of them.
+EMOJI = (
+    Delta("a", (1,), (TokenLogprob(1, -1.0, ()),)),
+    Delta("", (2,), (TokenLogprob(2, -1.0, ()),)),
+    Delta("", (3,), (TokenLogprob(3, -1.0, ()),)),
+    Delta("😀", (4,), (TokenLogprob(4, -1.0, ()),)),
+    Delta("b", (5,), (TokenLogprob(5, -1.0, ()),)),
+    Delta("", (), (), "stop", USAGE),
+)
+
+
+def test_offsets_count_characters_that_went_out() -> None:
+    def spelled(token: int) -> str:
+        return {1: "a", 5: "b"}.get(token, "\ufffd")
+
+    whole = as_json(CompletionReply(HEAD, spelled, False).whole([EMOJI, EMOJI], protocol.usage_body([USAGE], 1)))
+    assert whole["choices"][0]["text"] == "a😀b"
+    for choice in whole["choices"]:
+        assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
+    reply = CompletionReply(HEAD, spelled, False)
+    chunks = [as_json(reply.chunk(0, delta))["choices"][0]["logprobs"] for delta in EMOJI[:-1]]
+    assert [offset for logprobs in chunks for offset in logprobs["text_offset"]] == [0, 1, 1, 1, 2]
+
+
+def test_offsets_within_one_event_never_leave_its_text() -> None:
+    delta = Delta("Hé you", (1, 3, 2), (TokenLogprob(1, 0, ()), TokenLogprob(3, 0, ()), TokenLogprob(2, 0, ())))
+    chunk = as_json(CompletionReply(HEAD, spell, False).chunk(0, delta))
+    assert chunk["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3]
+    short = as_json(CompletionReply(HEAD, spell, False).chunk(0, Delta("H", (1, 2), delta.logprobs[::2])))
+    assert short["choices"][0]["logprobs"]["text_offset"] == [0, 1]
 
 
 def test_an_event_is_one_line_of_data() -> None:

@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 failed; 2 wrong usage; 130 interrupted. MAINSTEM_DEBUG=1 s
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import re
@@ -30,13 +31,16 @@ except ModuleNotFoundError as missing:
     sys.exit(f"mainstem: {missing.name} is not installed: pip install 'mainstem[cli]'")
 
 if TYPE_CHECKING:
+    from socket import socket
+
     import numpy as np
     from numpy.typing import NDArray
     from rich.progress import Progress, TaskID
 
     from mainstem.runtime.engine import Engine, Stream
+    from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.request import SamplingParams
-    from mainstem.server.prompts import Prompts
+    from mainstem.server.app import ServerConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -134,12 +138,20 @@ def _explain(error: Exception) -> tuple[str, int]:
         case cyclopts.CycloptsError():
             return f"{error} Try 'mainstem --help'.", 2
         case BadArgument():
-            return f"--{error.name.replace('_', '-')} {error.value}: must be {error.allowed}", 2
+            return f"{_option(error.name)} {str(error.value) or '(empty)'}: must be {error.allowed}", 2
         case ImportError() if extra := _missing_extra(error):
             return f"{error.name} is not installed: pip install 'mainstem[{extra}]'", 1
         case MainstemError() | OSError():
             return str(error), 1
     return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
+
+
+def _option(name: str) -> str:
+    """The option that gives an argument, or the argument's own name where no option does."""
+    flag = f"--{name.replace('_', '-')}"
+    commands = [app[command] for command in ("serve", "generate", "demo")]
+    arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
+    return flag if any(flag in argument.names for argument in arguments) else name
 
 
 def _missing_extra(error: ImportError) -> str | None:
@@ -237,6 +249,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: Annotated[Several, Parameter(env_var="MAINSTEM_API_KEY")] = (),
+    admin_key: Annotated[str | None, Parameter(env_var="MAINSTEM_ADMIN_KEY")] = None,
     dtype: Dtype = "auto",
     engine: EngineOptions = EngineOptions(),
     max_body_bytes: Size = 16 << 20,
@@ -248,7 +261,10 @@ def serve(
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
         host: Address to listen on. The default is reached from this machine only; 0.0.0.0 from everywhere.
         port: Port to listen on; 0 takes a free one. 0 to 65535.
-        api_key: Key that clients must show; with several, no two share a cached prefix. Default: none is asked for.
+        api_key: Key that clients must show; may be given several times, and then no two share a cached prefix.
+            MAINSTEM_API_KEY is split at blanks. Default: none is asked for.
+        admin_key: Key that the cache routes ask for; without one they take the API key, and are closed if there are
+            several.
         dtype: Number format of weights and KV; auto takes what is quickest here.
         max_body_bytes: Largest request body.
         drain_timeout_s: How long running requests may take to end after SIGTERM; 0 or more seconds.
@@ -259,9 +275,9 @@ def serve(
     from mainstem.server.app import serve as serve_http
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    config = ServerConfig(host, port, api_key, max_body_bytes, drain_timeout_s)
-    with _engine(model, dtype, engine) as running:
-        serve_http(running, config)
+    config = ServerConfig(host, port, api_key, admin_key, max_body_bytes, drain_timeout_s)
+    with _bound(config) as listener, _engine(model, dtype, engine) as running:
+        serve_http(running, config, listener)
 
 
 @app.command(help_epilogue=_GENERATE_EXAMPLES)
@@ -287,10 +303,10 @@ def generate(
     params = sampling.params()
     texts = _texts(prompt, file)
     with _engine(model, dtype, EngineOptions()) as engine, _Bars() as bars:
-        streams = _submit_all(engine, list(texts.values()), params, chat, bars)
-        for name, stream in zip(texts, streams, strict=True):
+        streams = _submit_all(engine, [text for _, text in texts], params, chat, bars)
+        for (name, _), stream in zip(texts, streams, strict=True):
             if json:
-                _print_json(name, stream)
+                _print_json(name, engine, stream)
             else:
                 _print_text(name if len(texts) > 1 else None, stream, bars)
 
@@ -331,6 +347,18 @@ def demo(
 # --- running ------------------------------------------------------------------------------------------------------
 
 
+def _bound(config: ServerConfig) -> socket:
+    """The port, taken before the model is loaded, which takes long."""
+    from mainstem.server.app import bind
+
+    try:
+        return bind(config)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise MainstemError(f"port {config.port} is in use: choose another with --port") from error
+
+
 @contextmanager
 def _engine(model: str | None, dtype: str, options: EngineOptions) -> Iterator[Engine]:
     from mainstem.runtime.engine import Engine, EngineConfig
@@ -343,30 +371,30 @@ def _engine(model: str | None, dtype: str, options: EngineOptions) -> Iterator[E
         yield engine
 
 
-def _texts(prompts: Sequence[str], file: Path | None) -> dict[str, str]:
+def _texts(prompts: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
     """What to call each prompt, and its text."""
     if file is not None:
-        context = _read(file)
-        return {prompt: f"{context}\n\n{prompt}" for prompt in prompts} or {str(file): context}
+        context = _read("file", str(file), lambda: file.read_text(encoding="utf-8"))
+        return [(prompt, f"{context}\n\n{prompt}") for prompt in prompts] or [(str(file), context)]
     if prompts:
-        return {prompt: prompt for prompt in prompts}
+        return [(prompt, prompt) for prompt in prompts]
     if sys.stdin.isatty():
         raise BadArgument("prompt", "(none)", "given as an argument, as --file, or on standard input")
-    return {"-": sys.stdin.read()}
+    return [("-", _read("prompt", "(standard input)", sys.stdin.read))]
 
 
-def _read(file: Path) -> str:
+def _read(name: str, source: str, read: Callable[[], str]) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read()
     except UnicodeDecodeError as error:
-        raise BadArgument("file", str(file), f"a text file in UTF-8: {error}") from error
+        raise BadArgument(name, source, f"a text in UTF-8: {error}") from error
 
 
 def _submit_all(
     engine: Engine, texts: Sequence[str], params: SamplingParams, chat: bool | None, bars: _Bars
 ) -> list[Stream]:
+    from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.request import Request
-    from mainstem.server.prompts import Prompts
 
     templated = bool(engine.tokenizer.chat_template) if chat is None else chat
     prompts = Prompts(engine.tokenizer, engine.max_context)
@@ -393,11 +421,12 @@ def _print_text(heading: str | None, stream: Stream, bars: _Bars) -> None:
     print()
 
 
-def _print_json(prompt: str, stream: Stream) -> None:
+def _print_json(prompt: str, engine: Engine, stream: Stream) -> None:
     completion = stream.result()
     _check(completion.finish_reason, None)
-    usage = asdict(completion.usage)
-    print(_to_json({"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason, **usage}))
+    answer = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
+    dtype = str(engine.dtype).removeprefix("torch.")
+    print(_to_json({**answer, "dtype": dtype, **asdict(completion.usage)}))
 
 
 def _check(finish_reason: str | None, error: str | None) -> None:

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, MainstemError
+from mainstem.runtime.prompts import Prompts
 from mainstem.runtime.request import Delta, Request, SamplingParams
-from mainstem.server.prompts import Prompts
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,7 +1,8 @@
-"""Text and conversations to token ids.
+"""Text, conversations and given token ids to prompts that fit the model's context.
 
-Knows the tokenizer, its chat template and the model's context. Does not know HTTP. Everything here may take long on a
-long text: callers with an event loop run it on a thread.
+Knows the tokenizer, its chat template and the model's context. Does not know HTTP. What cannot fit is refused by its
+size, before a template or the tokenizer sees it. Everything here may take long on a long text: callers with an event
+loop run it on a thread.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from mainstem.errors import BadArgument, RequestTooLong
+from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class Prompts:
-    """Makes prompts for one model.
+    """Makes prompts for one model. Those it gives are read-only, so that requests can share them.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -40,10 +41,25 @@ class Prompts:
             int32 [n], n >= 1.
 
         Raises:
-            BadArgument: no tokens at all.
-            RequestTooLong: longer than any prompt that fits; found before tokenising.
+            BadArgument: no tokens at all, or not encodable as UTF-8.
+            RequestTooLong: longer than the context; found before tokenising if no tokenisation could fit.
         """
+        self._check_size([text], "prompt")
         return self._encode(text, special_tokens=True, name="prompt")
+
+    def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        """The prompt of given token ids, each an int32.
+
+        Returns:
+            int32 [n], n >= 1.
+
+        Raises:
+            BadTokens: no tokens at all.
+            RequestTooLong: longer than the context.
+        """
+        if not ids:
+            raise BadTokens("prompt: must have at least one token")
+        return self._fitting(ids, "prompt")
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
         """The token ids of a conversation, up to where the assistant's answer begins.
@@ -55,9 +71,13 @@ class Prompts:
             int32 [n], n >= 1.
 
         Raises:
-            BadArgument: the chat template refuses the conversation, or there is no template.
-            RequestTooLong: longer than any prompt that fits; found before tokenising.
+            BadArgument: the chat template refuses the conversation, there is no template, or a message is not encodable
+                as UTF-8.
+            RequestTooLong: longer than the context; found before the template runs if no tokenisation could fit.
         """
+        if len(messages) > self._max_context:
+            raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
+        self._check_size([message["content"] for message in messages], "messages")
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
@@ -65,20 +85,39 @@ class Prompts:
         except (TemplateError, ValueError, TypeError) as error:
             given = [message["role"] for message in messages]
             raise BadArgument("messages", given, f"what the model's chat template takes: {error}") from error
+        self._check_size([str(text)], "messages")
         return self._encode(str(text), special_tokens=False, name="messages")
 
     def spell(self, token: int) -> str:
         """The text of one token on its own; a part of a character shows as U+FFFD."""
         return str(self._tokenizer.decode([token]))
 
-    def _encode(self, text: str, *, special_tokens: bool, name: str) -> NDArray[np.int32]:
-        size = len(text.encode(errors="replace"))
+    def _check_size(self, texts: Sequence[str], name: str) -> None:
+        size = sum(_utf8_bytes(text, name) for text in texts)
         if size > self._max_bytes:
             raise RequestTooLong(
                 f"{name}: a text of {size} bytes cannot fit {self._max_context} tokens, which are {self._max_bytes}"
                 " bytes at the most"
             )
+
+    def _encode(self, text: str, *, special_tokens: bool, name: str) -> NDArray[np.int32]:
         ids = self._tokenizer.encode(text, add_special_tokens=special_tokens)
         if not ids:
             raise BadArgument(name, text, "a text with at least one token")
-        return np.asarray(ids, dtype=np.int32)
+        return self._fitting(ids, name)
+
+    def _fitting(self, ids: Sequence[int], name: str) -> NDArray[np.int32]:
+        if len(ids) > self._max_context:
+            raise RequestTooLong(f"{name}: {len(ids)} tokens, but the context has {self._max_context}")
+        prompt = np.asarray(ids, dtype=np.int32)
+        prompt.flags.writeable = False
+        return prompt
+
+
+def _utf8_bytes(text: str, name: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        # The text itself stays out of the message: it could not be printed.
+        where = f"{text[error.start : error.end]!a} at character {error.start}"
+        raise BadArgument(name, where, "text that UTF-8 can encode, without surrogates") from None

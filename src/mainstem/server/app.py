@@ -1,6 +1,6 @@
 """The HTTP application: routes, streams, limits, keys, draining.
 
-Knows HTTP and asyncio. Leaves JSON and field names to `protocol`, tokens to `prompts`, generation to the engine.
+Knows HTTP and asyncio. Leaves JSON and field names to `protocol`, tokens to `Prompts`, generation to the engine.
 Nothing that may take long runs on the event loop: bodies are parsed and tokenised on threads, and so are calls that
 wait for the engine's thread.
 
@@ -10,10 +10,10 @@ wait for the engine's thread.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import re
+import secrets
 import socket
 import threading
 import time
@@ -44,10 +44,10 @@ from starlette.types import Message as AsgiMessage
 
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
-from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
+from mainstem.runtime.prompts import Prompts
+from mainstem.runtime.request import Delta, Request
 from mainstem.server import protocol
 from mainstem.server.metrics import Metrics
-from mainstem.server.prompts import Prompts
 from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Head
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class ServerConfig:
         port: 0 takes a free one.
         api_keys: keys that clients must show as `Authorization: Bearer KEY`; none: no key is asked for. With several,
             no cached prefix is shared between two keys.
+        admin_key: the key of the cache routes, which show and touch what belongs to all clients; None: the only API key
+            serves (or none is asked for), and with several the routes are closed.
         max_body_bytes: the largest body that is read.
         drain_timeout_s: how long running requests may take to end when the server is told to stop.
 
@@ -79,6 +81,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0
 
@@ -89,8 +92,9 @@ class ServerConfig:
             raise BadArgument("max_body_bytes", self.max_body_bytes, "at least 1")
         if not 0 <= self.drain_timeout_s < float("inf"):
             raise BadArgument("drain_timeout_s", self.drain_timeout_s, "0 or more seconds")
-        if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
-            raise BadArgument("api_keys", "(not shown)", "printable, without spaces, and not empty")
+        for name, keys in (("api_keys", self.api_keys), ("admin_key", (self.admin_key,))):
+            if not all(key is None or (key and key.isprintable() and " " not in key) for key in keys):
+                raise BadArgument(name, "(not shown)", "printable, without spaces, and not empty")
 
 
 def create_app(
@@ -99,6 +103,7 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
+    secret: Callable[[int], bytes] = secrets.token_bytes,
 ) -> Starlette:
     """The ASGI application over one engine.
 
@@ -109,8 +114,9 @@ def create_app(
         config: host, port and drain_timeout_s matter to `serve` only.
         clock: seconds, monotonic; for latencies.
         now: seconds since the epoch; for the `created` fields.
+        secret: that many random bytes; API keys are known by digests under such a secret, drawn once.
     """
-    service = _Service(engine, config, clock, now)
+    service = _Service(engine, config, clock, now, secret)
     app = Starlette(
         routes=service.routes(),
         middleware=[Middleware(_Envelope)],
@@ -121,37 +127,65 @@ def create_app(
     return app
 
 
-def serve(engine: Engine, config: ServerConfig = ServerConfig()) -> None:
+def bind(config: ServerConfig) -> socket.socket:
+    """Takes the port, for `serve`. Connections are refused until then, so that nobody waits while a model loads.
+
+    Raises:
+        OSError: the address cannot be had; `errno.EADDRINUSE` if another server has it.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    with ExitStack() as undo:
+        undo.callback(listener.close)
+        # A port of connections that are just closing is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        undo.pop_all()
+    return listener
+
+
+def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until told to stop, then returns.
 
     SIGTERM or SIGINT drains: new requests get 503, running ones may end within `drain_timeout_s`, what still runs then
     is cancelled. A second signal stops at once.
 
+    Args:
+        engine: stays the caller's to close.
+        config: the settings.
+        listener: of `bind`; it is closed at the end.
+
     Raises:
-        OSError: the address cannot be listened on.
+        EngineClosed: the engine failed; another process has to take over.
+        OSError: another server has begun to listen on the port since it was bound.
     """
     app = create_app(engine, config)
-    with _listen(config) as listener:
-        # Without a log configuration of its own, uvicorn logs wherever the program has its logs go.
-        settings = uvicorn.Config(
-            app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
-        )
-        port = listener.getsockname()[1]
-        log.info("%s is served at http://%s:%d/v1", engine.name, _in_url(config.host), port)
+    # Without a log configuration of its own, uvicorn logs wherever the program has its logs go.
+    settings = uvicorn.Config(
+        app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
+    )
+    with listener:
+        listener.listen()
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"http://{host}:{listener.getsockname()[1]}/v1"
+        log.info("%s is served at %s: %s", engine.name, url, _described(engine))
         _DrainingServer(settings, engine, app.state.service, config.drain_timeout_s).run(sockets=[listener])
+    if engine.failure is not None:
+        raise EngineClosed(f"the engine failed: {type(engine.failure).__name__}: {engine.failure}")
 
 
-def _listen(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    return socket.create_server((config.host, config.port), family=family)
+def _described(engine: Engine) -> str:
+    import torch  # here, because an application over an engine needs none
 
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    dtype = str(engine.dtype).removeprefix("torch.")
+    positions = engine.pages * engine.config.page_size
+    return f"{dtype}, {torch.get_num_threads()} threads, {engine.pages} KV pages for {positions} tokens"
 
 
 class _DrainingServer(uvicorn.Server):
-    """uvicorn, but a signal first drains the engine while the socket stays open, so that clients read 503."""
+    """uvicorn, but it ends when the engine fails, and a signal first drains the engine.
+
+    The socket stays open while it drains, so that clients read 503.
+    """
 
     def __init__(self, settings: uvicorn.Config, engine: Engine, service: _Service, timeout_s: float) -> None:
         super().__init__(settings)
@@ -166,6 +200,10 @@ class _DrainingServer(uvicorn.Server):
             return
         self._service.draining = True
         threading.Thread(target=self._drain, name="mainstem-drain", daemon=True).start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop; asked ten times a second."""
+        return await super().on_tick(counter) or self._engine.failure is not None
 
     def _drain(self) -> None:
         log.info("draining: running requests have %g s to end", self._timeout_s)
@@ -195,35 +233,6 @@ _COMPLETION = _Kind(protocol.parse_completion, CompletionReply, "cmpl")
 _CHAT = _Kind(protocol.parse_chat, ChatReply, "chatcmpl")
 
 
-class _Answer:
-    """One choice, put together from its events."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._last: Delta | None = None
-
-    def add(self, delta: Delta) -> None:
-        self._text.append(delta.text)
-        self._tokens += delta.tokens
-        self._logprobs += delta.logprobs
-        self._last = delta
-
-    @property
-    def usage(self) -> Usage:
-        assert self._last is not None, "an answer is read after its last event"
-        assert self._last.usage is not None
-        return self._last.usage
-
-    def completion(self) -> Completion:
-        assert self._last is not None
-        assert self._last.finish_reason is not None
-        return Completion(
-            "".join(self._text), tuple(self._tokens), tuple(self._logprobs), self._last.finish_reason, self.usage
-        )
-
-
 class _Run:
     """The choices of one HTTP request, from submit to their last events; what is left unfinished is cancelled."""
 
@@ -231,7 +240,7 @@ class _Run:
         self._streams = streams
         self._choices = choices
         self._metrics = metrics
-        self._answers = [_Answer() for _ in streams]
+        self.answers: list[list[Delta]] = [[] for _ in streams]
         self.failure: ApiError | None = None
 
     def __len__(self) -> int:
@@ -247,11 +256,8 @@ class _Run:
     @property
     def usage(self) -> protocol.UsageBody:
         """Of all choices, after the last event."""
-        return protocol.usage_body([answer.usage for answer in self._answers], self._choices)
-
-    def completions(self) -> list[Completion]:
-        """All answers, after the last event."""
-        return [answer.completion() for answer in self._answers]
+        usages = [answer[-1].usage for answer in self.answers]
+        return protocol.usage_body([usage for usage in usages if usage is not None], self._choices)
 
     async def follow(self, receive: Receive, handle: Callable[[int, Delta], Awaitable[None]]) -> bool:
         """Hands every event to `handle`, the choices in parallel.
@@ -276,7 +282,7 @@ class _Run:
         try:
             async for delta in self._streams[index]:
                 meter.see(delta)
-                self._answers[index].add(delta)
+                self.answers[index].append(delta)
                 if delta.finish_reason in ("error", "cancelled"):
                     self.failure = _failure(delta)
                     scope.cancel()
@@ -345,13 +351,19 @@ class _Service:
     """The endpoints."""
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, clock: Callable[[], float], now: Callable[[], float]
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        clock: Callable[[], float],
+        now: Callable[[], float],
+        secret: Callable[[int], bytes],
     ) -> None:
         self.draining = False
-        self._failed = False
         self._engine = engine
         self._max_body_bytes = config.max_body_bytes
-        self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._secret = secret(32)
+        self._keys = [self._digest(key.encode()) for key in config.api_keys]
+        self._admin_key = None if config.admin_key is None else self._digest(config.admin_key.encode())
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
@@ -383,7 +395,6 @@ class _Service:
             ask, streams = await self._admit(http, kind)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
-            self._failed |= isinstance(error, EngineClosed)
             raise
         run = _Run(streams, ask.choices, self._metrics)
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), self._engine.name)
@@ -393,7 +404,7 @@ class _Service:
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
-        return await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.completions(), run.usage)))
+        return await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
 
     async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, list[Stream]]:
         """Everything that may refuse a request, the cheapest first."""
@@ -431,18 +442,8 @@ class _Service:
     def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
         """The engine's requests, the choices of a prompt next to each other."""
         self._check_model(ask.model)
-        prompts = self._tokens(ask)
         namespace = _namespace(ask.cache_salt, tenant if len(self._keys) > 1 else None)
-        return ask, [
-            Request(
-                tokens=tokens,
-                params=ask.params(self._engine.max_context - len(tokens), choice),
-                namespace=namespace,
-                priority=ask.priority or 0,
-            )
-            for tokens in prompts
-            for choice in range(ask.choices)
-        ]
+        return ask, [request for tokens in self._tokens(ask) for request in self._choices(ask, tokens, namespace)]
 
     def _tokens(self, ask: Ask) -> list[NDArray[np.int32]]:
         if isinstance(ask, ChatRequest):
@@ -450,9 +451,18 @@ class _Service:
         prompts = ask.prompts()
         if len(prompts) * ask.choices > protocol.MAX_CHOICES:
             raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices, all prompts together", param="n")
-        if not all(len(prompt) for prompt in prompts):
-            raise ApiError(400, "prompt: must not be empty", param="prompt")
-        return [self._prompts.text(p) if isinstance(p, str) else np.asarray(p, dtype=np.int32) for p in prompts]
+        return [self._prompts.text(p) if isinstance(p, str) else self._prompts.tokens(p) for p in prompts]
+
+    def _choices(self, ask: Ask, tokens: NDArray[np.int32], namespace: Namespace | None) -> list[Request]:
+        """One request a choice; without a seed of their own the choices ask for the same."""
+        room = self._engine.max_context - len(tokens)
+
+        def request(choice: int) -> Request:
+            return Request(tokens, ask.params(room, choice), namespace, ask.priority or 0)
+
+        if ask.seed is None:
+            return [request(0)] * ask.choices
+        return [request(choice) for choice in range(ask.choices)]
 
     def _submit(self, requests: Sequence[Request]) -> list[Stream]:
         """All or none."""
@@ -476,17 +486,38 @@ class _Service:
         Raises:
             ApiError: 401.
         """
-        if not self._keys:
-            return None
+        return self._known(http, self._keys) if self._keys else None
+
+    def _require_admin(self, http: HttpRequest) -> None:
+        """For what concerns all clients: the admin key; where there is none, the only API key.
+
+        Raises:
+            ApiError: 401, or 403 for a key that serves for other things.
+        """
+        if self._admin_key is None:
+            self._tenant(http)
+            allowed = len(self._keys) <= 1
+        else:
+            allowed = self._known(http, [self._admin_key, *self._keys]) == self._admin_key
+        if not allowed:
+            message = "This concerns all clients of the server: it needs the key that --admin-key gives to the server."
+            raise ApiError(403, message, type="permission_error", code="admin_key_needed")
+
+    def _known(self, http: HttpRequest, keys: Sequence[bytes]) -> bytes:
+        """The digest of the key that the client shows, which must be one of these."""
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
-        shown = _digest(token.strip().encode("latin-1"))
+        shown = self._digest(token.strip().encode("latin-1"))
         # Every key is compared, and digests at that: the time taken tells nothing about a key.
-        matches = [key for key in self._keys if hmac.compare_digest(key, shown)]
+        matches = [key for key in keys if hmac.compare_digest(key, shown)]
         if scheme.lower() != "bearer" or not matches:
             message = "This server needs an API key: send 'Authorization: Bearer KEY'."
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
         return matches[0]
+
+    def _digest(self, key: bytes) -> bytes:
+        # Under a secret: digests name the prefixes of tenants, and a bare one could be tried against likely keys.
+        return hmac.digest(self._secret, key, "sha256")
 
     async def _models(self, http: HttpRequest) -> Response:
         self._tenant(http)
@@ -501,21 +532,21 @@ class _Service:
         return protocol.Model(self._engine.name, self._started, self._engine.max_context)
 
     async def _flush(self, http: HttpRequest) -> Response:
-        self._tenant(http)
+        self._require_admin(http)
         pages = await anyio.to_thread.run_sync(self._engine.flush)
         return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
 
     async def _stats(self, http: HttpRequest) -> Response:
-        self._tenant(http)
+        self._require_admin(http)
         stats = await anyio.to_thread.run_sync(self._engine.stats)
         return Response(msgspec.json.encode(stats), media_type="application/json")
 
     async def _tree(self, http: HttpRequest) -> Response:
-        self._tenant(http)
+        self._require_admin(http)
         return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
 
     async def _health(self, http: HttpRequest) -> Response:
-        word = "draining" if self.draining else "failed" if self._failed else "ok"
+        word = "failed" if self._engine.failure is not None else "draining" if self.draining else "ok"
         status = 200 if word == "ok" else 503
         return Response(msgspec.json.encode({"status": word}), status, media_type="application/json")
 
@@ -532,10 +563,6 @@ def _declared_bytes(http: HttpRequest) -> int:
 
 async def _nothing_to_send(index: int, delta: Delta) -> None:
     """For a response that goes out whole."""
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _namespace(salt: str | None, tenant: bytes | None) -> Namespace | None:

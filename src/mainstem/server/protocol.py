@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, MainstemError, RequestTooLong
-from mainstem.runtime.request import Completion, Delta, SamplingParams, TokenLogprob, Usage
+from mainstem.runtime.request import Delta, SamplingParams, TokenLogprob, Usage
 
 MAX_CHOICES = 128
 """Choices of one HTTP request at most: prompts times `n`."""
@@ -550,7 +550,7 @@ class CompletionReply:
         self._head = head
         self._spell = spell
         self._usage: UnsetType | None = None if include_usage else UNSET
-        self._offsets: dict[int, int] = {}  # characters already accounted for, by choice
+        self._shown: dict[int, int] = {}  # characters that went out, by choice
 
     def opening(self, index: int) -> CompletionBody | None:
         """The chunk before the first token: completions have none."""
@@ -560,33 +560,40 @@ class CompletionReply:
         """One event's chunk, or None where there is nothing to tell."""
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
-        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
-        choice = CompletionChoice(index, delta.text, logprobs, delta.finish_reason)
-        return self._body([choice], self._usage)
+        return self._body([self._choice(index, [delta])], self._usage)
 
     def closing(self, usage: UsageBody) -> CompletionBody:
         """The last chunk, where the client asked for the usage."""
         return self._body([], usage)
 
-    def whole(self, completions: Sequence[Completion], usage: UsageBody) -> CompletionBody:
-        """All answers at once."""
-        choices = [
-            CompletionChoice(i, c.text, self._logprobs(i, c.logprobs) if c.logprobs else None, c.finish_reason)
-            for i, c in enumerate(completions)
-        ]
-        return self._body(choices, usage)
+    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> CompletionBody:
+        """All answers at once, each given as its events."""
+        return self._body([self._choice(index, deltas) for index, deltas in enumerate(answers)], usage)
 
     def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> CompletionBody:
         return CompletionBody(self._head.id, self._head.created, self._head.model, choices, usage)
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        tokens = [self._spell(entry.token) for entry in entries]
-        offset = self._offsets.get(index, 0)
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> CompletionChoice:
+        offsets = [offset for delta in deltas for offset in self._offsets(index, delta)]
+        logprobs = self._logprobs(_entries(deltas), offsets) if offsets else None
+        return CompletionChoice(index, _text(deltas), logprobs, deltas[-1].finish_reason)
+
+    def _offsets(self, index: int, delta: Delta) -> list[int]:
+        """Where in the answer each token of an event begins.
+
+        Counts what went out: the parts of a character are spelled as a character each, and go out as one. Spellings
+        only part the text among the tokens of one event.
+        """
+        offset = self._shown.get(index, 0)
+        end = self._shown[index] = offset + len(delta.text)
         offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
+        for entry in delta.logprobs:
+            offsets.append(min(offset, end))
+            offset += len(self._spell(entry.token))
+        return offsets
+
+    def _logprobs(self, entries: Sequence[TokenLogprob], offsets: list[int]) -> CompletionLogprobs:
+        tokens = [self._spell(entry.token) for entry in entries]
         best = [{self._spell(token): _finite(value) for token, value in entry.top} for entry in entries]
         return CompletionLogprobs(tokens, [_finite(entry.logprob) for entry in entries], best, offsets)
 
@@ -615,31 +622,40 @@ class ChatReply:
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
         piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
-        choice = ChatChunkChoice(index, piece, self._logprobs(delta.logprobs), delta.finish_reason)
+        choice = ChatChunkChoice(index, piece, self._logprobs([delta]), delta.finish_reason)
         return self._chunk([choice], self._usage)
 
     def closing(self, usage: UsageBody) -> ChatChunk:
         """The last chunk, where the client asked for the usage."""
         return self._chunk([], usage)
 
-    def whole(self, completions: Sequence[Completion], usage: UsageBody) -> ChatBody:
-        """All answers at once."""
+    def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
+        """All answers at once, each given as its events."""
         choices = [
-            ChatChoice(i, ChatMessage(c.text), self._logprobs(c.logprobs), c.finish_reason)
-            for i, c in enumerate(completions)
+            ChatChoice(index, ChatMessage(_text(deltas)), self._logprobs(deltas), str(deltas[-1].finish_reason))
+            for index, deltas in enumerate(answers)
         ]
         return ChatBody(self._head.id, self._head.created, self._head.model, choices, usage)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
         return ChatChunk(self._head.id, self._head.created, self._head.model, choices, usage)
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+    def _logprobs(self, deltas: Sequence[Delta]) -> ChatLogprobs | None:
+        entries = _entries(deltas)
         return ChatLogprobs([self._chosen(entry) for entry in entries]) if entries else None
 
     def _chosen(self, entry: TokenLogprob) -> ChosenToken:
         text = self._spell(entry.token)
         top = [_alternative(self._spell(token), value) for token, value in entry.top]
         return ChosenToken(text, _finite(entry.logprob), _bytes(text), top)
+
+
+def _text(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def _entries(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+    return [entry for delta in deltas for entry in delta.logprobs]
 
 
 def _alternative(text: str, logprob: float) -> Alternative:
