@@ -603,6 +603,19 @@ def test_a_policy_that_fails_while_a_page_is_copied_leaves_no_lock() -> None:
     assert cache.flush() == 4
 
 
+def test_an_error_of_the_copy_itself_is_never_taken_for_a_want_of_pages() -> None:
+    def copy_page(source: int, target: int, positions: int) -> None:
+        raise OutOfPages(1, 0, 0, 0)
+
+    cache = PrefixCache(4, 4, copy_page=copy_page)
+    with cache.lease(range(8)) as lease:
+        lease.reserve(8)
+        lease.finish()
+    with pytest.raises(OutOfPages):
+        cache.lease([0, 1, 2, 3, 4, 9, 9])
+    assert (cache.stats().partial_missed, cache.stats().locked_pages, cache.pool.private) == (0, 0, 0)
+
+
 def test_the_source_of_a_copy_stays_while_it_is_copied() -> None:
     owners = []
 

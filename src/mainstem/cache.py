@@ -292,15 +292,16 @@ class Lease:
         assert cache._copy_page is not None
         core.lock(donor, 0)  # neither the eviction for the new page nor the copy's own code may free the source
         try:
-            page = cache._allocate(1)
+            try:
+                page = cache._allocate(1)
+            except OutOfPages:
+                cache._counters.partial_missed += 1
+                return False
             try:
                 cache._copy_page(source, int(page[0]), positions)
             except BaseException:
                 cache.pool.release(page)
                 raise
-        except OutOfPages:
-            cache._counters.partial_missed += 1
-            return False
         finally:
             core.unlock(donor, 0)
         self._put_pages(page)

@@ -133,9 +133,6 @@ class Tree {
   std::size_t bytes() const;
 
   std::uint32_t symbol_bytes() const { return symbol_bytes_; }
-  std::uint32_t page_size() const { return page_size_; }
-  std::size_t components() const { return rows_.size(); }
-  std::uint32_t tiers() const { return tiers_; }
 
  private:
   struct Step {  // one node of a walk, and how many of its pages agree
