@@ -235,6 +235,7 @@ def test_a_split_divides_a_backup_that_is_on_its_way() -> None:
 def test_a_child_is_not_backed_up_before_its_parent() -> None:
     tree = Tree(page_size=1, tiers=2)
     parent = tree.insert([1], [0]).node
+    tree.lock(parent)
     child = tree.insert([1, 2], [0, 1]).node
     with pytest.raises(BadArgument):
         tree.attach(child, [10], tier=1)

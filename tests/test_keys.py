@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import array
+import ctypes
+import re
 import struct
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mainstem._core import encode_tokens
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.keys import BigramKeys, Coordinate, HashKeys, Image, Size, Text, TokenKeys, TypedKeys, hash_blocks
 
@@ -19,22 +23,60 @@ CAT, DOG = Image(bytes(16), 8), Image(bytes(15) + b"\x01", 8)
 
 # ---------------------------------------------------------------- token ids
 
+
+class Ids(list[int]):
+    """A list that is none by name."""
+
+
+def torch_ids(dtype: str) -> Any:
+    """A form whose tensors have the buffer protocol nowhere, so that they are read by DLPack."""
+
+    def form(ids: list[int]) -> Any:
+        import torch
+
+        return torch.tensor(ids, dtype=getattr(torch, dtype))
+
+    return form
+
+
 FORMS = [
     list,
     tuple,
-    *(lambda ids, kind=kind: np.array(ids, dtype=kind) for kind in ("u1", "i2", "u2", "i4", "u4", "i8", "u8")),
-    lambda ids: np.repeat(np.array(ids, dtype=np.int64), 2)[::2],
-    *(lambda ids, code=code: array.array(code, ids) for code in "bHiIlq"),
+    Ids,
+    deque,
+    *(lambda ids, kind=kind: np.array(ids, dtype=kind) for kind in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8")),
+    *(lambda ids, kind=kind: np.repeat(np.array(ids, dtype=kind), 2)[::2] for kind in ("u1", "i4", "i8")),
+    *(lambda ids, kind=kind: np.array(ids[::-1], dtype=kind)[::-1] for kind in ("i2", "u4", "i8")),
+    *(lambda ids, code=code: array.array(code, ids) for code in "bBhHiIlLqQ"),
+    lambda ids: (ctypes.c_int32 * len(ids))(*ids),
     lambda ids: struct.pack(f"{len(ids)}I", *ids),
+    lambda ids: bytearray(struct.pack(f"{len(ids)}I", *ids)),
+    lambda ids: memoryview(struct.pack(f"{len(ids)}I", *ids)),
+    lambda ids: memoryview(struct.pack(f"<b{len(ids)}I", 0, *ids))[1:],  # at an odd address
+    lambda ids: np.array(ids, dtype=np.uint32).view(np.uint8).repeat(3).data[::3],
+    lambda ids: memoryview(array.array("q", ids)),
     lambda ids: [np.int64(token) for token in ids],
+    lambda ids: [token if token % 2 else np.uint8(token) for token in ids],
+    *map(torch_ids, ("uint8", "int8", "int16", "int32", "int64")),
+    lambda ids: torch_ids("int64")(ids).repeat_interleave(2)[::2],
+    lambda ids: torch_ids("int32")(ids).repeat_interleave(2)[::2],
 ]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_token_sequence_is_the_same_key(form: Any) -> None:
-    ids = [0, 1, 2, 100, 127]
-    assert TokenKeys().encode(form(ids)) == struct.pack("5I", *ids)
-    assert TokenKeys().encode(form([])) == b""
+    for ids in ([0, 1, 2, 100, 127], [7], [], [token % 128 for token in range(301)]):
+        assert TokenKeys().encode(form(ids)) == struct.pack(f"{len(ids)}I", *ids)
+        assert encode_tokens(form(ids), 128) == struct.pack(f"{len(ids)}I", *ids)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("position", [0, 1, 31, 32, 63, 64, 69])
+def test_one_id_over_the_vocabulary_is_found_wherever_it_lies(form: Any, position: int) -> None:
+    ids = [99] * 70
+    ids[position] = 100
+    with pytest.raises(BadTokens, match=f"^token .*100.* at position {position}: must be an integer from 0 to 99$"):
+        encode_tokens(form(ids), 100)
 
 
 def test_token_ids_may_be_any_31_bits() -> None:
@@ -56,13 +98,20 @@ def test_token_ids_may_be_any_31_bits() -> None:
         (np.array([5, -(2**62)], dtype=np.int64), 1, -(2**62)),
         (array.array("q", [0, 2**33]), 1, 2**33),
         (struct.pack("2I", 4, 2**32 - 1), 1, 2**32 - 1),
+        (np.array([8, 9, -6], dtype=np.int32), 2, -6),
+        (np.array([8, 9, -6, 2], dtype=np.int16)[::-1], 1, -6),
+        (np.array([8, 2**40] * 40, dtype=np.int64), 1, 2**40),
+        (np.array([8, 2**32 + 8] * 40, dtype=np.int64)[::-2], 0, 2**32 + 8),
+        (np.array([8] * 50 + [2**63 + 8], dtype=np.uint64), 50, 2**63 + 8),
+        ([4, 2**31, -1], 1, 2**31),
+        ([4, -(2**29), 2**31], 1, -(2**29)),
+        ([4, np.int64(-3), -1], 1, -3),
     ],
 )
 def test_ids_out_of_range_are_named(tokens: Any, position: int, value: int) -> None:
     with pytest.raises(BadTokens) as refused:
         TokenKeys().encode(tokens)
-    assert str(position) in str(refused.value)
-    assert str(value) in str(refused.value)
+    assert re.match(rf"token \D*{value}\)? at position {position}: must be", str(refused.value))
 
 
 def test_the_vocabulary_bounds_the_ids() -> None:
@@ -71,6 +120,12 @@ def test_the_vocabulary_bounds_the_ids() -> None:
     for tokens in ([5, 100], np.array([5, 100]), array.array("i", [5, 100]), struct.pack("2I", 5, 100)):
         with pytest.raises(BadTokens, match="100"):
             keys.encode(tokens)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2**31 + 1])
+def test_a_limit_that_no_id_can_have_is_refused(limit: int) -> None:
+    with pytest.raises(BadArgument, match="limit"):
+        encode_tokens([], limit)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +149,15 @@ def test_the_vocabulary_bounds_the_ids() -> None:
         np.array(3),
         array.array("d", [1.0]),
         b"abcde",
+        bytearray(3),
+        memoryview(bytes(6)),
+        np.zeros(2, dtype=[("token", "i4")]),
         5,
         None,
         {1: 2},
+        {1, 2},
+        iter([1, 2]),
+        (token for token in [1, 2]),
     ],
 )
 def test_what_is_no_sequence_of_ids_is_refused(tokens: Any) -> None:
@@ -104,10 +165,111 @@ def test_what_is_no_sequence_of_ids_is_refused(tokens: Any) -> None:
         TokenKeys().encode(tokens)
 
 
-@given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
+def test_tensors_are_refused_by_what_is_wrong() -> None:
+    int32 = torch_ids("int32")
+    for tokens, reason in (
+        (int32([0, 1, -9]), "token -9 at position 2: must be an integer from 0 to 99"),
+        (torch_ids("int64")([0, 2**35]), f"token {2**35} at position 1: must be an integer from 0 to 99"),
+        (torch_ids("float32")([1, 2]), "item type float32"),
+        (torch_ids("bool")([True]), "item type bool8"),
+        (int32([[1, 2], [3, 4]]), "2 dimensions"),
+        (int32(3), "0 dimensions"),
+        (int32([1, 2]).to("meta"), "Tensor cannot be read by DLPack"),
+    ):
+        with pytest.raises(BadTokens, match=reason):
+            encode_tokens(tokens, 100)
+
+
+GIVE_BACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Exporter:
+    """Four ids as DLPack hands them over, 1, 2, 3 and 4; none any more once the memory is given back."""
+
+    class Tensor(ctypes.Structure):
+        """DLManagedTensor of https://dmlc.github.io/dlpack/latest/c_api.html"""
+
+        _fields_ = (
+            ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+            ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+            ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
+            ("manager_ctx", ctypes.c_void_p), ("deleter", GIVE_BACK),
+        )  # fmt: skip
+
+    def __init__(self, device_type: int, device_id: int = 0) -> None:
+        self.ids = np.array([0, 1, 2, 3, 4], dtype=np.int32)
+        self.shape = (ctypes.c_int64 * 1)(4)
+        on_device = device_type not in (1, 3)
+        self.tensor = self.Tensor(
+            data=None if on_device else self.ids.ctypes.data, device_type=device_type, device_id=device_id, ndim=1,
+            bits=32, lanes=1, shape=self.shape, byte_offset=4, deleter=GIVE_BACK(self.give_back),
+        )  # fmt: skip
+
+    def give_back(self, _tensor: object) -> None:
+        self.ids[:] = -1
+
+    def __dlpack__(self, **_options: object) -> object:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+@pytest.mark.parametrize("device", [1, 3])
+def test_memory_of_others_is_held_as_long_as_it_is_read(device: int) -> None:
+    exporter = Exporter(device)
+    assert encode_tokens(exporter, 100) == struct.pack("4i", 1, 2, 3, 4)
+    assert exporter.ids.tolist() == [-1] * 5
+
+
+@pytest.mark.parametrize(("device", "name"), [((2, 1), "cuda:1"), ((10, 0), "rocm:0"), ((77, 0), "type 77:0")])
+def test_tokens_on_a_device_are_refused_by_its_name(device: tuple[int, int], name: str) -> None:
+    with pytest.raises(BadTokens, match=f"on device {name}: must be in CPU memory"):
+        encode_tokens(Exporter(*device), 100)
+
+
+def test_what_dlpack_refuses_is_refused() -> None:
+    class Refuses:
+        def __dlpack__(self, **_options: object) -> object:
+            raise BufferError("not today")
+
+    with pytest.raises(BadTokens, match="Refuses"):
+        encode_tokens(Refuses(), 100)
+
+
+def test_a_released_view_is_refused() -> None:
+    view = memoryview(bytes(8))
+    view.release()
+    with pytest.raises(BadTokens, match="released"):
+        encode_tokens(view, 100)
+
+
+def test_no_buffer_stays_taken() -> None:
+    grows = bytearray(8)
+    encode_tokens(grows, 100)
+    with pytest.raises(BadTokens):
+        encode_tokens(grows + b"1", 100)
+    with pytest.raises(BadTokens):
+        encode_tokens(memoryview(grows)[:7], 100)
+    grows += bytes(4)  # raises BufferError while somebody holds it
+    assert len(encode_tokens(grows, 100)) == 12
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=100))
 def test_token_keys_are_the_ids_in_four_bytes_each(ids: list[int]) -> None:
-    expected = struct.pack(f"{len(ids)}I", *ids)
+    expected = np.array(ids, dtype="<u4").tobytes()
     assert TokenKeys().encode(ids) == TokenKeys().encode(np.array(ids, dtype=np.int64)) == expected
+    assert encode_tokens(np.array(ids, dtype=np.int32), 2**31) == encode_tokens(tuple(ids), 2**31) == expected
+
+
+@given(st.lists(st.integers(-(2**33), 2**33), max_size=100), st.integers(1, 2**31))
+def test_the_first_wrong_id_is_named_in_every_form(ids: list[int], limit: int) -> None:
+    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < limit), None)
+    for tokens in (ids, tuple(ids), np.array(ids, dtype=np.int64), np.array(ids, dtype=np.int64).repeat(3)[::3]):
+        if wrong is None:
+            assert len(encode_tokens(tokens, limit)) == 4 * len(ids)
+        else:
+            with pytest.raises(BadTokens, match=f"token {ids[wrong]} at position {wrong}: .* 0 to {limit - 1}$"):
+                encode_tokens(tokens, limit)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**31 + 1])
@@ -117,21 +279,20 @@ def test_a_vocabulary_has_a_size(size: int) -> None:
 
 
 def test_a_sequence_grows() -> None:
-    sequence = TokenKeys().sequence([1, 2, 3])
-    sequence.append([4, 5])
-    assert len(sequence) == 5
-    assert bytes(sequence.data) == TokenKeys().encode([1, 2, 3, 4, 5])
+    sequence = TokenKeys().sequence()
+    symbols = sequence.append([1, 2, 3]) + sequence.append([4, 5])
+    assert symbols == TokenKeys().encode([1, 2, 3, 4, 5])
     assert [sequence.floor(position) for position in range(6)] == list(range(6))
     assert sequence.tokens_at(4) == 4
 
 
 def test_a_refused_append_changes_nothing() -> None:
     for keys in (TokenKeys(), BigramKeys(), TypedKeys()):
-        sequence = keys.sequence([1, 2, 3])
-        before = bytes(sequence.data)
+        sequence = keys.sequence()
+        symbols = sequence.append([1, 2, 3])
         with pytest.raises(BadTokens):
             sequence.append([4, -5])
-        assert bytes(sequence.data) == before
+        assert symbols + sequence.append([6]) == keys.encode([1, 2, 3, 6])
 
 
 # ---------------------------------------------------------------- bigrams
@@ -153,10 +314,10 @@ def test_bigrams_refuse_what_tokens_refuse() -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.lists(st.integers(0, 9), max_size=12))
 def test_a_bigram_sequence_grows_as_if_it_had_come_at_once(first: list[int], second: list[int]) -> None:
-    sequence = BigramKeys().sequence(first)
-    sequence.append(second)
-    assert bytes(sequence.data) == BigramKeys().encode(first + second)
-    assert len(sequence) == max(0, len(first + second) - 1)
+    sequence = BigramKeys().sequence()
+    symbols = sequence.append(first) + sequence.append(second)
+    assert symbols == BigramKeys().encode(first + second)
+    assert len(symbols) == 8 * max(0, len(first + second) - 1)
 
 
 # ---------------------------------------------------------------- block hashes
@@ -169,7 +330,7 @@ def test_a_block_hash_is_one_symbol(width: int) -> None:
     assert keys.symbol_bytes == width
     assert len(hashes) == 2 * width
     assert keys.encode(hashes) == hashes
-    assert len(keys.sequence(hashes)) == 2
+    assert keys.sequence().append(hashes) == hashes
 
 
 def test_hash_keys_refuse_a_broken_symbol_and_other_widths() -> None:
@@ -203,9 +364,8 @@ def test_a_block_hash_depends_on_every_token_before() -> None:
 
 
 def test_an_image_takes_as_many_positions_as_it_says() -> None:
-    sequence = TypedKeys().sequence([Text(1), CAT, Coordinate(5), Size(3, 4)])
-    assert len(sequence) == 1 + 8 + 1 + 1
-    assert len(sequence.data) == 4 * len(sequence)
+    symbols = TypedKeys().sequence().append([Text(1), CAT, Coordinate(5), Size(3, 4)])
+    assert len(symbols) == 4 * (1 + 8 + 1 + 1)
 
 
 def test_plain_integers_are_text() -> None:
@@ -278,11 +438,12 @@ def test_typed_text_keeps_to_the_vocabulary() -> None:
 
 
 def test_no_position_inside_an_image_is_a_border() -> None:
-    sequence = TypedKeys().sequence([1, CAT, 2, DOG])
+    sequence = TypedKeys().sequence()
+    sequence.append([1, CAT, 2, DOG])
     assert [sequence.floor(position) for position in range(19)] == [0, *[1] * 8, 9, *[10] * 8, 18]
     assert [sequence.tokens_at(position) for position in (0, 1, 8, 9, 10, 17, 18)] == [0, 1, 1, 2, 3, 3, 4]
     sequence.append([CAT, 3])
-    assert (len(sequence), sequence.floor(25), sequence.tokens_at(26), sequence.tokens_at(27)) == (27, 18, 5, 6)
+    assert (sequence.floor(25), sequence.tokens_at(26), sequence.tokens_at(27)) == (18, 5, 6)
 
 
 def test_a_list_that_changes_while_it_is_read_is_refused() -> None:
@@ -298,6 +459,26 @@ def test_a_list_that_changes_while_it_is_read_is_refused() -> None:
     tokens.extend([Clears(tokens), 1, 2])
     with pytest.raises(BadTokens):
         TokenKeys().encode(tokens)
+
+
+def test_a_list_may_grow_and_change_while_it_is_read() -> None:
+    class Grows:
+        def __index__(self) -> int:
+            tokens.extend([5] * 1000)
+            tokens[2] = 9
+            return 4
+
+    tokens: list[Any] = [1, Grows(), 2]
+    assert TokenKeys().encode(tokens) == struct.pack("3I", 1, 4, 9)
+
+
+def test_a_wrong_id_is_refused_before_what_follows_is_asked() -> None:
+    class Asked:
+        def __index__(self) -> int:
+            raise AssertionError("asked")
+
+    with pytest.raises(BadTokens, match="token 100 at position 1"):
+        encode_tokens([1, 100, Asked()], 100)
 
 
 def test_values_that_cannot_even_be_shown_are_refused() -> None:

@@ -22,7 +22,7 @@ from mainstem.cache import Lease, PrefixCache
 from mainstem.core.reference import POLICIES, Key, Page, ReferenceCache, ReferenceLease, ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
 from mainstem.policies import BUILT_IN
-from mainstem.tree import Tree
+from mainstem.tree import NodeView, Tree
 
 SIZES = [1, 3, 16]
 SPACES = [None, None, None, "a", "b"]
@@ -61,12 +61,22 @@ class Place:
     locks: int = 0
 
 
+def last_uses(views: list[NodeView]) -> dict[int, int]:
+    """When each node, or one below it, was used last; what a policy will see once the node is a leaf."""
+    used = {view.node: view.last_access for view in views}
+    for view in reversed(views):  # children come behind their parents
+        if view.parent:
+            used[view.parent] = max(used[view.parent], used[view.node])
+    return used
+
+
 class TreeWorld:
     """A tree and its model, driven together."""
 
     def __init__(self, size: int, policy: str, python: bool = False) -> None:
         self.size = size
         self.tree = Tree(page_size=size, policy=policy_of(policy, python))
+        self.joins = not python and policy not in ("fifo", "filo")
         self.model = ReferenceTree(size, policy)
         self.places: list[Place] = []
         self.flights: list[tuple[int, Key]] = []
@@ -118,7 +128,15 @@ class TreeWorld:
             assert self.tree.cancel(handle)[0].tolist() == self.model.cancel(key)
 
     def is_live(self, place: Place) -> bool:
-        return self.model.pages.get(place.key) is place.page
+        """Whether a handle is good: its page is there, and its node was not joined to what follows."""
+        if self.model.pages.get(place.key) is not place.page:
+            return False
+        try:
+            self.tree.length(place.handle)
+        except StaleHandle:
+            assert self.joins and place.locks == 0
+            return False
+        return True
 
     def lock(self, place: Place) -> None:
         if not self.is_live(place):
@@ -163,11 +181,15 @@ class TreeWorld:
 
     def verify_nodes(self) -> None:
         pages = {page.id: page for page in self.model.pages.values()}
-        held = [(view, page) for view in self.tree.nodes() for page in view.cells["full", 0].ids.tolist()]
+        views = list(self.tree.nodes())
+        used = last_uses(views)
+        held = [(view, page) for view in views for page in view.cells["full", 0].ids.tolist()]
         assert sorted(page for _, page in held) == sorted(pages)
         for view, page in held:
             modelled = pages[page]
-            assert (view.created, view.last_access) == (modelled.created, modelled.last_access)
+            # Of pages that came in pieces and were joined, the node knows when the last piece came.
+            assert view.created == modelled.created or (self.joins and view.created > modelled.created)
+            assert used[view.node] == modelled.last_access
             assert (view.hits, view.priority) == (modelled.hits, modelled.priority)
             assert view.cells["full", 0].present == modelled.ready
 

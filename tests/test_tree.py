@@ -57,7 +57,7 @@ def test_match_splits_where_the_keys_part() -> None:
 
 def test_matching_whole_nodes_splits_nothing() -> None:
     tree = single()
-    tree.insert([1, 2], ids(0, 1))
+    tree.lock(tree.insert([1, 2], ids(0, 1)).node)
     tree.insert([1, 2, 3], ids(0, 1, 2))
     for length in (2, 3):
         tree.match([1, 2, 3][:length])
@@ -538,14 +538,92 @@ def test_a_chain_of_many_nodes_needs_no_recursion() -> None:
     tokens = [token % 7 for token in range(5000)]
     pages = np.arange(5000, dtype=np.int32)
     node = 0
-    for end in range(1, 5001):
-        node = tree.insert(tokens[:end], pages[:end], after=node).node if end % 10 == 0 else node
+    for end in range(10, 5001, 10):
+        node = tree.insert(tokens[:end], pages[:end], after=node).node
+        tree.lock(node)  # or it would be joined to the next
     assert tree.stats().nodes == 500
     tree.lock(node)
     assert tree.match(tokens).length == 5000
     tree.unlock(node)
     assert len(list(tree.nodes())) == 500
-    assert len(tree.evict(5000)[0]) == 5000
+    for view in list(tree.nodes()):
+        tree.unlock(view.node)
+    assert sorted(tree.evict(5000)[0].tolist()) == list(range(5000))
+    tree.check()
+
+
+# ---------------------------------------------------------------- joining
+
+
+def grow(tree: Tree, lengths: list[int], lock: bool = False) -> list[int]:
+    """One sequence, inserted piece by piece; the handles that the insertions gave."""
+    nodes = [0]
+    for end in np.cumsum(lengths).tolist():
+        nodes.append(tree.insert(list(range(end)), np.arange(end, dtype=np.int32), after=nodes[-1]).node)
+        if lock:
+            tree.lock(nodes[-1])
+    return nodes[1:]
+
+
+def test_what_comes_in_pieces_becomes_one_node() -> None:
+    tree = single()
+    *earlier, last = grow(tree, [5, 1, 1, 20])
+    assert [(view.length, view.node) for view in tree.nodes()] == [(27, last)]
+    for node in earlier:  # an end that is no more
+        with pytest.raises(StaleHandle):
+            tree.lock(node)
+    assert tree.pages(last).tolist() == list(range(27))
+    assert tree.match(list(range(6))).length == 6
+    tree.check()
+
+
+def test_a_lock_keeps_its_end_apart_until_it_goes() -> None:
+    tree = single()
+    first, second, third = grow(tree, [4, 4, 4], lock=True)
+    assert [view.length for view in tree.nodes()] == [4, 4, 4]
+    tree.unlock(second)
+    assert [view.length for view in tree.nodes()] == [4, 8]
+    tree.unlock(first)
+    assert [(view.length, view.cells["full", 0].locks) for view in tree.nodes()] == [(12, 1)]
+    tree.unlock(third)
+    assert tree.stats().evictable_pages == 12
+    tree.check()
+
+
+def test_a_long_sequence_lies_in_nodes_of_bounded_length() -> None:
+    """So that a joint never moves more than a node's worth."""
+    tree = Tree(page_size=16)
+    tokens, pages = list(range(40 * 512)), np.arange(40 * 32, dtype=np.int32)
+    node = 0
+    for end in range(512, len(tokens) + 1, 512):
+        node = tree.insert(tokens[:end], pages[: end // 16], after=node).node
+    assert [view.length for view in tree.nodes()] == [4096] * 5
+    assert tree.held_bytes() < 5 * len(tokens) + 4096
+    tree.check()
+
+
+@pytest.mark.parametrize("reason", ["branch", "hit", "priority", "policy", "in flight", "tier", "component"])
+def test_what_a_policy_or_a_caller_could_tell_apart_is_not_joined(reason: str) -> None:
+    tree = {
+        "policy": lambda: Tree(page_size=1, policy="fifo"),
+        "tier": lambda: Tree(page_size=1, tiers=2),
+        "component": lambda: Tree(page_size=1, components=(Full(), Window(4))),
+    }.get(reason, lambda: Tree(page_size=1))()
+    pages = [0, 1, 2]
+    node = tree.insert([1, 2], [pages[:2]] * 2 if reason == "component" else pages[:2]).node
+    tree.lock(node)
+    if reason == "branch":
+        tree.insert([1, 2, 9], [0, 1, 9], after=node)
+    elif reason == "hit":
+        tree.match([1, 2])
+    elif reason == "tier":
+        tree.attach(node, [5, 6], tier=1)
+        tree.commit(node, tier=1)
+    options = {"priority": 1} if reason == "priority" else {"ready": False} if reason == "in flight" else {}
+    tree.insert([1, 2, 3], [pages] * 2 if reason == "component" else pages, after=node, **options)
+    tree.unlock(node)
+    assert tree.length(node) == 2
+    assert tree.stats().nodes == 2 + (reason == "branch")
     tree.check()
 
 

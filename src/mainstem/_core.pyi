@@ -2,7 +2,8 @@
 The core of Mainstem: the radix tree over bytes, and the page pool. Use mainstem.Tree and mainstem.PrefixCache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy
 import numpy.typing
@@ -16,18 +17,18 @@ class Tree:
 
     def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int]], tiers: int, policy: str, hash_seed: int) -> None: ...
 
-    def match(self, ns: bytes, key: bytes | bytearray, partial: bool, symbols: int | None = None) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int]:
+    def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]:
         """
-        pages, partial symbols, node, ids, partial id, partial node, pending, reach and host pages, host node.
+        The fields of mainstem.Match. Tokens are ids below `limit`; with limit 0, symbols in bytes.
         """
 
-    def peek(self, ns: bytes, key: bytes | bytearray, partial: bool, symbols: int | None = None) -> tuple[int, int]:
-        """Pages, and symbols of the next one, that a match would return."""
+    def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> tuple[int, int]:
+        """
+        Symbols in whole pages, and of the next page, that a match of the first `most` would find; -1: all but one.
+        """
 
-    def insert(self, ns: bytes, key: bytes | bytearray, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, verify: bool, symbols: int | None = None) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
-        """
-        node, pages, existing pages, the tree's ids behind `after`, which `verify` compares with the key.
-        """
+    def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
+        """The fields of mainstem.Inserted."""
 
     def lock(self, node: int, tier: int) -> None: ...
 
@@ -113,3 +114,115 @@ class Pool:
 
     @property
     def total(self) -> int: ...
+
+class Cache:
+    """A tree and a pool that agree; see src/mainstem/core/csrc/cache.h."""
+
+    def __init__(self, tree: Tree, pool: Pool, token_limit: int, enabled: bool) -> None: ...
+
+    def evict_with(self, evict: Callable[[int], object]) -> None:
+        """
+        From now on evict(n) is asked to free about n pages of the pool, instead of the tree's own order.
+        """
+
+    def take_back(self) -> None:
+        """Ends leases that were dropped."""
+
+    def counters(self) -> tuple[int, int, int, int, int, int]:
+        """
+        Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages.
+        """
+
+class Lease:
+    """
+    One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a context manager.
+    """
+
+    def __init__(self, cache: Cache, ns: bytes, tokens: object, priority: int, most: int | None = None, inside: bool = False) -> None: ...
+
+    @property
+    def hit(self) -> int:
+        """Positions that need no compute; less than the length of the prompt."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """The same in tokens of the key kind."""
+
+    @property
+    def reserved(self) -> int:
+        """Positions that have a page."""
+
+    @property
+    def length(self) -> int:
+        """Positions of the sequence: the prompt and what was appended."""
+
+    @property
+    def published(self) -> int:
+        """Positions of this sequence that are known to be in the tree."""
+
+    @property
+    def page_table(self) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        Page ids of the sequence, int32 [pages], those of the tree first; read it again after `reserve` and `publish`.
+
+        Raises:
+            LeaseClosed: the lease has ended; its pages may be others' by now.
+        """
+
+    def reserve(self, n: int) -> None:
+        """
+        Pages for n positions more; evicts what it must.
+
+        Raises:
+            OutOfPages: no room; nothing was changed.
+            BadArgument: n is negative.
+            LeaseClosed: the lease has ended.
+        """
+
+    def append(self, tokens: object) -> None:
+        """
+        Decoded tokens join the sequence. O(1) a token.
+
+        Raises:
+            BadTokens: a token is out of range; nothing was appended.
+            LeaseClosed: the lease has ended.
+        """
+
+    def publish(self, upto: int) -> None:
+        """
+        Positions [0, upto) are computed: their whole pages become visible to others now.
+
+        Pages that another lease published first go back to the pool, and `page_table` names the tree's instead. The cost grows with what is new, not with the prefix.
+
+        Raises:
+            BadArgument: upto is beyond what is reserved, or beyond the sequence.
+            LeaseClosed: the lease has ended.
+        """
+
+    def finish(self, upto: int | None = None) -> None:
+        """
+        Publishes [0, upto), unlocks, and gives every private page back. A second call does nothing.
+
+        Args:
+            upto: positions whose KV is computed. None: all that are reserved, less the last one if tokens were appended, since no forward has computed the KV of a token that was only just sampled.
+
+        Raises:
+            BadArgument: see `publish`; the lease stays open.
+        """
+
+    def abort(self) -> None:
+        """
+        Unlocks and gives every private page back; what was published stays. A second call does nothing.
+        """
+
+    def begin_copy(self) -> tuple[int, int, int] | None:
+        """
+        Source page, target page and positions of a copy that would lengthen the hit; for `PrefixCache`.
+        """
+
+    def end_copy(self, copied: bool) -> None:
+        """Ends what `begin_copy` began."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...

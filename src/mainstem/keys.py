@@ -32,7 +32,8 @@ IMAGE_MIN_LENGTH = 5
 """Positions from which on 30 bits a position hold the whole 128-bit identity of an image."""
 
 TokenLike = Any
-"""A list, tuple or other sequence of ints, an integer array (NumPy, `array.array`), or bytes holding whole symbols."""
+"""A list, tuple or other sequence of ints, an integer array (NumPy, `array.array`, a CPU tensor by DLPack), or bytes
+holding whole symbols."""
 
 
 class KeyKind(Protocol):
@@ -42,36 +43,33 @@ class KeyKind(Protocol):
     def symbol_bytes(self) -> int:
         """Bytes of one symbol: 4, 8 or 16."""
 
+    @property
+    def token_limit(self) -> int:
+        """Tokens are ids below it, and each is its own symbol: the core reads them itself. 0: `encode` is needed."""
+
     def encode(self, tokens: TokenLike) -> bytes:
         """The symbols of a sequence. Raises BadTokens."""
 
-    def sequence(self, tokens: TokenLike) -> Sequence:
-        """A key that can grow. Raises BadTokens."""
+    def sequence(self) -> Sequence:
+        """An empty sequence that can grow."""
 
 
 class Sequence:
-    """A growing key of plain symbols: one token, one position.
+    """What must be remembered of a growing sequence to go on with its symbols. Here: one token, one position.
 
     Attributes:
-        data: the symbols.
         divisible: whether every position lies between two tokens, so that `floor` changes nothing.
     """
 
-    __slots__ = ("_kind", "data")
+    __slots__ = ("_kind",)
     divisible = True
 
-    def __init__(self, kind: KeyKind, tokens: TokenLike) -> None:
+    def __init__(self, kind: KeyKind) -> None:
         self._kind = kind
-        self.data: bytes | bytearray = kind.encode(tokens)  # becomes a bytearray with the first append
 
-    def __len__(self) -> int:
-        return len(self.data) // self._kind.symbol_bytes
-
-    def append(self, tokens: TokenLike) -> None:
-        """Adds tokens at the end. Raises BadTokens and adds nothing."""
-        more = self._kind.encode(tokens)
-        self.data = bytearray(self.data) if isinstance(self.data, bytes) else self.data
-        self.data += more
+    def append(self, tokens: TokenLike) -> bytes:
+        """Adds tokens at the end; the symbols that this adds. Raises BadTokens and adds nothing."""
+        return self._kind.encode(tokens)
 
     def floor(self, position: int) -> int:
         """The nearest position at or below that lies inside no token."""
@@ -104,13 +102,18 @@ class TokenKeys(_TokenIds):
 
     symbol_bytes = 4
 
+    @property
+    def token_limit(self) -> int:
+        """See `KeyKind.token_limit`."""
+        return self.limit
+
     def encode(self, tokens: TokenLike) -> bytes:
         """See `KeyKind.encode`."""
         return encode_tokens(tokens, self.limit)
 
-    def sequence(self, tokens: TokenLike) -> Sequence:
+    def sequence(self) -> Sequence:
         """See `KeyKind.sequence`."""
-        return Sequence(self, tokens)
+        return Sequence(self)
 
 
 class BigramKeys(_TokenIds):
@@ -124,32 +127,32 @@ class BigramKeys(_TokenIds):
     """
 
     symbol_bytes = 8
+    token_limit = 0
 
     def encode(self, tokens: TokenLike) -> bytes:
         """n token ids as n - 1 symbols (ids[i], ids[i + 1]); bytes hold 4-byte ids, not pairs. Raises BadTokens."""
         return _pairs(np.frombuffer(encode_tokens(tokens, self.limit), dtype="<u4"))
 
-    def sequence(self, tokens: TokenLike) -> Sequence:
+    def sequence(self) -> Sequence:
         """See `KeyKind.sequence`."""
-        return _BigramSequence(self, tokens)
+        return _BigramSequence(self)
 
 
 class _BigramSequence(Sequence):
     """Keeps the last token, which begins the next pair."""
 
-    __slots__ = ("_last",)
+    __slots__ = ("_last", "_limit")
 
-    def __init__(self, kind: BigramKeys, tokens: TokenLike) -> None:
-        self._kind = kind
-        self.data = bytearray()
-        self._last = np.empty(0, dtype="<u4")
-        self.append(tokens)
+    def __init__(self, kind: BigramKeys) -> None:
+        super().__init__(kind)
+        self._limit = kind.limit
+        self._last = b""
 
-    def append(self, tokens: TokenLike) -> None:
-        limit = self._kind.limit if isinstance(self._kind, BigramKeys) else MAX_TOKEN
-        ids = np.concatenate([self._last, np.frombuffer(encode_tokens(tokens, limit), dtype="<u4")])
-        self.data += _pairs(ids)
-        self._last = ids[-1:].copy()
+    def append(self, tokens: TokenLike) -> bytes:
+        ids = encode_tokens(tokens, self._limit)
+        symbols = self._kind.encode(self._last + ids)
+        self._last = (self._last + ids)[-4:]
+        return symbols
 
     def tokens_at(self, position: int) -> int:
         return position + 1 if position else 0
@@ -170,6 +173,8 @@ class HashKeys:
     Raises:
         BadArgument: another width.
     """
+
+    token_limit = 0
 
     def __init__(self, width: int = 16) -> None:
         if check_integer("width", width, 8, 16) not in (8, 16):
@@ -193,9 +198,9 @@ class HashKeys:
             raise BadTokens(f"bytes of length {len(data)}: must hold whole {self.symbol_bytes}-byte hashes")
         return data
 
-    def sequence(self, tokens: TokenLike) -> Sequence:
+    def sequence(self) -> Sequence:
         """See `KeyKind.sequence`."""
-        return Sequence(self, tokens)
+        return Sequence(self)
 
     def _from_array(self, hashes: NDArray[Any]) -> bytes:
         if hashes.dtype.kind not in "iu" or hashes.dtype.itemsize != 8 or self.symbol_bytes != 8 or hashes.ndim != 1:
@@ -295,6 +300,7 @@ class TypedKeys(_TokenIds):
     """
 
     symbol_bytes = 4
+    token_limit = 0
 
     def encode(self, tokens: Items[TypedToken]) -> bytes:
         """See `KeyKind.encode`."""
@@ -302,9 +308,9 @@ class TypedKeys(_TokenIds):
             raise BadTokens(f"tokens are of type {type(tokens).__name__}: must be a list or tuple of typed tokens")
         return b"".join(self._symbols(token, at) for at, token in enumerate(tokens))
 
-    def sequence(self, tokens: Items[TypedToken]) -> Sequence:
+    def sequence(self) -> Sequence:
         """See `KeyKind.sequence`."""
-        return _TypedSequence(self, tokens)
+        return _TypedSequence(self)
 
     def _symbols(self, token: TypedToken, at: int) -> bytes:
         if isinstance(token, Image):
@@ -330,17 +336,15 @@ class _TypedSequence(Sequence):
     __slots__ = ("_ends",)
     divisible = False
 
-    def __init__(self, kind: TypedKeys, tokens: Items[TypedToken]) -> None:
-        self._kind = kind
-        self.data = bytearray()
+    def __init__(self, kind: TypedKeys) -> None:
+        super().__init__(kind)
         self._ends: list[int] = [0]
-        self.append(tokens)
 
-    def append(self, tokens: Items[TypedToken]) -> None:
-        data = self._kind.encode(tokens)
-        self.data += data
+    def append(self, tokens: Items[TypedToken]) -> bytes:
+        symbols = self._kind.encode(tokens)
         for token in tokens:
             self._ends.append(self._ends[-1] + (token.kv_length if isinstance(token, Image) else 1))
+        return symbols
 
     def floor(self, position: int) -> int:
         return self._ends[self.tokens_at(position)]

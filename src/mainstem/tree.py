@@ -145,19 +145,20 @@ class Tree:
         self.keys = keys if keys is not None else TokenKeys()
         self.page_size = check_integer("page_size", page_size, 1, 2**20)
         self.components = tuple(components)
-        names = [component.name for component in self.components]
-        if not names or len(set(names)) < len(names):
+        self._rows = {component.name: row for row, component in enumerate(self.components)}
+        if not self._rows or len(self._rows) < len(self.components):
             raise BadArgument("components", components, "at least one, and none twice")
         self.tiers = check_integer("tiers", tiers, 1, 4)
         self.policy = find_policy(policy)
-        self._rank_outside = not isinstance(self.policy, BuiltIn)
+        self._token_limit = self.keys.token_limit
+        self.ranks_outside = not isinstance(self.policy, BuiltIn)
         # The seed moves places in a hash table and nothing else: it changes no result.
         self.core = _core.Tree(
             self.keys.symbol_bytes,
             self.page_size,
             [component.row() for component in self.components],
             self.tiers,
-            "external" if self._rank_outside else self.policy.name,
+            "external" if self.ranks_outside else self.policy.name,
             secrets.randbits(64),
         )
 
@@ -170,21 +171,8 @@ class Tree:
         Raises:
             BadTokens: see `KeyKind.encode`.
         """
-        found = self.core.match(encode_namespace(namespace), self.keys.encode(tokens), partial)
-        pages, inside, node, ids, inside_id, inside_node, pending, reach, host, host_node = found
-        size = self.page_size
-        return Match(
-            node=node,
-            length=pages * size,
-            pages=ids,
-            partial=inside,
-            partial_page=inside_id,
-            partial_node=inside_node,
-            pending=pending * size,
-            reach=reach * size,
-            host_length=host * size,
-            host_node=host_node,
-        )
+        key, limit = self._key(tokens)
+        return Match._make(self.core.match(encode_namespace(namespace), key, limit, partial))
 
     def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
         """How many symbols `match` would return. Changes nothing.
@@ -192,8 +180,8 @@ class Tree:
         Raises:
             BadTokens: see `KeyKind.encode`.
         """
-        pages, _ = self.core.peek(encode_namespace(namespace), self.keys.encode(tokens), False)
-        return pages * self.page_size
+        key, limit = self._key(tokens)
+        return self.core.peek(encode_namespace(namespace), key, limit, False)[0]
 
     def insert(
         self,
@@ -225,11 +213,9 @@ class Tree:
         tier, after = self._tier(tier), _handle(after)
         columns = [pages] if len(self.components) == 1 else cast("Items[ArrayLike]", pages)
         ids = [_as_ids(cast("ArrayLike", column)) for column in columns]
-        key = self.keys.encode(tokens)
-        node, length, existing, theirs = self.core.insert(
-            encode_namespace(namespace), key, ids, after, priority, tier, bool(ready), True
-        )
-        return Inserted(node, length * self.page_size, existing * self.page_size, theirs)
+        key, limit = self._key(tokens)
+        name = encode_namespace(namespace)
+        return Inserted._make(self.core.insert(name, key, limit, ids, after, priority, tier, bool(ready)))
 
     def lock(self, node: int, tier: int = 0) -> None:
         """Keeps a prefix from eviction, from its node to the root. Locks are counted; the root needs none.
@@ -288,7 +274,7 @@ class Tree:
         return self._evict(pages, self._row(component), self._tier(tier))
 
     def _evict(self, pages: int, row: int, tier: int) -> list[Ids]:
-        if not self._rank_outside:
+        if not self.ranks_outside:
             return self.core.evict(pages, row, tier)
         parts: list[list[Ids]] = []
         missing = pages
@@ -423,14 +409,19 @@ class Tree:
         """
         self.core.check()
 
+    def _key(self, tokens: TokenLike) -> tuple[TokenLike, int]:
+        """Tokens for the core, which reads plain token ids itself."""
+        limit = self._token_limit
+        return (tokens, limit) if limit else (self.keys.encode(tokens), 0)
+
     def _tier(self, tier: int) -> int:
         return check_integer("tier", tier, 0, self.tiers - 1)
 
     def _row(self, component: str) -> int:
-        names = [row.name for row in self.components]
-        if component not in names:
-            raise BadArgument("component", component, "one of " + ", ".join(names))
-        return names.index(component)
+        row = self._rows.get(component)
+        if row is None:
+            raise BadArgument("component", component, "one of " + ", ".join(self._rows))
+        return row
 
 
 def _handle(node: int) -> int:

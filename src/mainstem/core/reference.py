@@ -100,10 +100,11 @@ class ReferenceTree:
         missing = [key for key in stretch if key not in self.pages]
         for key, page_id in zip(stretch, ids[start:], strict=False):
             page = self.pages.setdefault(key, Page(page_id, self.tick, **new))
-            page.last_access = self.tick
             page.priority = max(page.priority, new.get("priority", 0))
         self.counts["inserted_pages"] += len(missing)
         end = start + len(stretch)
+        for page in self._pages_of(self.path(stretch[-1] if stretch else None)):
+            page.last_access = self.tick
         adopted = [page.id for page in self._pages_of(stretch)]
         return Added(
             stretch[-1] if stretch else after, end * self.page_size, (end - len(missing)) * self.page_size, adopted

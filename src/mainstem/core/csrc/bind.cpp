@@ -4,11 +4,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 
+#include "bind.h"
+#include "cache.h"
 #include "pool.h"
-#include "python.h"
 #include "tree.h"
 
 namespace mainstem {
@@ -26,10 +28,6 @@ Component parse_component(nb::handle row) {
   throw BadValue{"component", kind + "(" + std::to_string(window) + ")", "full, state, or window of at least 1 symbol"};
 }
 
-std::string_view view(const nb::bytes& bytes) {
-  return {bytes.c_str(), bytes.size()};
-}
-
 nb::list to_list(const std::vector<Ids>& by_component) {
   nb::list arrays;
   for (const Ids& ids : by_component)
@@ -41,36 +39,54 @@ nb::tuple to_tuple(const NodeStats& s) {
   return nb::make_tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
 }
 
-// The first symbols of a key, all of them by default, so that a caller need not slice it.
-Bytes first_symbols(const Tree& tree, const View& key, std::optional<std::size_t> symbols) {
-  const Bytes all = key.bytes();
-  if (!symbols) return all;
-  if (*symbols > all.size() / tree.symbol_bytes())
-    throw BadValue{"symbols", std::to_string(*symbols), "at most those of the key"};
-  return all.first(*symbols * tree.symbol_bytes());
-}
-
-nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle key, bool partial, std::optional<std::size_t> symbols) {
-  const View bytes(key);
-  const MatchResult m = tree.match(view(ns), first_symbols(tree, bytes, symbols), partial);
+nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial) {
+  const Key key(tokens, limit);
+  const MatchResult m = tree.match(view(ns), key.bytes(), partial, [&](std::size_t from) { key.check(from); });
   std::int32_t* data = nullptr;
   nb::object ids = new_ids(m.pages, &data);
-  if (m.node) tree.copy_ids(m.node, 0, 0, data);
-  return nb::make_tuple(m.pages, m.partial, m.node, ids, m.partial_id, m.partial_node, m.pending_pages, m.reach_pages,
-                        m.host_pages, m.host_node);
+  if (m.node) tree.copy_ids(m.node, 0, 0, 0, data);
+  const auto symbols = [&](std::uint64_t pages) { return pages * tree.page_size(); };
+  return nb::make_tuple(m.node, symbols(m.pages), ids, m.partial, m.partial_id, m.partial_node,
+                        symbols(m.pending_pages), symbols(m.reach_pages), symbols(m.host_pages), m.host_node);
 }
 
-nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle key, nb::sequence ids, Handle after, std::int32_t priority,
-                 std::uint32_t tier, bool ready, bool verify, std::optional<std::size_t> symbols) {
-  const View bytes(key);
-  const std::size_t n = nb::len(ids);
+nb::tuple peek(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial,
+               std::optional<std::int64_t> most) {
+  const Key key(tokens, limit);
+  key.check(0);
+  const auto symbols = static_cast<std::int64_t>(key.bytes().size() / tree.symbol_bytes());
+  const std::int64_t end = std::clamp(most.value_or(symbols) + (most < 0 ? symbols : 0), std::int64_t{0}, symbols);
+  const Bytes bytes = key.bytes().first(static_cast<std::size_t>(end) * tree.symbol_bytes());
+  const PeekResult p = tree.peek(view(ns), bytes, partial);
+  return nb::make_tuple(std::uint64_t{p.pages} * tree.page_size(), p.partial);
+}
+
+nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, nb::sequence ids, Handle after,
+                 std::int32_t priority, std::uint32_t tier, bool ready) {
+  const Key key(tokens, limit);
+  key.check(0);
+  if (!tree.lies_on(view(ns), key.bytes(), after))
+    throw BadValue{"after", std::to_string(after), "a node on the path of the key, in its namespace"};
+  const std::size_t pages = key.bytes().size() / tree.page_bytes();
+  const std::uint32_t begin = tree.end(after);
+  const std::size_t n = std::min(nb::len(ids), kMaxComponents);
   std::array<std::optional<View>, kMaxComponents> views;
   std::array<IdSpan, kMaxComponents> spans;
-  for (std::size_t c = 0; c < std::min(n, kMaxComponents); ++c)
+  for (std::size_t c = 0; c < n; ++c) {
     spans[c] = views[c].emplace(ids[c]).ids();
-  const InsertResult r = tree.insert(view(ns), first_symbols(tree, bytes, symbols),
-                                     {spans.data(), std::min(n, kMaxComponents)}, after, priority, tier, ready, verify);
-  return nb::make_tuple(r.node, r.pages, r.existing, to_array(r.ids));
+    if (!tree.one_id_a_page(c)) continue;
+    if (spans[c].size() != pages)
+      throw BadValue{"number of page ids", std::to_string(spans[c].size()),
+                     "one a whole page of the key: " + std::to_string(pages)};
+    spans[c] = spans[c].subspan(begin);
+  }
+  const Tail tail{key.bytes().subspan(std::size_t{begin} * tree.page_bytes()), {spans.data(), n}};
+  const InsertResult r = tree.insert(view(ns), after, tail, priority, tier, ready);
+  std::int32_t* data = nullptr;
+  nb::object adopted = new_ids(r.pages - begin, &data);
+  tree.copy_ids(r.node, 0, tier, begin, data);
+  const auto symbols = [&](std::uint64_t count) { return count * tree.page_size(); };
+  return nb::make_tuple(r.node, symbols(r.pages), symbols(r.existing), adopted);
 }
 
 nb::list nodes(const Tree& tree, const nb::bytes& ns) {
@@ -111,7 +127,9 @@ void translate(const std::exception_ptr& pending, void*) {
   } catch (const WrongOwner& e) {
     raise("WrongOwner", nb::str(e.message.c_str()));
   } catch (const NoPages& e) {
-    raise("OutOfPages", nb::make_tuple(e.needed, e.free, 0, e.total));
+    raise("OutOfPages", nb::make_tuple(e.needed, e.free, e.evictable, e.total));
+  } catch (const Closed&) {
+    raise("LeaseClosed", nb::str("the lease was finished or aborted"));
   } catch (const Corrupt& e) {
     raise("CorruptTree", nb::str(e.message.c_str()));
   }
@@ -143,28 +161,19 @@ NB_MODULE(_core, m) {
           nb::sig("def __init__(self, symbol_bytes: int, page_size: int, components: "
                   "collections.abc.Sequence[tuple[str, int]], tiers: int, "
                   "policy: str, hash_seed: int) -> None"))
-      .def("match", &match, "ns"_a, "key"_a, "partial"_a, "symbols"_a = nb::none(),
-           nb::sig("def match(self, ns: bytes, key: bytes | bytearray, partial: bool, symbols: int | None = None) -> "
-                   "tuple[int, int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int]"),
-           "pages, partial symbols, node, ids, partial id, partial node, pending, reach and host pages, host node.")
-      .def(
-          "peek",
-          [](const Tree& t, const nb::bytes& ns, nb::handle key, bool partial, std::optional<std::size_t> symbols) {
-            const View bytes(key);
-            const PeekResult p = t.peek(view(ns), first_symbols(t, bytes, symbols), partial);
-            return nb::make_tuple(p.pages, p.partial);
-          },
-          "ns"_a, "key"_a, "partial"_a, "symbols"_a = nb::none(),
-          nb::sig("def peek(self, ns: bytes, key: bytes | bytearray, partial: bool, symbols: int | None = None) -> "
-                  "tuple[int, int]"),
-          "Pages, and symbols of the next one, that a match would return.")
-      .def("insert", &insert, "ns"_a, "key"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a, "ready"_a, "verify"_a,
-           "symbols"_a = nb::none(),
-           nb::sig("def insert(self, ns: bytes, key: bytes | bytearray, ids: "
+      .def("match", &match, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a,
+           nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "
+                   "tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]"),
+           "The fields of mainstem.Match. Tokens are ids below `limit`; with limit 0, symbols in bytes.")
+      .def("peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
+           nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
+                   "tuple[int, int]"),
+           "Symbols in whole pages, and of the next page, that a match of the first `most` would find; -1: all but one.")
+      .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a, "ready"_a,
+           nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "
                    "collections.abc.Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, "
-                   "tier: int, ready: bool, verify: bool, symbols: int | None = None) -> "
-                   "tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
-           "node, pages, existing pages, the tree's ids behind `after`, which `verify` compares with the key.")
+                   "tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
+           "The fields of mainstem.Inserted.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
       .def("move_lock", &Tree::move_lock, "from_node"_a, "to_node"_a, "tier"_a)
@@ -207,7 +216,7 @@ NB_MODULE(_core, m) {
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
             std::int32_t* data = nullptr;
             nb::object array = new_ids(t.end(node), &data);
-            t.copy_ids(node, component, tier, data);
+            t.copy_ids(node, component, tier, 0, data);
             return array;
           },
           "node"_a, "component"_a, "tier"_a,
@@ -254,7 +263,7 @@ NB_MODULE(_core, m) {
           [](Pool& pool, std::int64_t asked) {
             if (asked < 0) throw BadValue{"n", std::to_string(asked), "0 or more"};
             const auto n = static_cast<std::uint64_t>(asked);
-            if (n > pool.owned(Owner::free)) throw NoPages{n, pool.owned(Owner::free), pool.total()};
+            if (n > pool.owned(Owner::free)) throw NoPages{n, pool.owned(Owner::free), 0, pool.total()};
             std::int32_t* data = nullptr;
             nb::object array = new_ids(n, &data);
             pool.allocate(n, data);
@@ -285,6 +294,8 @@ NB_MODULE(_core, m) {
       .def_prop_ro("cached", [](const Pool& p) { return p.owned(Owner::cached); })
       .def_prop_ro("private", [](const Pool& p) { return p.owned(Owner::privately); })
       .def_prop_ro("total", &Pool::total);
+
+  bind_cache(m);
 }
 
 }  // namespace mainstem

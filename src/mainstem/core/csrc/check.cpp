@@ -19,8 +19,8 @@ void Tree::check() const {
     check_node(node);
     check_cells(node);
   }
-  if (below_roots != table_.size()) broken(kNone, "the child table holds each node once");
-  if (roots != roots_.size() || roots != root_names_.size()) broken(kNone, "each root has one name");
+  if (below_roots + roots != table_.size()) broken(kNone, "the child table holds each node once");
+  if (roots != roots_) broken(kNone, "roots are counted");
   check_free();
   check_locks();
   check_counts();
@@ -42,15 +42,17 @@ void Tree::check_free() const {
 void Tree::check_node(Index node) const {
   const Node& n = nodes_[node];
   if (n.root()) {
-    const auto name = root_names_.find(node);
-    if (name == root_names_.end() || find_root(name->second) != node) broken(node, "a root is found by its name");
+    const std::string_view name(reinterpret_cast<const char*>(n.key.data()), n.key.size());
+    if (find_root(name) != node) broken(node, "a root is found by its name");
     if (n.pages != 0 || n.children == 0) broken(node, "a root has no pages and at least one child");
   } else {
     if (n.pages == 0) broken(node, "a node holds at least one page");
     if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key is as long as the pages");
     if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
     if (n.home != (nodes_[n.parent].root() ? n.parent : nodes_[n.parent].home)) broken(node, "a node knows its root");
-    if (child(n.parent, n.key.data()) != node) broken(node, "a node is found by its parent and first page");
+    const auto itself = [&](Index found) { return found == node; };
+    if (table_.find(hash(n.parent, n.key.data()), itself) != node)
+      broken(node, "a node is found by its parent and first page");
     if (dead(node)) broken(node, "a node has a cell, a child or a lock");
   }
   std::uint32_t children = 0;

@@ -1,5 +1,6 @@
 // ChildTable: who is the child of this node that begins with this page? One open-addressing table for the whole tree.
-// A slot holds 32 bits of the hash and the child; parent and page are then compared in the node itself.
+// A slot holds 32 bits of the hash and the child; parent and page are then compared in the node itself. Roots are in
+// it, too: the children of nobody, found by the name of their namespace.
 #pragma once
 
 #include <cstdint>
@@ -10,27 +11,37 @@
 
 namespace mainstem {
 
-// Multiply-and-fold over 8-byte words (the mixing step of wyhash, https://github.com/wangyi-fudan/wyhash, public
-// domain).
+// Multiply-and-fold (the mixing step of wyhash, https://github.com/wangyi-fudan/wyhash, public domain).
 inline std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
 }
 
+inline std::uint64_t load_word(const std::uint8_t* from, std::size_t bytes = 8) {
+  std::uint64_t word = 0;
+  std::memcpy(&word, from, bytes);
+  return word;
+}
+
+// Two lanes of 16 bytes a step, so that the multiplications need not wait for each other. The seed is secret and keeps
+// anyone from making pages that collide.
 inline std::uint32_t page_hash(std::uint64_t seed, Index parent, const std::uint8_t* page, std::size_t bytes) {
   constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ull;
-  std::uint64_t h = fold(seed ^ parent, kOdd);
-  std::uint64_t word = 0;
-  for (; bytes >= 8; bytes -= 8, page += 8) {
-    std::memcpy(&word, page, 8);
-    h = fold(h ^ word, kOdd);
+  std::uint64_t one = fold(seed ^ parent, kOdd ^ bytes);
+  if (bytes == 4) {  // a page of one token
+    one = fold(one ^ load_word(page, 4), seed ^ kOdd);
+    return static_cast<std::uint32_t>(one ^ (one >> 32));
   }
-  if (bytes) {
-    word = 0;
-    std::memcpy(&word, page, bytes);
-    h = fold(h ^ word ^ (std::uint64_t{bytes} << 56), kOdd);
+  std::uint64_t two = one ^ kOdd;
+  for (; bytes >= 32; bytes -= 32, page += 32) {
+    one = fold(load_word(page) ^ seed, load_word(page + 8) ^ one);
+    two = fold(load_word(page + 16) ^ seed, load_word(page + 24) ^ two);
   }
-  return static_cast<std::uint32_t>(h ^ (h >> 32));
+  for (; bytes >= 8; bytes -= 8, page += 8)
+    one = fold(load_word(page) ^ seed, one ^ kOdd);
+  if (bytes) two = fold(load_word(page, bytes) ^ seed, two ^ kOdd);
+  one = fold(one ^ seed, two ^ kOdd);
+  return static_cast<std::uint32_t>(one ^ (one >> 32));
 }
 
 class ChildTable {

@@ -29,7 +29,7 @@ struct Cell {
 };
 
 struct Node {
-  Run<std::uint8_t> key;      // pages * page_bytes
+  Run<std::uint8_t> key;      // pages * page_bytes; of a root the name of its namespace
   std::uint64_t created = 0;  // ticks of the tree's counter
   std::uint64_t accessed = 0;
   std::uint32_t hits = 0;

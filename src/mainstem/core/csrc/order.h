@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace mainstem {
 struct Rank {
   double major = 0;
   double minor = 0;
-  bool operator==(const Rank&) const = default;
+  auto operator<=>(const Rank&) const = default;
 };
 
 struct Policy {
@@ -23,6 +24,7 @@ struct Policy {
 };
 
 inline constexpr std::uint32_t kSlruProtectedHits = 2;
+inline constexpr double kUnranked = -std::numeric_limits<double>::infinity();  // waits for a rank from outside
 
 inline double number(std::uint64_t n) {
   return static_cast<double>(n);
@@ -103,8 +105,7 @@ class Order {
     std::uint32_t depth;
     Index node;
     bool operator<(const Entry& other) const {
-      if (rank.major != other.rank.major) return rank.major < other.rank.major;
-      if (rank.minor != other.rank.minor) return rank.minor < other.rank.minor;
+      if (rank != other.rank) return rank < other.rank;
       if (depth != other.depth) return depth < other.depth;
       return node < other.node;
     }

@@ -16,7 +16,7 @@ struct WrongOwner {
   std::string message;
 };
 struct NoPages {
-  std::uint64_t needed, free, total;
+  std::uint64_t needed, free, evictable, total;
 };
 
 class Pool {
@@ -29,7 +29,7 @@ class Pool {
   }
 
   void allocate(std::uint64_t n, std::int32_t* out) {
-    if (n > free_.size()) throw NoPages{n, free_.size(), owner_.size()};
+    if (n > free_.size()) throw NoPages{n, free_.size(), 0, owner_.size()};
     for (std::uint64_t i = 0; i < n; ++i) {
       out[i] = free_.back();
       free_.pop_back();

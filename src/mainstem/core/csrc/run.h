@@ -4,9 +4,10 @@
 //   |   given away  |           what lives here          |     given away     |
 //
 // Giving a part away copies the smaller half only. A Run less than half full is made smaller, so it never holds more
-// than twice what lives in it, plus kSlack bytes.
+// than twice what lives in it, plus kSlack bytes. One that grows keeps a quarter more than it needs for the next time.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -65,6 +66,21 @@ class Run {
   void drop_back(std::size_t n) {
     len_ -= narrow(n);
     shrink();
+  }
+
+  // Room for n more at the back, after which append() cannot fail; at most `limit` elements are held in all.
+  void reserve_back(std::size_t n, std::size_t limit) {
+    const std::size_t needed = len_ + n;
+    if (off_ + needed <= cap_) return;
+    Run larger;
+    larger.cap_ = narrow(std::max(needed, std::min(needed + needed / 4, limit)));
+    larger.base_ = allocate(larger.cap_);
+    larger.append(*this);
+    swap(larger);
+  }
+  void append(const Run& back) noexcept {
+    if (back.len_) std::memcpy(base_ + off_ + len_, back.data(), back.len_ * sizeof(T));
+    len_ += back.len_;
   }
 
  private:

@@ -6,11 +6,10 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -25,6 +24,7 @@ using Handle = std::int64_t;  // generation << 32 | index; 0 is the root of what
 using Ids = std::vector<std::int32_t>;
 using Bytes = std::span<const std::uint8_t>;
 using IdSpan = std::span<const std::int32_t>;
+using CheckRest = std::function<void(std::size_t)>;
 
 constexpr std::size_t kMaxComponents = 8;
 constexpr std::size_t kMaxTiers = 4;
@@ -43,6 +43,10 @@ struct BadValue {
 struct Corrupt {
   std::string message;
 };
+
+inline void require(bool good, const char* name, std::uint64_t value, const char* allowed) {
+  if (!good) throw BadValue{name, std::to_string(value), allowed};
+}
 
 struct MatchResult {
   Handle node = 0;       // end of the match on tier 0; 0: nothing matched
@@ -63,9 +67,15 @@ struct PeekResult {
 
 struct InsertResult {
   Handle node = 0;
-  std::uint32_t pages = 0;     // the key is in the tree up to here
+  std::uint32_t pages = 0;     // the key is in the tree up to here, counted from the root
   std::uint32_t existing = 0;  // pages before the first one that was adopted
-  Ids ids;                     // component 0, pages [end of `after`, pages)
+};
+
+// What is to be inserted: whole pages of symbols behind a place in the tree, and the ids of each component for them. Of
+// a component with one id a page there is one for each; in a window's a beginning of -1 lies behind the window.
+struct Tail {
+  Bytes key;
+  std::span<const IdSpan> ids;
 };
 
 struct NodeStats {
@@ -103,10 +113,15 @@ class Tree {
   Tree(const Tree&) = delete;
   Tree& operator=(const Tree&) = delete;
 
-  MatchResult match(std::string_view ns, Bytes key, bool partial);
+  // `check_rest` is called before anything changes, with the number of symbols that the tree has; it may throw.
+  MatchResult match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {});
   PeekResult peek(std::string_view ns, Bytes key, bool partial) const;
-  InsertResult insert(std::string_view ns, Bytes key, std::span<const IdSpan> ids, Handle after, std::int32_t priority,
-                      std::uint32_t tier, bool ready, bool verify);
+
+  // Behind the root of a namespace, or (the namespace does not matter then) behind a node; whether that node lies on
+  // the path of the whole key is for the caller to know, or to ask `lies_on`.
+  InsertResult insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
+                      bool ready);
+  bool lies_on(std::string_view ns, Bytes key, Handle node) const;
 
   void lock(Handle node, std::uint32_t tier);
   void unlock(Handle node, std::uint32_t tier);
@@ -121,20 +136,27 @@ class Tree {
   void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank);
 
   std::uint32_t end(Handle node) const;
-  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::int32_t* out) const;  // absent: -1
+  // Ids of pages [begin, end of the node); -1 where they are absent.
+  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
   std::vector<std::string> namespaces() const;
   std::vector<NodeView> nodes(std::string_view ns) const;
   void check() const;
 
   const Counters& counters() const { return counters_; }
   CellCounts counts(std::uint32_t component, std::uint32_t tier) const;
-  std::size_t size() const { return table_.size(); }
-  std::size_t namespace_count() const { return roots_.size(); }
+  std::size_t size() const { return table_.size() - roots_; }
+  std::size_t namespace_count() const { return roots_; }
   std::size_t bytes() const;
 
   std::uint32_t symbol_bytes() const { return symbol_bytes_; }
+  std::uint32_t page_size() const { return page_size_; }
+  std::uint32_t page_bytes() const { return page_bytes_; }
+  bool one_id_a_page(std::size_t component) const { return component < rows_.size() && rows_[component].per_page(); }
+  bool ranks_itself() const { return policy_->rank != nullptr; }
 
  private:
+  friend struct Probe;  // benchmarks look at the memory itself
+
   struct Step {  // one node of a walk, and how many of its pages agree
     Index node;
     std::uint32_t pages;
@@ -171,8 +193,9 @@ class Tree {
   Handle handle(Index node) const;
   Index resolve(Handle handle) const;  // kNone for 0
   Index find_root(std::string_view ns) const;
-  Index child(Index parent, const std::uint8_t* page) const;
+  Step step_down(Index parent, const std::uint8_t* page, std::uint32_t pages) const;
   std::uint32_t hash(Index parent, const std::uint8_t* page) const;
+  std::uint32_t hash(std::string_view ns) const;
   std::uint32_t common_pages(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t pages) const;
 
   // structure
@@ -182,6 +205,10 @@ class Tree {
   Index make_root(std::string_view ns);
   Index add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority);
   Index split(Index node, std::uint32_t pages);
+  void join(Index lower) noexcept;
+  bool joins(Index upper, Index lower) const;
+  void release_border(Index node);
+  void take_place(Index node, Index of);
   void link(Index parent, Index node);
   void unlink(Index node);
   void reap(Index node);
@@ -210,13 +237,11 @@ class Tree {
   std::uint32_t whole_pages(Bytes key) const;
   void require_tier(std::uint32_t tier) const;
   void require_component(std::uint32_t component) const;
-  void check_ids(std::span<const IdSpan> ids, std::uint32_t begin, std::uint32_t pages) const;
-  std::pair<Index, bool> descend(Index node, Bytes key, std::span<const IdSpan> ids, std::uint32_t tier,
-                                 std::int32_t priority, bool ready, std::vector<Fill>* fills);
-  std::vector<Piece> cut_pieces(std::uint32_t start, Bytes key, std::span<const IdSpan> ids) const;
+  void check_tail(const Tail& tail, std::uint32_t pages) const;
+  std::pair<Index, bool> descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority, bool ready,
+                                 std::vector<Fill>* fills);
+  std::vector<Piece> cut_pieces(std::uint32_t at, const Tail& tail) const;
   Index hang(Index node, std::vector<Piece> pieces, std::uint32_t tier, std::int32_t priority, bool ready);
-  void read_ids(Index node, Index stop, std::size_t slot, std::uint32_t base, std::int32_t* out) const;
-  bool lies_on(Index node, Bytes key) const;
   bool blocked(Index node, std::uint32_t tier, bool ready) const;
   void reserve_freed(Index node, std::vector<Ids>* freed) const;
   void take_cell(Index node, std::size_t slot, Ids* freed);
@@ -245,8 +270,7 @@ class Tree {
   std::vector<Index> free_;
   std::size_t room_ = 0;  // nodes for which there is memory everywhere
   ChildTable table_;
-  std::map<std::string, Index, std::less<>> roots_;
-  std::unordered_map<Index, std::string> root_names_;
+  std::size_t roots_ = 0;      // of the nodes in the table
   std::vector<Order> orders_;  // by slot
   std::vector<CellCounts> counts_;
   Counters counters_;

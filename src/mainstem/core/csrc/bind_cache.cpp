@@ -1,0 +1,214 @@
+// The Python face of the cache and the lease; the rules are in cache.h.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "bind.h"
+#include "cache.h"
+
+namespace mainstem {
+
+using namespace nb::literals;
+
+namespace {
+
+constexpr std::int64_t kMostPositions = std::numeric_limits<std::int32_t>::max();
+
+struct PyCache {
+  PyCache(nb::object tree, nb::object pool, std::int64_t token_limit, bool enabled)
+      : tree(tree),
+        pool(pool),
+        token_limit(token_limit),
+        cache(nb::cast<Tree&>(tree), nb::cast<Pool&>(pool), enabled) {}
+
+  nb::object tree, pool;     // kept alive
+  std::int64_t token_limit;  // of token ids; 0: keys come as symbols
+  Cache cache;
+};
+
+PyCache& cache_of(nb::handle object) {
+  return nb::cast<PyCache&>(object);
+}
+
+class PyLease {
+ public:
+  PyLease(nb::object owner, std::string_view ns, const Key& key, std::int32_t priority, std::uint64_t most, bool inside)
+      : owner_(owner), lease(cache_of(owner).cache, ns, priority, key.bytes(), most, inside, [&](std::size_t from) {
+          key.check(from);
+        }) {}
+  // The garbage collector may do this on any thread, in the middle of anything: the pages stay where the cache finds
+  // them at its next call.
+  ~PyLease() {
+    if (lease.closed()) return;
+    nb::error_scope pending;
+    if (PyErr_WarnEx(PyExc_ResourceWarning, "a lease was neither finished nor aborted", 1) != 0)
+      PyErr_WriteUnraisable(nullptr);
+  }
+  PyLease(const PyLease&) = delete;
+  PyLease& operator=(const PyLease&) = delete;
+
+  void append(nb::handle tokens) {
+    const Key more(tokens, cache_of(owner_).token_limit);
+    more.check(0);
+    lease.append(more.bytes());
+  }
+
+  // The same array as long as the table is the same.
+  nb::object page_table() {
+    const Table& table = lease.table();
+    if (!view_.is_valid() || viewed_ != table.memory().get() || viewed_pages_ != table.size()) {
+      auto* memory = new Table::Memory(table.memory());
+      nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Table::Memory*>(p); });
+      view_ = nb::cast(nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>(memory->get(), {table.size()}, owner));
+      viewed_ = table.memory().get();
+      viewed_pages_ = table.size();
+    }
+    return view_;
+  }
+
+ private:
+  nb::object owner_;  // before the lease: it must live longer
+  nb::object view_;
+  const std::int32_t* viewed_ = nullptr;
+  std::size_t viewed_pages_ = 0;
+
+ public:
+  Lease lease;
+};
+
+void make_lease(PyLease* self, nb::object owner, const nb::bytes& ns, nb::handle tokens, nb::handle priority,
+                std::optional<std::uint64_t> most, bool inside) {
+  const auto rank =
+      integer(priority, "priority", std::numeric_limits<std::int32_t>::min(), std::numeric_limits<std::int32_t>::max());
+  const PyCache& cache = cache_of(owner);
+  const Key key(tokens, cache.token_limit);
+  const std::uint64_t length = key.bytes().size() / cache.cache.tree.symbol_bytes();
+  if (length == 0) throw BadTokens{"the prompt is empty: a lease needs at least one position"};
+  new (self) PyLease(owner, view(ns), key, static_cast<std::int32_t>(rank), most.value_or(length - 1), inside);
+}
+
+std::uint64_t position(nb::handle value, const char* name, std::uint64_t most) {
+  return static_cast<std::uint64_t>(integer(value, name, 0, static_cast<std::int64_t>(most)));
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& m) {
+  nb::class_<PyCache>(m, "Cache", "A tree and a pool that agree; see src/mainstem/core/csrc/cache.h.")
+      .def(nb::init<nb::object, nb::object, std::int64_t, bool>(), "tree"_a, "pool"_a, "token_limit"_a, "enabled"_a,
+           nb::sig("def __init__(self, tree: Tree, pool: Pool, token_limit: int, enabled: bool) -> None"))
+      .def(
+          "evict_with",
+          [](PyCache& self, nb::callable evict) { self.cache.evict = [evict](std::uint64_t pages) { evict(pages); }; },
+          "evict"_a, nb::sig("def evict_with(self, evict: collections.abc.Callable[[int], object]) -> None"),
+          "From now on evict(n) is asked to free about n pages of the pool, instead of the tree's own order.")
+      .def(
+          "take_back", [](PyCache& self) { self.cache.take_back(); }, "Ends leases that were dropped.")
+      .def(
+          "counters",
+          [](const PyCache& self) {
+            const LeaseCounters& c = self.cache.counters;
+            return nb::make_tuple(c.leases, c.queried, c.hit, c.partial_hit, c.partial_missed, c.duplicate_pages);
+          },
+          nb::sig("def counters(self) -> tuple[int, int, int, int, int, int]"),
+          "Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages.");
+
+  nb::class_<PyLease>(m, "Lease",
+                      "One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a "
+                      "context manager.")
+      .def("__init__", &make_lease, "cache"_a, "ns"_a, "tokens"_a.none(), "priority"_a.none(), "most"_a = nb::none(),
+           "inside"_a = false,
+           nb::sig("def __init__(self, cache: Cache, ns: bytes, tokens: object, priority: int, "
+                   "most: int | None = None, inside: bool = False) -> None"))
+      .def_prop_ro(
+          "hit", [](const PyLease& self) { return self.lease.hit(); },
+          "Positions that need no compute; less than the length of the prompt.")
+      .def_prop_ro(
+          "hit_tokens", [](const PyLease& self) { return self.lease.hit(); }, "The same in tokens of the key kind.")
+      .def_prop_ro(
+          "reserved", [](const PyLease& self) { return self.lease.reserved(); }, "Positions that have a page.")
+      .def_prop_ro(
+          "length", [](const PyLease& self) { return self.lease.length(); },
+          "Positions of the sequence: the prompt and what was appended.")
+      .def_prop_ro(
+          "published", [](const PyLease& self) { return self.lease.published(); },
+          "Positions of this sequence that are known to be in the tree.")
+      .def_prop_ro("page_table", &PyLease::page_table,
+                   nb::sig("def page_table(self) -> numpy.typing.NDArray[numpy.int32]"),
+                   "Page ids of the sequence, int32 [pages], those of the tree first; read it again after `reserve` "
+                   "and `publish`.\n\n"
+                   "Raises:\n"
+                   "    LeaseClosed: the lease has ended; its pages may be others' by now.")
+      .def(
+          "reserve",
+          [](PyLease& self, nb::handle n) {
+            self.lease.require_open();
+            self.lease.reserve(position(n, "n", kMostPositions));
+          },
+          "n"_a.none(), nb::sig("def reserve(self, n: int) -> None"),
+          "Pages for n positions more; evicts what it must.\n\n"
+          "Raises:\n"
+          "    OutOfPages: no room; nothing was changed.\n"
+          "    BadArgument: n is negative.\n"
+          "    LeaseClosed: the lease has ended.")
+      .def("append", &PyLease::append, "tokens"_a.none(), nb::sig("def append(self, tokens: object) -> None"),
+           "Decoded tokens join the sequence. O(1) a token.\n\n"
+           "Raises:\n"
+           "    BadTokens: a token is out of range; nothing was appended.\n"
+           "    LeaseClosed: the lease has ended.")
+      .def(
+          "publish",
+          [](PyLease& self, nb::handle upto) {
+            self.lease.require_open();
+            self.lease.publish(position(upto, "upto", self.lease.publishable()));
+          },
+          "upto"_a.none(), nb::sig("def publish(self, upto: int) -> None"),
+          "Positions [0, upto) are computed: their whole pages become visible to others now.\n\n"
+          "Pages that another lease published first go back to the pool, and `page_table` names the tree's instead. "
+          "The cost grows with what is new, not with the prefix.\n\n"
+          "Raises:\n"
+          "    BadArgument: upto is beyond what is reserved, or beyond the sequence.\n"
+          "    LeaseClosed: the lease has ended.")
+      .def(
+          "finish",
+          [](PyLease& self, nb::handle upto) {
+            if (self.lease.closed()) return;
+            if (upto.is_none())
+              self.lease.finish({});
+            else
+              self.lease.finish(position(upto, "upto", self.lease.publishable()));
+          },
+          "upto"_a = nb::none(), nb::sig("def finish(self, upto: int | None = None) -> None"),
+          "Publishes [0, upto), unlocks, and gives every private page back. A second call does nothing.\n\n"
+          "Args:\n"
+          "    upto: positions whose KV is computed. None: all that are reserved, less the last one if tokens were "
+          "appended, since no forward has computed the KV of a token that was only just sampled.\n\n"
+          "Raises:\n"
+          "    BadArgument: see `publish`; the lease stays open.")
+      .def(
+          "abort", [](PyLease& self) { self.lease.abort(); },
+          "Unlocks and gives every private page back; what was published stays. A second call does nothing.")
+      .def(
+          "begin_copy",
+          [](PyLease& self) -> std::optional<std::tuple<std::int32_t, std::int32_t, std::uint32_t>> {
+            const std::optional<PageCopy> copy = self.lease.begin_copy();
+            if (!copy) return {};
+            return std::tuple(copy->source, copy->target, copy->positions);
+          },
+          "Source page, target page and positions of a copy that would lengthen the hit; for `PrefixCache`.")
+      .def(
+          "end_copy", [](PyLease& self, bool copied) { self.lease.end_copy(copied); }, "copied"_a,
+          "Ends what `begin_copy` began.")
+      .def(
+          "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> typing.Self"))
+      .def(
+          "__exit__", [](PyLease& self, nb::args) { self.lease.abort(); },
+          nb::sig("def __exit__(self, *error: object) -> None"));
+}
+
+}  // namespace mainstem

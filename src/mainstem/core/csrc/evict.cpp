@@ -1,0 +1,110 @@
+// Eviction: candidates leave in the order of the policy, exactly as many ids as are asked for.
+#include "tree.h"
+
+namespace mainstem {
+
+bool Tree::only_on(Index node, std::uint32_t tier) const {
+  for (std::size_t s = 0; s < slots_; ++s)
+    if (s % tiers_ != tier && (!cell(node, s).absent() || pins(node, static_cast<std::uint32_t>(s % tiers_)) > 0))
+      return false;
+  return true;
+}
+
+// Room for all that evicting one node can free, so that taking it cannot fail.
+void Tree::reserve_freed(Index node, std::vector<Ids>* freed) const {
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    Ids& ids = (*freed)[c];
+    const std::size_t needed = ids.size() + rows_[c].ids(nodes_[node].pages);
+    if (needed > ids.capacity()) ids.reserve(needed + needed / 2);
+  }
+}
+
+// Empties one cell; its ids are the caller's.
+void Tree::take_cell(Index node, std::size_t slot, Ids* freed) {
+  const Run<std::int32_t> ids = vacate(node, slot);
+  freed->insert(freed->end(), ids.data(), ids.data() + ids.size());
+}
+
+// Cuts the last pages off a childless node that lies on this tier alone. Its end moves, so its handles go stale.
+void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed) {
+  Node& n = nodes_[node];
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    Cell& at = cell(node, s);
+    if (at.absent()) continue;
+    if (!rows_[c].per_page()) {
+      take_cell(node, s, &(*freed)[c]);
+      continue;
+    }
+    const std::int32_t* end = at.ids.data() + at.ids.size();
+    (*freed)[c].insert((*freed)[c].end(), end - pages, end);
+    at.ids.drop_back(pages);
+    counts_[s].present -= pages;
+  }
+  n.key.drop_back(std::size_t{pages} * page_bytes_);
+  n.pages -= pages;
+  n.generation = n.generation == 0x7fffffff ? 1 : n.generation + 1;
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    refresh(node, slot(c, tier));
+}
+
+void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier,
+                     std::vector<Ids>* freed) {
+  const Component& row = rows_[component];
+  const std::uint32_t pages = nodes_[node].pages;
+  reserve_freed(node, freed);
+  if (!row.from_tail()) {
+    if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
+    take_cell(node, slot(component, tier), &(*freed)[component]);
+    reap(node);
+    return;
+  }
+  if (want < pages) {
+    const auto cut = static_cast<std::uint32_t>(want);
+    if (nodes_[node].children == 0 && only_on(node, tier)) {
+      trim(node, cut, tier, freed);
+      return;
+    }
+    split(node, pages - cut);
+  }
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    if (!cell(node, slot(c, tier)).absent()) take_cell(node, slot(c, tier), &(*freed)[c]);
+  reap(node);
+}
+
+std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier) {
+  require_tier(tier);
+  require_component(component);
+  std::vector<Ids> freed(rows_.size());
+  Ids& asked = freed[component];
+  Order& order = orders_[slot(component, tier)];
+  while (asked.size() < want && !order.empty()) {
+    const Index node = order.top();
+    if (order.rank(node).major == kUnranked) break;
+    evict_one(node, want - asked.size(), component, tier, &freed);
+  }
+  counters_.evicted_pages += asked.size();
+  return freed;
+}
+
+bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const {
+  require_tier(tier);
+  require_component(component);
+  const Order& order = orders_[slot(component, tier)];
+  if (order.empty() || order.rank(order.top()).major != kUnranked) return false;
+  *out = stats(order.top());
+  return true;
+}
+
+void Tree::rank(Handle handle, std::uint32_t component, std::uint32_t tier, Rank rank) {
+  require_tier(tier);
+  require_component(component);
+  const Index node = resolve(handle);
+  Order& order = orders_[slot(component, tier)];
+  if (node == kNone || !order.contains(node))
+    throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
+  if (!(rank.major > kUnranked)) throw BadValue{"rank", std::to_string(rank.major), "a number above -infinity"};
+  order.put(node, rank, nodes_[node].start);
+}
+
+}  // namespace mainstem

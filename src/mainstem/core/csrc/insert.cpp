@@ -1,0 +1,176 @@
+// Insertion: down along what is there, then new nodes for the rest.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <tuple>
+
+#include "tree.h"
+
+namespace mainstem {
+
+namespace {
+
+// Where a component's ids begin: the first page from `start` on that has one.
+std::uint32_t first_id(IdSpan ids, std::uint32_t start) {
+  const auto found = std::find_if(ids.begin() + start, ids.end(), [](std::int32_t id) { return id >= 0; });
+  return static_cast<std::uint32_t>(found - ids.begin());
+}
+
+}  // namespace
+
+// Of every component there must be as many ids as it takes, and some at the end of the key.
+void Tree::check_tail(const Tail& tail, std::uint32_t pages) const {
+  require(tail.ids.size() == rows_.size(), "ids", tail.ids.size(), "one array for each component");
+  bool holds_end = pages == 0;
+  for (std::size_t c = 0; c < rows_.size(); ++c) {
+    IdSpan ids = tail.ids[c];
+    if (rows_[c].per_page() && ids.size() != pages)
+      throw BadValue{"number of page ids", std::to_string(ids.size()), "one a whole page: " + std::to_string(pages)};
+    if (!rows_[c].per_page() && ids.size() > 1)
+      throw BadValue{"number of state ids", std::to_string(ids.size()), "0 or 1"};
+    if (rows_[c].begins_late()) ids = ids.subspan(first_id(ids, 0));
+    holds_end = holds_end || !ids.empty();
+    const std::int32_t least = ids.empty() ? 0 : *std::min_element(ids.begin(), ids.end());
+    if (least < 0) throw BadValue{"page id", std::to_string(least), "0 or more"};
+  }
+  if (!holds_end) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
+}
+
+// Whether the key begins with all that leads to a node. Reads the whole prefix.
+bool Tree::lies_on(std::string_view ns, Bytes key, Handle handle) const {
+  Index node = resolve(handle);
+  if (node == kNone) return true;
+  if (nodes_[node].home != find_root(ns) || std::size_t{nodes_[node].end()} * page_bytes_ > key.size()) return false;
+  for (; !nodes_[node].root(); node = nodes_[node].parent) {
+    const Run<std::uint8_t>& run = nodes_[node].key;
+    const std::uint8_t* there = key.data() + std::size_t{nodes_[node].start} * page_bytes_;
+    if (std::memcmp(run.data(), there, run.size()) != 0) return false;
+  }
+  return true;
+}
+
+// Whether an insertion must stop in front of this node: somebody else's pages are on their way here, or (while its own
+// are on their way) there is a hole here that only a finished copy may fill.
+bool Tree::blocked(Index node, std::uint32_t tier, bool ready) const {
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const Cell& at = cell(node, slot(c, tier));
+    if (at.in_flight()) return true;
+    if (!ready && at.absent() && rows_[c].leaf_only()) return true;
+  }
+  return false;
+}
+
+// Goes down along the tail from `node`, as far as the tree has it and nothing blocks; splits where the key parts, or
+// where a window's ids begin. Notes the absent cells that will get ids. The last node, and whether it was blocked.
+std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority,
+                                     bool ready, std::vector<Fill>* fills) {
+  const std::uint32_t pages = whole_pages(tail.key);
+  for (std::uint32_t at = 0; at < pages; at += nodes_[node].pages) {
+    auto [next, length] = step_down(node, tail.key.data() + std::size_t{at} * page_bytes_, pages - at);
+    if (next == kNone) break;
+    if (blocked(next, tier, ready)) return {node, true};
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (rows_[c].begins_late() && tail.ids[c][at] < 0 && cell(next, slot(c, tier)).absent())
+        length = std::min(length, first_id(tail.ids[c], at) - at);
+    if (length < nodes_[next].pages) next = split(next, length);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      const bool wanted = rows_[c].per_page() && tail.ids[c][at] >= 0 && cell(next, slot(c, tier)).absent();
+      if (wanted) fills->push_back({next, c, Run<std::int32_t>(tail.ids[c].data() + at, length)});
+    }
+    nodes_[next].priority = std::max(nodes_[next].priority, priority);
+    touch(next, tick_);
+    node = next;
+  }
+  return {node, false};
+}
+
+// The rest of the tail behind its first `at` pages as new nodes: one, or more where a window's ids begin.
+std::vector<Tree::Piece> Tree::cut_pieces(std::uint32_t at, const Tail& tail) const {
+  std::vector<Piece> pieces;
+  for (const std::uint32_t pages = whole_pages(tail.key); at < pages; at = pieces.back().end) {
+    Piece piece;
+    piece.end = pages;
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (rows_[c].begins_late() && tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
+    const std::uint32_t length = piece.end - at;
+    piece.key = Run<std::uint8_t>(tail.key.data() + std::size_t{at} * page_bytes_, std::size_t{length} * page_bytes_);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (rows_[c].per_page() && tail.ids[c][at] >= 0)
+        piece.ids[c] = Run<std::int32_t>(tail.ids[c].data() + at, length);
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
+
+// Hangs pieces below `node`; the last one, by which they are named if they are in flight.
+Index Tree::hang(Index node, std::vector<Piece> pieces, std::uint32_t tier, std::int32_t priority, bool ready) {
+  std::vector<Index> made(pieces.size());
+  reserve_nodes(pieces.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    made[i] = node = add_child(node, std::move(pieces[i].key), priority);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    counters_.inserted_pages += nodes_[made[i]].pages;
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (pieces[i].ids[c].size()) occupy(made[i], slot(c, tier), std::move(pieces[i].ids[c]), ready ? kNone : node);
+  }
+  return node;
+}
+
+InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
+                          bool ready) {
+  const std::uint32_t pages = whole_pages(tail.key);
+  require_tier(tier);
+  const Index from = resolve(after);
+  const std::uint32_t begin = from ? nodes_[from].end() : 0;
+  require(pages <= std::numeric_limits<std::uint32_t>::max() - begin, "pages", pages, "below 2**32 in all");
+  check_tail(tail, pages);
+  for (std::uint32_t c = 0; from && c < rows_.size(); ++c)
+    if (cell(from, slot(c, tier)).in_flight()) throw BadValue{"after", std::to_string(after), "a node not in flight"};
+
+  ++tick_;
+  ++counters_.insert_calls;
+  InsertResult result{after, begin + pages, begin + pages};
+  if (result.pages == 0) return result;
+
+  // First everything that can fail, then everything that changes what the tree holds.
+  Index node = from ? from : make_root(ns);
+  std::vector<Fill> fills;
+  std::vector<Piece> pieces;
+  std::array<Run<std::int32_t>, kMaxComponents> states;
+  bool grown = false;
+  try {
+    bool stopped;
+    std::tie(node, stopped) = descend(node, tail, tier, priority, ready, &fills);
+    if (!stopped) pieces = cut_pieces(nodes_[node].end() - begin, tail);
+    for (std::uint32_t c = 0; c < rows_.size() && !stopped; ++c)
+      if (!rows_[c].per_page() && !tail.ids[c].empty()) states[c] = Run<std::int32_t>(tail.ids[c].data(), 1);
+    if (!pieces.empty()) {
+      result.existing = nodes_[node].end();
+      node = hang(node, std::move(pieces), tier, priority, ready);
+      grown = true;
+    }
+  } catch (...) {
+    reap(node);  // a root that was made for this
+    throw;
+  }
+  for (Fill& fill : fills) {
+    if (fill.component == 0) result.existing = std::min(result.existing, nodes_[fill.node].start);
+    if (fill.component == 0) counters_.inserted_pages += fill.ids.size();
+    occupy(fill.node, slot(fill.component, tier), std::move(fill.ids), kNone);
+  }
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    if (states[c].size() && cell(node, s).absent()) occupy(node, s, std::move(states[c]), ready ? kNone : node);
+  }
+  for (std::uint32_t c = 0; c < rows_.size() && !ready; ++c)
+    if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);
+  if (grown) join(node);
+
+  result.node = handle(node);
+  result.pages = nodes_[node].end();
+  result.existing = std::min(result.existing, result.pages);
+  if (nodes_[node].root()) reap(node);  // blocked before the first page
+  return result;
+}
+
+}  // namespace mainstem

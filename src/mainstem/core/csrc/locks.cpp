@@ -1,0 +1,162 @@
+// Locks and transfers: what may not be evicted, and what is on its way.
+#include <cassert>
+
+#include "tree.h"
+
+namespace mainstem {
+
+void Tree::change_locks(Index node, std::size_t slot, int by) {
+  Cell& c = cell(node, slot);
+  const bool before = c.locks > 0;
+  assert(by > 0 || c.locks > 0);
+  c.locks += static_cast<std::uint32_t>(by);
+  const bool after = c.locks > 0;
+  if (before == after) return;
+  if (c.present()) {
+    if (after)
+      counts_[slot].locked += c.ids.size();
+    else
+      counts_[slot].locked -= c.ids.size();
+  }
+  refresh(node, slot);
+}
+
+// A window lock begins at a node border, so that it covers exactly the pages it needs (split 3).
+void Tree::cut_window_border(Index node, std::size_t slot) {
+  if (!row(slot).begins_late()) return;
+  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
+  while (nodes_[node].start > first)
+    node = nodes_[node].parent;
+  if (nodes_[node].start < first && first < nodes_[node].end()) split(node, first - nodes_[node].start);
+}
+
+// Locks (+1) or unlocks (-1) what a match ending at `node` needs, below `stop`.
+void Tree::lock_path(Index node, Index stop, std::size_t slot, int by) {
+  if (!row(slot).per_page()) {
+    change_locks(node, slot, by);
+    return;
+  }
+  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
+  while (node != stop && !nodes_[node].root() && nodes_[node].start >= first) {
+    change_locks(node, slot, by);
+    node = nodes_[node].parent;
+  }
+}
+
+// A lock, or a transfer in flight, holds all components of a prefix on one tier.
+void Tree::lock_all(Index node, std::uint32_t tier, int by) {
+  for (std::uint32_t c = 0; c < rows_.size() && by > 0; ++c)
+    cut_window_border(node, slot(c, tier));
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    lock_path(node, kNone, slot(c, tier), by);
+}
+
+void Tree::lock(Handle handle, std::uint32_t tier) {
+  require_tier(tier);
+  const Index node = resolve(handle);
+  if (node == kNone) return;
+  lock_all(node, tier, +1);
+  ++pins(node, tier);
+}
+
+void Tree::unlock(Handle handle, std::uint32_t tier) {
+  require_tier(tier);
+  const Index node = resolve(handle);
+  if (node == kNone) return;
+  if (pins(node, tier) == 0) throw NotLocked{handle};
+  --pins(node, tier);
+  lock_all(node, tier, -1);
+  if (dead(node))
+    reap(node);
+  else
+    release_border(node);
+}
+
+void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
+  require_tier(tier);
+  const Index from = resolve(from_handle);
+  const Index to = resolve(to_handle);
+  if (from == to) return;
+  if (from != kNone && pins(from, tier) == 0) throw NotLocked{from_handle};
+  if (from == kNone || to == kNone) {
+    lock(to_handle, tier);
+    unlock(from_handle, tier);
+    return;
+  }
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    cut_window_border(to, slot(c, tier));
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    if (rows_[c].locks_to_root()) {
+      lock_path(to, from, s, +1);  // what lies above `from` keeps its count
+    } else {
+      lock_path(to, kNone, s, +1);
+      lock_path(from, kNone, s, -1);
+    }
+  }
+  ++pins(to, tier);
+  --pins(from, tier);
+  release_border(from);
+}
+
+void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready) {
+  require_tier(tier);
+  require_component(component);
+  const Index node = resolve(handle);
+  require(node != kNone, "node", 0, "a node with pages");
+  const std::size_t s = slot(component, tier);
+  const std::size_t expected = rows_[component].ids(nodes_[node].pages);
+  if (ids.size() != expected) throw BadValue{"number of ids", std::to_string(ids.size()), std::to_string(expected)};
+  for (const std::int32_t id : ids)
+    if (id < 0) throw BadValue{"id", std::to_string(id), "0 or more"};
+  if (!cell(node, s).absent()) throw BadValue{"cell", "occupied", "absent"};
+  const Index parent = nodes_[node].parent;
+  if (rows_[component].leaf_only() && !nodes_[parent].root() && cell(parent, s).absent())
+    throw BadValue{"cell of the parent", "absent", "on the same tier before its child"};
+  occupy(node, s, Run<std::int32_t>(ids.data(), ids.size()), ready ? kNone : node);
+  if (!ready) lock_all(node, tier, +1);
+}
+
+void Tree::commit(Handle handle, std::uint32_t tier) {
+  require_tier(tier);
+  const Index node = resolve(handle);
+  bool found = false;
+  for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    if (!cell(node, s).in_flight() || cell(node, s).transfer != node) continue;
+    found = true;
+    for (Index at = node; !nodes_[at].root(); at = nodes_[at].parent)
+      if (cell(at, s).in_flight() && cell(at, s).transfer == node) settle(at, s);
+    lock_all(node, tier, -1);
+  }
+  if (!found) throw BadValue{"node", std::to_string(handle), "a node whose pages are in flight on this tier"};
+}
+
+std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
+  require_tier(tier);
+  const Index node = resolve(handle);
+  std::vector<Ids> freed(rows_.size());
+  bool found = false;
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    for (Index at = node; rows_[c].leaf_only() && at != kNone && cell(at, s).transfer == node; at = nodes_[at].parent)
+      if (node && cell(at, s).holders > (at == node ? 0u : 1u))
+        throw BadValue{"node", std::to_string(handle), "cancelled only after what hangs below it on this tier"};
+  }
+  for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    if (!cell(node, s).in_flight() || cell(node, s).transfer != node) continue;
+    found = true;
+    lock_all(node, tier, -1);
+    for (Index at = node; !nodes_[at].root(); at = nodes_[at].parent) {
+      if (!cell(at, s).in_flight() || cell(at, s).transfer != node) continue;
+      const Run<std::int32_t> ids = vacate(at, s);
+      freed[c].insert(freed[c].begin(), ids.data(), ids.data() + ids.size());
+    }
+  }
+  if (!found) throw BadValue{"node", std::to_string(handle), "a node whose pages are in flight on this tier"};
+  reap(node);
+  return freed;
+}
+
+}  // namespace mainstem

@@ -1,0 +1,202 @@
+// Matching: how far a key is in the tree, and how far what is there can be used.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "tree.h"
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match looks at, youngest first
+
+// Length of the common prefix of two byte strings: one memcmp when they agree, otherwise halving.
+std::size_t common_bytes(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
+  if (std::memcmp(a, b, n) == 0) return n;
+  std::size_t at = 0;
+  std::size_t step = 64;
+  while (at + step < n && std::memcmp(a + at, b + at, step) == 0) {
+    at += step;
+    step *= 2;
+  }
+  n = std::min(n, at + step);
+  while (n - at > 16) {
+    const std::size_t half = (n - at) / 2;
+    if (std::memcmp(a + at, b + at, half) == 0)
+      at += half;
+    else
+      n = at + half;
+  }
+  while (a[at] == b[at])
+    ++at;
+  return at;
+}
+
+}  // namespace
+
+std::uint32_t Tree::common_pages(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t pages) const {
+  return static_cast<std::uint32_t>(common_bytes(a, b, std::size_t{pages} * page_bytes_) / page_bytes_);
+}
+
+// The child of `parent` that begins with this page, and in how many of the `pages` from there on it agrees.
+Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t pages) const {
+  Step step{kNone, 0};
+  const auto agrees = [&](Index node) {
+    const Node& n = nodes_[node];
+    if (n.parent != parent) return false;
+    step.pages = common_pages(n.key.data(), page, std::min(n.pages, pages));
+    return step.pages > 0;
+  };
+  const Index only = nodes_[parent].children == 1 ? nodes_[parent].first_child : kNone;
+  if (only != kNone)
+    step.node = agrees(only) ? only : kNone;
+  else
+    step.node = table_.find(hash(parent, page), agrees);
+  return step;
+}
+
+// The nodes along the key, as far as the key is in the tree at all.
+void Tree::walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path) const {
+  path->clear();
+  const std::uint8_t* page = key.data();
+  for (Index node = root; pages > 0;) {
+    const Step step = step_down(node, page, pages);
+    if (step.node == kNone) return;
+    path->push_back(step);
+    if (step.pages < nodes_[step.node].pages) return;
+    page += std::size_t{step.pages} * page_bytes_;
+    pages -= step.pages;
+    node = step.node;
+  }
+}
+
+// How far each tier reaches along a walk: best[t] counts a cell as usable when it is present on any tier up to t.
+Tree::Reach Tree::judge(const std::vector<Step>& path) const {
+  Reach reach;
+  if (slots_ == 1 && divides_pages()) {  // what the loop below comes to, when a match may end at any present page
+    std::size_t at = 0;
+    for (; at < path.size() && cell(path[at].node, 0).present(); ++at)
+      reach.first += path[at].pages;
+    reach.best[0] = reach.first;
+    for (; at < path.size() && cell(path[at].node, 0).in_flight(); ++at)
+      reach.pending += path[at].pages;
+    return reach;
+  }
+  std::array<Coverage, kMaxComponents * kMaxTiers> cover{};
+  bool in_flight_only = true;
+  for (const Step& step : path) {
+    const Node& n = nodes_[step.node];
+    const std::uint32_t end = n.start + step.pages;
+    bool pending = false;
+    std::array<bool, kMaxComponents> usable{};
+    for (std::uint32_t tier = 0; tier < tiers_; ++tier) {
+      bool all = true;
+      for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+        const Cell& at = cell(step.node, slot(c, tier));
+        usable[c] = usable[c] || at.present();
+        pending = pending || at.in_flight();
+        Coverage& coverage = cover[slot(c, tier)];
+        coverage.pass(rows_[c], usable[c], end, step.pages == n.pages);
+        all = all && coverage.allows(rows_[c], end, page_size_);
+      }
+      if (all) reach.best[tier] = end;
+    }
+    if (cover[0].allows(rows_[0], end, page_size_)) reach.first = end;
+    if (end > reach.best[tiers_ - 1]) {
+      in_flight_only = in_flight_only && pending;
+      if (in_flight_only) reach.pending += step.pages;
+    }
+  }
+  return reach;
+}
+
+// Makes the walk end exactly at `pages`, splitting the node that it ends in; the node there.
+Index Tree::cut(std::vector<Step>* path, std::uint32_t pages) {
+  while (!path->empty() && nodes_[path->back().node].start >= pages)
+    path->pop_back();
+  if (path->empty()) return kNone;
+  Step& last = path->back();
+  const std::uint32_t inside = pages - nodes_[last.node].start;
+  if (inside < nodes_[last.node].pages) last.node = split(last.node, inside);
+  last.pages = inside;
+  return last.node;
+}
+
+// How many symbols of `tail` the page at `page` of a node agrees with; 0 when that page is not on the device.
+std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const {
+  if (!cell(node, 0).present()) return 0;
+  const std::uint8_t* own = nodes_[node].key.data() + std::size_t{page} * page_bytes_;
+  const std::size_t bytes = std::min<std::size_t>(tail.size(), page_bytes_);
+  return static_cast<std::uint32_t>(common_bytes(own, tail.data(), bytes) / symbol_bytes_);
+}
+
+// The child of `node` whose first page agrees longest with `tail`, among the youngest.
+Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
+  Inside best;
+  const Index oldest = nodes_[node].first_child;
+  Index at = oldest == kNone ? kNone : nodes_[oldest].previous;
+  for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen) {
+    const std::uint32_t symbols = agreement(at, 0, tail);
+    if (symbols > best.symbols) best = {at, symbols};
+    at = at == oldest ? kNone : nodes_[at].previous;
+  }
+  return best;
+}
+
+MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) {
+  const std::uint32_t pages = whole_pages(key);
+  const Index root = find_root(ns);
+  path_.clear();
+  if (root != kNone) walk(root, key, pages, &path_);
+  if (check_rest)
+    check_rest(path_.empty() ? 0 : std::size_t{nodes_[path_.back().node].start + path_.back().pages} * page_size_);
+
+  MatchResult result;
+  ++tick_;
+  ++counters_.match_calls;
+  counters_.queried_symbols += key.size() / symbol_bytes_;
+  if (root == kNone) return result;
+  const Reach reach = judge(path_);
+  result.pages = reach.best[0];
+  result.host_pages = reach.best[tiers_ - 1] - result.pages;
+  result.reach_pages = reach.first;
+  result.pending_pages = reach.pending;
+  const Index deepest = cut(&path_, result.pages + result.host_pages);
+  for (const Step& step : path_) {
+    ++nodes_[step.node].hits;
+    touch(step.node, tick_);
+  }
+  const Index node = cut(&path_, result.pages);
+  result.host_node = deepest ? handle(deepest) : 0;
+  result.node = node ? handle(node) : 0;
+  counters_.hit_symbols += std::uint64_t{result.pages} * page_size_;
+
+  if (partial && divides_pages()) {
+    const Inside inside = look_inside(node ? node : root, key.subspan(std::size_t{result.pages} * page_bytes_));
+    if (inside.node != kNone) {
+      result.partial = inside.symbols;
+      result.partial_id = cell(inside.node, 0).ids[0];
+      result.partial_node = handle(inside.node);
+    }
+  }
+  return result;
+}
+
+PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial) const {
+  const std::uint32_t pages = whole_pages(key);
+  const Index root = find_root(ns);
+  if (root == kNone) return {};
+  std::vector<Step> path;
+  walk(root, key, pages, &path);
+  const std::uint32_t end = judge(path).best[0];
+  if (!partial || !divides_pages()) return {end, 0};
+  while (!path.empty() && nodes_[path.back().node].start >= end)
+    path.pop_back();
+  const Index node = path.empty() ? root : path.back().node;
+  const Bytes tail = key.subspan(std::size_t{end} * page_bytes_);
+  const bool within = end < nodes_[node].end();
+  return {end, within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols};
+}
+
+}  // namespace mainstem

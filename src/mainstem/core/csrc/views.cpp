@@ -1,0 +1,91 @@
+// Views: what the tree says of itself.
+#include <algorithm>
+#include <cstring>
+
+#include "tree.h"
+
+namespace mainstem {
+
+NodeStats Tree::stats(Index node) const {
+  const Node& n = nodes_[node];
+  return {handle(node), n.created, n.accessed, n.hits, n.start, n.pages, n.priority};
+}
+
+std::uint32_t Tree::end(Handle node) const {
+  return nodes_[resolve(node)].end();
+}
+
+void Tree::copy_ids(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
+                    std::int32_t* out) const {
+  require_tier(tier);
+  require_component(component);
+  const std::size_t s = slot(component, tier);
+  for (Index at = resolve(handle); at != kNone && nodes_[at].end() > begin; at = nodes_[at].parent) {
+    const Cell& c = cell(at, s);
+    const std::uint32_t skipped = std::max(begin, nodes_[at].start) - nodes_[at].start;
+    const std::uint32_t pages = nodes_[at].pages - skipped;
+    std::int32_t* to = out + (nodes_[at].start + skipped - begin);
+    if (row(s).per_page() && !c.absent()) {
+      std::memcpy(to, c.ids.data() + skipped, pages * sizeof(std::int32_t));
+    } else {
+      std::fill_n(to, pages, -1);
+      if (!c.absent()) to[pages - 1] = c.ids[0];
+    }
+  }
+}
+
+CellCounts Tree::counts(std::uint32_t component, std::uint32_t tier) const {
+  require_tier(tier);
+  require_component(component);
+  return counts_[slot(component, tier)];
+}
+
+std::vector<std::string> Tree::namespaces() const {
+  std::vector<std::string> names;
+  for (Index node = 1; node < nodes_.size(); ++node) {
+    const Run<std::uint8_t>& name = nodes_[node].key;
+    if (nodes_[node].live && nodes_[node].root())
+      names.emplace_back(reinterpret_cast<const char*>(name.data()), name.size());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// Depth first, parents before children, children in the order they came.
+std::vector<NodeView> Tree::nodes(std::string_view ns) const {
+  std::vector<NodeView> views;
+  const Index root = find_root(ns);
+  Index at = root == kNone ? kNone : nodes_[root].first_child;
+  while (at != kNone) {
+    const Node& n = nodes_[at];
+    NodeView view{stats(at), handle(n.parent), n.children, {}, {}};
+    view.key.assign(reinterpret_cast<const char*>(n.key.data()), n.key.size());
+    for (std::size_t s = 0; s < slots_; ++s) {
+      const Cell& c = cell(at, s);
+      view.cells.push_back({c.residency, c.locks, Ids(c.ids.data(), c.ids.data() + c.ids.size())});
+    }
+    views.push_back(std::move(view));
+    if (n.first_child != kNone) {
+      at = n.first_child;
+      continue;
+    }
+    while (at != root && nodes_[at].next == kNone)
+      at = nodes_[at].parent;
+    at = at == root ? kNone : nodes_[at].next;
+  }
+  return views;
+}
+
+std::size_t Tree::bytes() const {
+  std::size_t total = nodes_.capacity() * sizeof(Node) + cells_.capacity() * sizeof(Cell) + table_.bytes() +
+                      (pins_.capacity() + free_.capacity()) * sizeof(std::uint32_t);
+  for (const Order& order : orders_)
+    total += order.bytes();
+  for (const Node& n : nodes_)
+    total += n.key.held();
+  for (const Cell& c : cells_)
+    total += c.ids.held() * sizeof(std::int32_t);
+  return total;
+}
+
+}  // namespace mainstem
