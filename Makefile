@@ -2,16 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 CORE := $(wildcard src/mainstem/core/csrc/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test lint bench stub clean
+.PHONY: help demo serve test lint bench bench-index bench-core native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
 	@echo "make test    set up, lint, check types and run the tests"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
+	@echo "make bench-core    the core alone in C++, beside what memory allows"
+	@echo "make instructions  its instruction counts beside the kept ones (ARGS=--write keeps the new ones)"
+	@echo "make native        its random tests, with address, undefined-behaviour and thread sanitizers"
+	@echo "make coverage      which of its lines and branches those tests come to"
+	@echo "make bench-index  the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
 	@echo "Setting up $(VENV): the core is built and PyTorch installed, which takes some minutes the first time."
@@ -44,8 +50,32 @@ test: lint
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)
 
+# A peer that cannot be installed is named, here and in the tables, and stops nothing.
+$(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
+	@echo "Setting up $(PEERS) with the peers, which takes some minutes the first time."
+	@$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python bench/install_peers.py
+	@touch $@
+
+bench-index: $(VENV)/dev $(PEERS)/ready
+	$(BIN)/python -m bench index --peers-python $(PEERS)/bin/python $(ARGS)
+
+# The native tests of the core, longer than in `make test`, with sanitizers.
+native:
+	$(MAKE) --silent -C tests/native FLAVOUR=asan SEEDS=20 OPERATIONS=400 run
+	$(MAKE) --silent -C tests/native FLAVOUR=tsan SEEDS=1 OPERATIONS=150 run
+
+coverage: $(VENV)/dev
+	$(MAKE) --silent -C tests/native FLAVOUR=coverage PYTHON=$(abspath $(BIN))/python report
+
+bench-core: $(VENV)/dev
+	$(BIN)/python -m bench core $(ARGS)
+
+instructions: $(VENV)/dev
+	$(BIN)/python -m bench.native.instructions $(ARGS)
+
 stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(PEERS) build dist

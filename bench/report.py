@@ -28,6 +28,10 @@ class Report:
         date: when it ran, ISO 8601.
         quick: whether it was cut short.
         progress: called with a line of text before each step.
+
+    Attributes:
+        rows: of the main table.
+        more: further lists of rows, by their names in the JSON.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    more: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
@@ -65,6 +70,7 @@ class Report:
             "versions": _versions() | self.versions,
             "settings": self.settings,
             "rows": self.rows,
+            **self.more,
             "notes": self.notes,
         }
 

@@ -1,9 +1,14 @@
-"""The workload of the index benchmark: chats of many turns whose first tokens are one of a few system prompts.
+"""The workloads of the index benchmark. Tokens are random and everything follows from the seed.
+
+Chats of many turns whose first tokens are one of a few system prompts; two prompts share what their chats share:
 
     | system prompt | question | answer | question | answer | question |
     |<--------- what a cache can know of the next prompt --->|
 
-Tokens are random, so two prompts share exactly what their chats share. Everything follows from the seed.
+Documents that are read again and again, some often and most seldom, and never grow:
+
+    | document | question |     | document | another question |
+    |<- known->|                |<- known->|
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 
@@ -67,6 +73,45 @@ class Chats:
 
     def _tokens_of_random_length(self, random: Random) -> list[int]:
         return self._tokens(random, random.randint(*self.question_lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What is read again without extending it. Lengths are in tokens.
+
+    Args:
+        seed: of the random stream.
+        documents: how many there are; the n-th is asked for in proportion to `n ** -skew` (Zipf's law).
+        skew: how unequal they are.
+        requests: prompts in all.
+        lengths: shortest and longest document, in units of 64 tokens: whole pages, so a hit can be all of it.
+        question_lengths: shortest and longest question.
+        vocab_size: token ids are below it.
+    """
+
+    seed: int = 0
+    documents: int = 128
+    skew: float = 1.0
+    requests: int = 2400
+    lengths: tuple[int, int] = (8, 40)
+    question_lengths: tuple[int, int] = (1, 8)
+    vocab_size: int = 150_000
+
+    def prompts(self) -> Iterator[list[int]]:
+        """The prompts in the order they arrive: a document and a new question each."""
+        random = Random(self.seed)
+        texts = [self._tokens(random, 64 * random.randint(*self.lengths)) for _ in range(self.documents)]
+        shares = list(accumulate((at + 1) ** -self.skew for at in range(self.documents)))
+        for _ in range(self.requests):
+            (text,) = random.choices(texts, cum_weights=shares)
+            yield text + self._tokens(random, random.randint(*self.question_lengths))
+
+    def _tokens(self, random: Random, n: int) -> list[int]:
+        return [random.randrange(self.vocab_size) for _ in range(n)]
+
+
+WORKLOADS: dict[str, type[Chats] | type[Documents]] = {"chats": Chats, "reread": Documents}
+"""By the names that tables and tasks use."""
 
 
 def digest(prompts: Iterable[list[int]]) -> str:

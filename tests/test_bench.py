@@ -1,12 +1,17 @@
-"""The benchmarks: the workload is what it was, the peer in Python is right, and the runners write what they say."""
+"""The benchmarks: workloads are what they were, our own peers are right, scenarios are about what they say, and the
+runners write what they measured."""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,15 +25,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # bench/ is no part of the package
 
-from bench import index, replay, throughput, ttft  # noqa: E402
+from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, ttft  # noqa: E402
+from bench.block_dict import BlockCache  # noqa: E402
+from bench.entries import SYSTEMS, Entry  # noqa: E402
 from bench.python_radix import RadixCache  # noqa: E402
 from bench.report import Report  # noqa: E402
-from bench.workload import Chats, digest  # noqa: E402
+from bench.scenarios import SCENARIOS, Sizes  # noqa: E402
+from bench.systems import MainstemTree, Make, System  # noqa: E402
+from bench.workers import Worker  # noqa: E402
+from bench.workload import Chats, Documents, digest  # noqa: E402
 from mainstem import Tree  # noqa: E402
 from mainstem.runtime.models import LoadedModel  # noqa: E402
 
 TINY = Chats(chats=6, turns=3, open_chats=3, systems=2, system_length=64, question_lengths=(3, 30), answer_length=8)
-
+TINY_DOCUMENTS = Documents(documents=4, requests=30, lengths=(1, 2))
+TINY_SIZES = Sizes(
+    long_pages=(16,), prompt=1024, nodes=(1, 4), calls=5, leaves=40, evictions=20, turns=12, ends=3, namespaces=10,
+    chunk=64, chunk_prompts=1, near=128, far=832, steps=3, decode_chunk=40, decode_far=512, busy_prompt=200,
+    busy_calls=50, cold_roots=1, cold_calls=20, memory_tokens=65_536, split_prompts=3, budget_s=0.05, limit_s=20.0,
+)  # fmt: skip
+OURS = ("mainstem", "mainstem-tree", "python", "dict")
 
 FIELDS = {"name", "date", "quick", "commit", "machine", "versions", "settings", "rows", "notes"}
 
@@ -104,39 +120,272 @@ def _pages(freed: list[Any], page_size: int) -> list[int]:
     return sorted(np.concatenate([*freed, np.empty(0, np.int32)])[::page_size].astype(int) // page_size)
 
 
+def test_a_dict_of_hashes_finds_what_the_tree_finds() -> None:
+    """The same hits while there is room, and an own prefix for each namespace."""
+    chance = random.Random(0)
+    ours, theirs = Tree(4), BlockCache(4, 10_000)
+    for count in range(300):
+        key = np.array([chance.randrange(3) for _ in range(chance.randrange(40))], np.int32)
+        name = chance.choice([None, "a", "b"])
+        found, pages = theirs.match(key.tobytes(), name)
+        assert 4 * len(found) == 4 * len(pages) == ours.match(key, name).length, count
+        theirs.lock(found)
+        hashes, pages = theirs.insert(key.tobytes(), found, pages, name)
+        ours.insert(key, pages, name)
+        theirs.unlock(hashes)
+
+
+def test_a_dict_of_hashes_evicts_ends_first_and_nothing_locked() -> None:
+    cache = BlockCache(1, 4)
+    first, _ = cache.insert(np.array([1, 2, 3], np.int32).tobytes(), [], [])
+    assert cache.evict(1) == 0  # all are locked
+    cache.unlock(first)
+    kept, _ = cache.match(np.array([1], np.int32).tobytes())
+    cache.lock(kept)
+    cache.insert(np.array([7, 8], np.int32).tobytes(), [], [])  # takes the free page, and that of the end
+    assert cache.match(np.array([1, 2, 3], np.int32).tobytes())[0] == first[:2]
+    assert cache.evict(9) == 1  # the middle; the beginning is locked
+
+
+def test_documents_are_read_again_and_never_grow() -> None:
+    shape = Documents(documents=5, requests=200)
+    prompts = list(shape.prompts())
+    assert digest(prompts) == digest(shape.prompts())
+    counts: dict[tuple[int, ...], int] = {}
+    for prompt in prompts:
+        text = len(prompt) // 64 * 64
+        assert 1 <= len(prompt) - text <= 8
+        counts[tuple(prompt[:text])] = counts.get(tuple(prompt[:text]), 0) + 1
+    assert len(counts) == 5
+    assert max(counts.values()) > 2 * min(counts.values())
+
+
+def test_policies_differ_where_documents_are_read_again() -> None:
+    prompts = list(Documents(documents=40, requests=400, lengths=(1, 4)).prompts())
+    make: Callable[..., System] = SYSTEMS["mainstem"].find()
+    rates = {
+        policy: replay.measure(make(16, 2000, policy=policy), prompts, "prepared")["hit_rate"]
+        for policy in ("lru", "lfu", "fifo")
+    }
+    assert rates["lfu"] > rates["lru"] > rates["fifo"] > 0
+
+
+def test_the_clock_times_calls_and_takes_itself_off() -> None:
+    def wait(n: int) -> int:
+        time.sleep(n / 1000)
+        return n
+
+    timed = clock.sample(wait, [(2,), (0,)])
+    assert timed.results == [2, 0]
+    assert 2000 <= timed.us[0] < 200_000
+    nothing = clock.sample(lambda n: n, ((n,) for n in range(1000)))
+    assert 0 <= 1000 * sorted(nothing.us)[500] < clock._overhead_ns() / 2
+    assert len(clock.sample(time.sleep, [(0.01,)] * 50, budget_s=0.001).us) == 3
+
+
+def test_percentiles() -> None:
+    values = list(range(100, 0, -1))
+    assert [clock.percentile(values, part) for part in (0, 0.5, 0.99, 1)] == [1, 50, 99, 100]
+    assert clock.percentile([7.0], 0.99) == 7
+
+
+MEASURES = {
+    "long": {"page 16, 1 node, µs", "page 16, 4 nodes, µs"},
+    "lists": {"µs"},
+    "miss": {"µs"},
+    "leaves": {f"{state}, {part} µs" for state in ("all free", "half locked") for part in ("p50", "p99")},
+    "session": {"first 3 turns, µs", "last 3 turns, µs"},
+    "namespaces": {f"{visit} visit, {part} µs" for visit in ("first", "second") for part in ("p50", "p99")},
+    "chunks": {"near, µs", "far, µs", "far / near", "before the first, µs"},
+    "decode": {"near, µs", "far, µs", "far / near"},
+    "busy": {"p50 µs", "p99 µs"},
+    "cold": {"p50 µs", "p99 µs"},
+    "memory-4096": {"bytes a token", "with its pool, bytes a token"},
+    "memory-256": {"bytes a token", "with its pool, bytes a token"},
+    "memory-64": {"bytes a token", "with its pool, bytes a token"},
+    "split": {"look-up that splits, µs", "held, bytes a prompt"},
+}
+SAID = {"as it says itself, bytes a token", "held / the same without the rest"}
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Scenarios freeze what they prepared, as their process ends with them."""
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("system", OURS)
+def test_scenarios_of_ours(system: str) -> None:
+    """Each checks its own hits and evictions, and raises where they are wrong."""
+    lacks = SYSTEMS[system].find().lacks
+    with Worker(system, sys.executable) as worker:
+        for name in SCENARIOS:
+            task = {"task": "scenario", "name": name, "sizes": asdict(TINY_SIZES), "small": False}
+            answer = worker.ask(task)
+            if name in lacks:
+                assert answer == {"error": lacks[name]}
+            else:
+                _check_scenario(system, name, answer)
+
+
+def _check_scenario(system: str, name: str, answer: dict[str, Any]) -> None:
+    expected = MEASURES[name] - ({"page 16, 4 nodes, µs"} if system == "dict" else set())
+    assert answer["measures"].keys() - SAID == expected, answer
+    assert all(value > 0 for measure, value in answer["measures"].items() if "µs" in measure)
+    if name == "leaves":
+        assert answer["facts"]["all free, pages freed"] == answer["facts"]["all free, calls"] > 2
+        assert [answer["facts"][f"{state}, free leaves"] for state in ("all free", "half locked")] == [40, 20]
+    if name == "cold":
+        assert (answer["facts"]["nodes"], answer["facts"]["tokens in the tree"]) == (255, 255 * 64)
+    if name == "split" and system.startswith("mainstem"):
+        assert answer["measures"]["held / the same without the rest"] < 2
+
+
+@pytest.mark.usefixtures("thawed")
+def test_a_scenario_refuses_a_system_that_finds_too_little() -> None:
+    class Forgetful(MainstemTree):
+        def look_up(self, key: Any) -> int:
+            return max(super().look_up(key) - 16, 0)
+
+        def evict(self, pages: int) -> int:
+            return 0
+
+    for name in ("long", "lists", "leaves", "chunks", "decode", "busy", "cold", "split"):
+        with pytest.raises(scenarios.WrongAnswer):
+            SCENARIOS[name](Forgetful, TINY_SIZES, False)
+
+
+def test_a_prompt_is_cut_into_nodes_that_nobody_can_join() -> None:
+    system = MainstemTree(16, 8192)
+    prompt = np.arange(1024, dtype=np.int32)
+    scenarios.cut(system, prompt, 8, 16)
+    assert system.tree.stats().nodes == 8 + 7
+    assert system.look_up(prompt) == 1024
+
+
+def test_a_forest_has_two_branches_at_each_node() -> None:
+    forest = scenarios.Forest(2, 16)
+    tree = Tree(16)
+    for prompt in forest.prompts(np.arange(forest.leaves)):
+        tree.insert(prompt, range(32))
+    assert tree.stats().nodes == forest.nodes == 2 * 255
+    assert tree.stats().cached_pages * 16 == forest.tokens
+    assert {view.children for view in tree.nodes()} == {0, 2}
+
+
+def test_memory_is_that_of_the_index() -> None:
+    """In a process of its own: what it grows by is what the tree says, and no less."""
+    with Worker("mainstem", sys.executable) as worker:
+        sizes = {"memory_tokens": 1_000_000}
+        for name in ("memory-256", "memory-64"):
+            answer = worker.ask({"task": "scenario", "name": name, "sizes": sizes, "small": False})
+            said = answer["measures"]["as it says itself, bytes a token"]
+            assert 4 < said < 16
+            assert 0.9 * said < answer["measures"]["bytes a token"] < 1.5 * said + 1
+
+
+def test_a_scenario_runs_apart() -> None:
+    def end() -> dict[str, Any]:
+        os.kill(os.getpid(), 9)
+        return {}
+
+    def wait() -> dict[str, Any]:
+        time.sleep(30)
+        return {}
+
+    assert child.run_apart(lambda: {"pid": os.getpid()}, 10)["pid"] != os.getpid()
+    assert child.run_apart(lambda: {"a": [1][2]}, 10) == {"error": "IndexError: list index out of range"}
+    assert child.run_apart(wait, 0.1) == {"error": "took more than 0.1 s"}
+    assert child.run_apart(end, 10) == {"error": "ended by signal 9"}
+
+
 def test_the_index_benchmark_writes_rows(tmp_path: Path) -> None:
     settings = index.Settings(
-        TINY, capacity_tokens=300, page_sizes=(1, 16), rounds=3, systems=("mainstem", "mainstem-tree", "python", "vllm")
-    )
+        TINY, capacity_tokens=300, page_sizes=(1, 16), rounds=3, systems=("mainstem", "python", "dict", "vllm"),
+        documents=TINY_DOCUMENTS, hit_capacities=(300,), sizes=TINY_SIZES, scenario_rounds=2,
+        parts=("requests", "hits", "miss", "leaves", "namespaces"),
+    )  # fmt: skip
     report = _report()
     index.run(settings, report)
     written = _written(report, tmp_path)
-    assert set(written) == FIELDS
+    assert set(written) == FIELDS | {"hit_rates", "scenarios", "goals"}
     assert written["settings"]["digest"] == digest(TINY.prompts())
     assert set(written["machine"]) == {"cpu", "cores", "load", "system", "python"}
-    assert written["notes"] == []
+    absent = [] if find_spec("vllm") else [note for note in written["notes"] if note.startswith("vLLM, sha256: not ")]
+    assert written["notes"] == absent
     assert [(row["page_size"], row["system"]) for row in written["rows"]] == [
         (page_size, system) for page_size in (1, 16) for system in settings.systems
     ]
     for row in written["rows"]:
-        if row["system"] != "vllm":
+        if (row["page_size"], row["system"]) == (1, "dict"):
+            assert row["note"] == "not run: a hash for each token: not how it is used"
+        elif row["system"] != "vllm":
             assert 0 < row["hit_rate"] < 1
             for mode in ("prepared", "lists"):
                 assert set(row[mode]) == {"us", "least_us", "most_us", "cpu_us", "ratio", "cpu_ratio"}
             assert set(row["parts_us"]) == {"match", "insert", "evict"}
         elif find_spec("vllm") is None:
             assert row["note"].startswith("not installed: ")
+    _check_hit_rates(written["hit_rates"])
+    _check_scenarios(written["scenarios"])
+    assert {goal["what"] for goal in written["goals"] if goal["met"] is not None} == {
+        *(f"a request of the chats, over plain Python, page {page}" for page in (1, 16)),
+        "a miss of a long prompt, lease",
+        *(f"eviction of a page, leaves {s}, {p}" for s in ("all free", "half locked") for p in ("p50", "p99")),
+    }
+    assert len(report.tables) == 6
+
+
+def _check_hit_rates(rows: list[dict[str, Any]]) -> None:
+    assert {row["workload"] for row in rows} == {"chats", "reread"}
+    assert {row["policy"] for row in rows if row["system"] == "mainstem"} >= {"lru", "lfu", "fifo", "slru"}
+    ours = {row["workload"]: row["hit_rate"] for row in rows if row["system"] == "mainstem" and row["policy"] == "lru"}
+    assert all(0 < rate < 1 for rate in ours.values())
+    for row in rows:
+        if row["system"] in ("python", "dict"):
+            assert row["hit_rate"] == pytest.approx(ours[row["workload"]], abs=0.05)
+
+
+def _check_scenarios(rows: list[dict[str, Any]]) -> None:
+    found = {(row["scenario"], row["system"]): row for row in rows}
+    assert len(found) == 3 * 4
+    assert found["namespaces", "python"]["note"] == "it has no namespaces"
+    for scenario in ("miss", "leaves", "namespaces"):
+        row = found[scenario, "mainstem"]
+        assert row["measures"].keys() == MEASURES[scenario] and row["facts"]["rounds"] == 2
+        assert all(0 < v["least"] <= v["median"] <= v["most"] for v in row["measures"].values())
+        if find_spec("vllm") is None:
+            assert found[scenario, "vllm"]["note"].startswith("not installed: ")
+
+
+def test_a_slow_or_failed_scenario_is_not_repeated() -> None:
+    settings = index.Settings(repeat_below_s=1)
+    assert index._worth_repeating({"measures": {}, "took_s": 0.9}, settings)
+    assert not index._worth_repeating({"measures": {}, "took_s": 1.1}, settings)
+    assert not index._worth_repeating({"error": "no", "took_s": 0.1}, settings)
 
 
 def test_a_peer_that_is_not_installed_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A name that no process knows stands for it: the process ends before it is ready."""
-    missing = replay.Entry("a peer", "bench.peers:Missing", peer=True)
-    monkeypatch.setitem(replay.SYSTEMS, "missing", missing)
+    monkeypatch.setitem(SYSTEMS, "missing", Entry("a peer", "peer", "bench.peers:Missing", peer=True))
     report = _report()
-    index.run(index.Settings(TINY, 300, (16,), 1, ("mainstem", "missing")), report)
-    ours, theirs = _written(report, tmp_path)["rows"]
+    settings = index.Settings(
+        TINY, 300, (16,), 1, ("mainstem", "missing"), sizes=TINY_SIZES, scenario_rounds=1, parts=("requests", "miss")
+    )
+    index.run(settings, report)
+    written = _written(report, tmp_path)
+    ours, theirs = written["rows"]
     assert "prepared" in ours and "prepared" not in theirs
     assert theirs["label"] == "a peer" and theirs["note"].startswith("failed: KeyError")
+    assert written["notes"] == ["a peer: failed: KeyError: 'missing'"]
+    assert [row["note"][:6] for row in written["scenarios"]] == ["", "failed"]
+
+
+def test_parts_and_systems_can_be_chosen() -> None:
+    chosen = index.Settings().only(["miss"], ["python"])
+    assert (chosen.parts, chosen.systems) == (("miss",), ("mainstem", "python"))
+    assert index.Settings().only(None, None) == index.Settings()
 
 
 def test_hit_rates_that_differ_are_said() -> None:
@@ -144,16 +393,59 @@ def test_hit_rates_that_differ_are_said() -> None:
     assert list(index._disagreements(rows)) == ["c, page 1: hit rate 0.4000, not 0.5000"]
 
 
+def test_goals_are_judged_by_the_rows() -> None:
+    requests = [{"system": "sglang-rust", "page_size": 16, "prepared": {"ratio": 20.0}, "lists": {"ratio": 4.0}}]
+    cells = [{"system": "mainstem", "scenario": "miss", "measures": {"µs": {"median": 1.0}}}]
+    judged = {goal["what"]: goal for goal in goals.judge(goals.Rows(requests, cells))}
+    assert len(judged) == len(goals.GOALS)
+    fast, slow = "a request of the chats, over SGLang's Rust core", "the same from lists, over SGLang's Rust core"
+    assert judged[f"{fast}, page 16"]["measured"] == 0.05 and judged[f"{fast}, page 16"]["met"] is True
+    assert judged[f"{slow}, page 16"]["measured"] == 0.25 and judged[f"{slow}, page 16"]["met"] is False
+    assert judged[f"{fast}, page 1"]["measured"] is None and judged[f"{fast}, page 1"]["met"] is None
+    assert judged["a miss of a long prompt, lease"] == {
+        "what": "a miss of a long prompt, lease", "goal": 1, "unit": "µs", "measured": 1.0, "met": True,
+    }  # fmt: skip
+    assert tables.goals_table(list(judged.values())).row_count == len(judged)
+
+
+def test_goals_name_measures_that_exist() -> None:
+    """A goal whose scenario calls it otherwise would never be judged."""
+    asked: set[tuple[str, str]] = set()
+
+    class Spy(goals.Rows):
+        def measure(self, system: str, scenario: str, name: str) -> float | None:
+            asked.add((scenario, name))
+            return None
+
+    goals.judge(Spy([], []))
+    known = MEASURES | {"long": {"page 16, 1 node, µs", "page 16, 64 nodes, µs"}}
+    assert [pair for pair in asked if pair[1] not in known[pair[0]] | SAID] == []
+
+
 def test_all_of_ours_are_driven_alike() -> None:
     prompts = list(TINY.prompts())
     for page_size in (1, 16):
+        makes: list[Make] = [SYSTEMS[name].find() for name in OURS if page_size in SYSTEMS[name].page_sizes]
         rates = {
-            replay.measure(entry.make(), prompts, 300, page_size, mode)["hit_rate"]
-            for entry in replay.SYSTEMS.values()
-            if not entry.peer
-            for mode in replay.MODES
+            replay.measure(make(page_size, 300), prompts, mode)["hit_rate"] for make in makes for mode in replay.MODES
         }
         assert len(rates) == 1
+
+
+def test_peers_are_pinned_and_installed_part_by_part() -> None:
+    found = install_peers.parts(install_peers.LIST.read_text())
+    assert len(found) == 5
+    assert all("==" in line for lines in found.values() for line in lines)
+    called: list[list[str]] = []
+
+    def pip(arguments: list[str]) -> int:
+        called.append(arguments)
+        return "b==2" in arguments
+
+    text = "# part: one\na==1  # without its needs\nb==2\n\n# part: two\n# a remark\nc==3\n"
+    assert install_peers.install(text, pip) == ["one"]
+    wanted = [["--no-deps", "a==1"], ["b==2"], ["c==3"]]
+    assert [[word for word in call if "==" in word or word == "--no-deps"] for call in called] == wanted
 
 
 def test_a_benchmark_that_does_not_exist_is_refused() -> None:

@@ -27,6 +27,7 @@ __all__ = ["CacheStats", "CopyPage", "Lease", "PrefixCache"]
 CopyPage = Callable[[int, int, int], None]
 """copy_page(source, target, positions): copies the KV of a page's first positions into another page."""
 
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """Counts of a cache. free + cached + private = total pages; cached = locked + evictable.
@@ -95,7 +96,8 @@ class PrefixCache:
         self.keys = self.tree.keys
         self.enabled = enabled
         self._copy_page = copy_page
-        self._core = _core.Cache(self.tree.core, self.pool, self.keys.token_limit, bool(enabled))
+        self._token_limit = self.keys.token_limit
+        self._core = _core.Cache(self.tree.core, self.pool, self._token_limit, bool(enabled))
         if self.tree.ranks_outside:
             self._core.evict_with(partial(_evict_into, self.tree, self.pool))
 
@@ -111,12 +113,13 @@ class PrefixCache:
             BadTokens: the prompt is empty or holds a token out of range.
             BadArgument: the priority is no int32.
         """
-        name, inside = encode_namespace(namespace), self._copy_page is not None
-        if not self.keys.token_limit:
+        name = b"" if namespace is None else encode_namespace(namespace)
+        if not self._token_limit:
             return self._lease_of_kind(tokens, name, priority)
-        lease = Lease(self._core, name, tokens, priority, None, inside)
-        if inside:
-            self._copy_inside(lease)
+        if self._copy_page is None:
+            return Lease(self._core, name, tokens, priority)
+        lease = Lease(self._core, name, tokens, priority, None, True)
+        self._copy_inside(lease)
         return lease
 
     def _lease_of_kind(self, tokens: TokenLike, namespace: bytes, priority: int) -> Lease:
@@ -154,8 +157,8 @@ class PrefixCache:
         if not self.enabled:
             return 0
         name, inside = encode_namespace(namespace), self._copy_page is not None
-        if self.keys.token_limit:
-            return sum(self.tree.core.peek(name, tokens, self.keys.token_limit, inside, -1))
+        if self._token_limit:
+            return sum(self.tree.core.peek(name, tokens, self._token_limit, inside, -1))
         sequence = self.keys.sequence()
         return self._longest(sequence.append(tokens), sequence, name, inside)
 

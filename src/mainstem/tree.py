@@ -270,12 +270,13 @@ class Tree:
         Raises:
             BadArgument: pages below 0, or no such component or tier.
         """
-        pages = check_integer("pages", pages, 0, _EVERYTHING)
-        return self._evict(pages, self._row(component), self._tier(tier))
+        row = self._row(component)
+        if self.ranks_outside:
+            return self._evict_ranked(check_integer("pages", pages, 0, _EVERYTHING), row, self._tier(tier))
+        return self.core.evict(pages, row, tier)
 
-    def _evict(self, pages: int, row: int, tier: int) -> list[Ids]:
-        if not self.ranks_outside:
-            return self.core.evict(pages, row, tier)
+    def _evict_ranked(self, pages: int, row: int, tier: int) -> list[Ids]:
+        """Asks the policy about what has changed, evicts, and asks again about what that has changed."""
         parts: list[list[Ids]] = []
         missing = pages
         while missing > 0:
@@ -306,7 +307,7 @@ class Tree:
     def flush(self, tier: int = 0) -> list[Ids]:
         """Evicts everything on a tier that is neither locked nor in flight; one array of ids for each component."""
         tier = self._tier(tier)
-        parts = [self._evict(_EVERYTHING, row, tier) for row in range(len(self.components))]
+        parts = [self.evict(_EVERYTHING, component, tier) for component in self._rows]
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def pages(self, node: int, component: str = "full", tier: int = 0) -> Ids:

@@ -19,6 +19,8 @@ using namespace nb::literals;
 
 namespace {
 
+constexpr std::int64_t kEverything = std::int64_t{1} << 62;
+
 Component parse_component(nb::handle row) {
   const auto kind = nb::cast<std::string>(row[0]);
   const auto window = nb::cast<std::uint32_t>(row[1]);
@@ -53,11 +55,10 @@ nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t
 nb::tuple peek(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial,
                std::optional<std::int64_t> most) {
   const Key key(tokens, limit);
-  key.check(0);
   const auto symbols = static_cast<std::int64_t>(key.bytes().size() / tree.symbol_bytes());
   const std::int64_t end = std::clamp(most.value_or(symbols) + (most < 0 ? symbols : 0), std::int64_t{0}, symbols);
   const Bytes bytes = key.bytes().first(static_cast<std::size_t>(end) * tree.symbol_bytes());
-  const PeekResult p = tree.peek(view(ns), bytes, partial);
+  const PeekResult p = tree.peek(view(ns), bytes, partial, [&](std::size_t from) { key.check(from); });
   return nb::make_tuple(std::uint64_t{p.pages} * tree.page_size(), p.partial);
 }
 
@@ -106,32 +107,27 @@ nb::tuple counters(const Tree& tree) {
                         c.evicted_pages, c.splits, tree.size(), tree.namespace_count());
 }
 
-// Errors of the core become those of mainstem.errors, made with these arguments.
-void raise(const char* name, nb::handle arguments) {
-  const nb::object type = nb::module_::import_("mainstem.errors").attr(name);
-  PyErr_SetObject(type.ptr(), arguments.ptr());
-}
-
+// Errors of the core become those of mainstem.errors.
 void translate(const std::exception_ptr& pending, void*) {
   try {
     std::rethrow_exception(pending);
   } catch (const StaleHandle& e) {
-    raise("StaleHandle",
-          nb::str(("handle " + std::to_string(e.handle) + ": its node was evicted or cut short").c_str()));
+    raise_error("StaleHandle",
+                nb::str(("handle " + std::to_string(e.handle) + ": its node was evicted or cut short").c_str()));
   } catch (const NotLocked& e) {
-    raise("NotLocked", nb::str(("handle " + std::to_string(e.handle) + " is not locked").c_str()));
+    raise_error("NotLocked", nb::str(("handle " + std::to_string(e.handle) + " is not locked").c_str()));
   } catch (const BadValue& e) {
-    raise("BadArgument", nb::make_tuple(e.name, e.value, e.allowed));
+    raise_error("BadArgument", nb::make_tuple(e.name, e.value, e.allowed));
   } catch (const BadTokens& e) {
-    raise("BadTokens", nb::str(e.message.c_str()));
+    raise_error("BadTokens", nb::str(e.message.c_str()));
   } catch (const WrongOwner& e) {
-    raise("WrongOwner", nb::str(e.message.c_str()));
+    raise_error("WrongOwner", nb::str(e.message.c_str()));
   } catch (const NoPages& e) {
-    raise("OutOfPages", nb::make_tuple(e.needed, e.free, e.evictable, e.total));
+    raise_error("OutOfPages", nb::make_tuple(e.needed, e.free, e.evictable, e.total));
   } catch (const Closed&) {
-    raise("LeaseClosed", nb::str("the lease was finished or aborted"));
+    raise_error("LeaseClosed", nb::str("the lease was finished or aborted"));
   } catch (const Corrupt& e) {
-    raise("CorruptTree", nb::str(e.message.c_str()));
+    raise_error("CorruptTree", nb::str(e.message.c_str()));
   }
 }
 
@@ -165,11 +161,13 @@ NB_MODULE(_core, m) {
            nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "
                    "tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]"),
            "The fields of mainstem.Match. Tokens are ids below `limit`; with limit 0, symbols in bytes.")
-      .def("peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
-           nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
-                   "tuple[int, int]"),
-           "Symbols in whole pages, and of the next page, that a match of the first `most` would find; -1: all but one.")
-      .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a, "ready"_a,
+      .def(
+          "peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
+          nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
+                  "tuple[int, int]"),
+          "Symbols in whole pages, and of the next page, that a match of the first `most` would find; -1: all but one.")
+      .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
+           "ready"_a,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "
                    "collections.abc.Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, "
                    "tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
@@ -191,8 +189,12 @@ NB_MODULE(_core, m) {
           "tier"_a, nb::sig("def cancel(self, node: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
       .def(
           "evict",
-          [](Tree& t, std::uint64_t n, std::uint32_t c, std::uint32_t tier) { return to_list(t.evict(n, c, tier)); },
-          "ids"_a, "component"_a, "tier"_a,
+          [](Tree& t, nb::handle ids, std::uint32_t component, nb::handle tier) {
+            const auto want = static_cast<std::uint64_t>(integer(ids, "pages", 0, kEverything));
+            const auto from = static_cast<std::uint32_t>(integer(tier, "tier", 0, t.tiers() - 1));
+            return to_list(t.evict(want, component, from));
+          },
+          "ids"_a.none(), "component"_a, "tier"_a.none(),
           nb::sig("def evict(self, ids: int, component: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
       .def(
           "waiting",

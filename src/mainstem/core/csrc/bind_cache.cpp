@@ -1,6 +1,5 @@
 // The Python face of the cache and the lease; the rules are in cache.h.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
@@ -35,6 +34,20 @@ PyCache& cache_of(nb::handle object) {
   return nb::cast<PyCache&>(object);
 }
 
+// A table's memory for NumPy to look at; keeps it alive.
+struct Pages {
+  Table::Memory memory;
+  std::size_t size;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const Pages& pages = *nb::inst_ptr<Pages>(self);
+  return PyBuffer_FillInfo(view, self, pages.memory.get(), static_cast<Py_ssize_t>(pages.size * sizeof(std::int32_t)),
+                           /*readonly=*/1, flags);
+}
+
+PyType_Slot kPagesSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)}, {0, nullptr}};
+
 class PyLease {
  public:
   PyLease(nb::object owner, std::string_view ns, const Key& key, std::int32_t priority, std::uint64_t most, bool inside)
@@ -62,9 +75,7 @@ class PyLease {
   nb::object page_table() {
     const Table& table = lease.table();
     if (!view_.is_valid() || viewed_ != table.memory().get() || viewed_pages_ != table.size()) {
-      auto* memory = new Table::Memory(table.memory());
-      nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Table::Memory*>(p); });
-      view_ = nb::cast(nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>(memory->get(), {table.size()}, owner));
+      view_ = table.size() ? array_over(nb::cast(Pages{table.memory(), table.size()})) : to_array({});
       viewed_ = table.memory().get();
       viewed_pages_ = table.size();
     }
@@ -117,6 +128,8 @@ void bind_cache(nb::module_& m) {
           },
           nb::sig("def counters(self) -> tuple[int, int, int, int, int, int]"),
           "Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages.");
+
+  nb::class_<Pages>(m, "_Pages", nb::type_slots(kPagesSlots), "The memory of a page table.");
 
   nb::class_<PyLease>(m, "Lease",
                       "One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a "

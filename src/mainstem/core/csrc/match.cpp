@@ -9,6 +9,7 @@ namespace mainstem {
 
 namespace {
 
+constexpr std::uint32_t kFewChildren = 2;       // quicker looked at than hashed: one load does not wait for the other
 constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match looks at, youngest first
 
 // Length of the common prefix of two byte strings: one memcmp when they agree, otherwise halving.
@@ -48,33 +49,35 @@ Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t
     step.pages = common_pages(n.key.data(), page, std::min(n.pages, pages));
     return step.pages > 0;
   };
-  const Index only = nodes_[parent].children == 1 ? nodes_[parent].first_child : kNone;
-  if (only != kNone)
-    step.node = agrees(only) ? only : kNone;
-  else
+  if (nodes_[parent].children <= kFewChildren) {
+    step.node = nodes_[parent].first_child;
+    while (step.node != kNone && !agrees(step.node))
+      step.node = nodes_[step.node].next;
+  } else {
     step.node = table_.find(hash(parent, page), agrees);
+  }
   return step;
 }
 
 // The nodes along the key, as far as the key is in the tree at all.
-void Tree::walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path) const {
+void Tree::walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path,
+                const CheckRest& check_rest) const {
   path->clear();
-  const std::uint8_t* page = key.data();
-  for (Index node = root; pages > 0;) {
-    const Step step = step_down(node, page, pages);
-    if (step.node == kNone) return;
+  std::uint32_t at = 0;
+  for (Index node = root; node != kNone && at < pages;) {
+    const Step step = step_down(node, key.data() + std::size_t{at} * page_bytes_, pages - at);
+    if (step.node == kNone) break;
     path->push_back(step);
-    if (step.pages < nodes_[step.node].pages) return;
-    page += std::size_t{step.pages} * page_bytes_;
-    pages -= step.pages;
-    node = step.node;
+    at += step.pages;
+    node = step.pages == nodes_[step.node].pages ? step.node : kNone;
   }
+  if (check_rest) check_rest(std::size_t{at} * page_size_);
 }
 
 // How far each tier reaches along a walk: best[t] counts a cell as usable when it is present on any tier up to t.
 Tree::Reach Tree::judge(const std::vector<Step>& path) const {
   Reach reach;
-  if (slots_ == 1 && divides_pages()) {  // what the loop below comes to, when a match may end at any present page
+  if (single_cell_) {  // what the loop below comes to, when a match may end at any present page
     std::size_t at = 0;
     for (; at < path.size() && cell(path[at].node, 0).present(); ++at)
       reach.first += path[at].pages;
@@ -147,10 +150,7 @@ Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
 MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) {
   const std::uint32_t pages = whole_pages(key);
   const Index root = find_root(ns);
-  path_.clear();
-  if (root != kNone) walk(root, key, pages, &path_);
-  if (check_rest)
-    check_rest(path_.empty() ? 0 : std::size_t{nodes_[path_.back().node].start + path_.back().pages} * page_size_);
+  walk(root, key, pages, &path_, check_rest);
 
   MatchResult result;
   ++tick_;
@@ -165,7 +165,8 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   const Index deepest = cut(&path_, result.pages + result.host_pages);
   for (const Step& step : path_) {
     ++nodes_[step.node].hits;
-    touch(step.node, tick_);
+    nodes_[step.node].accessed = tick_;
+    if (!single_cell_ || &step == &path_.back()) touch(step.node, tick_);  // with one cell, inner nodes have no rank
   }
   const Index node = cut(&path_, result.pages);
   result.host_node = deepest ? handle(deepest) : 0;
@@ -183,12 +184,11 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   return result;
 }
 
-PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial) const {
-  const std::uint32_t pages = whole_pages(key);
+PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {
   const Index root = find_root(ns);
-  if (root == kNone) return {};
   std::vector<Step> path;
-  walk(root, key, pages, &path);
+  walk(root, key, whole_pages(key), &path, check_rest);
+  if (root == kNone) return {};
   const std::uint32_t end = judge(path).best[0];
   if (!partial || !divides_pages()) return {end, 0};
   while (!path.empty() && nodes_[path.back().node].start >= end)

@@ -170,6 +170,11 @@ std::string name_of_type(nb::dlpack::dtype type) {
 
 }  // namespace
 
+void raise_error(const char* name, nb::handle arguments) {
+  const nb::object type = nb::module_::import_("mainstem.errors").attr(name);
+  PyErr_SetObject(type.ptr(), arguments.ptr());
+}
+
 nb::object new_ids(std::size_t n, std::int32_t** data) {
   // Never destroyed: they outlive the interpreter's own shutdown order.
   static PyObject* empty = nb::module_::import_("numpy").attr("empty").inc_ref().ptr();
@@ -183,6 +188,15 @@ nb::object new_ids(std::size_t n, std::int32_t** data) {
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE) != 0) throw nb::python_error();
   *data = static_cast<std::int32_t*>(view.buf);
   PyBuffer_Release(&view);  // the array keeps its memory
+  return array;
+}
+
+nb::object array_over(nb::handle buffer) {
+  static PyObject* frombuffer = nb::module_::import_("numpy").attr("frombuffer").inc_ref().ptr();
+  static PyObject* dtype = nb::module_::import_("numpy").attr("dtype")("int32").inc_ref().ptr();
+  PyObject* arguments[] = {buffer.ptr(), dtype};
+  const nb::object array = nb::steal(PyObject_Vectorcall(frombuffer, arguments, 2, nullptr));
+  if (!array.is_valid()) throw nb::python_error();
   return array;
 }
 
@@ -360,9 +374,10 @@ nb::bytes encode_tokens(nb::handle tokens, std::int64_t limit) {
 
 std::int64_t integer(nb::handle value, const char* name, std::int64_t least, std::int64_t most) {
   const std::optional<std::int64_t> number = read_integer(value.ptr());
-  if (!number || *number < least || *number > most)
-    throw BadValue{name, repr(value.ptr()), "an integer from " + std::to_string(least) + " to " + std::to_string(most)};
-  return *number;
+  if (number && least <= *number && *number <= most) return *number;
+  const std::string allowed = "an integer from " + std::to_string(least) + " to " + std::to_string(most);
+  raise_error("BadArgument", nb::make_tuple(nb::str(name), value, nb::str(allowed.c_str())));
+  throw nb::python_error();
 }
 
 }  // namespace mainstem

@@ -42,8 +42,13 @@ class View {
   Py_buffer view_{};
 };
 
+// Sets the error of that name in mainstem.errors, made with these arguments.
+void raise_error(const char* name, nb::handle arguments);
+
 // numpy.empty(n, int32), and where its data lies.
 nb::object new_ids(std::size_t n, std::int32_t** data);
+// A view, int32, of an object with the buffer protocol that holds at least one.
+nb::object array_over(nb::handle buffer);
 nb::object to_array(std::span<const std::int32_t> ids);
 
 // The symbols of a sequence of token ids, 4 little-endian bytes each, for the time of one call.
@@ -97,7 +102,7 @@ class Tokens {
 nb::bytes encode_tokens(nb::handle tokens, std::int64_t limit);
 
 // An integer argument in [least, most], as mainstem.errors.check_integer takes it: of any type that has __index__, but
-// no bool. Throws BadValue.
+// no bool. Raises BadArgument.
 std::int64_t integer(nb::handle value, const char* name, std::int64_t least, std::int64_t most);
 
 }  // namespace mainstem

@@ -31,12 +31,15 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
       tiers_(tiers),
       rows_(std::move(components)),
       slots_(rows_.size() * tiers),
+      single_cell_(slots_ == 1 && rows_[0].leaf_only()),
       policy_(find_policy(policy)),
       seed_(hash_seed) {
   require(symbol_bytes == 4 || symbol_bytes == 8 || symbol_bytes == 16, "symbol_bytes", symbol_bytes, "4, 8 or 16");
   require(page_size >= 1 && page_size <= (1u << 20), "page_size", page_size, "1 to 1048576");
   require(tiers >= 1 && tiers <= kMaxTiers, "tiers", tiers, "1 to 4");
   require(!rows_.empty() && rows_.size() <= kMaxComponents, "components", rows_.size(), "1 to 8 of them");
+  for (std::size_t s = 0; s < slots_; ++s)
+    row_of_slot_.push_back(rows_[s / tiers_]);
   orders_.resize(slots_);
   counts_.resize(slots_);
   new_node();  // index 0 is nobody

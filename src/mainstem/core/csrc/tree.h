@@ -113,9 +113,10 @@ class Tree {
   Tree(const Tree&) = delete;
   Tree& operator=(const Tree&) = delete;
 
-  // `check_rest` is called before anything changes, with the number of symbols that the tree has; it may throw.
+  // `check_rest` is called before anything changes, with the number of symbols that the tree has (those are as good as
+  // when they were stored); it may throw.
   MatchResult match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {});
-  PeekResult peek(std::string_view ns, Bytes key, bool partial) const;
+  PeekResult peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {}) const;
 
   // Behind the root of a namespace, or (the namespace does not matter then) behind a node; whether that node lies on
   // the path of the whole key is for the caller to know, or to ask `lies_on`.
@@ -151,6 +152,7 @@ class Tree {
   std::uint32_t symbol_bytes() const { return symbol_bytes_; }
   std::uint32_t page_size() const { return page_size_; }
   std::uint32_t page_bytes() const { return page_bytes_; }
+  std::uint32_t tiers() const { return tiers_; }
   bool one_id_a_page(std::size_t component) const { return component < rows_.size() && rows_[component].per_page(); }
   bool ranks_itself() const { return policy_->rank != nullptr; }
 
@@ -185,7 +187,7 @@ class Tree {
 
   // addresses
   std::size_t slot(std::uint32_t component, std::uint32_t tier) const { return component * tiers_ + tier; }
-  const Component& row(std::size_t slot) const { return rows_[slot / tiers_]; }
+  const Component& row(std::size_t slot) const { return row_of_slot_[slot]; }
   Cell& cell(Index node, std::size_t slot) { return cells_[std::size_t{node} * slots_ + slot]; }
   const Cell& cell(Index node, std::size_t slot) const { return cells_[std::size_t{node} * slots_ + slot]; }
   std::uint32_t& pins(Index node, std::uint32_t tier) { return pins_[std::size_t{node} * tiers_ + tier]; }
@@ -228,7 +230,7 @@ class Tree {
   void touch(Index node, std::uint64_t tick);
 
   // operations in parts
-  void walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path) const;
+  void walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path, const CheckRest& check_rest) const;
   Reach judge(const std::vector<Step>& path) const;
   Index cut(std::vector<Step>* path, std::uint32_t pages);
   std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
@@ -261,6 +263,8 @@ class Tree {
   const std::uint32_t symbol_bytes_, page_size_, page_bytes_, tiers_;
   const std::vector<Component> rows_;
   const std::size_t slots_;  // cells a node
+  std::vector<Component> row_of_slot_;
+  const bool single_cell_;  // full attention on one tier: a node has one cell, and only leaves have a rank
   const Policy* policy_;
   const std::uint64_t seed_;
 
