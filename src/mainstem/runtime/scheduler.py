@@ -441,16 +441,10 @@ class _Task:
         return Segment(tokens, self.computed, self._lease.page_table, logits=n == self.pending)
 
     def advance(self, n: int) -> None:
-        """Counts n tokens as computed.
-
-        A prompt's are published at once, for others to use. An answer's wait for its end: published as each page fills,
-        they would make a node a page.
-        """
+        """Counts n tokens as computed, and publishes every page that they fill, for others to use at once."""
         assert self._lease is not None
-        is_prompt = self.prefilling
         self.computed += n
-        if is_prompt:
-            self._lease.publish(self.computed)
+        self._lease.publish(self.computed)
 
     def append(self, token: int) -> None:
         """A sampled token joins the sequence."""

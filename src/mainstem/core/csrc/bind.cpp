@@ -65,9 +65,9 @@ nb::tuple peek(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::in
 nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, nb::sequence ids, Handle after,
                  std::int32_t priority, std::uint32_t tier, bool ready) {
   const Key key(tokens, limit);
-  key.check(0);
-  if (!tree.lies_on(view(ns), key.bytes(), after))
-    throw BadValue{"after", std::to_string(after), "a node on the path of the key, in its namespace"};
+  const bool on_path = tree.lies_on(view(ns), key.bytes(), after);
+  key.check(on_path ? std::size_t{tree.end(after)} * tree.page_size() : 0);
+  if (!on_path) throw BadValue{"after", std::to_string(after), "a node on the path of the key, in its namespace"};
   const std::size_t pages = key.bytes().size() / tree.page_bytes();
   const std::uint32_t begin = tree.end(after);
   const std::size_t n = std::min(nb::len(ids), kMaxComponents);
