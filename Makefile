@@ -42,7 +42,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CORE) tests/native/*.cpp
+	$(BIN)/clang-format --dry-run --Werror $(CORE) $(wildcard tests/native/*.cpp tests/native/*.h bench/native/*.cpp bench/native/*.h)
 
 test: lint
 	$(BIN)/pytest --numprocesses auto $(ARGS)
@@ -62,8 +62,8 @@ bench-index: $(VENV)/dev $(PEERS)/ready
 
 # The native tests of the core, longer than in `make test`, with sanitizers.
 native:
-	$(MAKE) --silent -C tests/native FLAVOUR=asan SEEDS=20 OPERATIONS=400 run
-	$(MAKE) --silent -C tests/native FLAVOUR=tsan SEEDS=1 OPERATIONS=150 run
+	$(MAKE) --silent -C tests/native FLAVOUR=asan SEEDS=10 OPERATIONS=300 run
+	$(MAKE) --silent -C tests/native FLAVOUR=tsan SEEDS=2 OPERATIONS=100 run
 
 coverage: $(VENV)/dev
 	$(MAKE) --silent -C tests/native FLAVOUR=coverage PYTHON=$(abspath $(BIN))/python report

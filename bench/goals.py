@@ -69,7 +69,6 @@ def _look_ups() -> Iterable[Goal]:
         for nodes in ("1 node", "64 nodes"):
             name = f"page 16, {nodes}, µs"
             yield _scenario(f"look-up of a long prompt in {nodes}, {face}", 15, "µs", "long", name, system)
-        yield _scenario(f"a miss of a long prompt, {face}", 1, "µs", "miss", "µs", system)
         yield _scenario(f"look-up beside a busy thread, p99, {face}", 5, "µs", "busy", "p99 µs", system)
         yield _scenario(f"cold look-up in a large tree, p50, {face}", 3, "µs", "cold", "p50 µs", system)
 

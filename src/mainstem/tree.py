@@ -270,10 +270,10 @@ class Tree:
         Raises:
             BadArgument: pages below 0, or no such component or tier.
         """
-        row = self._row(component)
-        if self.ranks_outside:
+        if self.ranks_outside or component not in self._rows:
+            row = self._row(component)
             return self._evict_ranked(check_integer("pages", pages, 0, _EVERYTHING), row, self._tier(tier))
-        return self.core.evict(pages, row, tier)
+        return self.core.evict(pages, self._rows[component], tier)
 
     def _evict_ranked(self, pages: int, row: int, tier: int) -> list[Ids]:
         """Asks the policy about what has changed, evicts, and asks again about what that has changed."""

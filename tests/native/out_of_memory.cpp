@@ -1,12 +1,15 @@
-// Fails every allocation of every operation of the tree, one after another: the tree must be sound afterwards and hold
-// the same pages under the same prefixes. Built and run by tests/test_out_of_memory.py; prints a line an operation.
+// Fails every allocation of every operation, one after another. Afterwards the tree must be sound and hold the same
+// pages under the same prefixes, each page must have the owner that it had, and the same call must succeed once there
+// is memory. Prints a line an operation.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <new>
 #include <numeric>
 
-#include "tree.h"
+#include "cache.h"
+#include "support.h"
 
 namespace {
 
@@ -24,112 +27,405 @@ extern "C" void* __wrap_malloc(std::size_t bytes) {
   return fails_now() ? nullptr : __real_malloc(bytes);
 }
 
-void* operator new(std::size_t bytes) {
+// Not inlined, or the compiler takes free() for the wrong partner of new.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
   void* memory = fails_now() ? nullptr : __real_malloc(bytes);
   if (!memory) throw std::bad_alloc();
   return memory;
 }
-void operator delete(void* memory) noexcept {
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
   std::free(memory);
 }
-void operator delete(void* memory, std::size_t) noexcept {
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
   std::free(memory);
 }
+
+namespace mainstem {
 
 namespace {
 
-using namespace mainstem;
-using Tokens = std::vector<std::uint32_t>;
-
-Tokens run_of(std::uint32_t length, std::uint32_t first = 0) {
-  Tokens tokens(length);
-  std::iota(tokens.begin(), tokens.end(), first);
-  return tokens;
+// Symbols first, first + 1, ...
+std::string run_of(std::uint32_t length, std::uint32_t first = 0) {
+  std::string key;
+  for (std::uint32_t i = 0; i < length; ++i)
+    key += symbol(first + i, 4);
+  return key;
 }
 
-Bytes bytes_of(const Tokens& tokens) {
-  return {reinterpret_cast<const std::uint8_t*>(tokens.data()), tokens.size() * sizeof(tokens[0])};
+// The same with one symbol changed, so that it parts there.
+std::string parted(std::uint32_t length, std::uint32_t at) {
+  return run_of(at) + symbol(99999, 4) + run_of(length - at - 1, at + 1);
 }
 
-Handle insert(Tree& tree, const char* ns, const Tokens& tokens, std::int32_t first_id, Handle after = 0,
-              bool ready = true) {
-  Ids ids(tokens.size());
-  std::iota(ids.begin(), ids.end(), first_id);
-  const IdSpan column(ids);
-  return tree.insert(ns, bytes_of(tokens), {&column, 1}, after, 0, 0, ready, true).node;
-}
+// ---------------------------------------------------------------- the tree
 
-// What the tree holds, however it is cut into nodes: the ids of each leaf's path, and the counts.
-std::string contents(const Tree& tree) {
-  std::string text;
-  for (const std::string& ns : tree.namespaces()) {
-    for (const NodeView& node : tree.nodes(ns)) {
-      if (node.children) continue;
-      Ids path(tree.end(node.stats.node));
-      tree.copy_ids(node.stats.node, 0, 0, path.data());
-      text += ns + ":";
-      for (const std::int32_t id : path)
-        text += std::to_string(id) + ",";
-    }
+struct Forest {
+  explicit Forest(const std::vector<Component>& rows) : rows(rows), tree(4, 1, rows, 2, "lru", 42) {
+    node = insert("a", run_of(300));
+    for (std::uint32_t i = 0; i < 6; ++i)
+      insert("b", run_of(20 + 10 * i, 1000 * i));
+    pinned = insert("c", run_of(40));
+    tree.lock(pinned, 0);  // keeps it and the next piece apart
+    insert("c", run_of(40, 40), pinned);
   }
-  const CellCounts counts = tree.counts(0, 0);
-  return text + std::to_string(counts.present) + "/" + std::to_string(counts.locked);
-}
+
+  Handle insert(const char* ns, const std::string& key, Handle after = 0, bool ready = true, std::uint32_t tier = 0) {
+    std::vector<Ids> ids;
+    for (const Component& row : rows) {
+      Ids& column = ids.emplace_back(row.per_page() ? key.size() / 4 : 1);
+      std::iota(column.begin(), column.end(), next_id);
+      next_id += static_cast<std::int32_t>(column.size());
+    }
+    std::vector<IdSpan> spans(ids.begin(), ids.end());
+    return tree.insert(ns, after, {bytes_of(key), spans}, 0, tier, ready).node;
+  }
+
+  std::vector<Component> rows;
+  Tree tree;
+  Handle node = 0, pinned = 0;
+  std::int32_t next_id = 0;
+};
 
 struct Operation {
   const char* name;
-  std::function<void(Tree&, Handle)> run;
+  std::function<void(Forest&)> prepare;  // with all the memory that it wants
+  std::function<void(Forest&)> run;
 };
 
-const Operation kOperations[] = {
-    {"insert into a new namespace",
-     [](Tree& t, Handle) { insert(t, "a tenant with a long name", run_of(100, 5000), 5000); }},
-    {"insert a branch",
-     [](Tree& t, Handle) {
-       Tokens tokens = run_of(300);
-       tokens[150] = 99999;
-       insert(t, "a", tokens, 6000);
+void nothing(Forest&) {}
+
+// Evicts; what is gone must have been given back.
+void evict(Forest& f, std::uint64_t ids, std::uint32_t component) {
+  const std::uint64_t before = f.tree.counts(component, 0).present;
+  const std::vector<Ids> freed = f.tree.evict(ids, component, 0);
+  if (before - f.tree.counts(component, 0).present != freed[component].size()) throw Failure{"ids were lost"};
+}
+
+const std::vector<Operation> kOperations{
+    {"insert into a new namespace", nothing, [](Forest& f) { f.insert("a tenant with a long name", run_of(100)); }},
+    {"insert a branch", nothing, [](Forest& f) { f.insert("a", parted(300, 150)); }},
+    {"extend", nothing, [](Forest& f) { f.insert("a", run_of(100, 300), f.node); }},
+    {"extend in flight", nothing, [](Forest& f) { f.insert("a", run_of(100, 300), f.node, false); }},
+    {"extend in flight from the root", nothing, [](Forest& f) { f.insert("a", run_of(400), 0, false); }},
+    {"fill another tier", nothing, [](Forest& f) { f.insert("a", run_of(200), 0, true, 1); }},
+    {"match with a split", nothing, [](Forest& f) { f.tree.match("a", bytes_of(run_of(120)), true); }},
+    {"match on two tiers", [](Forest& f) { f.insert("a", run_of(350), 0, true, 1); },
+     [](Forest& f) { f.tree.match("a", bytes_of(run_of(320)), true); }},
+    {"views", nothing,
+     [](Forest& f) {
+       for (const std::string& ns : f.tree.namespaces())
+         f.tree.nodes(ns);
      }},
-    {"extend", [](Tree& t, Handle node) { insert(t, "a", run_of(400), 7000, node); }},
-    {"extend in flight", [](Tree& t, Handle node) { insert(t, "a", run_of(400), 7000, node, false); }},
-    {"match with a split", [](Tree& t, Handle) { t.match("a", bytes_of(run_of(120)), true); }},
-    {"lock", [](Tree& t, Handle node) { t.lock(node, 0); }},
-    {"evict everything", [](Tree& t, Handle) { t.evict(1000, 0, 0); }},
-    {"evict a part", [](Tree& t, Handle) { t.evict(10, 0, 0); }},
+    {"peek", nothing, [](Forest& f) { f.tree.peek("a", bytes_of(run_of(120)), true); }},
+    {"lock", nothing, [](Forest& f) { f.tree.lock(f.node, 0); }},
+    {"move a lock", [](Forest& f) { f.node = f.insert("c", run_of(50, 40), f.pinned); },
+     [](Forest& f) { f.tree.move_lock(f.pinned, f.node, 0); }},
+    {"unlock with a joint", nothing, [](Forest& f) { f.tree.unlock(f.pinned, 0); }},
+    {"attach", nothing,
+     [](Forest& f) {
+       const Ids ids(300, 5000);
+       f.tree.attach(f.node, 0, 1, ids, true);
+     }},
+    {"attach in flight", nothing,
+     [](Forest& f) {
+       const Ids ids(300, 5000);
+       f.tree.attach(f.node, 0, 1, ids, false);
+     }},
+    {"commit", [](Forest& f) { f.node = f.insert("a", run_of(100, 300), f.node, false); },
+     [](Forest& f) { f.tree.commit(f.node, 0); }},
+    {"cancel", [](Forest& f) { f.node = f.insert("a", run_of(100, 300), f.node, false); },
+     [](Forest& f) { f.tree.cancel(f.node, 0); }},
+    {"evict everything", nothing, [](Forest& f) { evict(f, 100000, 0); }},
+    {"evict a part", nothing, [](Forest& f) { evict(f, 10, 0); }},
+    {"evict some of the last component", nothing,
+     [](Forest& f) { evict(f, 10, static_cast<std::uint32_t>(f.rows.size() - 1)); }},
+    {"evict most of a node", [](Forest& f) { f.tree.match("b", bytes_of(run_of(20)), false); },
+     [](Forest& f) { evict(f, 200, 0); }},
+    {"evict from a shared node", [](Forest& f) { f.insert("a", run_of(300), 0, true, 1); },
+     [](Forest& f) { evict(f, 10, 0); }},
 };
 
-// Runs one operation with its k-th allocation failing; whether it had so many.
-bool run_failing(const Operation& operation, long k) {
-  Tree tree(4, 1, {{Kind::full}}, 1, "lru", 42);
-  const Handle node = insert(tree, "a", run_of(300), 0);
-  insert(tree, "b", run_of(20, 1000), 1000);
-  const std::string before = contents(tree);
+// What is refused needs memory for its message.
+const std::vector<Operation> kRefusals{
+    {"settings", nothing, [](Forest&) { Tree(3, 1, {{Kind::full}}, 1, "lru", 1); }},
+    {"a policy", nothing, [](Forest&) { Tree(4, 1, {{Kind::full}}, 1, "a policy that nobody knows", 1); }},
+    {"a tier", nothing, [](Forest& f) { f.tree.lock(f.node, 12); }},
+    {"a component", nothing, [](Forest& f) { f.tree.counts(12, 0); }},
+    {"an insertion behind a node in flight", [](Forest& f) { f.node = f.insert("a", run_of(100, 300), f.node, false); },
+     [](Forest& f) { f.insert("a", run_of(10, 400), f.node); }},
+    {"an insertion behind a node without pages", nothing,
+     [](Forest& f) { f.insert("a", run_of(10, 300), f.node, true, 1); }},
+    {"a key and ids", nothing,
+     [](Forest& f) {
+       const std::vector<Ids> ids(f.rows.size(), Ids(7, 0));
+       const std::vector<IdSpan> spans(ids.begin(), ids.end());
+       f.tree.insert("a", 0, {bytes_of(run_of(300)), spans}, 0, 0, true);
+     }},
+    {"a negative id", nothing,
+     [](Forest& f) {
+       const std::vector<Ids> ids(f.rows.size(), Ids(1, -5));
+       const std::vector<IdSpan> spans(ids.begin(), ids.end());
+       f.tree.insert("a", 0, {bytes_of(run_of(1)), spans}, 0, 0, true);
+     }},
+    {"an attachment of too few", nothing, [](Forest& f) { f.tree.attach(f.node, 0, 1, {}, true); }},
+    {"an attachment twice", nothing,
+     [](Forest& f) {
+       const Ids ids(300, 5000);
+       f.tree.attach(f.node, 0, 0, ids, true);
+     }},
+    {"a commit", nothing, [](Forest& f) { f.tree.commit(f.node, 0); }},
+    {"a cancellation", nothing, [](Forest& f) { f.tree.cancel(f.node, 0); }},
+    {"a rank", nothing, [](Forest& f) { f.tree.rank(f.pinned, 0, 0, {1, 0}); }},
+    {"a pool", nothing,
+     [](Forest&) {
+       Pool pool(4);
+       const Ids wrong{0, 1, 2};
+       pool.move(wrong, Owner::privately, Owner::free);
+     }},
+    {"a page named twice", nothing,
+     [](Forest&) {
+       Pool pool(4);
+       Ids pages(2);
+       pool.allocate(2, pages.data());
+       pages[1] = pages[0];
+       pool.move(pages, Owner::privately, Owner::free);
+     }},
+    {"a page", nothing, [](Forest&) { Pool(4).owner(1000000000); }},
+};
+
+// Attaching gives every page the same id, which check() would find; these tests look at ids elsewhere.
+bool repeats_ids(const Operation& operation) {
+  return std::string_view(operation.name).starts_with("attach");
+}
+
+// Whether a refusal had as many allocations as that.
+bool fail_in_refusal(const Operation& refusal, const std::vector<Component>& rows, long k) {
+  Forest forest(rows);
+  refusal.prepare(forest);
+  const Contents before = contents_of(forest.tree, rows, 2);
+  bool refused = false;
   allocations_left = k;
   try {
-    operation.run(tree, node);
-    allocations_left = -1;
-    return false;
+    refusal.run(forest);
+  } catch (const std::bad_alloc&) {
+  } catch (const BadValue&) {
+    refused = true;
+  } catch (const WrongOwner&) {
+    refused = true;
+  }
+  const bool fired = allocations_left < 0;
+  allocations_left = -1;
+  expect(refused || fired, "it is refused");
+  forest.tree.check();
+  expect(contents_of(forest.tree, rows, 2) == before, "the contents are the same");
+  return fired;
+}
+
+// Runs something with its k-th allocation failing. An operation may do without that memory.
+enum class End { had_fewer, did_without, failed };
+
+End fail(long k, const std::function<void()>& run) {
+  allocations_left = k;
+  try {
+    run();
   } catch (const std::bad_alloc&) {
     allocations_left = -1;
+    return End::failed;
   }
-  tree.check();
-  if (contents(tree) != before) throw Corrupt{"the contents changed"};
+  const bool fired = allocations_left < 0;
+  allocations_left = -1;
+  return fired ? End::did_without : End::had_fewer;
+}
+
+// Whether the operation had as many allocations as that.
+bool fail_in_tree(const Operation& operation, const std::vector<Component>& rows, long k) {
+  Forest forest(rows);
+  operation.prepare(forest);
+  const Contents before = contents_of(forest.tree, rows, 2);
+  const std::int32_t next_id = forest.next_id;
+  const End end = fail(k, [&] { operation.run(forest); });
+  if (end != End::failed) {
+    if (!repeats_ids(operation)) forest.tree.check();
+    return end == End::did_without;
+  }
+  forest.tree.check();
+  expect(contents_of(forest.tree, rows, 2) == before, "the contents are the same");
+  forest.next_id = next_id;
+  operation.run(forest);
+  if (!repeats_ids(operation)) forest.tree.check();
   return true;
+}
+
+// ---------------------------------------------------------------- the cache
+
+constexpr std::uint32_t kPages = 100;
+const std::vector<Component> kFull{{Kind::full}};
+
+struct Desk {
+  Desk() {
+    insert("b", run_of(60, 7000));
+    insert("c", run_of(9, 8000));
+    insert("c", run_of(9, 9000));
+    lease = open("a", run_of(40));
+    lease->reserve(40);
+  }
+  std::unique_ptr<Lease> open(const char* ns, const std::string& key, std::uint32_t most = 1000) {
+    return std::make_unique<Lease>(cache, ns, 0, bytes_of(key), std::min<std::uint64_t>(most, key.size() / 4), true,
+                                   CheckRest());
+  }
+  void insert(const char* ns, const std::string& key) {
+    const std::unique_ptr<Lease> writer = open(ns, key);
+    writer->reserve(key.size() / 4 - writer->hit());
+    writer->finish({});
+  }
+  // Every page is free, the tree's, or of a lease that is open.
+  void check() {
+    tree.check();
+    expect(pool.sound(), "the pool is sound");
+    std::uint64_t privately = 0;
+    for (Lease* one : {lease.get(), other.get()})
+      if (one && !one->closed()) {
+        privately += one->table().size() - one->published() / tree.page_size();
+        for (const std::int32_t page : one->table().from(one->published() / tree.page_size()))
+          expect(pool.owner(page) == std::string("private"), "a page of a lease is private");
+      }
+    expect_equal(pool.owned(Owner::privately), privately, "private pages");
+    expect_equal(pool.owned(Owner::cached), tree.counts(0, 0).present, "cached pages");
+    for (const auto& [path, cells] : contents_of(tree, kFull, 1))
+      expect(pool.owner(cells[0].id) == std::string("cached"), "a page of the tree is cached");
+  }
+  // Ends all leases and empties the tree: every page comes back.
+  void close() {
+    for (Lease* one : {lease.get(), other.get()})
+      if (one) one->finish({});
+    check();
+    lease.reset();
+    other.reset();
+    cache.take_back();
+    pool.move(tree.evict(kPages, 0, 0)[0], Owner::cached, Owner::free);
+    check();
+    expect_equal(pool.owned(Owner::free), kPages, "free pages in the end");
+  }
+
+  Tree tree{4, 2, kFull, 1, "lru", 42};
+  Pool pool{kPages};
+  Cache cache{tree, pool, true};
+  std::unique_ptr<Lease> lease, other;
+};
+
+struct LeaseOperation {
+  const char* name;
+  bool evicts;  // then what is left of the contents must be as it was
+  std::function<void(Desk&)> prepare;
+  std::function<void(Desk&)> run;
+};
+
+void no_preparation(Desk&) {}
+
+const std::vector<LeaseOperation> kLeaseOperations{
+    {"a lease on nothing", false, no_preparation, [](Desk& d) { d.other = d.open("d", run_of(100)); }},
+    {"a lease that splits a node", false, no_preparation, [](Desk& d) { d.other = d.open("b", run_of(21, 7000)); }},
+    {"a lease and a copy", false, no_preparation,
+     [](Desk& d) {
+       d.other = d.open("b", run_of(21, 7000));
+       if (d.other->begin_copy()) d.other->end_copy(true);
+     }},
+    {"a copy for which a page is evicted", true,
+     [](Desk& d) {
+       d.lease->reserve(2 * d.pool.owned(Owner::free));
+       d.other = d.open("b", run_of(21, 7000));
+     },
+     [](Desk& d) {
+       if (d.other->begin_copy()) d.other->end_copy(false);
+     }},
+    {"reserve", false, no_preparation, [](Desk& d) { d.lease->reserve(60); }},
+    {"reserve with eviction", true, no_preparation, [](Desk& d) { d.lease->reserve(150); }},
+    {"append", false, no_preparation, [](Desk& d) { d.lease->append(bytes_of(run_of(50, 40))); }},
+    {"publish", false, no_preparation, [](Desk& d) { d.lease->publish(31); }},
+    {"publish the rest", false, [](Desk& d) { d.lease->publish(21); }, [](Desk& d) { d.lease->publish(40); }},
+    {"publish a duplicate", false, [](Desk& d) { d.insert("a", run_of(30)); }, [](Desk& d) { d.lease->publish(40); }},
+    {"publish a duplicate that parts", false, [](Desk& d) { d.insert("a", parted(60, 20)); },
+     [](Desk& d) { d.lease->publish(40); }},
+    {"finish", false, no_preparation, [](Desk& d) { d.lease->finish({}); }},
+    {"finish with a duplicate", false, [](Desk& d) { d.insert("a", run_of(30)); },
+     [](Desk& d) { d.lease->finish(40); }},
+    {"abort", false, no_preparation, [](Desk& d) { d.lease->abort(); }},
+    {"drop and take back", false, no_preparation,
+     [](Desk& d) {
+       d.lease.reset();
+       d.cache.take_back();
+     }},
+};
+
+bool is_part(const Contents& some, const Contents& all) {
+  for (const auto& [path, cells] : some) {
+    const auto found = all.find(path);
+    if (found == all.end() || found->second != cells) return false;
+  }
+  return true;
+}
+
+bool fail_in_lease(const LeaseOperation& operation, long k) {
+  Desk desk;
+  operation.prepare(desk);
+  const Contents before = contents_of(desk.tree, kFull, 1);
+  const End end = fail(k, [&] { operation.run(desk); });
+  if (end != End::failed) {
+    desk.check();
+    desk.close();
+    return end == End::did_without;
+  }
+  desk.check();
+  const Contents after = contents_of(desk.tree, kFull, 1);
+  expect(operation.evicts ? is_part(after, before) : after == before, "the contents are the same");
+  operation.run(desk);
+  desk.check();
+  desk.close();
+  return true;
+}
+
+// Fails allocations until a run has so few that none fails; how many did.
+void count(const std::string& name, const std::function<bool(long)>& fail) {
+  long failed = 0;
+  try {
+    while (fail(failed))
+      ++failed;
+  } catch (const Failure& failure) {
+    throw Failure{name + ", allocation " + std::to_string(failed) + ": " + failure.what};
+  } catch (const Corrupt& error) {
+    throw Failure{name + ", allocation " + std::to_string(failed) + ": " + error.message};
+  } catch (const WrongOwner& error) {
+    throw Failure{name + ", allocation " + std::to_string(failed) + ": " + error.message};
+  }
+  std::printf("%s: %ld allocations failed\n", name.c_str(), failed);
+}
+
+void run() {
+  const std::vector<std::pair<std::string, std::vector<Component>>> kinds{
+      {"full", {{Kind::full}}},
+      {"full and window", {{Kind::full}, {Kind::window, 16}}},
+      {"full and state", {{Kind::full}, {Kind::state}}},
+  };
+  for (const auto& [kind, rows] : kinds)
+    for (const Operation& operation : kOperations)
+      count(kind + ": " + operation.name, [&](long k) { return fail_in_tree(operation, rows, k); });
+  for (const Operation& refusal : kRefusals)
+    for (const auto& [kind, rows] : kinds)
+      count(kind + ": refused: " + refusal.name, [&](long k) { return fail_in_refusal(refusal, rows, k); });
+  for (const LeaseOperation& operation : kLeaseOperations)
+    count(operation.name, [&](long k) { return fail_in_lease(operation, k); });
 }
 
 }  // namespace
 
+}  // namespace mainstem
+
 int main() {
-  for (const Operation& operation : kOperations) {
-    long failed = 0;
-    try {
-      while (run_failing(operation, failed))
-        ++failed;
-    } catch (const Corrupt& error) {
-      std::printf("%s: allocation %ld: %s\n", operation.name, failed, error.message.c_str());
-      return 1;
-    }
-    std::printf("%s: %ld allocations failed\n", operation.name, failed);
+  try {
+    mainstem::run();
+  } catch (const mainstem::Failure& failure) {
+    std::printf("%s\n", failure.what.c_str());
+    return 1;
   }
   return 0;
 }

@@ -6,10 +6,14 @@
 
 namespace mainstem {
 
+Table::Memory Table::copy(std::size_t room) const {
+  Memory copy = std::make_shared_for_overwrite<std::int32_t[]>(room);
+  if (size_) std::memcpy(copy.get(), memory_.get(), size_ * sizeof(std::int32_t));
+  return copy;
+}
+
 void Table::move_to(std::size_t room) {
-  Memory larger = std::make_shared_for_overwrite<std::int32_t[]>(room);
-  if (size_) std::memcpy(larger.get(), memory_.get(), size_ * sizeof(std::int32_t));
-  memory_ = std::move(larger);
+  memory_ = copy(room);
   room_ = room;
 }
 
@@ -149,21 +153,24 @@ void Lease::publish(std::uint64_t upto) {
   const IdSpan ids = table_.part(owned_, pages);
   const Bytes key = Bytes(key_).subspan(key_begin_, ids.size() * cache_.tree.page_bytes());
   // The key is this lease's own, so its node lies on it: the prefix need not be read again.
+  // Memory for the pages that the tree has others for, before anything changes.
+  Table::Memory spare;
+  if (cache_.tree.knows(ns_, node_, key)) spare = table_.copy(table_.room());
   const InsertResult added = cache_.tree.insert(ns_, node_, {key, {&ids, 1}}, priority_, 0, true);
   if (added.pages == owned_) return;
   cache_.tree.move_lock(node_, added.node, 0);
   node_ = added.node;
-  take_over(added.pages, added.existing);
+  take_over(added.pages, added.existing, std::move(spare));
 }
 
 // Pages up to `end` are the tree's now. Of those before `existing` it may have had others, which take the place of
 // ours.
-void Lease::take_over(std::uint32_t end, std::uint32_t existing) {
+void Lease::take_over(std::uint32_t end, std::uint32_t existing, Table::Memory ours) {
   if (existing <= owned_) {
     cache_.pool.move(table_.part(owned_, end), Owner::privately, Owner::cached);
   } else {
-    const Table::Memory ours = table_.memory();
-    std::int32_t* theirs = table_.rewrite(owned_);
+    table_.exchange(ours);
+    std::int32_t* theirs = table_.memory().get() + owned_;
     cache_.tree.copy_ids(node_, 0, 0, owned_, theirs);
     for (std::size_t page = owned_; page < end; ++page, ++theirs) {
       const bool duplicate = ours[page] != *theirs;

@@ -41,10 +41,9 @@ class Table {
     return memory_.get() + size_ - n;
   }
   void drop_back(std::size_t n) { size_ -= n; }
-  std::int32_t* rewrite(std::size_t begin) {
-    move_to(room_);
-    return memory_.get() + begin;
-  }
+  Memory copy(std::size_t room) const;
+  void exchange(Memory& other) { memory_.swap(other); }  // for a copy of the same room
+  std::size_t room() const { return room_; }
 
  private:
   void move_to(std::size_t room);
@@ -131,7 +130,7 @@ class Lease {
  private:
   std::uint64_t missing_pages(std::uint64_t n) const;
   void count_once();
-  void take_over(std::uint32_t end, std::uint32_t existing);
+  void take_over(std::uint32_t end, std::uint32_t existing, Table::Memory ours);
   void forget_key(std::uint32_t pages);
 
   Cache& cache_;

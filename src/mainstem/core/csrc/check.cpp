@@ -56,13 +56,17 @@ void Tree::check_node(Index node) const {
     if (dead(node)) broken(node, "a node has a cell, a child or a lock");
   }
   std::uint32_t children = 0;
-  Index before = n.first_child == kNone ? kNone : nodes_[n.first_child].previous;
+  Index before = kNone;
   for (Index at = n.first_child; at != kNone; at = nodes_[at].next) {
     if (nodes_[at].parent != node || nodes_[at].previous != before) broken(at, "siblings are linked both ways");
     before = at;
     ++children;
   }
-  if (children != n.children) broken(node, "the number of children is counted");
+  if (children != n.children || before != n.last_child) broken(node, "children are counted, and the last is known");
+  if (n.fork_at == kNoFork) return;
+  const auto word = [&](Index child) { return load_word(nodes_[child].key.data() + n.fork_at, 4); };
+  if (n.children == 2 && (word(n.first_child) != n.fork_word || word(n.last_child) == n.fork_word))
+    broken(node, "two children part where the fork says");
 }
 
 void Tree::check_cells(Index node) const {

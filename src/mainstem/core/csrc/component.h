@@ -23,19 +23,11 @@ struct Component {
 
   std::size_t ids(std::size_t pages) const { return per_page() ? pages : 1; }
 
-  // First page that a match ending at `end` needs of this component (and that a lock there holds).
+  // First page that a match ending at `end` needs of a component with an id a page (and that a lock there holds).
   std::uint32_t first_needed(std::uint32_t end, std::uint32_t page_size) const {
-    switch (kind) {
-      case Kind::full:
-        return 0;
-      case Kind::window: {
-        const std::uint64_t symbols = std::uint64_t{end} * page_size;
-        return static_cast<std::uint32_t>((symbols - std::min<std::uint64_t>(window, symbols)) / page_size);
-      }
-      case Kind::state:
-        return end;
-    }
-    return 0;
+    if (kind == Kind::full) return 0;
+    const std::uint64_t symbols = std::uint64_t{end} * page_size;
+    return static_cast<std::uint32_t>((symbols - std::min<std::uint64_t>(window, symbols)) / page_size);
   }
 };
 

@@ -81,7 +81,12 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   while (asked.size() < want && !order.empty()) {
     const Index node = order.top();
     if (order.rank(node).major == kUnranked) break;
-    evict_one(node, want - asked.size(), component, tier, &freed);
+    try {
+      evict_one(node, want - asked.size(), component, tier, &freed);
+    } catch (const std::bad_alloc&) {
+      if (asked.empty()) throw;
+      break;  // what was freed before must not be lost
+    }
   }
   counters_.evicted_pages += asked.size();
   return freed;

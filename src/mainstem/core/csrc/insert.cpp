@@ -49,13 +49,18 @@ bool Tree::lies_on(std::string_view ns, Bytes key, Handle handle) const {
   return true;
 }
 
+bool Tree::knows(std::string_view ns, Handle after, Bytes key) const {
+  const Index from = resolve(after) ? resolve(after) : find_root(ns);
+  return from != kNone && key.size() >= page_bytes_ && step_down(from, key.data(), 1).node != kNone;
+}
+
 // Whether an insertion must stop in front of this node: somebody else's pages are on their way here, or (while its own
 // are on their way) there is a hole here that only a finished copy may fill.
-bool Tree::blocked(Index node, std::uint32_t tier, bool ready) const {
+bool Tree::blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready) const {
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const Cell& at = cell(node, slot(c, tier));
     if (at.in_flight()) return true;
-    if (!ready && at.absent() && rows_[c].leaf_only()) return true;
+    if (!ready && at.absent() && rows_[c].per_page() && tail.ids[c][page] >= 0) return true;
   }
   return false;
 }
@@ -68,7 +73,7 @@ std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t
   for (std::uint32_t at = 0; at < pages; at += nodes_[node].pages) {
     auto [next, length] = step_down(node, tail.key.data() + std::size_t{at} * page_bytes_, pages - at);
     if (next == kNone) break;
-    if (blocked(next, tier, ready)) return {node, true};
+    if (blocked(next, tail, at, tier, ready)) return {node, true};
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].begins_late() && tail.ids[c][at] < 0 && cell(next, slot(c, tier)).absent())
         length = std::min(length, first_id(tail.ids[c], at) - at);
@@ -85,33 +90,35 @@ std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t
 }
 
 // The rest of the tail behind its first `at` pages as new nodes: one, or more where a window's ids begin.
-std::vector<Tree::Piece> Tree::cut_pieces(std::uint32_t at, const Tail& tail) const {
-  std::vector<Piece> pieces;
-  for (const std::uint32_t pages = whole_pages(tail.key); at < pages; at = pieces.back().end) {
-    Piece piece;
+void Tree::cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool ready,
+                      std::vector<Piece>* pieces) const {
+  for (const std::uint32_t pages = whole_pages(tail.key); at < pages; at = pieces->back().end) {
+    Piece& piece = pieces->emplace_back();
     piece.end = pages;
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
-      if (rows_[c].begins_late() && tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
+      if (rows_[c].begins_late()) {
+        if (tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
+        // What is in flight will be locked: where that lock begins must be a border.
+        const std::uint32_t first = rows_[c].first_needed(begin + pages, page_size_);
+        if (!ready && first > begin + at) piece.end = std::min(piece.end, first - begin);
+      }
     const std::uint32_t length = piece.end - at;
     piece.key = Run<std::uint8_t>(tail.key.data() + std::size_t{at} * page_bytes_, std::size_t{length} * page_bytes_);
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].per_page() && tail.ids[c][at] >= 0)
         piece.ids[c] = Run<std::int32_t>(tail.ids[c].data() + at, length);
-    pieces.push_back(std::move(piece));
   }
-  return pieces;
 }
 
 // Hangs pieces below `node`; the last one, by which they are named if they are in flight.
-Index Tree::hang(Index node, std::vector<Piece> pieces, std::uint32_t tier, std::int32_t priority, bool ready) {
-  std::vector<Index> made(pieces.size());
-  reserve_nodes(pieces.size());
-  for (std::size_t i = 0; i < pieces.size(); ++i)
-    made[i] = node = add_child(node, std::move(pieces[i].key), priority);
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    counters_.inserted_pages += nodes_[made[i]].pages;
+Index Tree::hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready) {
+  reserve_nodes(pieces->size());  // nothing below can fail
+  for (Piece& piece : *pieces)
+    piece.node = node = add_child(node, std::move(piece.key), priority);
+  for (Piece& piece : *pieces) {
+    counters_.inserted_pages += nodes_[piece.node].pages;
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
-      if (pieces[i].ids[c].size()) occupy(made[i], slot(c, tier), std::move(pieces[i].ids[c]), ready ? kNone : node);
+      if (piece.ids[c].size()) occupy(piece.node, slot(c, tier), std::move(piece.ids[c]), ready ? kNone : node);
   }
   return node;
 }
@@ -124,8 +131,12 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   const std::uint32_t begin = from ? nodes_[from].end() : 0;
   require(pages <= std::numeric_limits<std::uint32_t>::max() - begin, "pages", pages, "below 2**32 in all");
   check_tail(tail, pages);
-  for (std::uint32_t c = 0; from && c < rows_.size(); ++c)
-    if (cell(from, slot(c, tier)).in_flight()) throw BadValue{"after", std::to_string(after), "a node not in flight"};
+  for (std::uint32_t c = 0; from && c < rows_.size(); ++c) {
+    const Cell& at = cell(from, slot(c, tier));
+    if (at.in_flight()) throw BadValue{"after", std::to_string(after), "a node not in flight"};
+    if (at.absent() && rows_[c].leaf_only())
+      throw BadValue{"after", std::to_string(after), "a node that is present on this tier"};
+  }
 
   ++tick_;
   ++counters_.insert_calls;
@@ -135,18 +146,20 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   // First everything that can fail, then everything that changes what the tree holds.
   Index node = from ? from : make_root(ns);
   std::vector<Fill> fills;
-  std::vector<Piece> pieces;
+  pieces_.clear();
   std::array<Run<std::int32_t>, kMaxComponents> states;
   bool grown = false;
   try {
     bool stopped;
     std::tie(node, stopped) = descend(node, tail, tier, priority, ready, &fills);
-    if (!stopped) pieces = cut_pieces(nodes_[node].end() - begin, tail);
+    for (std::uint32_t c = 0; c < rows_.size() && !stopped && !ready; ++c)
+      if (rows_[c].begins_late()) cut_border(node, rows_[c].first_needed(result.pages, page_size_));
+    if (!stopped) cut_pieces(begin, nodes_[node].end() - begin, tail, ready, &pieces_);
     for (std::uint32_t c = 0; c < rows_.size() && !stopped; ++c)
       if (!rows_[c].per_page() && !tail.ids[c].empty()) states[c] = Run<std::int32_t>(tail.ids[c].data(), 1);
-    if (!pieces.empty()) {
+    if (!pieces_.empty()) {
       result.existing = nodes_[node].end();
-      node = hang(node, std::move(pieces), tier, priority, ready);
+      node = hang(node, &pieces_, tier, priority, ready);
       grown = true;
     }
   } catch (...) {

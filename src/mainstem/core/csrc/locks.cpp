@@ -21,13 +21,17 @@ void Tree::change_locks(Index node, std::size_t slot, int by) {
   refresh(node, slot);
 }
 
+// Makes a node end in front of a page, on the path to `node`.
+void Tree::cut_border(Index node, std::uint32_t page) {
+  while (nodes_[node].start > page)
+    node = nodes_[node].parent;
+  if (nodes_[node].start < page && page < nodes_[node].end()) split(node, page - nodes_[node].start);
+}
+
 // A window lock begins at a node border, so that it covers exactly the pages it needs (split 3).
 void Tree::cut_window_border(Index node, std::size_t slot) {
   if (!row(slot).begins_late()) return;
-  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
-  while (nodes_[node].start > first)
-    node = nodes_[node].parent;
-  if (nodes_[node].start < first && first < nodes_[node].end()) split(node, first - nodes_[node].start);
+  cut_border(node, row(slot).first_needed(nodes_[node].end(), page_size_));
 }
 
 // Locks (+1) or unlocks (-1) what a match ending at `node` needs, below `stop`.
@@ -114,7 +118,14 @@ void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, Id
   if (rows_[component].leaf_only() && !nodes_[parent].root() && cell(parent, s).absent())
     throw BadValue{"cell of the parent", "absent", "on the same tier before its child"};
   occupy(node, s, Run<std::int32_t>(ids.data(), ids.size()), ready ? kNone : node);
-  if (!ready) lock_all(node, tier, +1);
+  if (ready) return;
+  try {
+    lock_all(node, tier, +1);
+  } catch (const std::bad_alloc&) {
+    for (Index at = node; cell(at, s).transfer == node; at = nodes_[at].parent)
+      vacate(at, s);
+    throw;
+  }
 }
 
 void Tree::commit(Handle handle, std::uint32_t tier) {
@@ -142,6 +153,10 @@ std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
     for (Index at = node; rows_[c].leaf_only() && at != kNone && cell(at, s).transfer == node; at = nodes_[at].parent)
       if (node && cell(at, s).holders > (at == node ? 0u : 1u))
         throw BadValue{"node", std::to_string(handle), "cancelled only after what hangs below it on this tier"};
+    std::size_t ids = 0;
+    for (Index at = node; at != kNone; at = nodes_[at].parent)
+      if (cell(at, s).in_flight() && cell(at, s).transfer == node) ids += cell(at, s).ids.size();
+    freed[c].reserve(ids);  // nothing below can fail
   }
   for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);

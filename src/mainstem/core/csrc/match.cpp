@@ -9,7 +9,6 @@ namespace mainstem {
 
 namespace {
 
-constexpr std::uint32_t kFewChildren = 2;       // quicker looked at than hashed: one load does not wait for the other
 constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match looks at, youngest first
 
 // Length of the common prefix of two byte strings: one memcmp when they agree, otherwise halving.
@@ -49,10 +48,13 @@ Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t
     step.pages = common_pages(n.key.data(), page, std::min(n.pages, pages));
     return step.pages > 0;
   };
-  if (nodes_[parent].children <= kFewChildren) {
-    step.node = nodes_[parent].first_child;
-    while (step.node != kNone && !agrees(step.node))
-      step.node = nodes_[step.node].next;
+  const Node& p = nodes_[parent];
+  if (p.children == 1) {
+    step.node = agrees(p.first_child) ? p.first_child : kNone;
+  } else if (p.children == 2 && p.fork_at != kNoFork) {
+    const bool first = load_word(page + p.fork_at, 4) == p.fork_word;
+    const Index guess = first ? p.first_child : p.last_child;
+    step.node = agrees(guess) ? guess : kNone;
   } else {
     step.node = table_.find(hash(parent, page), agrees);
   }
@@ -109,6 +111,9 @@ Tree::Reach Tree::judge(const std::vector<Step>& path) const {
     if (end > reach.best[tiers_ - 1]) {
       in_flight_only = in_flight_only && pending;
       if (in_flight_only) reach.pending += step.pages;
+    } else {  // the match goes on behind what seemed to end it
+      in_flight_only = true;
+      reach.pending = 0;
     }
   }
   return reach;
@@ -137,12 +142,10 @@ std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const 
 // The child of `node` whose first page agrees longest with `tail`, among the youngest.
 Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
   Inside best;
-  const Index oldest = nodes_[node].first_child;
-  Index at = oldest == kNone ? kNone : nodes_[oldest].previous;
-  for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen) {
+  Index at = nodes_[node].last_child;
+  for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen, at = nodes_[at].previous) {
     const std::uint32_t symbols = agreement(at, 0, tail);
     if (symbols > best.symbols) best = {at, symbols};
-    at = at == oldest ? kNone : nodes_[at].previous;
   }
   return best;
 }

@@ -2,6 +2,7 @@
 // insert.cpp, locks.cpp, evict.cpp and views.cpp.
 #include "tree.h"
 
+#include <algorithm>
 #include <array>
 #include <cassert>
 
@@ -148,35 +149,34 @@ Index Tree::make_root(std::string_view ns) {
   return root;
 }
 
-// Siblings are a list, oldest first; the oldest's `previous` is the youngest.
 void Tree::link(Index parent, Index node) {
   Node& n = nodes_[node];
   Node& p = nodes_[parent];
   n.parent = parent;
   n.next = kNone;
-  if (p.first_child == kNone) {
-    p.first_child = n.previous = node;
-  } else {
-    n.previous = nodes_[p.first_child].previous;
-    nodes_[n.previous].next = node;
-    nodes_[p.first_child].previous = node;
-  }
-  ++p.children;
+  n.previous = p.last_child;
+  (p.last_child == kNone ? p.first_child : nodes_[p.last_child].next) = node;
+  p.last_child = node;
+  if (++p.children == 2) note_fork(parent);
 }
 
 void Tree::unlink(Index node) {
   Node& n = nodes_[node];
   Node& p = nodes_[n.parent];
-  if (p.first_child == node) {
-    p.first_child = n.next;
-  } else {
-    nodes_[n.previous].next = n.next;
-  }
-  if (n.next != kNone)
-    nodes_[n.next].previous = n.previous;
-  else if (p.first_child != kNone)
-    nodes_[p.first_child].previous = n.previous;
+  (n.previous == kNone ? p.first_child : nodes_[n.previous].next) = n.next;
+  (n.next == kNone ? p.last_child : nodes_[n.next].previous) = n.previous;
   --p.children;
+  p.fork_at = kNoFork;  // of two that are left it could be found again, at the price of reading their pages
+}
+
+// Two children are told apart by one word, without a look at either.
+void Tree::note_fork(Index parent) {
+  Node& p = nodes_[parent];
+  const std::uint8_t* one = nodes_[p.first_child].key.data();
+  const std::uint8_t* two = nodes_[p.last_child].key.data();
+  const auto at = std::mismatch(one, one + page_bytes_, two).first - one;
+  p.fork_at = static_cast<std::uint32_t>(at) & ~3u;
+  p.fork_word = static_cast<std::uint32_t>(load_word(one + p.fork_at, 4));
 }
 
 Index Tree::add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority) {
@@ -242,22 +242,16 @@ Index Tree::split(Index node, std::uint32_t pages) {
   return upper;
 }
 
-// Gives `node` the parent, and the place among its children, that `of` has.
+// Gives `node`, which begins with the same page, the parent and the place among its children that `of` has.
 void Tree::take_place(Index node, Index of) {
   Node& n = nodes_[node];
   const Node& o = nodes_[of];
   n.parent = o.parent;
   n.next = o.next;
-  n.previous = o.previous == of ? node : o.previous;
+  n.previous = o.previous;
   Node& p = nodes_[n.parent];
-  if (p.first_child == of)
-    p.first_child = node;
-  else
-    nodes_[o.previous].next = node;
-  if (o.next != kNone)
-    nodes_[o.next].previous = node;
-  else
-    nodes_[p.first_child].previous = node;
+  (n.previous == kNone ? p.first_child : nodes_[n.previous].next) = node;
+  (n.next == kNone ? p.last_child : nodes_[n.next].previous) = node;
 }
 
 // Whether nobody can tell if an only child is joined to its parent: both hold the same cells, and no lock ends between
@@ -386,7 +380,7 @@ Run<std::int32_t> Tree::vacate(Index node, std::size_t slot) {
     counts_[slot].in_flight -= n;
   } else {
     counts_[slot].present -= n;
-    if (c.locks) counts_[slot].locked -= n;
+    assert(c.locks == 0);
   }
   c.residency = Residency::absent;
   c.transfer = kNone;

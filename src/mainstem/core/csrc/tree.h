@@ -122,6 +122,7 @@ class Tree {
   // the path of the whole key is for the caller to know, or to ask `lies_on`.
   InsertResult insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
                       bool ready);
+  bool knows(std::string_view ns, Handle after, Bytes key) const;  // the first page of a tail
   bool lies_on(std::string_view ns, Bytes key, Handle node) const;
 
   void lock(Handle node, std::uint32_t tier);
@@ -181,6 +182,7 @@ class Tree {
   };
   struct Piece {  // a node to be
     std::uint32_t end = 0;
+    Index node = kNone;
     Run<std::uint8_t> key;
     std::array<Run<std::int32_t>, kMaxComponents> ids;  // empty: absent
   };
@@ -213,6 +215,7 @@ class Tree {
   void take_place(Index node, Index of);
   void link(Index parent, Index node);
   void unlink(Index node);
+  void note_fork(Index parent);
   void reap(Index node);
   bool dead(Index node) const;
 
@@ -223,6 +226,7 @@ class Tree {
   void change_locks(Index node, std::size_t slot, int by);
   void lock_path(Index node, Index stop, std::size_t slot, int by);
   void lock_all(Index node, std::uint32_t tier, int by);
+  void cut_border(Index node, std::uint32_t page);
   void cut_window_border(Index node, std::size_t slot);
   void refresh(Index node, std::size_t slot);
   bool candidate(Index node, std::size_t slot) const;
@@ -242,9 +246,10 @@ class Tree {
   void check_tail(const Tail& tail, std::uint32_t pages) const;
   std::pair<Index, bool> descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority, bool ready,
                                  std::vector<Fill>* fills);
-  std::vector<Piece> cut_pieces(std::uint32_t at, const Tail& tail) const;
-  Index hang(Index node, std::vector<Piece> pieces, std::uint32_t tier, std::int32_t priority, bool ready);
-  bool blocked(Index node, std::uint32_t tier, bool ready) const;
+  void cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool ready,
+                  std::vector<Piece>* pieces) const;
+  Index hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready);
+  bool blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready) const;
   void reserve_freed(Index node, std::vector<Ids>* freed) const;
   void take_cell(Index node, std::size_t slot, Ids* freed);
   void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
@@ -279,7 +284,8 @@ class Tree {
   std::vector<CellCounts> counts_;
   Counters counters_;
   std::uint64_t tick_ = 0;
-  std::vector<Step> path_;  // kept between calls for its memory
+  std::vector<Step> path_;  // these two are kept between calls for their memory
+  std::vector<Piece> pieces_;
 };
 
 }  // namespace mainstem

@@ -1,0 +1,533 @@
+// See cases.h. A structure is broken through Probe, a friend of the tree, to see that check() finds it.
+#include "cases.h"
+
+#include <functional>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <optional>
+
+#include "cache.h"
+#include "support.h"
+
+namespace mainstem {
+
+struct Probe {
+  static Node& node(Tree& tree, Handle handle) { return tree.nodes_[tree.resolve(handle)]; }
+  static Node& root(Tree& tree, std::string_view ns) { return tree.nodes_[tree.find_root(ns)]; }
+  static Cell& cell(Tree& tree, Handle handle, std::size_t slot) { return tree.cell(tree.resolve(handle), slot); }
+  static Cell& root_cell(Tree& tree, std::string_view ns) { return tree.cell(tree.find_root(ns), 0); }
+  static std::uint32_t& pins(Tree& tree, Handle handle) { return tree.pins(tree.resolve(handle), 0); }
+  static Order& order(Tree& tree) { return tree.orders_[0]; }
+  static CellCounts& counts(Tree& tree) { return tree.counts_[0]; }
+  static std::vector<Index>& free(Tree& tree) { return tree.free_; }
+  static ChildTable& table(Tree& tree) { return tree.table_; }
+  static std::size_t& roots(Tree& tree) { return tree.roots_; }
+  static Index index(Tree& tree, Handle handle) { return tree.resolve(handle); }
+};
+
+namespace {
+
+const std::vector<Component> kFull{{Kind::full}};
+
+std::string key_of(std::initializer_list<std::uint32_t> symbols) {
+  std::string key;
+  for (const std::uint32_t value : symbols)
+    key += symbol(value, 4);
+  return key;
+}
+
+InsertResult insert(Tree& tree, const std::string& key, std::int32_t first_id, std::size_t rows = 1, Handle after = 0,
+                    bool ready = true, const char* ns = "") {
+  std::vector<Ids> ids(rows, Ids(key.size() / tree.page_bytes()));
+  for (Ids& column : ids) {
+    std::iota(column.begin(), column.end(), first_id);
+    first_id += 100;
+  }
+  const std::vector<IdSpan> spans(ids.begin(), ids.end());
+  return tree.insert(ns, after, {bytes_of(key), spans}, 0, 0, ready);
+}
+
+// ---------------------------------------------------------------- what is refused
+
+void expect_bad(const char* name, const std::function<void()>& call) {
+  const BadValue error = thrown<BadValue>(name, call);
+  expect(std::string(error.name) == name, std::string("the bad value is ") + error.name + ", not " + name);
+  expect(!error.value.empty() && !error.allowed.empty(), "a bad value says what it is and what is allowed");
+}
+
+void bad_settings() {
+  const auto make = [](std::uint32_t symbol_bytes, std::uint32_t page_size, std::size_t rows, std::uint32_t tiers,
+                       const char* policy) {
+    return [=] { Tree(symbol_bytes, page_size, std::vector<Component>(rows, {Kind::full}), tiers, policy, 1); };
+  };
+  expect_bad("symbol_bytes", make(5, 1, 1, 1, "lru"));
+  expect_bad("page_size", make(4, 0, 1, 1, "lru"));
+  expect_bad("page_size", make(4, (1u << 20) + 1, 1, 1, "lru"));
+  expect_bad("components", make(4, 1, 0, 1, "lru"));
+  expect_bad("components", make(4, 1, 9, 1, "lru"));
+  expect_bad("tiers", make(4, 1, 1, 0, "lru"));
+  expect_bad("tiers", make(4, 1, 1, 5, "lru"));
+  expect_bad("policy", make(4, 1, 1, 1, "random"));
+  make(16, 1u << 20, 8, 4, "external")();
+}
+
+void bad_keys() {
+  Tree tree(4, 2, {{Kind::full}, {Kind::state}, {Kind::window, 3}}, 2, "lru", 1);
+  const std::string key = key_of({1, 2, 3, 4});
+  const Ids two{0, 1}, one{7}, negative{0, -1}, none{};
+  const auto with = [&](Bytes symbols, std::vector<IdSpan> ids, std::uint32_t tier = 0) {
+    return [=, &tree] { tree.insert("", 0, {symbols, ids}, 0, tier, true); };
+  };
+  const Bytes whole = bytes_of(key);
+  expect_bad("key length in bytes", with(whole.first(7), {two, one, two}));
+  expect_bad("key length in bytes", [&] { tree.match("", {whole.data(), std::size_t{1} << 33}, false); });
+  expect_bad("ids", with(whole, {two, one}));
+  expect_bad("number of page ids", with(whole, {one, one, two}));
+  expect_bad("number of state ids", with(whole, {two, two, two}));
+  expect_bad("page id", with(whole, {negative, one, two}));
+  expect_bad("page id", with(whole, {two, one, negative}));
+  expect_bad("tier", with(whole, {two, one, two}, 2));
+  expect_bad("component", [&] { tree.counts(3, 0); });
+  with(whole, {two, none, two})();
+  Tree states(4, 2, {{Kind::state}}, 1, "lru", 1);
+  expect_bad("ids", [&] { states.insert("", 0, {whole, std::vector<IdSpan>{none}}, 0, 0, true); });
+  tree.check();
+  states.check();
+}
+
+void bad_attachments() {
+  Tree tree(4, 1, {{Kind::full}}, 2, "lru", 1);
+  const Handle parent = insert(tree, key_of({1, 2}), 0).node;
+  tree.lock(parent, 0);
+  const Handle child = insert(tree, key_of({3}), 2, 1, parent).node;
+  const Ids one{9}, two{8, 9}, negative{-1};
+  expect_bad("number of ids", [&] { tree.attach(child, 0, 1, two, true); });
+  expect_bad("id", [&] { tree.attach(child, 0, 1, negative, true); });
+  expect_bad("cell", [&] { tree.attach(child, 0, 0, one, true); });
+  expect_bad("cell of the parent", [&] { tree.attach(child, 0, 1, one, true); });
+  expect_bad("node", [&] { tree.attach(0, 0, 1, one, true); });
+  expect_bad("after", [&] {
+    const IdSpan ids(one);
+    tree.insert("", parent, {bytes_of(key_of({4})), {&ids, 1}}, 0, 1, true);
+  });
+  tree.attach(parent, 0, 1, two, false);
+  expect_bad("after", [&] {
+    const IdSpan ids(one);
+    tree.insert("", parent, {bytes_of(key_of({4})), {&ids, 1}}, 0, 1, true);
+  });
+  const Ids seven{7};
+  tree.attach(child, 0, 1, seven, false);
+  expect_bad("node", [&] { tree.cancel(parent, 1); });
+  tree.commit(child, 1);
+  expect_bad("node", [&] { tree.commit(child, 1); });
+  expect_bad("node", [&] { tree.cancel(child, 1); });
+  expect_bad("node", [&] { tree.cancel(0, 1); });
+  expect_bad("node", [&] { tree.commit(0, 1); });
+  tree.check();
+}
+
+void lies_on() {
+  Tree tree(4, 1, kFull, 1, "lru", 1);
+  const Handle parent = insert(tree, key_of({1, 2}), 0).node;
+  tree.lock(parent, 0);
+  const Handle child = insert(tree, key_of({3}), 2, 1, parent).node;
+  const std::string whole = key_of({1, 2, 3, 4});
+  expect(tree.lies_on("", bytes_of(whole), 0), "the root lies on every path");
+  expect(tree.lies_on("", bytes_of(whole), child), "a node lies on its path");
+  expect(!tree.lies_on("a", bytes_of(whole), child), "not in another namespace");
+  expect(!tree.lies_on("", bytes_of(key_of({1, 2})), child), "not on a path that ends above");
+  expect(!tree.lies_on("", bytes_of(key_of({1, 2, 4})), child), "not on a path that parts in the node");
+  expect(!tree.lies_on("", bytes_of(key_of({1, 5, 3})), child), "not on a path that parts above");
+}
+
+void pools() {
+  Pool pool(3);
+  Ids pages(3);
+  pool.allocate(2, pages.data());
+  const NoPages want = thrown<NoPages>("more pages than are free", [&] { pool.allocate(2, pages.data()); });
+  expect_equal(want.free, 1, "pages free");
+  const auto message = [&](const char* expected, Ids ids, Owner from) {
+    const auto call = [&] { pool.move(ids, from, Owner::cached); };
+    const WrongOwner error = thrown<WrongOwner>(expected, call);
+    expect(error.message == expected, error.message);
+    expect(pool.sound() && pool.owned(Owner::privately) == 2, "nothing has moved");
+  };
+  message("page 0 is named twice, not private", {0, 1, 0}, Owner::privately);
+  message("page 2 is free, not private", {0, 2}, Owner::privately);
+  message("page 0 is private, not cached", {0}, Owner::cached);
+  message("page 9 is not in a pool of 3", {0, 9}, Owner::privately);
+  message("page -1 is not in a pool of 3", {-1}, Owner::free);
+}
+
+// ---------------------------------------------------------------- eviction
+
+// Ranks from outside: what has none waits at the front, and stops eviction.
+void external_ranks() {
+  Tree tree(4, 1, kFull, 1, "external", 1);
+  NodeStats stats{};
+  expect(!tree.waiting(0, 0, &stats), "nobody waits in an empty tree");
+  const Handle one = insert(tree, key_of({1, 2}), 0).node;
+  const Handle two = insert(tree, key_of({3, 4}), 2).node;
+  expect(tree.evict(1, 0, 0)[0].empty(), "nothing is evicted without a rank");
+  for (int i = 0; i < 2; ++i) {
+    expect(tree.waiting(0, 0, &stats), "a candidate waits for its rank");
+    tree.rank(stats.node, 0, 0, {stats.node == one ? 2.0 : 1.0, 0});
+  }
+  expect(!tree.waiting(0, 0, &stats), "all have a rank");
+  tree.check();
+  expect(tree.evict(2, 0, 0)[0] == Ids({2, 3}), "the lowest rank goes first");
+  expect_bad("node", [&] { tree.rank(0, 0, 0, {1, 0}); });
+  thrown<StaleHandle>("a rank of a node that is gone", [&] { tree.rank(two, 0, 0, {1, 0}); });
+  for (const double major : {kUnranked, std::numeric_limits<double>::quiet_NaN()})
+    expect_bad("rank", [&] { tree.rank(one, 0, 0, {major, 0}); });
+  tree.lock(one, 0);
+  expect_bad("node", [&] { tree.rank(one, 0, 0, {1, 0}); });
+  tree.unlock(one, 0);
+  expect(tree.waiting(0, 0, &stats), "a rank is asked for anew");
+  tree.check();
+}
+
+// Equal ranks fall to the lower depth, then to the lower index.
+void equal_ranks() {
+  Order order;
+  order.reserve(6);
+  const Rank rank{1, 2};
+  order.put(3, rank, 7);
+  order.put(2, rank, 7);
+  order.put(1, rank, 8);
+  order.put(4, {1, 1}, 9);
+  order.put(5, {0, 9}, 9);
+  expect(order.holds(3, rank, 7) && !order.holds(3, rank, 8) && !order.holds(3, {1, 3}, 7), "what an order holds");
+  expect(!order.contains(99), "an order does not hold what it has no room for");
+  for (const Index next : {5u, 4u, 2u, 3u, 1u}) {
+    expect_equal(order.top(), next, "the first of an order");
+    order.remove(next);
+    expect(order.sound(), "an order is sound");
+  }
+}
+
+void old_generations() {
+  Tree tree(4, 1, kFull, 1, "lru", 1);
+  for (int i = 0; i < 2; ++i) {
+    const Handle node = insert(tree, key_of({1, 2, 3}), 0).node;
+    Probe::node(tree, node).generation = 0x7fffffff;
+    const Handle last = Handle{0x7fffffff} << 32 | Probe::index(tree, Handle{0x7fffffff} << 32 | 2);
+    expect_equal(tree.end(last), 3, "the end of a node of the last generation");
+    tree.evict(i == 0 ? 1 : 3, 0, 0);
+    thrown<StaleHandle>("a handle of the generation before", [&] { tree.end(last); });
+    tree.evict(3, 0, 0);
+    tree.check();
+  }
+}
+
+// ---------------------------------------------------------------- what check() finds
+
+// A full tree of some nodes, with a lock, in which one thing is then broken.
+struct Broken {
+  Broken() : tree(4, 1, kFull, 1, "lru", 1) {
+    parent = insert(tree, key_of({1, 2}), 0).node;
+    tree.lock(parent, 0);
+    child = insert(tree, key_of({3, 4}), 2, 1, parent).node;
+    other = insert(tree, key_of({5}), 4, 1, parent).node;
+    leaf = insert(tree, key_of({8, 9, 10}), 6, 1, 0, true, "a").node;
+    insert(tree, key_of({7}), 5);
+  }
+  Tree tree;
+  Handle parent = 0, child = 0, other = 0, leaf = 0;
+};
+
+struct Fault {
+  const char* rule;
+  std::function<void(Broken&)> make;
+};
+
+const std::vector<Fault> kFaults{
+    {"the child table holds each node once",
+     [](Broken& b) {
+       Probe::table(b.tree).reserve(1);
+       Probe::table(b.tree).insert(12345, Probe::index(b.tree, b.leaf));
+     }},
+    {"roots are counted", [](Broken& b) { ++Probe::roots(b.tree); }},
+    {"what is free is not alive", [](Broken& b) { Probe::free(b.tree).push_back(Probe::index(b.tree, b.leaf)); }},
+    {"what is free is not alive", [](Broken& b) { Probe::free(b.tree).push_back(kNone); }},
+    {"a node is alive or free",
+     [](Broken& b) {
+       b.tree.evict(3, 0, 0);
+       Probe::free(b.tree).pop_back();
+     }},
+    {"what is free cannot be evicted",
+     [](Broken& b) {
+       b.tree.evict(1000, 0, 0);
+       Probe::order(b.tree).put(Probe::free(b.tree).back(), {1, 0}, 0);
+     }},
+    {"a root is found by its name", [](Broken& b) { Probe::root(b.tree, "a").key.drop_back(1); }},
+    {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").pages = 1; }},
+    {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").children = 0; }},
+    {"a node holds at least one page", [](Broken& b) { Probe::node(b.tree, b.leaf).pages = 0; }},
+    {"the key is as long as the pages", [](Broken& b) { ++Probe::node(b.tree, b.leaf).pages; }},
+    {"a node begins where its parent ends", [](Broken& b) { ++Probe::node(b.tree, b.leaf).start; }},
+    {"a node knows its root", [](Broken& b) { Probe::node(b.tree, b.leaf).home = Probe::index(b.tree, b.child); }},
+    {"a node is found by its parent and first page",
+     [](Broken& b) {
+       const std::string other = key_of({11, 12, 13});
+       Probe::node(b.tree, b.leaf).key = Run<std::uint8_t>(bytes_of(other).data(), other.size());
+     }},
+    {"a node has a cell, a child or a lock",
+     [](Broken& b) {
+       Probe::cell(b.tree, b.leaf, 0).residency = Residency::absent;
+       --Probe::root_cell(b.tree, "a").holders;
+     }},
+    {"siblings are linked both ways", [](Broken& b) { Probe::node(b.tree, b.other).previous = kNone; }},
+    {"siblings are linked both ways", [](Broken& b) { Probe::node(b.tree, b.child).previous = 5; }},
+    {"siblings are linked both ways",
+     [](Broken& b) { std::swap(Probe::node(b.tree, b.child).parent, Probe::node(b.tree, b.leaf).parent); }},
+    {"children are counted, and the last is known", [](Broken& b) { ++Probe::node(b.tree, b.parent).children; }},
+    {"children are counted, and the last is known",
+     [](Broken& b) { Probe::node(b.tree, b.parent).last_child = kNone; }},
+    {"two children part where the fork says", [](Broken& b) { ++Probe::node(b.tree, b.parent).fork_word; }},
+    {"a cell has an id for each page, or none",
+     [](Broken& b) { Probe::cell(b.tree, b.leaf, 0).ids = Run<std::int32_t>(); }},
+    {"a cell in flight names its transfer",
+     [](Broken& b) { Probe::cell(b.tree, b.leaf, 0).residency = Residency::in_flight; }},
+    {"a root holds no pages", [](Broken& b) { Probe::root_cell(b.tree, "a").residency = Residency::present; }},
+    {"the children that hold a cell are counted", [](Broken& b) { ++Probe::cell(b.tree, b.leaf, 0).holders; }},
+    {"a child is held only with its parent",
+     [](Broken& b) {
+       Cell& cell = Probe::cell(b.tree, b.parent, 0);
+       cell.residency = Residency::absent;
+       cell.ids = Run<std::int32_t>();
+       --Probe::root_cell(b.tree, "").holders;
+     }},
+    {"what can be evicted, and nothing else, is in the order",
+     [](Broken& b) { Probe::order(b.tree).remove(Probe::index(b.tree, b.leaf)); }},
+    {"the order has the node's rank", [](Broken& b) { ++Probe::node(b.tree, b.leaf).accessed; }},
+    {"locks add up along the path", [](Broken& b) { ++Probe::pins(b.tree, b.parent); }},
+    {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).present; }},
+    {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).locked; }},
+    {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).in_flight; }},
+    {"page 7 has one owner",
+     [](Broken& b) {
+       const Ids ids{7, 7, 8};
+       Probe::cell(b.tree, b.leaf, 0).ids = Run<std::int32_t>(ids.data(), ids.size());
+     }},
+};
+
+void faults() {
+  Broken().tree.check();
+  for (const Fault& fault : kFaults) {
+    Broken broken;
+    fault.make(broken);
+    const Corrupt error = thrown<Corrupt>(fault.rule, [&] { broken.tree.check(); });
+    expect(error.message.ends_with(fault.rule), error.message + ", where it should be: " + fault.rule);
+  }
+}
+
+void window_border() {
+  Tree tree(4, 1, {{Kind::full}, {Kind::window, 2}}, 1, "lru", 1);
+  const Handle node = insert(tree, key_of({1, 2, 3, 4}), 0, 2).node;
+  Probe::pins(tree, node) = 1;
+  const Corrupt error = thrown<Corrupt>("a lock without its border", [&] { tree.check(); });
+  expect(error.message.ends_with("a window lock begins at a node border"), error.message);
+}
+
+// ---------------------------------------------------------------- joints
+
+// Two pieces of a chain become one node when nothing keeps them apart.
+void joints() {
+  const auto nodes_of = [](const char* policy, std::uint32_t tiers,
+                           const std::function<void(Tree&, Handle)>& keep_apart, std::uint32_t pages = 2) {
+    Tree tree(4, 1, kFull, tiers, policy, 1);
+    std::string key;
+    for (std::uint32_t i = 0; i < pages; ++i)
+      key += symbol(i, 4);
+    const Handle upper = insert(tree, key, 0).node;
+    tree.lock(upper, 0);
+    const Handle lower = insert(tree, key_of({90, 91}), 100000, 1, upper).node;
+    keep_apart(tree, upper);
+    tree.unlock(upper, 0);
+    tree.check();
+    expect_equal(tree.end(lower), pages + 2, "the end of the lower piece");
+    return tree.size();
+  };
+  const auto nothing = [](Tree&, Handle) {};
+  expect_equal(nodes_of("lru", 1, nothing), 1, "nodes of a chain");
+  expect_equal(nodes_of("external", 1, nothing), 2, "nodes where ranks come from outside");
+  expect_equal(nodes_of("fifo", 1, nothing), 2, "nodes that fifo tells apart");
+  expect_equal(nodes_of("lru", 1, nothing, 4095), 2, "nodes of a chain too long for one");
+  const auto hit = [](Tree& tree, Handle) { tree.match("", bytes_of(key_of({0, 1})), false); };
+  expect_equal(nodes_of("lru", 1, hit), 2, "nodes of which one was hit");
+  const auto raise = [](Tree& tree, Handle) {
+    const Ids ids{7, 8};
+    const IdSpan span(ids);
+    tree.insert("", 0, {bytes_of(key_of({0, 1})), {&span, 1}}, 9, 0, true);
+  };
+  expect_equal(nodes_of("lru", 1, raise), 2, "nodes of which one has a priority");
+  const auto branch = [](Tree& tree, Handle upper) { insert(tree, key_of({50}), 50, 1, upper); };
+  expect_equal(nodes_of("lru", 1, branch), 3, "nodes where a chain branches");
+  const auto back_up = [](Tree& tree, Handle upper) {
+    const Ids ids{7, 8};
+    tree.attach(upper, 0, 1, ids, true);
+  };
+  expect_equal(nodes_of("lru", 2, back_up), 2, "nodes of which one lies on two tiers");
+  const auto pin = [](Tree& tree, Handle upper) { tree.lock(upper, 1); };
+  expect_equal(nodes_of("lru", 2, pin), 2, "nodes where a lock of the other tier ends");
+  const auto move_away = [](Tree& tree, Handle upper) {
+    tree.lock(upper, 0);
+    tree.move_lock(upper, 0, 0);
+  };
+  expect_equal(nodes_of("lru", 1, move_away), 1, "nodes after a lock was moved to the root");
+}
+
+// ---------------------------------------------------------------- the rest
+
+// At a branch the youngest 32 children are looked at, no more.
+void many_siblings() {
+  Tree tree(4, 2, kFull, 1, "lru", 1);
+  for (std::uint32_t i = 0; i < 33; ++i)
+    insert(tree, key_of({i, 1}), static_cast<std::int32_t>(i));
+  expect_equal(tree.match("", bytes_of(key_of({1, 2})), true).partial, 1, "symbols of one of the youngest");
+  expect_equal(tree.match("", bytes_of(key_of({0, 2})), true).partial, 0, "symbols of the oldest");
+  expect_equal(tree.peek("", bytes_of(key_of({0, 2})), true).partial, 0, "symbols of the oldest, peeked");
+}
+
+// A node that a lock alone keeps: nothing is present there, and nothing on its way.
+void only_locked() {
+  Tree tree(4, 1, kFull, 1, "lru", 1);
+  const Handle there = insert(tree, key_of({1}), 0).node;
+  tree.lock(there, 0);
+  const Handle node = insert(tree, key_of({2}), 1, 1, there, false).node;
+  tree.lock(node, 0);
+  expect_equal(tree.match("", bytes_of(key_of({1, 2})), false).pending_pages, 1, "pages pending");
+  tree.cancel(node, 0);
+  tree.check();
+  const MatchResult found = tree.match("", bytes_of(key_of({1, 2})), false);
+  expect(found.pages == 1 && found.pending_pages == 0, "what was cancelled is not pending");
+  expect_bad("after", [&] { insert(tree, key_of({3}), 5, 1, node); });
+  tree.unlock(node, 0);
+  tree.unlock(there, 0);
+  tree.check();
+  expect_equal(tree.size(), 1, "nodes");
+  for (const Handle handle : {Handle{-1}, Handle{1} << 32, Handle{1} << 32 | 999, node})
+    thrown<StaleHandle>("a handle of nobody", [&] { tree.end(handle); });
+}
+
+void views() {
+  Tree tree(4, 1, {{Kind::full}, {Kind::state}}, 2, "lru", 1);
+  const std::string key = key_of({1, 2, 3});
+  const Ids pages{5, 6, 7}, state{9};
+  const std::vector<IdSpan> ids{pages, state};
+  const Handle node = tree.insert("", 0, {bytes_of(key), ids}, 4, 0, true).node;
+  Ids out(3);
+  tree.copy_ids(node, 1, 0, 0, out.data());
+  expect(out == Ids({-1, -1, 9}), "a state's id stands at the end of its node");
+  tree.copy_ids(node, 0, 1, 0, out.data());
+  expect(out == Ids({-1, -1, -1}), "ids that are absent are -1");
+  const NodeView view = tree.nodes("").front();
+  expect_equal(view.stats.priority, 4, "the priority of a node");
+  expect(view.key == key, "the key of a node");
+  expect(tree.nodes("nowhere").empty() && tree.namespaces() == std::vector<std::string>{""}, "namespaces");
+  expect(tree.one_id_a_page(0) && !tree.one_id_a_page(1) && !tree.one_id_a_page(2), "ids a page");
+  expect(tree.ranks_itself() && tree.bytes() > 0, "what a tree says of itself");
+  expect_equal(tree.peek("", bytes_of(key), true).pages, 3, "pages peeked with a state");
+  expect_equal(tree.peek("nowhere", bytes_of(key), true).pages, 0, "pages peeked in no namespace");
+}
+
+void disabled_cache() {
+  Tree tree(4, 1, kFull, 1, "lru", 1);
+  Pool pool(4);
+  Cache cache(tree, pool, false);
+  const std::string key = key_of({1, 2, 3});
+  std::size_t asked = 1;
+  Lease lease(cache, "", 0, bytes_of(key), 3, true, [&](std::size_t known) { asked = known; });
+  expect_equal(asked, 0, "symbols known");
+  expect(!lease.begin_copy(), "nothing is copied");
+  lease.reserve(3);
+  lease.finish(3);
+  expect_equal(tree.size(), 0, "nodes of a tree that is not used");
+  Lease unchecked(cache, "", 0, bytes_of(key), 3, true, {});
+  expect_equal(unchecked.hit(), 0, "the hit where nothing is matched");
+}
+
+// A cache of four pages; `written` of them are the tree's, in a namespace each.
+struct Small {
+  explicit Small(std::initializer_list<const char*> written) {
+    for (const char* ns : written) {
+      const std::unique_ptr<Lease> lease = open(ns, {1, 2});
+      lease->reserve(2);
+      lease->finish(2);
+    }
+  }
+  std::unique_ptr<Lease> open(const char* ns, std::initializer_list<std::uint32_t> symbols) {
+    return std::make_unique<Lease>(cache, ns, 0, bytes_of(key_of(symbols)), symbols.size(), true, CheckRest());
+  }
+  Tree tree{4, 2, kFull, 1, "lru", 1};
+  Pool pool{4};
+  Cache cache{tree, pool, true};
+};
+
+// The hook that makes room may run anybody's code: also such as ends the lease that asked.
+void lease_closed_by_hook() {
+  Small small{"a", "b", "c", "d"};
+  const std::unique_ptr<Lease> lease = small.open("", {1, 2});
+  small.cache.evict = [&](std::uint64_t pages) {
+    lease->abort();
+    small.pool.move(small.tree.evict(pages, 0, 0)[0], Owner::cached, Owner::free);
+  };
+  thrown<Closed>("a lease that ended while room was made", [&] { lease->reserve(2); });
+  expect_equal(small.pool.owned(Owner::privately), 0, "private pages");
+  expect_equal(small.pool.owned(Owner::free), 1, "free pages");
+}
+
+// An error of the hook goes through, and nothing is left locked.
+void hook_fails() {
+  Small small{"a", "b", "c", "d"};
+  const std::unique_ptr<Lease> lease = small.open("a", {1, 7});
+  small.cache.evict = [](std::uint64_t) { throw Failure{"the hook failed"}; };
+  thrown<Failure>("reserving", [&] { lease->reserve(2); });
+  thrown<Failure>("copying", [&] { lease->begin_copy(); });
+  expect_equal(small.tree.counts(0, 0).locked, 0, "pages locked");
+  small.cache.evict = nullptr;
+  const std::optional<PageCopy> copy = lease->begin_copy();
+  expect(copy && copy->positions == 1, "a position is copied");
+  expect_equal(small.tree.counts(0, 0).locked, 1, "pages locked while one is copied");
+  lease->end_copy(true);
+  expect_equal(lease->hit(), 1, "the hit");
+  small.tree.check();
+}
+
+// The page to be copied is locked, so it is not the one that is evicted for the copy.
+void no_page_for_a_copy() {
+  Small small{"a"};
+  const std::unique_ptr<Lease> filler = small.open("b", {1, 2, 3, 4, 5, 6});
+  filler->reserve(6);
+  const std::unique_ptr<Lease> lease = small.open("a", {1, 7});
+  expect(!lease->begin_copy(), "there is no page for a copy");
+  expect_equal(small.cache.counters.partial_missed, 1, "copies missed");
+  expect_equal(small.tree.counts(0, 0).present, 1, "pages cached");
+}
+
+}  // namespace
+
+void run_cases() {
+  bad_settings();
+  bad_keys();
+  bad_attachments();
+  lies_on();
+  pools();
+  external_ranks();
+  equal_ranks();
+  old_generations();
+  faults();
+  window_border();
+  joints();
+  many_siblings();
+  only_locked();
+  views();
+  disabled_cache();
+  lease_closed_by_hook();
+  hook_fails();
+  no_page_for_a_copy();
+}
+
+}  // namespace mainstem

@@ -1,0 +1,341 @@
+// Random operations on a cache: leases that are open at once, duplicates, a small pool, leases that are dropped. After
+// each the pages are counted out: every page is free, the tree's, or one lease's; and every page that a table or the
+// tree names holds exactly the symbols that lead to it.
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <set>
+
+#include "cache.h"
+#include "random_operations.h"
+#include "support.h"
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::uint32_t kSymbolBytes = 4;
+const std::vector<Component> kRows{{Kind::full}};
+
+struct Shape {
+  std::uint32_t page_size, pages;
+  bool enabled, hook;
+  std::string policy;
+};
+
+// A lease, and what it must say of itself.
+struct Holder {
+  std::unique_ptr<Lease> lease;
+  std::string ns, key;
+  std::uint64_t hit, reserved, published;
+  bool appended = false;
+};
+
+class World {
+ public:
+  World(const Shape& shape, std::uint64_t seed)
+      : choose_(seed),
+        shape_(shape),
+        tree_(kSymbolBytes, shape.page_size, kRows, 1, shape.policy, seed),
+        pool_(shape.pages),
+        cache_(tree_, pool_, shape.enabled),
+        written_(shape.pages) {
+    if (shape.hook) cache_.evict = [this](std::uint64_t pages) { evict(pages); };
+  }
+
+  void step() {
+    if (open_.empty() || choose_.one_in(5))
+      open();
+    else
+      use(open_[choose_.below(static_cast<std::uint32_t>(open_.size()))]);
+    if (open_.size() > 5) close(open_.front());
+    std::erase_if(open_, [](const Holder& holder) { return holder.lease == nullptr || holder.lease->closed(); });
+    compare();
+  }
+
+  void finish() {
+    while (!open_.empty()) {
+      close(open_.back());
+      open_.pop_back();
+    }
+    cache_.take_back();
+    collected();
+    compare();
+    expect_equal(pool_.owned(Owner::privately), 0, "private pages left");
+    expect_equal(cache_.counters.leases, 0, "open leases left");
+    while (pool_.owned(Owner::cached))
+      evict(shape_.pages);
+    expect_equal(pool_.owned(Owner::free), shape_.pages, "free pages in the end");
+    expect_equal(tree_.size(), 0, "nodes left");
+  }
+
+ private:
+  std::uint64_t page_bytes() const { return std::uint64_t{shape_.page_size} * kSymbolBytes; }
+  std::uint64_t pages(std::uint64_t positions) const { return (positions + shape_.page_size - 1) / shape_.page_size; }
+  Path front(const Holder& h, std::uint64_t pages) const { return {h.ns, h.key.substr(0, pages * page_bytes())}; }
+
+  void evict(std::uint64_t pages) {
+    // At times less than was asked for: the cache has to ask again.
+    if (pages > 1 && choose_.one_in(3)) pages = 1;
+    pool_.move(tree_.evict(pages, 0, 0)[0], Owner::cached, Owner::free);
+  }
+
+  // ---------------------------------------------------------------- what must be so
+
+  void compare() const {
+    tree_.check();
+    expect(pool_.sound(), "the pool is sound");
+    const Contents held = contents_of(tree_, kRows, 1);
+    std::set<std::int32_t> owned;
+    for (const auto& [path, cells] : held) {
+      expect(cells[0].residency == Residency::present, "a cached page is present");
+      const std::int32_t page = cells[0].id;
+      expect(owned.insert(page).second && pool_.owner(page) == std::string("cached"), "a cached page is the tree's");
+      expect(written_[static_cast<std::size_t>(page)] == path, "a cached page holds what leads to it");
+    }
+    expect_equal(pool_.owned(Owner::cached), held.size(), "cached pages");
+    expect_equal(tree_.counts(0, 0).present, held.size(), "pages that the tree counts");
+    for (const Holder& holder : open_)
+      compare_lease(holder, held, &owned);
+    expect_equal(pool_.owned(Owner::privately), owned.size() - held.size() + dropped_, "private pages");
+    expect_equal(pool_.owned(Owner::free), shape_.pages - owned.size() - dropped_, "free pages");
+    expect_equal(tree_.counts(0, 0).locked, locked(), "pages locked");
+  }
+  void compare_lease(const Holder& h, const Contents& held, std::set<std::int32_t>* owned) const {
+    const Lease& lease = *h.lease;
+    expect_equal(lease.length(), h.key.size() / kSymbolBytes, "the length of a lease");
+    expect_equal(lease.reserved(), h.reserved, "positions reserved");
+    expect_equal(lease.published(), h.published, "positions published");
+    expect_equal(lease.hit(), h.hit, "the hit of a lease");
+    const Table& table = lease.table();
+    expect_equal(table.size(), pages(h.reserved), "pages in a table");
+    const std::uint64_t shared = h.published / shape_.page_size;
+    for (std::uint64_t page = 0; page < table.size(); ++page) {
+      const std::int32_t id = table.memory()[static_cast<std::ptrdiff_t>(page)];
+      if (page < shared) {
+        const auto found = held.find(front(h, page + 1));
+        expect(found != held.end() && found->second[0].id == id, "a published page is the tree's own");
+      } else {
+        expect(owned->insert(id).second && pool_.owner(id) == std::string("private"), "a private page is this lease's");
+      }
+    }
+  }
+  std::uint64_t locked() const {
+    std::set<Path> paths;
+    for (const Holder& holder : open_)
+      for (std::uint64_t page = 0; page < holder.published / shape_.page_size; ++page)
+        paths.insert(front(holder, page + 1));
+    paths.insert(left_.begin(), left_.end());
+    return paths.size();
+  }
+
+  // ---------------------------------------------------------------- operations
+
+  void open() {
+    const std::string ns = choose_.one_in(4) ? "a" : "";
+    const std::string key = some_key(choose_, kSymbolBytes, shape_.page_size, 7);
+    const std::uint64_t length = key.size() / kSymbolBytes;
+    const std::uint64_t most = length == 0 ? 0 : length - choose_.below(2);
+    const bool inside = choose_.one_in(2);
+    const Contents held = contents_of(tree_, kRows, 1);
+    Holder h{nullptr, ns, key, 0, 0, 0};
+    while (shape_.enabled && (h.hit + shape_.page_size) <= most &&
+           held.contains(front(h, h.hit / shape_.page_size + 1)))
+      h.hit += shape_.page_size;
+    h.published = h.hit;
+    std::uint64_t known = ~std::uint64_t{0};
+    h.lease = std::make_unique<Lease>(cache_, ns, choose_.below(3), bytes_of(key), most, inside,
+                                      [&](std::size_t symbols) { known = symbols; });
+    collected();
+    expect_equal(known, h.hit, "the symbols known to the tree");
+    const std::uint64_t agreeing = inside ? agreement(held, h, most) : 0;
+    const std::uint64_t missed = cache_.counters.partial_missed;
+    const std::optional<PageCopy> copy = h.lease->begin_copy();
+    if (copy) {
+      expect_equal(copy->positions, agreeing, "positions to be copied");
+      const Path source = written_[static_cast<std::size_t>(copy->source)];
+      expect(begins_with(source, {ns, key.substr(0, h.hit * kSymbolBytes + agreeing * kSymbolBytes)}),
+             "a page's front");
+      const bool copied = !choose_.one_in(3);
+      h.lease->end_copy(copied);
+      if (copied) h.hit += agreeing;
+    } else if (agreeing) {
+      expect_equal(cache_.counters.partial_missed, missed + 1, "copies missed");
+      expect_equal(pool_.owned(Owner::free), 0, "free pages when a copy found none");
+    }
+    h.reserved = h.hit;
+    open_.push_back(std::move(h));
+  }
+  std::uint64_t agreement(const Contents& held, const Holder& h, std::uint64_t most) const {
+    const std::string_view rest = std::string_view(h.key).substr(0, most * kSymbolBytes).substr(h.hit * kSymbolBytes);
+    const Path above = front(h, h.hit / shape_.page_size);
+    std::uint64_t best = 0;
+    for (auto at = held.lower_bound(above); at != held.end() && begins_with(at->first, above); ++at) {
+      if (at->first.second.size() != above.second.size() + page_bytes()) continue;
+      const std::string_view page = std::string_view(at->first.second).substr(above.second.size());
+      const auto parted = std::mismatch(rest.begin(), rest.end(), page.begin(), page.end()).first;
+      best = std::max<std::uint64_t>(best, (parted - rest.begin()) / kSymbolBytes);
+    }
+    return best;
+  }
+
+  void use(Holder& h) {
+    switch (choose_.below(8)) {
+      case 0:
+      case 1:
+      case 2:
+        reserve(h);
+        break;
+      case 3:
+      case 4:
+        publish(h);
+        break;
+      case 5:
+        append(h);
+        break;
+      case 6:
+        close(h);
+        break;
+      default:
+        if (choose_.one_in(2)) drop(h);
+    }
+  }
+
+  void reserve(Holder& h) {
+    const std::uint64_t length = h.key.size() / kSymbolBytes;
+    std::uint64_t n = choose_.below(3 * shape_.page_size + 2);
+    if (length > h.reserved && choose_.one_in(2)) n = length - h.reserved;
+    const std::uint64_t table = pages(h.reserved);
+    const std::uint64_t missing = pages(h.reserved + n) - table;
+    const std::uint64_t free = pool_.owned(Owner::free);
+    if (missing > free) collected_soon();
+    const std::uint64_t evictable = tree_.counts(0, 0).present - locked();
+    if (missing > pool_.owned(Owner::free) + returning_ + evictable) {
+      const Contents held = contents_of(tree_, kRows, 1);
+      const NoPages error = thrown<NoPages>("more pages than can be had", [&] { h.lease->reserve(n); });
+      collected();
+      expect_equal(error.needed, missing, "pages needed");
+      expect_equal(error.free, pool_.owned(Owner::free), "pages free");
+      expect_equal(error.evictable, evictable, "pages that could be evicted");
+      expect_equal(error.total, shape_.pages, "pages in all");
+      expect(contents_of(tree_, kRows, 1) == held, "who found no pages has evicted none");
+      return;
+    }
+    h.lease->reserve(n);
+    if (missing > free) collected();
+    h.reserved += n;
+  }
+
+  // Writes what this lease computes into its private pages, then publishes some of it.
+  void publish(Holder& h) {
+    const std::uint64_t upto = std::min<std::uint64_t>(h.reserved, h.key.size() / kSymbolBytes);
+    const std::uint64_t some = choose_.one_in(2) ? upto : choose_.below(static_cast<std::uint32_t>(upto) + 1);
+    write(h, upto);
+    expect_equal(h.lease->publishable(), upto, "positions that may be published");
+    h.lease->publish(some);
+    note_published(h, some);
+  }
+  void write(const Holder& h, std::uint64_t upto) {
+    for (std::uint64_t page = h.published / shape_.page_size; page < upto / shape_.page_size; ++page)
+      written_[static_cast<std::size_t>(h.lease->table().memory()[static_cast<std::ptrdiff_t>(page)])] =
+          front(h, page + 1);
+  }
+  void note_published(Holder& h, std::uint64_t upto) const {
+    if (shape_.enabled) h.published = std::max(h.published, upto / shape_.page_size * shape_.page_size);
+  }
+
+  void append(Holder& h) {
+    const std::string more = some_key(choose_, kSymbolBytes, shape_.page_size, 2);
+    h.lease->append(bytes_of(more));
+    h.key += more;
+    h.appended = h.appended || !more.empty();
+  }
+
+  void close(Holder& h) {
+    std::uint64_t upto = std::min<std::uint64_t>(h.reserved, h.key.size() / kSymbolBytes - h.appended);
+    switch (choose_.below(3)) {
+      case 0:
+        h.lease->abort();
+        break;
+      case 1:
+        write(h, upto);
+        h.lease->finish({});
+        break;
+      default:
+        upto = choose_.below(static_cast<std::uint32_t>(upto) + 1);
+        write(h, upto);
+        h.lease->finish(upto);
+    }
+    refuse(*h.lease);
+  }
+  // What a closed lease answers: that it is closed; closing it again does nothing.
+  void refuse(Lease& lease) const {
+    expect(lease.closed(), "a lease is closed");
+    thrown<Closed>("reserving", [&] { lease.reserve(1); });
+    thrown<Closed>("appending", [&] { lease.append({}); });
+    thrown<Closed>("publishing", [&] { lease.publish(0); });
+    thrown<Closed>("reading the table", [&] { lease.table(); });
+    lease.abort();
+    lease.finish({});
+  }
+
+  // A lease that is dropped leaves its pages and its lock to the cache's next call.
+  void drop(Holder& h) {
+    const std::uint64_t privately = pages(h.reserved) - h.published / shape_.page_size;
+    h.lease.reset();
+    dropped_ += privately;
+    for (std::uint64_t page = 0; page < h.published / shape_.page_size; ++page)
+      left_.insert(front(h, page + 1));
+  }
+  // What reserve() will find in the pool before it evicts anything.
+  void collected_soon() {
+    returning_ = dropped_;
+    left_.clear();
+  }
+  void collected() {
+    dropped_ = returning_ = 0;
+    left_.clear();
+  }
+
+  Choices choose_;
+  const Shape shape_;
+  Tree tree_;
+  Pool pool_;
+  Cache cache_;
+  std::vector<Holder> open_;
+  std::vector<Path> written_;  // what each page holds
+  std::uint64_t dropped_ = 0, returning_ = 0;
+  std::set<Path> left_;  // pages that leases which were dropped still lock
+};
+
+}  // namespace
+
+void random_cache(std::uint64_t seed, std::uint32_t operations) {
+  Choices choose(seed);
+  std::vector<Shape> shapes;
+  for (const Policy& policy : kPolicies)
+    if (policy.rank)
+      shapes.push_back({choose.of<std::uint32_t>({1, 2, 4}), choose.of<std::uint32_t>({12, 24, 60}), !choose.one_in(7),
+                        choose.one_in(2), std::string(policy.name)});
+  for (const Shape& shape : shapes) {
+    World world(shape, seed);
+    std::uint32_t done = 0;
+    const auto where = [&] {
+      return "cache, seed " + std::to_string(seed) + ", " + shape.policy + ", page " + std::to_string(shape.page_size) +
+             ", " + std::to_string(shape.pages) + " pages, operation " + std::to_string(done) + ": ";
+    };
+    try {
+      for (; done < operations; ++done)
+        world.step();
+      world.finish();
+    } catch (const Failure& failure) {
+      throw Failure{where() + failure.what};
+    } catch (const Corrupt& error) {
+      throw Failure{where() + "check: " + error.message};
+    } catch (const WrongOwner& error) {
+      throw Failure{where() + error.message};
+    }
+  }
+}
+
+}  // namespace mainstem

@@ -1,0 +1,721 @@
+// Random operations on a tree, each compared with a slow, obvious model: a map from a whole prefix to the cells of the
+// page that it ends with. The model knows no node, no split and no join; where a rule goes by nodes (a state in flight
+// stops an insertion at the beginning of its node) the tree's answer is taken, and only its reason looked for.
+#include <algorithm>
+#include <set>
+
+#include "random_operations.h"
+#include "support.h"
+
+namespace mainstem {
+
+namespace {
+
+struct Shape {
+  std::uint32_t symbol_bytes, page_size;
+  std::vector<Component> rows;
+  std::uint32_t tiers;
+  std::string policy;
+};
+
+struct Place {  // a handle, and the prefix that it was given for
+  Handle handle;
+  Path path;
+};
+struct Hold {
+  Place place;
+  std::uint32_t tier;
+};
+struct Flight {
+  Place place;
+  std::uint32_t tier;
+  std::set<std::pair<Path, std::size_t>> cells;
+};
+
+struct Refused {};
+
+const std::vector<Component> kFull{{Kind::full}};
+constexpr std::uint32_t kWindow = 5;
+
+std::vector<Shape> shapes(Choices& choose) {
+  const std::vector<std::vector<Component>> rows{
+      kFull,
+      kFull,
+      {{Kind::full}, {Kind::window, kWindow}},
+      {{Kind::full}, {Kind::state}},
+      {{Kind::full}, {Kind::window, kWindow}, {Kind::state}},
+  };
+  std::vector<Shape> all;
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    for (const Policy& policy : kPolicies)
+      if (policy.rank)
+        all.push_back({choose.of<std::uint32_t>({4, 4, 8, 16}), choose.of<std::uint32_t>({1, 2, 3, 8}), rows[i],
+                       i == 0 ? 1 : 1 + choose.below(2), std::string(policy.name)});
+  return all;
+}
+
+class World {
+ public:
+  World(const Shape& shape, std::uint64_t seed)
+      : choose_(seed),
+        shape_(shape),
+        rows_(shape.rows),
+        tiers_(shape.tiers),
+        slots_(rows_.size() * tiers_),
+        tree_(shape.symbol_bytes, shape.page_size, shape.rows, shape.tiers, shape.policy, seed) {}
+
+  void step() {
+    if (model_.size() > 60 || holds_.size() > 6 || flights_.size() > 3) tidy();
+    switch (choose_.below(12)) {
+      case 0:
+      case 1:
+        match();
+        break;
+      case 2:
+      case 3:
+      case 4:
+        insert();
+        break;
+      case 5:
+        evict();
+        break;
+      case 6:
+        lock();
+        break;
+      case 7:
+        unlock();
+        break;
+      case 8:
+        move_lock();
+        break;
+      case 9:
+        attach();
+        break;
+      case 10:
+        land();
+        break;
+      default:
+        refuse();
+    }
+    compare();
+  }
+
+  // Keeps the tree small, so that its prefixes go on meeting.
+  void tidy() {
+    if (model_.size() > 60) evict();
+    if (holds_.size() > 6) unlock();
+    if (flights_.size() > 3) land();
+    compare();
+  }
+
+  // What was done last, for the report of a failure.
+  const std::string& doing() const { return doing_; }
+
+  // Lets everything go: nothing may stay behind.
+  void finish() {
+    while (!holds_.empty())
+      unlock();
+    while (!flights_.empty())
+      land();
+    for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)
+        take(tree_.evict(1000000, c, tier), tier);
+    compare();
+    expect_equal(tree_.size(), 0, "nodes left");
+    expect_equal(tree_.namespace_count(), 0, "namespaces left");
+  }
+
+ private:
+  std::size_t slot(std::uint32_t component, std::uint32_t tier) const { return component * tiers_ + tier; }
+  std::uint32_t pages_of(std::string_view key) const { return static_cast<std::uint32_t>(key.size() / bytes()); }
+  std::uint32_t bytes() const { return tree_.page_bytes(); }
+  Path front(const Path& path, std::uint32_t pages) const {
+    return {path.first, path.second.substr(0, std::size_t{pages} * bytes())};
+  }
+  PageCell cell(const Path& path, std::size_t slot) const {
+    const auto found = model_.find(path);
+    return found == model_.end() ? PageCell{} : found->second[slot];
+  }
+  void put(const Path& path, std::size_t slot, PageCell cell) {
+    std::vector<PageCell>& cells = model_[path];
+    cells.resize(slots_);
+    cells[slot] = cell;
+    const auto empty = [](const PageCell& c) { return c.residency == Residency::absent; };
+    if (std::all_of(cells.begin(), cells.end(), empty)) model_.erase(path);
+  }
+  Path some_path() {
+    const std::vector<std::string> spaces{"", "", "", "a", "a namespace with a longer name"};
+    return {choose_.of(spaces), some_key(choose_, shape_.symbol_bytes, shape_.page_size, 6)};
+  }
+  Ids new_ids(std::size_t n) {
+    Ids ids(n);
+    for (std::int32_t& id : ids)
+      id = next_id_++;
+    return ids;
+  }
+  void remember(Handle handle, const Path& path) {
+    expect((handle == 0) == path.second.empty(), "a handle is 0 for the root only");
+    if (handle) places_.push_back({handle, path});
+    if (places_.size() > 8) places_.erase(places_.begin());
+  }
+
+  template <class... Numbers>
+  void doing(const char* what, const Path& path, Numbers... numbers) {
+    doing_ = std::string(what) + " \"" + path.first + "\", " + std::to_string(pages_of(path.second)) + " pages";
+    ((doing_ += ", " + std::to_string(numbers)), ...);
+  }
+
+  // ---------------------------------------------------------------- what must be so
+
+  // Whether the first `pages` pages of a path may be used, where every tier up to `tier` counts.
+  bool allowed(const Path& path, std::uint32_t pages, std::uint32_t tier, std::size_t rows) const {
+    const auto usable = [&](std::uint32_t c, std::uint32_t end) {
+      for (std::uint32_t t = 0; t <= tier; ++t)
+        if (cell(front(path, end), slot(c, t)).residency == Residency::present) return true;
+      return false;
+    };
+    for (std::uint32_t c = 0; c < rows; ++c) {
+      if (rows_[c].kind == Kind::state && !usable(c, pages)) return false;
+      std::uint32_t first = rows_[c].kind == Kind::full ? 0 : pages;
+      if (rows_[c].kind == Kind::window)
+        first = (pages * shape_.page_size - std::min(kWindow, pages * shape_.page_size)) / shape_.page_size;
+      for (std::uint32_t page = first; page < pages; ++page)
+        if (!usable(c, page + 1)) return false;
+    }
+    return true;
+  }
+  std::uint32_t longest(const Path& path, std::uint32_t tier, std::size_t rows) const {
+    std::uint32_t pages = pages_of(path.second);
+    while (pages > 0 && !allowed(path, pages, tier, rows))
+      --pages;
+    return pages;
+  }
+  // Symbols of the page behind the match that some page of the tree agrees with.
+  std::uint32_t agreement(const Path& path, std::uint32_t pages) const {
+    if (rows_.size() > 1) return 0;
+    const std::string_view tail = std::string_view(path.second).substr(std::size_t{pages} * bytes()).substr(0, bytes());
+    std::uint32_t best = 0;
+    const Path above = front(path, pages);
+    for (auto at = model_.lower_bound(above); at != model_.end() && begins_with(at->first, above); ++at) {
+      if (at->first.second.size() != above.second.size() + bytes()) continue;
+      if (at->second[0].residency != Residency::present) continue;
+      const std::string_view page = std::string_view(at->first.second).substr(above.second.size());
+      const auto parted = std::mismatch(tail.begin(), tail.end(), page.begin(), page.end()).first;
+      best = std::max(best, static_cast<std::uint32_t>((parted - tail.begin()) / shape_.symbol_bytes));
+    }
+    return best;
+  }
+  bool exists(const Path& path) const {
+    const auto at = model_.lower_bound(path);
+    if (at != model_.end() && begins_with(at->first, path)) return true;
+    return std::any_of(holds_.begin(), holds_.end(), [&](const Hold& h) { return begins_with(h.place.path, path); });
+  }
+
+  // Pages that a lock of the prefix `path` holds, in a cell of some component.
+  bool held_by(const Path& lock, const Path& page, std::uint32_t component) const {
+    if (!begins_with(lock, page)) return false;
+    const std::uint32_t end = pages_of(lock.second);
+    const std::uint32_t at = pages_of(page.second) - 1;
+    if (rows_[component].kind == Kind::full) return true;
+    if (rows_[component].kind == Kind::state) return at + 1 == end;
+    return at >= (end * shape_.page_size - std::min(kWindow, end * shape_.page_size)) / shape_.page_size;
+  }
+  bool is_held(const Path& page, std::uint32_t component, std::uint32_t tier) const {
+    for (const Hold& hold : holds_)
+      if (hold.tier == tier && held_by(hold.place.path, page, component)) return true;
+    for (const Flight& flight : flights_)
+      if (flight.tier == tier && held_by(flight.place.path, page, component)) return true;
+    return false;
+  }
+
+  void compare() {
+    tree_.check();
+    Uses uses;
+    const Contents held = contents_of(tree_, rows_, tiers_, &uses);
+    expect(held == model_, "the tree holds what the model holds" + first_difference(held));
+    compare_uses(uses);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+        compare_counts(c, tier);
+    for (const Place& place : places_)
+      compare_place(place);
+    for (const Hold& hold : holds_)
+      expect_equal(tree_.end(hold.place.handle), pages_of(hold.place.path.second), "the end of a locked node");
+  }
+  // Pages that are cut off and come back begin anew; those that a lock alone keeps remember.
+  void compare_uses(const Uses& uses) {
+    std::erase_if(uses_, [&](const auto& use) { return !exists(use.first); });
+    for (const auto& [path, use] : uses) {
+      expect_equal(use.hits, uses_[path].hits, "hits of a page");
+      expect_equal(use.priority, uses_[path].priority, "the priority of a page");
+    }
+  }
+  std::string first_difference(const Contents& held) const {
+    for (const Contents* one : {&held, &model_})
+      for (const auto& [path, cells] : *one)
+        for (std::size_t s = 0; s < slots_; ++s) {
+          const auto there = held.find(path);
+          const PageCell has = there == held.end() ? PageCell{} : there->second[s];
+          const PageCell expected = cell(path, s);
+          if (has == expected) continue;
+          const auto text = [](PageCell c) {
+            return std::to_string(c.id) + " (" + std::to_string(static_cast<int>(c.residency)) + ")";
+          };
+          return ": cell " + std::to_string(s) + " of page " + std::to_string(pages_of(path.second)) + " in \"" +
+                 path.first + "\" is " + text(has) + ", not " + text(expected);
+        }
+    return "";
+  }
+  void compare_counts(std::uint32_t component, std::uint32_t tier) const {
+    CellCounts expected;
+    for (const auto& [path, cells] : model_) {
+      const Residency residency = cells[slot(component, tier)].residency;
+      expected.present += residency == Residency::present;
+      expected.in_flight += residency == Residency::in_flight;
+      expected.locked += residency == Residency::present && is_held(path, component, tier);
+    }
+    const CellCounts counts = tree_.counts(component, tier);
+    expect_equal(counts.present, expected.present, "ids present");
+    expect_equal(counts.in_flight, expected.in_flight, "ids in flight");
+    expect_equal(counts.locked, expected.locked, "ids locked");
+  }
+  // A handle denotes its prefix, or is stale.
+  void compare_place(const Place& place) const {
+    const std::uint32_t pages = pages_of(place.path.second);
+    try {
+      expect_equal(tree_.end(place.handle), pages, "the end of a node");
+    } catch (const StaleHandle& error) {
+      expect_equal(error.handle, place.handle, "the handle that is stale");
+      return;
+    }
+    expect(exists(place.path), "a good handle denotes something");
+    compare_ids(place.handle, place.path);
+  }
+  void compare_ids(Handle handle, const Path& path) const {
+    const std::uint32_t pages = pages_of(path.second);
+    for (std::uint32_t c = 0; c < rows_.size() && handle; ++c)
+      for (std::uint32_t tier = 0; tier < tiers_; ++tier) {
+        const std::uint32_t begin = pages / 2;
+        Ids ids(pages - begin);
+        tree_.copy_ids(handle, c, tier, begin, ids.data());
+        for (std::uint32_t page = begin; page < pages; ++page)
+          if (rows_[c].kind != Kind::state || page + 1 == pages)  // inside, a state's place depends on the nodes
+            expect_equal(ids[page - begin], cell(front(path, page + 1), slot(c, tier)).id, "an id of a path");
+      }
+  }
+
+  // ---------------------------------------------------------------- operations
+
+  void match() {
+    const Path path = some_path();
+    const Bytes key = bytes_of(path.second);
+    const std::uint32_t pages = longest(path, 0, rows_.size());
+    const std::uint32_t all_tiers = longest(path, tiers_ - 1, rows_.size());
+    const bool partial = choose_.one_in(2);
+    doing("match", path, partial);
+    const std::uint32_t inside = partial ? agreement(path, pages) : 0;
+    const PeekResult peeked = tree_.peek(path.first, key, partial);
+    expect_equal(peeked.pages, pages, "pages peeked");
+    expect_equal(peeked.partial, inside, "symbols peeked inside a page");
+
+    std::size_t known = 0;
+    const auto note = [&](std::size_t symbols) { known = symbols; };
+    const auto refuse = [&](std::size_t) { throw Refused{}; };
+    const Counters before = tree_.counters();
+    if (choose_.one_in(8)) {
+      thrown<Refused>("a match that is refused", [&] { tree_.match(path.first, key, partial, refuse); });
+      expect_equal(tree_.counters().match_calls, before.match_calls, "calls counted of a match that was refused");
+      return;
+    }
+    const bool noted = choose_.one_in(2);
+    const MatchResult found = tree_.match(path.first, key, partial, noted ? CheckRest(note) : CheckRest());
+    expect_equal(found.pages, pages, "pages matched");
+    for (std::uint32_t page = 0; page < all_tiers; ++page)
+      ++uses_[front(path, page + 1)].hits;
+    expect_equal(found.host_pages, all_tiers - pages, "pages matched on other tiers");
+    expect_equal(found.partial, inside, "symbols matched inside a page");
+    expect_equal(found.reach_pages, longest(path, 0, 1), "pages that the first component alone reaches");
+    if (noted) expect(known >= std::size_t{all_tiers} * shape_.page_size, "the symbols known");
+    if (noted) expect(known * shape_.symbol_bytes <= path.second.size(), "not more symbols known than asked");
+    if (rows_.back().kind != Kind::state) compare_pending(path, all_tiers, found.pending_pages);
+    if (inside) {
+      const Path donor{path.first, path.second.substr(0, std::size_t{pages} * bytes() + inside * shape_.symbol_bytes)};
+      expect(begins_with(path_of(found.partial_id), donor), "the page that a match ends in");
+      Ids ids(tree_.end(found.partial_node));
+      tree_.copy_ids(found.partial_node, 0, 0, 0, ids.data());
+      expect_equal(ids[pages], found.partial_id, "the first page of the node that a match ends in");
+    }
+    compare_ids(found.node, front(path, pages));
+    remember(found.node, front(path, pages));
+    remember(found.host_node, front(path, all_tiers));
+    const Counters after = tree_.counters();
+    expect_equal(after.match_calls, before.match_calls + 1, "matches counted");
+    expect_equal(after.queried_symbols, before.queried_symbols + path.second.size() / shape_.symbol_bytes, "queried");
+    expect_equal(after.hit_symbols, before.hit_symbols + std::uint64_t{pages} * shape_.page_size, "hit");
+  }
+  Path path_of(std::int32_t id) const {
+    for (const auto& [path, cells] : model_)
+      if (cells[0].id == id) return path;
+    return {};
+  }
+  void compare_pending(const Path& path, std::uint32_t from, std::uint32_t found) const {
+    std::uint32_t pending = 0;
+    for (std::uint32_t page = from; page < pages_of(path.second); ++page, ++pending) {
+      const auto at = model_.find(front(path, page + 1));
+      if (at == model_.end()) break;
+      const auto flying = [](const PageCell& c) { return c.residency == Residency::in_flight; };
+      if (std::none_of(at->second.begin(), at->second.end(), flying)) break;
+    }
+    expect_equal(found, pending, "pages pending");
+  }
+
+  void insert() {
+    Path path = some_path();
+    const auto tier = choose_.below(tiers_);
+    const bool ready = !choose_.one_in(4);
+    const auto priority = static_cast<std::int32_t>(choose_.below(3));
+    const Place after = choose_.one_in(2) ? some_place() : Place{0, {path.first, ""}};
+    const std::uint32_t begin = pages_of(after.path.second);
+    const std::string tail = path.second;
+    path = {after.path.first, after.path.second + tail};
+    const std::uint32_t end = pages_of(path.second);
+
+    doing("insert to", path, begin, tier, ready);
+    std::vector<Ids> ids(rows_.size());
+    std::vector<IdSpan> spans;
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      ids[c] = new_ids(rows_[c].per_page() ? end - begin : choose_.below(2));
+      if (rows_[c].kind == Kind::window)
+        std::fill_n(ids[c].begin(), choose_.below(static_cast<std::uint32_t>(ids[c].size()) + 1), -1);
+      spans.push_back(ids[c]);
+    }
+    for (std::uint32_t c = 0; after.handle && c < rows_.size(); ++c)
+      if (!bears_children(after, c, tier)) {
+        thrown<BadValue>("an insertion behind a node in flight, or without pages",
+                         [&] { tree_.insert(path.first, after.handle, {bytes_of(tail), spans}, 0, tier, ready); });
+        return;
+      }
+    const InsertResult added = tree_.insert(path.first, after.handle, {bytes_of(tail), spans}, priority, tier, ready);
+    for (std::uint32_t page = begin; page < added.pages; ++page) {
+      const Path here = front(path, page + 1);
+      std::int32_t& known = uses_[here].priority;
+      known = exists(here) ? std::max(known, priority) : priority;
+    }
+    adopt(path, begin, ids, tier, ready, added);
+  }
+  bool bears_children(const Place& place, std::uint32_t component, std::uint32_t tier) const {
+    const Residency residency = cell(place.path, slot(component, tier)).residency;
+    return residency == Residency::present || (residency == Residency::absent && rows_[component].kind != Kind::full);
+  }
+
+  // Where the insertion had to stop, if only cells with an id a page are looked at.
+  std::uint32_t stop_of(const Path& path, std::uint32_t begin, const std::vector<Ids>& ids, std::uint32_t tier,
+                        bool ready) const {
+    for (std::uint32_t page = begin; page < pages_of(path.second); ++page) {
+      const Path here = front(path, page + 1);
+      if (!exists(here)) break;
+      for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+        if (!rows_[c].per_page()) continue;
+        const Residency residency = cell(here, slot(c, tier)).residency;
+        const bool hole = !ready && residency == Residency::absent && ids[c][page - begin] >= 0;
+        if (residency == Residency::in_flight || hole) return page;
+      }
+    }
+    return pages_of(path.second);
+  }
+  bool state_flies_below(const Path& path, std::uint32_t tier) const {
+    for (const Flight& flight : flights_)
+      for (const auto& [at, s] : flight.cells)
+        if (flight.tier == tier && rows_[s / tiers_].kind == Kind::state && begins_with(at, path)) return true;
+    return false;
+  }
+
+  void adopt(const Path& path, std::uint32_t begin, const std::vector<Ids>& ids, std::uint32_t tier, bool ready,
+             const InsertResult& added) {
+    const std::uint32_t all = pages_of(path.second);
+    const std::uint32_t expected = stop_of(path, begin, ids, tier, ready);
+    const Path reached = front(path, added.pages);
+    if (added.pages != expected)
+      expect(added.pages < expected && state_flies_below(reached, tier), "where an insertion stopped");
+    Flight flight{{added.node, reached}, tier, {}};
+    std::uint32_t existing = added.pages;
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      const std::size_t s = slot(c, tier);
+      const bool whole = added.pages == all;
+      const bool state = !rows_[c].per_page();  // belongs to the last page, which may be that of `after`
+      if (state && (!whole || ids[c].empty())) continue;
+      for (std::uint32_t page = state && all ? all - 1 : begin; page < added.pages; ++page) {
+        const std::int32_t id = state ? ids[c][0] : ids[c][page - begin];
+        const Path here = front(path, page + 1);
+        if (id < 0 || cell(here, s).residency != Residency::absent) continue;
+        put(here, s, {ready ? Residency::present : Residency::in_flight, id});
+        if (!ready) flight.cells.insert({here, s});
+        if (c == 0) existing = std::min(existing, page);
+      }
+    }
+    expect_equal(added.existing, existing, "pages that existed");
+    if (!flight.cells.empty()) flights_.push_back(flight);
+    remember(added.node, reached);
+  }
+
+  void evict() {
+    const std::uint32_t c = choose_.below(static_cast<std::uint32_t>(rows_.size()));
+    const std::uint32_t tier = choose_.below(tiers_);
+    const std::uint32_t want = choose_.one_in(4) ? choose_.below(20) : 1 + choose_.below(3);
+    const CellCounts counts = tree_.counts(c, tier);
+    const std::int32_t victim = want ? first_victim(c, tier) : -1;
+    doing("evict", {}, want, c, tier);
+    const std::vector<Ids> freed = tree_.evict(want, c, tier);
+    expect_equal(freed[c].size(), std::min<std::uint64_t>(want, counts.present - counts.locked), "ids evicted");
+    if (victim >= 0) expect(contains(freed[c], victim), "the lowest rank goes first");
+    take(freed, tier);
+  }
+  static bool contains(const Ids& ids, std::int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); }
+
+  // The id that must go first by the policy, found by looking at every node; -1: there is none.
+  std::int32_t first_victim(std::uint32_t component, std::uint32_t tier) const {
+    const std::size_t s = slot(component, tier);
+    struct Candidate {
+      Rank rank;
+      std::uint32_t start;
+      std::uint32_t index;
+      std::int32_t id;
+    };
+    std::vector<Candidate> candidates;
+    for (const std::string& ns : tree_.namespaces()) {
+      const std::vector<NodeView> views = tree_.nodes(ns);
+      for (const NodeView& view : views) {
+        const CellView& at = view.cells[s];
+        const bool below = std::any_of(views.begin(), views.end(), [&](const NodeView& other) {
+          return other.parent == view.stats.node && other.cells[s].residency != Residency::absent;
+        });
+        const bool full = rows_[component].kind == Kind::full;
+        if (at.residency != Residency::present || at.locks || (full && below)) continue;
+        candidates.push_back({rank(view.stats), view.stats.start, static_cast<std::uint32_t>(view.stats.node),
+                              full ? at.ids.back() : at.ids.front()});
+      }
+    }
+    const auto first = [](const Candidate& a, const Candidate& b) {
+      return std::tie(a.rank.major, a.rank.minor, a.start, a.index) <
+             std::tie(b.rank.major, b.rank.minor, b.start, b.index);
+    };
+    const auto found = std::min_element(candidates.begin(), candidates.end(), first);
+    return found == candidates.end() ? -1 : found->id;
+  }
+  // The policies once more, as a sentence each.
+  Rank rank(const NodeStats& n) const {
+    const auto accessed = static_cast<double>(n.accessed);
+    if (shape_.policy == "lru") return {accessed, 0};
+    if (shape_.policy == "mru") return {-accessed, 0};
+    if (shape_.policy == "fifo") return {static_cast<double>(n.created), 0};
+    if (shape_.policy == "filo") return {-static_cast<double>(n.created), 0};
+    if (shape_.policy == "lfu") return {static_cast<double>(n.hits), accessed};
+    if (shape_.policy == "slru") return {n.hits >= 2 ? 1.0 : 0.0, accessed};
+    return {static_cast<double>(n.priority), accessed};
+  }
+
+  // Ids that the tree gave up were its own, and nobody held them.
+  void take(const std::vector<Ids>& freed, std::uint32_t tier) {
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      for (const std::int32_t id : freed[c]) {
+        const std::size_t s = slot(c, tier);
+        const auto owner = [&](const auto& page) { return page.second[s].id == id; };
+        const auto found = std::find_if(model_.begin(), model_.end(), owner);
+        expect(found != model_.end(), "an id that was freed was the tree's");
+        const Path path = found->first;
+        expect(cell(path, s).residency == Residency::present && !is_held(path, c, tier), "it could be evicted");
+        put(path, s, {});
+      }
+  }
+
+  // A handle that is good now, or that of the root.
+  Place some_place() {
+    while (!places_.empty()) {
+      const std::uint32_t at = choose_.below(static_cast<std::uint32_t>(places_.size()));
+      try {
+        tree_.end(places_[at].handle);
+        return places_[at];
+      } catch (const StaleHandle&) {
+        for (const auto& call : {&Tree::lock, &Tree::unlock})
+          thrown<StaleHandle>("a stale handle", [&] { (tree_.*call)(places_[at].handle, 0); });
+        places_.erase(places_.begin() + at);
+      }
+    }
+    return {0, {"", ""}};
+  }
+
+  void lock() {
+    const Place place = some_place();
+    const std::uint32_t tier = choose_.below(tiers_);
+    doing("lock", place.path, tier);
+    tree_.lock(place.handle, tier);
+    if (place.handle) holds_.push_back({place, tier});
+  }
+  void unlock() {
+    if (holds_.empty()) return tree_.unlock(0, 0);
+    const std::uint32_t at = choose_.below(static_cast<std::uint32_t>(holds_.size()));
+    const Hold hold = holds_[at];
+    doing("unlock", hold.place.path, hold.tier);
+    tree_.unlock(hold.place.handle, hold.tier);
+    holds_.erase(holds_.begin() + at);
+  }
+  void move_lock() {
+    const std::uint32_t tier = choose_.below(tiers_);
+    const Place to = some_place();
+    doing("move a lock to", to.path, tier);
+    for (Hold& hold : holds_) {
+      if (hold.tier != tier || !begins_with(to.path, hold.place.path) || to.handle == 0) continue;
+      tree_.move_lock(hold.place.handle, to.handle, tier);
+      hold.place = to;
+      return;
+    }
+    tree_.move_lock(0, to.handle, tier);
+    if (to.handle) holds_.push_back({to, tier});
+  }
+
+  void attach() {
+    const Place place = some_place();
+    if (!place.handle) {
+      thrown<BadValue>("an attachment to the root", [&] { tree_.attach(0, 0, 0, {}, true); });
+      return;
+    }
+    const std::uint32_t c = choose_.below(static_cast<std::uint32_t>(rows_.size()));
+    const std::uint32_t tier = choose_.below(tiers_);
+    const NodeView view = view_of(place);
+    const std::size_t s = slot(c, tier);
+    const Ids ids = new_ids(rows_[c].per_page() ? view.stats.pages : 1);
+    const bool ready = choose_.one_in(2);
+    doing("attach to", place.path, c, tier, ready);
+    const bool orphan =
+        c == 0 && view.stats.start > 0 && cell(front(place.path, view.stats.start), s).residency == Residency::absent;
+    if (view.cells[s].residency != Residency::absent || orphan) {
+      thrown<BadValue>("a cell that may not be filled", [&] { tree_.attach(place.handle, c, tier, ids, ready); });
+      return;
+    }
+    tree_.attach(place.handle, c, tier, ids, ready);
+    Flight flight{place, tier, {}};
+    for (std::uint32_t i = 0; i < ids.size(); ++i) {
+      const std::uint32_t page = rows_[c].per_page() ? view.stats.start + i : view.stats.start + view.stats.pages - 1;
+      put(front(place.path, page + 1), s, {ready ? Residency::present : Residency::in_flight, ids[i]});
+      flight.cells.insert({front(place.path, page + 1), s});
+    }
+    if (!ready) flights_.push_back(flight);
+  }
+  NodeView view_of(const Place& place) const {
+    for (NodeView& view : tree_.nodes(place.path.first))
+      if (view.stats.node == place.handle) return std::move(view);
+    throw Failure{"a good handle is in the list of nodes"};
+  }
+
+  // Commits or cancels what is in flight under a name; that may be more than one attachment.
+  void land() {
+    if (flights_.empty()) return;
+    const Flight first = flights_[choose_.below(static_cast<std::uint32_t>(flights_.size()))];
+    doing("commit or cancel", first.place.path, first.tier);
+    const auto same = [&](const Flight& f) { return f.place.handle == first.place.handle && f.tier == first.tier; };
+    std::set<std::pair<Path, std::size_t>> cells;
+    for (const Flight& flight : flights_)
+      if (same(flight)) cells.insert(flight.cells.begin(), flight.cells.end());
+    if (choose_.one_in(2)) {
+      tree_.commit(first.place.handle, first.tier);
+      for (const auto& [path, s] : cells)
+        put(path, s, {Residency::present, cell(path, s).id});
+    } else {
+      const auto cancel = [&] { return tree_.cancel(first.place.handle, first.tier); };
+      if (bears(cells)) {
+        thrown<BadValue>("a cancellation below which something hangs", cancel);
+        return;
+      }
+      const std::vector<Ids> freed = cancel();
+      std::size_t n = 0;
+      for (const Ids& ids : freed)
+        n += ids.size();
+      expect_equal(n, cells.size(), "ids cancelled");
+      for (const auto& [path, s] : cells) {
+        expect(contains(freed[s / tiers_], cell(path, s).id), "an id in flight is given back");
+        put(path, s, {});
+      }
+    }
+    std::erase_if(flights_, same);
+    remember_if_there(first.place);
+  }
+  // Whether something of the same full cells lies right below cells that are in flight.
+  bool bears(const std::set<std::pair<Path, std::size_t>>& cells) const {
+    for (const auto& [path, s] : cells) {
+      if (rows_[s / tiers_].kind != Kind::full) continue;
+      for (auto at = model_.lower_bound(path); at != model_.end() && begins_with(at->first, path); ++at)
+        if (at->second[s].residency != Residency::absent && !cells.contains({at->first, s})) return true;
+    }
+    return false;
+  }
+  void remember_if_there(const Place& place) {
+    if (exists(place.path)) remember(place.handle, place.path);
+  }
+
+  // What the interface forbids, at the place where it is: an error, and everything as it was.
+  void refuse() {
+    const Place place = some_place();
+    const std::uint32_t tier = choose_.below(tiers_);
+    const auto same = [&](const Place& other) { return other.handle == place.handle; };
+    const bool locked =
+        std::any_of(holds_.begin(), holds_.end(), [&](const Hold& h) { return same(h.place) && h.tier == tier; });
+    doing("refuse at", place.path, tier, locked);
+    const bool flies =
+        std::any_of(flights_.begin(), flights_.end(), [&](const Flight& f) { return same(f.place) && f.tier == tier; });
+    if (place.handle && !locked) {
+      const NotLocked error = thrown<NotLocked>("an unlock too many", [&] { tree_.unlock(place.handle, tier); });
+      expect_equal(error.handle, place.handle, "the handle that is not locked");
+      thrown<NotLocked>("a move of no lock", [&] { tree_.move_lock(place.handle, 0, tier); });
+    }
+    if (!flies) {
+      thrown<BadValue>("a commit of nothing", [&] { tree_.commit(place.handle, tier); });
+      thrown<BadValue>("a cancellation of nothing", [&] { tree_.cancel(place.handle, tier); });
+    }
+    thrown<StaleHandle>("a handle of nobody", [&] { tree_.end(Handle{7} << 40 | 3); });
+    thrown<BadValue>("a tier too many", [&] { tree_.evict(1, 0, tiers_); });
+  }
+
+  Choices choose_;
+  const Shape shape_;
+  const std::vector<Component> rows_;
+  const std::uint32_t tiers_;
+  const std::size_t slots_;
+  Tree tree_;
+  Contents model_;
+  Uses uses_;
+  std::vector<Place> places_;
+  std::vector<Hold> holds_;
+  std::vector<Flight> flights_;
+  std::int32_t next_id_ = 0;
+  std::string doing_;
+};
+
+}  // namespace
+
+void random_tree(std::uint64_t seed, std::uint32_t operations) {
+  Choices choose(seed);
+  for (const Shape& shape : shapes(choose)) {
+    World world(shape, seed);
+    std::uint32_t done = 0;
+    const auto where = [&] {
+      std::string text = "tree, seed " + std::to_string(seed) + ", " + shape.policy + ", page " +
+                         std::to_string(shape.page_size) + ", tiers " + std::to_string(shape.tiers) + ", rows";
+      for (const Component& row : shape.rows)
+        text += " " + std::to_string(static_cast<int>(row.kind));
+      return text + ", operation " + std::to_string(done) + ", " + world.doing() + ": ";
+    };
+    try {
+      for (; done < operations; ++done)
+        world.step();
+      world.finish();
+    } catch (const Failure& failure) {
+      throw Failure{where() + failure.what};
+    } catch (const Corrupt& error) {
+      throw Failure{where() + "check: " + error.message};
+    } catch (const BadValue& error) {
+      throw Failure{where() + "BadValue: " + error.name + " " + error.value + ", allowed: " + error.allowed};
+    }
+  }
+}
+
+}  // namespace mainstem

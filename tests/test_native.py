@@ -1,0 +1,79 @@
+"""The core in C++ alone: what native/ says, built with address and undefined-behaviour sanitizers; and the count of its
+instructions beside the one that is kept. A short run; `make native` is the long one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from bench.native import compiler_version, instructions
+
+ROOT = Path(__file__).parents[1]
+NATIVE = ROOT / "tests" / "native"
+
+
+@pytest.fixture(scope="module")
+def build() -> None:
+    if sys.platform != "linux" or not shutil.which("g++") or not shutil.which("make"):
+        pytest.skip("needs Linux, g++ and make")
+
+
+@pytest.mark.usefixtures("build")
+def test_random_operations_and_failing_allocations() -> None:
+    # Kept between runs: only what was edited is built again.
+    out = ROOT / "build" / "native" / "short"
+    options = ["FLAVOUR=asan", "OPTIMISE=-O0", f"OUT={out}", "SEEDS=1", "OPERATIONS=100"]
+    command = ["make", "--silent", "--jobs=2", "--directory", str(NATIVE), *options, "run"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    failed = [int(line.split()[-3]) for line in (out / "asan" / "out_of_memory.txt").read_text().splitlines()]
+    assert len(failed) > 100
+    assert sum(failed) > 500
+
+
+@pytest.mark.usefixtures("build")
+def test_instructions_have_not_grown() -> None:
+    """Warns only: the count says how much work there is, not whether it is done well."""
+    if not shutil.which("valgrind"):
+        pytest.skip("valgrind was not found, so the core's instructions were not counted")
+    kept = instructions.kept()
+    if kept["compiler"] != compiler_version():
+        pytest.skip(f"the counts that are kept are of {kept['compiler']}, this is {compiler_version()}")
+    for line in instructions.growths(kept, instructions.measure(["chats, page 16", "128k in 1,024 nodes"])):
+        warnings.warn(line, stacklevel=1)
+
+
+def test_growth_is_named_from_five_percent_on() -> None:
+    def counts(total: float) -> dict[str, object]:
+        return {"runs": {"a": {"total": total}}}
+
+    assert instructions.growths(counts(1000), counts(1049)) == []
+    assert instructions.growths(counts(1000), counts(1100)) == ["a: 1100 instructions a request, 10.0% more"]
+    assert instructions.growths({"runs": {}}, counts(1100)) == []
+
+
+def test_counts_are_read_by_the_file_that_was_compiled() -> None:
+    lines = """events: Ir
+ob=(1) /build/instructions
+fl=(1) /core/tree.cpp
+fn=(1) one
+12 5
+fi=(2) /core/order.h
+3 2
+cob=(2) /lib/libc.so.6
+cfi=(3) /libc/malloc.c
+cfn=(2) malloc
+calls=1 7
+14 100
+fe=(1)
+15 1
+ob=(2)
+fl=(3)
+fn=(2)
+7 100"""
+    assert instructions.parse(lines.splitlines(), "instructions") == {"/core/tree.cpp": 6, "/core/order.h": 2}
