@@ -70,7 +70,6 @@ def _look_ups() -> Iterable[Goal]:
             name = f"page 16, {nodes}, µs"
             yield _scenario(f"look-up of a long prompt in {nodes}, {face}", 15, "µs", "long", name, system)
         yield _scenario(f"look-up beside a busy thread, p99, {face}", 5, "µs", "busy", "p99 µs", system)
-        yield _scenario(f"cold look-up in a large tree, p50, {face}", 3, "µs", "cold", "p50 µs", system)
 
 
 def _changes() -> Iterable[Goal]:

@@ -497,6 +497,12 @@ void hook_fails() {
 }
 
 // The page to be copied is locked, so it is not the one that is evicted for the copy.
+void long_arrays() {
+  std::vector<std::uint64_t, LargePages<std::uint64_t>> numbers(2'000'000, 7);
+  expect(reinterpret_cast<std::uintptr_t>(numbers.data()) % LargePages<char>::kPage == 0, "long arrays begin a page");
+  expect_equal(std::count(numbers.begin(), numbers.end(), 7u), 2'000'000, "numbers");
+}
+
 void no_page_for_a_copy() {
   Small small{"a"};
   const std::unique_ptr<Lease> filler = small.open("b", {1, 2, 3, 4, 5, 6});
@@ -528,6 +534,7 @@ void run_cases() {
   lease_closed_by_hook();
   hook_fails();
   no_page_for_a_copy();
+  long_arrays();
 }
 
 }  // namespace mainstem

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "memory.h"
 #include "node.h"
 
 namespace mainstem {
@@ -102,13 +103,13 @@ class ChildTable {
     slots_[i] = {hash, child};
   }
   void grow() {
-    std::vector<Slot> old(slots_.empty() ? 16 : slots_.size() * 2);
+    std::vector<Slot, LargePages<Slot>> old(slots_.empty() ? 16 : slots_.size() * 2);
     old.swap(slots_);
     for (const Slot& slot : old)
       if (slot.child != kNone) place(slot.hash, slot.child);
   }
 
-  std::vector<Slot> slots_;
+  std::vector<Slot, LargePages<Slot>> slots_;
   std::size_t size_ = 0;
 };
 

@@ -15,6 +15,7 @@
 
 #include "children.h"
 #include "component.h"
+#include "memory.h"
 #include "node.h"
 #include "order.h"
 
@@ -273,8 +274,8 @@ class Tree {
   const Policy* policy_;
   const std::uint64_t seed_;
 
-  std::vector<Node> nodes_;
-  std::vector<Cell> cells_;
+  std::vector<Node, LargePages<Node>> nodes_;
+  std::vector<Cell, LargePages<Cell>> cells_;
   std::vector<std::uint32_t> pins_;  // locks taken at exactly this node, by tier
   std::vector<Index> free_;
   std::size_t room_ = 0;  // nodes for which there is memory everywhere
