@@ -152,10 +152,9 @@ void Lease::publish(std::uint64_t upto) {
   if (pages <= owned_ || !cache_.enabled) return;
   const IdSpan ids = table_.part(owned_, pages);
   const Bytes key = Bytes(key_).subspan(key_begin_, ids.size() * cache_.tree.page_bytes());
-  // The key is this lease's own, so its node lies on it: the prefix need not be read again.
-  // Memory for the pages that the tree has others for, before anything changes.
-  Table::Memory spare;
+  Table::Memory spare;  // for a table that names the tree's pages instead, before anything changes
   if (cache_.tree.knows(ns_, node_, key)) spare = table_.copy(table_.room());
+  // The key is this lease's own, so its node lies on it: the prefix need not be read again.
   const InsertResult added = cache_.tree.insert(ns_, node_, {key, {&ids, 1}}, priority_, 0, true);
   if (added.pages == owned_) return;
   cache_.tree.move_lock(node_, added.node, 0);

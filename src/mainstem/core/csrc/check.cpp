@@ -63,7 +63,6 @@ void Tree::check_node(Index node) const {
     ++children;
   }
   if (children != n.children || before != n.last_child) broken(node, "children are counted, and the last is known");
-  if (n.fork_at == kNoFork) return;
   const auto word = [&](Index child) { return load_word(nodes_[child].key.data() + n.fork_at, 4); };
   if (n.children == 2 && (word(n.first_child) != n.fork_word || word(n.last_child) == n.fork_word))
     broken(node, "two children part where the fork says");

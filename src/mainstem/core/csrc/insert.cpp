@@ -1,7 +1,9 @@
 // Insertion: down along what is there, then new nodes for the rest.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <tuple>
 
 #include "tree.h"
@@ -30,8 +32,11 @@ void Tree::check_tail(const Tail& tail, std::uint32_t pages) const {
       throw BadValue{"number of state ids", std::to_string(ids.size()), "0 or 1"};
     if (rows_[c].begins_late()) ids = ids.subspan(first_id(ids, 0));
     holds_end = holds_end || !ids.empty();
-    const std::int32_t least = ids.empty() ? 0 : *std::min_element(ids.begin(), ids.end());
-    if (least < 0) throw BadValue{"page id", std::to_string(least), "0 or more"};
+    const std::int32_t signs = std::accumulate(ids.begin(), ids.end(), 0, std::bit_or<>());
+    if (signs < 0) {
+      const std::int32_t least = *std::min_element(ids.begin(), ids.end());
+      throw BadValue{"page id", std::to_string(least), "0 or more"};
+    }
   }
   if (!holds_end) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
 }

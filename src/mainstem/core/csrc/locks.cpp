@@ -18,7 +18,7 @@ void Tree::change_locks(Index node, std::size_t slot, int by) {
     else
       counts_[slot].locked -= c.ids.size();
   }
-  refresh(node, slot);
+  if (c.holders == 0 || !row(slot).leaf_only()) refresh(node, slot);  // others are in no order, locked or not
 }
 
 // Makes a node end in front of a page, on the path to `node`.

@@ -51,7 +51,7 @@ Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t
   const Node& p = nodes_[parent];
   if (p.children == 1) {
     step.node = agrees(p.first_child) ? p.first_child : kNone;
-  } else if (p.children == 2 && p.fork_at != kNoFork) {
+  } else if (p.children == 2) {
     const bool first = load_word(page + p.fork_at, 4) == p.fork_word;
     const Index guess = first ? p.first_child : p.last_child;
     step.node = agrees(guess) ? guess : kNone;

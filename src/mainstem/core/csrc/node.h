@@ -14,8 +14,6 @@ namespace mainstem {
 using Index = std::uint32_t;
 constexpr Index kNone = 0;
 
-constexpr std::uint32_t kNoFork = ~std::uint32_t{0};
-
 enum class Residency : std::uint8_t { absent, in_flight, present };
 
 struct Cell {
@@ -45,9 +43,9 @@ struct Node {
   Index next = kNone;         // younger sibling
   Index previous = kNone;     // older sibling
   std::uint32_t children = 0;
-  std::uint32_t fork_at = kNoFork;  // of exactly two children: where in their first page they part (a word of 4 bytes),
-  std::uint32_t fork_word = 0;      // and the word that the oldest has there
-  std::uint32_t generation = 0;     // bumped when handles to this node go stale
+  std::uint32_t fork_at = 0;     // of exactly two children: where in their first page they part (a word of 4 bytes),
+  std::uint32_t fork_word = 0;   // and the word that the oldest has there
+  std::uint32_t generation = 0;  // bumped when handles to this node go stale
   bool live = false;
 
   std::uint32_t end() const { return start + pages; }

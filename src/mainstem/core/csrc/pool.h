@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,27 +31,26 @@ class Pool {
 
   void allocate(std::uint64_t n, std::int32_t* out) {
     if (n > free_.size()) throw NoPages{n, free_.size(), 0, owner_.size()};
-    for (std::uint64_t i = 0; i < n; ++i) {
-      out[i] = free_.back();
-      free_.pop_back();
-      owner_[static_cast<std::size_t>(out[i])] = Owner::privately;
-    }
+    const std::int32_t* top = free_.data() + free_.size();
+    for (std::uint64_t i = 0; i < n; ++i)
+      owner_[static_cast<std::size_t>(out[i] = *--top)] = Owner::privately;
+    free_.resize(free_.size() - n);
     count(Owner::free, Owner::privately, n);
   }
 
   // Moves pages from one owner to another; all of them, or none if one is not the owner's (or comes twice).
   void move(std::span<const std::int32_t> pages, Owner from, Owner to) {
-    std::size_t moved = 0;
-    while (moved < pages.size() && held(pages[moved], from))
-      owner_[static_cast<std::size_t>(pages[moved++])] = to;
-    if (moved < pages.size()) {
-      for (std::size_t i = 0; i < moved; ++i)
-        owner_[static_cast<std::size_t>(pages[i])] = from;
-      refuse(pages[moved], from);
+    // What was given out together mostly has consecutive numbers, and is looked at together.
+    for (std::size_t at = 0; at < pages.size();) {
+      const std::size_t n = run_length(pages.subspan(at));
+      if (!held(pages[at], n, from)) {
+        give_back(pages.first(at), from);
+        refuse(pages.subspan(at, n), from);
+      }
+      std::memset(&owner_[static_cast<std::size_t>(pages[at])], static_cast<int>(to), n);
+      at += n;
     }
-    if (to == Owner::free)
-      for (std::size_t i = pages.size(); i-- > 0;)
-        free_.push_back(pages[i]);  // the first is the next to be given out
+    if (to == Owner::free) free_.insert(free_.end(), pages.rbegin(), pages.rend());  // the first is the next to go
     count(from, to, pages.size());
   }
 
@@ -67,17 +67,36 @@ class Pool {
     for (const Owner owner : owner_)
       ++sum[static_cast<std::size_t>(owner)];
     for (const std::int32_t page : free_)
-      if (!held(page, Owner::free)) return false;
+      if (!held(page, 1, Owner::free)) return false;
     return sum[0] == count_[0] && sum[1] == count_[1] && sum[2] == count_[2] && free_.size() == count_[0];
   }
 
  private:
-  bool held(std::int32_t page, Owner owner) const {
-    return page >= 0 && static_cast<std::size_t>(page) < owner_.size() &&
-           owner_[static_cast<std::size_t>(page)] == owner;
+  // How many pages at the front follow each other: 7 8 9 | 4 ...
+  static std::size_t run_length(std::span<const std::int32_t> pages) {
+    std::size_t n = 1;
+    while (n < pages.size() && pages[n] == pages[n - 1] + 1)
+      ++n;
+    return n;
   }
-  [[noreturn]] void refuse(std::int32_t page, Owner expected) const {
-    const std::string is = held(page, expected) ? "named twice" : owner(page);
+  // Whether pages [page, page + n) are all the owner's, n > 0.
+  bool held(std::int32_t page, std::size_t n, Owner owner) const {
+    const auto first = static_cast<std::size_t>(page);
+    if (page < 0 || first + n > owner_.size() || owner_[first] != owner) return false;
+    return std::memcmp(&owner_[first], &owner_[first] + 1, n - 1) == 0;  // each is as the one before
+  }
+  void give_back(std::span<const std::int32_t> pages, Owner owner) {
+    for (const std::int32_t page : pages)
+      owner_[static_cast<std::size_t>(page)] = owner;
+  }
+  [[noreturn]] void refuse(std::span<const std::int32_t> pages, Owner expected) const {
+    std::int32_t page = pages.front();
+    for (const std::int32_t other : pages)
+      if (!held(other, 1, expected)) {
+        page = other;
+        break;
+      }
+    const std::string is = held(page, 1, expected) ? "named twice" : owner(page);
     throw WrongOwner{"page " + std::to_string(page) + " is " + is + ", not " +
                      kOwnerNames[static_cast<std::size_t>(expected)]};
   }

@@ -165,8 +165,7 @@ void Tree::unlink(Index node) {
   Node& p = nodes_[n.parent];
   (n.previous == kNone ? p.first_child : nodes_[n.previous].next) = n.next;
   (n.next == kNone ? p.last_child : nodes_[n.next].previous) = n.previous;
-  --p.children;
-  p.fork_at = kNoFork;  // of two that are left it could be found again, at the price of reading their pages
+  if (--p.children == 2) note_fork(n.parent);
 }
 
 // Two children are told apart by one word, without a look at either.
