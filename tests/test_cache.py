@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mainstem import _core
 from mainstem.cache import Lease, PrefixCache
 from mainstem.errors import BadArgument, BadTokens, LeaseClosed, OutOfPages
 from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
@@ -631,3 +633,114 @@ def test_the_source_of_a_copy_stays_while_it_is_copied() -> None:
         lease.finish()
     cache.lease([0, 1, 2, 3, 4, 9, 9]).abort()
     assert owners == [("cached", "private")]
+
+
+# ---------------------------------------------------------------- what a caller must not be able to break
+
+
+def test_ids_out_of_range_are_refused_wherever_they_come_in() -> None:
+    cache = PrefixCache(20, 4, keys=TokenKeys(vocab_size=100))
+    serve(cache, list(range(12)))
+    for bad in (np.array([7, 100], np.int32), np.array([7, -1]), [7, 100], np.array([7, 100], "<u4").tobytes()):
+        lease = cache.lease([1, 2])
+        with pytest.raises(BadTokens, match="position 1"):
+            lease.append(bad)
+        assert lease.length == 2
+        lease.abort()
+        with pytest.raises(BadTokens, match="position 1"):
+            cache.lease(bad)
+    with pytest.raises(BadTokens, match="position 13"):  # behind a prefix that is found, and so not looked at again
+        cache.lease(np.array([*range(13), 100], np.int32))
+    owners(cache)
+
+
+def test_a_copy_that_was_not_begun_cannot_be_ended() -> None:
+    cache = PrefixCache(20, 4)
+    lease = cache.lease(list(range(8)))
+    lease.reserve(8)
+    for copied in (False, True):
+        lease.end_copy(copied)
+        assert (lease.hit, lease.reserved, len(lease.page_table)) == (0, 8, 2)
+    lease.abort()
+    with pytest.raises(LeaseClosed):
+        lease.begin_copy()
+    owners(cache)
+
+
+def test_a_copy_can_be_begun_once_and_ends_with_the_lease() -> None:
+    cache = PrefixCache(20, 4, copy_page=lambda *_: None)
+    serve(cache, list(range(12)))
+    prompt = [*range(6), 90, 91, 92]
+    lease = Lease(cache._core, b"", prompt, 0, None, True)
+    source, target, positions = lease.begin_copy() or (-1, -1, -1)
+    assert (positions, cache.pool.owner(source), cache.pool.owner(target)) == (2, "cached", "private")
+    assert lease.begin_copy() is None
+    lease.abort()
+    assert cache.stats().locked_pages == cache.stats().private_pages == 0
+    dropped = Lease(cache._core, b"", prompt, 0, None, True)
+    assert dropped.begin_copy() is not None
+    with pytest.warns(ResourceWarning):
+        del dropped
+    assert cache.stats().locked_pages == cache.stats().private_pages == 0
+    owners(cache)
+
+
+def test_a_hit_never_reaches_the_end_whatever_is_asked_of_the_core() -> None:
+    cache = PrefixCache(20, 4)
+    serve(cache, list(range(20)))
+    with Lease(cache._core, b"", list(range(12)), 0, 1000) as lease:
+        assert lease.hit == 8
+
+
+def test_a_policy_that_raises_while_a_page_is_made_for_a_copy_leaves_no_lease() -> None:
+    class Fails:
+        name = "fails"
+
+        def rank(self, node: Any) -> tuple[float, float]:
+            raise OSError("no rank today")
+
+    cache = PrefixCache(6, 4, policy=Fails(), copy_page=lambda *_: None)
+    serve(cache, list(range(12)))
+    serve(cache, list(range(50, 62)))
+    with pytest.raises(OSError, match="no rank") as kept:
+        cache.lease([*range(6), 90, 91, 92])
+    assert kept.value and cache.stats().leases == cache.stats().locked_pages == 0
+
+
+def test_a_policy_may_refer_to_its_cache_and_both_are_collected() -> None:
+    class Refers:
+        name = "refers"
+
+        def rank(self, node: Any) -> tuple[float, float]:
+            return (node.last_access, 0)
+
+    policy: Any = Refers()
+    policy.cache = PrefixCache(8, 4, policy=policy)
+    gone = weakref.ref(policy)
+    del policy
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_evict_that_frees_nothing_is_no_room() -> None:
+    cache = PrefixCache(3, 4)
+    serve(cache, list(range(12)))
+    cache._core.evict_with(lambda pages: None)
+    with cache.lease([7] * 8) as lease, pytest.raises(OutOfPages):
+        lease.reserve(8)
+
+
+def test_duplicate_pages_are_counted() -> None:
+    cache = PrefixCache(20, 4)
+    first, second = cache.lease(list(range(12))), cache.lease(list(range(12)))
+    for lease in (first, second):
+        lease.reserve(12)
+        lease.publish(12)
+        lease.finish()
+    assert cache.stats().duplicate_pages == 3
+    owners(cache)
+
+
+def test_pages_that_were_never_made_show_nothing() -> None:
+    with pytest.raises(BufferError):
+        memoryview(_core._Pages.__new__(_core._Pages))

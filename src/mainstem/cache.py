@@ -137,16 +137,14 @@ class PrefixCache:
 
     def _copy_inside(self, lease: Lease) -> None:
         """Lengthens the hit by the beginning of a shared page, copied into a private one, if there is room for it."""
-        copy, copied = lease.begin_copy(), False
-        if copy is None or self._copy_page is None:
-            return
         try:
-            self._copy_page(*copy)
-            copied = True
-        finally:
-            lease.end_copy(copied)
-            if not copied:
-                lease.abort()
+            copy = lease.begin_copy()
+            if copy is not None and self._copy_page is not None:
+                self._copy_page(*copy)
+                lease.end_copy(True)
+        except BaseException:
+            lease.abort()
+            raise
 
     def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
         """The hit, in positions, that a lease on this prompt would have now. Changes nothing.

@@ -65,7 +65,7 @@ class OutOfPages(MainstemError):
 
 
 class StaleHandle(MainstemError, LookupError):
-    """A handle whose node was evicted, or cut short, since the handle was given out."""
+    """A handle whose node was evicted, cut short, or joined to the next since the handle was given out."""
 
 
 class NotLocked(MainstemError, RuntimeError):

@@ -55,14 +55,9 @@ class KeyKind(Protocol):
 
 
 class Sequence:
-    """What must be remembered of a growing sequence to go on with its symbols. Here: one token, one position.
-
-    Attributes:
-        divisible: whether every position lies between two tokens, so that `floor` changes nothing.
-    """
+    """What must be remembered of a growing sequence to go on with its symbols. Here: one token, one position."""
 
     __slots__ = ("_kind",)
-    divisible = True
 
     def __init__(self, kind: KeyKind) -> None:
         self._kind = kind
@@ -334,7 +329,6 @@ class _TypedSequence(Sequence):
     """Knows where each token ends, so that none is cut."""
 
     __slots__ = ("_ends",)
-    divisible = False
 
     def __init__(self, kind: TypedKeys) -> None:
         super().__init__(kind)

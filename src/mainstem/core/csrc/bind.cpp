@@ -112,8 +112,9 @@ void translate(const std::exception_ptr& pending, void*) {
   try {
     std::rethrow_exception(pending);
   } catch (const StaleHandle& e) {
-    raise_error("StaleHandle",
-                nb::str(("handle " + std::to_string(e.handle) + ": its node was evicted or cut short").c_str()));
+    raise_error("StaleHandle", nb::str(("handle " + std::to_string(e.handle) +
+                                        ": its node was evicted, cut short or joined to the next")
+                                           .c_str()));
   } catch (const NotLocked& e) {
     raise_error("NotLocked", nb::str(("handle " + std::to_string(e.handle) + " is not locked").c_str()));
   } catch (const BadValue& e) {

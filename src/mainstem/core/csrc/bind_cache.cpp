@@ -26,9 +26,30 @@ struct PyCache {
         cache(nb::cast<Tree&>(tree), nb::cast<Pool&>(pool), enabled) {}
 
   nb::object tree, pool;     // kept alive
+  nb::object evict;          // what evicts instead of the tree's own order, if anything does
   std::int64_t token_limit;  // of token ids; 0: keys come as symbols
   Cache cache;
 };
+
+// A policy, and so what asks it, may refer to the cache and to leases: the collector must see the circle.
+int traverse_cache(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const PyCache& cache = *nb::inst_ptr<PyCache>(self);
+  Py_VISIT(cache.tree.ptr());
+  Py_VISIT(cache.pool.ptr());
+  Py_VISIT(cache.evict.ptr());
+  return 0;
+}
+
+int clear_cache(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<PyCache>(self)->evict.reset();
+  return 0;
+}
+
+PyType_Slot kCacheSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_cache)},
+                             {Py_tp_clear, reinterpret_cast<void*>(&clear_cache)},
+                             {0, nullptr}};
 
 PyCache& cache_of(nb::handle object) {
   return nb::cast<PyCache&>(object);
@@ -41,6 +62,10 @@ struct Pages {
 };
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  if (!nb::inst_ready(self)) {
+    PyErr_SetString(PyExc_BufferError, "these pages were never made");
+    return -1;
+  }
   const Pages& pages = *nb::inst_ptr<Pages>(self);
   return PyBuffer_FillInfo(view, self, pages.memory.get(), static_cast<Py_ssize_t>(pages.size * sizeof(std::int32_t)),
                            /*readonly=*/1, flags);
@@ -64,6 +89,8 @@ class PyLease {
   }
   PyLease(const PyLease&) = delete;
   PyLease& operator=(const PyLease&) = delete;
+
+  nb::handle owner() const { return owner_; }
 
   void append(nb::handle tokens) {
     const Key more(tokens, cache_of(owner_).token_limit);
@@ -92,6 +119,14 @@ class PyLease {
   Lease lease;
 };
 
+int traverse_lease(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PyLease>(self)->owner().ptr());
+  return 0;
+}
+
+PyType_Slot kLeaseSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_lease)}, {0, nullptr}};
+
 void make_lease(PyLease* self, nb::object owner, const nb::bytes& ns, nb::handle tokens, nb::handle priority,
                 std::optional<std::uint64_t> most, bool inside) {
   const auto rank =
@@ -100,7 +135,8 @@ void make_lease(PyLease* self, nb::object owner, const nb::bytes& ns, nb::handle
   const Key key(tokens, cache.token_limit);
   const std::uint64_t length = key.bytes().size() / cache.cache.tree.symbol_bytes();
   if (length == 0) throw BadTokens{"the prompt is empty: a lease needs at least one position"};
-  new (self) PyLease(owner, view(ns), key, static_cast<std::int32_t>(rank), most.value_or(length - 1), inside);
+  new (self) PyLease(owner, view(ns), key, static_cast<std::int32_t>(rank), std::min(most.value_or(length), length - 1),
+                     inside);
 }
 
 std::uint64_t position(nb::handle value, const char* name, std::uint64_t most) {
@@ -110,12 +146,18 @@ std::uint64_t position(nb::handle value, const char* name, std::uint64_t most) {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
-  nb::class_<PyCache>(m, "Cache", "A tree and a pool that agree; see src/mainstem/core/csrc/cache.h.")
+  nb::class_<PyCache>(m, "Cache", nb::type_slots(kCacheSlots),
+                      "A tree and a pool that agree; see src/mainstem/core/csrc/cache.h.")
       .def(nb::init<nb::object, nb::object, std::int64_t, bool>(), "tree"_a, "pool"_a, "token_limit"_a, "enabled"_a,
            nb::sig("def __init__(self, tree: Tree, pool: Pool, token_limit: int, enabled: bool) -> None"))
       .def(
           "evict_with",
-          [](PyCache& self, nb::callable evict) { self.cache.evict = [evict](std::uint64_t pages) { evict(pages); }; },
+          [](PyCache& self, nb::callable evict) {
+            self.evict = evict;
+            self.cache.evict = [&self](std::uint64_t pages) {
+              if (self.evict.is_valid()) nb::borrow(self.evict)(pages);
+            };
+          },
           "evict"_a, nb::sig("def evict_with(self, evict: collections.abc.Callable[[int], object]) -> None"),
           "From now on evict(n) is asked to free about n pages of the pool, instead of the tree's own order.")
       .def(
@@ -131,7 +173,7 @@ void bind_cache(nb::module_& m) {
 
   nb::class_<Pages>(m, "_Pages", nb::type_slots(kPagesSlots), "The memory of a page table.");
 
-  nb::class_<PyLease>(m, "Lease",
+  nb::class_<PyLease>(m, "Lease", nb::type_slots(kLeaseSlots),
                       "One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a "
                       "context manager.")
       .def("__init__", &make_lease, "cache"_a, "ns"_a, "tokens"_a.none(), "priority"_a.none(), "most"_a = nb::none(),

@@ -26,10 +26,12 @@ void Cache::make_room(std::uint64_t n) {
     const CellCounts counts = tree.counts(0, 0);
     const std::uint64_t evictable = counts.present - counts.locked;
     if (n - free > evictable) throw NoPages{n, free, evictable, pool.total()};
-    if (evict)
+    if (evict) {
       evict(n - free);
-    else
+      if (pool.owned(Owner::free) <= free) throw NoPages{n, free, evictable, pool.total()};
+    } else {
       pool.move(tree.evict(n - free, 0, 0)[0], Owner::cached, Owner::free);
+    }
   }
 }
 
@@ -43,6 +45,7 @@ void Cache::take_back() {
   while (!abandoned_.empty()) {
     const Abandoned left = std::move(abandoned_.back());
     abandoned_.pop_back();
+    tree.unlock(left.donor, 0);
     give_back(left.node, left.table.from(left.owned));
   }
 }
@@ -74,19 +77,22 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
 }
 
 Lease::~Lease() {
-  if (!closed_) cache_.abandon({node_, std::move(table_), owned_});
+  if (!closed_) cache_.abandon({node_, copying_ ? donor_ : 0, std::move(table_), owned_});
 }
 
 std::optional<PageCopy> Lease::begin_copy() {
-  if (inside_ == 0) return {};
+  require_open();
+  if (inside_ == 0 || copying_ || table_.size() != owned_) return {};
   // Neither the eviction for the new page nor the code that copies may free the source.
   cache_.tree.lock(donor_, 0);
   try {
     cache_.make_room(1);
+    require_open();  // that may have run anybody's code
     table_.reserve(table_.size() + 1);
     std::int32_t page;
     cache_.pool.allocate(1, &page);
     *table_.extend(1) = page;
+    copying_ = true;
     return PageCopy{source_, page, inside_};
   } catch (const NoPages&) {
     ++cache_.counters.partial_missed;
@@ -99,14 +105,17 @@ std::optional<PageCopy> Lease::begin_copy() {
 }
 
 void Lease::end_copy(bool copied) {
+  if (!copying_) return;
+  copying_ = false;
   cache_.tree.unlock(donor_, 0);
   if (copied) {
     hit_ += inside_;
     reserved_ = hit_;
-    return;
+  } else {
+    cache_.pool.move(table_.from(owned_), Owner::privately, Owner::free);
+    table_.drop_back(1);
   }
-  cache_.pool.move(table_.from(owned_), Owner::privately, Owner::free);
-  table_.drop_back(1);
+  inside_ = 0;
 }
 
 // A lease counts as a question when it gets its first pages: who found no room will ask again.
@@ -126,6 +135,7 @@ std::uint64_t Lease::missing_pages(std::uint64_t n) const {
 
 void Lease::reserve(std::uint64_t n) {
   require_open();
+  end_copy(false);
   while (missing_pages(n) > cache_.pool.owned(Owner::free)) {
     cache_.make_room(missing_pages(n));
     require_open();  // that may have run anybody's code
@@ -200,6 +210,7 @@ void Lease::finish(std::optional<std::uint64_t> upto) {
 
 void Lease::abort() {
   if (closed_) return;
+  end_copy(false);
   closed_ = true;
   cache_.give_back(node_, table_.from(owned_));
 }

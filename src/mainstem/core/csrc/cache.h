@@ -56,6 +56,7 @@ class Table {
 // What was left behind by a lease that was dropped: it may have been dropped on any thread, in the middle of anything.
 struct Abandoned {
   Handle node;
+  Handle donor;  // of a copy that was never ended, or 0
   Table table;
   std::size_t owned;
 };
@@ -74,7 +75,9 @@ class Cache {
   // Frees pages until n are free, or throws NoPages and has evicted nothing.
   void make_room(std::uint64_t n);
   void give_back(Handle node, IdSpan pages);
-  void expect_lease() { abandoned_.reserve(counters.leases + 1); }  // so that abandon() cannot fail
+  void expect_lease() {  // so that abandon() cannot fail
+    if (abandoned_.capacity() <= counters.leases) abandoned_.reserve(2 * counters.leases + 1);
+  }
   void abandon(Abandoned left) noexcept { abandoned_.push_back(std::move(left)); }
   void take_back();
 
@@ -145,6 +148,7 @@ class Lease {
   std::uint32_t inside_ = 0;  // positions of a page of `donor_` that agree with what follows
   std::int32_t source_ = -1;
   Handle donor_ = 0;
+  bool copying_ = false;  // between begin_copy() and end_copy(): the last page of the table is being written
   bool appended_ = false, counted_ = false, closed_ = false;
 };
 

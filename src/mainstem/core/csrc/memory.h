@@ -18,9 +18,6 @@ struct LargePages {
   static constexpr std::size_t kPage = std::size_t{2} << 20;  // bytes
   static constexpr std::size_t kLong = 4 * kPage;             // below this it is not worth it
 
-  LargePages() = default;
-  template <class U>
-  LargePages(const LargePages<U>&) noexcept {}
   bool operator==(const LargePages&) const = default;
 
   T* allocate(std::size_t n) {

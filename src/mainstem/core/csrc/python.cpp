@@ -122,6 +122,7 @@ std::uint32_t from_index(nb::object item, std::size_t position, std::uint32_t la
   if (PyBool_Check(item.ptr()) || !PyIndex_Check(item.ptr())) refuse(repr(item.ptr()), position, last);
   const nb::object index = nb::steal(PyNumber_Index(item.ptr()));
   if (!index.is_valid()) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // such as an interrupt
     PyErr_Clear();
     refuse(repr(item.ptr()), position, last);
   }
