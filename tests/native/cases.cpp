@@ -501,6 +501,7 @@ void long_arrays() {
   std::vector<std::uint64_t, LargePages<std::uint64_t>> numbers(2'000'000, 7);
   expect(reinterpret_cast<std::uintptr_t>(numbers.data()) % LargePages<char>::kPage == 0, "long arrays begin a page");
   expect_equal(std::count(numbers.begin(), numbers.end(), 7u), 2'000'000, "numbers");
+  expect(LargePages<int>() == LargePages<int>(), "one gives back what another gave");
 }
 
 void no_page_for_a_copy() {
