@@ -34,8 +34,6 @@ class Tree:
 
     def unlock(self, node: int, tier: int) -> None: ...
 
-    def move_lock(self, from_node: int, to_node: int, tier: int) -> None: ...
-
     def attach(self, node: int, component: int, tier: int, ids: numpy.typing.NDArray[numpy.int32], ready: bool) -> None: ...
 
     def commit(self, node: int, tier: int) -> None: ...
@@ -192,7 +190,7 @@ class Lease:
         """
         Positions [0, upto) are computed: their whole pages become visible to others now.
 
-        Pages that another lease published first go back to the pool, and `page_table` names the tree's instead. The cost grows with what is new, not with the prefix.
+        Pages that another lease published first go back to the pool, and `page_table` names the tree's instead. The cost grows with what is new, not with the prefix; only where another lease was first is the table copied, so that views of it keep what they showed.
 
         Raises:
             BadArgument: upto is beyond what is reserved, or beyond the sequence.

@@ -175,7 +175,6 @@ NB_MODULE(_core, m) {
            "The fields of mainstem.Inserted.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
-      .def("move_lock", &Tree::move_lock, "from_node"_a, "to_node"_a, "tier"_a)
       .def(
           "attach",
           [](Tree& t, Handle node, std::uint32_t component, std::uint32_t tier, nb::handle ids, bool ready) {

@@ -225,7 +225,8 @@ void bind_cache(nb::module_& m) {
           "upto"_a.none(), nb::sig("def publish(self, upto: int) -> None"),
           "Positions [0, upto) are computed: their whole pages become visible to others now.\n\n"
           "Pages that another lease published first go back to the pool, and `page_table` names the tree's instead. "
-          "The cost grows with what is new, not with the prefix.\n\n"
+          "The cost grows with what is new, not with the prefix; only where another lease was first is the table "
+          "copied, so that views of it keep what they showed.\n\n"
           "Raises:\n"
           "    BadArgument: upto is beyond what is reserved, or beyond the sequence.\n"
           "    LeaseClosed: the lease has ended.")
