@@ -22,9 +22,9 @@ class Tree:
         The fields of mainstem.Match. Tokens are ids below `limit`; with limit 0, symbols in bytes.
         """
 
-    def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> tuple[int, int]:
+    def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> tuple[int, int, int]:
         """
-        Symbols in whole pages, and of the next page, that a match of the first `most` would find; -1: all but one.
+        Symbols that a match of the first `most` would find (-1: all but one): in whole pages, of the next page, and in whole pages more when every tier counts.
         """
 
     def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
@@ -51,6 +51,30 @@ class Tree:
 
     def end(self, node: int) -> int:
         """Pages from the root to the node's end."""
+
+    def start(self, node: int) -> int:
+        """Pages from the root to the node's beginning."""
+
+    def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]:
+        """
+        From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks: as far as `below` can have them without a gap, and they have so many hits.
+        """
+
+    def in_flight_above(self, node: int, tier: int) -> int:
+        """
+        By whose name the nearest pages above a node are in flight; 0: none are.
+        """
+
+    def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:
+        """Ids of the node alone; none where they are not present."""
+
+    def next_victim(self, component: int, tier: int) -> int:
+        """The node that evict() comes to first, or 0."""
+
+    def path_key(self, node: int) -> tuple[bytes, bytes]:
+        """
+        The name of a node's namespace, and the symbols from the root to its end.
+        """
 
     def ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:
         """Ids from the root to the node's end; -1 where the cell is absent."""
@@ -126,10 +150,18 @@ class Cache:
     def take_back(self) -> None:
         """Ends leases that were dropped."""
 
-    def counters(self) -> tuple[int, int, int, int, int, int]:
+    def counters(self) -> tuple[int, int, int, int, int, int, int]:
         """
-        Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages.
+        Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages; positions hit on the host.
         """
+
+    def take_touched(self) -> list[int]:
+        """
+        Ends of what was matched and published since the last call, if there is more than one tier.
+        """
+
+    def end_load(self, load: int) -> None:
+        """A load whose lease is closed has ended: its pages can be given back."""
 
 class Lease:
     """
@@ -145,6 +177,10 @@ class Lease:
     @property
     def hit_tokens(self) -> int:
         """The same in tokens of the key kind."""
+
+    @property
+    def loadable(self) -> int:
+        """Positions behind the hit that the host tier has."""
 
     @property
     def reserved(self) -> int:
@@ -220,6 +256,20 @@ class Lease:
 
     def end_copy(self, copied: bool) -> None:
         """Ends what `begin_copy` began."""
+
+    def begin_load(self) -> tuple[int, numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+        """
+        A number for the load, host pages, and the private pages that they are to be copied to; for the tiers.
+        """
+
+    def end_load(self, arrived: bool) -> None:
+        """
+        Ends what `begin_load` began; what arrived is part of the hit now, and published.
+        """
+
+    @property
+    def closed(self) -> bool:
+        """Whether the lease has ended."""
 
     def __enter__(self) -> Self: ...
 

@@ -156,7 +156,8 @@ class PrefixCache:
             return 0
         name, inside = encode_namespace(namespace), self._copy_page is not None
         if self._token_limit:
-            return sum(self.tree.core.peek(name, tokens, self._token_limit, inside, -1))
+            pages, positions, host = self.tree.core.peek(name, tokens, self._token_limit, inside, -1)
+            return pages + max(positions, host)
         sequence = self.keys.sequence()
         return self._longest(sequence.append(tokens), sequence, name, inside)
 
@@ -164,7 +165,7 @@ class PrefixCache:
         """The longest hit that leaves a token to compute and cuts none; `inside`: it may end inside a page."""
         hit = sequence.floor(max(len(symbols) // self.keys.symbol_bytes - 1, 0))
         while True:
-            border, positions = self.tree.core.peek(namespace, symbols, 0, inside, hit)
+            border, positions, _ = self.tree.core.peek(namespace, symbols, 0, inside, hit)
             hit = sequence.floor(border + positions)
             if hit >= border:
                 return hit
@@ -182,7 +183,7 @@ class PrefixCache:
         """Counts, kept as things change."""
         self._core.take_back()
         tree, pool = self.tree.stats(), self.pool
-        leases, queried, hit, partial_hit, partial_missed, duplicate_pages = self._core.counters()
+        leases, queried, hit, partial_hit, partial_missed, duplicate_pages, host_hit = self._core.counters()
         return CacheStats(
             total_pages=pool.total,
             free_pages=pool.free,

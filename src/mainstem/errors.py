@@ -102,3 +102,23 @@ class EngineFull(MainstemError):
 
 class EngineClosed(MainstemError):
     """The engine takes no more requests."""
+
+
+class StorageError(MainstemError):
+    """A call to a store failed as a whole. The tier above counts it by its cause and treats it as a miss.
+
+    Args:
+        cause: one of `CAUSES`.
+        message: what happened, for people.
+    """
+
+    CAUSES = ("unreachable", "timeout", "full", "refused", "protocol", "io", "closed")
+
+    def __init__(self, cause: str, message: str) -> None:
+        assert cause in self.CAUSES, cause
+        super().__init__(f"{cause}: {message}")
+        self.cause = cause
+
+
+class BackendUnavailable(MainstemError):
+    """A storage back end cannot be opened here: a package is missing, or nobody answers; the message says which."""

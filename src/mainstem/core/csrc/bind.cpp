@@ -59,7 +59,8 @@ nb::tuple peek(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::in
   const std::int64_t end = std::clamp(most.value_or(symbols) + (most < 0 ? symbols : 0), std::int64_t{0}, symbols);
   const Bytes bytes = key.bytes().first(static_cast<std::size_t>(end) * tree.symbol_bytes());
   const PeekResult p = tree.peek(view(ns), bytes, partial, [&](std::size_t from) { key.check(from); });
-  return nb::make_tuple(std::uint64_t{p.pages} * tree.page_size(), p.partial);
+  const auto whole = [&](std::uint64_t pages) { return pages * tree.page_size(); };
+  return nb::make_tuple(whole(p.pages), p.partial, whole(p.host_pages));
 }
 
 nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, nb::sequence ids, Handle after,
@@ -165,8 +166,9 @@ NB_MODULE(_core, m) {
       .def(
           "peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
           nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
-                  "tuple[int, int]"),
-          "Symbols in whole pages, and of the next page, that a match of the first `most` would find; -1: all but one.")
+                  "tuple[int, int, int]"),
+          "Symbols that a match of the first `most` would find (-1: all but one): in whole pages, of the next page, and "
+          "in whole pages more when every tier counts.")
       .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
            "ready"_a,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "
@@ -213,6 +215,38 @@ NB_MODULE(_core, m) {
           },
           "node"_a, "component"_a, "tier"_a, "major"_a, "minor"_a)
       .def("end", &Tree::end, "node"_a, "Pages from the root to the node's end.")
+      .def("start", &Tree::start, "node"_a, "Pages from the root to the node's beginning.")
+      .def(
+          "lacking",
+          [](const Tree& t, Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) {
+            nb::list handles;
+            for (const Handle at : t.lacking(node, from, to, hits))
+              handles.append(at);
+            return handles;
+          },
+          "node"_a, "above"_a, "below"_a, "hits"_a,
+          nb::sig("def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]"),
+          "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks: as far as "
+          "`below` can have them without a gap, and they have so many hits.")
+      .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
+           "By whose name the nearest pages above a node are in flight; 0: none are.")
+      .def(
+          "own_ids",
+          [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
+            return to_array(t.own_ids(node, component, tier));
+          },
+          "node"_a, "component"_a, "tier"_a,
+          nb::sig("def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]"),
+          "Ids of the node alone; none where they are not present.")
+      .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() comes to first, or 0.")
+      .def(
+          "path_key",
+          [](const Tree& t, Handle node) {
+            const auto [ns, key] = t.path_key(node);
+            return nb::make_tuple(nb::bytes(ns.data(), ns.size()), nb::bytes(key.data(), key.size()));
+          },
+          "node"_a, nb::sig("def path_key(self, node: int) -> tuple[bytes, bytes]"),
+          "The name of a node's namespace, and the symbols from the root to its end.")
       .def(
           "ids",
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {

@@ -166,10 +166,25 @@ void bind_cache(nb::module_& m) {
           "counters",
           [](const PyCache& self) {
             const LeaseCounters& c = self.cache.counters;
-            return nb::make_tuple(c.leases, c.queried, c.hit, c.partial_hit, c.partial_missed, c.duplicate_pages);
+            return nb::make_tuple(c.leases, c.queried, c.hit, c.partial_hit, c.partial_missed, c.duplicate_pages,
+                                  c.host_hit);
           },
-          nb::sig("def counters(self) -> tuple[int, int, int, int, int, int]"),
-          "Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages.");
+          nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int]"),
+          "Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages; "
+          "positions hit on the host.")
+      .def(
+          "take_touched",
+          [](PyCache& self) {
+            nb::list handles;
+            for (const Handle node : self.cache.take_touched())
+              handles.append(node);
+            return handles;
+          },
+          nb::sig("def take_touched(self) -> list[int]"),
+          "Ends of what was matched and published since the last call, if there is more than one tier.")
+      .def(
+          "end_load", [](PyCache& self, std::uint64_t load) { self.cache.end_load(load); }, "load"_a,
+          "A load whose lease is closed has ended: its pages can be given back.");
 
   nb::class_<Pages>(m, "_Pages", nb::type_slots(kPagesSlots), "The memory of a page table.");
 
@@ -185,6 +200,9 @@ void bind_cache(nb::module_& m) {
           "Positions that need no compute; less than the length of the prompt.")
       .def_prop_ro(
           "hit_tokens", [](const PyLease& self) { return self.lease.hit(); }, "The same in tokens of the key kind.")
+      .def_prop_ro(
+          "loadable", [](const PyLease& self) { return self.lease.loadable(); },
+          "Positions behind the hit that the host tier has.")
       .def_prop_ro(
           "reserved", [](const PyLease& self) { return self.lease.reserved(); }, "Positions that have a page.")
       .def_prop_ro(
@@ -260,6 +278,19 @@ void bind_cache(nb::module_& m) {
       .def(
           "end_copy", [](PyLease& self, bool copied) { self.lease.end_copy(copied); }, "copied"_a,
           "Ends what `begin_copy` began.")
+      .def(
+          "begin_load",
+          [](PyLease& self) {
+            const PageLoad load = self.lease.begin_load();
+            return nb::make_tuple(load.id, to_array(load.source), to_array(load.target));
+          },
+          nb::sig("def begin_load(self) -> tuple[int, numpy.typing.NDArray[numpy.int32], "
+                  "numpy.typing.NDArray[numpy.int32]]"),
+          "A number for the load, host pages, and the private pages that they are to be copied to; for the tiers.")
+      .def(
+          "end_load", [](PyLease& self, bool arrived) { self.lease.end_load(arrived); }, "arrived"_a,
+          "Ends what `begin_load` began; what arrived is part of the hit now, and published.")
+      .def_prop_ro("closed", [](const PyLease& self) { return self.lease.closed(); }, "Whether the lease has ended.")
       .def(
           "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> typing.Self"))
       .def(

@@ -42,11 +42,28 @@ void Cache::give_back(Handle node, IdSpan pages) {
 }
 
 void Cache::take_back() {
-  while (!abandoned_.empty()) {
-    const Abandoned left = std::move(abandoned_.back());
+  for (std::size_t at = abandoned_.size(); at-- > 0;) {
+    if (abandoned_[at].load) continue;  // pages that are being written cannot be anybody else's yet
+    const Abandoned left = std::exchange(abandoned_[at], std::move(abandoned_.back()));
     abandoned_.pop_back();
     tree.unlock(left.donor, 0);
+    if (left.host_node) tree.unlock(left.host_node, 1);
     give_back(left.node, left.table.from(left.owned));
+  }
+}
+
+void Cache::end_load(std::uint64_t load) {
+  for (Abandoned& left : abandoned_)
+    if (left.load == load) left.load = 0;
+  take_back();
+}
+
+void Cache::touched(Handle node) noexcept {
+  if (tree.tiers() == 1 || node == 0 || touched_.size() >= kMostTouched) return;
+  if (!touched_.empty() && touched_.back() == node) return;
+  try {
+    touched_.push_back(node);
+  } catch (const std::bad_alloc&) {  // it is only not copied down
   }
 }
 
@@ -65,7 +82,18 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   const Bytes rest = key.subspan(std::size_t{match.pages} * cache.tree.page_bytes());
   key_.assign(rest.begin(), rest.end());
   table_.reserve((length_ + cache.tree.page_size() - 1) / cache.tree.page_size());
-  cache.tree.lock(match.node, 0);  // nothing below can fail
+  cache.tree.lock(match.node, 0);
+  if (match.host_pages) {
+    try {
+      cache.tree.lock(match.host_node, 1);
+    } catch (...) {
+      cache.tree.unlock(match.node, 0);
+      throw;
+    }
+    host_node_ = match.host_node;
+    host_pages_ = match.host_pages;
+  }
+  // Nothing below can fail.
   node_ = match.node;
   owned_ = match.pages;
   if (node_) cache.tree.copy_ids(node_, 0, 0, 0, table_.extend(owned_));
@@ -74,10 +102,11 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   donor_ = match.partial_node;
   hit_ = reserved_ = published();
   ++cache.counters.leases;
+  cache.touched(match.host_pages ? match.host_node : match.node);
 }
 
 Lease::~Lease() {
-  if (!closed_) cache_.abandon({node_, copying_ ? donor_ : 0, std::move(table_), owned_});
+  if (!closed_) cache_.abandon({node_, copying_ ? donor_ : 0, host_node_, load_, std::move(table_), owned_});
 }
 
 std::optional<PageCopy> Lease::begin_copy() {
@@ -116,6 +145,42 @@ void Lease::end_copy(bool copied) {
     table_.drop_back(1);
   }
   inside_ = 0;
+}
+
+PageLoad Lease::begin_load() {
+  require_open();
+  require(host_pages_ && !load_ && table_.size() == owned_, "lease", host_pages_,
+          "one with pages on the host, before anything is reserved");
+  PageLoad load{0, Ids(host_pages_), Ids(host_pages_)};
+  cache_.make_room(host_pages_);
+  require_open();  // that may have run anybody's code
+  table_.reserve(table_.size() + host_pages_);
+  cache_.tree.copy_ids(host_node_, 0, 1, owned_, load.source.data());
+  cache_.pool.allocate(host_pages_, table_.extend(host_pages_));
+  std::copy_n(table_.from(owned_).data(), host_pages_, load.target.data());
+  reserved_ = published() + loadable();
+  inside_ = 0;  // what the host has is longer
+  load.id = load_ = ++cache_.loads_;
+  return load;
+}
+
+void Lease::end_load(bool arrived) {
+  require_open();
+  if (!load_) return;
+  load_ = 0;
+  const std::uint64_t positions = loadable();
+  forget_host();
+  if (!arrived) return;  // the pages stay, to be computed
+  hit_ += positions;
+  cache_.counters.host_hit += positions;
+  if (counted_) cache_.counters.hit += positions;
+  publish(hit_);
+}
+
+void Lease::forget_host() {
+  if (host_node_) cache_.tree.unlock(host_node_, 1);
+  host_node_ = 0;
+  host_pages_ = 0;
 }
 
 // A lease counts as a question when it gets its first pages: who found no room will ask again.
@@ -169,6 +234,7 @@ void Lease::publish(std::uint64_t upto) {
   if (added.pages == owned_) return;
   cache_.tree.move_lock(node_, added.node, 0);
   node_ = added.node;
+  cache_.touched(node_);
   take_over(added.pages, added.existing, std::move(spare));
 }
 
@@ -203,7 +269,7 @@ void Lease::forget_key(std::uint32_t pages) {
 // the KV of a token that was only just sampled.
 void Lease::finish(std::optional<std::uint64_t> upto) {
   if (closed_) return;
-  const std::uint64_t computed = std::min(reserved_, length_ - appended_);
+  const std::uint64_t computed = std::min(publishable(), length_ - appended_);
   if (upto.value_or(computed) > published()) publish(upto.value_or(computed));
   abort();
 }
@@ -212,6 +278,11 @@ void Lease::abort() {
   if (closed_) return;
   end_copy(false);
   closed_ = true;
+  if (load_) {
+    cache_.abandon({node_, 0, host_node_, load_, std::move(table_), owned_});
+    return;
+  }
+  forget_host();
   cache_.give_back(node_, table_.from(owned_));
 }
 

@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -56,14 +57,16 @@ class Table {
 // What was left behind by a lease that was dropped: it may have been dropped on any thread, in the middle of anything.
 struct Abandoned {
   Handle node;
-  Handle donor;  // of a copy that was never ended, or 0
+  Handle donor;        // of a copy that was never ended, or 0
+  Handle host_node;    // see Lease
+  std::uint64_t load;  // that still writes to the pages, or 0
   Table table;
   std::size_t owned;
 };
 
 struct LeaseCounters {
   std::uint64_t leases = 0;  // open ones
-  std::uint64_t queried = 0, hit = 0, partial_hit = 0, partial_missed = 0, duplicate_pages = 0;
+  std::uint64_t queried = 0, hit = 0, partial_hit = 0, partial_missed = 0, duplicate_pages = 0, host_hit = 0;
 };
 
 class Cache {
@@ -80,6 +83,12 @@ class Cache {
   }
   void abandon(Abandoned left) noexcept { abandoned_.push_back(std::move(left)); }
   void take_back();
+  void end_load(std::uint64_t load);  // of a lease that is closed
+
+  // With more than one tier: ends of what was matched and published since the last call, for who copies it down. At
+  // most kMostTouched; what comes then is left out.
+  std::vector<Handle> take_touched() { return std::exchange(touched_, {}); }
+  void touched(Handle node) noexcept;
 
   Tree& tree;
   Pool& pool;
@@ -88,12 +97,23 @@ class Cache {
   LeaseCounters counters;
 
  private:
+  friend class Lease;
+  static constexpr std::size_t kMostTouched = 1 << 16;
+
   std::vector<Abandoned> abandoned_;
+  std::vector<Handle> touched_;
+  std::uint64_t loads_ = 0;  // begun so far
 };
 
 struct PageCopy {
   std::int32_t source, target;
   std::uint32_t positions;
+};
+
+// Pages of the host to be copied into private pages of a lease: source[i] to target[i].
+struct PageLoad {
+  std::uint64_t id;  // never 0
+  Ids source, target;
 };
 
 class Lease {
@@ -110,6 +130,12 @@ class Lease {
   std::optional<PageCopy> begin_copy();
   void end_copy(bool copied);
 
+  // What the host tier has behind the hit, into private pages: they stay private until end_load(), and so nobody else
+  // finds what has not arrived. If the lease is closed before, its pages wait for Cache::end_load().
+  std::uint64_t loadable() const { return std::uint64_t{host_pages_} * cache_.tree.page_size(); }
+  PageLoad begin_load();
+  void end_load(bool arrived);
+
   void reserve(std::uint64_t n);
   void append(Bytes symbols);
   void publish(std::uint64_t upto);
@@ -121,7 +147,7 @@ class Lease {
   std::uint64_t hit() const { return hit_; }
   std::uint64_t reserved() const { return reserved_; }
   std::uint64_t published() const { return std::uint64_t{owned_} * cache_.tree.page_size(); }
-  std::uint64_t publishable() const { return std::min(reserved_, length_); }
+  std::uint64_t publishable() const { return load_ ? published() : std::min(reserved_, length_); }
   const Table& table() const {
     require_open();
     return table_;
@@ -133,6 +159,7 @@ class Lease {
  private:
   std::uint64_t missing_pages(std::uint64_t n) const;
   void count_once();
+  void forget_host();
   void take_over(std::uint32_t end, std::uint32_t existing, Table::Memory ours);
   void forget_key(std::uint32_t pages);
 
@@ -148,6 +175,9 @@ class Lease {
   std::uint32_t inside_ = 0;  // positions of a page of `donor_` that agree with what follows
   std::int32_t source_ = -1;
   Handle donor_ = 0;
+  Handle host_node_ = 0;          // its prefix is locked on tier 1, if the host has more than the device
+  std::uint32_t host_pages_ = 0;  // that it has more
+  std::uint64_t load_ = 0;        // between begin_load() and end_load(): private pages are being written
   bool copying_ = false;  // between begin_copy() and end_copy(): the last page of the table is being written
   bool appended_ = false, counted_ = false, closed_ = false;
 };

@@ -141,6 +141,7 @@ void Tree::commit(Handle handle, std::uint32_t tier) {
     lock_all(node, tier, -1);
   }
   if (!found) throw BadValue{"node", std::to_string(handle), "a node whose pages are in flight on this tier"};
+  join(node);
 }
 
 std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {

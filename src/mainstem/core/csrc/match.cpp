@@ -192,14 +192,16 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckR
   std::vector<Step> path;
   walk(root, key, whole_pages(key), &path, check_rest);
   if (root == kNone) return {};
-  const std::uint32_t end = judge(path).best[0];
-  if (!partial || !divides_pages()) return {end, 0};
+  const Reach reach = judge(path);
+  const std::uint32_t end = reach.best[0];
+  const std::uint32_t host = reach.best[tiers_ - 1] - end;
+  if (!partial || !divides_pages()) return {end, host, 0};
   while (!path.empty() && nodes_[path.back().node].start >= end)
     path.pop_back();
   const Index node = path.empty() ? root : path.back().node;
   const Bytes tail = key.subspan(std::size_t{end} * page_bytes_);
   const bool within = end < nodes_[node].end();
-  return {end, within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols};
+  return {end, host, within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols};
 }
 
 }  // namespace mainstem

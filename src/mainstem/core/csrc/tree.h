@@ -63,6 +63,7 @@ struct MatchResult {
 
 struct PeekResult {
   std::uint32_t pages = 0;
+  std::uint32_t host_pages = 0;  // pages more when every tier counts
   std::uint32_t partial = 0;  // symbols of the next page that agree
 };
 
@@ -139,6 +140,15 @@ class Tree {
   void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank);
 
   std::uint32_t end(Handle node) const;
+  std::uint32_t start(Handle node) const;
+  // From the top, the nodes on the path to `node` that hold something on tier `from` that tier `to` lacks: as far as
+  // `to` can have them without a gap, and they have so many hits.
+  std::vector<Handle> lacking(Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const;
+  // By whose name the nearest pages of the first component above a node are in flight; 0: none are.
+  Handle in_flight_above(Handle node, std::uint32_t tier) const;
+  Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // of the node alone, where present
+  Handle next_victim(std::uint32_t component, std::uint32_t tier) const;        // what evict() comes to first, or 0
+  std::pair<std::string, std::string> path_key(Handle node) const;              // name of its namespace, all symbols
   // Ids of pages [begin, end of the node); -1 where they are absent.
   void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
   std::vector<std::string> namespaces() const;

@@ -15,6 +15,69 @@ std::uint32_t Tree::end(Handle node) const {
   return nodes_[resolve(node)].end();
 }
 
+std::uint32_t Tree::start(Handle node) const {
+  return nodes_[resolve(node)].start;
+}
+
+std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
+  require_tier(from);
+  require_tier(to);
+  std::vector<Index> path;
+  for (Index at = resolve(handle_); at != kNone && !nodes_[at].root(); at = nodes_[at].parent)
+    path.push_back(at);
+  std::vector<Handle> found;
+  for (auto at = path.rbegin(); at != path.rend(); ++at) {
+    bool lacks = false, gap = false;
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      const bool missing = cell(*at, slot(c, to)).absent();
+      const bool present = cell(*at, slot(c, from)).present();
+      lacks = lacks || (missing && present);
+      gap = gap || (missing && !present && rows_[c].leaf_only());
+    }
+    if (gap || (lacks && nodes_[*at].hits < hits)) break;
+    if (lacks) found.push_back(handle(*at));
+  }
+  return found;
+}
+
+Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
+  require_tier(tier);
+  Index at = resolve(node);
+  while (at != kNone && !nodes_[at].root()) {
+    at = nodes_[at].parent;
+    const Cell& above = cell(at, slot(0, tier));
+    if (above.in_flight()) return handle(above.transfer);
+  }
+  return 0;
+}
+
+Ids Tree::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const {
+  require_tier(tier);
+  require_component(component);
+  const Cell& c = cell(resolve(node), slot(component, tier));
+  return c.present() ? Ids(c.ids.data(), c.ids.data() + c.ids.size()) : Ids{};
+}
+
+Handle Tree::next_victim(std::uint32_t component, std::uint32_t tier) const {
+  require_tier(tier);
+  require_component(component);
+  const Order& order = orders_[slot(component, tier)];
+  return order.empty() || order.rank(order.top()).major == kUnranked ? 0 : handle(order.top());
+}
+
+std::pair<std::string, std::string> Tree::path_key(Handle handle_) const {
+  const Index node = resolve(handle_);
+  if (node == kNone) return {};
+  const auto text = [](const Run<std::uint8_t>& run) {
+    return std::string_view(reinterpret_cast<const char*>(run.data()), run.size());
+  };
+  std::string key(std::size_t{nodes_[node].end()} * page_bytes_, '\0');
+  Index at = node;
+  for (; !nodes_[at].root(); at = nodes_[at].parent)
+    text(nodes_[at].key).copy(key.data() + std::size_t{nodes_[at].start} * page_bytes_, nodes_[at].key.size());
+  return {std::string(text(nodes_[at].key)), std::move(key)};
+}
+
 void Tree::copy_ids(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
                     std::int32_t* out) const {
   require_tier(tier);

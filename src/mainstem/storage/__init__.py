@@ -1,0 +1,5 @@
+"""Storage back ends: bytes under keys, behind one small interface. One file a back end; see `base`."""
+
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, open_backend
+
+__all__ = ["ABSENT", "KEY_BYTES", "Backend", "BackendStats", "Capabilities", "open_backend"]

@@ -1,0 +1,519 @@
+"""What every back end must do, as cases that anybody can run: no pytest, no server of its own, and it knows no store.
+
+    from mainstem.storage.conformance import check
+    for result in check(lambda: MyBackend("10.0.0.1")):
+        print(result)
+
+or `python -m mainstem.storage.conformance redis://127.0.0.1:6379/0`. Under pytest, one test a case:
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    def test_conformance(case):
+        result = run(case, lambda: MyBackend("10.0.0.1"))
+        assert result.passed, result.reason
+
+Each case opens the store anew and clears it first: point it at one whose content nobody needs, with room for 32 MiB in
+values of up to 2 MiB. What needs a fault (a dead server, a full disk, a kill) is not here: only its owner can make one.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mainstem.errors import StorageError
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, open_backend
+
+SIZES = (
+    1,
+    2,
+    3,
+    7,
+    63,
+    64,
+    65,
+    255,
+    513,
+    1000,
+    4095,
+    4096,
+    4097,
+    65_535,
+    65_536,
+    100_003,
+    1 << 20,
+    (1 << 20) + 1,
+    2 << 20,
+)
+"""Lengths of values that must come back, in bytes."""
+
+GUARD = 0xA5
+"""What lies between the buffers of a case: a store that writes there writes over somebody else's pages."""
+
+
+class Broken(AssertionError):
+    """A promise was not kept; the message says which, and how it was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One promise.
+
+    Args:
+        name: for reports and test ids.
+        promise: in one line.
+        run: raises if the store, opened and empty, does not keep it.
+    """
+
+    name: str
+    promise: str
+    run: Callable[[Backend, random.Random], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a case; `reason` is empty when it passed."""
+
+    name: str
+    promise: str
+    reason: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the promise was kept."""
+        return not self.reason
+
+    def __str__(self) -> str:
+        return f"pass  {self.name}" if self.passed else f"FAIL  {self.name}: {self.promise}\n      {self.reason}"
+
+
+CASES: list[Case] = []
+"""Every case, in the order in which `check` runs them: simple ones first."""
+
+
+def check(open: Callable[[], Backend], *, seed: int = 0, case_timeout_s: float = 120.0) -> list[Result]:
+    """Runs every case.
+
+    Args:
+        open: opens the store; called once a case, and the one before is closed by then.
+        seed: of keys, values and orders; the same seed runs the same calls.
+        case_timeout_s: a case that takes longer has failed; a call that never returns keeps its thread.
+    """
+    return [run(case, open, seed=seed, case_timeout_s=case_timeout_s) for case in CASES]
+
+
+def run(case: Case, open: Callable[[], Backend], *, seed: int = 0, case_timeout_s: float = 120.0) -> Result:
+    """Runs one case; arguments as of `check`."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix=case.name)
+    future = thread.submit(_run, case, open, random.Random(f"{case.name} {seed}"))
+    thread.shutdown(wait=False)
+    return Result(case.name, case.promise, _reason(future, case_timeout_s))
+
+
+def _reason(future: Future[None], timeout_s: float) -> str:
+    try:
+        error = future.exception(timeout_s)
+    except TimeoutError:
+        return f"no end after {timeout_s:g} s"
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
+
+
+def _run(case: Case, open: Callable[[], Backend], rng: random.Random) -> None:
+    backend = open()
+    try:
+        backend.clear()
+        case.run(backend, rng)
+        with suppress(StorageError):  # a case may have closed it
+            backend.clear()
+    finally:
+        backend.close()
+
+
+def _case(
+    promise: str,
+) -> Callable[[Callable[[Backend, random.Random], None]], Callable[[Backend, random.Random], None]]:
+    def add(function: Callable[[Backend, random.Random], None]) -> Callable[[Backend, random.Random], None]:
+        CASES.append(Case(function.__name__.strip("_"), promise, function))
+        return function
+
+    return add
+
+
+# ---------------------------------------------------------------- what cases are made of
+
+
+class Pool:
+    """Buffers cut from one piece of memory, as from a host pool, with guard bytes between them and at both ends.
+
+    Args:
+        sizes: of the buffers, in bytes.
+    """
+
+    GAP = 64
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        starts, end = [], self.GAP
+        sizes = list(sizes)
+        for size in sizes:
+            starts.append(end)
+            end += size + self.GAP
+        self.memory = memoryview(bytearray([GUARD]) * end)
+        self.buffers = [self.memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+    def check_guards(self) -> None:
+        """Raises `Broken` if anything was written outside the buffers."""
+        at = 0
+        for number, buffer in enumerate(self.buffers):
+            expect(self.memory[at : at + self.GAP] == bytes([GUARD]) * self.GAP, f"wrote in front of buffer {number}")
+            at += self.GAP + len(buffer)
+        expect(self.memory[at:] == bytes([GUARD]) * self.GAP, "wrote behind the last buffer")
+
+
+def expect(kept: bool, reason: str) -> None:
+    """Raises `Broken` with the reason unless the promise was kept."""
+    if not kept:
+        raise Broken(reason)
+
+
+def make_keys(rng: random.Random, count: int) -> list[bytes]:
+    """Keys that nobody has used."""
+    return [rng.randbytes(KEY_BYTES) for _ in range(count)]
+
+
+def make_value(key: bytes, size: int, version: int = 0) -> memoryview:
+    """A value that says what it is: its last four bytes are the version, the others follow from all arguments."""
+    tail = version.to_bytes(4, "big") if size > 4 else b""
+    head = random.Random(b"%b %d %d" % (key, version, size)).randbytes(size - len(tail))
+    return memoryview(bytearray(head + tail))
+
+
+def _put(backend: Backend, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+    stored = backend.put(keys, values)
+    expect(stored == [True] * len(keys), f"put of {len(keys)} values into an empty store said {stored!r}")
+
+
+def _expect_values(backend: Backend, keys: Sequence[bytes], values: Sequence[memoryview | None]) -> None:
+    """Reads all in one batch; None: this key is absent and its buffer has a size that others have, too."""
+    size = next((len(value) for value in values if value is not None), 100)
+    pool = Pool(size if value is None else len(value) for value in values)
+    lengths = backend.get(keys, pool.buffers)
+    wanted = [ABSENT if value is None else len(value) for value in values]
+    expect(list(lengths) == wanted, f"get said {lengths!r}, not {wanted!r}")
+    for at, (buffer, value) in enumerate(zip(pool.buffers, values, strict=True)):
+        expect(value is None or buffer == value, f"buffer {at} of {len(keys)} does not hold the value of its key")
+    pool.check_guards()
+
+
+def _expect_raises(error: type[Exception], what: str, call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except error as raised:
+        return raised
+    raise Broken(f"{what} did not raise {error.__name__}")
+
+
+# ---------------------------------------------------------------- the cases
+
+
+@_case("an empty store has nothing, and batches of no keys are no error")
+def _empty(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 3)
+    expect(backend.exists(keys) == 0, "exists found something in an empty store")
+    _expect_values(backend, keys, [None] * 3)
+    expect(backend.exists([]) == 0, "exists of no keys is not 0")
+    expect(list(backend.get([], [])) == [] and list(backend.put([], [])) == [], "get or put of nothing is not []")
+    backend.delete([])
+    backend.clear()
+
+
+@_case("values of every length come back as they were, one by one")
+def _round_trip(backend: Backend, rng: random.Random) -> None:
+    for key, size in zip(make_keys(rng, len(SIZES)), SIZES, strict=True):
+        value = make_value(key, size)
+        _put(backend, [key], [value])
+        expect(backend.exists([key]) == 1, f"exists did not find a value of {size} bytes")
+        _expect_values(backend, [key], [value])
+
+
+@_case("values of many lengths come back in one batch, in any order")
+def _round_trip_batch(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, len(SIZES))
+    values = {key: make_value(key, size) for key, size in zip(keys, SIZES, strict=True)}
+    _put(backend, keys, [values[key] for key in keys])
+    rng.shuffle(keys)
+    expect(backend.exists(keys) == len(keys), "exists did not find all")
+    _expect_values(backend, keys, [values[key] for key in keys])
+
+
+@_case("what was put is a copy: the caller may write to the buffer when put has returned")
+def _put_copies(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 8)
+    values = [make_value(key, 5000) for key in keys]
+    pool = Pool(map(len, values))
+    for buffer, value in zip(pool.buffers, values, strict=True):
+        buffer[:] = value
+    _put(backend, keys, pool.buffers)
+    expect(pool.buffers == values, "put changed the buffers")
+    pool.check_guards()
+    pool.memory[:] = bytes(len(pool.memory))
+    _expect_values(backend, keys, values)
+
+
+@_case("exists counts up to the first gap, wherever it is")
+def _exists_prefix(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 12)
+    _put(backend, keys, [make_value(key, 200) for key in keys])
+    for at in range(len(keys) + 1):
+        for behind in (keys[at:], make_keys(rng, 3), []):
+            found = backend.exists([*keys[:at], *make_keys(rng, 1), *behind])
+            expect(found == at, f"exists said {found}, the gap is at {at}")
+    expect(backend.exists(keys) == len(keys), "exists did not find all")
+
+
+@_case("a miss anywhere in a batch shifts no value into another key's buffer")
+def _get_with_gaps(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 12)
+    values: dict[bytes, memoryview | None] = {key: make_value(key, 4096) for key in keys}
+    _put(backend, keys, [make_value(key, 4096) for key in keys])
+    for missing in (1, 2, 5, 11):
+        for _ in range(6):
+            asked = rng.sample(keys, len(keys) - missing) + make_keys(rng, missing)
+            rng.shuffle(asked)
+            _expect_values(backend, asked, [values.get(key) for key in asked])
+
+
+@_case("a buffer of another length than the value is reported, and nothing is written behind its end")
+def _wrong_length(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 6)
+    values = [make_value(key, 1000) for key in keys]
+    _put(backend, keys, values)
+    for wrong in (1, 500, 999, 1001, 1064, 5000):
+        pool = Pool([1000, wrong, 1000, wrong, wrong, 1000])
+        lengths = list(backend.get(keys, pool.buffers))
+        pool.check_guards()
+        for at, (length, buffer) in enumerate(zip(lengths, pool.buffers, strict=True)):
+            if len(buffer) == wrong:
+                expect(length != wrong, f"get says that a value of 1000 bytes has {wrong}")
+            else:
+                expect(length == 1000 and buffer == values[at], "a buffer of the right length beside it was not filled")
+
+
+@_case("buffers may be slices of one large pool, in any order, and only they are written")
+def _pool_slices(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 32)
+    values = [make_value(key, 8192) for key in keys]
+    pool = Pool([8192] * 64)
+    places = rng.sample(range(64), 32)
+    for place, value in zip(places, values, strict=True):
+        pool.buffers[place][:] = value
+    _put(backend, keys, [pool.buffers[place] for place in places])
+    others = rng.sample(range(64), 32)
+    pool.memory[:] = bytes([GUARD]) * len(pool.memory)
+    lengths = backend.get(keys, [pool.buffers[place] for place in others])
+    expect(list(lengths) == [8192] * 32, f"get said {lengths!r}")
+    expect([pool.buffers[place] for place in others] == values, "a slice does not hold the value of its key")
+    for place in set(range(64)) - set(others):
+        expect(pool.buffers[place] == bytes([GUARD]) * 8192, "wrote into a slice that was not asked for")
+    pool.check_guards()
+
+
+@_case("memory that was registered serves for put and get, and memory that was not goes with it in one batch")
+def _registered(backend: Backend, rng: random.Random) -> None:
+    pool = Pool([65_536] * 12)
+    backend.register([pool.memory])
+    keys = make_keys(rng, 6)
+    values = [make_value(key, 65_536) for key in keys]
+    for buffer, value in zip(pool.buffers[::2], values, strict=True):
+        buffer[:] = value
+    _put(backend, keys, pool.buffers[::2])
+    lengths = backend.get(keys, pool.buffers[1::2])
+    expect(list(lengths) == [65_536] * 6, f"get said {lengths!r}")
+    expect(pool.buffers[1::2] == values, "a registered slice does not hold the value of its key")
+    pool.check_guards()
+    loose = Pool([65_536] * 3)
+    mixed = [buffer for pair in zip(loose.buffers, pool.buffers[:3], strict=True) for buffer in pair]
+    backend.get(keys, mixed)
+    expect(mixed == values, "with some buffers registered and others not, one does not hold the value of its key")
+    loose.check_guards()
+    pool.check_guards()
+
+
+@_case("one key several times in a batch is no error, and every buffer of it is filled")
+def _duplicates(backend: Backend, rng: random.Random) -> None:
+    one, other = make_keys(rng, 2)
+    values = [make_value(one, 3000, version) for version in (1, 2)]
+    stored = backend.put([one, other, one], [values[0], make_value(other, 3000), values[1]])
+    expect(list(stored) == [True] * 3, f"put said {stored!r}")
+    pool = Pool([3000] * 4)
+    lengths = backend.get([one, other, one, one], pool.buffers)
+    expect(list(lengths) == [3000] * 4, f"get said {lengths!r}")
+    expect(pool.buffers[0] in values, "the value is neither the one nor the other of those that were put")
+    expect(pool.buffers[0] == pool.buffers[2] == pool.buffers[3], "buffers of one key differ")
+    expect(pool.buffers[1] == make_value(other, 3000), "the key between the two has another value")
+    expect(backend.exists([one, one, other]) == 3, "exists of a key twice")
+    backend.delete([one, one])
+    expect(backend.exists([one]) == 0 and backend.exists([other]) == 1, "delete of a key twice")
+
+
+@_case("put of a key that is there replaces its value or keeps it, as `capabilities.overwrites` says")
+def _put_again(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 4)
+    first = [make_value(key, 2000, 1) for key in keys]
+    for size in (2000, 1999, 5000):
+        second = [make_value(key, size, size) for key in keys]
+        backend.delete(keys)
+        _put(backend, keys, first)
+        stored = backend.put(keys, second)
+        expect(list(stored) == [True] * 4, f"put of keys that are there said {stored!r}")
+        _expect_values(backend, keys, second if backend.capabilities.overwrites else first)
+
+
+@_case("delete removes what it names and nothing else, and what is not there is no error")
+def _delete(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 10)
+    values: list[memoryview | None] = [make_value(key, 700) for key in keys]
+    _put(backend, keys, [make_value(key, 700) for key in keys])
+    backend.delete([keys[3], *make_keys(rng, 2), keys[7]])
+    values[3] = values[7] = None
+    _expect_values(backend, keys, values)
+    expect(backend.exists(keys) == 3 and backend.exists(keys[4:]) == 3, "exists finds what was deleted")
+    backend.delete([keys[3]])
+    _put(backend, [keys[3]], [make_value(keys[3], 700, 9)])
+    values[3] = make_value(keys[3], 700, 9)
+    _expect_values(backend, keys, values)
+
+
+@_case("clear removes everything, twice is no error, and the store works afterwards")
+def _clear(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 40)
+    values = [make_value(key, 1200) for key in keys]
+    _put(backend, keys, values)
+    backend.clear()
+    expect(not any(backend.exists([key]) for key in keys), "exists finds what was cleared")
+    _expect_values(backend, keys, [None] * len(keys))
+    backend.clear()
+    _put(backend, keys, values)
+    _expect_values(backend, keys, values)
+
+
+@_case("batches of 256 go through in one call")
+def _large_batch(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 256)
+    values = [make_value(key, 300 + at) for at, key in enumerate(keys)]
+    _put(backend, keys, values)
+    expect(backend.exists(keys) == 256, "exists did not find all")
+    _expect_values(backend, keys, values)
+    backend.delete([keys[200]])
+    expect(backend.exists(keys) == 200, "exists does not see the gap at 200")
+    backend.delete(keys)
+    expect(not any(backend.exists([key]) for key in keys), "delete of 256 left some")
+
+
+@_case("every byte may stand anywhere in a key, zeros and line ends among them")
+def _key_bytes(backend: Backend, rng: random.Random) -> None:
+    rest = rng.randbytes(KEY_BYTES - 1)
+    keys = [bytes([byte]) * KEY_BYTES for byte in range(256)]
+    keys += [bytes([byte]) + rest for byte in range(256)] + [rest + bytes([byte]) for byte in range(256)]
+    keys = list(dict.fromkeys(keys))
+    for at in range(0, len(keys), 256):
+        _put(backend, keys[at : at + 256], [make_value(key, 40) for key in keys[at : at + 256]])
+    for at in range(0, len(keys), 256):
+        _expect_values(backend, keys[at : at + 256], [make_value(key, 40) for key in keys[at : at + 256]])
+    expect(backend.exists(keys) == len(keys), "exists did not find all")
+
+
+@_case("counts of `stats` are None, or agree with what was stored")
+def _stats(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 20)
+    _put(backend, keys, [make_value(key, 4000) for key in keys])
+    stats = backend.stats()
+    expect(stats.entries is None or stats.entries >= 20, f"{stats.entries} entries, 20 were stored")
+    expect(stats.used_bytes is None or stats.used_bytes >= 20, f"{stats.used_bytes} bytes used by 20 values")
+    expect(stats.capacity_bytes is None or stats.capacity_bytes >= (stats.used_bytes or 1), f"no sense: {stats}")
+    expect(stats.evicted >= 0, f"no sense: {stats}")
+
+
+@_case("lists of different lengths raise ValueError, and no value lands under a key that has none")
+def _lengths_differ(backend: Backend, rng: random.Random) -> None:
+    one, other = make_keys(rng, 2)
+    value = make_value(one, 600)
+    for keys, values in (([one], []), ([], [value]), ([], [value, value])):
+        for name, call in (("put", backend.put), ("get", backend.get)):
+            what = f"{name} of {len(keys)} keys and {len(values)} buffers"
+            _expect_raises(ValueError, what, lambda call=call, keys=keys, values=values: call(keys, values))  # type: ignore[misc]
+        expect(backend.exists([one]) == 0, "put of lists of different lengths stored something")
+    _expect_raises(ValueError, "put of 2 keys and 1 buffer", lambda: backend.put([one, other], [value]))
+    _expect_raises(ValueError, "get of 2 keys and 1 buffer", lambda: backend.get([one, other], [value]))
+    expect(backend.exists([other]) == 0, "put stored something under a key that came with no value")
+    _expect_values(backend, [one], [make_value(one, 600) if backend.exists([one]) else None])
+
+
+@_case("several threads read and write the same keys at once, and every value read is whole")
+def _threads(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 16)
+    size = 20_000
+    with ThreadPoolExecutor(4) as threads:
+        rounds = [threads.submit(_rounds, backend, keys, size, random.Random(rng.random()), n) for n in range(4)]
+    for done in rounds:
+        done.result()
+    stored = backend.exists(keys[:1])
+    expect(stored in (0, 1), f"exists of one key said {stored}")
+
+
+def _rounds(backend: Backend, keys: Sequence[bytes], size: int, rng: random.Random, number: int) -> None:
+    for round_number in range(12):
+        some = rng.sample(keys, 5)
+        version = number << 16 | round_number
+        if rng.random() < 0.5:
+            backend.put(some, [make_value(key, size, version) for key in some])
+        if rng.random() < 0.2:
+            backend.delete(some[:1])
+        pool = Pool([size] * 5)
+        for key, buffer, length in zip(some, pool.buffers, backend.get(some, pool.buffers), strict=True):
+            found = int.from_bytes(buffer[-4:], "big")
+            expect(length in (ABSENT, size), f"get said {length}, all values have {size} bytes")
+            expect(length == ABSENT or buffer == make_value(key, size, found), "a value is torn, or another key's")
+        expect(0 <= backend.exists(some) <= 5, "exists is out of range")
+        pool.check_guards()
+
+
+@_case("after close every call raises StorageError with the cause `closed`, and a second close does nothing")
+def _close(backend: Backend, rng: random.Random) -> None:
+    keys = make_keys(rng, 1)
+    value = make_value(keys[0], 100)
+    _put(backend, keys, [value])
+    backend.close()
+    backend.close()
+    calls: dict[str, Callable[[], object]] = {
+        "exists": lambda: backend.exists(keys),
+        "get": lambda: backend.get(keys, [value]),
+        "put": lambda: backend.put(keys, [value]),
+        "delete": lambda: backend.delete(keys),
+        "clear": backend.clear,
+        "stats": backend.stats,
+    }
+    for name, call in calls.items():
+        error = _expect_raises(StorageError, f"{name} after close", call)
+        cause = getattr(error, "cause", None)
+        expect(cause == "closed", f"{name} after close raised StorageError with the cause {cause!r}, not 'closed'")
+
+
+def main(specs: Sequence[str]) -> int:
+    """Runs all cases on each spec, prints what came of them, and returns how many failed."""
+    failed = 0
+    for spec in specs:
+        print(spec)
+        for case in CASES:
+            result = run(case, lambda spec=spec: open_backend(spec))  # type: ignore[misc]
+            print(f"  {result}", flush=True)
+            failed += not result.passed
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""A store in this process's memory: for tests, and the shape that every other back end follows."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
+
+from mainstem.errors import BadArgument, StorageError
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_bytes
+
+
+class MemoryBackend(Backend):
+    """Values in a dict, the least recently used dropped first.
+
+    Args:
+        capacity_bytes: of all values together; None: as much as there is.
+
+    Raises:
+        BadArgument: a capacity below 1.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=True
+    )
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        if capacity_bytes is not None and capacity_bytes < 1:
+            raise BadArgument("capacity_bytes", capacity_bytes, "at least 1, or None")
+        self._capacity = capacity_bytes
+        self._values: OrderedDict[bytes, bytes] = OrderedDict()
+        self._used = 0
+        self._evicted = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`memory:?capacity=1GiB`."""
+        if address:
+            raise BadArgument("storage address", address, "empty: memory has none")
+        check_options(options, ("capacity",))
+        capacity = options.get("capacity")
+        return cls(None if capacity is None else parse_bytes("capacity", capacity))
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """Counts the keys that are there, up to the first gap."""
+        with self._open():
+            return next((at for at, key in enumerate(keys) if key not in self._values), len(keys))
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """Copies values out."""
+        lengths = []
+        with self._open():
+            for key, buffer in zip(keys, buffers, strict=True):
+                value = self._values.get(key)
+                if value is not None:
+                    self._values.move_to_end(key)
+                    if len(value) == len(buffer):
+                        buffer[:] = value
+                lengths.append(ABSENT if value is None else len(value))
+        return lengths
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Copies values in; drops old ones for room."""
+        stored = []
+        with self._open():
+            for key, buffer in zip(keys, buffers, strict=True):
+                fits = self._capacity is None or len(buffer) <= self._capacity
+                if fits:
+                    self._drop(key)
+                    self._values[key] = bytes(buffer)
+                    self._used += len(buffer)
+                    self._make_room()
+                stored.append(fits)
+        return stored
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Drops values."""
+        with self._open():
+            for key in keys:
+                self._drop(key)
+
+    def clear(self) -> None:
+        """Drops every value."""
+        with self._open():
+            self._values.clear()
+            self._used = 0
+
+    def stats(self) -> BackendStats:
+        """Exact counts."""
+        with self._open():
+            return BackendStats(len(self._values), self._used, self._capacity, self._evicted)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._closed = True
+            self._values.clear()
+
+    def _open(self) -> threading.Lock:
+        if self._closed:
+            raise StorageError("closed", "the memory store is closed")
+        return self._lock
+
+    def _drop(self, key: bytes) -> None:
+        self._used -= len(self._values.pop(key, b""))
+
+    def _make_room(self) -> None:
+        while self._capacity is not None and self._used > self._capacity:
+            self._used -= len(self._values.popitem(last=False)[1])
+            self._evicted += 1

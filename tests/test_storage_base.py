@@ -1,0 +1,194 @@
+"""What all back ends share: specs, their errors, options; the wrappers' spec syntax with wrappers of its own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
+
+import pytest
+
+from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError
+from mainstem.storage import base, open_backend
+from mainstem.storage.base import Backend, check_options, parse_bytes, parse_seconds
+from mainstem.storage.memory import MemoryBackend
+
+HERE = __name__
+
+
+class Mine(MemoryBackend):
+    """A user's own back end."""
+
+    opened: list[Mine] = []
+    options: Mapping[str, str] = {}
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        check_options(options, ("level", "name"))
+        mine = cls()
+        mine.options = options
+        cls.opened.append(mine)
+        return mine
+
+
+class Recorder(MemoryBackend):
+    """A wrapper that only remembers what it was made of."""
+
+    def __init__(self, *parts: Backend | str) -> None:
+        super().__init__()
+        self.parts = parts
+        if "refuse" in parts:
+            raise BadArgument("recorder", "refuse", "anything else")
+
+
+class Abstract(Backend):
+    """A back end that is not done."""
+
+
+not_a_class = 3
+
+
+@pytest.fixture(autouse=True)
+def _recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(base, "WRAPPERS", dict.fromkeys(base.WRAPPERS, f"{HERE}:Recorder"))
+    Mine.opened.clear()
+    yield
+    Mine.opened.clear()
+
+
+def parts(spec: str) -> Sequence[object]:
+    opened = open_backend(spec)
+    assert isinstance(opened, Recorder)
+    return opened.parts
+
+
+def test_a_class_of_ones_own_is_named_by_its_module() -> None:
+    mine = open_backend(f"{HERE}:Mine?level=3&name=a%20b")
+    assert isinstance(mine, Mine)
+    assert mine.options == {"level": "3", "name": "a b"}
+
+
+@pytest.mark.parametrize("name", ["not_a_class", "HERE", "absent", "Sequence"])
+def test_what_is_no_backend_is_refused(name: str) -> None:
+    with pytest.raises(BadArgument, match="a subclass of mainstem"):
+        open_backend(f"{HERE}:{name}")
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(BackendUnavailable, match="no_such_module"):
+        open_backend("no_such_module.store:Class")
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "nothing", "no such:", "ftp://somewhere", "1a:B", "memory", "readonly+", "+memory:"]
+)
+def test_what_is_no_spec_is_refused_with_the_list_of_schemes(spec: str) -> None:
+    with pytest.raises(BadArgument, match=r"memory:, file:.*module:Class"):
+        open_backend(spec)
+
+
+def test_options_that_a_class_does_not_have_are_refused() -> None:
+    with pytest.raises(BadArgument, match="one of level, name"):
+        open_backend(f"{HERE}:Mine?levle=3")
+    with pytest.raises(BadArgument, match="none"):
+        check_options({"a": "1"}, ())
+
+
+def test_a_wrapper_stands_in_front() -> None:
+    (inner,) = parts("readonly+memory:")
+    assert isinstance(inner, MemoryBackend)
+
+
+def test_a_wrappers_argument_is_in_brackets() -> None:
+    inner, argument = parts("prefix(a1 b)+memory:?capacity=1KiB")
+    assert isinstance(inner, Backend) and inner.stats().capacity_bytes == 1024
+    assert argument == "a1 b"
+    assert parts("compress()+memory:")[1] == ""
+
+
+def test_wrappers_stand_in_front_of_wrappers() -> None:
+    inner, argument = parts("compress(zstd)+readonly+memory:")
+    assert argument == "zstd"
+    assert isinstance(inner, Recorder) and isinstance(inner.parts[0], MemoryBackend)
+
+
+def test_tee_takes_two_specs_with_their_own_wrappers() -> None:
+    first, second = parts(f"tee+{HERE}:Mine?level=1,readonly+memory:")
+    assert isinstance(first, Mine) and first.options == {"level": "1"}
+    assert isinstance(second, Recorder)
+
+
+def test_a_spec_with_a_plus_in_its_address_needs_no_wrapper() -> None:
+    with pytest.raises(BadArgument, match="storage address"):
+        open_backend("memory:a+b")
+
+
+def test_what_a_wrapper_refuses_is_closed() -> None:
+    with pytest.raises(BadArgument, match="anything else"):
+        open_backend(f"prefix(refuse)+{HERE}:Mine")
+    (mine,) = Mine.opened
+    with pytest.raises(StorageError, match="closed"):
+        mine.stats()
+
+
+def test_every_scheme_names_a_class_in_a_file_of_its_own() -> None:
+    for scheme, path in base.SCHEMES.items():
+        module, _, name = path.partition(":")
+        assert module == f"mainstem.storage.{scheme}"
+        assert name.endswith("Backend")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("17b", 17),
+        ("2 KB", 2000),
+        ("2KiB", 2048),
+        ("2kib", 2048),
+        ("1.5MiB", 3 << 19),
+        ("3G", 3 * 10**9),
+        ("3GiB", 3 << 30),
+        (" 1TB ", 10**12),
+        ("1Ti", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes("capacity", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1e9", "lots", "1 PB", "KiB", "1,5MB", "0x10"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(BadArgument, match="capacity"):
+        parse_bytes("capacity", text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0.25", 0.25), ("1e3", 1000.0)])
+def test_seconds(text: str, seconds: float) -> None:
+    assert parse_seconds("timeout", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "inf", "nan", "soon", "1e9"])
+def test_what_are_no_seconds(text: str) -> None:
+    with pytest.raises(BadArgument, match="timeout"):
+        parse_seconds("timeout", text)
+
+
+def test_a_storage_error_says_its_cause_and_is_one_of_ours() -> None:
+    error = StorageError("timeout", "no answer in 5 s")
+    assert isinstance(error, MainstemError)
+    assert error.cause == "timeout" and str(error) == "timeout: no answer in 5 s"
+
+
+def test_a_cause_that_nobody_counts_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="sunspots"):
+        StorageError("sunspots", "")
+
+
+def test_registering_memory_is_optional() -> None:
+    MemoryBackend().register([memoryview(bytearray(10))])
+
+
+def test_storage_needs_no_client_to_be_imported() -> None:
+    assert importlib.import_module("mainstem.storage").Backend is Backend

@@ -1,0 +1,311 @@
+"""The conformance suite: the memory store passes it; a broken store is caught by the case that names its fault."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from mainstem.errors import StorageError
+from mainstem.storage.base import ABSENT, Backend, Capabilities
+from mainstem.storage.conformance import CASES, Case, check, main, run
+from mainstem.storage.memory import MemoryBackend
+
+
+class ShiftsAtMisses(MemoryBackend):
+    """Asks for those that are there, and pairs them with the first buffers of the batch."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        there = [key for key in keys if self.exists([key])]
+        super().get(there, buffers[: len(there)])
+        return [len(buffer) if key in there else ABSENT for key, buffer in zip(keys, buffers, strict=True)]
+
+
+class CountsWithGaps(MemoryBackend):
+    """Says how many are there, not how many from the first on."""
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        return sum(super(CountsWithGaps, self).exists([key]) for key in keys)
+
+
+class KeepsBuffers(MemoryBackend):
+    """Remembers the caller's memory instead of what was in it."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        stored = super().put(keys, buffers)
+        self._values.update(zip(keys, buffers, strict=True))  # type: ignore[arg-type]
+        return stored
+
+
+class SaysShortIsWhole(MemoryBackend):
+    """Cuts or pads a value to the buffer, and says that it fits."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        lengths = super().get(keys, buffers)
+        return [length if length == ABSENT else len(buffer) for length, buffer in zip(lengths, buffers, strict=True)]
+
+
+class Overflows(MemoryBackend):
+    """Writes the whole value, however short the buffer is."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        lengths = super().get(keys, buffers)
+        for key, buffer, length in zip(keys, buffers, lengths, strict=True):
+            if length > len(buffer) and isinstance(buffer.obj, bytearray):
+                start = bytes(buffer.obj).find(bytes(buffer))
+                buffer.obj[start : start + length] = self._values[key]
+        return lengths
+
+
+class KeepsFirst(MemoryBackend):
+    """Keeps the first value, but says that it overwrites."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            if not self.exists([key]):
+                super().put([key], [buffer])
+        return [True] * len(keys)
+
+
+class Overwrites(MemoryBackend):
+    """Overwrites, but says that it does not."""
+
+    capabilities = Capabilities(persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=False)
+
+
+class NamesAreText(MemoryBackend):
+    """Names end at the first zero byte."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        return super().put([key.split(b"\0")[0] for key in keys], buffers)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        return super().get([key.split(b"\0")[0] for key in keys], buffers)
+
+
+class ForgetsToDelete(MemoryBackend):
+    """Deletes the first of a batch only."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        super().delete(keys[:1])
+
+
+class RaisesOnAbsentDelete(MemoryBackend):
+    """Takes a key that is not there for an error."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            del self._values[key]
+
+
+class ClearsHalf(MemoryBackend):
+    """Clears one page of a listing."""
+
+    def clear(self) -> None:
+        super().delete(list(self._values)[:25])
+
+
+class LimitsBatches(MemoryBackend):
+    """Drops what is behind the client's greatest batch."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        super().put(keys[:128], buffers[:128])
+        return [True] * len(keys)
+
+
+class LosesLastByte(MemoryBackend):
+    """Stores whole words."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        whole = [buffer[: len(buffer) // 4 * 4] for buffer in buffers]
+        return super().put(keys, whole)
+
+
+class IgnoresLengths(MemoryBackend):
+    """Pairs keys and buffers as far as they go."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        count = min(len(keys), len(buffers))
+        return super().put(keys[:count], buffers[:count])
+
+
+class NeedsRegistered(MemoryBackend):
+    """Refuses memory that it was not told of."""
+
+    def register(self, buffers: Sequence[memoryview]) -> None:
+        self.known = [buffer.obj for buffer in buffers]
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        if not all(any(buffer.obj is known for known in getattr(self, "known", [])) for buffer in buffers):
+            raise StorageError("refused", "this memory is not registered")
+        return super().get(keys, buffers)
+
+
+class TornByThreads(MemoryBackend):
+    """Stores in two halves, with no lock between."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            half = len(buffer) // 2
+            super().put([key], [memoryview(bytearray(buffer[:half]) + bytes(len(buffer) - half))])
+            threading.Event().wait(0.001)
+            super().put([key], [buffer])
+        return [True] * len(keys)
+
+
+class WorksWhenClosed(MemoryBackend):
+    """Reads and writes on."""
+
+    def close(self) -> None:
+        self._values.clear()
+
+
+class RaisesItsOwn(MemoryBackend):
+    """Lets an error of its client through."""
+
+    def close(self) -> None:
+        super().close()
+        self._values = None  # type: ignore[assignment]
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        return sum(key in self._values for key in keys)
+
+
+class CountsNothing(MemoryBackend):
+    """Never counts."""
+
+    def stats(self):  # type: ignore[no-untyped-def]
+        return type(super().stats())(entries=0, used_bytes=0)
+
+
+BROKEN: list[tuple[type[MemoryBackend], str]] = [
+    (ShiftsAtMisses, "get_with_gaps"),
+    (CountsWithGaps, "exists_prefix"),
+    (KeepsBuffers, "put_copies"),
+    (SaysShortIsWhole, "wrong_length"),
+    (Overflows, "wrong_length"),
+    (KeepsFirst, "put_again"),
+    (Overwrites, "put_again"),
+    (NamesAreText, "key_bytes"),
+    (ForgetsToDelete, "delete"),
+    (RaisesOnAbsentDelete, "delete"),
+    (ClearsHalf, "clear"),
+    (LimitsBatches, "large_batch"),
+    (LosesLastByte, "round_trip"),
+    (IgnoresLengths, "lengths_differ"),
+    (NeedsRegistered, "registered"),
+    (TornByThreads, "threads"),
+    (WorksWhenClosed, "close"),
+    (RaisesItsOwn, "close"),
+    (CountsNothing, "stats"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_memory_store_keeps_every_promise(case: Case) -> None:
+    result = run(case, MemoryBackend)
+    assert result.passed, result.reason
+    assert str(result) == f"pass  {case.name}"
+
+
+@pytest.mark.parametrize(("broken", "name"), BROKEN, ids=lambda of: of if isinstance(of, str) else of.__name__)
+def test_a_broken_store_is_caught_by_the_case_that_names_its_fault(broken: type[MemoryBackend], name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    result = run(case, broken)
+    assert not result.passed
+    assert result.reason in str(result) and case.promise in str(result)
+
+
+def test_every_case_but_the_simplest_catches_some_broken_store() -> None:
+    proven = {name for _, name in BROKEN}
+    assert {case.name for case in CASES} - proven == {"empty", "round_trip_batch", "pool_slices", "duplicates"}
+    assert not run(CASES[0], lambda: Full()).passed
+    others = {"round_trip_batch": ShiftsByOne, "pool_slices": FillsWholePool, "duplicates": FillsOneOfTwins}
+    for name, broken in others.items():
+        assert not run(next(case for case in CASES if case.name == name), broken).passed, name
+
+
+class Full(MemoryBackend):
+    """Finds everything."""
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        return len(keys)
+
+
+class ShiftsByOne(MemoryBackend):
+    """Sorts the keys of a batch, not its buffers."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        return super().get(sorted(keys), buffers)
+
+
+class FillsWholePool(MemoryBackend):
+    """Takes the first slice for the whole memory."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        lengths = super().get(keys, buffers)
+        if buffers and isinstance(buffers[0].obj, bytearray):
+            buffers[0].obj[0] = 0
+        return lengths
+
+
+class FillsOneOfTwins(MemoryBackend):
+    """Keeps one buffer a key."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        wanted = dict(zip(keys, buffers, strict=True))
+        found = dict(zip(wanted, super().get(list(wanted), list(wanted.values())), strict=True))
+        return [found[key] for key in keys]
+
+
+def test_all_cases_run_and_their_names_and_promises_are_one_line() -> None:
+    results = check(MemoryBackend)
+    assert [result.name for result in results] == [case.name for case in CASES]
+    assert len({case.name for case in CASES}) == len(CASES) >= 17
+    assert all("\n" not in case.promise and case.promise for case in CASES)
+
+
+def test_a_call_that_never_returns_fails_its_case_and_ends_no_other() -> None:
+    release = threading.Event()
+
+    class Hangs(MemoryBackend):
+        def exists(self, keys: Sequence[bytes]) -> int:
+            release.wait()
+            return super().exists(keys)
+
+    result = run(CASES[0], Hangs, case_timeout_s=0.05)
+    release.set()
+    assert result.reason == "no end after 0.05 s"
+
+
+def test_a_store_that_does_not_open_fails_with_its_error() -> None:
+    def refuse() -> Backend:
+        raise StorageError("unreachable", "nobody answers")
+
+    assert run(CASES[0], refuse).reason == "raised StorageError: unreachable: nobody answers"
+
+
+def test_each_case_opens_anew_and_leaves_nothing_open_and_nothing_behind() -> None:
+    class Counts(MemoryBackend):
+        def close(self) -> None:
+            left.append(0 if self._closed else len(self._values))
+            super().close()
+
+    left: list[int] = []
+    opened: list[Backend] = []
+
+    def open_one() -> Backend:
+        opened.append(Counts())
+        return opened[-1]
+
+    assert all(result.passed for result in check(open_one))
+    assert len(opened) == len(CASES)
+    assert left.count(0) == len(left) - 1, "one case closes its store while it holds something; the others clear it"
+
+
+def test_the_command_prints_every_case_and_counts_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory:", "memory:?capacity=1MB"]) > 0
+    printed = capsys.readouterr().out
+    assert printed.count("pass  empty") == 2 and "FAIL  round_trip" in printed
+    assert printed.startswith("memory:\n")

@@ -1,0 +1,84 @@
+"""The store in memory, beyond what `test_storage_conformance.py` runs on it: capacity, order of eviction, its spec."""
+
+from __future__ import annotations
+
+import pytest
+
+from mainstem.errors import BadArgument, StorageError
+from mainstem.storage.base import ABSENT, BackendStats, open_backend
+from mainstem.storage.memory import MemoryBackend
+
+KEYS = [bytes([number]) * 32 for number in range(6)]
+
+
+def value(fill: int, size: int = 100) -> memoryview:
+    return memoryview(bytearray([fill]) * size)
+
+
+def test_the_least_recently_used_goes_first_and_a_read_is_a_use() -> None:
+    store = MemoryBackend(capacity_bytes=300)
+    store.put(KEYS[:3], [value(0), value(1), value(2)])
+    store.get(KEYS[:1], [value(9)])
+    assert store.put([KEYS[3]], [value(3)]) == [True]
+    assert [store.exists([key]) for key in KEYS] == [1, 0, 1, 1, 0, 0]
+    assert store.stats() == BackendStats(entries=3, used_bytes=300, capacity_bytes=300, evicted=1)
+
+
+def test_exists_is_no_use() -> None:
+    store = MemoryBackend(capacity_bytes=200)
+    store.put(KEYS[:2], [value(0), value(1)])
+    store.exists(KEYS[:1])
+    store.put([KEYS[2]], [value(2)])
+    assert store.exists(KEYS[:1]) == 0
+
+
+def test_a_value_larger_than_the_store_is_refused_and_drops_nothing() -> None:
+    store = MemoryBackend(capacity_bytes=250)
+    store.put(KEYS[:2], [value(0), value(1)])
+    assert store.put(KEYS[1:4], [value(1, 251), value(2, 251), value(3, 50)]) == [False, False, True]
+    assert store.exists(KEYS[:2]) == 2
+    assert store.stats() == BackendStats(entries=3, used_bytes=250, capacity_bytes=250, evicted=0)
+
+
+def test_replacing_counts_the_new_length_alone() -> None:
+    store = MemoryBackend(capacity_bytes=250)
+    for size in (200, 250, 10):
+        assert store.put(KEYS[:1], [value(1, size)]) == [True]
+        assert store.stats().used_bytes == size
+    store.delete(KEYS)
+    assert store.stats() == BackendStats(entries=0, used_bytes=0, capacity_bytes=250, evicted=0)
+
+
+def test_a_buffer_of_another_length_stays_as_it_was() -> None:
+    store = MemoryBackend()
+    store.put(KEYS[:1], [value(1)])
+    short, long = value(7, 99), value(7, 101)
+    assert store.get([KEYS[0], KEYS[0], KEYS[1]], [short, long, value(7)]) == [100, 100, ABSENT]
+    assert short == value(7, 99) and long == value(7, 101)
+
+
+@pytest.mark.parametrize(("spec", "capacity"), [("memory:", None), ("memory:?capacity=2KiB", 2048)])
+def test_spec(spec: str, capacity: int | None) -> None:
+    store = open_backend(spec)
+    assert isinstance(store, MemoryBackend)
+    assert store.stats().capacity_bytes == capacity
+
+
+@pytest.mark.parametrize("spec", ["memory:somewhere", "memory:?size=1", "memory:?capacity=lots", "memory:?capacity=0"])
+def test_spec_that_is_none(spec: str) -> None:
+    with pytest.raises(BadArgument):
+        open_backend(spec)
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_capacity_is_checked(capacity: int) -> None:
+    with pytest.raises(BadArgument, match="capacity_bytes"):
+        MemoryBackend(capacity)
+
+
+def test_closed_forgets_and_refuses() -> None:
+    store = MemoryBackend()
+    store.put(KEYS[:1], [value(1)])
+    store.close()
+    with pytest.raises(StorageError, match="closed: the memory store is closed"):
+        store.exists(KEYS)
