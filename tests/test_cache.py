@@ -243,7 +243,7 @@ def test_a_hit_never_cuts_an_image(size: int, copies: bool) -> None:
         lease = cache.lease(asked)
         assert lease.hit in borders
         assert lease.hit < lease.length
-        sequence = cache.keys.sequence()
+        sequence = cache.tree.keys.sequence()
         sequence.append(asked)
         assert lease.hit == sequence.floor(lease.hit)
         assert copies or lease.hit % size == 0

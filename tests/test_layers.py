@@ -14,8 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mainstem"
 # Lowest first; each module belongs to the first prefix that fits it.
 LAYERS = [
     ("core", ["errors", "_core", "core"]),
-    ("rules", ["keys", "namespaces", "components", "policies", "pool"]),
-    ("cache", ["tree", "cache"]),
+    ("rules", ["keys", "namespaces", "components", "policies", "pool", "identity"]),
+    ("tree", ["tree"]),
+    ("storage", ["storage"]),
+    ("tiers", ["tiers"]),
+    ("cache", ["cache"]),
     ("runtime", ["runtime"]),
     ("server", ["server"]),
     ("cli", ["cli", "demo", "__main__"]),

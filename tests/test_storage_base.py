@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import pytest
 
@@ -19,8 +19,8 @@ HERE = __name__
 class Mine(MemoryBackend):
     """A user's own back end."""
 
-    opened: list[Mine] = []
-    options: Mapping[str, str] = {}
+    opened: ClassVar[list[Mine]] = []
+    options: Mapping[str, str]
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:

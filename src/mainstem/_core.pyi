@@ -60,6 +60,19 @@ class Tree:
         From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks: as far as `below` can have them without a gap, and they have so many hits.
         """
 
+    def locate(self, ns: bytes, key: bytes, pages: int) -> int:
+        """
+        The node that ends behind the first pages of a key, splitting one; 0 if the tree does not have them.
+        """
+
+    def residency(self, node: int, component: int, tier: int) -> int:
+        """0: absent, 1: in flight, 2: present."""
+
+    def hottest(self, most: int, tier: int) -> list[int]:
+        """
+        Nodes present on a tier, those with the most hits first, then those used last.
+        """
+
     def in_flight_above(self, node: int, tier: int) -> int:
         """
         By whose name the nearest pages above a node are in flight; 0: none are.
@@ -274,3 +287,10 @@ class Lease:
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
+
+def copy_rows(target: numpy.typing.NDArray[numpy.uint8], targets: numpy.typing.NDArray[numpy.int32], source: numpy.typing.NDArray[numpy.uint8], sources: numpy.typing.NDArray[numpy.int32]) -> None:
+    """
+    Copies row sources[i] of `source` to row targets[i] of `target`, both [rows, bytes], without the GIL.
+
+    No row may be written twice in a call, or read and written. Raises BadArgument.
+    """

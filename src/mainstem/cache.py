@@ -20,6 +20,8 @@ from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.keys import KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
+from mainstem.tiers.controller import HostTier, Tiers
+from mainstem.tiers.store import Store
 from mainstem.tree import Tree
 
 __all__ = ["CacheStats", "CopyPage", "Lease", "PrefixCache"]
@@ -34,7 +36,8 @@ class CacheStats:
 
     `queried` and `hit` are positions asked for and reused by leases, counted at their first `reserve`; of these,
     `partial_hit` were copied out of the inside of a page, and `partial_missed` counts leases that found no page to copy
-    into. `duplicate_pages` were computed by two leases at once and given back.
+    into, and `host_hit` were loaded from the host. `duplicate_pages` were computed by two leases at once and given
+    back.
     """
 
     total_pages: int
@@ -49,6 +52,7 @@ class CacheStats:
     partial_hit: int
     partial_missed: int
     duplicate_pages: int
+    host_hit: int
     inserted_pages: int
     evicted_pages: int
     nodes: int
@@ -65,6 +69,8 @@ class PrefixCache:
         policy: name of a built-in policy, or an object with one rule.
         enabled: False: nothing is matched and nothing published; all else is the same.
         copy_page: with it a hit may end inside a page, whose beginning is copied; without it hits end at page borders.
+        host: a host tier below the device; then `tiers.poll` must be called now and then.
+        store: storage below the host.
 
     Raises:
         BadArgument: an argument out of range.
@@ -86,19 +92,25 @@ class PrefixCache:
         policy: str | Policy = "lru",
         enabled: bool = True,
         copy_page: CopyPage | None = None,
+        host: HostTier | None = None,
+        store: Store | None = None,
     ) -> None:
         pages = check_integer("pages", pages, 1, 2**31 - 1)
         if copy_page is not None and not callable(copy_page):
             raise BadArgument("copy_page", copy_page, "a function of source page, target page and positions, or None")
-        self.tree = Tree(page_size, keys, policy=policy)
+        if store is not None and host is None:
+            raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
+        self.tree = Tree(page_size, keys, tiers=1 if host is None else 2, policy=policy)
         self.pool = Pool(pages)
         self.page_size = page_size
-        self.keys = self.tree.keys
         self.enabled = enabled
         self._copy_page = copy_page
-        self._token_limit = self.keys.token_limit
+        self._token_limit = self.tree.keys.token_limit
         self._core = _core.Cache(self.tree.core, self.pool, self._token_limit, bool(enabled))
-        if self.tree.ranks_outside:
+        self.tiers = None if host is None else Tiers(self.tree, [self.pool], host, store, self._core)
+        if self.tiers is not None and self.tiers.host.write == "write_back":
+            self._core.evict_with(self.tiers.make_room)
+        elif self.tree.ranks_outside:
             self._core.evict_with(partial(_evict_into, self.tree, self.pool))
 
     def lease(self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0) -> Lease:
@@ -124,10 +136,10 @@ class PrefixCache:
 
     def _lease_of_kind(self, tokens: TokenLike, namespace: bytes, priority: int) -> Lease:
         """A lease on what must be encoded first, and must perhaps not be cut everywhere."""
-        sequence = self.keys.sequence()
+        sequence = self.tree.keys.sequence()
         symbols = sequence.append(tokens)
-        for inside in (True, False) if self._copy_page is not None else (False,):
-            most = self._longest(symbols, sequence, namespace, inside)
+        for inside, below in ((self._copy_page is not None, True), (False, False)):
+            most = self._longest(symbols, sequence, namespace, inside, below)
             lease = _KindLease(self._core, namespace, symbols, priority, most, inside, sequence=sequence)
             self._copy_inside(lease)
             if sequence.floor(lease.hit) == lease.hit:
@@ -137,6 +149,8 @@ class PrefixCache:
 
     def _copy_inside(self, lease: Lease) -> None:
         """Lengthens the hit by the beginning of a shared page, copied into a private one, if there is room for it."""
+        if self.tiers is not None and lease.loadable >= self.tiers.host.load_min_tokens:
+            return  # the host has more
         try:
             copy = lease.begin_copy()
             if copy is not None and self._copy_page is not None:
@@ -158,25 +172,31 @@ class PrefixCache:
         if self._token_limit:
             pages, positions, host = self.tree.core.peek(name, tokens, self._token_limit, inside, -1)
             return pages + max(positions, host)
-        sequence = self.keys.sequence()
-        return self._longest(sequence.append(tokens), sequence, name, inside)
+        sequence = self.tree.keys.sequence()
+        return self._longest(sequence.append(tokens), sequence, name, inside, below=True)
 
-    def _longest(self, symbols: bytes, sequence: Sequence, namespace: bytes, inside: bool) -> int:
-        """The longest hit that leaves a token to compute and cuts none; `inside`: it may end inside a page."""
-        hit = sequence.floor(max(len(symbols) // self.keys.symbol_bytes - 1, 0))
+    def _longest(self, symbols: bytes, sequence: Sequence, namespace: bytes, inside: bool, below: bool) -> int:
+        """The longest hit that leaves a token to compute and cuts none.
+
+        `inside`: it may end inside a page; `below`: it may end on the host.
+        """
+        hit = sequence.floor(max(len(symbols) // self.tree.keys.symbol_bytes - 1, 0))
         while True:
-            border, positions, _ = self.tree.core.peek(namespace, symbols, 0, inside, hit)
-            hit = sequence.floor(border + positions)
+            border, positions, host = self.tree.core.peek(namespace, symbols, 0, inside, hit)
+            border += host if below else 0
+            hit = sequence.floor(border + (0 if below and host else positions))
             if hit >= border:
                 return hit
             # The match ended inside a token that must not be cut: look again, up to its beginning.
 
     def flush(self) -> int:
-        """Evicts every prefix that no lease uses; the number of pages freed."""
+        """Evicts every prefix that no lease uses, from the host, too; the number of device pages freed."""
         self._core.take_back()
         before = self.pool.free
         while len(freed := self.tree.flush()[0]):
             self.pool.reclaim(freed)
+        if self.tiers is not None:
+            self.tiers.flush()
         return self.pool.free - before
 
     def stats(self) -> CacheStats:
@@ -197,6 +217,7 @@ class PrefixCache:
             partial_hit=partial_hit,
             partial_missed=partial_missed,
             duplicate_pages=duplicate_pages,
+            host_hit=host_hit,
             inserted_pages=tree.inserted_pages,
             evicted_pages=tree.evicted_pages,
             nodes=tree.nodes,
@@ -212,6 +233,8 @@ class PrefixCache:
         self._core.take_back()
         self.tree.check()
         self.pool.check()
+        if self.tiers is not None:
+            self.tiers.check()
         held = [ids for view in self.tree.nodes() for ids in view.cells["full", 0].ids.tolist()]
         wrong = [page for page in held if self.pool.owner(page) != "cached"]
         if wrong:

@@ -304,6 +304,17 @@ class Tree:
         present, locked, _ = self.core.counts(row, tier)
         return present > locked
 
+    def next_victim(self, component: str = "full", tier: int = 0) -> int:
+        """The node that `evict` comes to first; 0: nothing can be evicted.
+
+        Raises:
+            BadArgument: no such component or tier.
+        """
+        row, tier = self._row(component), self._tier(tier)
+        if self.ranks_outside and not self._rank_waiting(row, tier):
+            return 0
+        return self.core.next_victim(row, tier)
+
     def flush(self, tier: int = 0) -> list[Ids]:
         """Evicts everything on a tier that is neither locked nor in flight; one array of ids for each component."""
         tier = self._tier(tier)

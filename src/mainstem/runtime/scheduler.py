@@ -169,7 +169,7 @@ class Scheduler:
             raise RequestTooLong(
                 f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
             )
-        self._cache.keys.encode(request.tokens)
+        self._cache.tree.keys.encode(request.tokens)
 
     def add(self, id: str, request: Request, arrived_s: float | None = None) -> None:
         """Puts a request among the waiting.

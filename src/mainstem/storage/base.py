@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 from urllib.parse import parse_qsl
@@ -187,7 +187,7 @@ def open_backend(spec: str) -> Backend:
     Args:
         spec: `scheme:address?option=value&...`, `module:Class?...`, or `wrapper+spec`. `tee` takes two specs:
             `tee+file:/a,redis://127.0.0.1:6379/0`. A wrapper's own options are written in brackets:
-            `prefix(a1)+file:/a`, `compress(int8)+file:/a`.
+            `prefix(a1)+file:/a`, `compress(zstd)+file:/a`.
 
     Raises:
         BadArgument: no such scheme, class or option.
@@ -209,7 +209,7 @@ def open_backend(spec: str) -> Backend:
     raise BadArgument("storage", spec, f"one of {allowed}, or module:Class")
 
 
-def _wrap(wrapper: type[Backend], inner: list[Backend], argument: str | None) -> Backend:
+def _wrap(wrapper: Callable[..., Backend], inner: list[Backend], argument: str | None) -> Backend:
     try:
         return wrapper(*inner) if argument is None else wrapper(*inner, argument)
     except BaseException:

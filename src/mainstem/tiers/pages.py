@@ -1,12 +1,97 @@
 """Stored pages: their keys, and the header that says whose content it is.
 
-    header   magic 8 | key 32 | payload bytes 8 | codec 8 | tag 32 | zero          128 bytes
+    header   magic 8 | payload bytes 8 | key 32 | zero 48 | tag 32        HEADER_BYTES = 128
     payload  the page's content
 
 A key is a keyed BLAKE3 over the parent's key and the page's symbols; the first parent is one over the identity and the
 namespace. So two pages have one key only if everything that shaped them is the same. The tag is a keyed BLAKE3 over
-the header up to it and the payload: what was damaged, cut, put elsewhere or made by others does not verify.
-Specification of BLAKE3 and its keyed mode: https://github.com/BLAKE3-team/BLAKE3-specs.
+all the rest of the slot: what was damaged, cut, put elsewhere, or made by somebody without the secret does not verify. BLAKE3, its keyed mode and its key derivation: https://github.com/BLAKE3-team/BLAKE3-specs.
+
+Knows bytes; knows no tree, no store and no tensors.
 """
 
 from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from mainstem.errors import BackendUnavailable, BadArgument
+
+if TYPE_CHECKING:
+    from blake3 import blake3
+
+    from mainstem.identity import Identity
+
+HEADER_BYTES = 128
+"""In front of the content of every stored page."""
+
+PUBLIC_SECRET = b"mainstem: without a secret, pages are safe from damage only"
+"""What is used where nobody gave a secret: damage is still found, forgery is not."""
+
+_MAGIC = b"MAINSTM1"
+_FRONT = struct.Struct("<8sQ32s")
+_TAG = slice(HEADER_BYTES - 32, HEADER_BYTES)
+_SECRET_BYTES = 16
+
+
+class Sealer:
+    """Makes keys of pages, seals pages and verifies them.
+
+    Args:
+        identity: of all pages that go through it.
+        secret: what keys and tags are made with, the same for all who share a store; at least 16 bytes.
+
+    Raises:
+        BadArgument: the secret is too short.
+        BackendUnavailable: the package blake3 is not installed.
+    """
+
+    def __init__(self, identity: Identity, secret: bytes = PUBLIC_SECRET) -> None:
+        if len(secret) < _SECRET_BYTES:
+            raise BadArgument("secret", f"{len(secret)} bytes", f"at least {_SECRET_BYTES} bytes")
+        try:
+            from blake3 import blake3
+        except ImportError as error:
+            raise BackendUnavailable("storage needs blake3: pip install 'mainstem[storage]'") from error
+        self._blake3 = blake3
+        self._name_key = blake3(secret, derive_key_context="mainstem 2026-11 names of stored pages").digest()
+        self._tag_key = blake3(secret, derive_key_context="mainstem 2026-11 tags of stored pages").digest()
+        self._identity = identity.encode()
+
+    def root(self, namespace: bytes) -> bytes:
+        """The key that the first pages of a namespace have as their parent."""
+        data = len(self._identity).to_bytes(8, "little") + self._identity + namespace
+        return self._named(b"root" + data)
+
+    def keys(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> list[bytes]:
+        """Keys of the whole pages of `symbols`, which follow the page `parent`."""
+        keys = []
+        for at in range(0, len(symbols) - page_bytes + 1, page_bytes):
+            parent = self._named(b"page" + parent + symbols[at : at + page_bytes])
+            keys.append(parent)
+        return keys
+
+    def record(self, name: str) -> bytes:
+        """The key of something that is no page, such as the list of the hottest prefixes."""
+        return self._named(b"note" + self._identity + name.encode())
+
+    def seal(self, slot: memoryview, key: bytes) -> None:
+        """Writes the header of a page whose payload stands behind it."""
+        _FRONT.pack_into(slot, 0, _MAGIC, len(slot) - HEADER_BYTES, key)
+        slot[_FRONT.size : _TAG.start] = bytes(_TAG.start - _FRONT.size)
+        slot[_TAG] = self._tag(slot)
+
+    def verify(self, slot: memoryview, key: bytes) -> str | None:
+        """Why a slot that was read does not hold the page of this key: "altered" or "misdirected"; None: it does."""
+        magic, length, stored = _FRONT.unpack_from(slot)
+        if magic != _MAGIC or length != len(slot) - HEADER_BYTES or bytes(slot[_TAG]) != self._tag(slot):
+            return "altered"
+        return None if stored == key else "misdirected"
+
+    def _tag(self, slot: memoryview) -> bytes:
+        hasher: blake3 = self._blake3(slot[: _TAG.start], key=self._tag_key)
+        hasher.update(slot[HEADER_BYTES:])
+        return hasher.digest()
+
+    def _named(self, data: bytes) -> bytes:
+        return self._blake3(data, key=self._name_key).digest()

@@ -228,6 +228,30 @@ NB_MODULE(_core, m) {
           nb::sig("def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]"),
           "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks: as far as "
           "`below` can have them without a gap, and they have so many hits.")
+      .def(
+          "locate",
+          [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t pages) {
+            const std::string_view bytes = view(key);
+            return t.locate(view(ns), {reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()}, pages);
+          },
+          "ns"_a, "key"_a, "pages"_a,
+          "The node that ends behind the first pages of a key, splitting one; 0 if the tree does not have them.")
+      .def(
+          "residency",
+          [](const Tree& t, Handle node, std::uint32_t c, std::uint32_t tier) {
+            return static_cast<int>(t.residency(node, c, tier));
+          },
+          "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
+      .def(
+          "hottest",
+          [](const Tree& t, std::size_t most, std::uint32_t tier) {
+            nb::list handles;
+            for (const Handle node : t.hottest(most, tier))
+              handles.append(node);
+            return handles;
+          },
+          "most"_a, "tier"_a, nb::sig("def hottest(self, most: int, tier: int) -> list[int]"),
+          "Nodes present on a tier, those with the most hits first, then those used last.")
       .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
            "By whose name the nearest pages above a node are in flight; 0: none are.")
       .def(
@@ -332,6 +356,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("total", &Pool::total);
 
   bind_cache(m);
+  bind_copy(m);
 }
 
 }  // namespace mainstem

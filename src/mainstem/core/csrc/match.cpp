@@ -187,6 +187,14 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   return result;
 }
 
+Handle Tree::locate(std::string_view ns, Bytes key, std::uint32_t pages) {
+  const Index root = find_root(ns);
+  walk(root, key, std::min(pages, whole_pages(key)), &path_, {});
+  if (path_.empty() || nodes_[path_.back().node].start + path_.back().pages < pages) return 0;
+  const Index node = cut(&path_, pages);
+  return node ? handle(node) : 0;
+}
+
 PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {
   const Index root = find_root(ns);
   std::vector<Step> path;

@@ -124,6 +124,8 @@ class Tree {
   // the path of the whole key is for the caller to know, or to ask `lies_on`.
   InsertResult insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
                       bool ready);
+  // The node that ends behind the first `pages` pages of a key, splitting one; 0 if the tree does not have them.
+  Handle locate(std::string_view ns, Bytes key, std::uint32_t pages);
   bool knows(std::string_view ns, Handle after, Bytes key) const;  // the first page of a tail
   bool lies_on(std::string_view ns, Bytes key, Handle node) const;
 
@@ -146,6 +148,9 @@ class Tree {
   std::vector<Handle> lacking(Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const;
   // By whose name the nearest pages of the first component above a node are in flight; 0: none are.
   Handle in_flight_above(Handle node, std::uint32_t tier) const;
+  Residency residency(Handle node, std::uint32_t component, std::uint32_t tier) const;
+  // Nodes present on a tier, those with the most hits first, then those used last.
+  std::vector<Handle> hottest(std::size_t most, std::uint32_t tier) const;
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // of the node alone, where present
   Handle next_victim(std::uint32_t component, std::uint32_t tier) const;        // what evict() comes to first, or 0
   std::pair<std::string, std::string> path_key(Handle node) const;              // name of its namespace, all symbols

@@ -1,6 +1,7 @@
 // Views: what the tree says of itself.
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "tree.h"
 
@@ -49,6 +50,29 @@ Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
     if (above.in_flight()) return handle(above.transfer);
   }
   return 0;
+}
+
+Residency Tree::residency(Handle node, std::uint32_t component, std::uint32_t tier) const {
+  require_tier(tier);
+  require_component(component);
+  return cell(resolve(node), slot(component, tier)).residency;
+}
+
+std::vector<Handle> Tree::hottest(std::size_t most, std::uint32_t tier) const {
+  require_tier(tier);
+  std::vector<Index> found;
+  for (Index node = 1; node < nodes_.size(); ++node)
+    if (nodes_[node].live && !nodes_[node].root() && cell(node, slot(0, tier)).present()) found.push_back(node);
+  most = std::min(most, found.size());
+  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(most), found.end(),
+                    [&](Index a, Index b) {
+                      const Node &one = nodes_[a], &two = nodes_[b];
+                      return std::tuple(two.hits, two.accessed, a) < std::tuple(one.hits, one.accessed, b);
+                    });
+  std::vector<Handle> handles;
+  for (std::size_t at = 0; at < most; ++at)
+    handles.push_back(handle(found[at]));
+  return handles;
 }
 
 Ids Tree::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const {

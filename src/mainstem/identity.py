@@ -1,0 +1,84 @@
+"""Identity: everything that shaped a page's content, apart from its namespace and its tokens.
+
+In memory one process serves one model, and nothing of this is compared. In storage, which outlives processes and is
+shared, it is part of every key: change one field and nothing that was stored before is found again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mainstem.errors import BadArgument, check_integer
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What must be equal for a stored page to be the same page.
+
+    Args:
+        model: its name, for people; two names never share.
+        weights: a digest of the weights, so that new weights under an old name are another model.
+        dtype: of the content, such as "bfloat16".
+        quantization: of weights and content, such as "none" or "int8".
+        layout: the order of the numbers in a page.
+        shape: layers, heads and their size, in words.
+        attention: "mha", "gqa", "mla", and so on. Of "mla" every rank holds the same, so ranks share it.
+        rope: the settings of position encoding, in words.
+        tokenizer: what token ids mean: a digest or a name with its revision.
+        symbols: the key kind, with the width of a symbol.
+        page_size: positions a page.
+        tp_rank, tp_size: which shard this is, of how many.
+        extra: anything else that shapes KV; the order counts.
+
+    Raises:
+        BadArgument: a field of another type, or a rank outside [0, tp_size).
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    quantization: str
+    layout: str
+    shape: str
+    attention: str
+    rope: str
+    tokenizer: str
+    symbols: str
+    page_size: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        check_integer("page_size", self.page_size, 1, 2**31 - 1)
+        check_integer("tp_size", self.tp_size, 1, 2**31 - 1)
+        check_integer("tp_rank", self.tp_rank, 0, self.tp_size - 1)
+        if not isinstance(self.extra, tuple) or not all(isinstance(item, str) for item in self.extra):
+            raise BadArgument("extra", self.extra, "a tuple of str")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("page_size", "tp_rank", "tp_size", "extra") and not isinstance(value, str):
+                raise BadArgument(field.name, value, "a str")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the same content, so that it is stored once for all."""
+        return self.attention == "mla"
+
+    def encode(self) -> bytes:
+        """Injective bytes: every field with its name, each string with its length."""
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if self.replicated and field.name in ("tp_rank", "tp_size"):
+                continue
+            items = value if isinstance(value, tuple) else (str(value),)
+            parts.append(_string(field.name) + len(items).to_bytes(8, "little"))
+            parts.extend(_string(item) for item in items)
+        return b"".join(parts)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return len(data).to_bytes(8, "little") + data

@@ -1,0 +1,788 @@
+"""A store on a local disk, with no server: values in one preallocated file, found again by a small log beside it.
+
+    root/  lock     held by the one process that has the store open
+           values   [ value | value | free ............ | value | free ]     whole grains of 4 KiB; grows by steps
+           index    [ record | record | record ]                             appended; rewritten when half of it is dead
+
+    put:  destroy what left -> write values -> sync values -> append records -> sync index -> tell readers
+    get:  look up -> read into the caller's buffer -> the digest of that very buffer must be the record's
+
+Three rules carry all of it, through a kill or a loss of power at any instruction and through damage later on:
+
+1. A value counts only if its 128-bit digest, and its record's own checksum, verify; else it is a miss and is dropped.
+   So it does not matter what a torn, lost or misdirected write left, or whether a reader met a slot's next owner.
+2. What leaves the store (deleted, replaced, evicted) is destroyed by junk in its first grain, in the same sync as what
+   comes next and before that is announced. So no older state of the index can bring an old value back.
+3. Whatever was begun and failed counts as written: its place in the index is not used again, its slots are destroyed.
+
+Room is made by dropping the least recently used value, and those behind it where its slot is too small for the new
+one: values of one size never waste room, and values of several sizes need no classes. Of one batch, later values go
+first: they are worth nothing without the earlier ones.
+
+It does not know what values mean, and does not defend against somebody who can write to its folder and compute digests:
+who stores there verifies a keyed seal of his own.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from struct import Struct
+from typing import ClassVar, NamedTuple, Self
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options, parse_bytes
+
+GRAIN_BYTES = 4096
+"""Values begin at multiples of this: a page of the page cache, so that no write has to read first."""
+
+RECORD = Struct("<32s16sqqQ")
+"""key, digest of the value, offset in `values` (-1: deleted), length, checksum of all before it."""
+
+SLACK_RECORDS = 1024
+"""The index is rewritten when it holds more than twice the records that live, and this."""
+
+STEP_BYTES = 64 << 20
+"""`values` grows by this, or by what a batch needs."""
+
+READ_BYTES = 256 << 10
+"""Small values are read together up to this much, so that their digests find them in the processor's cache."""
+
+WRITE_BYTES = 1 << 30
+"""One call writes at most this; Linux takes nearly twice as much."""
+
+_FORMAT = 0x6D61696E7374656D + 1  # seeds the checksum of records: those of another version of the format do not verify
+_MAX_VECTOR = 1024  # IOV_MAX of Linux
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last so that a planted pipe is not waited for
+_ZEROS = memoryview(bytes(GRAIN_BYTES))
+_BIN = memoryview(bytearray(GRAIN_BYTES))  # takes what is read between values
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FileSystem:
+    """The calls that the store makes, each with the errors of its namesake in `os`; tests pass one that fails."""
+
+    def make_folder(self, path: Path) -> None:
+        """Makes a folder for its owner alone, where there is none."""
+        try:
+            path.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            return
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+
+    def open(self, path: str | Path, flags: int, folder: int | None = None) -> int:
+        return os.open(path, flags, 0o600, dir_fd=folder)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def lock(self, fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        os.posix_fallocate(fd, offset, length)
+
+    def truncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def rename(self, old: str, new: str, folder: int) -> None:
+        os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def unlink(self, name: str, folder: int) -> None:
+        os.unlink(name, dir_fd=folder)
+
+
+class Entry(NamedTuple):
+    """Where a value lies, its digest, and where its last grain ends."""
+
+    offset: int
+    length: int
+    digest: bytes
+    end: int
+
+
+class Space:
+    """Which parts of [0, total) are free: runs of whole grains, never two beside each other. Knows no owners.
+
+    A fitting run is found in the logarithm of the number of different sizes.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.free = 0
+        self._end_of: dict[int, int] = {}  # of a free run that starts here
+        self._start_of: dict[int, int] = {}  # of a free run that ends here
+        self._sizes: list[int] = []  # of free runs, ascending, each once
+        self._starts: dict[int, dict[int, None]] = {}  # by size; a dict is a set that keeps its order
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest free run."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """All free runs, half-open, in no order."""
+        return iter(self._end_of.items())
+
+    def grow(self, total: int) -> None:
+        """More room at the end."""
+        start, self.total = self.total, total
+        self.give(start, total)
+
+    def take(self, size: int) -> int | None:
+        """The front of the smallest free run that is large enough; None: there is none."""
+        at = bisect_left(self._sizes, size)
+        if at == len(self._sizes):
+            return None
+        start = next(iter(self._starts[self._sizes[at]]))
+        end = self._end_of[start]
+        self._remove(start, end)
+        if start + size < end:
+            self._add(start + size, end)
+        return start
+
+    def give(self, start: int, end: int) -> tuple[int, int]:
+        """Frees a part; returns the free run that it is in now."""
+        if start in self._start_of:
+            start, middle = self._start_of[start], start
+            self._remove(start, middle)
+        if end in self._end_of:
+            middle, end = end, self._end_of[end]
+            self._remove(middle, end)
+        self._add(start, end)
+        return start, end
+
+    def _add(self, start: int, end: int) -> None:
+        if start == end:
+            return
+        size = end - start
+        if size not in self._starts:
+            self._starts[size] = {}
+            insort(self._sizes, size)
+        self._starts[size][start] = None
+        self._end_of[start], self._start_of[end] = end, start
+        self.free += size
+
+    def _remove(self, start: int, end: int) -> None:
+        size = end - start
+        del self._starts[size][start], self._end_of[start], self._start_of[end]
+        if not self._starts[size]:
+            del self._starts[size], self._sizes[bisect_left(self._sizes, size)]
+        self.free -= size
+
+
+class FileBackend(Backend):
+    """Values on a local disk, bounded in size, the least recently used dropped first; open in one process at a time.
+
+    Every put of a batch ends with one sync of the values and one of their records (of some KiB). When writing fails,
+    the store goes on reading, and later puts first try whether the disk takes writes again, before anything is dropped.
+
+    Args:
+        root: its folder, for nothing else; made where there is none (its parents too), for the owner alone.
+        capacity_bytes: of all values, each rounded up to 4 KiB. The index comes on top: at most 144 bytes a value and
+            72 KiB, and half as much again while it is rewritten. The values' file grows up to here; a capacity smaller
+            than the last time drops what lies behind it.
+        sync: whether `put` and `delete` return only when the disk has it. Without, values are safe against the end of
+            the process, not of the machine: then the newest may be lost, or one that was replaced may be back.
+        io: file system calls.
+        random: so many random bytes, for junk that destroys what left.
+
+    Attributes:
+        corrupt: values dropped since the store was opened because they did not verify.
+
+    Raises:
+        BadArgument: a capacity below one grain, a root that is no path.
+        BackendUnavailable: xxhash is not installed; another process has the store open; the folder or a file in it
+            cannot be opened, is no regular file, or could be changed by somebody else.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=True, shared=False, zero_copy=True, evicts=True, overwrites=True
+    )
+
+    def __init__(
+        self,
+        root: Path | str,
+        capacity_bytes: int,
+        *,
+        sync: bool = True,
+        io: FileSystem | None = None,
+        random: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        if capacity_bytes < GRAIN_BYTES:
+            raise BadArgument("capacity_bytes", capacity_bytes, f"at least {GRAIN_BYTES}")
+        if not str(root) or "\0" in str(root):
+            raise BadArgument("root", str(root), "the path of a folder")
+        self._digest, self._checksum = _hashes()
+        self._root = Path(root)
+        self._capacity = capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
+        self._sync = sync
+        self._io = io or FileSystem()
+        self._junk = memoryview(random(GRAIN_BYTES))
+        self._index: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
+        self._owner: dict[int, bytes] = {}  # whose value starts at an offset
+        self._space = Space()
+        self._doomed: set[Entry] = set()  # what left and is not destroyed yet
+        self._records = 0  # places of the index that may hold one
+        self._failed = False  # the last write failed
+        self._uncut = False  # a clear is not done yet
+        self._stale = False  # the index names values that left, perhaps, and are not destroyed
+        self._folder_changed = True  # a name in it is not synced
+        self._readers = 0
+        self._closed = False
+        self._evicted = 0
+        self.corrupt = 0
+        self._lock = threading.Lock()  # over all of the above; never held over a call to the disk
+        self._idle = threading.Condition(self._lock)  # no readers
+        self._write_lock = threading.Lock()  # one writer at a time
+        self._fds: dict[str, int] = {}
+        try:
+            self._open_files()
+            self._load()
+        except BaseException as error:
+            self._close_files()
+            if isinstance(error, OSError):
+                raise BackendUnavailable(f"file store {self._root}: {error.strerror or error}") from error
+            raise
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`file:/var/cache/mainstem?capacity=8GiB&sync=batch`; sync is `batch` (the default) or `none`."""
+        check_options(options, ("capacity", "sync"))
+        sync = options.get("sync", "batch")
+        if sync not in ("batch", "none"):
+            raise BadArgument("sync", sync, "batch or none")
+        return cls(address, parse_bytes("capacity", options.get("capacity", "8GiB")), sync=sync == "batch")
+
+    # ------------------------------------------------------------ the interface
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """Counts the keys that are there, up to the first gap."""
+        with self._reading(), self._lock:
+            return next((at for at, key in enumerate(keys) if key not in self._index), len(keys))
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """Reads values into the buffers themselves, and verifies what they then hold."""
+        with self._reading():
+            with self._lock:
+                entries = [self._index.get(key) for key in keys]
+            lost = self._read_values(
+                [
+                    _Piece(key, entry, buffer)
+                    for key, entry, buffer in zip(keys, entries, buffers, strict=True)
+                    if entry is not None and entry.length == len(buffer)
+                ]
+            )
+            with self._lock:
+                for key in reversed(keys):
+                    if key in self._index:
+                        self._index.move_to_end(key)
+        return [
+            ABSENT if entry is None or key in lost else entry.length for key, entry in zip(keys, entries, strict=True)
+        ]
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Writes values from the buffers themselves; what is there already, byte for byte, is not written again."""
+        values = {}  # of a key that comes twice the last
+        for key, buffer in zip(keys, buffers, strict=True):
+            values[_checked(key)] = _Piece(
+                key, Entry(0, len(buffer), self._digest(buffer), _rounded(len(buffer))), buffer
+            )
+        refused: set[bytes] = set()
+        with self._writing():
+            fresh = self._unknown(values.values())
+            self._grow(sum(piece.entry.end for piece in fresh))
+            for batch in self._batches(fresh):
+                refused |= self._store(batch)
+        return [key not in refused for key in keys]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Destroys values, and then says so in the index."""
+        with self._writing():
+            with self._lock:
+                gone = [key for key in dict.fromkeys(keys) if self._drop(key)]
+            if gone or self._doomed:
+                self._commit([], [self._record(key, _DELETED) for key in gone])
+
+    def clear(self) -> None:
+        """Cuts the values off as a whole, and begins a new index."""
+        with self._writing():
+            with self._lock:
+                self._index.clear()
+                self._owner.clear()
+                self._doomed.clear()
+                self._space = Space()
+            self._uncut = True
+            self._cut()
+
+    def stats(self) -> BackendStats:
+        """Exact counts; bytes are those of whole grains."""
+        with self._reading(), self._lock:
+            return BackendStats(len(self._index), self._space.total - self._space.free, self._capacity, self._evicted)
+
+    def close(self) -> None:
+        """Waits for calls under way, and lets another process open the store."""
+        with self._write_lock, self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: not self._readers)
+            self._close_files()
+
+    def check(self) -> None:
+        """Looks whether every grain is free or owned by one value, once.
+
+        Raises:
+            AssertionError: names the rule that is broken.
+        """
+        with self._write_lock, self._lock:
+            used = [(entry.offset, entry.end) for entry in self._index.values()]
+            at = 0
+            for start, end in sorted([*used, *self._space.runs()]):
+                assert start == at, f"[{at}, {start}) is neither free nor owned, or owned twice"
+                at = end
+            assert at == self._space.total, f"{at} bytes are free or owned, of {self._space.total}"
+            assert sum(end - start for start, end in used) + self._space.free == self._space.total, "free is miscounted"
+            owners = {entry.offset: key for key, entry in self._index.items()}
+            assert owners == self._owner, "a value's owner is not the one in the index"
+            assert self._space.total <= self._capacity, "more than the capacity"
+
+    # ------------------------------------------------------------ reading
+
+    def _read_values(self, pieces: Sequence[_Piece]) -> set[bytes]:
+        """Fills the buffers; returns the keys of those that could not be read, or did not verify."""
+        lost: set[bytes] = set()
+        unread, broken = 0, None
+        for first, last in _runs(pieces, READ_BYTES):
+            run = pieces[first:last]
+            try:
+                self._read(self._fds["values"], _vector(run, _BIN), run[0].entry.offset)
+            except OSError as error:
+                lost.update(key for key, _, _ in run)
+                unread, broken = unread + len(run), error
+                continue
+            for key, entry, buffer in run:
+                if self._digest(buffer) != entry.digest:
+                    lost.add(key)
+                    self._distrust(key, entry)
+        if broken is not None and unread == len(pieces):
+            raise _failure(f"reading from {self._root}", broken)
+        return lost
+
+    def _read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Reads until the buffers are full or the file ends; returns how much."""
+        done = self._io.preadv(fd, buffers, offset)
+        rest = list(buffers)
+        part = done
+        while part and (rest := _after(rest, part)):
+            part = self._io.preadv(fd, rest, offset + done)
+            done += part
+        return done
+
+    def _distrust(self, key: bytes, entry: Entry) -> None:
+        with self._lock:
+            if self._index.get(key) is entry:  # else it left while it was read, and its slot may have a new owner
+                self._drop(key)
+                self.corrupt += 1
+
+    # ------------------------------------------------------------ writing
+
+    def _unknown(self, pieces: Collection[_Piece]) -> list[_Piece]:
+        """Those that the store does not hold already; the others are used now."""
+        fresh = []
+        with self._lock:
+            for piece in reversed(list(pieces)):
+                entry = self._index.get(piece.key)
+                if entry is not None and entry.digest == piece.entry.digest and entry.length == piece.entry.length:
+                    self._index.move_to_end(piece.key)
+                else:
+                    fresh.append(piece)
+        return fresh[::-1]
+
+    def _batches(self, pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+        """Parts of at most half the room (one value at least), so that no batch has to drop itself."""
+        first = size = 0
+        for at, piece in enumerate(pieces):
+            if at > first and size + piece.entry.end > self._space.total // 2:
+                yield pieces[first:at]
+                first, size = at, 0
+            size += piece.entry.end
+        if pieces:
+            yield pieces[first:]
+
+    def _store(self, pieces: Sequence[_Piece]) -> set[bytes]:
+        """Writes a batch, whose entries begin at 0 still, and announces it; returns the keys that have no room."""
+        with self._lock:
+            for piece in pieces:
+                self._drop(piece.key)
+            offsets = self._reserve([piece.entry.end for piece in pieces])
+        placed = [
+            _Piece(key, Entry(offset, entry.length, entry.digest, offset + entry.end), buffer)
+            for (key, entry, buffer), offset in zip(pieces, offsets, strict=True)
+            if offset is not None
+        ]
+        try:
+            self._commit(placed, [self._record(key, entry) for key, entry, _ in reversed(placed)])
+        except BaseException:
+            with self._lock:
+                for _, entry, _ in placed:
+                    self._release(entry)
+            raise
+        with self._lock:
+            for key, entry, _ in reversed(placed):
+                self._index[key] = entry
+                self._owner[entry.offset] = key
+        return {piece.key for piece, offset in zip(pieces, offsets, strict=True) if offset is None}
+
+    def _commit(self, pieces: Sequence[_Piece], records: Sequence[bytes]) -> None:
+        """Every change of the disk, in the order of the module's drawing."""
+        values = self._fds["values"]
+        with self._lock:
+            doomed, self._doomed = self._doomed, set()
+        try:
+            for entry in _outliving(doomed, pieces):
+                self._write(values, [self._junk], entry.offset)
+            pieces = sorted(pieces, key=lambda piece: piece.entry.offset)
+            for first, last in _runs(pieces, WRITE_BYTES):
+                self._write(values, _vector(pieces[first:last], _ZEROS), pieces[first].entry.offset)
+            if self._sync and (doomed or pieces):
+                self._io.fdatasync(values)
+            self._append(records)
+        except BaseException:
+            with self._lock:
+                self._doomed |= doomed
+            raise
+
+    def _append(self, records: Sequence[bytes]) -> None:
+        if self._records + len(records) > 2 * len(self._index) + SLACK_RECORDS:
+            self._rewrite_index()
+        self._sync_folder()
+        if records:
+            offset = self._records * RECORD.size
+            self._records += len(records)  # rule 3
+            self._write(self._fds["index"], [memoryview(b"".join(records))], offset)
+            if self._sync:
+                self._io.fdatasync(self._fds["index"])
+
+    def _rewrite_index(self) -> None:
+        """A new index of what lives, in the place of the old one at once."""
+        with self._lock:
+            records = [self._record(key, entry) for key, entry in self._index.items()]
+        folder = self._fds["folder"]
+        with suppress(FileNotFoundError):
+            self._io.unlink("index.new", folder)
+        fd = self._io.open("index.new", _OPEN | os.O_EXCL, folder)
+        try:
+            self._write(fd, [memoryview(b"".join(records))], 0)
+            self._io.fsync(fd)
+            self._io.rename("index.new", "index", folder)
+        except BaseException:
+            self._io.close(fd)
+            raise
+        old, self._fds["index"] = self._fds["index"], fd
+        self._records = len(records)
+        self._folder_changed = True
+        self._stale = False
+        self._io.close(old)
+
+    def _sync_folder(self) -> None:
+        if self._folder_changed:
+            self._io.fsync(self._fds["folder"])
+            self._folder_changed = False
+
+    def _cut(self) -> None:
+        """What is left of a clear to do on the disk."""
+        self._io.truncate(self._fds["values"], 0)
+        self._io.fdatasync(self._fds["values"])
+        self._rewrite_index()
+        self._sync_folder()
+        self._uncut = False
+
+    def _recover(self) -> None:
+        """After a failure: does what is left to do and writes a record of nothing, before any value has to go."""
+        if self._uncut:
+            self._cut()
+        if self._stale:
+            self._rewrite_index()
+        if self._failed:
+            self._commit([], [bytes(RECORD.size)])
+            self._failed = False
+
+    def _write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Writes all of them, in as many calls as it takes."""
+        rest = _after(buffers, 0)
+        while rest:
+            done = self._io.pwritev(fd, rest[:_MAX_VECTOR], offset)
+            if done <= 0:
+                raise OSError(errno.EIO, "nothing was written")
+            rest = _after(rest, done)
+            offset += done
+
+    def _record(self, key: bytes, entry: Entry) -> bytes:
+        body = RECORD.pack(key, entry.digest, entry.offset, entry.length, 0)[:-8]
+        return body + self._checksum(body, _FORMAT).to_bytes(8, "little")
+
+    # ------------------------------------------------------------ room (under the lock, but for _grow)
+
+    def _grow(self, size: int) -> None:
+        """More of the capacity, if there is no run as large as this; no more where the disk is full."""
+        with self._lock:
+            total = self._space.total
+            if self._space.largest >= size or total == self._capacity:
+                return
+        for step in (max(size, STEP_BYTES), size):
+            grown = min(total + step, self._capacity)
+            try:
+                self._io.allocate(self._fds["values"], total, grown - total)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+            else:
+                with self._lock:
+                    self._space.grow(grown)
+                return
+
+    def _reserve(self, sizes: Sequence[int]) -> list[int | None]:
+        """Room for values, one behind the other where a run is as large; None: there is none."""
+        size = sum(sizes)
+        while self._space.free < size <= self._space.total and self._index:
+            self._evict(next(iter(self._index)))
+        start = self._space.take(size)
+        if start is not None:
+            return [start + before for before in accumulate(sizes[:-1], initial=0)]
+        if len(sizes) == 1:
+            return [self._make_room(size)]
+        half = len(sizes) // 2
+        return self._reserve(sizes[:half]) + self._reserve(sizes[half:])
+
+    def _make_room(self, size: int) -> int | None:
+        """Drops the least recently used value and those behind it, until one run is as large."""
+        while (start := self._space.take(size)) is None and self._index and size <= self._space.total:
+            run = self._evict(next(iter(self._index)))
+            while run[1] - run[0] < size and run[1] in self._owner:
+                run = self._evict(self._owner[run[1]])
+        return start
+
+    def _evict(self, key: bytes) -> tuple[int, int]:
+        run = self._drop(key)
+        assert run is not None
+        self._evicted += 1
+        return run
+
+    def _drop(self, key: bytes) -> tuple[int, int] | None:
+        """A value leaves: readers miss it from now on. Returns the free run that its slot is in, None: no such key."""
+        entry = self._index.pop(key, None)
+        if entry is None:
+            return None
+        del self._owner[entry.offset]
+        return self._release(entry)
+
+    def _release(self, entry: Entry) -> tuple[int, int]:
+        self._doomed.add(entry)
+        return self._space.give(entry.offset, entry.end)
+
+    # ------------------------------------------------------------ opening and closing
+
+    def _open_files(self) -> None:
+        self._io.make_folder(self._root)
+        self._fds["folder"] = self._io.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        self._check_file("folder", stat.S_IFDIR, 0o022)
+        for name in ("lock", "values", "index"):
+            self._fds[name] = self._io.open(name, _OPEN, self._fds["folder"])
+            self._check_file(name, stat.S_IFREG, 0o077)
+            if name == "lock":
+                self._take_lock()
+
+    def _check_file(self, name: str, kind: int, forbidden: int) -> None:
+        """Neither a link, a pipe nor a device, nor a file that lies elsewhere too or that others reach."""
+        status = self._io.fstat(self._fds[name])
+        path = self._root if name == "folder" else self._root / name
+        if stat.S_IFMT(status.st_mode) != kind or (kind == stat.S_IFREG and status.st_nlink != 1):
+            raise BackendUnavailable(f"file store: {path} is no regular file with one name")
+        if status.st_mode & forbidden or status.st_uid != os.geteuid():
+            mode = stat.filemode(status.st_mode)
+            raise BackendUnavailable(f"file store: {path} ({mode}, user {status.st_uid}) is not this user's alone")
+
+    def _take_lock(self) -> None:
+        try:
+            self._io.lock(self._fds["lock"])
+        except BlockingIOError as error:
+            raise BackendUnavailable(f"file store: {self._root / 'lock'} is held: the store is open already") from error
+
+    def _load(self) -> None:
+        """Finds what the index names, as far as it can be there; values are verified when they are read."""
+        size = self._io.fstat(self._fds["values"]).st_size
+        if size > self._capacity:
+            self._io.truncate(self._fds["values"], self._capacity)
+        self._space.total = min(size // GRAIN_BYTES * GRAIN_BYTES, self._capacity)
+        for key, entry in self._scan():
+            self._index.pop(key, None)
+            if 0 <= entry.offset <= entry.end <= self._space.total:
+                self._index[key] = entry
+        self._settle_overlaps()
+        if self._records != len(self._index):
+            try:
+                self._rewrite_index()
+            except OSError:
+                self._stale = self._failed = True
+        self._sync_folder()
+
+    def _scan(self) -> Iterator[tuple[bytes, Entry]]:
+        """The records that verify, the oldest first; `_records` is then behind the last of them."""
+        index = self._fds["index"]
+        size = self._io.fstat(index).st_size
+        chunk = memoryview(bytearray(RECORD.size << 14))
+        for start in range(0, size, len(chunk)):
+            whole = self._read(index, [chunk], start) // RECORD.size
+            for at, (key, digest, offset, length, checksum) in enumerate(
+                RECORD.iter_unpack(chunk[: whole * RECORD.size]), start // RECORD.size
+            ):
+                body = chunk[at * RECORD.size - start :][: RECORD.size - 8]
+                if self._checksum(body, _FORMAT) == checksum:
+                    self._records = at + 1
+                    yield key, Entry(offset, length, digest, offset + _rounded(length))
+
+    def _settle_overlaps(self) -> None:
+        """Of two values in one place the later stays (the earlier was evicted), and what is between values is free."""
+        rank = {key: at for at, key in enumerate(self._index)}
+        end, last = 0, b""
+        for key, entry in sorted(self._index.items(), key=lambda item: item[1].offset):
+            if entry.offset < end:
+                older = min(key, last, key=lambda each: rank[each])
+                del self._index[older]
+                if older == key:
+                    continue
+            end, last = entry.end, key
+        end = 0
+        for key, entry in sorted(self._index.items(), key=lambda item: item[1].offset):
+            self._space.give(end, entry.offset)
+            self._owner[entry.offset] = key
+            end = entry.end
+        self._space.give(end, self._space.total)
+
+    def _close_files(self) -> None:
+        for fd in self._fds.values():
+            with suppress(OSError):  # it is closed all the same, and nothing waits to be written
+                self._io.close(fd)
+        self._fds.clear()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise StorageError("closed", f"the file store {self._root} is closed")
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+                self._idle.notify_all()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._write_lock, self._reading():
+            try:
+                self._recover()
+                yield
+            except OSError as error:
+                self._failed = True
+                raise _failure(f"writing to {self._root}", error) from error
+
+
+class _Piece(NamedTuple):
+    """A value on its way."""
+
+    key: bytes
+    entry: Entry
+    buffer: memoryview
+
+
+_DELETED = Entry(-1, 0, bytes(16), -1)
+
+
+def _hashes() -> tuple[Callable[[memoryview], bytes], Callable[[bytes | memoryview, int], int]]:
+    try:
+        from xxhash import xxh3_64_intdigest, xxh3_128_digest
+    except ImportError as error:
+        raise BackendUnavailable("the file store needs xxhash: pip install 'mainstem[file]'") from error
+    return xxh3_128_digest, xxh3_64_intdigest
+
+
+def _checked(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise BadArgument("key", key, f"{KEY_BYTES} bytes")
+    return key
+
+
+def _failure(what: str, error: OSError) -> StorageError:
+    return StorageError("full" if error.errno in _FULL else "io", f"{what}: {error.strerror or error}")
+
+
+def _rounded(length: int) -> int:
+    """Whole grains; one for a value of nothing, so that every value has a place of its own."""
+    return max(1, -(-length // GRAIN_BYTES)) * GRAIN_BYTES
+
+
+def _runs(pieces: Sequence[_Piece], limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of pieces that lie one behind the other in the file; of so many bytes, or one piece."""
+    first = start = end = 0
+    for at, (_, entry, _) in enumerate(pieces):
+        if entry.offset != end or entry.end - start > limit_bytes:
+            if at:
+                yield first, at
+            first, start = at, entry.offset
+        end = entry.end
+    if pieces:
+        yield first, len(pieces)
+
+
+def _vector(pieces: Sequence[_Piece], filler: memoryview) -> list[memoryview]:
+    """The pieces' buffers, filled up to whole grains."""
+    buffers = []
+    for _, entry, buffer in pieces:
+        buffers.append(buffer)
+        if gap := entry.end - entry.offset - entry.length:
+            buffers.append(filler[:gap])
+    return buffers
+
+
+def _outliving(doomed: set[Entry], pieces: Sequence[_Piece]) -> list[Entry]:
+    """What left and is not written over by another value of the very same place and length."""
+    over = {(entry.offset, entry.length): entry.digest for _, entry, _ in pieces}
+    return [entry for entry in doomed if over.get((entry.offset, entry.length), entry.digest) == entry.digest]
+
+
+def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of buffers behind the first so many bytes."""
+    for at, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *(rest for rest in buffers[at + 1 :] if len(rest))]
+        done -= len(buffer)
+    return []

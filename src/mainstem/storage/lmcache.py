@@ -1,0 +1,383 @@
+"""A client of LMCache's stand-alone server (`lmcache_server HOST PORT cpu`), which keeps values in its memory.
+
+It speaks the server's protocol and needs no package of LMCache; it knows no tensors, and no other mode of LMCache.
+
+    request   command  length  format  dtype  location  shape[4]  key[150]     9 int32 and a key padded with blanks
+    reply     code     length  format  dtype  shape[4]  location               9 int32
+
+The value follows a request to PUT, which has no reply, and the reply to GET. The server answers each connection in
+order, so requests are sent ahead, and HEALTH behind some PUTs says when they are done. It cannot delete or list, so:
+
+    <prefix>@1@0@0@uint8              epoch: no bytes; its shape is the name of the epoch that counts now
+    <prefix>.<epoch>@1@1@<hex>@uint8  mark: no bytes; its shape is the length of the value, 0 once that is deleted
+    <prefix>.<epoch>@1@0@<hex>@uint8  the value; no bytes once it is deleted
+
+`exists` asks for marks, since EXIST is true of what was deleted. `clear` begins an epoch. What earlier epochs held
+stays in the server's memory until it ends, for it drops nothing by itself.
+
+The protocol and its constants: LMCache 0.5.6, modules lmcache.v1.protocol and lmcache.v1.server.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_seconds
+
+_PUT, _GET, _EXIST, _HEALTH = 1, 2, 3, 5
+_FOUND, _MISSING = 200, 400
+_BINARY, _UINT8 = 4, 6
+_REQUEST = struct.Struct("<9i150s")
+_REPLY = struct.Struct("<9i")
+_LONGEST = (1 << 31) - 1
+_AHEAD = 64
+"""Requests on their way at once: few enough for the server's receive buffer, or both sides write and none reads."""
+
+
+class LMCacheBackend(Backend):
+    """Values in the memory of an LMCache server, which drops none and is bounded by the memory of its machine alone.
+
+    An empty value is how a deleted one looks, so `put` refuses it.
+
+    Args:
+        host: of the server.
+        port: of the server.
+        timeout_s: a call that takes longer raises; so choose it for the largest batch.
+        prefix: what names of ours begin with: 1 to 40 letters, digits, `.`, `_` or `-`.
+
+    Raises:
+        BadArgument: the prefix or the time-out.
+        BackendUnavailable: nobody answers there.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=True, shared=True, zero_copy=True, evicts=False, overwrites=True
+    )
+
+    def __init__(self, host: str, port: int, *, timeout_s: float = 5.0, prefix: str = "mainstem") -> None:
+        if not re.fullmatch(r"[\w.-]{1,40}", prefix, re.ASCII):
+            raise BadArgument("prefix", prefix, "1 to 40 letters, digits, dots, underscores or hyphens")
+        if timeout_s <= 0:
+            raise BadArgument("timeout_s", timeout_s, "above 0")
+        self._address = (host, port)
+        self._timeout_s = timeout_s
+        self._prefix = prefix
+        self._epoch_name = f"{prefix}@1@0@0@uint8"
+        self._idle: list[_Connection] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        try:
+            with self._session() as connection:
+                connection.wait_for_puts(self._epoch_name)
+        except StorageError as error:
+            raise BackendUnavailable(f"no LMCache server at {host}:{port}: {error}") from error
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`lmcache://127.0.0.1:65432?timeout=5&prefix=mainstem`."""
+        check_options(options, ("timeout", "prefix"))
+        host, port = _host_and_port(address)
+        return cls(
+            host,
+            port,
+            timeout_s=parse_seconds("timeout", options.get("timeout", "5")),
+            prefix=options.get("prefix", "mainstem"),
+        )
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """Asks for marks, some ahead of the answers, until one is not there."""
+        found = 0
+        with self._session() as connection:
+            epoch = self._epoch(connection)
+            while found < len(keys):
+                names = [_mark_name(epoch, key) for key in keys[found : found + _AHEAD]]
+                there = [reply.shape > 0 for reply in connection.ask([_request(_GET, name) for name in names])]
+                found += there.index(False) if False in there else len(there)
+                if False in there:
+                    break
+        return found
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """Asks ahead and receives into the buffers.
+
+        A value whose writer ended in the middle of it ends the connection of whoever asks for it, and answers on their
+        way are lost with it. Hence the rest is asked for one by one; such a value counts as absent and is removed.
+        """
+        wanted = list(zip(keys, buffers, strict=True))
+        deadline = time.monotonic() + self._timeout_s
+        lengths: list[int] = []
+        unfinished: list[bytes] = []
+        ahead = _AHEAD
+        while True:
+            try:
+                with self._session(deadline) as connection:
+                    self._receive(connection, wanted[len(lengths) :], lengths, ahead)
+                break
+            except StorageError as error:
+                if not isinstance(error.__cause__, ConnectionError if ahead > 1 else _EndedInValue):
+                    raise
+                if ahead == 1:
+                    unfinished.append(keys[len(lengths)])
+                    lengths.append(ABSENT)
+                ahead = 1
+        if unfinished:
+            self.delete(unfinished)
+        return lengths
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Sends all values, then their marks; returns when the server has taken the last one."""
+        wanted = list(zip(keys, buffers, strict=True))
+        if any(len(buffer) > _LONGEST for buffer in buffers):
+            raise StorageError("refused", f"LMCache takes values of up to {_LONGEST} bytes")
+        with self._session() as connection:
+            epoch = self._epoch(connection)
+            marks = []
+            for key, buffer in wanted:
+                if len(buffer):
+                    connection.send(_request(_PUT, _value_name(epoch, key), len(buffer)))
+                    connection.send(buffer)
+                    marks.append(_request(_PUT, _mark_name(epoch, key), shape=(len(buffer), 0)))
+            connection.send(b"".join(marks))
+            connection.wait_for_puts(self._epoch_name)
+        return [len(buffer) > 0 for buffer in buffers]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Puts empty values over those that are there; what the server keeps of each is two names."""
+        with self._session() as connection:
+            epoch = self._epoch(connection)
+            replies = connection.ask([_request(_EXIST, _value_name(epoch, key)) for key in keys])
+            there = [key for key, reply in zip(keys, replies, strict=True) if reply.found]
+            connection.send(b"".join(_request(_PUT, _mark_name(epoch, key)) for key in there))
+            connection.send(b"".join(_request(_PUT, _value_name(epoch, key)) for key in there))
+            connection.wait_for_puts(self._epoch_name)
+
+    def clear(self) -> None:
+        """Begins a new epoch, for every client with this prefix; it frees no memory of the server."""
+        name = (1 + secrets.randbelow(_LONGEST), secrets.randbelow(_LONGEST))
+        with self._session() as connection:
+            connection.send(_request(_PUT, self._epoch_name, shape=name))
+            connection.wait_for_puts(self._epoch_name)
+
+    def stats(self) -> BackendStats:
+        """Nothing: the server does not count."""
+        if self._closed:
+            raise StorageError("closed", "the client of LMCache is closed")
+        return BackendStats()
+
+    def close(self) -> None:
+        """Ends idle connections; those in use end with their calls."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _epoch(self, connection: _Connection) -> str:
+        """What names of values begin with now."""
+        (reply,) = connection.ask([_request(_GET, self._epoch_name)])
+        return f"{self._prefix}.{reply.shape:x}.{reply.shape_1:x}"
+
+    def _receive(
+        self, connection: _Connection, wanted: Sequence[tuple[bytes, memoryview]], lengths: list[int], ahead: int
+    ) -> None:
+        """Appends to `lengths` what becomes of each; so it says how far it came when it raises."""
+        epoch = self._epoch(connection)
+        replies = connection.ask([_request(_GET, _value_name(epoch, key)) for key, _ in wanted], ahead)
+        for (_, buffer), reply in zip(wanted, replies, strict=True):
+            if reply.length:
+                connection.receive_value(reply.length, buffer)
+            lengths.append(reply.length or ABSENT)
+
+    @contextmanager
+    def _session(self, deadline: float | None = None) -> Iterator[_Connection]:
+        """A connection for one call; it ends with a call that raises, for nobody knows what is still on its way."""
+        with self._errors():
+            connection = self._take(deadline or time.monotonic() + self._timeout_s)
+            try:
+                yield connection
+            except BaseException:
+                connection.close()
+                raise
+        self._give_back(connection)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        where = "LMCache server at {}:{}".format(*self._address)
+        try:
+            yield
+        except TimeoutError as error:
+            raise StorageError("timeout", f"{where}: no end after {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise StorageError("unreachable", f"{where}: {error}") from error
+
+    def _take(self, deadline: float) -> _Connection:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StorageError("closed", "the client of LMCache is closed")
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return _Connection(self._address, deadline)
+            if connection.is_quiet():
+                connection.deadline = deadline
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: _Connection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class _EndedInValue(ConnectionError):
+    """The server announced a value and ended the connection before the last byte."""
+
+
+class _Reply(NamedTuple):
+    """What a reply says; `shape` and `shape_1` are the first two of its dimensions, 0 when nothing was found."""
+
+    found: bool
+    length: int
+    shape: int
+    shape_1: int
+
+
+class _Connection:
+    """One connection, used by one call at a time.
+
+    Args:
+        address: host and port.
+        deadline: of the call that opens it, on the monotonic clock; later calls set their own.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+
+    def __init__(self, address: tuple[str, int], deadline: float) -> None:
+        self.deadline = deadline
+        self._socket = socket.create_connection(address, self._left_s())
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._header = memoryview(bytearray(_REPLY.size))
+
+    def is_quiet(self) -> bool:
+        """Whether it is open and nothing came that nobody asked for."""
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Sends all of it."""
+        self._socket.settimeout(self._left_s())
+        self._socket.sendall(data)
+
+    def ask(self, requests: Sequence[bytes], ahead: int = _AHEAD) -> Iterator[_Reply]:
+        """Sends some requests ahead and yields their replies; who takes one takes its value before the next."""
+        for at in range(0, len(requests), ahead):
+            some = requests[at : at + ahead]
+            self.send(b"".join(some))
+            for _ in some:
+                yield self._reply()
+
+    def wait_for_puts(self, name: str) -> None:
+        """Returns when the server has taken everything that was sent; it reads any name that it can parse."""
+        for reply in self.ask([_request(_HEALTH, name)]):
+            if not reply.found:
+                raise StorageError("refused", "the LMCache server says that it is not well")
+
+    def receive_value(self, length: int, buffer: memoryview) -> None:
+        """Into the buffer where the lengths agree; else it is read and dropped."""
+        got = self._receive(buffer) if length == len(buffer) else self._drop(length)
+        if got < length:
+            raise _EndedInValue("it ended the connection within a value")
+
+    def close(self) -> None:
+        """Ends it."""
+        self._socket.close()
+
+    def _reply(self) -> _Reply:
+        if self._receive(self._header) < _REPLY.size:
+            raise ConnectionError("it ended the connection")
+        code, length, _, _, shape, shape_1, _, _, _ = _REPLY.unpack(self._header)
+        if code not in (_FOUND, _MISSING) or min(length, shape, shape_1) < 0:
+            raise StorageError("protocol", f"that was no reply of LMCache: {bytes(self._header).hex()}")
+        return _Reply(code == _FOUND, length, shape, shape_1)
+
+    def _receive(self, view: memoryview) -> int:
+        """Fills the view; how many bytes came before the end of the connection, if that is less."""
+        got = 0
+        while got < len(view):
+            self._acknowledge_at_once()
+            self._socket.settimeout(self._left_s())
+            try:
+                size = self._socket.recv_into(view[got:])
+            except ConnectionResetError:
+                size = 0
+            if size == 0:
+                break
+            got += size
+        return got
+
+    def _drop(self, length: int) -> int:
+        scratch = memoryview(bytearray(min(length, 1 << 16)))
+        dropped = 0
+        while dropped < length:
+            piece = scratch[: length - dropped]
+            got = self._receive(piece)
+            dropped += got
+            if got < len(piece):
+                break
+        return dropped
+
+    def _acknowledge_at_once(self) -> None:
+        """The server leaves Nagle's algorithm on: each of its small replies waits for a late acknowledgement, 40 ms.
+
+        The kernel forgets the option, hence before each read. Systems that do not have it are slower, and correct.
+        """
+        if hasattr(socket, "TCP_QUICKACK"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+    def _left_s(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+
+def _request(command: int, name: str, length: int = 0, shape: tuple[int, int] = (0, 0)) -> bytes:
+    return _REQUEST.pack(command, length, _BINARY, _UINT8, 0, *shape, 0, 0, name.encode().ljust(150))
+
+
+def _value_name(epoch: str, key: bytes) -> str:
+    return f"{epoch}@1@0@{key.hex()}@uint8"
+
+
+def _mark_name(epoch: str, key: bytes) -> str:
+    return f"{epoch}@1@1@{key.hex()}@uint8"
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or address != f"//{parts.netloc}":
+        raise BadArgument("storage address", address, "//host:port")
+    return host, port

@@ -1,0 +1,458 @@
+"""Redis and Valkey: every page a string of the server, beside whatever else it holds.
+
+The package `redis` connects, signs in and keeps the connections; what is said over them is said here, for three
+reasons: values go out of and come into the caller's memory with no copy between, a whole call has one deadline, and a
+value is weighed before it is read, so that a huge one under a key of ours takes no memory.
+
+    SET <prefix>:<64 hex digits> <value> [PX <milliseconds>]        GET, EXISTS, UNLINK, SCAN and INFO beside it
+
+What it does not know: clusters (one server holds all keys), and what the server does when it is full. That is the
+server's `maxmemory-policy`: with `noeviction` it refuses, and `put` says so; with the others it drops what it likes.
+
+Protocol: RESP2, https://redis.io/docs/latest/develop/reference/protocol-spec/
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_seconds
+
+if TYPE_CHECKING:
+    import socket
+    from types import ModuleType
+
+    from redis import ConnectionPool
+
+_WINDOW = 32
+"""Values on their way at once: enough to hide the way there and back, few enough for the server's output buffers."""
+
+_MANY = 1024
+"""Requests without values that go out together."""
+
+_JOINED_BYTES = 4096
+"""Shorter words are joined and sent as one; longer ones go out from where they lie."""
+
+_LINE_BYTES = 4096
+_TEXT_BYTES = 1 << 20
+_SCAN_KEYS = 1 << 20
+
+_PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+T = TypeVar("T")
+Word: TypeAlias = bytes | memoryview
+Reply: TypeAlias = "int | bytes | str | list[Reply] | None"
+"""An answer of the server; a `str` is a refusal: its code, then words."""
+
+
+class RedisBackend(Backend):
+    """Values in a Redis or Valkey server.
+
+    Args:
+        host: where it listens, with `port`.
+        port: see `host`.
+        socket_path: of its unix socket, instead of host and port.
+        database: number of the server's database.
+        username: None: the server's default user.
+        password: None: the server asks for none.
+        tls: encrypt, and verify the server's certificate.
+        ca_file: the authority that signed the certificate; None: those of the system.
+        prefix: of the keys: `<prefix>:<hex>`. Letters, digits, and `_ . : / -`.
+        ttl_s: after so long the server drops a value by itself; None: never.
+        timeout_s: the longest that a call may take; connecting may take as long again.
+
+    Raises:
+        BadArgument: an argument out of its range.
+        BackendUnavailable: the package `redis` is missing, nobody answers, or the server lets us not in.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=True, shared=True, zero_copy=True, evicts=False, overwrites=True
+    )
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 6379,
+        *,
+        socket_path: str | None = None,
+        database: int = 0,
+        username: str | None = None,
+        password: str | None = None,
+        tls: bool = False,
+        ca_file: str | None = None,
+        prefix: str = "mainstem",
+        ttl_s: float | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise BadArgument("prefix", prefix, "1 to 128 letters, digits, or characters of _.:/-")
+        if not timeout_s > 0:
+            raise BadArgument("timeout_s", timeout_s, "above 0")
+        if ttl_s is not None and not ttl_s >= 0.001:
+            raise BadArgument("ttl_s", ttl_s, "at least 0.001, or None")
+        self._name = socket_path or f"{host}:{check_integer('port', port, 1, 65535)}"
+        self._prefix = prefix.encode() + b":"
+        self._expiry = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
+        self._timeout_s = timeout_s
+        self._closed = False
+        try:
+            import redis
+        except ImportError as error:
+            raise BackendUnavailable("the package redis is missing: pip install 'mainstem[redis]'") from error
+        self._errors = redis.exceptions
+        place: dict[str, Any] = {"path": socket_path} if socket_path else {"host": host, "port": port}
+        if tls and not socket_path:
+            place |= {"ssl_ca_certs": ca_file, "ssl_check_hostname": True}
+        self._pool: ConnectionPool = redis.ConnectionPool(
+            connection_class=_connection_class(redis, socket_path, tls),
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            protocol=2,
+            db=check_integer("database", database, 0, 1 << 20),
+            username=username,
+            password=password,
+            **place,
+        )
+        self._evicted_before = 0
+        try:
+            self._evicted_before = self.stats().evicted
+        except StorageError as error:
+            self.close()
+            raise BackendUnavailable(str(error)) from error
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`redis://127.0.0.1:6379/0?prefix=mainstem&timeout=2`, or `redis:/run/valkey.sock`.
+
+        Options: db, prefix, ttl and timeout (seconds), user, password_env (the name of the environment variable that
+        holds the password: specs are seen in logs and lists of processes), tls (yes or no), ca_file.
+        """
+        allowed = ("db", "prefix", "ttl", "timeout", "user", "password_env", "tls", "ca_file")
+        check_options(options, allowed)
+        host, port, socket_path, database = _parse_address(address)
+        return cls(
+            host,
+            port,
+            socket_path=socket_path,
+            database=_parse_number("db", options.get("db", database)),
+            username=options.get("user"),
+            password=_from_environment(options.get("password_env")),
+            tls=_parse_yes("tls", options.get("tls", "no")),
+            ca_file=options.get("ca_file"),
+            prefix=options.get("prefix", "mainstem"),
+            ttl_s=parse_seconds("ttl", options["ttl"]) if "ttl" in options else None,
+            timeout_s=parse_seconds("timeout", options.get("timeout", "5")),
+        )
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """One EXISTS a key, all of them in one go."""
+        replies = self._ask([(b"EXISTS", self._key(key)) for key in keys])
+        return next((at for at, reply in enumerate(replies) if reply != 1), len(keys))
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """One GET a key. What is no string is as good as absent."""
+        lengths: list[int] = []
+        with self._talk() as talk:
+            for window in _windows(list(zip(keys, buffers, strict=True)), _WINDOW):
+                talk.send((b"GET", self._key(key)) for key, _ in window)
+                replies = [talk.value(buffer) for _, buffer in window]
+                lengths += [ABSENT if self._refused(reply, "WRONGTYPE") else int(reply) for reply in replies]
+        return lengths
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """One SET a key."""
+        stored: list[bool] = []
+        with self._talk() as talk:
+            for window in _windows(list(zip(keys, buffers, strict=True)), _WINDOW):
+                talk.send((b"SET", self._key(key), buffer, *self._expiry) for key, buffer in window)
+                replies = [talk.reply() for _ in window]
+                stored += [not self._refused(reply, "OOM") for reply in replies]
+        return stored
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """One UNLINK a key: the server frees the memory behind our back."""
+        self._ask([(b"UNLINK", self._key(key)) for key in keys])
+
+    def clear(self) -> None:
+        """Walks the whole database with SCAN; the deadline is that of each step."""
+        pattern = self._prefix + b"[0-9a-f]" * 64
+        cursor = b"0"
+        while True:
+            (reply,) = self._ask([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")])
+            cursor, names = _scanned(reply)
+            self._ask([(b"UNLINK", name) for name in names])
+            if cursor == b"0":
+                return
+
+    def stats(self) -> BackendStats:
+        """Memory and evictions of the whole server; entries are unknown, for others may live beside ours."""
+        memory, counts = (_fields(reply) for reply in self._ask([(b"INFO", b"memory"), (b"INFO", b"stats")]))
+        evicted = counts.get("evicted_keys", 0) - self._evicted_before
+        return BackendStats(None, memory.get("used_memory"), memory.get("maxmemory") or None, max(evicted, 0))
+
+    def close(self) -> None:
+        """Ends the connections, those in use too."""
+        self._closed = True
+        self._pool.disconnect()
+
+    def _key(self, key: bytes) -> bytes:
+        return self._prefix + key.hex().encode()
+
+    def _ask(self, requests: Sequence[Sequence[Word]]) -> list[Reply]:
+        replies: list[Reply] = []
+        with self._talk() as talk:
+            for window in _windows(requests, _MANY):
+                talk.send(window)
+                replies += [talk.reply() for _ in window]
+        for reply in replies:
+            self._refused(reply)
+        return replies
+
+    def _refused(self, reply: Reply, expected: str = "none") -> bool:
+        """Whether the server refused, for the reason that was to be expected; any other is an error."""
+        if not isinstance(reply, str):
+            return False
+        if reply.partition(" ")[0] == expected:
+            return True
+        raise StorageError("refused", f"redis at {self._name}: {reply}")
+
+    @contextmanager
+    def _talk(self) -> Iterator[_Talk]:
+        """One connection, for one call; what goes wrong on it ends it, for answers of ours may still be under way."""
+        if self._closed:
+            raise StorageError("closed", f"the connections to redis at {self._name} are closed")
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            connection: Any = self._pool.get_connection()
+            try:
+                yield _Talk(connection._sock, deadline_s)
+            except BaseException:
+                connection.disconnect()
+                raise
+            finally:
+                self._pool.release(connection)
+        except (self._errors.RedisError, _Garbled, OSError) as error:
+            raise StorageError(self._cause(error), f"redis at {self._name}: {error}") from error
+
+    def _cause(self, error: Exception) -> str:
+        if self._closed:
+            return "closed"
+        if isinstance(error, _Garbled):
+            return "protocol"
+        if isinstance(error, (TimeoutError, self._errors.TimeoutError)):
+            return "timeout"
+        if isinstance(error, (self._errors.AuthenticationError, self._errors.BusyLoadingError)):
+            return "refused"
+        return "unreachable" if isinstance(error, (OSError, self._errors.ConnectionError)) else "refused"
+
+
+# ---------------------------------------------------------------- specs
+
+
+def _parse_address(address: str) -> tuple[str, int, str | None, str]:
+    """Host, port, socket and database of `//host:port/0` or `/path`."""
+    allowed = "//host:port/database, or the path of a socket; user and password_env are options"
+    if not address.startswith("//"):
+        if not address.startswith("/"):
+            raise BadArgument("storage address", address, allowed)
+        return "", 6379, address, "0"
+    parts = urlsplit(address)
+    if "@" in parts.netloc:  # what stands before it may be a password: not to be shown
+        raise BadArgument("storage address", "//...@" + parts.netloc.rpartition("@")[2], allowed)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not host:
+        raise BadArgument("storage address", address, allowed)
+    return host, 6379 if port is None else port, None, parts.path.strip("/") or "0"
+
+
+def _parse_number(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise BadArgument(name, text, "a number")
+    return int(text)
+
+
+def _parse_yes(name: str, text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise BadArgument(name, text, "yes or no")
+    return text == "yes"
+
+
+def _from_environment(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if variable not in os.environ:
+        raise BadArgument("password_env", variable, "the name of an environment variable that is set")
+    return os.environ[variable]
+
+
+def _connection_class(redis: ModuleType, socket_path: str | None, tls: bool) -> Any:
+    if socket_path:
+        return redis.UnixDomainSocketConnection
+    return redis.SSLConnection if tls else redis.Connection
+
+
+# ---------------------------------------------------------------- the protocol
+
+
+class _Garbled(Exception):
+    """The server said what RESP does not allow here."""
+
+
+class _TimedReader(io.RawIOBase):
+    """What comes over a socket, until a deadline."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self._socket = connection
+        self._deadline_s = deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # BufferedReader gives nothing else
+        _limit(self._socket, self._deadline_s)
+        return self._socket.recv_into(buffer)
+
+
+class _Talk:
+    """Requests and their answers, in the same order, over a connection on which nothing else is under way."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self._socket = connection
+        self._deadline_s = deadline_s
+        # Its `readinto` hands the caller's memory down to the socket, but for the last piece of a value.
+        self._reader = io.BufferedReader(_TimedReader(connection, deadline_s), _LINE_BYTES)
+
+    def send(self, requests: Iterable[Sequence[Word]]) -> None:
+        for piece in _packed(requests):
+            _limit(self._socket, self._deadline_s)
+            self._socket.sendall(piece)
+
+    def value(self, buffer: memoryview) -> int | str:
+        """The answer to a GET: its length or `ABSENT`; into the buffer where it fits exactly, else nowhere."""
+        kind, rest = self._header()
+        if kind == b"-":
+            return rest.decode(errors="replace")
+        if kind != b"$":
+            raise _Garbled(f"{kind!r} where a value should be")
+        length = _number(rest)
+        if length < 0:
+            return ABSENT
+        if length == len(buffer):
+            self._fill(buffer)
+        else:
+            self._skip(length)
+        self._end()
+        return length
+
+    def reply(self, depth: int = 2) -> Reply:
+        """Any answer; arrays of arrays down to a depth."""
+        kind, rest = self._header()
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return rest.decode(errors="replace")
+        number = _number(rest)
+        if kind == b":":
+            return number
+        if kind == b"$" and number <= _TEXT_BYTES:
+            return self._text(number)
+        if kind == b"*" and depth and number <= _SCAN_KEYS:
+            return [self.reply(depth - 1) for _ in range(number)]
+        raise _Garbled(f"{kind!r} with {number} where no such answer should be")
+
+    def _header(self) -> tuple[bytes, bytes]:
+        line = self._reader.readline(_LINE_BYTES)
+        if not line:
+            raise ConnectionResetError("the server closed the connection")
+        if not line.endswith(b"\r\n"):
+            raise _Garbled("a line without an end")
+        return line[:1], line[1:-2]
+
+    def _text(self, length: int) -> bytes | None:
+        if length < 0:
+            return None
+        text = bytearray(length)
+        self._fill(memoryview(text))
+        self._end()
+        return bytes(text)
+
+    def _fill(self, buffer: memoryview) -> None:
+        if self._reader.readinto(buffer) != len(buffer):
+            raise ConnectionResetError("the server closed the connection within a value")
+
+    def _skip(self, length: int) -> None:
+        scratch = memoryview(bytearray(min(length, 1 << 16)))
+        while length:
+            part = scratch[:length]
+            self._fill(part)
+            length -= len(part)
+
+    def _end(self) -> None:
+        if self._reader.read(2) != b"\r\n":
+            raise _Garbled("a value without an end")
+
+
+def _packed(requests: Iterable[Sequence[Word]]) -> Iterator[Word]:
+    """Requests as arrays of strings: short words joined, long ones as they lie."""
+    joined = bytearray()
+    for request in requests:
+        joined += b"*%d\r\n" % len(request)
+        for word in request:
+            joined += b"$%d\r\n" % len(word)
+            if len(word) > _JOINED_BYTES:
+                yield bytes(joined)
+                yield word
+                joined.clear()
+            else:
+                joined += word
+            joined += b"\r\n"
+    yield bytes(joined)
+
+
+def _limit(connection: socket.socket, deadline_s: float) -> None:
+    """Lets the next call on the socket take no longer than until the deadline."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the answer took too long")
+    connection.settimeout(left_s)
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _Garbled(f"{text[:40]!r} where a number should be") from None
+
+
+def _scanned(reply: Reply) -> tuple[bytes, list[bytes]]:
+    match reply:
+        case [bytes(cursor), [*names]]:
+            return cursor, [name for name in names if isinstance(name, bytes)]
+    raise _garbled("SCAN")
+
+
+def _fields(reply: Reply) -> dict[str, int]:
+    """The lines `name:number` of an INFO."""
+    if not isinstance(reply, bytes):
+        raise _garbled("INFO")
+    return {name: int(number) for name, number in re.findall(r"^(\w+):(\d{1,20})\r?$", reply.decode("latin1"), re.M)}
+
+
+def _garbled(command: str) -> StorageError:
+    return StorageError("protocol", f"an answer to {command} that is none")
+
+
+def _windows(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
+    return (items[at : at + length] for at in range(0, len(items), length))

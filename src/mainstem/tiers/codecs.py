@@ -1,0 +1,274 @@
+"""How a page's numbers are written in storage: as they are, or in 8 bits each, with the loss stated.
+
+    none   |  payload                                             |   no loss
+    int8   |  float32 scale of each group  |  int8 of each number |   2 bytes become 1.06
+    fp8    |  exponent of each group, 1 B  |  e4m3 of each number |   2 bytes become 1.02
+
+A group is 64 numbers that follow each other in the payload (the last one may be shorter), and all its numbers share one
+scale, so that one outlier spoils its neighbours only. A codec is applied before a page is sealed and after it was
+verified, so it may trust what it decodes, but for its length.
+
+e4m3 is the 8-bit format of the OCP (OCP 8-bit Floating Point Specification, revision 1.0): 4 bits of exponent with bias
+7, 3 of mantissa, no infinities, largest value 448, smallest 2**-9. A group's exponent is written as E8M0 of the OCP
+Microscaling specification: a power of two with bias 127.
+
+Knows arrays of bytes; knows no page, no layout and no store.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mainstem.errors import BadArgument
+
+GROUP = 64
+"""Numbers that share one scale."""
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""What can be written in 8 bits, and how long one number is."""
+
+Float32s = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Codec(ABC):
+    """One way to write numbers. It has no state, and is used by several threads at once."""
+
+    name: str
+    loss: str
+    """What a number may lose, in words; the tests hold it to that."""
+
+    @abstractmethod
+    def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
+        """How long a payload is when it is written.
+
+        Args:
+            payload_bytes: as the numbers lie in memory.
+            dtype: of the numbers, as PyTorch names it.
+
+        Raises:
+            BadArgument: no such dtype here, or not a whole count of numbers.
+        """
+
+    @abstractmethod
+    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
+        """Writes a payload; `out` is as long as `encoded_bytes` says.
+
+        Raises:
+            BadArgument: a number is infinite or NaN, or a length is wrong; what `out` holds then is undefined.
+        """
+
+    @abstractmethod
+    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
+        """Reads back into `out`, which is as long as the payload was.
+
+        Raises:
+            BadArgument: a length is wrong.
+        """
+
+
+class Plain(Codec):
+    """Bytes as they are, of any dtype."""
+
+    name = "none"
+    loss = "none"
+
+    def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
+        """The same."""
+        del dtype
+        return payload_bytes
+
+    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
+        """Copies, NaN and infinities too."""
+        del dtype
+        _check_length("out", out, len(payload))
+        out[:] = payload
+
+    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
+        """Copies."""
+        self.encode(data, out, dtype)
+
+
+class Int8(Codec):
+    """A number is q * scale, with an integer q in [-127, 127] and scale = the group's greatest magnitude / 127.
+
+    The steps are even: what is small beside the greatest of its group loses most of its digits.
+    """
+
+    name = "int8"
+    loss = (
+        "at most 1/253 of the greatest magnitude of its group, and one rounding to its own dtype; a group whose "
+        "greatest magnitude is below 2**-119 becomes zeros"
+    )
+
+    SMALLEST = 2.0**-119
+    """Below it, a scale would be no normal number."""
+
+    def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
+        """A byte a number, and four a group."""
+        numbers = _count(payload_bytes, dtype)
+        return numbers + 4 * _groups(numbers)
+
+    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
+        """Scales and rounds to the nearest, halves to even."""
+        _check_length("out", out, self.encoded_bytes(len(payload), dtype))
+        groups, numbers = _load(payload, dtype)
+        greatest = _greatest(groups)
+        scales = np.where(greatest < self.SMALLEST, 0, greatest / np.float32(127)).astype(np.float32)
+        inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
+        written = np.frombuffer(out, np.uint8)
+        written[: scales.nbytes] = scales.view(np.uint8)
+        steps = np.clip(np.rint(groups * inverse[:, None]), -127, 127).astype(np.int8)
+        written[scales.nbytes :] = steps.view(np.uint8).reshape(-1)[:numbers]
+
+    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
+        """Multiplies."""
+        _check_length("data", data, self.encoded_bytes(len(out), dtype))
+        numbers = _count(len(out), dtype)
+        head = 4 * _groups(numbers)
+        scales = np.frombuffer(data[:head], np.float32)
+        steps = _in_groups(np.frombuffer(data[head:], np.int8)).astype(np.float32)
+        _store(steps, scales, out, dtype)
+
+
+class Float8(Codec):
+    """A number is an e4m3 float times a power of two that brings the greatest of its group into [224, 448].
+
+    The steps follow the number: small ones keep their leading digits, down to 2**-13 of the greatest of their group.
+    """
+
+    name = "fp8"
+    loss = (
+        "at most 1/15 of itself, or 2**-17 of the greatest magnitude of its group where that is more; and 2**-25 more "
+        "in float16, 2**-133 in the others"
+    )
+
+    LOW, HIGH = -126, 120
+    """Exponents of groups: what float32 can multiply by, and what its greatest number needs."""
+
+    def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
+        """A byte a number, and one a group."""
+        numbers = _count(payload_bytes, dtype)
+        return numbers + _groups(numbers)
+
+    def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
+        """Scales by a power of two, which loses nothing, then rounds to the nearest, halves to even."""
+        _check_length("out", out, self.encoded_bytes(len(payload), dtype))
+        groups, numbers = _load(payload, dtype)
+        part, exponent = np.frexp(_greatest(groups))  # greatest = part * 2**exponent, part in [0.5, 1)
+        exponent = np.clip(exponent - np.where(part > 448 / 512, 8, 9), self.LOW, self.HIGH)
+        written = np.frombuffer(out, np.uint8)
+        written[: len(groups)] = exponent + 127
+        scaled = (groups * np.ldexp(np.float32(1), -exponent)[:, None]).astype(np.float16)
+        written[len(groups) :] = _FROM_HALF[scaled.view(np.uint16)].reshape(-1)[:numbers]
+
+    def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
+        """Looks each byte up, and multiplies."""
+        _check_length("data", data, self.encoded_bytes(len(out), dtype))
+        head = _groups(_count(len(out), dtype))
+        exponent = np.frombuffer(data[:head], np.uint8).astype(np.int32) - 127
+        numbers = _E4M3[_in_groups(np.frombuffer(data[head:], np.uint8))]
+        _store(numbers, np.ldexp(np.float32(1), exponent), out, dtype)
+
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Plain(), Int8(), Float8())}
+"""One row a codec."""
+
+
+def find_codec(name: str) -> Codec:
+    """The codec of that name.
+
+    Raises:
+        BadArgument: there is none; names those that there are.
+    """
+    if name not in CODECS:
+        raise BadArgument("codec", name, "one of " + ", ".join(CODECS))
+    return CODECS[name]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _count(payload_bytes: int, dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise BadArgument("dtype", dtype, "one of " + ", ".join(ITEM_BYTES))
+    if payload_bytes % ITEM_BYTES[dtype]:
+        raise BadArgument("payload_bytes", payload_bytes, f"a multiple of {ITEM_BYTES[dtype]}, the size of {dtype}")
+    return payload_bytes // ITEM_BYTES[dtype]
+
+
+def _groups(numbers: int) -> int:
+    return -(-numbers // GROUP)
+
+
+def _check_length(name: str, buffer: memoryview, length: int) -> None:
+    if len(buffer) != length:
+        raise BadArgument(name, f"{len(buffer)} bytes", f"{length} bytes")
+
+
+def _in_groups(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Rows of one group each; the last one is filled up with zeros."""
+    missing = -len(numbers) % GROUP
+    whole = np.concatenate([numbers, np.zeros(missing, numbers.dtype)]) if missing else numbers
+    return whole.reshape(-1, GROUP)
+
+
+def _load(payload: memoryview, dtype: str) -> tuple[Float32s, int]:
+    """Numbers as float32, in groups, and how many they are."""
+    if dtype == "bfloat16":  # the upper half of a float32
+        numbers = (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        numbers = np.frombuffer(payload, dtype).astype(np.float32)
+    return _in_groups(numbers), len(numbers)
+
+
+def _greatest(groups: Float32s) -> Float32s:
+    greatest: Float32s = np.abs(groups).max(axis=1)
+    if not np.isfinite(greatest).all():  # NaN and infinities go through abs and max
+        at = int(np.flatnonzero(~np.isfinite(groups.reshape(-1)))[0])
+        raise BadArgument("payload", f"{groups.reshape(-1)[at]} as number {at}", "finite numbers")
+    return greatest
+
+
+def _store(groups: Float32s, scales: Float32s, out: memoryview, dtype: str) -> None:
+    """Scales and rounds to the dtype, halves to even; what would become infinite becomes the greatest number."""
+    with np.errstate(over="ignore"):
+        numbers = (groups * scales[:, None]).reshape(-1)[: len(out) // ITEM_BYTES[dtype]]
+    if dtype == "bfloat16":
+        bits = np.clip(numbers, -_BFLOAT16_MAX, _BFLOAT16_MAX).view(np.uint32)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        np.frombuffer(out, np.uint16)[:] = rounded
+    else:
+        most = np.finfo(dtype).max
+        np.frombuffer(out, dtype)[:] = np.clip(numbers, -most, most)
+
+
+_BFLOAT16_MAX = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
+
+
+def _make_e4m3() -> Float32s:
+    """The value of each of the 256 codes; 0x7F and 0xFF are NaN."""
+    codes = np.arange(128)
+    exponent, mantissa = codes >> 3, codes & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    values = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    values[127] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+def _make_from_half(values: Float32s) -> Bytes:
+    """The code nearest to each of the 65,536 float16 values; halves go to the even code, what is too great to 448."""
+    middles = (values[:126] + values[1:127]) / 2
+    middles[1::2] = np.nextafter(middles[1::2], np.float32(0))  # a half above an odd code goes up
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    codes = np.searchsorted(middles, np.abs(halves.view(np.float16)).astype(np.float32), side="left")
+    codes[np.isnan(halves.view(np.float16))] = 127
+    return (codes | (halves >> 8 & 0x80)).astype(np.uint8)
+
+
+_E4M3 = _make_e4m3()
+_FROM_HALF = _make_from_half(_E4M3)

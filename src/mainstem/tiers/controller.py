@@ -1,0 +1,823 @@
+"""`Tiers`: what goes down to the host and to storage, and what comes back, and when.
+
+    device  --back up-->  host  --write behind-->  storage
+       ^                   |  ^                       |
+       +------- load ------+  +------ prefetch -------+
+
+Everything under way is a `Pending` in one list, in the order in which it began. `poll` asks each for a vote, agrees on
+the votes with the other ranks, and settles what has ended: so every change of the tree happens at a `poll`, in the same
+order on every rank. What a transfer reads is locked; what it writes belongs to it until it is settled:
+
+    back up     host pages in flight on their node; present when settled, gone when failed
+    load        private device pages of one lease, which publishes them when settled (`Load`)
+    prefetch    private host pages; in the tree when settled, if their verified content arrived (`Prefetch`)
+    write       host pages locked in the tree
+
+The host holds a connected prefix from the root: a copy fails with its parent's. Knows ids and bytes; knows no tensors,
+and of storage only `Store`. One thread at a time, as in a scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem import _core
+from mainstem._core import Lease, Pool
+from mainstem.errors import BadArgument, CorruptTree, OutOfPages, StaleHandle, check_integer
+from mainstem.keys import TokenLike
+from mainstem.namespaces import NamespaceLike, encode_namespace
+from mainstem.tiers import hottest
+from mainstem.tiers.store import Store, StoreCall, Written
+from mainstem.tiers.transfer import HostMemory, LayerTicket, Move, Ticket
+from mainstem.tree import IN_FLIGHT, PRESENT, Tree
+
+log = logging.getLogger(__name__)
+
+DEVICE, HOST = 0, 1
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+Agree = Callable[[Sequence[int]], Sequence[int]]
+Ids = NDArray[np.int32]
+
+_FAILED = 1  # the lowest vote of what has ended; 0: it has not
+_ARRIVED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """The host tier of a cache.
+
+    Args:
+        memory: the host pages and the ways to them and back.
+        write: when pages are copied down: "write_through": as they are published; "write_through_selective": when
+            they were hit `hits` times; "write_back": when they are evicted from the device.
+        hits: for "write_through_selective".
+        load_min_tokens: fewer are computed rather than loaded.
+        pages: host pages of each component; None: `memory.pages` of the only one.
+        agree: the smallest of every rank's votes, place by place (an all-reduce); every rank calls it equally often,
+            with as many votes. None: there is one rank.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+
+    memory: HostMemory
+    write: WritePolicy = "write_through"
+    hits: int = 2
+    load_min_tokens: int = 32
+    pages: tuple[int, ...] | None = None
+    agree: Agree | None = None
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.write not in get_args(WritePolicy):
+            raise BadArgument("write", self.write, "one of " + ", ".join(get_args(WritePolicy)))
+        check_integer("hits", self.hits, 1, 2**31 - 1)
+        check_integer("load_min_tokens", self.load_min_tokens, 1, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Counts of the tiers, in pages where nothing else is said.
+
+    Args:
+        host_total, host_free, host_cached, host_private: pages of the host; private ones are being prefetched.
+        backed_up: copied to the host. backup_failed: their copy failed. backup_skipped: the host had no room.
+        loaded: copied back to the device. load_failed: their copy failed. load_skipped: the device had no room.
+        prefetches: begun. prefetch_skipped: left out, since too many were under way.
+        prefetched: brought from storage into the tree. prefetch_dropped: arrived, but nothing could be done with them.
+        stored: written to storage. write_dropped: left out, since the queue was full.
+        queued: waiting to be written, or being written.
+        faults: what went wrong with storage, by cause.
+        breaker_open: whether storage is left alone for now. breaker_openings: how often that came to be.
+        under_way: transfers and calls that have not ended.
+    """
+
+    host_total: int
+    host_free: int
+    host_cached: int
+    host_private: int
+    backed_up: int
+    backup_failed: int
+    backup_skipped: int
+    loaded: int
+    load_failed: int
+    load_skipped: int
+    prefetches: int
+    prefetch_skipped: int
+    prefetched: int
+    prefetch_dropped: int
+    stored: int
+    write_dropped: int
+    queued: int
+    faults: dict[str, int]
+    breaker_open: bool
+    breaker_openings: int
+    under_way: int
+
+
+class Pending(ABC):
+    """Something under way, that ends once."""
+
+    @abstractmethod
+    def vote(self) -> int:
+        """0 while it has not ended here; then 1 at worst, and more the better it went."""
+
+    @abstractmethod
+    def settle(self, outcome: int) -> None:
+        """It has ended on every rank; `outcome` is the worst of their votes."""
+
+
+P = TypeVar("P", bound=Pending)
+
+
+class Tiers:
+    """The tiers below the device, for one tree.
+
+    Args:
+        tree: with two tiers.
+        pools: who owns each device page, by component.
+        host: the host tier.
+        store: the storage tier, if there is one.
+        core: of the cache that gives out leases, if there is one; for engines with an allocator of their own, None.
+
+    Raises:
+        BadArgument: a tree of another number of tiers, or storage for more components than full attention.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        pools: Sequence[Pool],
+        host: HostTier,
+        store: Store | None = None,
+        core: _core.Cache | None = None,
+    ) -> None:
+        if tree.tiers != 2:
+            raise BadArgument("tiers of the tree", tree.tiers, "2: device and host")
+        if store is not None and len(tree.components) > 1:
+            raise BadArgument("store", store, "None: storage holds full attention only")
+        sizes = host.pages or (host.memory.pages,)
+        if len(sizes) != len(tree.components) or len(pools) != len(tree.components):
+            raise BadArgument("pages", sizes, f"a number of pages for each of {len(tree.components)} components")
+        self.tree, self.host, self.store = tree, host, store
+        self.host_pools = tuple(Pool(pages) for pages in sizes)
+        self.counts: Counter[str] = Counter()
+        self._pools, self._core_cache = tuple(pools), core
+        self._core, self._memory = tree.core, host.memory
+        self._pending: list[Pending] = []
+        self._flights: dict[int, _Backup] = {}  # by the nodes that their host pages are in flight under
+        self._prefetches: dict[tuple[bytes, bytes], Prefetch] = {}  # by namespace, and symbols up to the first page wanted
+        self._writes: deque[_Write] = deque()  # that wait
+        self._writing = self._queued = 0
+        self._warm: deque[tuple[bytes, bytes]] = deque()
+        self._page_bytes = tree.page_size * tree.keys.symbol_bytes
+        if store is not None:
+            store.register(host.memory.regions())
+
+    # ---------------------------------------------------------------- what a scheduler calls
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that `poll` will settle."""
+        return bool(self._pending or self._warm)
+
+    def poll(self) -> None:
+        """Settles what has ended, begins what is due. Does not block."""
+        self._settle(self._pending)
+        self._copy_down()
+        self._begin_writes()
+        self._warm_up()
+
+    def load(self, lease: Lease) -> Load | None:
+        """Starts copying what the host has behind a lease's hit into private pages of the lease.
+
+        None: it has fewer than `load_min_tokens`, or the device has no room. Only before anything is reserved.
+        """
+        if lease.loadable < self.host.load_min_tokens:
+            return None
+        try:
+            number, source, target = lease.begin_load()
+        except OutOfPages:
+            self.counts["load_skipped"] += lease.loadable // self.tree.page_size
+            return None
+        return self._add(Load(self, lease, number, self._memory.up([Move(0, source, target)]), len(source)))
+
+    def prefetch(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
+        """Starts looking in storage for what neither device nor host has of a prompt.
+
+        None: there is no storage, too little is missing, or too many are under way.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        if self.store is None:
+            return None
+        return self._prefetch(encode_namespace(namespace), self.tree.keys.encode(tokens), leave=1)
+
+    def back_up(self, node: int, hits: int = 0) -> bool:
+        """Starts copying what the host lacks of the prefix that ends at a node, as far as it was hit so often.
+
+        Whether all that the host lacks is on its way, or there already.
+
+        Raises:
+            StaleHandle: the node was evicted.
+        """
+        held = self._hold(node, hits)
+        if not held:
+            return True
+        targets = self._host_room(held)
+        if targets is None:
+            for at in held:
+                self._let_go(at)
+            return False
+        moves = [self._attach(held, row, ids) for row, ids in enumerate(targets)]
+        above = self._flights.get(self._core.in_flight_above(held[0], HOST))
+        ticket = self._memory.down([move for move in moves if len(move.source)])
+        backup = self._add(_Backup(self, held, ticket, above, [move.target for move in moves]))
+        self._flights.update(dict.fromkeys(held, backup))
+        return True
+
+    def make_room(self, pages: int) -> None:
+        """For "write_back": frees device pages, after a copy of what the host lacks. Waits for that copy."""
+        while pages > 0 and (victim := self.tree.next_victim()):
+            size = len(self._core.own_ids(victim, 0, DEVICE))
+            self.tree.lock(victim, DEVICE)  # the host's eviction may join nodes, but not this one
+            try:
+                if self.back_up(victim):
+                    self._wait_for_backups()
+            finally:
+                self.tree.unlock(victim, DEVICE)
+            freed = self.tree.evict(min(pages, size))
+            for pool, ids in zip(self._pools, freed, strict=True):
+                pool.reclaim(ids)
+            if not len(freed[0]):
+                return
+            pages -= len(freed[0])
+
+    def flush(self) -> int:
+        """Evicts every host page that nothing uses; the number freed. Storage keeps what it has."""
+        freed = self.tree.flush(HOST)
+        for pool, ids in zip(self.host_pools, freed, strict=True):
+            pool.reclaim(ids)
+        return len(freed[0])
+
+    # ---------------------------------------------------------------- restart
+
+    def remember(self) -> None:
+        """Writes down in storage which prefixes are the hottest, for `warm` after a restart."""
+        if self.store is None:
+            return
+        nodes = self._core.hottest(hottest.MOST, HOST)
+        content = hottest.encode([self._core.path_key(node) for node in nodes])
+        self._add(_Note(self.store.keep_note(hottest.NAME, content, hottest.CONTENT_BYTES)))
+
+    def warm(self) -> None:
+        """Starts bringing back to the host what `remember` wrote down."""
+        if self.store is not None:
+            self._add(_Warm(self, self.store.find_note(hottest.NAME, hottest.CONTENT_BYTES)))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the storage tier; what waits to be written is written, if there is time."""
+        if self.store is not None:
+            self.store.close(timeout_s)
+
+    # ---------------------------------------------------------------- what it says of itself
+
+    def stats(self) -> TierStats:
+        """Counts, kept as things change."""
+        pool, counts, store = self.host_pools[0], self.counts, self.store
+        return TierStats(
+            host_total=pool.total,
+            host_free=pool.free,
+            host_cached=pool.cached,
+            host_private=pool.private,
+            backed_up=counts["backed_up"],
+            backup_failed=counts["backup_failed"],
+            backup_skipped=counts["backup_skipped"],
+            loaded=counts["loaded"],
+            load_failed=counts["load_failed"],
+            load_skipped=counts["load_skipped"],
+            prefetches=counts["prefetches"],
+            prefetch_skipped=counts["prefetch_skipped"],
+            prefetched=counts["prefetched"],
+            prefetch_dropped=counts["prefetch_dropped"],
+            stored=counts["stored"],
+            write_dropped=counts["write_dropped"],
+            queued=self._queued,
+            faults={} if store is None else dict(store.faults),
+            breaker_open=store is not None and store.breaker.open,
+            breaker_openings=0 if store is None else store.breaker.openings,
+            under_way=len(self._pending),
+        )
+
+    def check(self) -> None:
+        """Verifies the host's pools, and that they agree with the tree; slow.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        for component, pool in zip(self.tree.components, self.host_pools, strict=True):
+            pool.check()
+            cells = [view.cells[component.name, HOST] for view in self.tree.nodes()]
+            present = [page for cell in cells if cell.present for page in cell.ids.tolist()]
+            coming = [page for cell in cells if cell.in_flight for page in cell.ids.tolist()]
+            for pages, owner, total in ((present, "cached", pool.cached), (coming, "private", None)):
+                wrong = [page for page in pages if pool.owner(page) != owner]
+                if wrong or total not in (None, len(pages)):
+                    raise CorruptTree(f"host pages of {component.name}: {wrong[:8]} are not {owner}, or {total} are")
+            rest = sum(pending.private_pages() for pending in self._pending if isinstance(pending, _Read))
+            if component is self.tree.components[0] and pool.private != len(coming) + rest:
+                raise CorruptTree(f"{pool.private} host pages are private: {len(coming)} in flight, {rest} prefetched")
+
+    # ---------------------------------------------------------------- in parts
+
+    def _add(self, pending: P) -> P:
+        self._pending.append(pending)
+        return pending
+
+    def _settle(self, pending: Sequence[Pending]) -> None:
+        """Settles those that have ended on every rank. What they begin comes behind the others."""
+        while pending:
+            votes: Sequence[int] = [item.vote() for item in pending]
+            if self.host.agree is not None:
+                votes = self.host.agree(votes)
+            ended = [(item, vote) for item, vote in zip(pending, votes, strict=True) if vote]
+            if not ended:
+                return
+            gone = {id(item) for item, _ in ended}
+            self._pending = [item for item in self._pending if id(item) not in gone]
+            for item, vote in ended:
+                item.settle(vote)
+            pending = [item for item in pending if id(item) not in gone]
+
+    def _wait_for_backups(self) -> None:
+        while backups := [item for item in self._pending if isinstance(item, _Backup)]:
+            for backup in backups:
+                backup.ticket.wait()
+            self._settle(backups)
+
+    def _copy_down(self) -> None:
+        """Begins the copies that the policy wants of what was matched and published since the last time."""
+        if self._core_cache is None:
+            return
+        touched = self._core_cache.take_touched()
+        if self.host.write == "write_back":
+            return
+        hits = self.host.hits if self.host.write == "write_through_selective" else 0
+        for node in dict.fromkeys(touched):
+            try:
+                self.back_up(node, hits)
+            except StaleHandle:
+                continue  # evicted, or joined to what came behind it, which was touched, too
+
+    def _hold(self, node: int, hits: int) -> list[int]:
+        """The nodes to copy, from the top, locked on both tiers. A lock may split where a window begins: look again."""
+        held: list[int] = []
+        while True:
+            missing = self._core.lacking(node, DEVICE, HOST, hits)
+            new = [at for at in missing if at not in held]
+            if not new:
+                return missing
+            for at in new:
+                self._core.lock(at, DEVICE)
+                self._core.lock(at, HOST)
+            held += new
+
+    def _let_go(self, node: int) -> None:
+        self._core.unlock(node, DEVICE)
+        self._core.unlock(node, HOST)
+
+    def _host_room(self, nodes: Sequence[int]) -> list[Ids] | None:
+        """Host pages for what nodes hold on the device and not on the host, by component; None: there is no room."""
+        rows = range(len(self.host_pools))
+        needed = [sum(len(self._missing(node, row)) for node in nodes) for row in rows]
+        if not all(self._make_host_room(row, n) for row, n in zip(rows, needed, strict=True)):
+            self.counts["backup_skipped"] += needed[0]
+            return None
+        return [pool.allocate(n) for pool, n in zip(self.host_pools, needed, strict=True)]
+
+    def _make_host_room(self, row: int, pages: int) -> bool:
+        """Evicts host pages until so many are free; nothing, if that cannot be."""
+        missing = pages - self.host_pools[row].free
+        if missing <= 0:
+            return True
+        present, locked, _ = self._core.counts(row, HOST)
+        if missing > present - locked:
+            return False
+        freed = self.tree.evict(missing, self.tree.components[row].name, HOST)
+        for pool, ids in zip(self.host_pools, freed, strict=True):
+            pool.reclaim(ids)
+        return self.host_pools[row].free >= pages
+
+    def _missing(self, node: int, row: int) -> Ids:
+        """Device pages of a node that have no place on the host."""
+        if self._core.residency(node, row, HOST) in (PRESENT, IN_FLIGHT):
+            return np.empty(0, np.int32)
+        return self._core.own_ids(node, row, DEVICE)
+
+    def _attach(self, nodes: Sequence[int], row: int, ids: Ids) -> Move:
+        """Host pages in flight for a component of nodes; what is to be copied."""
+        sources, at = [np.empty(0, np.int32)], 0
+        for node in nodes:
+            source = self._missing(node, row)
+            if len(source):
+                self._core.attach(node, row, HOST, ids[at : at + len(source)], False)
+                sources.append(source)
+                at += len(source)
+        return Move(row, np.concatenate(sources), ids)
+
+    # storage
+
+    def _prefetch(self, namespace: bytes, key: bytes, leave: int) -> Prefetch | None:
+        assert self.store is not None
+        config = self.store.config
+        pages = (len(key) // self.tree.keys.symbol_bytes - leave) // self.tree.page_size
+        key = key[: max(pages, 0) * self._page_bytes]
+        here, _, below = self._core.peek(namespace, key, 0, False)
+        have = (here + below) // self.tree.page_size
+        if (pages - have) * self.tree.page_size < max(config.prefetch_min_tokens, 1):
+            return None
+        # One that looks for the same page already does for both.
+        name = namespace, key[: (have + 1) * self._page_bytes]
+        if (same := self._prefetches.get(name)) is not None:
+            same.users += 1
+            return same
+        if len(self._prefetches) >= config.max_prefetches:
+            self.counts["prefetch_skipped"] += 1
+            return None
+        anchor = self._core.locate(namespace, key, have) if have else 0
+        self._core.lock(anchor, HOST)
+        if anchor:
+            self.back_up(anchor)
+        self.counts["prefetches"] += 1
+        self._prefetches[name] = prefetch = Prefetch(self, name, namespace, key, have, anchor)
+        prefetch.begin()
+        return prefetch
+
+    def _host_limit(self) -> int:
+        assert self.store is not None
+        return int(self.host_pools[0].total * self.store.config.host_fraction)
+
+    def _write(self, node: int, begin: int) -> None:
+        """Queues the pages from `begin` to the end of a node for storage; not if the queue is full."""
+        if self.store is None:
+            return
+        pages = self._core.end(node) - begin
+        if self._queued + pages > self.store.config.queue_pages:
+            self.counts["write_dropped"] += pages
+            return
+        self._core.lock(node, HOST)
+        self._queued += pages
+        self._writes.append(self._add(_Write(self, node, begin, pages)))
+
+    def _begin_writes(self) -> None:
+        while self.store is not None and self._writes and self._writing < self.store.config.writes:
+            self._writing += 1
+            self._writes.popleft().begin(self.store)
+
+    def _warm_up(self) -> None:
+        """Prefetches what was hot before, few at a time, behind what requests ask for."""
+        while self._warm and self.store is not None and len(self._prefetches) < self.store.config.max_prefetches // 2:
+            namespace, key = self._warm.popleft()
+            self._prefetch(namespace, key, leave=0)
+
+
+class _Backup(Pending):
+    """Nodes on their way to the host. They fail with the copy that their parents are in."""
+
+    def __init__(
+        self, tiers: Tiers, nodes: list[int], ticket: Ticket, above: _Backup | None, targets: list[Ids]
+    ) -> None:
+        self.ticket = ticket
+        self._tiers, self._nodes, self._targets = tiers, nodes, targets
+        self._above, self._failed = above, False
+        self._below: list[_Backup] = []  # that have not ended
+        if above is not None:
+            above._below.append(self)
+
+    def vote(self) -> int:
+        if not self.ticket.done():
+            return 0
+        if self._above is not None and not self._above._failed:
+            return 0  # not before its parents
+        return _FAILED if self._above is not None or self.ticket.error is not None else _ARRIVED
+
+    def settle(self, outcome: int) -> None:
+        tiers = self._tiers
+        if outcome == _FAILED:
+            self._failed = True
+            tiers.counts["backup_failed"] += len(self._targets[0])
+            if self.ticket.error is not None:
+                log.warning("a copy to the host failed: %s", self.ticket.error)
+            self._cancel()
+            return
+        begin = tiers._core.start(self._nodes[0])
+        for node in self._nodes:
+            tiers._core.commit(node, HOST)
+        for pool, ids in zip(tiers.host_pools, self._targets, strict=True):
+            pool.publish(ids)
+        tiers.counts["backed_up"] += len(self._targets[0])
+        tiers._write(self._nodes[-1], begin)
+        for backup in self._below:
+            backup._above = None
+        self._end()
+
+    def _cancel(self) -> None:
+        """Takes back what was in flight, once nothing hangs below it."""
+        if self._below:
+            return
+        tiers = self._tiers
+        for node in reversed(self._nodes):
+            for pool, ids in zip(tiers.host_pools, tiers._core.cancel(node, HOST), strict=True):
+                pool.release(ids)
+        self._end()
+        if self._above is not None:
+            self._above._below.remove(self)
+            if self._above._failed:
+                self._above._cancel()
+
+    def _end(self) -> None:
+        for node in self._nodes:
+            del self._tiers._flights[node]
+        for node in self._nodes:
+            self._tiers._let_go(node)
+
+
+class Load(Pending):
+    """Host pages on their way into private device pages of a lease. Made by `Tiers.load`.
+
+    The pages can be read layer by layer as they arrive (`ticket`), and are published when all are there. A lease may be
+    closed at any moment: its pages go back to the pool when the copy has ended.
+
+    Attributes:
+        ticket: of the copy.
+        pages: that are copied.
+        arrived: None while under way; then whether all is there. If not, the lease's hit is as it was before.
+    """
+
+    def __init__(self, tiers: Tiers, lease: Lease, number: int, ticket: LayerTicket, pages: int) -> None:
+        self.ticket, self.pages = ticket, pages
+        self.arrived: bool | None = None
+        self._tiers, self._lease, self._number = tiers, lease, number
+
+    def wait(self) -> bool:
+        """Waits until it has ended, and settles it; whether it arrived."""
+        while self.arrived is None:
+            self.ticket.wait()
+            self._tiers._settle([self])
+        return self.arrived
+
+    def vote(self) -> int:
+        """Whether the copy has ended."""
+        if not self.ticket.done():
+            return 0
+        return _ARRIVED if self.ticket.error is None else _FAILED
+
+    def settle(self, outcome: int) -> None:
+        """Publishes what arrived."""
+        self.arrived = outcome == _ARRIVED
+        self._tiers.counts["loaded" if self.arrived else "load_failed"] += self.pages
+        if self._lease.closed:
+            assert self._tiers._core_cache is not None
+            self._tiers._core_cache.end_load(self._number)
+        else:
+            self._lease.end_load(self.arrived)
+
+
+class Prefetch:
+    """A prompt's way from storage to the host. Made by `Tiers.prefetch`.
+
+        look --found n pages--> read | read | read ... --verified, in order--> in the tree
+
+    Attributes:
+        loaded: positions that it brought into the tree so far.
+        users: requests that wait for it.
+    """
+
+    def __init__(self, tiers: Tiers, name: tuple[bytes, bytes], namespace: bytes, key: bytes, have: int, anchor: int) -> None:
+        assert tiers.store is not None
+        self.users, self.loaded = 1, 0
+        self._tiers, self._store, self._name = tiers, tiers.store, name
+        self._namespace, self._key = namespace, key
+        self._anchor = anchor  # the node behind which the next pages belong, locked on the host
+        self._have = self._asked = have  # pages up to which all is in the tree, and being read
+        self._keys: list[bytes] = []
+        self._first = have
+        self._reads: deque[_Read] = deque()
+        self._looked = self._cut = self._ended = self._expired = False
+        self._began_s = self._store.clock()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the request does better to wait for more."""
+        return not (self._ended or self._expired or self._store.config.prefetch == "best_effort")
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes."""
+        return self._ended
+
+    def revoke(self) -> None:
+        """One request less wants it: without any, nothing more is asked for. What is on its way is still kept."""
+        self.users -= 1
+
+    def begin(self) -> None:
+        """Asks what storage has."""
+        tiers = self._tiers
+        tiers._add(_Look(self, self._store.look(self._namespace, self._key, self._have, tiers._page_bytes)))
+        tiers._add(_Expiry(self))
+
+    def late(self) -> bool:
+        """Whether a request should wait no longer, as this rank sees it."""
+        config, store = self._store.config, self._store
+        if self._ended or store.breaker.open or store.slow:
+            return True
+        if config.prefetch == "wait_complete":
+            return any(read.call.overdue() for read in self._reads) or self._waited_s() > config.call_timeout_s * (
+                1 + len(self._keys)
+            )
+        return self._waited_s() >= config.timeout_s + config.timeout_per_page_s * len(self._keys)
+
+    def expire(self) -> None:
+        """Nobody waits any longer; nor for others, if storage has not even said what it has."""
+        self._expired = True
+        self._store.slow = self._store.slow or not self._looked
+
+    def looked(self, keys: list[bytes]) -> None:
+        """Storage has these pages."""
+        self._looked = True
+        if len(keys) * self._tiers.tree.page_size >= max(self._store.config.prefetch_min_tokens, 1):
+            self._keys = keys
+        self._go_on()
+
+    def arrived(self) -> None:
+        """Takes what came into the tree, in order, and asks for more."""
+        while self._reads and self._reads[0].ended:
+            read = self._reads.popleft()
+            good = read.good if not self._cut else 0
+            kept = self._adopt(read.pages[:good])
+            self._cut = self._cut or kept < len(read.pages)
+            self._tiers.host_pools[0].release(read.pages[good:])
+        self._go_on()
+
+    @property
+    def anchored(self) -> bool:
+        """Whether what comes can be put behind its place: not while that itself is on its way to the host."""
+        return not self._anchor or self._tiers._core.residency(self._anchor, 0, HOST) != IN_FLIGHT
+
+    def _waited_s(self) -> float:
+        return self._store.clock() - self._began_s
+
+    def _go_on(self) -> None:
+        end = self._first + len(self._keys)
+        config = self._store.config
+        while self.users > 0 and not self._cut and self._asked < end and len(self._reads) < config.batches:
+            n = min(config.batch_pages, end - self._asked)
+            if not self._read(n):
+                self._cut = True
+        if not self._reads and self._looked and (self._cut or self.users <= 0 or self._asked >= end):
+            self._end()
+
+    def _read(self, n: int) -> bool:
+        tiers, pool = self._tiers, self._tiers.host_pools[0]
+        if pool.private + n > tiers._host_limit() or not tiers._make_host_room(0, n):
+            return False
+        pages = pool.allocate(n)
+        keys = self._keys[self._asked - self._first :][:n]
+        call = self._store.read(keys, tiers._memory.slots(pages.tolist()))
+        self._reads.append(tiers._add(_Read(self, pages, call)))
+        self._asked += n
+        return True
+
+    def _adopt(self, pages: Ids) -> int:
+        """Puts whole pages behind the anchor; how many are in the tree then. What is there already comes first."""
+        tiers, pool = self._tiers, self._tiers.host_pools[0]
+        end = self._have + len(pages)
+        if not len(pages):
+            return 0
+        if self._anchor and tiers._core.residency(self._anchor, 0, HOST) != PRESENT:
+            pool.release(pages)
+            tiers.counts["prefetch_dropped"] += len(pages)
+            return 0
+        ids = np.zeros(end, np.int32)
+        ids[self._have :] = pages
+        key = self._key[: end * tiers._page_bytes]
+        node, length, _, theirs = tiers._core.insert(self._namespace, key, 0, [ids], self._anchor, 0, HOST, True)
+        kept = length // tiers.tree.page_size - self._have
+        ours = np.zeros(len(pages), bool)
+        ours[:kept] = theirs[:kept] == pages[:kept]
+        pool.publish(pages[ours])
+        pool.release(pages[~ours])
+        tiers.counts["prefetched"] += int(ours.sum())
+        tiers.counts["prefetch_dropped"] += int((~ours).sum())
+        self.loaded += int(ours.sum()) * tiers.tree.page_size
+        if kept:
+            tiers._core.lock(node, HOST)
+            tiers._core.unlock(self._anchor, HOST)
+            self._anchor = node
+        self._have += kept
+        return kept
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._tiers._core.unlock(self._anchor, HOST)
+            del self._tiers._prefetches[self._name]
+
+
+class _Look(Pending):
+    def __init__(self, prefetch: Prefetch, call: StoreCall[list[bytes]]) -> None:
+        self._prefetch, self._call = prefetch, call
+
+    def vote(self) -> int:
+        return 1 + len(self._call.value) if self._call.done() else 0
+
+    def settle(self, outcome: int) -> None:
+        self._prefetch.looked(self._call.value[: outcome - 1])
+
+
+class _Read(Pending):
+    """A batch of pages on their way from storage into host pages of their own."""
+
+    def __init__(self, prefetch: Prefetch, pages: Ids, call: StoreCall[int]) -> None:
+        self.pages, self.call = pages, call
+        self.good, self.ended = 0, False
+        self._prefetch = prefetch
+
+    def private_pages(self) -> int:
+        return len(self.pages)
+
+    def vote(self) -> int:
+        return 1 + self.call.value if self.call.done() and self._prefetch.anchored else 0
+
+    def settle(self, outcome: int) -> None:
+        self.good, self.ended = outcome - 1, True
+        self._prefetch.arrived()
+
+
+class _Expiry(Pending):
+    def __init__(self, prefetch: Prefetch) -> None:
+        self._prefetch = prefetch
+
+    def vote(self) -> int:
+        return int(self._prefetch.late())
+
+    def settle(self, outcome: int) -> None:
+        self._prefetch.expire()
+
+
+class _Write(Pending):
+    """Pages of a node on their way to storage, locked on the host."""
+
+    def __init__(self, tiers: Tiers, node: int, begin: int, pages: int) -> None:
+        self._tiers, self._node, self._begin, self._pages = tiers, node, begin, pages
+        self._call: StoreCall[Written] | None = None
+
+    def begin(self, store: Store) -> None:
+        core, memory = self._tiers._core, self._tiers._memory
+        namespace, key = core.path_key(self._node)
+        slots = memory.slots(core.ids(self._node, 0, HOST)[self._begin :].tolist())
+        self._call = store.write(namespace, key, self._begin, slots, self._tiers._page_bytes)
+
+    def vote(self) -> int:
+        return int(self._call is not None and self._call.done())
+
+    def settle(self, outcome: int) -> None:
+        tiers = self._tiers
+        assert self._call is not None
+        tiers._writing -= 1
+        tiers._queued -= self._pages
+        tiers.counts["stored"] += self._call.value.pages
+        if self._call.value.gap:
+            tiers._write(self._node, 0)  # all of the path
+        tiers._core.unlock(self._node, HOST)
+
+
+class _Note(Pending):
+    def __init__(self, call: StoreCall[bool]) -> None:
+        self._call = call
+
+    def vote(self) -> int:
+        return int(self._call.done())
+
+    def settle(self, outcome: int) -> None:
+        """Nothing hangs on it."""
+
+
+class _Warm(Pending):
+    def __init__(self, tiers: Tiers, call: StoreCall[bytes]) -> None:
+        self._tiers, self._call = tiers, call
+
+    def vote(self) -> int:
+        return int(self._call.done())
+
+    def settle(self, outcome: int) -> None:
+        self._tiers._warm.extend(hottest.decode(self._call.value, self._tiers._page_bytes))

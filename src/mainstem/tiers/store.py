@@ -1,0 +1,342 @@
+"""`Store`: a back end made safe. Every failure is a miss, counted by its cause, and none is waited for.
+
+    look   which pages of a prompt are there         -> their keys
+    read   pages into host slots, each verified      -> how many are whole, from the first
+    write  host slots, sealed                        -> how many are stored now
+
+Each call runs on a worker and has a deadline. A call that is over it counts as failed at once, and keeps its slots
+until it really returns. After repeated failures the breaker opens: calls end as misses without being made, until a
+single one is tried again after a while.
+
+Knows keys, symbols and slots; knows no tree and no pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar, get_args
+
+from mainstem.errors import BadArgument, StorageError, check_integer
+from mainstem.storage.base import ABSENT, Backend
+from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.workers import Call, Workers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """How a store is used.
+
+    Args:
+        prefetch: what a request waits for: "best_effort": nothing; "wait_complete": all that was found; "timeout": that,
+            but for no longer than `timeout_s` and `timeout_per_page_s` for each page.
+        prefetch_min_tokens: fewer are computed rather than read.
+        timeout_s, timeout_per_page_s: for "timeout".
+        max_prefetches: at once; more are left out.
+        batch_pages: pages a call.
+        batches: calls of one prefetch at once.
+        host_fraction: of the host's pages that prefetches under way may hold.
+        call_timeout_s: after which a call has failed.
+        queue_pages: pages that wait to be written; what comes when it is full is left out.
+        writes: calls that write at once.
+        breaker_failures: failed calls, one after another, that open the breaker.
+        breaker_cooldown_s: after which one call is tried again.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+
+    prefetch: PrefetchPolicy = "timeout"
+    prefetch_min_tokens: int = 256
+    timeout_s: float = 0.1
+    timeout_per_page_s: float = 0.01
+    max_prefetches: int = 16
+    batch_pages: int = 32
+    batches: int = 4
+    host_fraction: float = 0.5
+    call_timeout_s: float = 5.0
+    queue_pages: int = 1024
+    writes: int = 2
+    breaker_failures: int = 3
+    breaker_cooldown_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.prefetch not in get_args(PrefetchPolicy):
+            raise BadArgument("prefetch", self.prefetch, "one of " + ", ".join(get_args(PrefetchPolicy)))
+        for name in ("max_prefetches", "batch_pages", "batches", "queue_pages", "writes", "breaker_failures"):
+            check_integer(name, getattr(self, name), 1, 2**31 - 1)
+        check_integer("prefetch_min_tokens", self.prefetch_min_tokens, 0, 2**31 - 1)
+        for name in ("timeout_s", "timeout_per_page_s", "call_timeout_s", "breaker_cooldown_s"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < 1e9:
+                raise BadArgument(name, value, "seconds, 0 or more")
+        if type(self.host_fraction) not in (int, float) or not 0 < self.host_fraction <= 1:
+            raise BadArgument("host_fraction", self.host_fraction, "above 0, up to 1")
+
+
+class Breaker:
+    """Stops calls to what fails again and again.
+
+    closed --failures--> open --cool-down--> one call is tried --well--> closed
+                           ^-----------------------failed---+
+    """
+
+    def __init__(self, failures: int, cooldown_s: float, clock: Callable[[], float]) -> None:
+        self._most, self._cooldown_s, self._clock = failures, cooldown_s, clock
+        self._failures = 0
+        self._closed_until_s = 0.0  # while open: when the next call may be tried
+        self._trying = False
+        self.openings = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are stopped."""
+        return self._failures >= self._most
+
+    def allow(self) -> bool:
+        """Whether a call may be made now; it must then be told how it went."""
+        if not self.open:
+            return True
+        if self._trying or self._clock() < self._closed_until_s:
+            return False
+        self._trying = True
+        return True
+
+    def succeed(self) -> None:
+        """A call went well."""
+        self._failures, self._trying = 0, False
+
+    def fail(self) -> None:
+        """A call failed."""
+        was_open = self.open
+        self._failures += 1
+        self._trying = False
+        if self.open:
+            self._closed_until_s = self._clock() + self._cooldown_s
+            self.openings += not was_open
+
+
+@dataclass(slots=True)
+class _Answer(Generic[T]):
+    """What a worker brings back: a value, and what went wrong on the way, by cause."""
+
+    value: T
+    causes: Counter[str]
+    failed: bool = False  # the call as a whole
+
+
+class StoreCall(Generic[T]):
+    """One call to a store. Its value is always there once it is done; at worst it says that nothing was found."""
+
+    def __init__(self, store: Store, call: Call[_Answer[T]] | None, nothing: T, deadline_s: float) -> None:
+        self._store, self._call, self._nothing, self._deadline_s = store, call, nothing, deadline_s
+        self._overdue = False
+        self._told = call is None
+        self.value = nothing
+
+    def done(self) -> bool:
+        """Whether it has ended, and its slots are free."""
+        if self._call is None:
+            return True
+        if self._call.done():
+            self._tell(self._call)
+            return True
+        self.overdue()
+        return False
+
+    def overdue(self) -> bool:
+        """Whether it has failed for its time, though it may come back late."""
+        if not self._overdue and self._call is not None and not self._call.done():
+            if self._store.clock() < self._deadline_s:
+                return False
+            self._overdue = self._store.slow = True
+            self._store.count("timeout")
+            self._store.breaker.fail()
+        return self._overdue
+
+    def _tell(self, call: Call[_Answer[T]]) -> None:
+        if self._told:
+            return
+        self._told = True
+        answer = call.result()
+        self.value = answer.value
+        for cause, count in answer.causes.items():
+            self._store.count(cause, count)
+        self._store.slow = False
+        if self._overdue:
+            return  # it has counted as failed
+        if answer.failed:
+            self._store.breaker.fail()
+        else:
+            self._store.breaker.succeed()
+
+
+class Store:
+    """A back end with verified pages, deadlines, a breaker and counters. One thread at a time.
+
+    Args:
+        backend: where the bytes go.
+        sealer: makes and verifies pages.
+        config: limits.
+        readers, writers: run the calls; apart, so that neither waits for the other.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        sealer: Sealer,
+        config: StorageConfig = StorageConfig(),
+        *,
+        readers: Workers,
+        writers: Workers,
+        clock: Callable[[], float],
+    ) -> None:
+        self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
+        self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
+        self.faults: Counter[str] = Counter()
+        self.slow = False  # a call took longer than anybody waits, and none has come back since
+        self._readers, self._writers = readers, writers
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """Announces the memory that slots lie in.
+
+        Raises:
+            StorageError: the client refuses it.
+        """
+        self.backend.register(regions)
+
+    def look(self, namespace: bytes, symbols: bytes, have: int, page_bytes: int) -> StoreCall[list[bytes]]:
+        """Keys of the pages of `symbols` from page `have` on that are stored, up to the first gap."""
+
+        def look(causes: Counter[str]) -> list[bytes]:
+            keys = self.sealer.keys(self.sealer.root(namespace), symbols, page_bytes)[have:]
+            return keys[: max(0, min(self.backend.exists(keys), len(keys)))]
+
+        return self._submit(self._readers, look, [])
+
+    def read(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[int]:
+        """How many pages, from the first on, are in their slots now, whole and verified."""
+
+        def read(causes: Counter[str]) -> int:
+            lengths = self.backend.get(keys, slots)
+            for good, (key, slot, length) in enumerate(zip(keys, slots, lengths, strict=True)):
+                if (cause := self._cause(key, slot, length)) is not None:
+                    causes[cause] += 1
+                    return good
+            return len(keys)
+
+        return self._submit(self._readers, read, 0)
+
+    def write(
+        self, namespace: bytes, symbols: bytes, begin: int, slots: Sequence[memoryview], page_bytes: int
+    ) -> StoreCall[Written]:
+        """Seals and stores the pages from `begin` on; those that are stored already are left alone."""
+
+        def write(causes: Counter[str]) -> Written:
+            keys = self.sealer.keys(self.sealer.root(namespace), symbols, page_bytes)
+            # What hangs behind a gap would never be found.
+            if begin and not self.backend.exists(keys[begin - 1 : begin]):
+                return Written(0, gap=True)
+            there = max(0, min(self.backend.exists(keys[begin:]), len(slots)))
+            stored = 0
+            for at in range(there, len(slots), self.config.batch_pages):
+                batch = slice(at, min(at + self.config.batch_pages, len(slots)))
+                for key, slot in zip(keys[begin:][batch], slots[batch], strict=True):
+                    self.sealer.seal(slot, key)
+                results = self.backend.put(keys[begin:][batch], slots[batch])
+                stored += sum(results)
+                if not all(results):
+                    causes["full"] += 1
+                    break
+            return Written(stored, gap=False)
+
+        return self._submit(self._writers, write, Written(0, gap=False))
+
+    def keep_note(self, name: str, content: bytes, room_bytes: int) -> StoreCall[bool]:
+        """Stores something that is no page, in the place of what had this name; whether it did."""
+        slot = memoryview(bytearray(HEADER_BYTES + room_bytes))
+        slot[HEADER_BYTES : HEADER_BYTES + len(content)] = content
+
+        def keep(causes: Counter[str]) -> bool:
+            key = self.sealer.record(name)
+            self.sealer.seal(slot, key)
+            if not self.backend.capabilities.overwrites:
+                self.backend.delete([key])
+            return self.backend.put([key], [slot])[0]
+
+        return self._submit(self._writers, keep, False)
+
+    def find_note(self, name: str, room_bytes: int) -> StoreCall[bytes]:
+        """What was kept under this name in so much room, with zeros behind; empty: nothing."""
+        slot = memoryview(bytearray(HEADER_BYTES + room_bytes))
+
+        def find(causes: Counter[str]) -> bytes:
+            key = self.sealer.record(name)
+            cause = self._cause(key, slot, self.backend.get([key], [slot])[0])
+            if cause is not None:
+                causes[cause] += 1
+                return b""
+            return bytes(slot[HEADER_BYTES:])
+
+        return self._submit(self._readers, find, b"")
+
+    def count(self, cause: str, times: int = 1) -> None:
+        """Counts a fault; the first of each cause is logged."""
+        if cause not in self.faults and cause not in ("absent", "breaker"):
+            log.warning("storage: %s; further ones are counted only", cause)
+        self.faults[cause] += times
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the workers and the back end; calls that hang are left behind, and the back end with them."""
+        ended = [workers.close(timeout_s) for workers in (self._writers, self._readers)]
+        if all(ended):
+            self.backend.close()
+        else:
+            log.warning("storage: calls still hang after %s s; the back end is not closed", timeout_s)
+
+    def _cause(self, key: bytes, slot: memoryview, length: int) -> str | None:
+        if length != len(slot):
+            return "absent" if length == ABSENT else "length"
+        return self.sealer.verify(slot, key)
+
+    def _submit(self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T) -> StoreCall[T]:
+        if not self.breaker.allow():
+            self.count("breaker")
+            return StoreCall(self, None, nothing, 0.0)
+
+        def run() -> _Answer[T]:
+            causes: Counter[str] = Counter()
+            try:
+                return _Answer(work(causes), causes)
+            except StorageError as error:
+                causes[error.cause] += 1
+                log.debug("storage: %s", error)
+            except Exception:  # noqa: BLE001  # a back end may be anybody's code: what it raises is a miss
+                causes["crashed"] += 1
+                log.debug("storage: the back end raised", exc_info=True)
+            return _Answer(nothing, causes, failed=True)
+
+        return StoreCall(self, workers.submit(run), nothing, self.clock() + self.config.call_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a write did.
+
+    Args:
+        pages: stored by it.
+        gap: nothing was stored, since the page before is not there.
+    """
+
+    pages: int
+    gap: bool

