@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVPool
+from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -217,11 +218,15 @@ def _attend_block(
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """What a forward hands through the model to its attention layers, as the argument `paging`."""
+    """What a forward hands through the model to its attention layers, as the argument `paging`.
+
+    A layer waits for its own part of what is arriving only, so that it is computed while the next one is on its way.
+    """
 
     attention: Attention
     plan: BatchPlan
     max_context: int
+    arriving: tuple[LayerTicket, ...] = ()
 
 
 def install(model: PreTrainedModel) -> None:
@@ -255,6 +260,8 @@ def _paged_attention(
     if not packed[1].shape == packed[2].shape == expected:
         raise UnsupportedModel(f"{type(module).__name__} makes keys and values of {key.shape}, {value.shape}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    for ticket in paging.arriving:
+        ticket.wait_layer(layer)
     return paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, paging.plan).unsqueeze(0), None
 
 

@@ -67,6 +67,9 @@ class Copier(Protocol):
     def finish(self, mark: Any) -> None:
         """Blocks until the copies up to a mark have ended."""
 
+    def drain(self) -> None:
+        """Blocks until all copies that were begun have ended."""
+
 
 class CpuCopier:
     """Copies at once, without the GIL. Its fences and marks are None."""
@@ -99,6 +102,9 @@ class CpuCopier:
         """They have ended."""
 
     def finish(self, mark: Any) -> None:
+        """They have ended."""
+
+    def drain(self) -> None:
         """They have ended."""
 
 
@@ -143,7 +149,7 @@ class CudaCopier:
                 for target, targets, source, sources in copies:
                     target.index_copy_(0, targets, source.index_select(0, sources))
             except RuntimeError:
-                self._stream.synchronize()
+                self.drain()
                 raise
             return self._stream.record_event()
 
@@ -158,6 +164,10 @@ class CudaCopier:
     def finish(self, mark: Any) -> None:
         """See `Copier.finish`."""
         mark.synchronize()
+
+    def drain(self) -> None:
+        """See `Copier.drain`."""
+        self._stream.synchronize()
 
 
 class _Mapped:

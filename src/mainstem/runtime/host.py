@@ -341,9 +341,11 @@ class HostPool:
         with self._turn, self._lock:
             self._closed = True
             left = [*self._ups, *self._downs]
+            self._ups.clear()
+            self._downs.clear()
+        self._copier.drain()
         for transfer in left:
             transfer.end(StorageError("closed", "the host pool is closed"))
-            transfer.wait()
         if self._executor is not None:
             self._executor.shutdown()
 

@@ -22,6 +22,7 @@ from mainstem.runtime import kv
 from mainstem.runtime.attention import Attention, Extent, Paging, SdpaAttention, install, plan_batch
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.models import LoadedModel
+from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -42,12 +43,14 @@ class Segment:
         start: position of tokens[0]; the KV of positions [0, start) is already in the pages.
         page_table: int32 page ids, covering at least start + n positions; those written to belong to it alone.
         logits: whether the row of the last token is wanted.
+        arriving: the KV before `start` is still on its way, layer by layer.
     """
 
     tokens: NDArray[np.int32]
     start: int
     page_table: NDArray[np.int32]
     logits: bool
+    arriving: LayerTicket | None = None
 
     @property
     def end(self) -> int:
@@ -84,6 +87,11 @@ class ModelRunner:
         self._pool = KVPool(config, pages, page_size, loaded.dtype, loaded.model.device)
         self._self_test(loaded)
 
+    @property
+    def pool(self) -> KVPool:
+        """The pages that it reads and writes."""
+        return self._pool
+
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Compute the segments' new tokens, write their KV, and return the logits that were asked for.
 
@@ -112,13 +120,14 @@ class ModelRunner:
         positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in segments])
         last = np.cumsum([len(s.tokens) for s in segments]) - 1
         rows = last[[s.logits for s in segments]]
+        arriving = tuple(dict.fromkeys(s.arriving for s in segments if s.arriving is not None))
         with torch.inference_mode():
             output = self._model(
                 input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
                 position_ids=torch.from_numpy(positions).unsqueeze(0).to(device),
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(rows).to(device),
-                paging=Paging(self._attention, plan, self._max_context),
+                paging=Paging(self._attention, plan, self._max_context, arriving),
             )
             logits: torch.Tensor = output.logits.squeeze(0).float()
         return logits

@@ -12,6 +12,10 @@ goes before it.
 **What is shared is computed once.** A request is held back while a running prefill of its namespace is about to publish
 a longer page-aligned prefix of it than the cache has; once it is over the age limit it is held back no more.
 
+**What lies below the device.** A prompt is looked up in storage when it comes, and admitted no sooner than its prefetch
+lets it; what the host has of it is loaded layer by layer while the forward computes behind it. A load that fails is
+computed instead.
+
 **When pages run out** the newest running request is set back: what it computed stays in the cache, and it is resumed
 with its generated tokens as part of its prompt. The oldest one always goes on, so every step makes progress.
 
@@ -43,11 +47,14 @@ from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob, Usa
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
 from mainstem.runtime.text import Detokenizer, Tokenizer
+from mainstem.tiers.controller import Load, Prefetch, Tiers
 
 log = logging.getLogger(__name__)
 
 # Bounds the time of a step, however many wait.
 _RANKED = 128
+
+_POLL_S = 0.001  # between looks at transfers that nobody can do anything without
 
 _NOTHING = Delta("")
 
@@ -87,6 +94,7 @@ class Totals:
         requests: added.
         prompt_tokens: of the requests admitted.
         cached_tokens: of them, found in the cache at the first admission.
+        host_tokens, storage_tokens: of these, on the host; in storage.
         computed_tokens: that went through the model, whatever for.
         generated_tokens: sampled.
         preemptions: times a running request was set back.
@@ -96,6 +104,8 @@ class Totals:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
@@ -128,6 +138,7 @@ class Scheduler:
     ) -> None:
         self.totals = Totals()
         self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
+        self._tiers: Tiers | None = cache.tiers
         self._limits, self._eos = limits, eos
         self._clock, self._random = clock, random
         self._waiting: dict[str, _Task] = {}
@@ -135,6 +146,14 @@ class Scheduler:
         self._events: list[Event] = []
         # Who found no pages, and when how many could be had: not tried again before that changes.
         self._blocked: tuple[str, int] | None = None
+        self._idle = False  # the last step had nothing to compute
+
+    @property
+    def rest_s(self) -> float | None:
+        """How long a step would find nothing to do, unless a request comes; None: for ever."""
+        if self._running or self._events or (self._waiting and not self._idle):
+            return 0.0
+        return _POLL_S if self._waiting or (self._tiers is not None and self._tiers.busy) else None
 
     @property
     def waiting(self) -> int:
@@ -187,8 +206,10 @@ class Scheduler:
         arrived_s = self._clock() if arrived_s is None else arrived_s
         sampler = Sampler(request.params, self._random)
         text = Detokenizer(self._tokenizer, request.params.stop, request.tokens)
-        self._waiting[id] = _Task(id, request, self.totals.requests, arrived_s, sampler, text)
+        self._waiting[id] = task = _Task(id, request, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
+        self._idle = False
+        self._look_below(task)
 
     def cancel(self, id: str) -> None:
         """Ends a request; its last event comes with the next step. Does nothing if it has ended."""
@@ -198,9 +219,12 @@ class Scheduler:
 
     def step(self) -> list[Event]:
         """One forward at most, and everything that became known since the last step, in order."""
+        if self._tiers is not None:
+            self._tiers.poll()
         self._grow()
         shares = self._share_running()
         shares += self._share_waiting(self._limits.chunk_tokens - sum(n for task, n in shares if task.prefilling))
+        self._idle = not shares
         if shares:
             self._forward(shares)
         events, self._events = self._events, []
@@ -242,14 +266,14 @@ class Scheduler:
         for task, hit in self._ranked():
             if not self._has_room(budget):
                 break
-            if self._is_held_back(task, hit):
+            if self._is_held_back(task, hit) or self._is_awaited(task):
                 continue
             if self._blocked == (task.id, self._room()):
                 break
             try:
                 self._admit(task)
             except OutOfPages as error:
-                if self._running:
+                if self._running or (self._tiers is not None and self._tiers.copying):
                     self._blocked = (task.id, self._room())
                     break
                 self._end(task, "error", error=str(error))  # Nothing runs, so no page will ever come back.
@@ -296,26 +320,55 @@ class Scheduler:
                     return True
         return False
 
+    def _look_below(self, task: _Task) -> None:
+        """Has storage asked for what neither device nor host has of a prompt."""
+        if self._tiers is not None and self._cache.enabled:
+            task.prefetch = self._tiers.prefetch(task.known, task.request.namespace)
+
+    def _is_awaited(self, task: _Task) -> bool:
+        """Whether storage may bring more of this request's prompt before long."""
+        if task.prefetch is not None and task.prefetch.ended and task.prefetch.shared:
+            self._forget_prefetch(task)  # it was for another prompt that begins alike
+            self._look_below(task)
+        return task.prefetch is not None and task.prefetch.waiting
+
+    def _forget_prefetch(self, task: _Task) -> None:
+        if task.prefetch is not None:
+            task.stored += task.prefetch.loaded
+            task.prefetch.revoke()
+            task.prefetch = None
+
     def _admit(self, task: _Task) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
         lease = self._cache.lease(task.known, task.request.namespace, priority=task.request.priority)
+        load = None if self._tiers is None else self._tiers.load(lease)
         try:
-            task.open(lease)
+            task.open(lease, load)
         except OutOfPages:
             lease.abort()
             raise
         del self._waiting[task.id]
         self._running[task.id] = task
+        self._forget_prefetch(task)
         if task.admitted_s is None:
-            task.admitted_s, task.cached_tokens = self._clock(), lease.hit_tokens
-            self.totals.prompt_tokens += len(task.request.tokens)
-            self.totals.cached_tokens += lease.hit_tokens
+            task.admitted_s = self._clock()
+            self._count_hits(task, loaded=0 if load is None else load.pages * self._cache.page_size)
         self._tell_progress(task)
+
+    def _count_hits(self, task: _Task, loaded: int) -> None:
+        task.cached_tokens = task.computed
+        task.storage_tokens = min(task.stored, loaded)
+        task.host_tokens = loaded - task.storage_tokens
+        self.totals.prompt_tokens += len(task.request.tokens)
+        self.totals.cached_tokens += task.cached_tokens
+        self.totals.host_tokens += task.host_tokens
+        self.totals.storage_tokens += task.storage_tokens
 
     def _forward(self, shares: list[tuple[_Task, int]]) -> None:
         sampled = [task for task, n in shares if n == task.pending]
         try:
             logits = self._runner.forward([task.segment(n) for task, n in shares])
+            shares, sampled, logits = self._drop_failed_loads(shares, sampled, logits)
             picked = sample(logits, [task.sampler for task in sampled])
         except Exception as error:
             log.exception("a forward over %d requests failed; they end", len(shares))
@@ -334,6 +387,17 @@ class Scheduler:
             except Exception as error:  # such as a tokenizer that cannot decode a token: the others go on
                 log.exception("request %s failed and ends", task.id)
                 self._end(task, "error", error=f"{type(error).__name__}: {error}")
+
+    def _drop_failed_loads(
+        self, shares: list[tuple[_Task, int]], sampled: list[_Task], logits: torch.Tensor
+    ) -> tuple[list[tuple[_Task, int]], list[_Task], torch.Tensor]:
+        """Leaves out what was computed behind pages that did not arrive; it is computed again, with those pages."""
+        failed = [task for task, _ in shares if not task.land()]
+        if not failed:
+            return shares, sampled, logits
+        good = [row for row, task in enumerate(sampled) if task not in failed]
+        shares = [(task, n) for task, n in shares if task not in failed]
+        return shares, [sampled[row] for row in good], logits[good]
 
     def _tell_progress(self, task: _Task) -> None:
         if not task.generated:
@@ -360,6 +424,7 @@ class Scheduler:
     def _end(self, task: _Task, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
         self._waiting.pop(task.id, None)
         self._running.pop(task.id, None)
+        self._forget_prefetch(task)
         task.close()
         self.totals.errors += error is not None
         text = last.text + _flush(task)
@@ -389,10 +454,13 @@ class _Task:
         self.computed = 0
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = self.host_tokens = self.storage_tokens = 0
         self.was_set_back = False
+        self.prefetch: Prefetch | None = None
+        self.stored = 0  # positions that prefetches brought
         self._arrival = arrival
         self._lease: Lease | None = None
+        self._load: Load | None = None
         self._prefill_end = self.length
         self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
         self._tokens[: self.length] = request.tokens
@@ -420,12 +488,25 @@ class _Task:
         """Lower goes first, hits and age left aside."""
         return -self.request.priority, not self.was_set_back, self._arrival
 
-    def open(self, lease: Lease) -> None:
-        """Takes a lease and pages for all known tokens; OutOfPages changes nothing."""
+    def open(self, lease: Lease, load: Load | None) -> None:
+        """Takes a lease and pages for all known tokens; OutOfPages changes nothing.
+
+        What is being loaded counts as computed: the forward waits for it, layer by layer.
+        """
+        hit = lease.hit if load is None else lease.reserved
         lease.reserve(max(0, self.length - lease.reserved))
-        self._lease = lease
-        self.computed = lease.hit
+        self._lease, self._load = lease, load
+        self.computed = hit
         self._prefill_end = self.length
+
+    def land(self) -> bool:
+        """After a forward: whether all that it read had arrived. If not, computing starts again behind the hit."""
+        load, self._load = self._load, None
+        if load is None or load.wait():
+            return True
+        assert self._lease is not None
+        self.computed = self._lease.hit
+        return False
 
     def reserve(self) -> None:
         """A page for the newest token; OutOfPages changes nothing."""
@@ -438,7 +519,8 @@ class _Task:
         """The next n tokens to compute."""
         assert self._lease is not None and 0 < n <= self.pending
         tokens = self._tokens[self.computed : self.computed + n]
-        return Segment(tokens, self.computed, self._lease.page_table, logits=n == self.pending)
+        arriving = None if self._load is None else self._load.ticket
+        return Segment(tokens, self.computed, self._lease.page_table, n == self.pending, arriving)
 
     def advance(self, n: int) -> None:
         """Counts n tokens as computed, and publishes every page that they fill, for others to use at once."""
@@ -455,9 +537,11 @@ class _Task:
 
     def close(self) -> None:
         """Gives the lease back, if there is one; what was computed stays in the cache, and nothing of a failed step."""
-        if self._lease is not None:
+        if self._lease is not None and self._load is not None:
+            self._lease.abort()  # nothing is computed yet
+        elif self._lease is not None:
             self._lease.finish(self.computed)
-        self._lease = None
+        self._lease = self._load = None
 
     def usage(self, now_s: float) -> Usage:
         """What was used up to now."""
@@ -468,6 +552,8 @@ class _Task:
             queue_s=(now_s if self.admitted_s is None else self.admitted_s) - self.arrived_s,
             ttft_s=0.0 if self.first_token_s is None else self.first_token_s - self.arrived_s,
             duration_s=now_s - self.arrived_s,
+            host_tokens=self.host_tokens,
+            storage_tokens=self.storage_tokens,
         )
 
 

@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -37,7 +37,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class AIBrixBackend(Backend):
     """Values in a folder or a RocksDB, through a connector of AIBrix.
 
-    Neither is bounded: values stay until they are deleted, or `put` says False since the disk is full.
+    Neither is bounded: values stay until they are deleted, or `put` says False since the disk is full. A RocksDB on a
+    full disk cannot delete either, nor be opened, until somebody makes room.
 
     Args:
         connector: "shfs": a file a value, in a folder that others may share; "rocksdb": a database that one process
@@ -64,7 +65,7 @@ class AIBrixBackend(Backend):
         self._timeout_s = timeout_s
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="mainstem-aibrix")
         self._connector = self._open_connector(str(Path(path, namespace)))
-        # A connector writes each value to a file with one name and renames it, so a key has one writer at a time.
+        # SHFS writes each value of a key to one and the same file and renames it: so a key has one writer at a time.
         self._writers = [asyncio.Lock() for _ in range(256)]
         self._closed = False
         self._lock = threading.Lock()
@@ -116,9 +117,9 @@ class AIBrixBackend(Backend):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Deletes all at once."""
-        for status in self._call(lambda: [self._connector.delete(key) for key in keys]):
+        for status in self._call(lambda: [self._delete(key) for key in keys]):
             if not (status.is_ok() or _is_absent(status)):
-                raise StorageError("io", f"AIBrix could not delete: {status.value}")
+                raise StorageError("full" if _is_full(status) else "io", f"AIBrix could not delete: {status.value}")
 
     def clear(self) -> None:
         """Deletes key by key what is in the folder or the database, which takes a walk."""
@@ -163,7 +164,7 @@ class AIBrixBackend(Backend):
 
         self._check_open()
         call = all_at_once()
-        future = self._submit(call)
+        future: Future[list[T]] = self._submit(call)
         try:
             return future.result(self._timeout_s)
         except TimeoutError as error:
@@ -175,7 +176,7 @@ class AIBrixBackend(Backend):
             self._check_open()
             raise StorageError("io", f"AIBrix: {error}") from error
 
-    def _submit(self, call: Coroutine[Any, Any, T]) -> Any:
+    def _submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         try:
             return asyncio.run_coroutine_threadsafe(call, self._loop)
         except RuntimeError as error:  # the loop ended since
@@ -188,6 +189,10 @@ class AIBrixBackend(Backend):
         if _is_absent(status):  # another process wrote this key meanwhile, and took the file
             return await self._connector.exists(key)
         return status
+
+    async def _delete(self, key: bytes) -> Any:
+        async with self._writers[key[0]]:
+            return await self._connector.delete(key)
 
     async def _in_worker(self, work: Callable[[Any], T]) -> T:
         return await self._loop.run_in_executor(self._workers, work, self._connector)

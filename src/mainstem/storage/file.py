@@ -32,7 +32,8 @@ import stat
 import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -45,7 +46,7 @@ from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capa
 GRAIN_BYTES = 4096
 """Values begin at multiples of this: a page of the page cache, so that no write has to read first."""
 
-RECORD = Struct("<32s16sqqQ")
+RECORD = Struct("<32s16sqqQ")  # little-endian, 72 bytes
 """key, digest of the value, offset in `values` (-1: deleted), length, checksum of all before it."""
 
 SLACK_RECORDS = 1024
@@ -57,9 +58,13 @@ STEP_BYTES = 64 << 20
 READ_BYTES = 256 << 10
 """Small values are read together up to this much, so that their digests find them in the processor's cache."""
 
+SHARED_BYTES = 4 << 20
+"""Batches that are read by several threads have this much; below, starting one costs more."""
+
 WRITE_BYTES = 1 << 30
 """One call writes at most this; Linux takes nearly twice as much."""
 
+_BODY = Struct(RECORD.format[:-1])
 _FORMAT = 0x6D61696E7374656D + 1  # seeds the checksum of records: those of another version of the format do not verify
 _MAX_VECTOR = 1024  # IOV_MAX of Linux
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last so that a planted pipe is not waited for
@@ -212,6 +217,7 @@ class FileBackend(Backend):
             than the last time drops what lies behind it.
         sync: whether `put` and `delete` return only when the disk has it. Without, values are safe against the end of
             the process, not of the machine: then the newest may be lost, or one that was replaced may be back.
+        threads: that read a large batch, the caller's among them: digests take a quarter of the time of a cached read.
         io: file system calls.
         random: so many random bytes, for junk that destroys what left.
 
@@ -219,7 +225,7 @@ class FileBackend(Backend):
         corrupt: values dropped since the store was opened because they did not verify.
 
     Raises:
-        BadArgument: a capacity below one grain, a root that is no path.
+        BadArgument: a capacity below one grain, no thread, a root that is no path.
         BackendUnavailable: xxhash is not installed; another process has the store open; the folder or a file in it
             cannot be opened, is no regular file, or could be changed by somebody else.
     """
@@ -234,11 +240,14 @@ class FileBackend(Backend):
         capacity_bytes: int,
         *,
         sync: bool = True,
+        threads: int = 2,
         io: FileSystem | None = None,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         if capacity_bytes < GRAIN_BYTES:
             raise BadArgument("capacity_bytes", capacity_bytes, f"at least {GRAIN_BYTES}")
+        if threads < 1:
+            raise BadArgument("threads", threads, "at least 1")
         if not str(root) or "\0" in str(root):
             raise BadArgument("root", str(root), "the path of a folder")
         self._digest, self._checksum = _hashes()
@@ -246,6 +255,8 @@ class FileBackend(Backend):
         self._capacity = capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
         self._sync = sync
         self._io = io or FileSystem()
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "file store")
         self._junk = memoryview(random(GRAIN_BYTES))
         self._index: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
         self._owner: dict[int, bytes] = {}  # whose value starts at an offset
@@ -313,13 +324,11 @@ class FileBackend(Backend):
         """Writes values from the buffers themselves; what is there already, byte for byte, is not written again."""
         values = {}  # of a key that comes twice the last
         for key, buffer in zip(keys, buffers, strict=True):
-            values[_checked(key)] = _Piece(
-                key, Entry(0, len(buffer), self._digest(buffer), _rounded(len(buffer))), buffer
-            )
+            values[_checked(key)] = _Value(key, buffer, self._digest(buffer))
         refused: set[bytes] = set()
         with self._writing():
-            fresh = self._unknown(values.values())
-            self._grow(sum(piece.entry.end for piece in fresh))
+            fresh = self._unknown(list(values.values()))
+            self._grow(sum(_rounded(len(buffer)) for _, buffer, _ in fresh))
             for batch in self._batches(fresh):
                 refused |= self._store(batch)
         return [key not in refused for key in keys]
@@ -354,6 +363,7 @@ class FileBackend(Backend):
             self._closed = True
             self._idle.wait_for(lambda: not self._readers)
             self._close_files()
+        self._pool.shutdown()
 
     def check(self) -> None:
         """Looks whether every grain is free or owned by one value, once.
@@ -377,6 +387,23 @@ class FileBackend(Backend):
 
     def _read_values(self, pieces: Sequence[_Piece]) -> set[bytes]:
         """Fills the buffers; returns the keys of those that could not be read, or did not verify."""
+        threads = self._threads if sum(entry.length for _, entry, _ in pieces) >= SHARED_BYTES else 1
+        share = -(-len(pieces) // threads)
+        others = [
+            self._pool.submit(self._read_part, pieces[at : at + share]) for at in range(share, len(pieces), share or 1)
+        ]
+        try:
+            parts = [self._read_part(pieces[:share])]
+        finally:
+            wait(others)  # whatever happens, nobody writes to the caller's buffers after this call
+        parts += [other.result() for other in others]
+        broken = [error for _, _, error in parts if error is not None]
+        if broken and sum(unread for _, unread, _ in parts) == len(pieces):
+            raise _failure(f"reading from {self._root}", broken[0])
+        return set().union(*(lost for lost, _, _ in parts))
+
+    def _read_part(self, pieces: Sequence[_Piece]) -> tuple[set[bytes], int, OSError | None]:
+        """Returns the keys of values that are lost, how many of them could not be read, and why."""
         lost: set[bytes] = set()
         unread, broken = 0, None
         for first, last in _runs(pieces, READ_BYTES):
@@ -391,9 +418,7 @@ class FileBackend(Backend):
                 if self._digest(buffer) != entry.digest:
                     lost.add(key)
                     self._distrust(key, entry)
-        if broken is not None and unread == len(pieces):
-            raise _failure(f"reading from {self._root}", broken)
-        return lost
+        return lost, unread, broken
 
     def _read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Reads until the buffers are full or the file ends; returns how much."""
@@ -413,38 +438,39 @@ class FileBackend(Backend):
 
     # ------------------------------------------------------------ writing
 
-    def _unknown(self, pieces: Collection[_Piece]) -> list[_Piece]:
+    def _unknown(self, values: Sequence[_Value]) -> list[_Value]:
         """Those that the store does not hold already; the others are used now."""
         fresh = []
         with self._lock:
-            for piece in reversed(list(pieces)):
-                entry = self._index.get(piece.key)
-                if entry is not None and entry.digest == piece.entry.digest and entry.length == piece.entry.length:
-                    self._index.move_to_end(piece.key)
+            for value in reversed(values):
+                entry = self._index.get(value.key)
+                if entry is not None and entry.digest == value.digest and entry.length == len(value.buffer):
+                    self._index.move_to_end(value.key)
                 else:
-                    fresh.append(piece)
+                    fresh.append(value)
         return fresh[::-1]
 
-    def _batches(self, pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+    def _batches(self, values: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
         """Parts of at most half the room (one value at least), so that no batch has to drop itself."""
         first = size = 0
-        for at, piece in enumerate(pieces):
-            if at > first and size + piece.entry.end > self._space.total // 2:
-                yield pieces[first:at]
+        for at, (_, buffer, _) in enumerate(values):
+            room = _rounded(len(buffer))
+            if at > first and size + room > self._space.total // 2:
+                yield values[first:at]
                 first, size = at, 0
-            size += piece.entry.end
-        if pieces:
-            yield pieces[first:]
+            size += room
+        if values:
+            yield values[first:]
 
-    def _store(self, pieces: Sequence[_Piece]) -> set[bytes]:
-        """Writes a batch, whose entries begin at 0 still, and announces it; returns the keys that have no room."""
+    def _store(self, values: Sequence[_Value]) -> set[bytes]:
+        """Writes a batch and announces it; returns the keys that there is no room for."""
         with self._lock:
-            for piece in pieces:
-                self._drop(piece.key)
-            offsets = self._reserve([piece.entry.end for piece in pieces])
+            for key, _, _ in values:
+                self._drop(key)
+            offsets = self._reserve([_rounded(len(buffer)) for _, buffer, _ in values])
         placed = [
-            _Piece(key, Entry(offset, entry.length, entry.digest, offset + entry.end), buffer)
-            for (key, entry, buffer), offset in zip(pieces, offsets, strict=True)
+            _Piece(key, Entry(offset, length := len(buffer), digest, offset + _rounded(length)), buffer)
+            for (key, buffer, digest), offset in zip(values, offsets, strict=True)
             if offset is not None
         ]
         try:
@@ -458,7 +484,9 @@ class FileBackend(Backend):
             for key, entry, _ in reversed(placed):
                 self._index[key] = entry
                 self._owner[entry.offset] = key
-        return {piece.key for piece, offset in zip(pieces, offsets, strict=True) if offset is None}
+        if len(placed) == len(values):
+            return set()
+        return {key for (key, _, _), offset in zip(values, offsets, strict=True) if offset is None}
 
     def _commit(self, pieces: Sequence[_Piece], records: Sequence[bytes]) -> None:
         """Every change of the disk, in the order of the module's drawing."""
@@ -545,7 +573,7 @@ class FileBackend(Backend):
             offset += done
 
     def _record(self, key: bytes, entry: Entry) -> bytes:
-        body = RECORD.pack(key, entry.digest, entry.offset, entry.length, 0)[:-8]
+        body = _BODY.pack(key, entry.digest, entry.offset, entry.length)
         return body + self._checksum(body, _FORMAT).to_bytes(8, "little")
 
     # ------------------------------------------------------------ room (under the lock, but for _grow)
@@ -716,8 +744,16 @@ class FileBackend(Backend):
                 raise _failure(f"writing to {self._root}", error) from error
 
 
+class _Value(NamedTuple):
+    """What is to be stored."""
+
+    key: bytes
+    buffer: memoryview
+    digest: bytes
+
+
 class _Piece(NamedTuple):
-    """A value on its way."""
+    """A value that has its place in the file."""
 
     key: bytes
     entry: Entry

@@ -79,6 +79,47 @@ class _Wrapper(Backend):
         self._inner.close()
 
 
+class Remembered:
+    """The latest keys that were put through one object: for `clear` of what cannot list its own keys.
+
+    Args:
+        limit: keys that it remembers; about 150 bytes each.
+    """
+
+    def __init__(self, limit: int = 1 << 20) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._limit = limit
+        self._forgot = False
+        self._lock = threading.Lock()
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """To be called before a put: what is stored although the call fails is remembered, too."""
+        with self._lock:
+            self._keys.update(dict.fromkeys(keys))
+            while len(self._keys) > self._limit:
+                self._keys.popitem(last=False)
+                self._forgot = True
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """To be called after a delete."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def clear(self, delete: Callable[[list[bytes]], None]) -> None:
+        """Deletes every key that is remembered.
+
+        Raises:
+            StorageError: more was put than is remembered; what it remembers is deleted.
+        """
+        with self._lock:
+            keys = list(self._keys)
+        delete(keys)
+        self.discard(keys)
+        if self._forgot:
+            raise StorageError("refused", f"more than {self._limit} keys were put; the oldest are still there")
+
+
 class ReadOnly(_Wrapper):
     """A store that is read, never changed: one that others fill.
 
@@ -138,7 +179,7 @@ class Prefix(_Wrapper):
     Args:
         inner: what stands behind.
         name: any text but the empty one.
-        remembered: keys that `clear` can delete, the latest ones; about 150 bytes each.
+        remembered: how many keys `clear` can delete.
 
     Raises:
         BadArgument: an empty name.
@@ -150,10 +191,7 @@ class Prefix(_Wrapper):
         super().__init__(inner)
         secret = hashlib.blake2b(name.encode()).digest()
         self._hash = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"mainstem.prefix")
-        self._put: OrderedDict[bytes, None] = OrderedDict()
-        self._remembered = remembered
-        self._forgot = False
-        self._lock = threading.Lock()
+        self._put = Remembered(remembered)
 
     def exists(self, keys: Sequence[bytes]) -> int:
         """As the inner one, of this name's keys."""
@@ -166,18 +204,14 @@ class Prefix(_Wrapper):
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """As the inner one, of this name's keys."""
         own = self._keys(keys)
-        with self._lock:  # before the call: what is stored although the call fails is remembered, too
-            self._put.update(dict.fromkeys(own))
-            while len(self._put) > self._remembered:
-                self._put.popitem(last=False)
-                self._forgot = True
+        self._put.add(own)
         return self._inner.put(own, buffers)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """As the inner one, of this name's keys."""
         own = self._keys(keys)
         self._inner.delete(own)
-        self._forget(own)
+        self._put.discard(own)
 
     def clear(self) -> None:
         """Deletes what was put through this object.
@@ -185,12 +219,7 @@ class Prefix(_Wrapper):
         Raises:
             StorageError: more was put than is remembered, or the inner one raised; some may still be there.
         """
-        with self._lock:
-            own, forgot = list(self._put), self._forgot
-        self._inner.delete(own)
-        self._forget(own)
-        if forgot:
-            raise StorageError("refused", f"more than {self._remembered} keys were put; the oldest are still there")
+        self._put.clear(self._inner.delete)
 
     def stats(self) -> BackendStats:
         """Of the whole inner store, other names included, but for the entries, which nobody counts by name."""
@@ -204,11 +233,6 @@ class Prefix(_Wrapper):
             digest.update(key)
             own.append(digest.digest())
         return own
-
-    def _forget(self, own: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in own:
-                self._put.pop(key, None)
 
 
 class Compress(_Wrapper):

@@ -189,6 +189,11 @@ class Tiers:
         """Whether something is under way that `poll` will settle."""
         return bool(self._pending or self._warm)
 
+    @property
+    def copying(self) -> bool:
+        """Whether device pages belong to a transfer, and will be given back when it has ended."""
+        return any(isinstance(item, (_Backup, Load)) for item in self._pending)
+
     def poll(self) -> None:
         """Settles what has ended, begins what is due. Does not block."""
         self._settle(self._pending)
@@ -449,6 +454,7 @@ class Tiers:
         name = namespace, key[: (have + 1) * self._page_bytes]
         if (same := self._prefetches.get(name)) is not None:
             same.users += 1
+            same.shared = True
             return same
         if len(self._prefetches) >= config.max_prefetches:
             self.counts["prefetch_skipped"] += 1
@@ -599,12 +605,13 @@ class Prefetch:
 
     Attributes:
         loaded: positions that it brought into the tree so far.
-        users: requests that wait for it.
+        users: requests that want it.
+        shared: whether there was ever more than one.
     """
 
     def __init__(self, tiers: Tiers, name: tuple[bytes, bytes], namespace: bytes, key: bytes, have: int, anchor: int) -> None:
         assert tiers.store is not None
-        self.users, self.loaded = 1, 0
+        self.users, self.loaded, self.shared = 1, 0, False
         self._tiers, self._store, self._name = tiers, tiers.store, name
         self._namespace, self._key = namespace, key
         self._anchor = anchor  # the node behind which the next pages belong, locked on the host

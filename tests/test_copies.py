@@ -1,0 +1,185 @@
+"""Rows of bytes by their numbers, against NumPy; and a transfer whose copies fail, wait and are asked after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mainstem._core import copy_rows
+from mainstem.errors import BadArgument
+from mainstem.runtime.copies import Copy, CpuCopier, Step, Transfer
+
+Ids = NDArray[np.int32]
+
+
+def table(rows: int, size: int, stride: int, offset: int, seed: int) -> NDArray[np.uint8]:
+    """Random rows that lie `stride` apart, the first one `offset` bytes behind a line of the cache."""
+    memory = np.random.default_rng(seed).integers(0, 256, rows * stride + 128, np.uint8)
+    begin = -memory.ctypes.data % 64 + offset
+    return np.lib.stride_tricks.as_strided(memory[begin:], (rows, size), (stride, 1))
+
+
+def ids(*pages: int) -> Ids:
+    return np.array(pages, dtype=np.int32)
+
+
+@pytest.mark.parametrize("size", [1, 63, 2047, 2048, 2100, 12288])
+@pytest.mark.parametrize(("gap", "offset"), [(0, 0), (64, 0), (52, 16), (7, 3)])
+@pytest.mark.parametrize("order", ["scattered", "runs", "reversed"])
+def test_rows_are_copied_and_nothing_else(size: int, gap: int, offset: int, order: str) -> None:
+    """Sizes and numbers on both sides of where streams begin."""
+    rng = np.random.default_rng(size)
+    for count in (0, 1, 5, 1 + (3 << 19) // size if size > 1000 else 100):
+        rows = count + 3
+        source, target = table(rows, size, size + gap, offset, 1), table(rows, size, size + 2 * gap, offset, 2)
+        if order == "scattered":
+            sources, targets = rng.permutation(rows)[:count], rng.permutation(rows)[:count]
+        elif order == "runs":
+            sources, targets = np.arange(count) + 3, np.arange(count) + 1
+        else:
+            sources, targets = np.arange(count)[::-1], np.arange(count)
+        expected = np.lib.stride_tricks.as_strided(target, (rows, size + 2 * gap), target.strides)[:-1].copy()
+        expected[targets[targets < rows - 1], :size] = source[sources[targets < rows - 1]]
+        copy_rows(target, targets.astype(np.int32), source, sources.astype(np.int32))
+        assert np.array_equal(target[targets], source[sources])
+        after = np.lib.stride_tricks.as_strided(target, (rows, size + 2 * gap), target.strides)[:-1]
+        assert np.array_equal(after, expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "targets", "source", "sources", "name"),
+    [
+        (table(4, 8, 8, 0, 0), ids(4), table(4, 8, 8, 0, 0), ids(0), "targets"),
+        (table(4, 8, 8, 0, 0), ids(0), table(4, 8, 8, 0, 0), ids(-1), "sources"),
+        (table(4, 8, 8, 0, 0), ids(0, 1), table(4, 8, 8, 0, 0), ids(0), "sources"),
+        (table(4, 8, 8, 0, 0), ids(0), table(4, 7, 8, 0, 0), ids(0), "bytes a row"),
+        (table(4, 8, 8, 0, 0)[:, ::2], ids(0), table(4, 4, 8, 0, 0), ids(0), "target"),
+    ],
+)
+def test_rows_that_do_not_exist_are_refused(target: Any, targets: Ids, source: Any, sources: Ids, name: str) -> None:
+    before = target.copy()
+    with pytest.raises(BadArgument) as caught:
+        copy_rows(target, targets, source, sources)
+    assert caught.value.name == name
+    assert np.array_equal(target, before)
+
+
+class Marks(CpuCopier):
+    """A device that says when copies have ended: marks are 1, 2, 3, ...; those up to `reached` have."""
+
+    def __init__(self) -> None:
+        self.begun = self.reached = 0
+        self.held: list[int] = []
+        self.fails_at = 0
+        self.dead = False
+
+    def copy(self, copies: Sequence[Copy], fence: Any) -> Any:
+        if self.begun + 1 == self.fails_at:
+            raise RuntimeError("the device is out of memory")
+        self.begun += 1
+        return self.begun
+
+    def passed(self, mark: Any) -> bool:
+        if self.dead:
+            raise RuntimeError("the device is gone")
+        return bool(mark <= self.reached)
+
+    def hold(self, mark: Any) -> None:
+        self.held.append(mark)
+
+    def finish(self, mark: Any) -> None:
+        self.reached = max(self.reached, mark)
+
+
+def transfer(copier: Marks, layers: Sequence[int] = (0, 1, 2)) -> Transfer:
+    return Transfer([Step(layer, []) for layer in layers], copier)
+
+
+def test_done_when_the_device_is_not_when_all_was_begun() -> None:
+    copier = Marks()
+    ticket = transfer(copier)
+    for _ in range(3):
+        assert not ticket.ended
+        ticket.advance()
+    assert ticket.ended
+    assert not ticket.done()
+    copier.reached = 3
+    assert ticket.done()
+    assert ticket.error is None
+
+
+def test_wait_waits_for_the_last_mark() -> None:
+    copier = Marks()
+    ticket = transfer(copier)
+    for _ in range(3):
+        ticket.advance()
+    ticket.wait()
+    assert copier.reached == 3
+
+
+def test_a_reader_is_held_behind_the_last_step_up_to_its_layer() -> None:
+    copier = Marks()
+    ticket = transfer(copier, layers=(1, 3))
+    ticket.wait_layer(0)
+    assert copier.held == []
+    ticket.advance()
+    ticket.wait_layer(1)
+    ticket.wait_layer(2)
+    assert copier.held == [1, 1]
+    ticket.advance()
+    ticket.wait_layer(3)
+    ticket.wait_layer(9)
+    assert copier.held == [1, 1, 2, 2]
+
+
+def test_a_copy_that_fails_ends_the_transfer_and_lets_readers_go() -> None:
+    copier = Marks()
+    copier.fails_at = 2
+    ticket = transfer(copier)
+    reader = threading.Thread(target=ticket.wait_layer, args=(2,))
+    waiter = threading.Thread(target=ticket.wait)
+    reader.start()
+    waiter.start()
+    ticket.advance()
+    assert reader.is_alive()
+    ticket.advance()
+    for thread in (reader, waiter):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert isinstance(ticket.error, RuntimeError)
+    assert copier.reached == 1  # what was begun before still has to end
+    assert ticket.done()
+
+
+def test_a_device_that_dies_behind_the_last_copy_fails_the_transfer() -> None:
+    copier = Marks()
+    ticket = transfer(copier, layers=(0,))
+    ticket.advance()
+    copier.dead = True
+    assert ticket.done()
+    assert "gone" in str(ticket.error)
+
+
+def test_a_bug_ends_the_transfer_and_is_told() -> None:
+    class Buggy(Marks):
+        def copy(self, copies: Sequence[Copy], fence: Any) -> Any:
+            raise TypeError
+
+    ticket = transfer(Buggy())
+    with pytest.raises(TypeError):
+        ticket.advance()
+    assert ticket.done()
+    assert ticket.error is not None
+
+
+def test_nothing_to_copy_is_done() -> None:
+    ticket = transfer(Marks(), layers=())
+    assert ticket.done()
+    ticket.wait()
+    ticket.wait_layer(5)
+    assert ticket.error is None

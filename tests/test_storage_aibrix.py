@@ -1,0 +1,257 @@
+"""The connectors of AIBrix that need no server, on a real disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.aibrix import AIBrixBackend
+from mainstem.storage.base import ABSENT, open_backend
+from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+needs_package = pytest.mark.skipif(
+    not (find_spec("aibrix_kvcache") and find_spec("rocksdict")), reason="pip install 'mainstem[aibrix]' is missing"
+)
+both = pytest.mark.parametrize("connector", ["shfs", "rocksdb"])
+
+
+def values(size: int, version: int = 0) -> list[memoryview]:
+    return [make_value(key, size, version) for key in KEYS]
+
+
+def expect_error(cause: str, call: Callable[[], object]) -> None:
+    with pytest.raises(StorageError) as raised:
+        call()
+    assert raised.value.cause == cause
+
+
+def file_of(folder: Path, key: bytes) -> Path:
+    return folder / "mainstem" / key.hex()[:2] / key.hex()[2:4] / key.hex()
+
+
+@contextlib.contextmanager
+def writer_held_back(folder: Path, key: bytes) -> Iterator[Callable[[], bytes]]:
+    """Whoever writes this key hangs in the file system until the function that this gives has read what he writes."""
+    path = file_of(folder, key).with_name(key.hex() + ".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    freed = False
+
+    def free() -> bytes:
+        nonlocal freed
+        freed = True
+        return path.read_bytes()
+
+    yield free
+    if not freed:
+        free()
+
+
+def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@needs_package
+@both
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conformance(case: Case, connector: str, tmp_path: Path) -> None:
+    result = run(case, lambda: AIBrixBackend(connector, tmp_path))
+    assert result.passed, result.reason
+
+
+@needs_package
+@both
+def test_values_outlive_the_process(connector: str, tmp_path: Path) -> None:
+    spec = f"aibrix:{connector}?path={tmp_path}&timeout=20"
+    backend = open_backend(spec)
+    backend.put(KEYS, values(1000))
+    backend.close()
+    code = (
+        "from mainstem.storage import open_backend; import sys; "
+        "store = open_backend(sys.argv[1]); buffer = memoryview(bytearray(1000)); "
+        "assert store.get([bytes([3]) * 32], [buffer]) == [1000]; print(buffer.hex()); store.close()"
+    )
+    found = run_python(code, spec)
+    assert found.stdout.strip() == values(1000)[3].hex(), found.stderr
+    backend = open_backend(spec)
+    assert backend.exists(KEYS) == 8
+    backend.close()
+
+
+@needs_package
+def test_processes_share_a_folder_and_not_a_database(tmp_path: Path) -> None:
+    code = (
+        "from mainstem.errors import BackendUnavailable; from mainstem.storage import open_backend; import sys\n"
+        "try: print(open_backend(sys.argv[1]).exists([bytes([0]) * 32]))\n"
+        "except BackendUnavailable: print('unavailable')"
+    )
+    for connector, seen in (("shfs", "1"), ("rocksdb", "unavailable")):
+        backend = AIBrixBackend(connector, tmp_path / connector)
+        assert backend.capabilities.shared == (connector == "shfs")
+        backend.put(KEYS[:1], values(1000)[:1])
+        found = run_python(code, f"aibrix:{connector}?path={tmp_path / connector}")
+        assert found.stdout.strip() == seen, found.stderr
+        backend.close()
+
+
+@needs_package
+@both
+def test_a_writer_that_is_killed_leaves_whole_values(connector: str, tmp_path: Path) -> None:
+    code = (
+        "from mainstem.storage.aibrix import AIBrixBackend; from mainstem.storage.conformance import make_value\n"
+        "import itertools, sys; store = AIBrixBackend(*sys.argv[1:]); keys = [bytes([n]) * 32 for n in range(8)]\n"
+        "for version in itertools.count():\n"
+        "    store.put(keys, [make_value(key, 100_000, version) for key in keys]); print(version, flush=True)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, connector, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    with writer, writer.stdout:
+        for _ in range(5):
+            assert writer.stdout.readline()
+        writer.kill()
+    backend = AIBrixBackend(connector, tmp_path)
+    pool = Pool([100_000] * 8)
+    assert backend.get(KEYS, pool.buffers) == [100_000] * 8
+    for key, buffer in zip(KEYS, pool.buffers, strict=True):
+        assert buffer == make_value(key, 100_000, int.from_bytes(buffer[-4:], "big"))
+    assert backend.put(KEYS, values(1000)) == [True] * 8
+    backend.close()
+
+
+@needs_package
+def test_a_frozen_file_system_costs_the_time_out_and_no_more(tmp_path: Path) -> None:
+    backend = AIBrixBackend("shfs", tmp_path, timeout_s=0.3)
+    value = values(1000)[0]
+    with writer_held_back(tmp_path, KEYS[0]) as free:
+        expect_error("timeout", lambda: backend.put(KEYS[:1], [value]))
+        value[:] = bytes(1000)  # the buffer is the caller's again
+        assert backend.put(KEYS[1:], values(1000)[1:]) == [True] * 7
+        assert free() == values(1000)[0]
+    backend.close()
+
+
+@needs_package
+def test_close_ends_calls_that_wait(tmp_path: Path) -> None:
+    backend = AIBrixBackend("shfs", tmp_path, timeout_s=20)
+    ended = threading.Event()
+
+    def put() -> None:
+        expect_error("closed", lambda: backend.put(KEYS[:1], values(1000)[:1]))
+        ended.set()
+
+    with writer_held_back(tmp_path, KEYS[0]):
+        caller = threading.Thread(target=put)
+        caller.start()
+        while backend._workers._work_queue.qsize() or not backend._workers._threads:
+            pass
+        backend.close()
+        assert ended.wait(10)
+        caller.join()
+
+
+@needs_package
+def test_a_value_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
+    backend = AIBrixBackend("shfs", tmp_path)
+    backend.put(KEYS, values(1000))
+    file_of(tmp_path, KEYS[2]).write_bytes(bytes(5))
+    broken = file_of(tmp_path, KEYS[5])
+    broken.unlink()
+    broken.symlink_to(broken)
+    pool = Pool([1000] * 8)
+    assert backend.get(KEYS, pool.buffers) == [5 if at == 2 else ABSENT if at == 5 else 1000 for at in range(8)]
+    assert pool.buffers[7] == values(1000)[7]
+    expect_error("io", lambda: backend.get(KEYS[5:6], pool.buffers[5:6]))
+    backend.close()
+
+
+@needs_package
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    backend = AIBrixBackend("shfs", tmp_path / "store")
+    (tmp_path / "store").mkdir(exist_ok=True)
+    (tmp_path / "store" / "mainstem").write_text("a file in the way")
+    expect_error("io", lambda: backend.put(KEYS, values(10)))
+    backend.close()
+    with pytest.raises(BackendUnavailable, match="could not open"):
+        AIBrixBackend("rocksdb", tmp_path / "store" / "mainstem")
+
+
+@needs_package
+@both
+def test_a_full_disk(connector: str, tmp_path: Path) -> None:
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"no small disk here: {mount.stderr.strip()}")
+    try:
+        backend = AIBrixBackend(connector, tmp_path)
+        first = backend.put(KEYS[:4], values(1 << 20)[:4])
+        stored = first + [backend.put([key], [make_value(key, 3 << 20)])[0] for key in KEYS[4:]]
+        assert stored[:4] == [True] * 4 and not all(stored)
+        pool = Pool([1 << 20] * 4)
+        assert backend.get(KEYS[:4], pool.buffers) == [1 << 20] * 4
+        assert pool.buffers == values(1 << 20)[:4]
+        if connector == "shfs":
+            backend.clear()
+            assert backend.put(KEYS[:4], values(1 << 20)[:4]) == [True] * 4
+        backend.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+@needs_package
+def test_clear_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    ours, other = (AIBrixBackend("shfs", tmp_path, namespace=name) for name in ("ours", "other"))
+    ours.put(KEYS, values(100))
+    other.put(KEYS, values(100))
+    (tmp_path / "ours" / "note").write_text("of somebody else")
+    ours.clear()
+    assert (ours.exists(KEYS), other.exists(KEYS)) == (0, 8)
+    assert (tmp_path / "ours" / "note").exists()
+    ours.close()
+    other.close()
+
+
+@needs_package
+def test_the_event_loops_of_the_process_stay_as_they_were(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys; from mainstem.storage.aibrix import AIBrixBackend; before = asyncio.new_event_loop(); "
+        "AIBrixBackend('shfs', sys.argv[1]).close(); print(type(before) is type(asyncio.new_event_loop()))"
+    )
+    found = run_python(code, tmp_path)
+    assert found.stdout.strip() == "True", found.stderr
+
+
+def test_specs(tmp_path: Path) -> None:
+    for spec in (
+        "aibrix:",
+        f"aibrix:mock?path={tmp_path}",
+        "aibrix:shfs",
+        "aibrix:shfs?path=",
+        f"aibrix:shfs?path={tmp_path}&namespace=../b",
+        f"aibrix:shfs?path={tmp_path}&timeout=0",
+        f"aibrix:shfs?path={tmp_path}&size=3",
+    ):
+        with pytest.raises(BadArgument):
+            open_backend(spec)
+    with pytest.raises(BadArgument):
+        AIBrixBackend("shfs", tmp_path, timeout_s=0)
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aibrix_kvcache", None)
+    for name in [name for name in sys.modules if name.startswith("aibrix_kvcache.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(BackendUnavailable, match=r"mainstem\[aibrix\]"):
+        AIBrixBackend("shfs", tmp_path)
