@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 
 from mainstem.errors import BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.runtime.request import Completion, Delta, Request, SamplingParams, TokenLogprob, Usage
+from mainstem.tiers.controller import TierStats
 
 
 class FakeTokenizer:
@@ -68,6 +69,9 @@ class FakeStats:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    tiers: TierStats | None = None
     generated_tokens: int = 0
     preemptions: int = 0
     cache: FakeCacheStats = field(default_factory=FakeCacheStats)

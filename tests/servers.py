@@ -119,3 +119,4 @@ def rclone_s3(port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     own = ["--addr", f"127.0.0.1:{port}", "--auth-key", key, "--config", "/dev/null"]
     with start([binary, "serve", "s3", str(folder), *own], port) as server:
         yield server
+        server.kill()  # asked to stop, it waits up to 5 s for connections that clients keep

@@ -73,7 +73,10 @@ def test_a_completion() -> None:
         "prompt_tokens": len(PROMPT),
         "completion_tokens": 13,
         "total_tokens": len(PROMPT) + 13,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": 0,
+            "cached_tokens_by_tier": {"device": 0, "host": 0, "storage": 0},
+        },
     }
 
 

@@ -273,7 +273,8 @@ def test_a_whole_chat_answer() -> None:
     assert first["bytes"] == list("Hé".encode())
     assert first["top_logprobs"][1] == {"token": " you", "logprob": -9999.0, "bytes": list(b" you")}
     assert second["bytes"] is None
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    by_tier = {"device": 4, "host": 0, "storage": 0}
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4, "cached_tokens_by_tier": by_tier}
 
 
 def test_a_whole_completion() -> None:

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.attention import PAGED, BatchPlan, SdpaAttention
+from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.runner import ModelRunner, Segment
+from mainstem.tiers.transfer import Move
 
 POSITIONS = 400
 
@@ -175,6 +177,91 @@ def test_a_page_of_the_pool_is_as_large_as_it_says() -> None:
     runner = make_bench("llama", 3).runner
     assert runner.vocab_size == VOCAB
     assert runner.bytes_per_page == 2 * 3 * 3 * 2 * 16 * 4
+
+
+class _Recorded(SdpaAttention):
+    """Writes down which layers were computed."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plan: BatchPlan
+    ) -> torch.Tensor:
+        out = super().attend(layer, query, key, value, scale, plan)
+        self.log.append(("computed", layer))
+        return out
+
+
+class _Arriving:
+    """Layer i arrives only when layer i - 1 was computed: whoever waits for more has waited for ever."""
+
+    error = None
+
+    def __init__(self, log: list[tuple[str, int]], arrive: Callable[[int], None]) -> None:
+        self._log = log
+        self._arrive = arrive
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("only layers are waited for")
+
+    def wait_layer(self, layer: int) -> None:
+        assert layer == 0 or ("computed", layer - 1) in self._log
+        assert ("computed", layer) not in self._log
+        self._arrive(layer)
+        self._log.append(("arrived", layer))
+
+
+def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests whose prefix comes layer by layer beside one without: each layer is awaited, then read."""
+    attention = _Recorded()
+    monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: attention)
+    bench = make_bench.__wrapped__("llama", 3)
+    tokens, other = prompt(1, 40), prompt(2, 9)
+    tables = bench.tables(3, 40)
+    bench.runner.forward([Segment(tokens[:33], 0, tables[0], False)])
+    pool, pages = bench.runner.pool, torch.from_numpy(tables[0][:11])
+    kept = [(keys[pages].clone(), values[pages].clone()) for keys, values in map(pool.layer, range(3))]
+    attention.log.clear()
+    pool.k[:, pages], pool.v[:, pages] = torch.nan, torch.nan
+
+    def arrive(layer: int) -> None:
+        keys, values = pool.layer(layer)
+        keys[pages], values[pages] = kept[layer]
+
+    ticket = _Arriving(attention.log, arrive)
+    follower = np.concatenate([tables[0][:11], tables[1][:5]])
+    rows = bench.runner.forward(
+        [
+            Segment(other, 0, tables[2], True),
+            Segment(tokens[33:], 33, tables[0], True, ticket),
+            Segment(tokens[33:38], 33, follower, True, ticket),
+        ]
+    )
+    assert attention.log == [(what, layer) for layer in range(3) for what in ("arrived", "computed")]
+    for row, sequence in zip(rows, (other, tokens, tokens[:38]), strict=True):
+        bench.close(row, sequence)
+
+
+def test_what_comes_up_from_the_host_is_waited_for() -> None:
+    """With the real copies, on their own thread."""
+    bench = make_bench("llama", 16)
+    tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
+    bench.runner.forward([Segment(tokens[:32], 0, table, False)])
+    pool, slots = bench.runner.pool, np.arange(2, dtype=np.int32)
+    host = HostPool([Planes((pool.k, pool.v))], [2])
+    host.down([Move(0, table[:2], slots)]).wait()
+    for _ in range(5):
+        pool.k.fill_(torch.nan)
+        pool.v.fill_(torch.nan)
+        ticket = host.up([Move(0, slots, table[:2])])
+        bench.close(bench.runner.forward([Segment(tokens[32:], 32, table, True, ticket)])[0], tokens)
+        assert ticket.done()
+        assert ticket.error is None
+    host.close()
 
 
 TABLE = np.arange(4, dtype=np.int32)

@@ -174,6 +174,15 @@ def test_a_dead_server_is_unreachable_and_a_new_one_is_found() -> None:
     backend.close()
 
 
+def test_a_server_that_started_again_between_two_calls_is_not_noticed() -> None:
+    with LMCacheServer() as server:
+        backend = LMCacheBackend("127.0.0.1", server.port)
+        backend.put(KEYS, values(1000))
+    with LMCacheServer(port=server.port):
+        assert backend.exists(KEYS) == 0
+    backend.close()
+
+
 def test_calls_one_after_the_other_share_a_connection(server: LMCacheServer, backend: LMCacheBackend) -> None:
     for call in every_call(backend):
         call()

@@ -236,11 +236,7 @@ def test_master_frozen_killed_and_restarted() -> None:
         backend = client(port, segment_bytes=16 * MIB)
         assert all(backend.put(keys, values_of(keys)))
         master.send_signal(signal.SIGSTOP)
-        for call in (
-            lambda: backend.exists(keys),
-            lambda: backend.get(keys, blank(keys)),
-            lambda: backend.delete(keys),
-        ):
+        for call in (lambda: backend.exists(keys), lambda: backend.get(keys, blank(keys))):
             with pytest.raises(StorageError) as frozen:
                 call()
             assert frozen.value.cause == "timeout"
@@ -254,7 +250,7 @@ def test_master_frozen_killed_and_restarted() -> None:
     with mooncake_master(port):
         eventually(lambda: works(backend, keys))
         assert backend.get(keys, blank(keys)) == [65_536] * 2
-    backend.close()
+        backend.close()  # without a master it takes 6 s
 
 
 def works(backend: MooncakeBackend, keys: list[bytes]) -> bool:

@@ -40,11 +40,13 @@ if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine, Stream
     from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.request import SamplingParams
+    from mainstem.runtime.tiers import TierConfig
     from mainstem.server.app import ServerConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _EXTRAS = {
+    "storage": ("blake3",),
     "runtime": ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "platformdirs"),
     "server": ("starlette", "uvicorn", "anyio", "msgspec", "prometheus_client"),
 }
@@ -69,6 +71,7 @@ Examples:
   mainstem serve
   mainstem serve ./my-model --port 9000 --kv-bytes 4GiB
   MAINSTEM_API_KEY=secret mainstem serve --host 0.0.0.0
+  mainstem serve --kv-bytes 64MB --host-bytes 256MB --storage 'file:./kv?capacity=8GiB'
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
@@ -207,6 +210,74 @@ class EngineOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """What keeps prefixes beyond the device's memory.
+
+    Args:
+        host_bytes: Host memory for KV pages. Without --host-bytes, --host-ratio and --host-fraction there is no host
+            tier, unless --storage asks for one; that is as large as the device's.
+        host_ratio: The same, as a multiple of the device's pages.
+        host_fraction: The same, as a part of the memory that is free now; up to 1.
+        write_policy: When pages go down to the host: as they are computed; when they were hit --write-hits times; or
+            when they are evicted from the device.
+        write_hits: For write_through_selective; 1 or more.
+        load_min_tokens: Fewer tokens are computed rather than loaded from the host; 1 or more.
+        storage: Where pages are stored below the host, such as file:/var/cache/mainstem?capacity=8GiB,
+            redis://127.0.0.1:6379/0, or package.module:Class; see docs/storage.md.
+        storage_secret: What stored pages are sealed with: at least 16 characters, the same for all who share a store.
+        prefetch: Whether a request waits for storage: not at all, for all that is there, or for a limited time.
+        prefetch_min_tokens: Fewer tokens are computed rather than read from storage; 0 or more.
+        prefetch_timeout_s: How long "timeout" waits, and a hundredth of a second more for each page; 0 or more.
+        warm: Bring the hottest stored prefixes back to the host at the start.
+    """
+
+    host_bytes: Size | None = None
+    host_ratio: float | None = None
+    host_fraction: float | None = None
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    write_hits: int = 2
+    load_min_tokens: int = 32
+    storage: str | None = None
+    storage_secret: Annotated[str | None, Parameter(env_var="MAINSTEM_STORAGE_SECRET")] = None
+    prefetch: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    prefetch_min_tokens: int = 256
+    prefetch_timeout_s: float = 0.1
+    warm: bool = False
+
+    def config(self) -> TierConfig | None:
+        """The same for the engine; None: no tiers.
+
+        Raises:
+            BadArgument: a value outside its range.
+        """
+        sizes = (self.host_bytes, self.host_ratio, self.host_fraction)
+        if sizes == (None, None, None) and self.storage is None:
+            if self.warm:
+                raise BadArgument("warm", True, "left out without --storage")
+            return None
+        from mainstem.runtime.host import HostSize
+        from mainstem.runtime.tiers import TierConfig
+        from mainstem.tiers.store import StorageConfig
+
+        limits = StorageConfig(
+            prefetch=self.prefetch,
+            prefetch_min_tokens=self.prefetch_min_tokens,
+            timeout_s=self.prefetch_timeout_s,
+        )
+        return TierConfig(
+            HostSize(ratio=1.0) if sizes == (None, None, None) else HostSize(*sizes),
+            self.write_policy,
+            self.write_hits,
+            self.load_min_tokens,
+            self.storage,
+            limits,
+            None if self.storage_secret is None else self.storage_secret.encode(),
+            self.warm,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How tokens are chosen.
 
@@ -252,6 +323,7 @@ def serve(
     admin_key: Annotated[str | None, Parameter(env_var="MAINSTEM_ADMIN_KEY")] = None,
     dtype: Dtype = "auto",
     engine: EngineOptions = EngineOptions(),
+    tiers: TierOptions = TierOptions(),
     max_body_bytes: Size = 16 << 20,
     drain_timeout_s: float = 30.0,
 ) -> None:
@@ -276,7 +348,8 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     config = ServerConfig(host, port, api_key, admin_key, max_body_bytes, drain_timeout_s)
-    with _bound(config) as listener, _engine(model, dtype, engine) as running:
+    below = tiers.config()
+    with _bound(config) as listener, _engine(model, dtype, engine, below) as running:
         serve_http(running, config, listener)
 
 
@@ -360,11 +433,11 @@ def _bound(config: ServerConfig) -> socket:
 
 
 @contextmanager
-def _engine(model: str | None, dtype: str, options: EngineOptions) -> Iterator[Engine]:
+def _engine(model: str | None, dtype: str, options: EngineOptions, tiers: TierConfig | None = None) -> Iterator[Engine]:
     from mainstem.runtime.engine import Engine, EngineConfig
     from mainstem.runtime.models import load_model
 
-    config = EngineConfig(**asdict(options))  # checked before the model is loaded, which takes long
+    config = EngineConfig(**asdict(options), tiers=tiers)  # checked before the model is loaded, which takes long
     with _Bars() as bars:
         loaded = load_model(model, dtype=dtype, progress=bars.update)
     with Engine(loaded, config) as engine:

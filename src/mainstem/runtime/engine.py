@@ -33,10 +33,14 @@ from mainstem.cache import CacheStats, PrefixCache
 from mainstem.errors import BadArgument, EngineClosed, EngineFull
 from mainstem.keys import TokenKeys
 from mainstem.runtime import scheduler
+from mainstem.runtime.host import HostSize
 from mainstem.runtime.kv import bytes_per_page
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams, Usage
 from mainstem.runtime.runner import ModelRunner
+from mainstem.runtime.tiers import TierConfig, build_tiers
+from mainstem.tiers.controller import TierStats
+from mainstem.tiers.transfer import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ T = TypeVar("T")
 OnProgress = Callable[[int, int], None]
 _DEFAULTS = SamplingParams()
 _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
+_REMEMBER_S = 30.0  # between two lists of what is hot, while there are requests
+_DRAIN_S = 5.0  # for what waits to be written when the engine ends
 
 
 class Runner(scheduler.Runner, Protocol):
@@ -55,6 +61,9 @@ class Runner(scheduler.Runner, Protocol):
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the KV of a page's first positions."""
+
+    def host_memory(self, size: HostSize, storage: bool) -> tuple[HostMemory, str]:
+        """Host pages, and the name of their format; asked for only where there are tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class EngineConfig:
         policy: what is evicted first.
         cache: False: nothing is shared; all else is the same.
         age_limit_s: after so long a waiting request is passed no more by others of its priority.
+        tiers: what lies below the device; None: nothing.
 
     Raises:
         BadArgument: names the field and its range.
@@ -85,6 +95,7 @@ class EngineConfig:
     policy: str = "lru"
     cache: bool = True
     age_limit_s: float = 30.0
+    tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
         """Checks every number; the policy is checked by the cache."""
@@ -92,6 +103,8 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name != "pages") and (type(value) is not int or value < 1):
                 raise BadArgument(name, value, "an integer >= 1")
+        if self.tiers is not None and not self.cache:
+            raise BadArgument("tiers", self.tiers, "None where nothing is cached")
         if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
             raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
 
@@ -104,9 +117,11 @@ class EngineStats:
         running, waiting: requests.
         requests: taken since the start.
         prompt_tokens, cached_tokens: of requests admitted; found in the cache.
+        host_tokens, storage_tokens: of the cached ones, those that lay on the host, and in storage.
         generated_tokens: sampled.
         preemptions: times a running request was set back for want of pages.
         cache: the cache's own.
+        tiers: of what lies below the device.
     """
 
     running: int
@@ -117,6 +132,9 @@ class EngineStats:
     generated_tokens: int
     preemptions: int
     cache: CacheStats
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    tiers: TierStats | None = None
 
 
 class Stream:
@@ -267,6 +285,9 @@ class Engine:
         self.max_context = min(loaded.max_context, self.pages * config.page_size)
         self._clock = clock
         model = runner(loaded, self.pages, config.page_size)
+        host, store = (
+            (None, None) if config.tiers is None else build_tiers(config.tiers, model, loaded, config.page_size, clock)
+        )
         self._cache = PrefixCache(
             self.pages,
             config.page_size,
@@ -274,7 +295,13 @@ class Engine:
             policy=config.policy,
             enabled=config.cache,
             copy_page=model.copy_page,
+            host=host,
+            store=store,
         )
+        self._tiers = self._cache.tiers
+        self._remembered_s = clock()
+        if self._tiers is not None and config.tiers is not None and config.tiers.warm:
+            self._tiers.warm()
         self._scheduler = scheduler.Scheduler(
             self._cache,
             model,
@@ -453,6 +480,7 @@ class Engine:
         try:
             while not self._stopping or self._scheduler.busy:
                 self._obey()
+                self._remember()
                 events = self._scheduler.step()
                 self._stats = self._count()
                 for id, what in events:
@@ -462,17 +490,31 @@ class Engine:
             self._end(error)
         else:
             self._end(None)
+        finally:
+            self._close_tiers()
 
     def _obey(self) -> None:
-        """All commands that are there; waits for one if the scheduler has nothing to do."""
-        wait = not self._scheduler.busy
+        """All commands that are there; waits for one as long as the scheduler has nothing to do."""
+        rest_s = self._scheduler.rest_s
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(block=rest_s != 0, timeout=rest_s)
             except queue.Empty:
                 return
             command()
-            wait = False
+            rest_s = 0.0
+
+    def _remember(self) -> None:
+        """Now and then has storage keep a list of what is hot, for a restart."""
+        if self._tiers is not None and self._clock() - self._remembered_s >= _REMEMBER_S:
+            self._remembered_s = self._clock()
+            self._tiers.remember()
+
+    def _close_tiers(self) -> None:
+        if self._tiers is not None:
+            self._tiers.remember()
+            self._tiers.drain(_DRAIN_S)
+            self._tiers.close()
 
     def _add(self, id: str, request: Request, arrived_s: float, on_progress: OnProgress | None) -> None:
         if on_progress is not None:
@@ -535,6 +577,9 @@ class Engine:
             generated_tokens=totals.generated_tokens,
             preemptions=totals.preemptions,
             cache=self._cache.stats(),
+            host_tokens=totals.host_tokens,
+            storage_tokens=totals.storage_tokens,
+            tiers=None if self._tiers is None else self._tiers.stats(),
         )
 
 

@@ -120,8 +120,8 @@ class Usage:
     Args:
         prompt_tokens: tokens of the prompt.
         cached_tokens: of them, those found in the cache when the request was first admitted.
-        host_tokens, storage_tokens: of the cached ones, those that lay on the host; in storage, until this request came.
-            The rest lay on the device.
+        host_tokens, storage_tokens: of the cached ones, those that lay on the host, and in storage, when the request
+            came. The rest lay on the device.
         completion_tokens: tokens made, the end-of-sequence token included.
         queue_s: from arrival to the first admission (or to the end, if it never was admitted).
         ttft_s: from arrival to the first token; 0 if there was none.

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime import kv
 from mainstem.runtime.attention import Attention, Extent, Paging, SdpaAttention, install, plan_batch
+from mainstem.runtime.host import HostPool, HostSize, Planes, host_pages
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.models import LoadedModel
 from mainstem.tiers.transfer import LayerTicket
@@ -104,6 +105,20 @@ class ModelRunner:
         """
         self._check(segments)
         return self._run(segments, self._pool)
+
+    def host_memory(self, size: HostSize, storage: bool) -> tuple[HostPool, str]:
+        """Host pages for the pool's, and the name of their format.
+
+        Args:
+            size: how much.
+            storage: whether storage will read and write them.
+
+        Raises:
+            BadArgument: the size holds no page, or cannot be had.
+        """
+        planes = [Planes((self._pool.k, self._pool.v))]
+        memory = HostPool(planes, host_pages(size, planes), storage=storage)
+        return memory, memory.content
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copy the KV of the first `positions` positions of page `source` to page `target`.

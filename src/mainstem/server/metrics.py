@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mainstem.runtime.request import Delta
+from mainstem.tiers.controller import TierStats
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
@@ -57,6 +58,47 @@ class EngineCollector:
         for owner, count in owners.items():
             pages.add_metric([owner], count)
         yield pages
+        tiers = CounterMetricFamily(
+            "mainstem_cached_tokens", "Prompt tokens found in the cache, by where they lay", labels=["tier"]
+        )
+        below = stats.host_tokens + stats.storage_tokens
+        for tier, count in (
+            ("device", stats.cached_tokens - below),
+            ("host", stats.host_tokens),
+            ("storage", stats.storage_tokens),
+        ):
+            tiers.add_metric([tier], count)
+        yield tiers
+        if stats.tiers is not None:
+            yield from _tier_metrics(stats.tiers)
+
+
+def _tier_metrics(tiers: TierStats) -> Iterator[Metric]:
+    host = GaugeMetricFamily("mainstem_host_pages", "Pages of the host tier, by owner", labels=["owner"])
+    owners = {"free": tiers.host_free, "cached": tiers.host_cached, "private": tiers.host_private}
+    for owner, count in owners.items():
+        host.add_metric([owner], count)
+    yield host
+    moved = CounterMetricFamily("mainstem_moved_pages", "Pages moved between tiers", labels=["from", "to"])
+    moved.add_metric(["device", "host"], tiers.backed_up)
+    moved.add_metric(["host", "device"], tiers.loaded)
+    moved.add_metric(["storage", "host"], tiers.prefetched)
+    moved.add_metric(["host", "storage"], tiers.stored)
+    yield moved
+    dropped = CounterMetricFamily("mainstem_dropped_pages", "Pages that were not moved, and why", labels=["reason"])
+    for reason in (
+        "backup_failed", "backup_skipped", "load_failed", "load_skipped", "prefetch_dropped", "write_dropped",
+    ):  # fmt: skip
+        dropped.add_metric([reason], getattr(tiers, reason))
+    yield dropped
+    faults = CounterMetricFamily("mainstem_storage_faults", "What went wrong with storage", labels=["cause"])
+    for cause, count in sorted(tiers.faults.items()):
+        faults.add_metric([cause], count)
+    yield faults
+    yield GaugeMetricFamily("mainstem_storage_queued_pages", "Pages that wait to be stored", value=tiers.queued)
+    yield GaugeMetricFamily(
+        "mainstem_storage_breaker_open", "Whether storage is left alone for now", value=int(tiers.breaker_open)
+    )
 
 
 class Metrics:

@@ -369,10 +369,19 @@ def _refuse_effects(request: CompletionRequest | ChatRequest) -> None:
 # --- responses ----------------------------------------------------------------------------------------------------
 
 
+class CachedByTier(Struct):
+    """Where the cached tokens lay when the request came."""
+
+    device: int
+    host: int
+    storage: int
+
+
 class PromptTokensDetails(Struct):
     """How many of the prompt's tokens were not computed but found in the cache."""
 
     cached_tokens: int
+    cached_tokens_by_tier: CachedByTier
 
 
 class UsageBody(Struct):
@@ -396,9 +405,12 @@ def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
     """
     groups = [usages[i : i + choices] for i in range(0, len(usages), choices)]
     prompt = sum(group[0].prompt_tokens for group in groups)
-    cached = sum(min(usage.cached_tokens for usage in group) for group in groups)
+    least = [min(group, key=lambda usage: usage.cached_tokens) for group in groups]
+    cached = sum(usage.cached_tokens for usage in least)
+    host, storage = sum(usage.host_tokens for usage in least), sum(usage.storage_tokens for usage in least)
     completion = sum(usage.completion_tokens for usage in usages)
-    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    details = PromptTokensDetails(cached, CachedByTier(cached - host - storage, host, storage))
+    return UsageBody(prompt, completion, prompt + completion, details)
 
 
 class Model(Struct):

@@ -240,7 +240,11 @@ def check_options(options: Mapping[str, str], allowed: Sequence[str]) -> None:
             raise BadArgument("storage option", name, "one of " + ", ".join(allowed) if allowed else "none")
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_UNITS = {"": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -180,7 +180,7 @@ class S3Backend(Backend):
         ours = re.compile(re.escape(self._prefix) + "/[0-9a-f]{64}")
         with self._errors_named():
             for objects in self._store.list(self._prefix, chunk_size=_LISTED):
-                self._delete([found["path"] for found in objects if ours.fullmatch(found["path"])])
+                self._delete([found["path"] for found in objects if found])
 
     def stats(self) -> BackendStats:
         """Nothing: it would take a walk."""
@@ -190,7 +190,7 @@ class S3Backend(Backend):
     def close(self) -> None:
         """Lets no request begin any more; those under way end by themselves."""
         self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     def _path(self, key: bytes) -> str:
         return f"{self._prefix}/{key.hex()}"
@@ -229,8 +229,7 @@ class S3Backend(Backend):
         with suppress(RuntimeError):  # closed by another thread: no job is taken any more
             futures.extend(self._threads.submit(run, at) for at in range(count))
         wait(futures)
-        if len(futures) < count or any(future.cancelled() for future in futures):
-            self._check_open()
+        self._check_open()
         return [future.result() for future in futures]
 
     def _check_open(self) -> None:

@@ -20,6 +20,7 @@ and of storage only `Store`. One thread at a time, as in a scheduler.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -45,7 +46,9 @@ DEVICE, HOST = 0, 1
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 Agree = Callable[[Sequence[int]], Sequence[int]]
 Ids = NDArray[np.int32]
+_Wanted = tuple[bytes, bytes]  # a namespace, and the symbols up to the end of the first page that is missing
 
+_DRAIN_POLL_S = 0.005
 _FAILED = 1  # the lowest vote of what has ended; 0: it has not
 _ARRIVED = 2
 
@@ -147,6 +150,7 @@ class Tiers:
         host: the host tier.
         store: the storage tier, if there is one.
         core: of the cache that gives out leases, if there is one; for engines with an allocator of their own, None.
+        sleep: waits so many seconds, for `drain`.
 
     Raises:
         BadArgument: a tree of another number of tiers, or storage for more components than full attention.
@@ -159,6 +163,7 @@ class Tiers:
         host: HostTier,
         store: Store | None = None,
         core: _core.Cache | None = None,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         if tree.tiers != 2:
             raise BadArgument("tiers of the tree", tree.tiers, "2: device and host")
@@ -170,11 +175,11 @@ class Tiers:
         self.tree, self.host, self.store = tree, host, store
         self.host_pools = tuple(Pool(pages) for pages in sizes)
         self.counts: Counter[str] = Counter()
-        self._pools, self._core_cache = tuple(pools), core
+        self._pools, self._core_cache, self._sleep = tuple(pools), core, sleep
         self._core, self._memory = tree.core, host.memory
         self._pending: list[Pending] = []
         self._flights: dict[int, _Backup] = {}  # by the nodes that their host pages are in flight under
-        self._prefetches: dict[tuple[bytes, bytes], Prefetch] = {}  # by namespace, and symbols up to the first page wanted
+        self._prefetches: dict[_Wanted, Prefetch] = {}
         self._writes: deque[_Write] = deque()  # that wait
         self._writing = self._queued = 0
         self._warm: deque[tuple[bytes, bytes]] = deque()
@@ -289,8 +294,17 @@ class Tiers:
         if self.store is not None:
             self._add(_Warm(self, self.store.find_note(hottest.NAME, hottest.CONTENT_BYTES)))
 
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until what is under way has ended, copies and writes that follow from it, too; whether it has."""
+        for _ in range(max(1, int(timeout_s / _DRAIN_POLL_S))):
+            self.poll()
+            if not self.busy:
+                return True
+            self._sleep(_DRAIN_POLL_S)
+        return False
+
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the storage tier; what waits to be written is written, if there is time."""
+        """Ends the storage tier; calls that hang are left behind."""
         if self.store is not None:
             self.store.close(timeout_s)
 
@@ -464,7 +478,7 @@ class Tiers:
         if anchor:
             self.back_up(anchor)
         self.counts["prefetches"] += 1
-        self._prefetches[name] = prefetch = Prefetch(self, name, namespace, key, have, anchor)
+        self._prefetches[name] = prefetch = Prefetch(self, name, key, have, anchor)
         prefetch.begin()
         return prefetch
 
@@ -609,11 +623,11 @@ class Prefetch:
         shared: whether there was ever more than one.
     """
 
-    def __init__(self, tiers: Tiers, name: tuple[bytes, bytes], namespace: bytes, key: bytes, have: int, anchor: int) -> None:
+    def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int) -> None:
         assert tiers.store is not None
         self.users, self.loaded, self.shared = 1, 0, False
         self._tiers, self._store, self._name = tiers, tiers.store, name
-        self._namespace, self._key = namespace, key
+        self._namespace, self._key = name[0], key
         self._anchor = anchor  # the node behind which the next pages belong, locked on the host
         self._have = self._asked = have  # pages up to which all is in the tree, and being read
         self._keys: list[bytes] = []

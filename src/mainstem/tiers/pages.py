@@ -5,7 +5,8 @@
 
 A key is a keyed BLAKE3 over the parent's key and the page's symbols; the first parent is one over the identity and the
 namespace. So two pages have one key only if everything that shaped them is the same. The tag is a keyed BLAKE3 over
-all the rest of the slot: what was damaged, cut, put elsewhere, or made by somebody without the secret does not verify. BLAKE3, its keyed mode and its key derivation: https://github.com/BLAKE3-team/BLAKE3-specs.
+all the rest of the slot: what was damaged, cut, put elsewhere, or made by somebody without the secret does not verify.
+BLAKE3, its keyed mode and its key derivation: https://github.com/BLAKE3-team/BLAKE3-specs.
 
 Knows bytes; knows no tree, no store and no tensors.
 """

@@ -36,8 +36,8 @@ class StorageConfig:
     """How a store is used.
 
     Args:
-        prefetch: what a request waits for: "best_effort": nothing; "wait_complete": all that was found; "timeout": that,
-            but for no longer than `timeout_s` and `timeout_per_page_s` for each page.
+        prefetch: what a request waits for: "best_effort": nothing; "wait_complete": all that was found; "timeout":
+            that, but for no longer than `timeout_s` and `timeout_per_page_s` for each page.
         prefetch_min_tokens: fewer are computed rather than read.
         timeout_s, timeout_per_page_s: for "timeout".
         max_prefetches: at once; more are left out.
@@ -321,7 +321,7 @@ class Store:
             except StorageError as error:
                 causes[error.cause] += 1
                 log.debug("storage: %s", error)
-            except Exception:  # noqa: BLE001  # a back end may be anybody's code: what it raises is a miss
+            except Exception:  # a back end may be anybody's code: what it raises is a miss
                 causes["crashed"] += 1
                 log.debug("storage: the back end raised", exc_info=True)
             return _Answer(nothing, causes, failed=True)

@@ -1,0 +1,180 @@
+"""The tiers of an engine, from its settings: host memory of a size, a store by its name, and the identity of a model.
+
+Knows settings and models; what moves when is for `mainstem.tiers` to say.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.identity import Identity
+from mainstem.runtime.host import HostSize
+from mainstem.runtime.models import LoadedModel
+from mainstem.storage import Backend, open_backend
+from mainstem.tiers.controller import HostTier, WritePolicy
+from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+from mainstem.tiers.store import StorageConfig, Store
+from mainstem.tiers.transfer import HostMemory
+from mainstem.tiers.workers import ThreadWorkers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+log = logging.getLogger(__name__)
+
+_HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
+
+# Of a model's configuration: where it came from and who wrote it, which changes no number.
+_IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """The tiers below the device.
+
+    Args:
+        host: size of the host tier.
+        write: when pages go to the host.
+        hits: for "write_through_selective".
+        load_min_tokens: fewer are computed rather than loaded from the host.
+        storage: a back end's spec, see `mainstem.storage.open_backend`; None: no storage.
+        limits: how storage is used.
+        secret: what stored pages are named and sealed with, at least 16 bytes, the same for all who share a store;
+            None: they are safe from damage, not from forgery.
+        warm: whether the hottest prefixes come back to the host after a restart.
+
+    Raises:
+        BadArgument: a value outside its range.
+    """
+
+    host: HostSize
+    write: WritePolicy = "write_through"
+    hits: int = 2
+    load_min_tokens: int = 32
+    storage: str | None = None
+    limits: StorageConfig = field(default_factory=StorageConfig)
+    secret: bytes | None = field(default=None, repr=False)
+    warm: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks what nobody else does before a model is loaded."""
+        if self.secret is not None and len(self.secret) < 16:
+            raise BadArgument("storage_secret", "(not shown)", "at least 16 bytes")
+        if self.warm and self.storage is None:
+            raise BadArgument("warm", self.warm, "False without storage")
+
+
+class HasHostMemory(Protocol):
+    """What a runner offers to have tiers."""
+
+    def host_memory(self, size: HostSize, storage: bool) -> tuple[HostMemory, str]:
+        """Host pages for its device pages, and the name of their format.
+
+        Raises:
+            BadArgument: the size holds no page, or cannot be had.
+        """
+
+
+def build_tiers(
+    config: TierConfig, runner: HasHostMemory, loaded: LoadedModel, page_size: int, clock: Callable[[], float]
+) -> tuple[HostTier, Store | None]:
+    """The host tier and the store of an engine.
+
+    Raises:
+        BadArgument: a size or a spec that cannot be.
+        BackendUnavailable: the store's client is not installed, or nobody answers.
+    """
+    backend = None if config.storage is None else open_backend(config.storage)
+    try:
+        memory, content = runner.host_memory(config.host, backend is not None)
+        tier = HostTier(memory, config.write, config.hits, config.load_min_tokens)
+        store = None if backend is None else _store(config, backend, identity_of(loaded, page_size, content), clock)
+    except BaseException:
+        if backend is not None:
+            backend.close()
+        raise
+    return tier, store
+
+
+def identity_of(loaded: LoadedModel, page_size: int, content: str) -> Identity:
+    """All that shapes the pages of a loaded model. Reads every weight.
+
+    Args:
+        loaded: the model.
+        page_size: positions a page.
+        content: name of the format of a page's content.
+    """
+    config = loaded.model.config.get_text_config(decoder=True)
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    quantization = getattr(loaded.model.config, "quantization_config", None)
+    return Identity(
+        model=loaded.name,
+        weights=_digest_weights(loaded.model),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        quantization="none" if quantization is None else json.dumps(_plain(quantization), sort_keys=True),
+        layout=content,
+        shape=f"{config.num_hidden_layers} layers, {kv_heads} of {heads} heads",
+        attention="mha" if kv_heads == heads else "gqa",
+        rope=json.dumps(_plain(getattr(config, "rope_parameters", None)), sort_keys=True),
+        tokenizer=_digest_tokenizer(loaded),
+        symbols="token ids/4",
+        page_size=page_size,
+        extra=(f"configuration {_digest_config(loaded.model.config)}",),
+    )
+
+
+def _store(config: TierConfig, backend: Backend, identity: Identity, clock: Callable[[], float]) -> Store:
+    if config.secret is None:
+        log.warning("storage has no secret: stored pages are safe from damage, not from forgery")
+    limits = config.limits
+    return Store(
+        backend,
+        Sealer(identity, PUBLIC_SECRET if config.secret is None else config.secret),
+        limits,
+        readers=ThreadWorkers(limits.batches, "mainstem-read"),
+        writers=ThreadWorkers(limits.writes, "mainstem-write"),
+        clock=clock,
+    )
+
+
+def _digest_weights(model: torch.nn.Module) -> str:
+    """BLAKE3 over every parameter and buffer, with its name, shape and dtype."""
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise BackendUnavailable("storage needs blake3: pip install 'mainstem[storage]'") from error
+    hasher = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(model.state_dict(keep_vars=False).items()):
+        hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\0".encode())
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for part in flat.split(_HASHED_AT_ONCE):
+            hasher.update(part.cpu().numpy())
+    return hasher.hexdigest()
+
+
+def _digest_tokenizer(loaded: LoadedModel) -> str:
+    from blake3 import blake3
+
+    vocabulary = sorted((index, token) for token, index in loaded.tokenizer.get_vocab().items())
+    return blake3(json.dumps(vocabulary).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _digest_config(config: PreTrainedConfig) -> str:
+    from blake3 import blake3
+
+    relevant = {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
+    return blake3(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    """A configuration object as JSON would have it."""
+    to_dict = getattr(value, "to_dict", None)
+    return json.loads(json.dumps(to_dict() if callable(to_dict) else value, default=str))

@@ -1,0 +1,450 @@
+"""NIXL: transfers between registered memory and files or S3 objects, by the plugins POSIX and OBJ of its agent.
+
+    NixlBackend   batches, registered memory, one transfer at a time or many        agent: moves bytes, and only that
+        └── Files or Objects: where a key's value is, how long it is, and whether it is whole
+
+NIXL moves bytes; it does not rename, delete, list or say how long an object is. So files are made, published and
+removed by system calls here, and objects by the S3 back end. An agent ends a transfer as a whole: done or not, and
+seldom why. Facts about its failures were seen with version 1.5.1.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import (
+    ABSENT,
+    KEY_BYTES,
+    Backend,
+    BackendStats,
+    Capabilities,
+    check_options,
+    parse_bytes,
+    parse_seconds,
+)
+from mainstem.storage.native import Calls, Memory
+from mainstem.storage.s3 import S3Backend
+
+PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+"""The first chooses among the others; each of the others serves alone, on a machine with no GPU too."""
+
+APIS = {"aio": "use_aio", "uring": "use_uring", "posix": "use_posix_aio"}
+"""Our names of the POSIX plugin's ways to read and write."""
+
+RUN = 64
+"""Most values in one transfer: each holds a file open."""
+
+POLL_S = 1e-4
+
+
+class Spot(NamedTuple):
+    """One value, as an agent finds it: `length` in bytes, ABSENT: none there, or no room for one."""
+
+    length: int
+    number: int
+    meta: str = ""
+
+
+class Files:
+    """Files `<folder>/<2 hex digits>/<64 hex digits>`; a value is written beside its name and takes it when whole.
+
+    A name is never of half a file while the system runs. Nothing is synced: after a loss of power a file may hold
+    zeros or be short. What a killed writer left behind is removed by `clear`.
+
+    Args:
+        folder: made if it is not there.
+        api: one of `APIS`.
+
+    Raises:
+        BadArgument: no such api.
+        BackendUnavailable: the folder cannot be made.
+    """
+
+    plugin = "POSIX"
+    segment = "FILE"
+
+    def __init__(self, folder: str | Path, api: str = "aio") -> None:
+        if api not in APIS:
+            raise BadArgument("api", api, "one of " + ", ".join(APIS))
+        self.parameters = {APIS[api]: "true"}
+        self._folder = Path(folder)
+        try:
+            for shard in range(256):
+                (self._folder / f"{shard:02x}").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BackendUnavailable(f"nixl: no folder for values: {error}") from error
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.exists`."""
+        return next((at for at, key in enumerate(keys) if not self._path(key).exists()), len(keys))
+
+    @contextmanager
+    def readable(self, keys: Sequence[bytes]) -> Iterator[list[Spot]]:
+        """Files that stay open, and so stay, until the block ends."""
+        with ExitStack() as files:
+            yield [self._open(files, key) for key in keys]
+
+    @contextmanager
+    def writable(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[list[Spot]]:
+        """Files that take their names at the end of the block, unless it raises."""
+        with ExitStack() as files:
+            made = [self._path(key).with_suffix(f".{uuid.uuid4().hex}") for key in keys]
+            spots = [self._make(files, path, size) for path, size in zip(made, sizes, strict=True)]
+            yield spots
+            for key, path, spot in zip(keys, made, spots, strict=True):
+                if spot.length != ABSENT:
+                    path.replace(self._path(key))
+
+    def changed(self, key: bytes, spot: Spot) -> bool:
+        """Never: an open file stays as it was published."""
+        return False
+
+    def explain(self) -> None:
+        """Says nothing: a folder has no other ways to fail than its files."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.delete`."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes our files, also half ones of writers that died; the folders stay."""
+        for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
+            if re.fullmatch(r"[0-9a-f]{64}(\.[0-9a-f]{32})?", path.name):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._folder / name[:2] / name
+
+    def _open(self, files: ExitStack, key: bytes) -> Spot:
+        try:
+            number = os.open(self._path(key), os.O_RDONLY)
+        except FileNotFoundError:
+            return Spot(ABSENT, -1)
+        files.callback(os.close, number)
+        return Spot(os.fstat(number).st_size, number)
+
+    def _make(self, files: ExitStack, path: Path, size: int) -> Spot:
+        """Takes the room first: the agent would not say that there was none."""
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        files.callback(path.unlink, missing_ok=True)
+        files.callback(os.close, number)
+        try:
+            os.posix_fallocate(number, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            return Spot(ABSENT, -1)
+        return Spot(size, number)
+
+
+class Objects(S3Backend):
+    """Objects of an S3 bucket: the S3 back end says where and how long they are, deletes and lists them.
+
+    Both clients find credentials in the environment (AWS_ACCESS_KEY_ID and the rest). The agent's knows no timeout
+    but its own: a server that fell silent for 3 s ends a read, and a write at its third try. A server that is gone
+    would hold it for half a minute, unless AWS_RETRY_MODE=standard and AWS_MAX_ATTEMPTS=1; they are set for the
+    process here where they are not set already. Arguments are those of the S3 back end.
+    """
+
+    plugin = "OBJ"
+    segment = "OBJ"
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "mainstem",
+        *,
+        endpoint: str | None = None,
+        region: str | None = None,
+        **more: Any,
+    ) -> None:
+        os.environ.setdefault("AWS_RETRY_MODE", "standard")
+        os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")
+        super().__init__(bucket, prefix, endpoint=endpoint, region=region, **more)  # the bucket is there: no agent else
+        self.parameters = {"bucket": bucket, "req_checksum": "required"}
+        if region:
+            self.parameters["region"] = region
+        if endpoint:
+            scheme = endpoint.partition(":")[0]
+            own = {"endpoint_override": endpoint, "scheme": scheme, "use_virtual_addressing": "false"}
+            self.parameters |= own
+        self._numbers = count()
+
+    @contextmanager
+    def readable(self, keys: Sequence[bytes]) -> Iterator[list[Spot]]:
+        """Objects with their lengths: the agent would fill a part of a buffer from a shorter one, and say nothing."""
+        yield [self._spot(key, length) for key, length in zip(keys, self._lengths(keys), strict=True)]
+
+    @contextmanager
+    def writable(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[list[Spot]]:
+        """Objects that are whole when they are there."""
+        yield [self._spot(key, size) for key, size in zip(keys, sizes, strict=True)]
+
+    def changed(self, key: bytes, spot: Spot) -> bool:
+        """Whether it is gone, or another one, since its length was asked for."""
+        return self._lengths([key]) != [spot.length]
+
+    def explain(self) -> None:
+        """After a failure of the agent, which never says why.
+
+        Raises:
+            StorageError: the server does not answer the other client either.
+        """
+        self._lengths([bytes(KEY_BYTES)])
+
+    def _spot(self, key: bytes, length: int) -> Spot:
+        return Spot(length, next(self._numbers), self._path(key))
+
+    def _lengths(self, keys: Sequence[bytes]) -> list[int]:
+        def look(at: int) -> int:
+            found = self._found(lambda: self._store.head(self._path(keys[at])))
+            return ABSENT if found is None else int(found["size"])
+
+        lengths = self._each(look, len(keys))
+        for length in lengths:
+            if isinstance(length, StorageError):
+                raise length
+        return [length for length in lengths if not isinstance(length, StorageError)]
+
+
+class NixlBackend(Backend):
+    """Values that a NIXL agent moves.
+
+    A call blocks until the agent is done with the buffers; how long that may take, `Files` and `Objects` say: files as
+    long as the system needs, as a file knows no timeout.
+
+    Args:
+        place: `Files(folder)` or `Objects(bucket)`; closed with the back end.
+        staging_bytes: of one buffer that values outside of registered memory pass through.
+        sleep: between two looks at a transfer.
+
+    Raises:
+        BackendUnavailable: no NIXL here, or its plugin does not start.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=True, shared=True, zero_copy=True, evicts=False, overwrites=True
+    )
+
+    def __init__(
+        self, place: Files | Objects, *, staging_bytes: int = 64 << 20, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._place = place
+        self._sleep = sleep
+        self._name = f"mainstem-{uuid.uuid4().hex}"
+        self._agent, self._errors = _new_agent(self._name, place)
+        self._told: dict[int, Any] = {}
+        self._calls = Calls("nixl")
+        self._memory = Memory(self._tell, self._forget, staging_bytes)
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`nixl:posix?path=/var/kv&api=uring` or `nixl:obj?bucket=pages&endpoint=http://127.0.0.1:9000`.
+
+        `posix` has the options `path` and `api` (aio, uring or posix); `obj` has `bucket`, `prefix`, `endpoint`,
+        `region` and `timeout` (of what the S3 back end does); both have `staging`.
+        """
+        staging_bytes = parse_bytes("staging", options.get("staging", "64MiB"))
+        if address == "posix":
+            check_options(options, ("path", "api", "staging"))
+            return cls(Files(_needed(options, "path"), options.get("api", "aio")), staging_bytes=staging_bytes)
+        if address == "obj":
+            check_options(options, ("bucket", "prefix", "endpoint", "region", "timeout", "staging"))
+            texts = {name: options[name] for name in ("prefix", "endpoint", "region") if name in options}
+            timeout_s = parse_seconds("timeout", options.get("timeout", "5"))
+            return cls(Objects(_needed(options, "bucket"), **texts, timeout_s=timeout_s), staging_bytes=staging_bytes)
+        raise BadArgument("storage address", address, "posix or obj")
+
+    @property
+    def staged(self) -> int:
+        """Values that passed through the staging buffer because their memory is not registered."""
+        return self._memory.staged
+
+    def register(self, buffers: Sequence[memoryview]) -> None:
+        """Registers memory with the agent; it is withdrawn by `close`."""
+        with self._call():
+            self._memory.register(buffers)
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """Without the agent."""
+        with self._call():
+            return self._place.exists(keys)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """Reads those whose lengths are right; one that cannot be read is absent, if any other can."""
+        with self._call():
+            return [length for run, views in _runs(keys, buffers) for length in self._get(run, views)]
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Writes all of a run or none, and fails as a whole when the agent does."""
+        with self._call():
+            return [stored for run, views in _runs(keys, buffers) for stored in self._put(run, views)]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Without the agent."""
+        with self._call():
+            self._place.delete(keys)
+
+    def clear(self) -> None:
+        """Without the agent."""
+        with self._call():
+            self._place.clear()
+
+    def stats(self) -> BackendStats:
+        """Nothing: it would take a walk."""
+        with self._call():
+            return BackendStats()
+
+    def close(self) -> None:
+        """Waits for running calls, then lets the agent go."""
+        if self._calls.close():
+            self._memory.close()
+            self._place.close()
+            del self._agent
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._calls.call():
+            try:
+                yield
+            except OSError as error:
+                raise StorageError("io", str(error)) from error
+            except self._errors as error:
+                self._place.explain()
+                raise StorageError("io", f"nixl said {error}") from error
+
+    def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        with self._place.readable(keys) as spots:
+            lengths = [spot.length for spot in spots]
+            fit = [at for at, buffer in enumerate(buffers) if lengths[at] == len(buffer)]
+            read = self._memory.receive(
+                [buffers[at] for at in fit],
+                lambda part, at, sizes: self._read([(keys[n], spots[n]) for n in fit[part]], at, sizes),
+            )
+        for at, length in zip(fit, read, strict=True):
+            lengths[at] = length
+        return lengths
+
+    def _put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        with self._place.writable(keys, [len(buffer) for buffer in buffers]) as spots:
+            room = [at for at, spot in enumerate(spots) if spot.length != ABSENT]
+            self._memory.send(
+                [buffers[at] for at in room],
+                lambda part, at, sizes: self._move("WRITE", [spots[n] for n in room[part]], at, sizes),
+            )
+        return [spot.length != ABSENT for spot in spots]
+
+    def _read(self, values: Sequence[tuple[bytes, Spot]], addresses: list[int], sizes: list[int]) -> list[int]:
+        """All at once; if that fails, one by one, as the agent does not say which it was."""
+        with suppress(*self._errors):
+            return self._move("READ", [spot for _, spot in values], addresses, sizes)
+        self._place.explain()
+        lengths, failed = [], 0
+        for (key, spot), address, size in zip(values, addresses, sizes, strict=True):
+            try:
+                lengths += self._move("READ", [spot], [address], [size])
+            except self._errors:
+                lengths.append(ABSENT)
+                failed += not self._place.changed(key, spot)
+        if failed == len(values):
+            raise StorageError("io", f"nixl could read none of {failed} values")
+        return lengths
+
+    def _move(self, operation: str, spots: Sequence[Spot], addresses: list[int], sizes: list[int]) -> list[int]:
+        """One transfer. Returns the sizes, as everything came."""
+        agent, plugins = self._agent, [self._place.plugin]
+        here = agent.get_xfer_descs([(at, size, 0) for at, size in zip(addresses, sizes, strict=True)], "DRAM")
+        places = [(0, size, spot.number, spot.meta) for spot, size in zip(spots, sizes, strict=True)]
+        told = agent.register_memory(places, self._place.segment, backends=plugins)
+        try:
+            there = agent.get_xfer_descs([place[:3] for place in places], self._place.segment)
+            handle = agent.initialize_xfer(operation, here, there, self._name, backends=plugins)
+            try:
+                self._wait(handle, agent.transfer(handle))
+            finally:
+                agent.release_xfer_handle(handle)
+        finally:
+            agent.deregister_memory(told, backends=plugins)
+        return sizes
+
+    def _wait(self, handle: Any, state: str) -> None:
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+            if state == "PROC":
+                self._sleep(POLL_S)
+        if state != "DONE":
+            raise StorageError("io", f"nixl ended a transfer in the state {state}")
+
+    def _tell(self, address: int, size: int) -> None:
+        try:
+            self._told[address] = self._agent.register_memory(
+                [(address, size, 0, "")], "DRAM", backends=[self._place.plugin]
+            )
+        except self._errors as error:
+            raise StorageError("refused", f"nixl does not register {size} bytes: {error}") from error
+
+    def _forget(self, address: int, size: int) -> None:
+        self._agent.deregister_memory(self._told.pop(address), backends=[self._place.plugin])
+
+
+def _runs(
+    keys: Sequence[bytes], buffers: Sequence[memoryview]
+) -> Iterator[tuple[Sequence[bytes], Sequence[memoryview]]]:
+    if len(keys) != len(buffers):
+        raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
+    for start in range(0, len(keys), RUN):
+        yield keys[start : start + RUN], buffers[start : start + RUN]
+
+
+def _needed(options: Mapping[str, str], name: str) -> str:
+    if not options.get(name):
+        raise BadArgument(f"storage option {name}", None, "given: it has no default")
+    return options[name]
+
+
+def _new_agent(name: str, place: Files | Objects) -> tuple[Any, tuple[type[Exception], ...]]:
+    """An agent with one plugin and no thread of its own, safe for calls from several; and what it raises."""
+    try:
+        package = _package()
+    except BackendUnavailable:
+        place.close()
+        raise
+    bindings = importlib.import_module(f"{package.__name__}._bindings")
+    errors = tuple(each for known, each in vars(bindings).items() if re.fullmatch(r"nixl\w+Error", known))
+    config = package.nixl_agent_config(
+        backends=[], enable_prog_thread=False, sync_mode=package.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
+    try:
+        agent = package.nixl_agent(name, config)
+        agent.create_backend(place.plugin, place.parameters)
+    except (*errors, RuntimeError) as error:
+        place.close()
+        raise BackendUnavailable(f"nixl: the plugin {place.plugin} does not start: {error}") from error
+    return agent, errors
+
+
+def _package() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it tells of every agent on stdout otherwise
+    reasons = []
+    for name in PACKAGES:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            reasons.append(str(error))
+    raise BackendUnavailable(f"nixl: pip install 'mainstem[nixl]'; {'; '.join(reasons)}")

@@ -1,0 +1,237 @@
+"""SiMM, a pool of memory over RDMA that many servers share: values under names, one client a process.
+
+Its client counts time and codes by itself, one a value, and never raises: what they mean is below. Two of its habits
+shape this file. It tells a server the length of the registered region, not of the piece that a value is read to, so a
+value that is too long may be written over what follows. And a server that answers after the time-out may still write to
+the piece. So values pass through registered memory of ours, with one copy: neither ever reaches the caller's memory.
+
+The client's facts: https://github.com/scitix/SiMM, release 0.2.0 (python/simm/kv, src/client). It needs RDMA, and takes
+values of up to 4 MB. Not run against a real SiMM: tests use a double of its client.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import (
+    ABSENT,
+    Backend,
+    BackendStats,
+    Capabilities,
+    check_options,
+    parse_bytes,
+    parse_seconds,
+)
+from mainstem.storage.wrappers import Remembered
+
+LONGEST = 4 << 20
+"""Of a value, in bytes; the client refuses a whole batch in which one is longer."""
+
+_EXISTS = -4005
+_CAUSES = {
+    -1002: "timeout",
+    -1004: "unreachable",
+    -1901: "unreachable",
+    -2000: "timeout",
+    -2001: "unreachable",
+    -2002: "unreachable",
+    -2300: "unreachable",
+    -2301: "unreachable",
+    -2302: "unreachable",
+}
+"""Codes of src/common/errcode/errcode_def.h that say that no server was asked, or none answered."""
+
+
+class SiMMBackend(Backend):
+    """Values in a SiMM cluster.
+
+    `put` keeps the first value of a name: the batch call of the client does not overwrite. The client does not tell a
+    key that is absent from a server that cannot be asked whether it is there, so `exists` says 0 of a dead cluster;
+    `get` and `put` raise. Nobody can list names: `clear` deletes what was put through this object.
+
+    Args:
+        host: of the cluster manager.
+        port: of the cluster manager.
+        namespace: what every name begins with.
+        staging_bytes: of registered memory that values pass through; at least twice `LONGEST`.
+        threads: of the client.
+        timeout_s: of the client, which rounds it up to one of its own: 0.03, 0.3, 1, 3, 5, 10, 30 or 60 s.
+
+    Raises:
+        BadArgument: too little staging memory.
+        BackendUnavailable: the client is not installed, or it cannot register memory.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=False
+    )
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        namespace: str = "mainstem",
+        staging_bytes: int = 64 << 20,
+        threads: int = 10,
+        timeout_s: float = 5.0,
+    ) -> None:
+        if staging_bytes < 2 * LONGEST:
+            raise BadArgument("staging_bytes", staging_bytes, f"at least {2 * LONGEST}")
+        self._kv, torch = _client()
+        flags = {
+            "cm_primary_node_ip": host,
+            "cm_primary_node_port": str(port),
+            "clnt_thread_pool_size": str(threads),
+            "clnt_sync_req_timeout_ms": str(max(1, int(timeout_s * 1000))),
+        }
+        for name, text in flags.items():
+            if self._kv.set_flag(name, text) is False:
+                raise BackendUnavailable(f"this SiMM client has no flag {name}")
+        self._store = self._kv.Store()
+        self._tensor = torch.empty(staging_bytes, dtype=torch.uint8)
+        self._region = self._kv.register_mr(self._tensor)
+        if self._region is None:
+            raise BackendUnavailable(f"SiMM cannot register {staging_bytes} bytes: see the limit on locked memory")
+        self._staging = memoryview(self._tensor.numpy())
+        self._namespace = namespace
+        self._put = Remembered()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`simm://10.0.0.1:30001?namespace=mainstem&staging=64MiB&threads=10&timeout=5`."""
+        host, _, port = address.removeprefix("//").rpartition(":")
+        if not host or not port.isdecimal():
+            raise BadArgument("storage address", address, "//host:port of the cluster manager")
+        check_options(options, ("namespace", "staging", "threads", "timeout"))
+        threads = options.get("threads", "10")
+        if not threads.isdecimal() or int(threads) < 1:
+            raise BadArgument("threads", threads, "a number above 0")
+        return cls(
+            host,
+            int(port),
+            options.get("namespace", "mainstem"),
+            parse_bytes("staging", options.get("staging", "64MiB")),
+            int(threads),
+            parse_seconds("timeout", options.get("timeout", "5")),
+        )
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """One batch call."""
+        with self._open():
+            if not keys:
+                return 0
+            there = self._store.mexists([self._name(key) for key in keys])
+            return next((at for at, found in enumerate(there) if not found), len(keys))
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """Batches that fit the staging memory, each value at its own place."""
+        pairs = list(zip(keys, buffers, strict=True))
+        with self._open():
+            codes = [code for round_ in self._rounds(pairs) for code in self._read(round_)]
+        _raise_if_nothing_is_known("get", codes)
+        return [code if code > 0 else ABSENT for code in codes]
+
+    def _read(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[int]:
+        places, views = self._places(pairs)
+        codes = [int(code) for code in self._store.mget([self._name(key) for key, _ in pairs], views)]
+        if len(pairs) > 1 and any(code > len(buffer) for code, (_, buffer) in zip(codes, pairs, strict=True)):
+            # One was longer than its place: it may have been written over its neighbours. Alone, there is room for it.
+            return [code for pair in pairs for code in self._read([pair])]
+        for code, place, (_, buffer) in zip(codes, places, pairs, strict=True):
+            if code == len(buffer):
+                buffer[:] = place
+        return codes
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Batches that fit the staging memory; values longer than `LONGEST` are refused."""
+        pairs = list(zip(keys, buffers, strict=True))
+        self._put.add(keys)
+        with self._open():
+            fitting = [(key, buffer) for key, buffer in pairs if 0 < len(buffer) <= LONGEST]
+            codes = iter([code for round_ in self._rounds(fitting) for code in self._write(round_)])
+        results = [next(codes) if 0 < len(buffer) <= LONGEST else None for _, buffer in pairs]
+        _raise_if_nothing_is_known("put", [code for code in results if code is not None])
+        return [code in (0, _EXISTS) for code in results]
+
+    def _write(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[int]:
+        places, views = self._places(pairs)
+        for place, (_, buffer) in zip(places, pairs, strict=True):
+            place[:] = buffer
+        return [int(code) for code in self._store.mput([self._name(key) for key, _ in pairs], views)]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """One by one: the client has no batch call. A code does not say whether the name was there, so it is asked."""
+        with self._open():
+            failed = [key for key in dict.fromkeys(keys) if self._store.delete(self._name(key)) != 0]
+            left = [key for key in failed if self._store.exists(self._name(key))]
+        self._put.discard(set(keys) - set(left))
+        if left:
+            raise StorageError("io", f"SiMM still has {len(left)} of {len(keys)} values")
+
+    def clear(self) -> None:
+        """Deletes what was put through this object."""
+        self._put.clear(self.delete)
+
+    def stats(self) -> BackendStats:
+        """Nothing: the client cannot ask."""
+        with self._open():
+            return BackendStats()
+
+    def close(self) -> None:
+        """Gives the registered memory back; the client itself lives as long as the process."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._kv.deregister_mr(self._region)
+
+    def _open(self) -> threading.Lock:
+        if self._closed:
+            raise StorageError("closed", "the SiMM store is closed")
+        return self._lock
+
+    def _name(self, key: bytes) -> str:
+        return f"{self._namespace}/{key.hex()}"
+
+    def _rounds(self, pairs: Sequence[tuple[bytes, memoryview]]) -> Iterator[list[tuple[bytes, memoryview]]]:
+        """As many as the staging memory takes, with room for the longest value behind the last; no key twice in one."""
+        room = len(self._staging) - LONGEST
+        round_: list[tuple[bytes, memoryview]] = []
+        for key, buffer in pairs:
+            used = sum(len(other) for _, other in round_)
+            if round_ and (used + len(buffer) > room or any(key == other for other, _ in round_)):
+                yield round_
+                round_ = []
+            round_.append((key, buffer))
+        if round_:
+            yield round_
+
+    def _places(self, pairs: Sequence[tuple[bytes, memoryview]]) -> tuple[list[memoryview], list[Any]]:
+        places, views, start = [], [], 0
+        base: int = self._tensor.data_ptr()
+        for _, buffer in pairs:
+            size = min(len(buffer), len(self._staging) - start)
+            places.append(self._staging[start : start + size])
+            views.append(self._kv.BlockView.from_buffer(base + start, size, self._region))
+            start += size
+        return places, views
+
+
+def _raise_if_nothing_is_known(what: str, codes: Sequence[int]) -> None:
+    if codes and all(code in _CAUSES for code in codes):
+        raise StorageError(_CAUSES[codes[0]], f"SiMM: {what} of {len(codes)} values: code {codes[0]}")
+
+
+def _client() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("simm.kv"), importlib.import_module("torch")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"simm needs its client, built from https://github.com/scitix/SiMM, and PyTorch: {error}"
+        ) from error

@@ -1,0 +1,139 @@
+"""A double of 3FS's `hf3fs_fuse.io`: the same calls, checks and results, on a plain file.
+
+As in the real one (https://github.com/deepseek-ai/3FS, hf3fs_fuse/io.py and src/lib/py/usrbio_binding.cc): a file must
+be registered, and once only; memory must be an iovec over shared memory on this mount; a ring takes as many pieces as
+it has entries, of one direction; `wait` says them in any order, and fewer than asked for when the time is over; a
+result is a number of bytes or -errno. `world` is what a test changes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+
+@dataclass
+class World:
+    """One mount, and what goes wrong on it."""
+
+    mount: str = "/nowhere"
+    registered: set[int] = field(default_factory=set)
+    rings: int = 0
+    batches: list[int] = field(default_factory=list)
+    order: random.Random = field(default_factory=lambda: random.Random(7))
+    fail: dict[int, int] = field(default_factory=dict)
+    """Of the n-th piece from now on: what its result is instead."""
+    frozen: bool = False
+    """Pieces are taken, and never end."""
+    late: list[Any] = field(default_factory=list)
+    """Pieces that were taken while it was frozen."""
+    pieces: int = 0
+
+
+world = World()
+
+
+def reset(mount: str) -> World:
+    world.__dict__.update(World(mount=mount).__dict__)
+    return world
+
+
+class _Iovec:
+    def __init__(self, memory: memoryview, start: int, stop: int) -> None:
+        self.memory, self.start, self.stop = memory, start, stop
+        self.result, self.userdata = 0, None
+
+    def __getitem__(self, at: slice) -> _Iovec:
+        start, stop, step = at.indices(self.stop - self.start)
+        if step != 1:
+            raise ValueError("step not 1 when slicing iovec")
+        return _Iovec(self.memory, self.start + start, self.start + max(start, stop))
+
+
+class _Ring:
+    def __init__(self, entries: int, for_read: bool) -> None:
+        self.entries, self.for_read = entries, for_read
+        self.prepared: list[tuple[_Iovec, int, int, Any]] = []
+        self.running: list[tuple[_Iovec, int, int, Any]] = []
+
+    def prepare(self, iov: _Iovec, read: bool, fd: int, off: int, userdata: Any = None) -> _Ring:
+        if not isinstance(iov, _Iovec):
+            raise TypeError("prepare(): incompatible function arguments")
+        if read != self.for_read or fd not in world.registered:
+            raise OSError(errno.EINVAL if read != self.for_read else errno.EBADF, "hf3fs_prep_io")
+        if len(self.prepared) + len(self.running) >= self.entries:
+            raise OSError(errno.EAGAIN, "hf3fs_prep_io")
+        self.prepared.append((iov, fd, off, userdata))
+        return self
+
+    def submit(self) -> _Ring:
+        self.running += self.prepared
+        world.batches.append(len(self.prepared))
+        self.prepared = []
+        return self
+
+    def wait(self, *, max_results: int = 0, min_results: int = 0, timeout: timedelta | None = None) -> list[_Iovec]:
+        if world.frozen:
+            assert timeout is not None, "this would never return"
+            world.late += self.running
+            self.running = []
+            return []
+        done = [self._run(*piece) for piece in self.running]
+        self.running = []
+        world.order.shuffle(done)
+        return done
+
+    def _run(self, iov: _Iovec, fd: int, off: int, userdata: Any) -> _Iovec:
+        iov.userdata = userdata
+        memory = iov.memory[iov.start : iov.stop]
+        result = world.fail.pop(world.pieces, None)
+        world.pieces += 1
+        if result is None or result > 0:
+            part = memory[:result]
+            result = os.preadv(fd, [part], off) if self.for_read else os.pwritev(fd, [part], off)
+        iov.result = result
+        return iov
+
+
+def extract_mount_point(path: str) -> str | None:
+    return world.mount if os.path.abspath(path).startswith(world.mount + "/") else None
+
+
+def register_fd(fd: int, flags: int = 0) -> None:
+    if fd in world.registered:
+        raise OSError(errno.EINVAL, "registered already")
+    os.fstat(fd)
+    world.registered.add(fd)
+
+
+def deregister_fd(fd: int) -> None:
+    os.fstat(fd)  # it must be open still
+    world.registered.discard(fd)
+
+
+def make_iovec(shm: SharedMemory, hf3fs_mount_point: str, block_size: int = 0, numa: int = -1) -> _Iovec:
+    if hf3fs_mount_point != world.mount or not os.path.exists(f"/dev/shm/{shm.name}"):
+        raise OSError(errno.ENOENT, "iovec")
+    assert shm.buf is not None
+    return _Iovec(shm.buf, 0, len(shm.buf))
+
+
+def make_ioring(
+    hf3fs_mount_point: str,
+    entries: int,
+    for_read: bool = True,
+    io_depth: int = 0,
+    priority: int | None = None,
+    timeout: int | None = None,
+    numa: int = -1,
+    flags: int = 0,
+) -> _Ring:
+    if hf3fs_mount_point != world.mount:
+        raise OSError(errno.ENOENT, "ioring")
+    world.rings += 1
+    return _Ring(entries, for_read)

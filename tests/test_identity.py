@@ -1,0 +1,134 @@
+"""Identity: two that differ anywhere never have the same bytes, and so no stored page in common."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mainstem.errors import BadArgument
+from mainstem.identity import Identity
+from mainstem.tiers.pages import Sealer
+
+FIELDS = [field.name for field in fields(Identity)]
+NUMBERS = {"page_size", "tp_rank", "tp_size"}
+STRINGS = [name for name in FIELDS if name not in NUMBERS | {"extra"}]
+GOOD = Identity(**{name: name for name in STRINGS}, page_size=16, tp_rank=1, tp_size=4, extra=("a", "b"))
+
+# Few letters, so that the same text often comes out of two different cuts; a lone surrogate is a str, too.
+TEXT = st.text("ab\0\ud800é", max_size=4)
+
+
+def other_value(name: str) -> Any:
+    """Another good value of a field, whatever its type: a new field is covered by itself."""
+    value = getattr(GOOD, name)
+    if isinstance(value, str):
+        return value + "'"
+    return value + 1 if isinstance(value, int) else (*value, "c")
+
+
+@st.composite
+def identities(draw: st.DrawFn) -> Identity:
+    size = draw(st.integers(1, 3))
+    values: dict[str, Any] = {name: draw(TEXT) for name in STRINGS}
+    values["attention"] = draw(st.sampled_from(["gqa", "mha", "mla"]))
+    numbers = {"page_size": draw(st.integers(1, 3)), "tp_rank": draw(st.integers(0, size - 1)), "tp_size": size}
+    return Identity(**values, **numbers, extra=draw(st.lists(TEXT, max_size=3).map(tuple)))
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> tuple[Identity, Identity]:
+    """Two that differ in few fields, if at all, and may have the same text in another place."""
+    one = draw(identities())
+    changes = draw(st.dictionaries(st.sampled_from(STRINGS), TEXT, max_size=2))
+    extra = draw(st.just(one.extra) | st.lists(TEXT, max_size=3).map(tuple))
+    return one, replace(one, **changes, extra=extra)
+
+
+def shared(identity: Identity) -> Any:
+    """What two must have equal to share pages."""
+    whole = tuple(getattr(identity, name) for name in FIELDS)
+    return replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else whole
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(neighbours() | st.tuples(identities(), identities()))
+def test_equal_bytes_mean_equal_identities(pair: tuple[Identity, Identity]) -> None:
+    one, two = pair
+    assert (one.encode() == two.encode()) == (shared(one) == shared(two))
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"extra": ("a", "b")}, {"extra": ("b", "a")}),
+        ({"extra": ("ab",)}, {"extra": ("a", "b")}),
+        ({"extra": ()}, {"extra": ("",)}),
+        ({"model": "ab", "weights": "c"}, {"model": "a", "weights": "bc"}),
+        ({"model": "a", "weights": "b"}, {"model": "b", "weights": "a"}),
+        ({"symbols": "TokenKeys/4", "extra": ()}, {"symbols": "", "extra": ("TokenKeys/4",)}),
+        ({"page_size": 1, "tp_size": 11}, {"page_size": 11, "tp_size": 2}),
+        ({"model": "\ud800"}, {"model": "\ud801"}),
+        ({"model": "e\u0301"}, {"model": "\u00e9"}),
+    ],
+)
+def test_the_same_text_in_another_place_is_another_identity(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert replace(GOOD, **one).encode() != replace(GOOD, **two).encode()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_changes_every_key(name: str) -> None:
+    other = replace(GOOD, **{name: other_value(name)})
+    assert other.encode() != GOOD.encode()
+    mine, theirs = Sealer(GOOD), Sealer(other)
+    assert mine.root(b"") != theirs.root(b"")
+    assert mine.record("n") != theirs.record("n")
+    assert not {*mine.keys(mine.root(b""), bytes(64), 16)} & {*theirs.keys(theirs.root(b""), bytes(64), 16)}
+
+
+def test_ranks_share_what_is_the_same_on_each() -> None:
+    mla = replace(GOOD, attention="mla")
+    assert mla.replicated and not GOOD.replicated
+    for rank, size in ((0, 4), (3, 4), (0, 1)):
+        assert replace(mla, tp_rank=rank, tp_size=size).encode() == mla.encode()
+        assert replace(GOOD, tp_rank=rank, tp_size=size).encode() != GOOD.encode()
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("tp_rank", "tp_size", "attention")])
+def test_of_mla_every_other_field_still_counts(name: str) -> None:
+    mla = replace(GOOD, attention="mla")
+    assert replace(mla, **{name: other_value(name)}).encode() != mla.encode()
+
+
+@pytest.mark.parametrize("name", STRINGS)
+@pytest.mark.parametrize("value", [None, 1, b"bytes", ["list"]])
+def test_a_word_that_is_no_str_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(BadArgument, match=f"^{name} ") as caught:
+        replace(GOOD, **{name: value})
+    assert (caught.value.name, caught.value.value) == (name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("page_size", 0),
+        ("page_size", 1.5),
+        ("page_size", True),
+        ("page_size", "16"),
+        ("page_size", 2**31),
+        ("tp_size", 0),
+        ("tp_rank", -1),
+        ("tp_rank", 4),
+        ("extra", ["a"]),
+        ("extra", "ab"),
+        ("extra", ("a", 1)),
+        ("extra", None),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(BadArgument) as caught:
+        replace(GOOD, **{name: value})
+    assert caught.value.name == name

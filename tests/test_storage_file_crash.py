@@ -1,0 +1,130 @@
+"""The file store and the loss of power, at every call to the disk, with any part of what was not synced.
+
+A random workload runs on a simulated disk. Before each of its calls the power is cut several times (in copies), each
+time with another part of the unsynced sectors and names; each copy is opened again and read. MAINSTEM_CRASH_WORKLOADS
+sets how many workloads run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+
+import pytest
+from simulated_disk import Disk, Faulty
+
+from mainstem.storage import file
+from mainstem.storage.base import ABSENT
+from mainstem.storage.file import GRAIN_BYTES, FileBackend
+
+WORKLOADS = int(os.environ.get("MAINSTEM_CRASH_WORKLOADS", "6"))
+CAPACITY = 24 * GRAIN_BYTES
+SIZES = (1, 700, 4096, 4097, 9000, 20_000)
+LARGEST = max(SIZES)
+
+
+class Workload:
+    """Random calls, and what each key may hold after them; `in_flight`: what it may hold as well during the call."""
+
+    def __init__(self, seed: int, cuts: int) -> None:
+        self.rng = random.Random(seed)
+        self.cuts = cuts
+        self.seen: Counter[str] = Counter()
+        self.keys = [self.rng.randbytes(32) for _ in range(12)]
+        self.may: dict[bytes, set[bytes]] = {key: set() for key in self.keys}
+        self.in_flight: dict[bytes, set[bytes]] = {}
+        self.disk = Disk()
+        self.io = Faulty(self.disk, lambda number, name: self.cut(name))
+        self.store: FileBackend | None = None
+
+    def run(self, steps: int) -> None:
+        self.store = self.open(self.io)
+        for _ in range(steps):
+            self.step()
+            self.store.check()
+        self.cut("end")
+        self.store.close()
+
+    def open(self, io: Faulty | Disk) -> FileBackend:
+        return FileBackend("simulated", CAPACITY, io=io, threads=1, random=random.Random(1).randbytes)
+
+    def step(self) -> None:
+        assert self.store
+        kind = self.rng.choices(("put", "get", "delete", "reopen", "clear"), (12, 3, 3, 1, 0.3))[0]
+        some = self.rng.sample(self.keys, self.rng.randint(1, 6))
+        if kind == "put":
+            values = [self.rng.randbytes(self.rng.choice(SIZES)) for _ in some]
+            self.in_flight = {key: {value} for key, value in zip(some, values, strict=True)}
+            assert all(self.store.put(some, [memoryview(value) for value in values]))
+            self.may.update(self.in_flight)
+        elif kind == "get":
+            self.verify(self.store, set())
+        elif kind == "delete":
+            self.in_flight = {key: set() for key in some}
+            self.store.delete(some)
+            self.may.update(self.in_flight)
+        elif kind == "clear":
+            self.in_flight = {key: set() for key in self.keys}
+            self.store.clear()
+            self.may.update(self.in_flight)
+        else:
+            self.store.close()
+            self.store = None
+            self.store = self.open(self.io)
+        self.in_flight = {}
+
+    def cut(self, name: str) -> None:
+        """The power goes; what comes back is read, and written to."""
+        self.seen[name] += 1
+        resident = {key for key in self.keys if self.store and self.store.exists([key]) and key not in self.in_flight}
+        for _ in range(self.cuts):
+            disk = self.disk.after_power_loss(self.rng)
+            store = self.open(disk)
+            store.check()
+            self.verify(store, resident)
+            value = memoryview(self.rng.randbytes(3000))
+            assert store.put(self.keys[:1], [value]) == [True]
+            store.check()
+            store.close()
+            store = self.open(disk)
+            buffer = memoryview(bytearray(3000))
+            assert store.get(self.keys[:1], [buffer]) == [3000] and buffer == value
+            store.close()
+
+    def verify(self, store: FileBackend, resident: set[bytes]) -> None:
+        lengths = store.get(self.keys, [memoryview(bytearray(0)) for _ in self.keys])
+        buffers = [memoryview(bytearray(max(length, 0))) for length in lengths]
+        for key, length, buffer in zip(self.keys, store.get(self.keys, buffers), buffers, strict=True):
+            self.seen["absent" if length == ABSENT else "read"] += 1
+            if length == ABSENT:
+                assert key not in resident, "a value is lost whose put had returned"
+            else:
+                allowed = self.may[key] | self.in_flight.get(key, set())
+                assert bytes(buffer) in allowed, "neither the value last put nor a miss"
+
+
+@pytest.mark.parametrize("seed", range(WORKLOADS))
+def test_no_loss_of_power_shows_a_wrong_value_or_loses_a_durable_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "SLACK_RECORDS", 10)
+    monkeypatch.setattr(file, "STEP_BYTES", 8 * GRAIN_BYTES)
+    workload = Workload(seed, cuts=6)
+    workload.run(steps=25)
+    seen = workload.seen
+    assert seen["read"] > 100 and seen["absent"] > 100, seen
+    assert seen["pwritev"] > 40 and seen["rename"] > 0 and seen["allocate"] > 0, seen
+
+
+def test_the_simulated_disk_loses_what_is_not_synced_and_nothing_else() -> None:
+    disk = Disk()
+    fd = disk.open("a", 0, 3)
+    disk.pwritev(fd, [memoryview(b"x" * 2000)], 0)
+    disk.fdatasync(fd)
+    names = {tuple(disk.after_power_loss(random.Random(seed)).files) for seed in range(50)}
+    assert names == {(), ("a",)}, "a name that is not synced may be lost"
+    disk.fsync(3)
+    disk.pwritev(fd, [memoryview(b"y" * 1500)], 0)
+    seen = {bytes(disk.after_power_loss(random.Random(seed)).files["a"].live[::500]) for seed in range(200)}
+    assert {b"xxxx", b"yyyx", b"yxyx"} <= seen, "whole, lost and torn writes"

@@ -1,0 +1,236 @@
+"""Stored pages: what a key depends on, and that nothing verifies but what was sealed with the secret for that key."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hand_driven import IDENTITY, SECRET
+from mainstem.errors import BadArgument
+from mainstem.identity import Identity
+from mainstem.tiers.pages import HEADER_BYTES, Sealer
+
+PAGE_BYTES = 8  # of symbols
+PAYLOAD = bytes(range(24))
+
+
+def sealed(sealer: Sealer, key: bytes, payload: bytes = PAYLOAD) -> memoryview:
+    slot = memoryview(bytearray(b"\xee" * HEADER_BYTES + payload))
+    sealer.seal(slot, key)
+    return slot
+
+
+def some_keys(sealer: Sealer, symbols: bytes = bytes(range(32)), namespace: bytes = b"") -> list[bytes]:
+    return sealer.keys(sealer.root(namespace), symbols, PAGE_BYTES)
+
+
+# ---------------------------------------------------------------- fixed values
+
+
+def test_keys_and_pages_are_the_same_in_every_process_and_version() -> None:
+    """A change here loses what everybody has stored: give the magic and the contexts new names then."""
+    identity = Identity("m", "w", "bfloat16", "none", "l", "s", "gqa", "r", "t", "TokenKeys/4", 16)
+    sealer = Sealer(identity, b"sixteen bytes ok")
+    root = sealer.root(b"space")
+    keys = sealer.keys(root, bytes(range(16)), PAGE_BYTES)
+    assert root.hex() == GOLDEN["root"]
+    assert [key.hex() for key in keys] == GOLDEN["keys"]
+    assert sealer.record("hottest prefixes").hex() == GOLDEN["record"]
+    assert bytes(sealed(sealer, keys[1], b"payload!")).hex() == GOLDEN["page"]
+
+
+GOLDEN: dict[str, Any] = {
+    "root": "df869259e201ae20616327558e7924da959c489264c64c7dbe22606d5b22429f",
+    "keys": [
+        "eb226d627768161f1ee8fbdefbd55e585bf5b241280aa9bc95a9b0c32f376067",
+        "2c1fb9053ef87eba5d736ac8e2d16cf0e96ea79add3d39f87f89665b00311a43",
+    ],
+    "record": "5ec21bd6763bb47543280e657caef6371b409aff194d2ec12331aa7d79f2fecc",
+    "page": (
+        "4d41494e53544d3108000000000000002c1fb9053ef87eba5d736ac8e2d16cf0"
+        "e96ea79add3d39f87f89665b00311a4300000000000000000000000000000000"
+        "0000000000000000000000000000000000000000000000000000000000000000"
+        "4a0a69755a1548d4cc8d1cbd9618fca2f710405c3ba8d3e0819985733403989b"
+        "7061796c6f616421"
+    ),
+}
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_a_key_is_a_digest_of_each_whole_page() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    for length in range(33):
+        keys = some_keys(sealer, bytes(range(length)))
+        assert len(keys) == length // PAGE_BYTES
+        assert all(len(key) == 32 for key in keys)
+        assert keys == some_keys(sealer)[: len(keys)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.binary(min_size=32, max_size=32), st.integers(0, 31), st.integers(1, 255))
+def test_a_key_depends_on_every_symbol_before_and_in_its_page(symbols: bytes, at: int, flip: int) -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    changed = symbols[:at] + bytes([symbols[at] ^ flip]) + symbols[at + 1 :]
+    pairs = list(zip(some_keys(sealer, symbols), some_keys(sealer, changed), strict=True))
+    for page, (one, two) in enumerate(pairs):
+        assert (one == two) == (page < at // PAGE_BYTES)
+
+
+def test_the_same_page_behind_another_one_has_another_key() -> None:
+    keys = some_keys(Sealer(IDENTITY, SECRET), bytes(32))
+    assert len(set(keys)) == 4
+
+
+def test_keys_go_on_from_a_parent() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    keys = some_keys(sealer)
+    assert sealer.keys(keys[1], bytes(range(16, 32)), PAGE_BYTES) == keys[2:]
+    assert sealer.keys(keys[1], memoryview(bytes(range(16, 32))), PAGE_BYTES) == keys[2:]
+
+
+def test_namespaces_secrets_and_kinds_of_name_never_meet() -> None:
+    sealer, other = Sealer(IDENTITY, SECRET), Sealer(IDENTITY, SECRET + b"!")
+    names = [
+        *some_keys(sealer),
+        *some_keys(sealer, namespace=b"a"),
+        *some_keys(sealer, namespace=b"b"),
+        *some_keys(other),
+        *some_keys(Sealer(IDENTITY)),
+        *(sealer.root(space) for space in (b"", b"a", b"b")),
+        *(sealer.record(name) for name in ("", "a", "b")),
+        other.root(b""),
+        other.record(""),
+    ]
+    assert len(set(names)) == len(names)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.binary(max_size=8), st.binary(max_size=8))
+def test_a_namespace_is_never_part_of_the_identity(one: bytes, two: bytes) -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    assert (sealer.root(one) == sealer.root(two)) == (one == two)
+
+
+@pytest.mark.parametrize("secret", [b"", b"short", b"x" * 15])
+def test_a_short_secret_is_refused_and_not_told(secret: bytes) -> None:
+    with pytest.raises(BadArgument, match="at least 16") as caught:
+        Sealer(IDENTITY, secret)
+    assert not secret or secret.decode() not in str(caught.value)
+
+
+# ---------------------------------------------------------------- slots
+
+
+def test_a_sealed_page_verifies_with_its_own_key_only() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    keys = some_keys(sealer)
+    for key in keys:
+        slot = sealed(sealer, key)
+        assert bytes(slot[HEADER_BYTES:]) == PAYLOAD
+        assert [sealer.verify(slot, other) for other in keys].count(None) == 1
+        assert sealer.verify(slot, key) is None
+        assert {sealer.verify(slot, other) for other in keys if other != key} == {"misdirected"}
+
+
+def test_sealing_leaves_nothing_of_what_was_in_the_header() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    (key, *_) = some_keys(sealer)
+    before = memoryview(bytearray(bytes(HEADER_BYTES) + PAYLOAD))
+    sealer.seal(before, key)
+    assert bytes(before) == bytes(sealed(sealer, key))
+
+
+def test_every_single_flipped_bit_is_found() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    key = some_keys(sealer)[0]
+    slot = sealed(sealer, key)
+    for bit in range(8 * len(slot)):
+        slot[bit // 8] ^= 1 << bit % 8
+        assert sealer.verify(slot, key) == "altered", bit
+        slot[bit // 8] ^= 1 << bit % 8
+    assert sealer.verify(slot, key) is None
+
+
+def test_every_single_flipped_bit_of_the_key_asked_for_is_found() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    key = bytearray(some_keys(sealer)[0])
+    slot = sealed(sealer, bytes(key))
+    for bit in range(256):
+        key[bit // 8] ^= 1 << bit % 8
+        assert sealer.verify(slot, bytes(key)) == "misdirected"
+        key[bit // 8] ^= 1 << bit % 8
+
+
+def test_many_flipped_bits_are_found() -> None:
+    sealer, rng = Sealer(IDENTITY, SECRET), random.Random(0)
+    key = some_keys(sealer)[0]
+    whole = bytes(sealed(sealer, key))
+    for _ in range(2000):
+        slot = bytearray(whole)
+        for bit in rng.sample(range(8 * len(slot)), rng.choice([2, 3, 8, 64])):
+            slot[bit // 8] ^= 1 << bit % 8
+        assert sealer.verify(memoryview(slot), key) == "altered"
+
+
+@pytest.mark.parametrize("torn", ["zeros", "ones", "another page"])
+def test_a_page_written_in_part_is_found(torn: str) -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    key, other, *_ = some_keys(sealer)
+    whole = bytes(sealed(sealer, key))
+    rest = {
+        "zeros": bytes(len(whole)),
+        "ones": b"\xff" * len(whole),
+        "another page": bytes(sealed(sealer, other, PAYLOAD[::-1])),
+    }[torn]
+    for cut in range(len(whole)):
+        for slot in (whole[:cut] + rest[cut:], rest[:cut] + whole[cut:]):
+            if slot != whole:
+                assert sealer.verify(memoryview(bytearray(slot)), key) in ("altered", "misdirected"), cut
+
+
+def test_a_shorter_or_longer_slot_is_found() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    key = some_keys(sealer)[0]
+    whole = bytes(sealed(sealer, key))
+    for length in range(HEADER_BYTES, len(whole)):
+        assert sealer.verify(memoryview(bytearray(whole[:length])), key) == "altered"
+    for extra in (b"\0", bytes(8), whole):
+        assert sealer.verify(memoryview(bytearray(whole + extra)), key) == "altered"
+
+
+@pytest.mark.parametrize("content", [bytes(HEADER_BYTES), bytes(HEADER_BYTES + 24), b"\xff" * (HEADER_BYTES + 24)])
+def test_what_was_never_sealed_does_not_verify(content: bytes) -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    assert sealer.verify(memoryview(bytearray(content)), some_keys(sealer)[0]) == "altered"
+
+
+def test_a_page_made_without_the_secret_does_not_verify() -> None:
+    """The key may be known: a store sees all of them."""
+    sealer = Sealer(IDENTITY, SECRET)
+    key = some_keys(sealer)[0]
+    for forger in (Sealer(IDENTITY), Sealer(IDENTITY, SECRET + b"!"), Sealer(IDENTITY, SECRET[::-1])):
+        assert sealer.verify(sealed(forger, key), key) == "altered"
+
+
+def test_a_header_of_one_page_with_the_content_of_another_does_not_verify() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    key = some_keys(sealer)[0]
+    one, two = sealed(sealer, key, PAYLOAD), sealed(sealer, key, PAYLOAD[::-1])
+    one[HEADER_BYTES:] = two[HEADER_BYTES:]
+    assert sealer.verify(one, key) == "altered"
+
+
+def test_a_page_replayed_in_another_place_is_misdirected() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    mine, theirs = some_keys(sealer, namespace=b"mine"), some_keys(sealer, namespace=b"theirs")
+    assert sealer.verify(sealed(sealer, theirs[0]), mine[0]) == "misdirected"
+    assert sealer.verify(sealed(sealer, mine[1]), mine[0]) == "misdirected"
+    note = sealer.record("hottest prefixes")
+    assert sealer.verify(sealed(sealer, note), mine[0]) == "misdirected"
+    assert sealer.verify(sealed(sealer, mine[0]), note) == "misdirected"
