@@ -49,6 +49,7 @@ class FakeTokenizer:
 class FakeConfig:
     page_size: int = 16
     chunk_tokens: int = 512
+    tiers: None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import socket
@@ -17,6 +18,7 @@ from fake_engine import FakeEngine
 from mainstem import cli
 from mainstem.errors import EngineClosed, ModelNotFound
 from mainstem.server import app as server_app
+from mainstem.storage import open_backend
 
 
 class Machine:
@@ -63,7 +65,7 @@ def run(*arguments: str) -> int:
 # --- help and errors ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["demo"], ["storage"]])
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command, "--help") == 0
     shown = capsys.readouterr().out
@@ -307,3 +309,27 @@ def test_demo_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None
 def test_demo_for_people(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", "--prefix-tokens", "200") == 0
     assert "times sooner" in capsys.readouterr().out
+
+
+# --- storage ------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_is_described_checked_and_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = f"file:{tmp_path}/kv?capacity=64MiB"
+    assert run("storage", "check", spec) == 0
+    shown = capsys.readouterr().out
+    assert "pass  round_trip" in shown and "FAIL" not in shown
+    with contextlib.closing(open_backend(spec)) as backend:
+        backend.put([bytes(32)], [memoryview(bytearray(b"value"))])
+    assert run("storage", "stats", spec, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["entries"] == 1
+    assert run("storage", "check", spec) == 2
+    assert "--erase" in capsys.readouterr().err
+    assert run("storage", "clear", spec) == 0
+    assert run("storage", "stats", spec) == 0
+    assert "entries         0" in capsys.readouterr().out
+
+
+def test_a_spec_that_names_no_store_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("storage", "stats", "floppy:/dev/fd0") == 2
+    assert "file:" in capsys.readouterr().err

@@ -13,11 +13,12 @@ import pytest
 import mainstem
 
 PUBLIC = [
-    "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Component", "Coordinate", "CorruptTree", "Full",
-    "HashKeys", "Image", "Inserted", "KeyKind", "Lease", "LeaseClosed", "MainstemError", "Match", "Namespace",
-    "NodeStats", "NodeView", "NotLocked", "OutOfPages", "Policy", "Pool", "PrefixCache", "Size",
-    "StaleHandle", "State", "Text", "TokenKeys", "Tree", "TreeStats", "TypedKeys", "Window", "WrongOwner",
-    "__version__", "hash_blocks",
+    "BackendUnavailable", "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Component", "Coordinate",
+    "CorruptTree", "Full", "HashKeys", "HostTier", "Identity", "Image", "Inserted", "KeyKind", "Lease",
+    "LeaseClosed", "Load", "MainstemError", "Match", "Namespace", "NodeStats", "NodeView", "NotLocked",
+    "OutOfPages", "Policy", "Pool", "Prefetch", "PrefixCache", "Sealer", "Size", "StaleHandle", "State",
+    "StorageConfig", "StorageError", "Store", "Text", "TierStats", "Tiers", "TokenKeys", "Tree", "TreeStats",
+    "TypedKeys", "Window", "WrongOwner", "__version__", "hash_blocks",
 ]  # fmt: skip
 
 

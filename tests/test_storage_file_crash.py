@@ -43,11 +43,15 @@ class Workload:
         for _ in range(steps):
             self.step()
             self.store.check()
-        self.cut("end")
-        self.store.close()
+        self.close()
 
     def open(self, io: Faulty | Disk) -> FileBackend:
         return FileBackend("simulated", CAPACITY, io=io, threads=1, random=random.Random(1).randbytes)
+
+    def close(self) -> None:
+        store, self.store = self.store, None
+        assert store
+        store.close()
 
     def step(self) -> None:
         assert self.store
@@ -69,8 +73,7 @@ class Workload:
             self.store.clear()
             self.may.update(self.in_flight)
         else:
-            self.store.close()
-            self.store = None
+            self.close()
             self.store = self.open(self.io)
         self.in_flight = {}
 

@@ -144,7 +144,8 @@ def blank(keys: list[bytes], size: int = 65_536) -> list[memoryview]:
 
 
 @pytest.mark.parametrize(
-    "spec", ["127.0.0.1:1", "//127.0.0.1", "//h:1?colour=red", "//h:1?prefix=a/b", "//h:1?segment=x"]
+    "spec",
+    ["h:1", "//h", "//h:99999", "//h:1?colour=red", "//h:1?prefix=a/b", "//h:1?segment=x", "//h:1?protocol=carrier"],
 )
 def test_a_spec_that_is_none(spec: str) -> None:
     with pytest.raises(BadArgument):
@@ -154,6 +155,12 @@ def test_a_spec_that_is_none(spec: str) -> None:
 def test_no_master() -> None:
     with pytest.raises(BackendUnavailable, match="no master at 127"):
         open_backend(f"mooncake://127.0.0.1:{free_port()}")
+
+
+def test_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(BackendUnavailable, match="libibverbs"):
+        open_backend("mooncake://127.0.0.1:1")
 
 
 def test_close_waits_for_calls_that_run(port: int) -> None:

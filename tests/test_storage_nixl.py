@@ -172,6 +172,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         open_backend(f"nixl:posix?path={tmp_path}/file")
 
 
+def test_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BackendUnavailable, match="mainstem\\[nixl\\]"):
+        open_backend(f"nixl:posix?path={tmp_path}")
+
+
 # ---------------------------------------------------------------- objects
 
 
@@ -242,12 +249,14 @@ def test_an_s3_server_that_freezes_dies_and_comes_back(buckets: Path) -> None:
         backend = objects(port, timeout_s=1)
         backend.put(KEYS[:2], [page(1), page(2)])
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(StorageError) as frozen:
-            backend.get(KEYS[:2], blank(2))
-        assert frozen.value.cause == "timeout"
+        calls = (lambda: backend.get(KEYS[:2], blank(2)), lambda: backend.put(KEYS[:1], [page(3)]))
+        for call in calls:
+            with pytest.raises(StorageError) as frozen:
+                call()
+            assert frozen.value.cause == "timeout"
         process.kill()
         process.wait()
-        for call in (lambda: backend.get(KEYS[:2], blank(2)), lambda: backend.put(KEYS[:1], [page(3)])):
+        for call in calls:
             with pytest.raises(StorageError) as dead:
                 call()
             assert dead.value.cause == "unreachable"

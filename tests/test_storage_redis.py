@@ -271,6 +271,7 @@ class FalseServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     answer: bytes | None = b""
     pause_s = 0.0
+    late: list[tuple[float, bytes]]
 
 
 class FalseConnection(socketserver.StreamRequestHandler):
@@ -281,6 +282,10 @@ class FalseConnection(socketserver.StreamRequestHandler):
             words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(header[1:]))]
             if words[0] != b"GET":
                 self.wfile.write(b"$0\r\n\r\n" if words[0] == b"INFO" else b"+OK\r\n")
+            elif self.server.late:
+                delay_s, answer = self.server.late.pop()
+                time.sleep(delay_s)
+                self.say(answer)
             else:
                 self.say(self.server.answer)
 
@@ -299,9 +304,12 @@ class FalseConnection(socketserver.StreamRequestHandler):
 
 
 @contextmanager
-def false_server(answer: bytes | None, pause_s: float = 0.0) -> Iterator[int]:
+def false_server(
+    answer: bytes | None, *, pause_s: float = 0.0, late: tuple[float, bytes] | None = None
+) -> Iterator[int]:
+    """Pauses between the bytes of an answer; the first one may be another, after a delay."""
     with FalseServer(("127.0.0.1", 0), FalseConnection) as server:
-        server.answer, server.pause_s = answer, pause_s
+        server.answer, server.pause_s, server.late = answer, pause_s, [] if late is None else [late]
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
@@ -344,6 +352,14 @@ def test_a_trickle_ends_at_the_deadline() -> None:
         began = time.monotonic()
         assert cause_of(lambda: backend.get(KEYS[:1], [page(0, 1000)])) == "timeout"
         assert time.monotonic() - began < 4
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next() -> None:
+    with false_server(b"$5\r\nright\r\n", late=(1.0, b"$5\r\nwrong\r\n")) as port:
+        backend, into = RedisBackend(port=port, timeout_s=0.7), page(0, 5)
+        assert cause_of(lambda: backend.get(KEYS[:1], [into])) == "timeout"
+        assert backend.get(KEYS[1:2], [into]) == [5]
+        assert bytes(into) == b"right"
 
 
 # ---------------------------------------------------------------- opening

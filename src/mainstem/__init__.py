@@ -3,6 +3,7 @@
 from mainstem.cache import CacheStats, Lease, PrefixCache
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import (
+    BackendUnavailable,
     BadArgument,
     BadTokens,
     CorruptTree,
@@ -11,8 +12,10 @@ from mainstem.errors import (
     NotLocked,
     OutOfPages,
     StaleHandle,
+    StorageError,
     WrongOwner,
 )
+from mainstem.identity import Identity
 from mainstem.keys import (
     BigramKeys,
     Coordinate,
@@ -28,11 +31,15 @@ from mainstem.keys import (
 from mainstem.namespaces import Namespace
 from mainstem.policies import NodeStats, Policy
 from mainstem.pool import Pool
+from mainstem.tiers.controller import HostTier, Load, Prefetch, Tiers, TierStats
+from mainstem.tiers.pages import Sealer
+from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tree import Inserted, Match, NodeView, Tree, TreeStats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackendUnavailable",
     "BadArgument",
     "BadTokens",
     "BigramKeys",
@@ -42,11 +49,14 @@ __all__ = [
     "CorruptTree",
     "Full",
     "HashKeys",
+    "HostTier",
+    "Identity",
     "Image",
     "Inserted",
     "KeyKind",
     "Lease",
     "LeaseClosed",
+    "Load",
     "MainstemError",
     "Match",
     "Namespace",
@@ -56,11 +66,18 @@ __all__ = [
     "OutOfPages",
     "Policy",
     "Pool",
+    "Prefetch",
     "PrefixCache",
+    "Sealer",
     "Size",
     "StaleHandle",
     "State",
+    "StorageConfig",
+    "StorageError",
+    "Store",
     "Text",
+    "TierStats",
+    "Tiers",
     "TokenKeys",
     "Tree",
     "TreeStats",

@@ -1,4 +1,4 @@
-"""The `mainstem` command: serve, generate, demo.
+"""The `mainstem` command: serve, generate, demo, storage.
 
 Argument parsing and printing, nothing else. What is heavy (torch, transformers, starlette) is imported inside the
 commands, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mainstem.runtime.request import SamplingParams
     from mainstem.runtime.tiers import TierConfig
     from mainstem.server.app import ServerConfig
+    from mainstem.storage import Backend
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -86,6 +87,13 @@ Examples:
   mainstem generate --file report.txt "What is it about?" "Who wrote it?"
   git log -5 | mainstem generate --json
   mainstem generate --no-chat --temperature 0.8 --seed 7 "Once upon a time" """
+
+_STORAGE_EXAMPLES = """\
+Examples:
+
+  mainstem storage stats file:./kv --json
+  mainstem storage clear redis://127.0.0.1:6379/0
+  mainstem storage check my_package.my_store:MyStore"""
 
 _DEMO_EXAMPLES = """\
 Examples:
@@ -176,8 +184,8 @@ def _size(type_: object, tokens: Sequence[cyclopts.Token]) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _shown_size(size: int) -> str:
-    return f"{size >> 20}MiB"
+def _shown_size(size: int | None) -> str:
+    return "none" if size is None else f"{size >> 20}MiB"
 
 
 Size = Annotated[int, Parameter(converter=_size, accepts_keys=False, n_tokens=1, show_default=_shown_size)]
@@ -430,6 +438,69 @@ def _bound(config: ServerConfig) -> socket:
         if error.errno != errno.EADDRINUSE:
             raise
         raise MainstemError(f"port {config.port} is in use: choose another with --port") from error
+
+
+storage = cyclopts.App(
+    name="storage",
+    help="Look after a store: what it holds, empty it, test it.",
+    help_epilogue=_STORAGE_EXAMPLES,
+    help_format="plaintext",
+)
+app.command(storage)
+Spec = Annotated[str, Parameter(help="Such as file:./kv?capacity=8GiB or redis://127.0.0.1:6379/0; docs/storage.md.")]
+
+
+@storage.command
+def stats(spec: Spec, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Show what a store holds.
+
+    Args:
+        json: Print one JSON object.
+    """
+    with _backend(spec) as backend:
+        held = {**asdict(backend.stats()), **asdict(backend.capabilities)}
+    print(_to_json(held) if json else "\n".join(f"{name:15} {value}" for name, value in held.items()))
+
+
+@storage.command
+def clear(spec: Spec) -> None:
+    """Remove every value of a store."""
+    with _backend(spec) as backend:
+        backend.clear()
+
+
+@storage.command
+def check(spec: Spec, *, erase: bool = False, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Run the conformance suite against a store, which is empty afterwards.
+
+    Args:
+        erase: Do so even if the store may hold something.
+        json: Print one JSON object a case.
+    """
+    from mainstem.storage import open_backend
+    from mainstem.storage.conformance import CASES, run
+
+    with _backend(spec) as backend:
+        if not erase and backend.stats().entries != 0:
+            raise BadArgument("spec", spec, "a store that is known to be empty; --erase empties it")
+    failed = 0
+    for case in CASES:
+        result = run(case, lambda: open_backend(spec))
+        print(_to_json({**asdict(result), "passed": result.passed}) if json else result, flush=True)
+        failed += not result.passed
+    if failed:
+        raise MainstemError(f"{failed} of {len(CASES)} promises are not kept")
+
+
+@contextmanager
+def _backend(spec: str) -> Iterator[Backend]:
+    from mainstem.storage import open_backend
+
+    backend = open_backend(spec)
+    try:
+        yield backend
+    finally:
+        backend.close()
 
 
 @contextmanager

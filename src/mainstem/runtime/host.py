@@ -246,8 +246,8 @@ class HostPool:
         layout: `page_first` (what storage needs), `layer_first`, or `auto`: page_first with storage, otherwise the one
             that copies faster in a short trial.
         storage: whether `slots` will be asked for.
-        run: what runs the copies: called with a function that copies one layer and asks for its next turn, to be
-            called once, from any thread; an executor's `submit` will do. None: a thread of its own.
+        run: what runs the copies: given a function that copies one layer and then asks for its next turn, to be called
+            once, from any thread, such as an executor's `submit`. None: a thread of its own.
         clock: of the trial, in seconds.
 
     Raises:
@@ -281,6 +281,7 @@ class HostPool:
         self._turn = threading.RLock()  # while a layer is copied; a `run` that calls at once comes back to it
         self._executor = None if run else ThreadPoolExecutor(1, thread_name_prefix="mainstem-copy")
         self._run: Run = self._executor.submit if self._executor else run
+        self._work = self._work_on if self._executor else self._work_once
 
     @property
     def pages(self) -> int:
@@ -387,22 +388,37 @@ class HostPool:
             self._run(self._work)
         return transfer
 
-    def _work(self) -> None:
-        """Copies one layer of the most urgent transfer, and asks for its next turn while there is more to do."""
+    def _work_on(self) -> None:
+        """The turn of a thread of its own: all there is to do."""
+        while self._copy_layer():
+            pass
+
+    def _work_once(self) -> None:
+        """A turn of a `run` that was given: one layer, and another turn asked for while there is more to do."""
+        if self._copy_layer():
+            self._run(self._work_once)
+
+    def _copy_layer(self) -> bool:
+        """Copies one layer of the most urgent transfer; whether there is more to do."""
         with self._turn:
             if self._closed:
-                return
+                return False
             with self._lock:
                 queue = self._ups or self._downs
             try:
                 queue[0].advance()
-            finally:
-                with self._lock:
-                    if queue[0].ended:
-                        queue.popleft()
-                    self._working = bool(self._ups or self._downs)
-                if self._working:
-                    self._run(self._work)
+            except BaseException:
+                if self._settle(queue):
+                    self._run(self._work)  # this turn ends here, the other transfers do not
+                raise
+            return self._settle(queue)
+
+    def _settle(self, queue: deque[Transfer]) -> bool:
+        with self._lock:
+            if queue[0].ended:
+                queue.popleft()
+            self._working = bool(self._ups or self._downs)
+            return self._working
 
 
 def _check(components: Sequence[Planes], pages: Sequence[int], layout: Layout, storage: bool) -> None:

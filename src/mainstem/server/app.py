@@ -10,6 +10,7 @@ wait for the engine's thread.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -103,7 +104,7 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
-    secret: Callable[[int], bytes] = secrets.token_bytes,
+    secret: Callable[[int], bytes] | None = None,
 ) -> Starlette:
     """The ASGI application over one engine.
 
@@ -114,9 +115,10 @@ def create_app(
         config: host, port and drain_timeout_s matter to `serve` only.
         clock: seconds, monotonic; for latencies.
         now: seconds since the epoch; for the `created` fields.
-        secret: that many random bytes; API keys are known by digests under such a secret, drawn once.
+        secret: that many random bytes; API keys are known by digests under such a secret, drawn once. None: from the
+            engine's storage secret if it has one, so that tenants find what they stored before a restart.
     """
-    service = _Service(engine, config, clock, now, secret)
+    service = _Service(engine, config, clock, now, secret or _tenant_secret(engine))
     app = Starlette(
         routes=service.routes(),
         middleware=[Middleware(_Envelope)],
@@ -125,6 +127,14 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _tenant_secret(engine: Engine) -> Callable[[int], bytes]:
+    tiers = engine.config.tiers
+    if tiers is None or tiers.secret is None:
+        return secrets.token_bytes
+    known = tiers.secret
+    return lambda size: hashlib.blake2b(known, digest_size=size, person=b"mainstem tenant").digest()
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -359,11 +359,12 @@ class FileBackend(Backend):
 
     def close(self) -> None:
         """Waits for calls under way, and lets another process open the store."""
-        with self._write_lock, self._idle:
-            self._closed = True
-            self._idle.wait_for(lambda: not self._readers)
+        with self._write_lock:
+            with self._idle:
+                self._closed = True
+                self._idle.wait_for(lambda: not self._readers)
             self._close_files()
-        self._pool.shutdown()
+            self._pool.shutdown()
 
     def check(self) -> None:
         """Looks whether every grain is free or owned by one value, once.

@@ -37,6 +37,7 @@ MISSES = (-703, -704, -707)
 CAUSES = {-800: "unreachable", -900: "unreachable", -901: "timeout"}
 """A transfer that failed, a master that is not there, and one that does not answer; all others are `protocol`."""
 
+PROTOCOLS = ("tcp", "rdma")
 OPTIONS = ("segment", "local_buffer", "protocol", "devices", "metadata", "hostname", "prefix", "timeout")
 
 
@@ -50,7 +51,8 @@ class MooncakeBackend(Backend):
     MC_TCP_PROGRESS_TIMEOUT_SEC (whole seconds) with MC_TCP_ENABLE_CONNECTION_POOL=0, as pooled connections wait for
     their limit one after the other. A call blocks until the client has returned: nothing touches its buffers later.
 
-    After a restart of the master or of a store node calls work again by themselves; the values are gone.
+    After a restart of the master or of a store node calls work again by themselves; the values are gone. Opening and
+    closing hold the interpreter: all threads of the process stand still, for a second or two of `close`.
 
     Args:
         master: `host:port` of mooncake_master.
@@ -64,7 +66,7 @@ class MooncakeBackend(Backend):
         timeout_s: see above.
 
     Raises:
-        BadArgument: a prefix with other characters, or sizes below 0.
+        BadArgument: a master, protocol, prefix or size that is none.
         BackendUnavailable: the client or libibverbs is not installed, or the master does not answer.
     """
 
@@ -87,6 +89,10 @@ class MooncakeBackend(Backend):
     ) -> None:
         if not re.fullmatch(r"[\w.-]+", prefix, re.ASCII):
             raise BadArgument("prefix", prefix, "letters, digits, _, - and .")
+        if not re.fullmatch(r"[^\s/]+:\d{1,5}", master) or int(master.rpartition(":")[2]) > 65535:
+            raise BadArgument("master", master, "host:port of mooncake_master")
+        if protocol not in PROTOCOLS:
+            raise BadArgument("protocol", protocol, "one of " + ", ".join(PROTOCOLS))
         if segment_bytes < 0 or staging_bytes < 1:
             raise BadArgument(
                 "segment_bytes", (segment_bytes, staging_bytes), "at least 0, and staging_bytes at least 1"
@@ -107,15 +113,14 @@ class MooncakeBackend(Backend):
 
         The other options are `devices`, `metadata` and `prefix`; `local_buffer` is the constructor's `staging_bytes`.
         """
-        found = re.fullmatch(r"//([^/\s]+:\d+)", address)
-        if not found:
+        if not address.startswith("//"):
             raise BadArgument("storage address", address, "//host:port of mooncake_master")
         check_options(options, OPTIONS)
         texts = {
             name: options[name] for name in ("protocol", "devices", "metadata", "hostname", "prefix") if name in options
         }
         return cls(
-            found[1],
+            address[2:],
             segment_bytes=parse_bytes("segment", options.get("segment", "512MiB")),
             staging_bytes=parse_bytes("local_buffer", options.get("local_buffer", "64MiB")),
             timeout_s=parse_seconds("timeout", options.get("timeout", "5")),

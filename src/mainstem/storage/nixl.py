@@ -157,9 +157,10 @@ class Objects(S3Backend):
     """Objects of an S3 bucket: the S3 back end says where and how long they are, deletes and lists them.
 
     Both clients find credentials in the environment (AWS_ACCESS_KEY_ID and the rest). The agent's knows no timeout
-    but its own: a server that fell silent for 3 s ends a read, and a write at its third try. A server that is gone
-    would hold it for half a minute, unless AWS_RETRY_MODE=standard and AWS_MAX_ATTEMPTS=1; they are set for the
-    process here where they are not set already. Arguments are those of the S3 back end.
+    but its own: a server that falls silent under a read ends it after 3 s, and under a write after 9 s. One that is
+    gone would hold it for half a minute, unless AWS_RETRY_MODE=standard and AWS_MAX_ATTEMPTS=1; they are set for the
+    process here where they are not set already. Before each transfer the S3 back end asks, and its timeout holds.
+    Arguments are those of the S3 back end.
     """
 
     plugin = "OBJ"
@@ -193,7 +194,8 @@ class Objects(S3Backend):
 
     @contextmanager
     def writable(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[list[Spot]]:
-        """Objects that are whole when they are there."""
+        """Objects that are whole when they are there. One question first: the agent waits long for a silent server."""
+        self.explain()
         yield [self._spot(key, size) for key, size in zip(keys, sizes, strict=True)]
 
     def changed(self, key: bytes, spot: Spot) -> bool:
@@ -201,10 +203,10 @@ class Objects(S3Backend):
         return self._lengths([key]) != [spot.length]
 
     def explain(self) -> None:
-        """After a failure of the agent, which never says why.
+        """Asks the server by the other client, as the agent never says why it failed.
 
         Raises:
-            StorageError: the server does not answer the other client either.
+            StorageError: it does not answer.
         """
         self._lengths([bytes(KEY_BYTES)])
 

@@ -180,7 +180,7 @@ class S3Backend(Backend):
         ours = re.compile(re.escape(self._prefix) + "/[0-9a-f]{64}")
         with self._errors_named():
             for objects in self._store.list(self._prefix, chunk_size=_LISTED):
-                self._delete([found["path"] for found in objects if found])
+                self._delete([found["path"] for found in objects if ours.fullmatch(found["path"])])
 
     def stats(self) -> BackendStats:
         """Nothing: it would take a walk."""

@@ -144,7 +144,7 @@ class SiMMBackend(Backend):
             # One was longer than its place: it may have been written over its neighbours. Alone, there is room for it.
             return [code for pair in pairs for code in self._read([pair])]
         for code, place, (_, buffer) in zip(codes, places, pairs, strict=True):
-            if code == len(buffer):
+            if code == len(buffer) == len(place):
                 buffer[:] = place
         return codes
 
@@ -202,15 +202,16 @@ class SiMMBackend(Backend):
     def _rounds(self, pairs: Sequence[tuple[bytes, memoryview]]) -> Iterator[list[tuple[bytes, memoryview]]]:
         """As many as the staging memory takes, with room for the longest value behind the last; no key twice in one."""
         room = len(self._staging) - LONGEST
-        round_: list[tuple[bytes, memoryview]] = []
+        round_: dict[bytes, memoryview] = {}
+        used = 0
         for key, buffer in pairs:
-            used = sum(len(other) for _, other in round_)
-            if round_ and (used + len(buffer) > room or any(key == other for other, _ in round_)):
-                yield round_
-                round_ = []
-            round_.append((key, buffer))
+            if round_ and (used + len(buffer) > room or key in round_):
+                yield list(round_.items())
+                round_, used = {}, 0
+            round_[key] = buffer
+            used += len(buffer)
         if round_:
-            yield round_
+            yield list(round_.items())
 
     def _places(self, pairs: Sequence[tuple[bytes, memoryview]]) -> tuple[list[memoryview], list[Any]]:
         places, views, start = [], [], 0

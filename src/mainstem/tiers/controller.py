@@ -352,7 +352,7 @@ class Tiers:
                 wrong = [page for page in pages if pool.owner(page) != owner]
                 if wrong or total not in (None, len(pages)):
                     raise CorruptTree(f"host pages of {component.name}: {wrong[:8]} are not {owner}, or {total} are")
-            rest = sum(pending.private_pages() for pending in self._pending if isinstance(pending, _Read))
+            rest = sum(prefetch.private_pages() for prefetch in self._prefetches.values())
             if component is self.tree.components[0] and pool.private != len(coming) + rest:
                 raise CorruptTree(f"{pool.private} host pages are private: {len(coming)} in flight, {rest} prefetched")
 
@@ -505,7 +505,7 @@ class Tiers:
 
     def _warm_up(self) -> None:
         """Prefetches what was hot before, few at a time, behind what requests ask for."""
-        while self._warm and self.store is not None and len(self._prefetches) < self.store.config.max_prefetches // 2:
+        while self._warm and self.store is not None and len(self._prefetches) < max(1, self.store.config.max_prefetches // 2):
             namespace, key = self._warm.popleft()
             self._prefetch(namespace, key, leave=0)
 
@@ -694,6 +694,10 @@ class Prefetch:
         """Whether what comes can be put behind its place: not while that itself is on its way to the host."""
         return not self._anchor or self._tiers._core.residency(self._anchor, 0, HOST) != IN_FLIGHT
 
+    def private_pages(self) -> int:
+        """Host pages that hold, or will hold, what is not in the tree yet."""
+        return sum(len(read.pages) for read in self._reads)
+
     def _waited_s(self) -> float:
         return self._store.clock() - self._began_s
 
@@ -772,9 +776,6 @@ class _Read(Pending):
         self.pages, self.call = pages, call
         self.good, self.ended = 0, False
         self._prefetch = prefetch
-
-    def private_pages(self) -> int:
-        return len(self.pages)
 
     def vote(self) -> int:
         return 1 + self.call.value if self.call.done() and self._prefetch.anchored else 0

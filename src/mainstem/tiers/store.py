@@ -254,8 +254,9 @@ class Store:
                 for key, slot in zip(keys[begin:][batch], slots[batch], strict=True):
                     self.sealer.seal(slot, key)
                 results = self.backend.put(keys[begin:][batch], slots[batch])
-                stored += sum(results)
-                if not all(results):
+                whole = [good for _, good in zip(slots[batch], results, strict=True) if good]
+                stored += len(whole)
+                if len(whole) < len(results):
                     causes["full"] += 1
                     break
             return Written(stored, gap=False)
@@ -321,7 +322,9 @@ class Store:
             except StorageError as error:
                 causes[error.cause] += 1
                 log.debug("storage: %s", error)
-            except Exception:  # a back end may be anybody's code: what it raises is a miss
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # anybody's code: what it raises is a miss, a panic of a client in Rust, too
                 causes["crashed"] += 1
                 log.debug("storage: the back end raised", exc_info=True)
             return _Answer(nothing, causes, failed=True)

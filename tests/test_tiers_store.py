@@ -1,0 +1,614 @@
+"""`Store` and its breaker: whatever a back end does, a call ends with a value that is true, and a fault is counted."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hand_driven import Clock, FaultyBackend, HandWorkers, make_store
+from mainstem.errors import BadArgument, StorageError
+from mainstem.storage.base import ABSENT, Capabilities
+from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.store import Breaker, StorageConfig, Store, StoreCall, Written
+
+PAGE = 4  # bytes of symbols
+SYMBOLS = b"aaaabbbbccccdddd"
+SLOT = HEADER_BYTES + 8
+
+
+def new_slots(n: int, byte: int = 0) -> list[memoryview]:
+    return [memoryview(bytearray(HEADER_BYTES) + bytes([byte + page]) * 8) for page in range(n)]
+
+
+def contents(slots: Sequence[memoryview]) -> list[bytes]:
+    return [bytes(slot[HEADER_BYTES:]) for slot in slots]
+
+
+def keys_of(store: Store, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> list[bytes]:
+    return store.sealer.keys(store.sealer.root(namespace), symbols, PAGE)
+
+
+def fill(store: Store, symbols: bytes = SYMBOLS, begin: int = 0) -> Written:
+    call = store.write(b"", symbols, begin, new_slots(len(symbols) // PAGE - begin, begin), PAGE)
+    assert call.done()
+    return call.value
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefetch", "never"),
+        ("max_prefetches", 0),
+        ("batch_pages", 0),
+        ("batches", -1),
+        ("queue_pages", 1.5),
+        ("writes", True),
+        ("breaker_failures", 0),
+        ("prefetch_min_tokens", -1),
+        ("timeout_s", -0.1),
+        ("timeout_per_page_s", float("nan")),
+        ("call_timeout_s", float("inf")),
+        ("breaker_cooldown_s", "5"),
+        ("host_fraction", 0),
+        ("host_fraction", 1.1),
+        ("host_fraction", float("nan")),
+        ("host_fraction", None),
+    ],
+)
+def test_a_limit_outside_its_range_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(BadArgument) as caught:
+        StorageConfig(**{name: value})
+    assert caught.value.name == name
+
+
+def test_limits_may_be_at_the_end_of_their_ranges() -> None:
+    StorageConfig(prefetch_min_tokens=0, timeout_s=0, timeout_per_page_s=0, call_timeout_s=0, host_fraction=1)
+
+
+# ---------------------------------------------------------------- the breaker
+
+
+def test_a_breaker_opens_after_so_many_failures_in_a_row() -> None:
+    breaker = Breaker(3, 5.0, Clock())
+    for _ in range(5):
+        breaker.fail()
+        breaker.fail()
+        breaker.succeed()
+    assert not breaker.open and breaker.allow()
+    for _ in range(3):
+        assert not breaker.open
+        breaker.fail()
+    assert breaker.open and breaker.openings == 1
+    assert not breaker.allow()
+
+
+def test_an_open_breaker_lets_one_call_try_after_the_cool_down() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 5.0, clock)
+    breaker.fail()
+    clock.now_s += 4.999
+    assert not breaker.allow()
+    clock.now_s += 0.001
+    assert breaker.allow()
+    assert not breaker.allow(), "one at a time"
+    assert breaker.open
+
+
+def test_a_try_that_goes_well_closes_it() -> None:
+    clock = Clock()
+    breaker = Breaker(2, 5.0, clock)
+    breaker.fail()
+    breaker.fail()
+    clock.now_s += 5
+    assert breaker.allow()
+    breaker.succeed()
+    assert not breaker.open
+    assert [breaker.allow() for _ in range(3)] == [True] * 3
+    breaker.fail()
+    assert not breaker.open, "it counts from the beginning"
+
+
+def test_a_try_that_fails_waits_for_another_cool_down() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 5.0, clock)
+    breaker.fail()
+    for _ in range(3):
+        clock.now_s += 5
+        assert breaker.allow()
+        breaker.fail()
+        assert not breaker.allow()
+        clock.now_s += 4
+        assert not breaker.allow()
+        clock.now_s += 1
+    assert breaker.openings == 1, "it never closed between"
+
+
+def test_openings_are_counted() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 1.0, clock)
+    for opening in range(1, 4):
+        breaker.fail()
+        assert breaker.openings == opening
+        clock.now_s += 1
+        assert breaker.allow()
+        breaker.succeed()
+
+
+# ---------------------------------------------------------------- what is stored is found
+
+
+def test_pages_are_found_and_read_as_they_were_written() -> None:
+    store = make_store(MemoryBackend())
+    assert fill(store) == Written(4, gap=False)
+    found = store.look(b"", SYMBOLS, 0, PAGE)
+    assert found.done() and found.value == keys_of(store)
+    assert store.look(b"", SYMBOLS, 3, PAGE).value == [] and store.look(b"", SYMBOLS, 3, PAGE).done()
+    slots = new_slots(4, 100)
+    call = store.read(found.value, slots)
+    assert call.done() and call.value == 4
+    assert contents(slots) == contents(new_slots(4))
+    assert not store.faults
+
+
+def test_a_look_begins_behind_what_is_there_and_ends_at_a_gap() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+    keys = keys_of(store)
+    assert done(store.look(b"", SYMBOLS, 1, PAGE)) == keys[1:]
+    assert done(store.look(b"", SYMBOLS + b"xxxx", 0, PAGE)) == keys
+    assert done(store.look(b"other", SYMBOLS, 0, PAGE)) == []
+    backend.delete([keys[2]])
+    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == keys[:2]
+    assert done(store.look(b"", SYMBOLS, 2, PAGE)) == []
+    assert done(store.look(b"", b"", 0, PAGE)) == []
+    assert not store.faults, "nothing found is no fault"
+
+
+def done(call: StoreCall[Any]) -> Any:
+    assert call.done()
+    return call.value
+
+
+def test_nothing_is_stored_behind_a_gap() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    assert fill(store, begin=2) == Written(0, gap=True)
+    assert backend.keys() == []
+    assert fill(store, SYMBOLS[:8]) == Written(2, gap=False)
+    assert fill(store, begin=2) == Written(2, gap=False)
+    assert len(backend.keys()) == 4
+
+
+def test_what_is_stored_already_is_not_written_again() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store, SYMBOLS[:8])
+    before = {key: backend.value(key) for key in backend.keys()}
+    assert fill(store) == Written(2, gap=False)
+    assert {key: backend.value(key) for key in before} == before
+    assert fill(store) == Written(0, gap=False)
+    assert backend.calls.count("put") == 2
+
+
+def test_pages_go_in_batches() -> None:
+    sizes: list[int] = []
+    backend = FaultyBackend()
+    store = make_store(backend, batch_pages=3)
+    backend.instead["put"] = lambda keys, slots: sizes.append(len(keys)) or [True] * len(keys)  # type: ignore[func-returns-value]
+    assert fill(store) == Written(4, gap=False)
+    assert sizes == [3, 1]
+
+
+def test_a_full_store_ends_a_write() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend, batch_pages=2)
+    backend.instead["put"] = lambda keys, slots: [True, False]
+    assert fill(store) == Written(1, gap=False)
+    assert store.faults == {"full": 1}
+    assert backend.calls.count("put") == 1
+    assert not store.breaker.open
+
+
+# ---------------------------------------------------------------- pages that are not what they should be
+
+
+def damage(backend: FaultyBackend, key: bytes, how: str, other: bytes) -> None:
+    value = bytearray(backend.value(key))
+    if how == "absent":
+        backend.delete([key])
+        return
+    if how == "altered":
+        value[-1] ^= 1
+    elif how == "length":
+        value = value[:-1]
+    elif how == "misdirected":
+        value = bytearray(backend.value(other))
+    backend.set_value(key, bytes(value))
+
+
+@pytest.mark.parametrize("how", ["absent", "altered", "length", "misdirected"])
+@pytest.mark.parametrize("at", range(4))
+def test_pages_count_up_to_the_first_that_is_not_whole(how: str, at: int) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+    keys = keys_of(store)
+    damage(backend, keys[at], how, keys[at - 1])
+    assert done(store.read(keys, new_slots(4, 100))) == at
+    assert store.faults == {how: 1}
+    assert not store.breaker.open
+
+
+@pytest.mark.parametrize("length", [0, 1, SLOT - 1, SLOT + 1, -2, 2**70, None, "8", 1.5])
+def test_a_wrong_length_is_a_miss(length: Any) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+    backend.instead["get"] = lambda keys, slots: [length] * len(keys)
+    assert done(store.read(keys_of(store), new_slots(4))) == 0
+    assert store.faults == {"length": 1}
+
+
+def test_a_back_end_that_claims_to_have_read_is_not_believed() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    backend.instead["get"] = lambda keys, slots: [len(slot) for slot in slots]
+    assert done(store.read(keys_of(store), new_slots(4))) == 0
+    assert store.faults == {"altered": 1}
+
+
+# ---------------------------------------------------------------- calls that fail
+
+MISSES: dict[str, tuple[Callable[[Store], StoreCall[Any]], Any]] = {
+    "look": (lambda store: store.look(b"", SYMBOLS, 0, PAGE), []),
+    "read": (lambda store: store.read(keys_of(store), new_slots(4, 100)), 0),
+    "write": (lambda store: store.write(b"", SYMBOLS, 0, new_slots(4), PAGE), Written(0, gap=False)),
+    "write behind": (lambda store: store.write(b"", SYMBOLS, 2, new_slots(2), PAGE), Written(0, gap=False)),
+    "keep_note": (lambda store: store.keep_note("n", b"content", 16), False),
+    "find_note": (lambda store: store.find_note("n", 16), b""),
+}
+
+
+class Panic(BaseException):
+    """As of a client written in Rust: no `Exception`."""
+
+
+ERRORS: list[tuple[BaseException, str]] = [
+    *((StorageError(cause, "on purpose"), cause) for cause in StorageError.CAUSES),
+    (RuntimeError("a bug"), "crashed"),
+    (MemoryError(), "crashed"),
+    (RecursionError(), "crashed"),
+    (StopIteration(), "crashed"),
+    (AssertionError(), "crashed"),
+    (SystemExit(1), "crashed"),
+    (Panic("index out of range"), "crashed"),
+]
+
+
+@pytest.mark.parametrize(("error", "cause"), ERRORS, ids=lambda value: value if isinstance(value, str) else repr(value))
+@pytest.mark.parametrize("call", MISSES)
+def test_what_a_back_end_raises_is_a_miss(call: str, error: BaseException, cause: str) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend, breaker_failures=2)
+    begin, nothing = MISSES[call]
+    backend.always = error
+    assert done(begin(store)) == nothing
+    assert store.faults == {cause: 1}
+    assert not store.breaker.open
+    assert done(begin(store)) == nothing
+    assert store.faults == {cause: 2}
+    assert store.breaker.open
+
+
+def test_an_interrupt_is_no_fault_of_the_store() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    backend.always = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        store.look(b"", SYMBOLS, 0, PAGE).done()
+
+
+@pytest.mark.parametrize("lengths", [[], [SLOT] * 3, [SLOT] * 5, None, SLOT], ids=repr)
+def test_as_many_lengths_as_keys_or_the_read_is_a_miss(lengths: Any) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+
+    def get(keys: Any, slots: Any) -> Any:
+        for key, slot in zip(keys, slots, strict=True):
+            slot[:] = backend.value(key)
+        return lengths
+
+    backend.instead["get"] = get
+    assert done(store.read(keys_of(store), new_slots(4, 100))) == 0
+    assert store.faults == {"crashed": 1}
+
+
+@pytest.mark.parametrize("results", [[], [True] * 3, [True] * 5, [False] * 5, None, True], ids=repr)
+def test_as_many_results_as_pages_or_the_write_failed(results: Any) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    backend.instead["put"] = lambda keys, slots: results
+    assert fill(store) == Written(0, gap=False)
+    assert store.faults == {"crashed": 1}
+
+
+@pytest.mark.parametrize(("count", "found"), [(-1, 0), (0, 0), (2, 2), (4, 4), (5, 4), (10**9, 4)])
+def test_no_more_pages_are_found_than_were_asked_for(count: int, found: int) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    backend.instead["exists"] = lambda keys: count
+    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == keys_of(store)[:found]
+    assert fill(store) == Written(4 - found, gap=False)
+
+
+@pytest.mark.parametrize("count", [None, "4", 1.5, [True] * 4])
+def test_a_count_that_is_none_is_a_miss(count: Any) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    backend.instead["exists"] = lambda keys: count
+    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == []
+    assert fill(store) == Written(0, gap=False)
+    assert store.faults == {"crashed": 2}
+
+
+def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend, breaker_failures=100)
+    caplog.set_level(logging.WARNING, "mainstem.tiers.store")
+    for cause in ("io", "io", "refused", "io", "refused"):
+        backend.always = StorageError(cause, "on purpose")
+        done(store.look(b"", SYMBOLS, 0, PAGE))
+    assert [record.message.split(";")[0] for record in caplog.records] == ["storage: io", "storage: refused"]
+    assert store.faults == {"io": 3, "refused": 2}
+
+
+# ---------------------------------------------------------------- calls that do not come back
+
+
+def test_a_call_is_not_done_before_it_has_run() -> None:
+    workers = HandWorkers()
+    store = make_store(MemoryBackend(), workers)
+    call = store.look(b"", SYMBOLS, 0, PAGE)
+    assert not call.done() and call.value == []
+    workers.run()
+    assert call.done() and call.value == []
+
+
+def test_a_call_over_its_deadline_has_failed_but_keeps_its_slots() -> None:
+    workers, clock = HandWorkers(), Clock()
+    store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0, breaker_failures=2)
+    call = store.read(keys_of(store), new_slots(4))
+    clock.now_s += 4.9
+    assert not call.overdue() and not store.slow
+    clock.now_s += 0.1
+    assert call.overdue() and not call.done()
+    assert store.slow and store.faults == {"timeout": 1}
+    for _ in range(5):
+        assert not call.done() and call.overdue()
+    assert store.faults == {"timeout": 1}, "counted once"
+    assert not store.breaker.open
+
+
+def test_asking_whether_it_is_done_finds_out_that_it_is_late() -> None:
+    workers, clock = HandWorkers(), Clock()
+    store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)
+    call = store.look(b"", SYMBOLS, 0, PAGE)
+    clock.now_s += 5
+    assert not call.done()
+    assert store.faults == {"timeout": 1} and store.slow
+
+
+def test_what_comes_late_is_still_true() -> None:
+    backend, workers, clock = FaultyBackend(), HandWorkers(instant=True), Clock()
+    store = make_store(backend, workers, clock, call_timeout_s=5.0, breaker_failures=1)
+    fill(store)
+    workers.instant = False
+    slots = new_slots(4, 100)
+    call = store.read(keys_of(store), slots)
+    clock.now_s += 60
+    assert call.overdue()
+    assert store.breaker.open
+    workers.run()
+    assert call.done() and call.value == 4
+    assert contents(slots) == contents(new_slots(4))
+    assert not store.slow, "it answers again"
+    assert store.breaker.open, "though in time only once it was tried"
+    assert store.faults == {"timeout": 1}
+
+
+def test_a_late_failure_is_counted_by_its_cause_but_fails_once() -> None:
+    backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
+    store = make_store(backend, workers, clock, breaker_failures=2)
+    backend.always = StorageError("io", "on purpose")
+    call = store.look(b"", SYMBOLS, 0, PAGE)
+    clock.now_s += 60
+    assert not call.done()
+    workers.run()
+    assert call.done() and call.value == []
+    assert store.faults == {"timeout": 1, "io": 1}
+    assert not store.breaker.open
+
+
+def test_a_call_that_ended_in_time_is_not_late_however_late_one_asks() -> None:
+    workers, clock = HandWorkers(instant=True), Clock()
+    store = make_store(MemoryBackend(), workers, clock)
+    call = store.look(b"", SYMBOLS, 0, PAGE)
+    clock.now_s += 60
+    assert not call.overdue()
+    assert call.done() and not store.faults and not store.slow
+
+
+# ---------------------------------------------------------------- the breaker of a store
+
+
+def test_repeated_failures_stop_calls_and_one_that_goes_well_lets_them_through() -> None:
+    backend, clock = FaultyBackend(), Clock()
+    store = make_store(backend, clock=clock, breaker_failures=3, breaker_cooldown_s=5.0)
+    backend.always = StorageError("unreachable", "on purpose")
+    for _ in range(3):
+        assert done(store.look(b"", SYMBOLS, 0, PAGE)) == []
+    reached = len(backend.calls)
+    for begin, nothing in MISSES.values():
+        assert done(begin(store)) == nothing
+    assert len(backend.calls) == reached, "no call is made"
+    assert store.faults == {"unreachable": 3, "breaker": len(MISSES)}
+
+    backend.always = None
+    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == []
+    clock.now_s += 5.0
+    assert fill(store) == Written(4, gap=False)
+    assert not store.breaker.open and store.breaker.openings == 1
+    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == keys_of(store)
+
+
+def test_while_one_call_is_tried_others_are_not_made() -> None:
+    backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
+    store = make_store(backend, workers, clock, breaker_failures=1, breaker_cooldown_s=5.0)
+    backend.always = StorageError("io", "on purpose")
+    call = store.look(b"", SYMBOLS, 0, PAGE)
+    workers.run()
+    assert call.done()
+    clock.now_s += 5
+    tried, other = store.look(b"", SYMBOLS, 0, PAGE), store.look(b"", SYMBOLS, 0, PAGE)
+    assert not tried.done() and other.done()
+    assert len(workers.waiting) == 1
+    workers.run()
+    assert tried.done()
+    assert store.breaker.open
+    assert store.look(b"", SYMBOLS, 0, PAGE).done()
+    assert workers.waiting == []
+
+
+def test_calls_that_hang_open_the_breaker() -> None:
+    workers, clock = HandWorkers(), Clock()
+    store = make_store(MemoryBackend(), workers, clock, breaker_failures=3, breaker_cooldown_s=100.0)
+    calls = [store.look(b"", SYMBOLS, 0, PAGE) for _ in range(3)]
+    clock.now_s += 5
+    assert not any(call.done() for call in calls)
+    assert store.breaker.open and store.slow
+    assert store.look(b"", SYMBOLS, 0, PAGE).done()
+    assert len(workers.waiting) == 3
+
+
+# ---------------------------------------------------------------- notes
+
+
+def test_a_note_is_found_under_its_name() -> None:
+    store = make_store(MemoryBackend())
+    assert done(store.keep_note("one", b"first", 16)) is True
+    assert done(store.keep_note("two", b"", 16)) is True
+    assert done(store.find_note("one", 16)) == b"first" + bytes(11)
+    assert done(store.find_note("two", 16)) == bytes(16)
+    assert done(store.keep_note("one", b"second, of 16 b.", 16)) is True
+    assert done(store.find_note("one", 16)) == b"second, of 16 b."
+    assert not store.faults
+
+
+def test_a_note_that_is_not_there_or_damaged_is_empty() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    assert done(store.find_note("one", 16)) == b""
+    done(store.keep_note("one", b"first", 16))
+    assert done(store.find_note("one", 17)) == b""
+    (key,) = backend.keys()
+    backend.set_value(key, backend.value(key)[:-1] + b"x")
+    assert done(store.find_note("one", 16)) == b""
+    assert store.faults == {"absent": 1, "length": 1, "altered": 1}
+
+
+class KeepsTheFirst(FaultyBackend):
+    """`put` leaves what is there."""
+
+    capabilities = Capabilities(persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=False)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        new = [at for at, key in enumerate(keys) if key not in self.keys()]
+        super().put([keys[at] for at in new], [buffers[at] for at in new])
+        return [True] * len(keys)
+
+
+def test_a_note_takes_the_place_of_the_one_before_in_every_store() -> None:
+    store = make_store(KeepsTheFirst())
+    for content in (b"first", b"second"):
+        assert done(store.keep_note("one", content, 16)) is True
+    assert done(store.find_note("one", 16)) == b"second" + bytes(10)
+
+
+@pytest.mark.parametrize("results", [[], None])
+def test_a_note_that_the_back_end_says_nothing_of_is_a_miss(results: Any) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    backend.instead |= {"put": lambda keys, slots: results, "get": lambda keys, slots: results}
+    assert done(store.keep_note("one", b"", 16)) is False
+    assert done(store.find_note("one", 16)) == b""
+    assert store.faults == {"crashed": 2}
+
+
+def test_a_note_and_a_page_of_the_same_key_space_never_meet() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+    done(store.keep_note("one", b"first", 8))
+    page = backend.value(keys_of(store)[0])
+    (note,) = [key for key in backend.keys() if key not in keys_of(store)]
+    backend.set_value(note, page)
+    assert done(store.find_note("one", 8)) == b""
+    assert store.faults == {"misdirected": 1}
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_close_ends_workers_and_back_end() -> None:
+    backend, readers, writers = FaultyBackend(), HandWorkers(), HandWorkers()
+    store = make_store(backend, readers, writers=writers)
+    store.close(1.0)
+    assert readers.closed and writers.closed
+    with pytest.raises(StorageError, match="closed"):
+        backend.stats()
+
+
+@pytest.mark.parametrize("hanging", ["readers", "writers"])
+def test_a_back_end_that_is_still_called_is_not_closed(hanging: str) -> None:
+    backend, readers, writers = FaultyBackend(), HandWorkers(), HandWorkers()
+    {"readers": readers, "writers": writers}[hanging].hang = True
+    store = make_store(backend, readers, writers=writers)
+    store.close(0.0)
+    assert readers.closed and writers.closed
+    assert backend.stats().entries == 0
+
+
+def test_reads_do_not_wait_behind_writes() -> None:
+    readers, writers = HandWorkers(instant=True), HandWorkers()
+    store = make_store(MemoryBackend(), readers, writers=writers)
+    written = store.write(b"", SYMBOLS, 0, new_slots(4), PAGE)
+    assert store.look(b"", SYMBOLS, 0, PAGE).done()
+    assert not written.done()
+    writers.run_all()
+    assert done(written) == Written(4, gap=False)
+
+
+def test_a_call_holds_on_to_its_slots_until_it_returns() -> None:
+    workers = HandWorkers()
+    store = make_store(MemoryBackend(), workers)
+    slots = new_slots(4)
+    arrays = [slot.obj for slot in slots]
+    call = store.read(keys_of(store), slots)
+    del slots
+    gc.collect()
+    for array in arrays:
+        with pytest.raises(BufferError):
+            array.extend(b"no")  # type: ignore[attr-defined]  # the array of bytes is still looked at
+    workers.run()
+    assert done(call) == 0 and store.faults == {"absent": 1}
+    assert ABSENT == -1
