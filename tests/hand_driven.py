@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+
+from ghost_memory import GhostMemory, GhostTicket
+from mainstem.cache import Lease, PrefixCache
 from mainstem.identity import Identity
+from mainstem.namespaces import encode_namespace
 from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.controller import HostTier
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.store import StorageConfig, Store
 
@@ -96,6 +103,8 @@ class HandWorkers:
 
     def close(self, timeout_s: float) -> bool:
         self.closed = True
+        if not self.hang:
+            self.run_all()
         return not self.hang
 
 
@@ -155,3 +164,150 @@ def make_store(
     sealer = Sealer(replace(IDENTITY, **(identity or {})), SECRET)
     limits = StorageConfig(**{"prefetch_min_tokens": 1, **config})
     return Store(backend, sealer, limits, readers=readers, writers=writers or readers, clock=clock or Clock())
+
+
+# ---------------------------------------------------------------- a cache with tiers, and what its pages must hold
+
+
+def fingerprint(space: str | None, tokens: Sequence[int]) -> int:
+    """What a page holds that ends behind these tokens; another number for any other prefix."""
+    return zlib.crc32(repr((space, tuple(tokens))).encode()) + 1
+
+
+def prompt(pages: int, *marks: int, size: int = 2) -> list[int]:
+    """So many whole pages and one token more; page i is of mark i, or of the last mark, or zeros."""
+    kinds = [marks[min(at, len(marks) - 1)] if marks else 0 for at in range(pages)]
+    return [kind for kind in kinds for _ in range(size)] + [999]
+
+
+class Rig:
+    """A cache with a host tier and perhaps a store, whose every completion is the test's to give.
+
+    Every page that is computed gets its fingerprint, and `verify` looks at every page that the tree names.
+    """
+
+    def __init__(
+        self,
+        device: int = 16,
+        host: int = 32,
+        *,
+        size: int = 2,
+        backend: MemoryBackend | None = None,
+        host_options: dict[str, Any] | None = None,
+        policy: str = "lru",
+        **config: Any,
+    ) -> None:
+        self.size = size
+        self.clock = Clock()
+        self.memory = GhostMemory([device], [host], instant=False)
+        self.readers, self.writers = HandWorkers(), HandWorkers()
+        self.store: Store | None = None
+        if backend is not None:
+            self.store = make_store(backend, self.readers, self.clock, writers=self.writers, **config)
+        options: dict[str, Any] = {"load_min_tokens": 1, **(host_options or {})}
+        self.cache = PrefixCache(device, size, policy=policy, host=HostTier(self.memory, **options), store=self.store)
+        assert self.cache.tiers is not None
+        self.tiers = self.cache.tiers
+
+    # what an engine does
+
+    def serve(self, tokens: Sequence[int], space: str | None = None, *, load: bool = False) -> int:
+        """A prompt from lease to finish; its hit, whose content is looked at."""
+        with self.cache.lease(list(tokens), space) as lease:
+            if load and (loading := self.tiers.load(lease)) is not None:
+                loading.wait()
+            hit = lease.hit
+            lease.reserve(lease.length - lease.reserved)
+            self.compute(lease, tokens, space)
+            lease.publish(lease.length)
+        self.verify()
+        return hit
+
+    def compute(self, lease: Lease, tokens: Sequence[int], space: str | None = None) -> None:
+        """Reads the hit and writes the rest."""
+        table = lease.page_table
+        for page in range(len(tokens) // self.size):
+            expected = self.layers(space, tokens[: (page + 1) * self.size])
+            if page < lease.hit // self.size:
+                assert self.memory.device[0][:, table[page]].tolist() == expected, "a hit on wrong content"
+            else:
+                assert self.cache.pool.owner(int(table[page])) == "private"
+                self.memory.device[0][:, table[page]] = expected
+
+    def layers(self, space: str | None, tokens: Sequence[int]) -> list[int]:
+        mark = fingerprint(space, tokens)
+        return [mark * self.memory.layers + layer for layer in range(self.memory.layers)]
+
+    # what the machine does
+
+    @property
+    def copies(self) -> list[GhostTicket]:
+        """Under way, in the order in which they began."""
+        self.memory.tickets = [ticket for ticket in self.memory.tickets if not ticket.done()]
+        return self.memory.tickets
+
+    def land(self, at: int = 0, *, fail: bool = False) -> None:
+        ticket = self.copies[at]
+        if fail:
+            ticket.fail(RuntimeError("a copy failed on purpose"))
+        ticket.wait()
+
+    def poll(self) -> None:
+        self.tiers.poll()
+        self.verify()
+
+    def settle(self, rounds: int = 50) -> None:
+        """Everything ends well that can."""
+        for _ in range(rounds):
+            for ticket in self.copies:
+                ticket.wait()
+            ran = self.readers.run_all() + self.writers.run_all()
+            self.poll()
+            if not (ran or self.tiers.busy or self.copies):
+                return
+        raise AssertionError(f"never at rest: {self.tiers.stats()}")
+
+    # what must be true
+
+    def verify(self) -> None:
+        self.cache.check()
+        stats = self.tiers.stats()
+        assert stats.host_free + stats.host_cached + stats.host_private == stats.host_total == self.memory.pages
+        keys: dict[int, bytes] = {0: b""}
+        for view in self.cache.tree.nodes():
+            key = keys[view.node] = keys[view.parent] + view.key
+            tokens = np.frombuffer(key, np.int32).tolist()
+            for tier, content in ((0, self.memory.device[0]), (1, self.memory.host[0])):
+                cell = view.cells["full", tier]
+                for page, held in enumerate(cell.ids.tolist() if cell.present else []):
+                    end = view.start + (page + 1) * self.size
+                    expected = self.layers(self.spaces[view.namespace], tokens[:end])
+                    assert content[:, held].tolist() == expected, f"tier {tier} holds something else"
+
+    spaces: ClassVar[dict[bytes, str | None]] = {encode_namespace(space): space for space in (None, "a", "b")}
+
+    def on(self, tier: int, tokens: Sequence[int], space: str | None = None) -> int:
+        """Whole pages of a prompt that are present on a tier, from the first; changes nothing."""
+        name, held = encode_namespace(space), set[bytes]()
+        keys: dict[int, bytes] = {0: b""}
+        for view in self.cache.tree.nodes(space):
+            assert view.namespace == name
+            key = keys[view.node] = keys[view.parent] + view.key
+            if view.cells["full", tier].present:
+                width = self.size * 4
+                held |= {key[:end] for end in range(view.start * 4 + width, len(key) + 1, width)}
+        symbols = np.array(tokens, np.int32).tobytes()
+        pages = len(tokens) // self.size
+        return next((page for page in range(pages) if symbols[: (page + 1) * self.size * 4] not in held), pages)
+
+    def close_all(self) -> None:
+        """At rest, nothing is held by anybody."""
+        self.settle()
+        stats, tree = self.tiers.stats(), self.cache.tree
+        assert stats.host_private == stats.under_way == stats.queued == 0
+        assert self.cache.stats().private_pages == self.cache.stats().leases == 0
+        assert tree.core.counts(0, 0)[1:] == tree.core.counts(0, 1)[1:] == (0, 0), "locked, or in flight"
+        self.cache.flush()
+        assert (self.tiers.stats().host_free, self.cache.pool.free) == (self.memory.pages, self.cache.pool.total)
+        assert tree.stats().nodes == 0
+        self.cache.check()

@@ -1,8 +1,8 @@
 """A disk in memory, for the file store: it can lose its power with any part of what was not synced, and fail any call.
 
-`Disk` keeps of each file what is durable and what was written since, write by write. `after_power_loss` gives a disk as
-it may come up again: of the unsynced writes any subset of 512-byte sectors, in any order, and of the unsynced changes of
-names the first few. `Faulty` stands before a file system and fails or shortens calls as it is told.
+`Disk` keeps of each file what is durable and what was written since, write by write. `after_power_loss` gives a disk
+as it may come up again: of the unsynced writes any subset of 512-byte sectors, in any order, and of the unsynced
+changes of names the first few. `Faulty` stands before a file system and fails or shortens calls as it is told.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALLS = tuple(name for name in vars(FileSystem) if not name.startswith("_"))
 
 @dataclass
 class Inode:
-    """A file: its content, the content that survives for sure, and the writes between the two (an int is a new size)."""
+    """A file: its content, the content that survives for sure, and the writes between (an int is a new size)."""
 
     live: bytearray = field(default_factory=bytearray)
     durable: bytes = b""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # bench/ is no part of the package
 
-from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, ttft  # noqa: E402
+from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, tiers, ttft  # noqa: E402
 from bench.block_dict import BlockCache  # noqa: E402
 from bench.entries import SYSTEMS, Entry  # noqa: E402
 from bench.python_radix import RadixCache  # noqa: E402
@@ -478,3 +479,52 @@ def test_throughput_with_and_without_reuse(tiny_model: LoadedModel, tmp_path: Pa
     for row in written["rows"]:
         assert row["reuse"]["tokens_per_s"] == pytest.approx(5 * row["reuse"]["requests_per_s"])
         assert row["ratio"] == pytest.approx(row["reuse"]["requests_per_s"] / row["no_reuse"]["requests_per_s"])
+
+
+def test_tiers_stand_beside_their_floors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that cannot be started, and one that loses what it is given, are named and stop nothing."""
+
+    @contextmanager
+    def missing(folder: Path, capacity: int) -> Iterator[str]:
+        raise FileNotFoundError("no such server")
+        yield ""
+
+    @contextmanager
+    def small(folder: Path, capacity: int) -> Iterator[str]:
+        yield "memory:?capacity=10KB"
+
+    monkeypatch.setattr(tiers, "STORES", {**tiers.STORES, "redis": missing, "s3": small})
+    settings = tiers.Settings(
+        page_sizes=(1, 16), dtypes=("float32",), layers=3, kv_heads=1, head_dim=4, copied_bytes=1 << 16,
+        stored_bytes=1 << 16, batch_bytes=1 << 14, rounds=2, stores=("memory", "file", "redis", "s3"),
+        folder=str(tmp_path),
+    )  # fmt: skip
+    report = _report("tiers")
+    tiers.run(settings, report)
+    written = _written(report, tmp_path)
+    assert set(written) == FIELDS | {"goals"}
+    floors = {tiers.MEMCPY, tiers.SYNCED, tiers.UNSYNCED}
+    for page_size in (1, 16):
+        own = {row["what"]: row for row in written["rows"] if row["page_size"] == page_size}
+        assert set(own) == floors | {*tiers.HOST.values(), "memory", "file"}
+        assert all(0 < row[way]["least"] <= row[way]["median"] for row in own.values() for way in ("down", "up"))
+        assert {name for name, row in own.items() if "of" not in row} == floors
+    assert [note.partition(":")[0] for note in written["notes"]] == ["redis is left out", "s3 failed"]
+    assert [goal["met"] is None for goal in written["goals"]] == [False] * 3
+    assert list(tmp_path.iterdir()) == [tmp_path / "tiers.json"]
+    assert tiers.table(report.rows).row_count == 14
+    assert tiers.goals_table(report.more["goals"]).row_count == 3
+
+
+def test_goals_of_the_tiers_are_judged_by_pages_of_16() -> None:
+    goal = tiers.Goal("what", "file", "up", tiers.SYNCED, 0.7)
+    rows = [
+        {"what": "file", "page_size": size, "dtype": "float32", "of": {tiers.SYNCED: {"up": part}}}
+        for size, part in ((1, 0.1), (16, 0.7), (64, 0.2))
+    ]
+    (judged,) = tiers.judge(rows, [goal])
+    assert judged["measured"] == 0.7
+    assert judged["met"]
+    rows[1]["of"] = {tiers.SYNCED: {"up": 0.69}}
+    assert not tiers.judge(rows, [goal])[0]["met"]
+    assert tiers.judge(rows[:1], [goal])[0]["met"] is None

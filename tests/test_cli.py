@@ -258,6 +258,7 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
         "max_waiting": 3,
         "policy": "lfu",
         "cache": False,
+        "tiers": None,
     }
     assert run("serve", "--port", "0", "--api-key", "one", "--api-key", "two") == 0
     assert served[1][1].api_keys == ("one", "two")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,7 +146,16 @@ def blank(keys: list[bytes], size: int = 65_536) -> list[memoryview]:
 
 @pytest.mark.parametrize(
     "spec",
-    ["h:1", "//h", "//h:99999", "//h:1?colour=red", "//h:1?prefix=a/b", "//h:1?segment=x", "//h:1?protocol=carrier"],
+    [
+        "h:1",
+        "//h",
+        "//h:99999",
+        "//h:1?colour=red",
+        "//h:1?prefix=a/b",
+        "//h:1?segment=x",
+        "//h:1?segment=1MiB",
+        "//h:1?protocol=carrier",
+    ],
 )
 def test_a_spec_that_is_none(spec: str) -> None:
     with pytest.raises(BadArgument):
@@ -155,6 +165,12 @@ def test_a_spec_that_is_none(spec: str) -> None:
 def test_no_master() -> None:
     with pytest.raises(BackendUnavailable, match="no master at 127"):
         open_backend(f"mooncake://127.0.0.1:{free_port()}")
+
+
+def test_no_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mainstem.storage.mooncake.RDMA_DEVICES", tmp_path)
+    with pytest.raises(BackendUnavailable, match="no RDMA device"):
+        open_backend("mooncake://127.0.0.1:1?protocol=rdma")
 
 
 def test_no_client(monkeypatch: pytest.MonkeyPatch) -> None:

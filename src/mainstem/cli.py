@@ -232,6 +232,7 @@ class TierOptions:
         load_min_tokens: Fewer tokens are computed rather than loaded from the host; 1 or more.
         storage: Where pages are stored below the host, such as file:/var/cache/mainstem?capacity=8GiB,
             redis://127.0.0.1:6379/0, or package.module:Class; see docs/storage.md.
+        storage_codec: How the numbers of stored pages are written: as they are, or in 8 bits, at a loss.
         storage_secret: What stored pages are sealed with: at least 16 characters, the same for all who share a store.
         prefetch: Whether a request waits for storage: not at all, for all that is there, or for a limited time.
         prefetch_min_tokens: Fewer tokens are computed rather than read from storage; 0 or more.
@@ -246,6 +247,7 @@ class TierOptions:
     write_hits: int = 2
     load_min_tokens: int = 32
     storage: str | None = None
+    storage_codec: Literal["none", "int8", "fp8"] = "none"
     storage_secret: Annotated[str | None, Parameter(env_var="MAINSTEM_STORAGE_SECRET")] = None
     prefetch: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
     prefetch_min_tokens: int = 256
@@ -278,6 +280,7 @@ class TierOptions:
             self.write_hits,
             self.load_min_tokens,
             self.storage,
+            self.storage_codec,
             limits,
             None if self.storage_secret is None else self.storage_secret.encode(),
             self.warm,
@@ -488,6 +491,7 @@ def check(spec: Spec, *, erase: bool = False, json: Annotated[bool, Parameter(ne
         result = run(case, lambda: open_backend(spec))
         print(_to_json({**asdict(result), "passed": result.passed}) if json else result, flush=True)
         failed += not result.passed
+    clear(spec)
     if failed:
         raise MainstemError(f"{failed} of {len(CASES)} promises are not kept")
 

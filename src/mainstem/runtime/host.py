@@ -279,9 +279,12 @@ class HostPool:
         self._working = self._closed = False
         self._lock = threading.Lock()  # of the four above
         self._turn = threading.RLock()  # while a layer is copied; a `run` that calls at once comes back to it
-        self._executor = None if run else ThreadPoolExecutor(1, thread_name_prefix="mainstem-copy")
-        self._run: Run = self._executor.submit if self._executor else run
-        self._work = self._work_on if self._executor else self._work_once
+        self._executor = None
+        self._work = self._work_once
+        if run is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="mainstem-copy")
+            run, self._work = self._executor.submit, self._work_on
+        self._run = run
 
     @property
     def pages(self) -> int:

@@ -18,6 +18,7 @@ from mainstem.identity import Identity
 from mainstem.runtime.host import HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.storage import Backend, open_backend
+from mainstem.tiers.codecs import find_codec
 from mainstem.tiers.controller import HostTier, WritePolicy
 from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import StorageConfig, Store
@@ -45,6 +46,7 @@ class TierConfig:
         hits: for "write_through_selective".
         load_min_tokens: fewer are computed rather than loaded from the host.
         storage: a back end's spec, see `mainstem.storage.open_backend`; None: no storage.
+        codec: how the numbers of stored pages are written: "none", "int8" or "fp8", see `mainstem.tiers.codecs`.
         limits: how storage is used.
         secret: what stored pages are named and sealed with, at least 16 bytes, the same for all who share a store;
             None: they are safe from damage, not from forgery.
@@ -59,6 +61,7 @@ class TierConfig:
     hits: int = 2
     load_min_tokens: int = 32
     storage: str | None = None
+    codec: str = "none"
     limits: StorageConfig = field(default_factory=StorageConfig)
     secret: bytes | None = field(default=None, repr=False)
     warm: bool = False
@@ -67,6 +70,7 @@ class TierConfig:
         """Checks what nobody else does before a model is loaded."""
         if self.secret is not None and len(self.secret) < 16:
             raise BadArgument("storage_secret", "(not shown)", "at least 16 bytes")
+        find_codec(self.codec)
         if self.warm and self.storage is None:
             raise BadArgument("warm", self.warm, "False without storage")
 
@@ -95,7 +99,7 @@ def build_tiers(
     try:
         memory, content = runner.host_memory(config.host, backend is not None)
         tier = HostTier(memory, config.write, config.hits, config.load_min_tokens)
-        store = None if backend is None else _store(config, backend, identity_of(loaded, page_size, content), clock)
+        store = None if backend is None else _store(config, backend, loaded, page_size, content, clock)
     except BaseException:
         if backend is not None:
             backend.close()
@@ -103,13 +107,14 @@ def build_tiers(
     return tier, store
 
 
-def identity_of(loaded: LoadedModel, page_size: int, content: str) -> Identity:
+def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = "none") -> Identity:
     """All that shapes the pages of a loaded model. Reads every weight.
 
     Args:
         loaded: the model.
         page_size: positions a page.
         content: name of the format of a page's content.
+        codec: how its numbers are stored.
     """
     config = loaded.model.config.get_text_config(decoder=True)
     heads = int(config.num_attention_heads)
@@ -127,11 +132,19 @@ def identity_of(loaded: LoadedModel, page_size: int, content: str) -> Identity:
         tokenizer=_digest_tokenizer(loaded),
         symbols="token ids/4",
         page_size=page_size,
-        extra=(f"configuration {_digest_config(loaded.model.config)}",),
+        extra=(f"configuration {_digest_config(loaded.model.config)}", f"codec {codec}"),
     )
 
 
-def _store(config: TierConfig, backend: Backend, identity: Identity, clock: Callable[[], float]) -> Store:
+def _store(
+    config: TierConfig,
+    backend: Backend,
+    loaded: LoadedModel,
+    page_size: int,
+    content: str,
+    clock: Callable[[], float],
+) -> Store:
+    identity = identity_of(loaded, page_size, content, config.codec)
     if config.secret is None:
         log.warning("storage has no secret: stored pages are safe from damage, not from forgery")
     limits = config.limits
@@ -142,6 +155,8 @@ def _store(config: TierConfig, backend: Backend, identity: Identity, clock: Call
         readers=ThreadWorkers(limits.batches, "mainstem-read"),
         writers=ThreadWorkers(limits.writes, "mainstem-write"),
         clock=clock,
+        codec=find_codec(config.codec),
+        dtype=identity.dtype,
     )
 
 

@@ -16,6 +16,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
@@ -37,6 +38,8 @@ MISSES = (-703, -704, -707)
 CAUSES = {-800: "unreachable", -900: "unreachable", -901: "timeout"}
 """A transfer that failed, a master that is not there, and one that does not answer; all others are `protocol`."""
 
+MIN_SEGMENT_BYTES = 16 << 20
+RDMA_DEVICES = Path("/sys/class/infiniband")
 PROTOCOLS = ("tcp", "rdma")
 OPTIONS = ("segment", "local_buffer", "protocol", "devices", "metadata", "hostname", "prefix", "timeout")
 
@@ -56,7 +59,7 @@ class MooncakeBackend(Backend):
 
     Args:
         master: `host:port` of mooncake_master.
-        segment_bytes: memory that this process gives to the store for as long as it is open; 0: none.
+        segment_bytes: memory that this process gives to the store for as long as it is open, 16 MiB or more; 0: none.
         staging_bytes: of one buffer that values outside of registered memory pass through.
         protocol: `tcp` or `rdma`.
         devices: names of RDMA devices, with commas between; empty: the client finds them.
@@ -67,7 +70,7 @@ class MooncakeBackend(Backend):
 
     Raises:
         BadArgument: a master, protocol, prefix or size that is none.
-        BackendUnavailable: the client or libibverbs is not installed, or the master does not answer.
+        BackendUnavailable: the client or libibverbs is not installed, the master does not answer, or there is no RDMA.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -93,11 +96,13 @@ class MooncakeBackend(Backend):
             raise BadArgument("master", master, "host:port of mooncake_master")
         if protocol not in PROTOCOLS:
             raise BadArgument("protocol", protocol, "one of " + ", ".join(PROTOCOLS))
-        if segment_bytes < 0 or staging_bytes < 1:
-            raise BadArgument(
-                "segment_bytes", (segment_bytes, staging_bytes), "at least 0, and staging_bytes at least 1"
-            )
+        if segment_bytes and segment_bytes < MIN_SEGMENT_BYTES:
+            raise BadArgument("segment_bytes", segment_bytes, f"0, or at least {MIN_SEGMENT_BYTES}")
+        if staging_bytes < 1:
+            raise BadArgument("staging_bytes", staging_bytes, "at least 1")
         self._prefix = prefix
+        if protocol == "rdma" and not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
+            raise BackendUnavailable(f"mooncake: no RDMA device in {RDMA_DEVICES}; the client would take TCP unasked")
         _set_limits(timeout_s)
         store = _new_client()
         _probe(master, timeout_s)
@@ -245,7 +250,7 @@ def _set_limits(timeout_s: float) -> None:
     os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", seconds)
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds)
     os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "0")
-    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "3")  # each with another port of its own
 
 
 def _new_client() -> Any:

@@ -281,8 +281,7 @@ class Compress(_Wrapper):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads frames, and expands those that hold as much as their buffers; of the others it says what they hold."""
         pairs = list(zip(keys, buffers, strict=True))
-        probe = memoryview(bytearray(1))
-        sizes = self._inner.get(keys, [probe] * len(pairs))
+        sizes = self._inner.get(keys, [memoryview(bytearray(1)) for _ in pairs])
         # A frame is hardly longer than what it holds: one that claims to be is not read, whoever wrote it.
         there = [
             at for at, (size, (_, buffer)) in enumerate(zip(sizes, pairs, strict=True)) if 1 < size <= _most(buffer)

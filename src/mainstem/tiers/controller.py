@@ -203,7 +203,8 @@ class Tiers:
         """Settles what has ended, begins what is due. Does not block."""
         self._settle(self._pending)
         self._copy_down()
-        self._begin_writes()
+        if self.store is not None:
+            self._begin_writes(self.store.config.writes - self._writing)
         self._warm_up()
 
     def load(self, lease: Lease) -> Load | None:
@@ -306,6 +307,7 @@ class Tiers:
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the storage tier; calls that hang are left behind."""
         if self.store is not None:
+            self._begin_writes(len(self._writes))
             self.store.close(timeout_s)
 
     # ---------------------------------------------------------------- what it says of itself
@@ -498,14 +500,19 @@ class Tiers:
         self._queued += pages
         self._writes.append(self._add(_Write(self, node, begin, pages)))
 
-    def _begin_writes(self) -> None:
-        while self.store is not None and self._writes and self._writing < self.store.config.writes:
+    def _begin_writes(self, most: int) -> None:
+        while self.store is not None and self._writes and most > 0:
+            most -= 1
             self._writing += 1
             self._writes.popleft().begin(self.store)
 
     def _warm_up(self) -> None:
         """Prefetches what was hot before, few at a time, behind what requests ask for."""
-        while self._warm and self.store is not None and len(self._prefetches) < max(1, self.store.config.max_prefetches // 2):
+        while (
+            self._warm
+            and self.store is not None
+            and len(self._prefetches) < max(1, self.store.config.max_prefetches // 2)
+        ):
             namespace, key = self._warm.popleft()
             self._prefetch(namespace, key, leave=0)
 

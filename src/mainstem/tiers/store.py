@@ -21,6 +21,7 @@ from typing import Generic, Literal, TypeVar, get_args
 
 from mainstem.errors import BadArgument, StorageError, check_integer
 from mainstem.storage.base import ABSENT, Backend
+from mainstem.tiers.codecs import CODECS, Codec
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.workers import Call, Workers
 
@@ -189,6 +190,8 @@ class Store:
         config: limits.
         readers, writers: run the calls; apart, so that neither waits for the other.
         clock: seconds, never going back.
+        codec: how the numbers of a page are stored; its name belongs into the sealer's identity.
+        dtype: of the numbers, for a codec other than "none".
     """
 
     def __init__(
@@ -200,7 +203,10 @@ class Store:
         readers: Workers,
         writers: Workers,
         clock: Callable[[], float],
+        codec: Codec = CODECS["none"],
+        dtype: str = "",
     ) -> None:
+        self._codec, self._dtype = codec, dtype
         self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self.faults: Counter[str] = Counter()
@@ -228,11 +234,15 @@ class Store:
         """How many pages, from the first on, are in their slots now, whole and verified."""
 
         def read(causes: Counter[str]) -> int:
-            lengths = self.backend.get(keys, slots)
-            for good, (key, slot, length) in enumerate(zip(keys, slots, lengths, strict=True)):
+            packed = self._room(slots)
+            lengths = self.backend.get(keys, packed)
+            for good, (key, slot, length) in enumerate(zip(keys, packed, lengths, strict=True)):
                 if (cause := self._cause(key, slot, length)) is not None:
                     causes[cause] += 1
+                    if cause != "absent":
+                        self.backend.delete([key])  # or it would stand in the way of a good one
                     return good
+                self._unpack(slot, slots[good])
             return len(keys)
 
         return self._submit(self._readers, read, 0)
@@ -251,10 +261,11 @@ class Store:
             stored = 0
             for at in range(there, len(slots), self.config.batch_pages):
                 batch = slice(at, min(at + self.config.batch_pages, len(slots)))
-                for key, slot in zip(keys[begin:][batch], slots[batch], strict=True):
+                packed = self._pack(slots[batch])
+                for key, slot in zip(keys[begin:][batch], packed, strict=True):
                     self.sealer.seal(slot, key)
-                results = self.backend.put(keys[begin:][batch], slots[batch])
-                whole = [good for _, good in zip(slots[batch], results, strict=True) if good]
+                results = self.backend.put(keys[begin:][batch], packed)
+                whole = [good for _, good in zip(packed, results, strict=True) if good]
                 stored += len(whole)
                 if len(whole) < len(results):
                     causes["full"] += 1
@@ -304,6 +315,24 @@ class Store:
             self.backend.close()
         else:
             log.warning("storage: calls still hang after %s s; the back end is not closed", timeout_s)
+
+    def _room(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Where stored pages are read to: the slots themselves, if pages are stored as they are."""
+        if self._codec.name == "none":
+            return slots
+        sizes = [self._codec.encoded_bytes(len(slot) - HEADER_BYTES, self._dtype) for slot in slots]
+        return [memoryview(bytearray(HEADER_BYTES + size)) for size in sizes]
+
+    def _pack(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        packed = self._room(slots)
+        for slot, room in zip(slots, packed, strict=True):
+            if room is not slot:
+                self._codec.encode(slot[HEADER_BYTES:], room[HEADER_BYTES:], self._dtype)
+        return packed
+
+    def _unpack(self, packed: memoryview, slot: memoryview) -> None:
+        if packed is not slot:
+            self._codec.decode(packed[HEADER_BYTES:], slot[HEADER_BYTES:], self._dtype)
 
     def _cause(self, key: bytes, slot: memoryview, length: int) -> str | None:
         if length != len(slot):

@@ -31,7 +31,7 @@ inline constexpr std::size_t kStreamedTotal = std::size_t{1} << 20;
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kLanes = 4;
 inline constexpr std::size_t kBurst = 6 * kLine;   // of a lane before the next one has its turn
-inline constexpr std::size_t kAhead = 12 * kLine;  // fetched before it is read
+inline constexpr std::size_t kAhead = 24 * kLine;  // fetched before it is read
 
 // A line past the caches, to an address that 16 divides.
 inline void stream_line(std::uint8_t* to, const std::uint8_t* from) {
@@ -50,18 +50,20 @@ inline void end_streams() {
 #endif
 }
 
-// Rows in turns, as memcpy does it with the parts of one long block: a row alone ends before the memory's own
-// prefetching has found it, and each line that is written through the caches would be read first.
-inline void stream_rows(const Rows& target, const std::int32_t* to, const Rows& source, const std::int32_t* from,
-                        std::size_t bytes) {
+// The first four of the rows in turns, as memcpy does it with the parts of one long block. A row alone ends before the
+// memory's own prefetching has found it, so each lane fetches on into the row that it has next; and a line that is
+// written through the caches would be read first.
+inline void stream_rows(const Rows& target, std::span<const std::int32_t> to, const Rows& source,
+                        std::span<const std::int32_t> from, std::size_t bytes) {
   const std::size_t lines = bytes / kLine * kLine;
   for (std::size_t begin = 0; begin < lines; begin += kBurst)
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
       const std::size_t end = std::min(begin + kBurst, lines);
       std::uint8_t* const write = target[to[lane]];
       const std::uint8_t* const read = source[from[lane]];
-      for (std::size_t at = begin; at < end; at += kLine) {
-        __builtin_prefetch(read + at + kAhead);
+      const std::uint8_t* const next = lane + kLanes < from.size() ? source[from[lane + kLanes]] : read;
+      for (std::size_t at = begin, soon = begin + kAhead; at < end; at += kLine, soon += kLine) {
+        __builtin_prefetch(soon < lines ? read + soon : next + (soon - lines));
         stream_line(write + at, read + at);
       }
     }
@@ -92,7 +94,7 @@ inline void copy_rows(const Rows& target, std::span<const std::int32_t> to, cons
     rows = dense ? run_length(to, from, at) : 1;
     if (streamed && rows < kLanes && at + kLanes <= to.size()) {
       rows = kLanes;
-      stream_rows(target, &to[at], source, &from[at], bytes);
+      stream_rows(target, to.subspan(at), source, from.subspan(at), bytes);
     } else {
       std::memcpy(target[to[at]], source[from[at]], rows * bytes);
     }

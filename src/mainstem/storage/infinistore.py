@@ -1,0 +1,360 @@
+"""InfiniStore, a pool of memory over RDMA: values under names, moved in blocks of one size.
+
+Three habits of its client and server shape this file:
+
+- A block has the length that the reader says: of a shorter value it brings what lies behind it in the server, of a
+  longer one the front. So each value is stored in a frame, behind its length.
+- One name that is not there fails a whole read: then each is read alone.
+- Nothing has a time limit. So calls are made by a thread of their own, out of memory of ours, with one copy: what ends
+  after the deadline finds neither the caller nor the caller's memory; the next call connects anew.
+
+    frame    length 8, little-endian | value
+
+The client's facts: https://github.com/bytedance/InfiniStore, PyPI infinistore 0.2.35 (lib.py, src/infinistore.cpp). It
+needs an RDMA device on both sides. Not run against a real server: tests use a double of its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import mmap
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import (
+    ABSENT,
+    Backend,
+    BackendStats,
+    Capabilities,
+    check_options,
+    parse_bytes,
+    parse_seconds,
+)
+from mainstem.storage.native import address_of
+from mainstem.storage.wrappers import Remembered
+
+_Answer = TypeVar("_Answer")
+
+
+# ---------------------------------------------------------------- for clients that block and say no lengths
+
+
+class ClientThread:
+    """A thread that makes one client's calls: one that never returns costs this thread, not the caller.
+
+    Args:
+        name: of the client, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=f"mainstem {name}", daemon=True).start()
+
+    def run(self, job: Coroutine[Any, Any, _Answer], timeout_s: float) -> _Answer:
+        """Runs a job to its end.
+
+        Raises:
+            StorageError: as the job did; `timeout`: it has not ended; `unreachable`: any other error of the client.
+        """
+        future = asyncio.run_coroutine_threadsafe(job, self._loop)
+        try:
+            error = future.exception(timeout_s)
+        except TimeoutError:
+            raise StorageError("timeout", f"{self._name}: no answer in {timeout_s:g} s") from None
+        if error is None:
+            return future.result()
+        if isinstance(error, StorageError):
+            raise error
+        raise StorageError("unreachable", f"{self._name}: {type(error).__name__}: {error}") from error
+
+    def end(self) -> None:
+        """Lets the thread end when its client returns, if ever."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class Frame(NamedTuple):
+    """One value on its way.
+
+    Args:
+        at: its place in the batch.
+        key: its key.
+        buffer: the caller's.
+        start: where it lies in the memory, its length first.
+    """
+
+    at: int
+    key: bytes
+    buffer: memoryview
+    start: int
+
+
+class Frames:
+    """Memory that a client knows, for values on their way: each one behind its length, so that a reader can tell.
+
+    Args:
+        size_bytes: of all of it.
+    """
+
+    HEAD_BYTES = 8
+
+    def __init__(self, size_bytes: int) -> None:
+        self.memory = memoryview(mmap.mmap(-1, size_bytes))
+        self.address = address_of(self.memory)
+
+    def rounds(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Frame]]:
+        """Cuts a batch into what fits at once, no key twice in one; leaves out what does not fit alone."""
+        round_: dict[bytes, Frame] = {}
+        end = 0
+        for at, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            size = self.HEAD_BYTES + len(buffer)
+            if not buffer or size > len(self.memory):
+                continue
+            if key in round_ or end + size > len(self.memory):
+                yield list(round_.values())
+                round_, end = {}, 0
+            round_[key] = Frame(at, key, buffer, end)
+            end += -(-size // 64) * 64
+        if round_:
+            yield list(round_.values())
+
+    def fill(self, round_: Sequence[Frame]) -> None:
+        """Writes the frames of values."""
+        for _, _, buffer, start in round_:
+            head = start + self.HEAD_BYTES
+            self.memory[start:head] = len(buffer).to_bytes(self.HEAD_BYTES, "little")
+            self.memory[head : head + len(buffer)] = buffer
+
+    def blank(self, round_: Sequence[Frame]) -> None:
+        """Makes sure that nothing which lay there before passes for a frame."""
+        for frame in round_:
+            self.memory[frame.start : frame.start + self.HEAD_BYTES] = bytes(self.HEAD_BYTES)
+
+    def take(self, frame: Frame) -> int:
+        """What a frame that was read says of its length; fills the buffer if that is its own."""
+        head = frame.start + self.HEAD_BYTES
+        length = int.from_bytes(self.memory[frame.start : head], "little")
+        if length == len(frame.buffer):
+            frame.buffer[:] = self.memory[head : head + length]
+        return length or ABSENT
+
+
+# ---------------------------------------------------------------- the back end
+
+
+class InfiniStoreBackend(Backend):
+    """Values in an InfiniStore server.
+
+    `exists` asks for one key after the other: the server's own search for the end of a prefix halves the list, so it
+    may pass over a gap. Nobody can list names: `clear` deletes what was put through this object.
+
+    Args:
+        host: of the server, as an IPv4 address.
+        port: of its service.
+        device: RDMA device of this machine.
+        link: `IB` or `Ethernet`.
+        namespace: what every name begins with.
+        staging_bytes: of registered memory that values pass through; no value may be longer.
+        timeout_s: of one round through that memory.
+
+    Raises:
+        BadArgument: no such link, or no memory.
+        BackendUnavailable: the client is not installed, or cannot connect.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=True
+    )
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        device: str = "mlx5_0",
+        link: str = "Ethernet",
+        namespace: str = "mainstem",
+        staging_bytes: int = 64 << 20,
+        timeout_s: float = 5.0,
+    ) -> None:
+        if link not in ("IB", "Ethernet"):
+            raise BadArgument("link", link, "IB or Ethernet")
+        if staging_bytes < mmap.PAGESIZE:
+            raise BadArgument("staging_bytes", staging_bytes, f"at least {mmap.PAGESIZE}")
+        self._module = _client()
+        self._where = {"host_addr": host, "service_port": port, "dev_name": device, "link_type": link}
+        self._namespace = namespace
+        self._staging_bytes = staging_bytes
+        self._timeout_s = timeout_s
+        self._put = Remembered()
+        self._closed = False
+        self._link: _Link | None = None
+        self._lock = threading.Lock()
+        try:
+            self.exists([])
+        except StorageError as error:
+            raise BackendUnavailable(f"infinistore at {host}:{port}: {error}") from error
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`infinistore://10.0.0.1:12345?device=mlx5_0&link=Ethernet&namespace=mainstem&staging=64MiB&timeout=5`."""
+        host, _, port = address.removeprefix("//").rpartition(":")
+        if not host or not port.isdecimal():
+            raise BadArgument("storage address", address, "//address:port of the server")
+        check_options(options, ("device", "link", "namespace", "staging", "timeout"))
+        return cls(
+            host,
+            int(port),
+            options.get("device", "mlx5_0"),
+            options.get("link", "Ethernet"),
+            options.get("namespace", "mainstem"),
+            parse_bytes("staging", options.get("staging", "64MiB")),
+            parse_seconds("timeout", options.get("timeout", "5")),
+        )
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """One question a key, up to the first gap."""
+        with self._lock:
+            return self._run(self._open().exists([self._name(key) for key in keys]))
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        """Rounds of frames, the values of one length in one read."""
+        lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
+        with self._lock:
+            frames = self._open().frames
+            for round_ in frames.rounds(keys, buffers):
+                frames.blank(round_)
+                for frame, done in zip(round_, self._move("read", round_), strict=True):
+                    lengths[frame.at] = frames.take(frame) if done else ABSENT
+        return lengths
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """Rounds of frames, the values of one length in one write."""
+        stored = [False for _ in zip(keys, buffers, strict=True)]
+        self._put.add(keys)
+        with self._lock:
+            frames = self._open().frames
+            for round_ in frames.rounds(keys, buffers):
+                frames.fill(round_)
+                for frame, done in zip(round_, self._move("write", round_), strict=True):
+                    stored[frame.at] = done
+        return stored
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """One call."""
+        with self._lock:
+            link = self._open()
+            if keys:
+                self._run(link.delete([self._name(key) for key in keys]))
+        self._put.discard(keys)
+
+    def clear(self) -> None:
+        """Deletes what was put through this object."""
+        self._put.clear(self.delete)
+
+    def stats(self) -> BackendStats:
+        """Nothing: the client cannot ask."""
+        with self._lock:
+            self._open()
+        return BackendStats()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        with self._lock:
+            self._closed = True
+            if self._link is not None:
+                self._link.close(self._timeout_s)
+                self._link = None
+
+    def _open(self) -> _Link:
+        if self._closed:
+            raise StorageError("closed", "the InfiniStore store is closed")
+        if self._link is None:
+            self._link = _Link(self._module, self._where, self._staging_bytes)
+            self._run(self._link.connect())
+        return self._link
+
+    def _run(self, job: Coroutine[Any, Any, _Answer]) -> _Answer:
+        assert self._link is not None
+        try:
+            return self._link.thread.run(job, self._timeout_s)
+        except StorageError:
+            self._link.thread.end()  # whatever it still does, it does to its own memory
+            self._link = None
+            raise
+
+    def _name(self, key: bytes) -> str:
+        return f"{self._namespace}/{key.hex()}"
+
+    def _move(self, verb: str, round_: Sequence[Frame]) -> list[bool]:
+        blocks = [(self._name(each.key), each.start, Frames.HEAD_BYTES + len(each.buffer)) for each in round_]
+        return self._run(self._open().move(verb, blocks))
+
+
+class _Link:
+    """One connection, with its thread and its memory. Its methods run in that thread."""
+
+    def __init__(self, module: Any, where: Mapping[str, Any], staging_bytes: int) -> None:
+        self.thread = ClientThread("InfiniStore")
+        self.frames = Frames(staging_bytes)
+        self._module, self._where = module, where
+        self._connection: Any = None
+
+    async def connect(self) -> None:
+        config = self._module.ClientConfig(connection_type=self._module.TYPE_RDMA, **self._where)
+        self._connection = self._module.InfinityConnection(config)
+        self._connection.connect()
+        self._connection.register_mr(self.frames.address, len(self.frames.memory))
+
+    async def exists(self, names: Sequence[str]) -> int:
+        return next((at for at, name in enumerate(names) if not self._connection.check_exist(name)), len(names))
+
+    async def delete(self, names: Sequence[str]) -> None:
+        self._connection.delete_keys(names)
+
+    async def move(self, verb: str, blocks: Sequence[tuple[str, int, int]]) -> list[bool]:
+        """Reads or writes blocks, (name, place, length): of each whether it was done."""
+        by_length: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for name, place, length in blocks:
+            by_length[length].append((name, place))
+        groups = [self._group(verb, group, length) for length, group in by_length.items()]
+        done = {name: was_done for group in await asyncio.gather(*groups) for name, was_done in group.items()}
+        return [done[name] for name, _, _ in blocks]
+
+    async def _group(self, verb: str, group: Sequence[tuple[str, int]], length: int) -> dict[str, bool]:
+        call = getattr(self._connection, f"rdma_{verb}_cache_async")
+        results: list[object] = await asyncio.gather(
+            call(list(group), length, self.frames.address), return_exceptions=True
+        )
+        error = results[0]
+        if not isinstance(error, BaseException):
+            return {name: True for name, _ in group}
+        missing = isinstance(error, self._module.InfiniStoreKeyNotFound)
+        if missing and len(group) > 1:
+            alone = [await self._group(verb, [block], length) for block in group]
+            return {name: done for part in alone for name, done in part.items()}
+        if missing or re.search(r"ret = 507\b", str(error)):  # no such name; no memory in the server
+            return {name: False for name, _ in group}
+        raise error
+
+    def close(self, timeout_s: float) -> None:
+        async def end() -> None:
+            self._connection.close()
+
+        with suppress(StorageError):
+            self.thread.run(end(), timeout_s)
+        self.thread.end()
+
+
+def _client() -> Any:
+    try:
+        return importlib.import_module("infinistore")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"infinistore needs its client: pip install 'mainstem[infinistore]', and libibverbs1: {error}"
+        ) from error

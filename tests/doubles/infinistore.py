@@ -1,0 +1,157 @@
+"""A double of the client `infinistore`: the same calls, checks and errors, over one dict.
+
+As in the real one (PyPI infinistore 0.2.35, lib.py; https://github.com/bytedance/InfiniStore, src/infinistore.cpp):
+memory is known by the very address that was registered; a block has the length that the caller says, whatever lies
+there; one name that is not there fails the whole read; a write replaces; the search for a prefix's end halves the list.
+`world` is what a test changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+TYPE_RDMA, TYPE_TCP = "RDMA", "TCP"
+
+
+class InfiniStoreException(Exception):
+    pass
+
+
+class InfiniStoreKeyNotFound(InfiniStoreException):
+    pass
+
+
+@dataclass
+class World:
+    """One server, and what goes wrong with it."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    capacity: int = 1 << 30
+    down: bool = False
+    frozen: threading.Event | None = None
+    """Until it is set, no call ends."""
+    code: int = 200
+    """What reads and writes end with."""
+    connections: int = 0
+    registered: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    """Of each read and write, how many blocks."""
+
+
+world = World()
+
+
+def reset() -> World:
+    world.__dict__.update(World().__dict__)
+    return world
+
+
+class ClientConfig:
+    def __init__(self, **kwargs: Any) -> None:
+        self.connection_type = kwargs.get("connection_type")
+        self.host_addr = kwargs.get("host_addr")
+        self.dev_name = kwargs.get("dev_name", "mlx5_1")
+        self.ib_port = kwargs.get("ib_port", 1)
+        self.link_type = kwargs.get("link_type", "IB")
+        self.service_port = kwargs.get("service_port")
+
+    def verify(self) -> None:
+        if self.connection_type not in (TYPE_RDMA, TYPE_TCP):
+            raise Exception("Invalid connection type")
+        if not self.host_addr or not self.service_port:
+            raise Exception("Host address is empty or service port is 0")
+        if self.link_type not in ("IB", "Ethernet"):
+            raise Exception("link type should be IB or Ethernet for RDMA connection")
+
+
+class InfinityConnection:
+    def __init__(self, config: ClientConfig) -> None:
+        config.verify()
+        self.config = config
+        self.rdma_connected = False
+        self.memory: dict[int, int] = {}
+        self.semaphore = asyncio.BoundedSemaphore(128)
+
+    def connect(self) -> None:
+        if self.rdma_connected:
+            raise Exception("Already connected to remote instance")
+        self._answer("Failed to initialize remote connection")
+        self.rdma_connected = True
+        world.connections += 1
+
+    def close(self) -> None:
+        self.rdma_connected = False
+
+    def register_mr(self, ptr: int, size: int) -> int:
+        if not self.rdma_connected:
+            raise Exception("this function is only valid for connected rdma")
+        self.memory[ptr] = size
+        world.registered.append((ptr, size))
+        return 0
+
+    def check_exist(self, key: str) -> bool:
+        self._answer("Failed to check if this key exists")
+        return key in world.values
+
+    def get_match_last_index(self, keys: list[str]) -> int:
+        left, right = 0, len(keys)
+        while left < right:
+            middle = (left + right) // 2
+            left, right = (middle + 1, right) if keys[middle] in world.values else (left, middle)
+        if left == 0:
+            raise Exception("can't find a match")
+        return left - 1
+
+    def delete_keys(self, keys: list[str]) -> int:
+        self._answer("somethings are wrong, not all the specified keys were deleted")
+        return sum(world.values.pop(key, None) is not None for key in keys)
+
+    async def rdma_write_cache_async(self, blocks: list[tuple[str, int]], block_size: int, ptr: int) -> int:
+        self._check(blocks, block_size, ptr, "write to")
+        async with self.semaphore:
+            await self._complete("write to")
+            used = sum(map(len, world.values.values()))
+            if used + block_size * len(blocks) > world.capacity:
+                raise Exception("Failed to write to infinistore, ret = 507")
+            for key, offset in blocks:
+                world.values[key] = ctypes.string_at(ptr + offset, block_size)
+        return 200
+
+    async def rdma_read_cache_async(self, blocks: list[tuple[str, int]], block_size: int, ptr: int) -> int:
+        self._check(blocks, block_size, ptr, "read to")
+        async with self.semaphore:
+            await self._complete("read to")
+            if any(key not in world.values for key, _ in blocks):
+                raise InfiniStoreKeyNotFound("some keys not found")
+            for key, offset in blocks:
+                behind = b"\xdb" * block_size  # what lies behind a value in the server
+                ctypes.memmove(ptr + offset, (world.values[key] + behind)[:block_size], block_size)
+        return 200
+
+    def _check(self, blocks: list[tuple[str, int]], block_size: int, ptr: int, what: str) -> None:
+        if not self.rdma_connected:
+            raise Exception("this function is only valid for connected rdma")
+        if ptr not in self.memory:
+            raise Exception(f"Failed to {what} infinistore, ret = -1")
+        if not isinstance(block_size, int) or not 0 < block_size < 1 << 31:
+            raise TypeError("incompatible function arguments")
+        assert all(offset >= 0 and offset + block_size <= self.memory[ptr] for _, offset in blocks), (
+            "outside the region"
+        )
+        world.blocks.append(len(blocks))
+
+    async def _complete(self, what: str) -> None:
+        while world.down or (world.frozen and not world.frozen.is_set()):
+            await asyncio.sleep(0.005)  # a completion that never comes
+        if world.code != 200:
+            raise Exception(f"Failed to {what} infinistore, ret = {world.code}")
+
+    def _answer(self, error: str) -> None:
+        if world.frozen:
+            world.frozen.wait()
+        if world.down:
+            raise Exception(error)

@@ -1,0 +1,185 @@
+"""EIC, over a double of its client: conformance, statuses of a batch and of values, a service that hangs or dies."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from doubles import eic as double
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import ABSENT, BackendStats, open_backend
+from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
+from mainstem.storage.eic import EICBackend
+
+KEYS = make_keys(random.Random(3), 40)
+SIZE = 10_000
+ROOM = 200_000
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> double.World:
+    monkeypatch.setitem(sys.modules, "eic", double)
+    return double.reset()
+
+
+@pytest.fixture
+def store(world: double.World) -> Iterator[EICBackend]:
+    opened = EICBackend("10.0.0.1:7000", "kv-1", staging_bytes=ROOM, timeout_s=0.2)
+    yield opened
+    opened.close()
+
+
+def name(number: int) -> str:
+    return f"mainstem/{KEYS[number].hex()}"
+
+
+def put(store: EICBackend, *numbers: int) -> list[bool]:
+    return store.put([KEYS[number] for number in numbers], [make_value(KEYS[number], SIZE) for number in numbers])
+
+
+def read(store: EICBackend, *numbers: int) -> list[int]:
+    buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
+    lengths = store.get([KEYS[number] for number in numbers], buffers)
+    for number, length, buffer in zip(numbers, lengths, buffers, strict=True):
+        assert length != SIZE or buffer == make_value(KEYS[number], SIZE), f"value {number} is another one's"
+    return lengths
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conformance(case: Case) -> None:
+    result = run(case, lambda: EICBackend("10.0.0.1:7000", "kv-1", staging_bytes=8 << 20))
+    assert result.passed, result.reason
+
+
+def test_names_namespace_lifetime_and_memory(store: EICBackend, world: double.World) -> None:
+    put(store, 0)
+    assert list(world.values) == [("mainstem", name(0))]
+    assert world.ttl == {-1} and [size for _, size in world.regions] == [ROOM]
+    assert store.stats() == BackendStats()
+
+
+def test_a_miss_in_the_middle_shifts_nothing(store: EICBackend, world: double.World) -> None:
+    put(store, 0, 1, 3, 4, 6)
+    world.codes = {name(3): double.StatusCode.RPC_ERROR}
+    assert read(store, *range(7)) == [SIZE, SIZE, ABSENT, ABSENT, SIZE, ABSENT, SIZE]
+    world.codes = {}
+    assert read(store, 5, 7) == [ABSENT, ABSENT] and read(store, 5) == [ABSENT]
+    assert store.exists(KEYS) == 2 and store.exists(KEYS[5:]) == 0
+
+
+def test_a_call_that_says_nothing_of_values_counts_as_a_whole(store: EICBackend, world: double.World) -> None:
+    put(store, 0, 1)
+    world.terse = True
+    assert put(store, 2) == [True] and read(store, 0, 1) == [SIZE, SIZE] and store.exists(KEYS[:3]) == 3
+    with pytest.raises(StorageError, match="PARTIAL_FAILED"):
+        read(store, 0, 9)
+
+
+def test_one_value_without_room_is_refused_and_the_others_are_stored(store: EICBackend, world: double.World) -> None:
+    world.codes = {name(1): double.StatusCode.NO_SPACE}
+    assert put(store, 0, 1, 2) == [True, False, True]
+    assert read(store, 0, 1, 2) == [SIZE, ABSENT, SIZE]
+
+
+def test_a_value_longer_than_the_staging_memory_is_refused(store: EICBackend, world: double.World) -> None:
+    stored = store.put(KEYS[:2], [memoryview(bytearray(ROOM)), make_value(KEYS[1], SIZE)])
+    assert stored == [False, True]
+    numbers = list(range(40))
+    assert all(put(store, *numbers)) and read(store, *numbers) == [SIZE] * 40
+    assert max(world.batches) * SIZE < ROOM
+
+
+def test_a_shorter_value_says_its_length(store: EICBackend) -> None:
+    store.put(KEYS[:2], [make_value(KEYS[0], 100), make_value(KEYS[1], SIZE)])
+    assert read(store, 0, 1) == [100, SIZE]
+
+
+def test_what_lay_in_the_staging_memory_before_is_no_value(
+    store: EICBackend, world: double.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, 0, 1)
+    done = (double.StatusCode.SUCCESS, None, double.Outcome([double.StatusCode.SUCCESS] * 2))
+    monkeypatch.setattr(double.Client, "mget", lambda *_: done)
+    assert read(store, 0, 1) == [ABSENT, ABSENT]
+
+
+def test_a_service_that_hangs_is_a_timeout_and_what_ends_late_touches_nobody(
+    store: EICBackend, world: double.World
+) -> None:
+    put(store, 0)
+    world.frozen = release = threading.Event()
+    buffer = memoryview(bytearray(SIZE))
+    for call in (lambda: store.get([KEYS[0]], [buffer]), lambda: put(store, 1), lambda: store.exists(KEYS)):
+        with pytest.raises(StorageError, match=r"timeout: EIC: no answer in 0\.2 s"):
+            call()
+    world.frozen = None
+    release.set()
+    assert read(store, 0) == [SIZE]
+    assert buffer == bytes(SIZE)
+
+
+def test_a_service_that_died_is_found_again_when_it_is_back(store: EICBackend, world: double.World) -> None:
+    put(store, 0)
+    world.down = True
+    with pytest.raises(StorageError, match=r"mget of 1 values: StatusCode\.RPC_ERROR"):
+        read(store, 0)
+    for call in (lambda: put(store, 1), lambda: store.exists(KEYS), lambda: store.delete(KEYS), store.clear):
+        with pytest.raises(StorageError, match="unreachable: EIC: init of kv-1"):
+            call()
+    world.down = False
+    assert read(store, 0) == [SIZE]
+
+
+def test_delete_says_when_a_value_is_still_there(store: EICBackend, world: double.World) -> None:
+    put(store, 0, 1)
+    world.deletes = False
+    with pytest.raises(StorageError, match="still has 2 of 3"):
+        store.delete([*KEYS[:2], KEYS[9]])
+    world.deletes = True
+    store.clear()
+    assert not world.values
+
+
+def test_clear_leaves_what_others_put(store: EICBackend, world: double.World) -> None:
+    world.values["other", name(0)] = world.values["mainstem", name(9)] = b"x"
+    put(store, 0, 1)
+    store.clear()
+    assert set(world.values) == {("other", name(0)), ("mainstem", name(9))}
+
+
+def test_spec(world: double.World) -> None:
+    opened = open_backend(
+        "eic://10.0.0.9:77?instance=i&namespace=n&transport=1&log_dir=/logs&flag_file=/f&ttl=60&staging=1MiB&timeout=1"
+    )
+    opened.put([KEYS[0]], [make_value(KEYS[0], 100)])
+    instance, endpoint, option = world.inits[0]
+    assert (instance, endpoint, option.log_dir, option.flag_file) == ("i", "10.0.0.9:77", "/logs", "/f")
+    assert option.transport_type is double.TransportType.TRANSPORT_TCP
+    assert world.ttl == {60} and next(iter(world.values))[0] == "n"
+    opened.close()
+    opened.close()
+    for bad in (
+        "eic:?instance=i",
+        "eic://h:1",
+        "eic://h?instance=i&ttl=x",
+        "eic://h?instance=i&staging=1",
+        "eic://h?a=1",
+    ):
+        with pytest.raises(BadArgument):
+            open_backend(bad)
+
+
+def test_what_the_client_cannot_do_is_named(world: double.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.registers = False
+    with pytest.raises(BackendUnavailable, match="cannot register 67108864 bytes"):
+        open_backend("eic://h:1?instance=i")
+    world.down = True
+    with pytest.raises(BackendUnavailable, match="code -1"):
+        open_backend("eic://h:1?instance=i")
+    monkeypatch.setitem(sys.modules, "eic", None)
+    with pytest.raises(BackendUnavailable, match="EIC's Python client"):
+        open_backend("eic://h:1?instance=i")

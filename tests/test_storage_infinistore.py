@@ -1,0 +1,216 @@
+"""InfiniStore, over a double of its client: conformance, frames, misses, a server that hangs or dies."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from doubles import infinistore as double
+
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.storage.base import ABSENT, BackendStats, open_backend
+from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
+from mainstem.storage.infinistore import ClientThread, Frames, InfiniStoreBackend
+
+KEYS = make_keys(random.Random(3), 40)
+SIZE = 10_000
+ROOM = 200_000
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> double.World:
+    monkeypatch.setitem(sys.modules, "infinistore", double)
+    return double.reset()
+
+
+@pytest.fixture
+def store(world: double.World) -> Iterator[InfiniStoreBackend]:
+    opened = InfiniStoreBackend("10.0.0.1", 12345, staging_bytes=ROOM, timeout_s=0.2)
+    yield opened
+    world.down, world.frozen = False, None
+    opened.close()
+
+
+def name(number: int) -> str:
+    return f"mainstem/{KEYS[number].hex()}"
+
+
+def put(store: InfiniStoreBackend, *numbers: int) -> list[bool]:
+    return store.put([KEYS[number] for number in numbers], [make_value(KEYS[number], SIZE) for number in numbers])
+
+
+def read(store: InfiniStoreBackend, *numbers: int) -> list[int]:
+    buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
+    lengths = store.get([KEYS[number] for number in numbers], buffers)
+    for number, length, buffer in zip(numbers, lengths, buffers, strict=True):
+        assert length != SIZE or buffer == make_value(KEYS[number], SIZE), f"value {number} is another one's"
+    return lengths
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conformance(case: Case) -> None:
+    result = run(case, lambda: InfiniStoreBackend("10.0.0.1", 12345, staging_bytes=8 << 20))
+    assert result.passed, result.reason
+
+
+def test_one_registered_region_and_names_in_hex(store: InfiniStoreBackend, world: double.World) -> None:
+    put(store, 0)
+    assert len(world.registered) == 1 and world.registered[0][1] == ROOM
+    assert list(world.values) == [name(0)] and len(world.values[name(0)]) == 8 + SIZE
+    assert store.stats() == BackendStats()
+
+
+def test_values_of_one_length_move_together(store: InfiniStoreBackend, world: double.World) -> None:
+    put(store, *range(10))
+    read(store, *range(10))
+    assert world.blocks == [10, 10]
+    put(store, *range(40))
+    assert max(world.blocks) * SIZE < ROOM
+
+
+def test_a_miss_in_the_middle_shifts_nothing_and_costs_single_reads(
+    store: InfiniStoreBackend, world: double.World
+) -> None:
+    put(store, 0, 1, 3, 4, 6)
+    world.blocks.clear()
+    assert read(store, *range(7)) == [SIZE, SIZE, ABSENT, SIZE, SIZE, ABSENT, SIZE]
+    assert world.blocks == [7] + [1] * 7
+
+
+def test_exists_sees_a_gap_that_the_servers_own_search_passes_over(
+    store: InfiniStoreBackend, world: double.World
+) -> None:
+    put(store, 0, 2, 3, 4, 5, 6)
+    names = [name(number) for number in range(7)]
+    connection = double.InfinityConnection(double.ClientConfig(connection_type="RDMA", host_addr="a", service_port=1))
+    assert connection.get_match_last_index(names) == 6
+    assert store.exists(KEYS[:7]) == 1
+
+
+def test_a_shorter_value_brings_nothing_from_behind_it(store: InfiniStoreBackend) -> None:
+    store.put(KEYS[:2], [make_value(KEYS[0], 100), make_value(KEYS[1], SIZE + 100)])
+    buffers = [memoryview(bytearray(SIZE)) for _ in range(2)]
+    assert store.get(KEYS[:2], buffers) == [100, SIZE + 100]
+
+
+def test_what_somebody_else_wrote_there_is_no_value(store: InfiniStoreBackend, world: double.World) -> None:
+    world.values[name(0)] = bytes(8 + SIZE)
+    world.values[name(1)] = b"\xff" * 20
+    assert SIZE not in read(store, 0, 1)
+
+
+def test_a_full_server_refuses_and_keeps_what_it_has(store: InfiniStoreBackend, world: double.World) -> None:
+    world.capacity = 3 * SIZE
+    assert put(store, 0, 1) == [True, True]
+    assert put(store, 2, 3) == [False, False]
+    assert store.put([KEYS[4], KEYS[5]], [make_value(KEYS[4], 50), make_value(KEYS[5], SIZE)]) == [True, False]
+    assert read(store, 0, 1) == [SIZE, SIZE]
+
+
+def test_a_value_longer_than_the_staging_memory_is_refused(store: InfiniStoreBackend) -> None:
+    long = memoryview(bytearray(ROOM))
+    assert store.put([KEYS[0], KEYS[1]], [long, make_value(KEYS[1], SIZE)]) == [False, True]
+    buffer = memoryview(bytearray(SIZE))
+    assert store.get([KEYS[0], KEYS[1]], [long, buffer]) == [ABSENT, SIZE] and buffer == make_value(KEYS[1], SIZE)
+
+
+def test_a_server_that_hangs_is_a_timeout_and_what_ends_late_touches_nobody(
+    store: InfiniStoreBackend, world: double.World
+) -> None:
+    put(store, 0)
+    world.frozen = release = threading.Event()
+    buffer = memoryview(bytearray(SIZE))
+    for call in (lambda: store.get([KEYS[0]], [buffer]), lambda: put(store, 1), lambda: store.exists(KEYS)):
+        with pytest.raises(StorageError, match=r"timeout: InfiniStore: no answer in 0\.2 s"):
+            call()
+    world.frozen = None
+    release.set()
+    connections = world.connections
+    assert read(store, 0) == [SIZE] and world.connections >= connections
+    assert buffer == bytes(SIZE)
+
+
+def test_a_server_that_died_is_found_again_when_it_is_back(store: InfiniStoreBackend, world: double.World) -> None:
+    put(store, 0)
+    world.down = True
+    with pytest.raises(StorageError, match="unreachable") as caught:
+        store.exists(KEYS)
+    assert caught.value.cause == "unreachable"
+    with pytest.raises(StorageError, match="Failed to initialize remote connection"):
+        read(store, 0)
+    with pytest.raises(StorageError):
+        store.delete(KEYS[:1])
+    world.down = False
+    assert read(store, 0) == [SIZE] and world.connections == 2
+
+
+def test_another_code_is_an_error(store: InfiniStoreBackend, world: double.World) -> None:
+    put(store, 0)
+    world.code = 503
+    with pytest.raises(StorageError, match="ret = 503"):
+        read(store, 0)
+
+
+def test_clear_leaves_what_others_put(store: InfiniStoreBackend, world: double.World) -> None:
+    world.values["somebody/else"] = b"x"
+    put(store, 0, 1)
+    store.clear()
+    assert list(world.values) == ["somebody/else"]
+
+
+def test_spec(world: double.World) -> None:
+    opened = open_backend("infinistore://10.0.0.9:77?device=mlx5_3&link=IB&namespace=n&staging=1MiB&timeout=1")
+    assert world.registered[0][1] == 1 << 20
+    opened.close()
+    opened.close()
+    for bad in ("", "//host", "//h:1?dev=1", "//h:1?link=USB", "//h:1?staging=1"):
+        with pytest.raises(BadArgument):
+            open_backend("infinistore:" + bad)
+
+
+def test_nobody_there_and_a_missing_client_are_named(world: double.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.down = True
+    with pytest.raises(BackendUnavailable, match=r"10\.0\.0\.9:77.*Failed to initialize"):
+        open_backend("infinistore://10.0.0.9:77")
+    monkeypatch.setitem(sys.modules, "infinistore", None)
+    with pytest.raises(BackendUnavailable, match=r"mainstem\[infinistore\]"):
+        open_backend("infinistore://10.0.0.9:77")
+
+
+def test_a_client_thread_passes_answers_and_errors_on() -> None:
+    thread = ClientThread("a client")
+
+    async def answer() -> int:
+        return 3
+
+    async def fail(error: Exception) -> int:
+        raise error
+
+    assert thread.run(answer(), 5) == 3
+    with pytest.raises(StorageError, match="full: no room"):
+        thread.run(fail(StorageError("full", "no room")), 5)
+    with pytest.raises(StorageError, match="unreachable: a client: KeyError: 'x'"):
+        thread.run(fail(KeyError("x")), 5)
+    thread.end()
+
+
+def test_frames_of_a_round_do_not_touch() -> None:
+    frames = Frames(1 << 16)
+    buffers = [make_value(key, 1 + 997 * number) for number, key in enumerate(KEYS[:12])]
+    rounds = list(frames.rounds(KEYS[:12], buffers))
+    assert sum(map(len, rounds)) == 12 and len(rounds) > 1
+    for round_ in rounds:
+        frames.fill(round_)
+        empty = [frame._replace(buffer=memoryview(bytearray(len(frame.buffer)))) for frame in round_]
+        assert [frames.take(frame) for frame in empty] == [len(frame.buffer) for frame in round_]
+        assert [frame.buffer for frame in empty] == [frame.buffer for frame in round_]
+        frames.blank(round_)
+        assert [frames.take(frame) for frame in empty] == [ABSENT] * len(round_)
+
+
+def test_one_buffer_for_many_keys_tells_their_lengths(store: InfiniStoreBackend) -> None:
+    put(store, 0, 2)
+    assert store.get(KEYS[:3], [memoryview(bytearray(1))] * 3) == [SIZE, ABSENT, SIZE]
