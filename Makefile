@@ -3,20 +3,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+LMCACHE := .venv-lmcache
 CORE := $(wildcard src/mainstem/core/csrc/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test lint bench bench-index bench-core native coverage instructions stub clean
+.PHONY: help demo serve test test-lmcache lint bench bench-index bench-core bench-tiers bench-store-faults simulate \
+	simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
 	@echo "make test    set up, lint, check types and run the tests"
+	@echo "make simulate      the whole cache under faults, from seeds (SEEDS=0:200)"
+	@echo "make mutants       bugs made again on purpose, and what finds each"
+	@echo "make test-lmcache  the tests against LMCache's server, which is installed into $(LMCACHE)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    the core alone in C++, beside what memory allows"
 	@echo "make instructions  its instruction counts beside the kept ones (ARGS=--write keeps the new ones)"
 	@echo "make native        its random tests, with address, undefined-behaviour and thread sanitizers"
 	@echo "make coverage      which of its lines and branches those tests come to"
+	@echo "make bench-tiers   copies down and up, by tier, back end and page size"
+	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-index  the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
@@ -28,8 +35,9 @@ $(VENV)/server: $(BIN)/python pyproject.toml constraints.txt CMakeLists.txt $(CO
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[server]'
 	@touch $@
 
-$(VENV)/dev: $(VENV)/server
+$(VENV)/dev: $(VENV)/server tests/requirements-stores.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps --requirement tests/requirements-stores.txt
 	@touch $@
 
 demo: $(VENV)/server
@@ -46,6 +54,26 @@ lint: $(VENV)/dev
 
 test: lint
 	$(BIN)/pytest --numprocesses auto $(ARGS)
+
+# LMCache wants other versions of what we use, so its server has an environment of its own (1.9 GB).
+$(LMCACHE)/ready:
+	@echo "Setting up $(LMCACHE), which takes some minutes the first time."
+	@$(PYTHON) -m venv $(LMCACHE)
+	$(LMCACHE)/bin/pip install --quiet torch==2.13.0 lmcache==0.5.6
+	@touch $@
+
+test-lmcache: $(VENV)/dev $(LMCACHE)/ready
+	$(BIN)/pytest tests/test_storage_lmcache.py $(ARGS)
+
+# SEEDS=0:200 names the runs, ARGS what else `python -m simulator --help` lists.
+simulate: $(VENV)/dev
+	$(BIN)/python -m simulator $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+
+simulate-campaign: $(VENV)/dev
+	$(BIN)/python -m simulator --until-operations 1000000000 $(ARGS)
+
+mutants: $(VENV)/dev
+	$(BIN)/python -m simulator.mutants $(ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)
@@ -68,6 +96,12 @@ native:
 coverage: $(VENV)/dev
 	$(MAKE) --silent -C tests/native FLAVOUR=coverage PYTHON=$(abspath $(BIN))/python report
 
+bench-tiers: $(VENV)/dev
+	$(BIN)/python -m bench tiers $(ARGS)
+
+bench-store-faults: $(VENV)/dev
+	$(BIN)/python -m bench store-faults $(ARGS)
+
 bench-core: $(VENV)/dev
 	$(BIN)/python -m bench core $(ARGS)
 
@@ -78,4 +112,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) build dist

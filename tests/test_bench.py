@@ -495,8 +495,8 @@ def test_tiers_stand_beside_their_floors(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(tiers, "STORES", {**tiers.STORES, "redis": missing, "s3": small})
     settings = tiers.Settings(
-        page_sizes=(1, 16), dtypes=("float32",), layers=3, kv_heads=1, head_dim=4, copied_bytes=1 << 16,
-        stored_bytes=1 << 16, batch_bytes=1 << 14, rounds=2, stores=("memory", "file", "redis", "s3"),
+        page_sizes=(16, 64), dtypes=("float32",), layers=3, kv_heads=2, head_dim=16, copied_bytes=1 << 18,
+        stored_bytes=1 << 18, batch_bytes=1 << 15, rounds=2, stores=("memory", "file", "redis", "s3"),
         folder=str(tmp_path),
     )  # fmt: skip
     report = _report("tiers")
@@ -504,7 +504,7 @@ def test_tiers_stand_beside_their_floors(tmp_path: Path, monkeypatch: pytest.Mon
     written = _written(report, tmp_path)
     assert set(written) == FIELDS | {"goals"}
     floors = {tiers.MEMCPY, tiers.SYNCED, tiers.UNSYNCED}
-    for page_size in (1, 16):
+    for page_size in (16, 64):
         own = {row["what"]: row for row in written["rows"] if row["page_size"] == page_size}
         assert set(own) == floors | {*tiers.HOST.values(), "memory", "file"}
         assert all(0 < row[way]["least"] <= row[way]["median"] for row in own.values() for way in ("down", "up"))

@@ -252,6 +252,19 @@ def test_other_slots_than_the_file_was_made_with_are_refused(
     open_one()
 
 
+def test_a_file_that_cannot_be_registered_is_let_go(
+    open_one: Callable[..., HF3FSBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EHOSTUNREACH, "no agent")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf3fs_fuse_io, "register_fd", refuse)
+        with pytest.raises(StorageError, match="unreachable: 3FS: opening"):
+            open_one()
+    assert put(open_one(), 0) == [True]
+
+
 def test_the_file_is_deregistered_before_it_is_closed(
     open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
 ) -> None:

@@ -7,12 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 from mainstem.errors import BadArgument, StorageError
 from mainstem.storage.base import ABSENT, Capabilities
 from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.codecs import CODECS
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.store import Breaker, StorageConfig, Store, StoreCall, Written
 
@@ -248,6 +250,33 @@ def test_pages_count_up_to_the_first_that_is_not_whole(how: str, at: int) -> Non
     assert not store.breaker.open
 
 
+@pytest.mark.parametrize("how", ["altered", "length", "misdirected"])
+def test_a_page_that_is_not_whole_makes_way_for_a_good_one(how: str) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+    keys = keys_of(store)
+    good = backend.value(keys[2])
+    damage(backend, keys[2], how, keys[0])
+    done(store.read(keys, new_slots(4, 100)))
+    assert backend.exists(keys) == 2
+    assert fill(store).pages > 0
+    assert backend.value(keys[2]) == good
+    assert done(store.read(keys, new_slots(4, 100))) == 4
+
+
+@pytest.mark.parametrize("error", [StorageError("refused", "read-only"), RuntimeError("a bug"), Exception()])
+def test_pages_before_one_that_cannot_be_removed_are_still_good(error: Exception) -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+    keys = keys_of(store)
+    damage(backend, keys[2], "altered", keys[0])
+    backend.instead["delete"] = error
+    assert done(store.read(keys, new_slots(4, 100))) == 2
+    assert store.faults["altered"] == 1
+
+
 @pytest.mark.parametrize("length", [0, 1, SLOT - 1, SLOT + 1, -2, 2**70, None, "8", 1.5])
 def test_a_wrong_length_is_a_miss(length: Any) -> None:
     backend = FaultyBackend()
@@ -264,6 +293,60 @@ def test_a_back_end_that_claims_to_have_read_is_not_believed() -> None:
     backend.instead["get"] = lambda keys, slots: [len(slot) for slot in slots]
     assert done(store.read(keys_of(store), new_slots(4))) == 0
     assert store.faults == {"altered": 1}
+
+
+# ---------------------------------------------------------------- codecs
+
+
+def coded(backend: MemoryBackend, codec: str) -> Store:
+    plain = make_store(backend, identity={"quantization": codec})
+    workers = HandWorkers(instant=True)
+    return Store(
+        backend, plain.sealer, plain.config, readers=workers, writers=workers, clock=Clock(),
+        codec=CODECS[codec], dtype="float16",
+    )  # fmt: skip
+
+
+def float_slots(*pages: Sequence[float]) -> list[memoryview]:
+    return [memoryview(bytearray(HEADER_BYTES) + np.array(page, np.float16).tobytes()) for page in pages]
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_pages_go_through_a_codec_and_back(codec: str) -> None:
+    backend = FaultyBackend()
+    store = coded(backend, codec)
+    pages = [[float(page + 1)] * 100 for page in range(4)]
+    assert done(store.write(b"", SYMBOLS, 0, float_slots(*pages), PAGE)) == Written(4, gap=False)
+    keys = keys_of(store)
+    size = HEADER_BYTES + CODECS[codec].encoded_bytes(200, "float16")
+    assert [len(backend.value(key)) for key in keys] == [size] * 4
+    slots = float_slots(*[[0.0] * 100] * 4)
+    assert done(store.read(keys, slots)) == 4
+    for slot, page in zip(slots, pages, strict=True):
+        np.testing.assert_allclose(np.frombuffer(slot[HEADER_BYTES:], np.float16), page, rtol=0.07)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_nothing_is_decoded_before_it_verifies(codec: str) -> None:
+    backend = FaultyBackend()
+    store = coded(backend, codec)
+    done(store.write(b"", SYMBOLS, 0, float_slots(*[[1.0] * 100] * 4), PAGE))
+    keys = keys_of(store)
+    for bit in range(0, 8 * len(backend.value(keys[1])), 7):
+        whole = backend.value(keys[1])
+        value = bytearray(whole)
+        value[bit // 8] ^= 1 << bit % 8
+        backend.set_value(keys[1], bytes(value))
+        assert done(store.read(keys, float_slots(*[[0.0] * 100] * 4))) == 1
+        backend.set_value(keys[1], whole)
+
+
+def test_numbers_that_a_codec_cannot_write_are_no_fault_of_the_store() -> None:
+    store = coded(FaultyBackend(), "int8")
+    for _ in range(10):
+        slots = float_slots([1.0] * 100, [float("nan")] * 100)
+        assert done(store.write(b"", SYMBOLS[:8], 0, slots, PAGE)).pages <= 1
+    assert not store.breaker.open
 
 
 # ---------------------------------------------------------------- calls that fail

@@ -516,4 +516,6 @@ def main(specs: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m mainstem.storage.conformance SPEC...")
     sys.exit(main(sys.argv[1:]))

@@ -93,9 +93,11 @@ class HF3FSBackend(Backend):
         self._lock = threading.Lock()
         with _as_storage_error("opening"):
             self._index = _Index(Path(f"{os.fspath(path)}.index"), slot_bytes, capacity_bytes // slot_bytes)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            os.ftruncate(self._file, self._index.slots * slot_bytes)
-            self._io.register_fd(self._file)
+            try:
+                self._file = self._open_file(path)
+            except BaseException:
+                self._index.close()
+                raise
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -204,6 +206,16 @@ class HF3FSBackend(Backend):
         if self._closed:
             raise StorageError("closed", "the 3FS store is closed")
         return self._lock
+
+    def _open_file(self, path: str | os.PathLike[str]) -> int:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, self._index.slots * self._slot_bytes)
+            self._io.register_fd(file)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
 
     def _ring(self, *, for_read: bool) -> _Ring:
         if for_read not in self._rings:

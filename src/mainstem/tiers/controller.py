@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
@@ -51,6 +52,7 @@ _Wanted = tuple[bytes, bytes]  # a namespace, and the symbols up to the end of t
 _DRAIN_POLL_S = 0.005
 _FAILED = 1  # the lowest vote of what has ended; 0: it has not
 _ARRIVED = 2
+_MARKS = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -817,7 +819,9 @@ class _Write(Pending):
         self._call = store.write(namespace, key, self._begin, slots, self._tiers._page_bytes)
 
     def vote(self) -> int:
-        return int(self._call is not None and self._call.done())
+        if self._call is None or not self._call.done():
+            return 0
+        return _FAILED if self._call.value.gap else _ARRIVED
 
     def settle(self, outcome: int) -> None:
         tiers = self._tiers
@@ -825,7 +829,7 @@ class _Write(Pending):
         tiers._writing -= 1
         tiers._queued -= self._pages
         tiers.counts["stored"] += self._call.value.pages
-        if self._call.value.gap:
+        if outcome == _FAILED:
             tiers._write(self._node, 0)  # all of the path
         tiers._core.unlock(self._node, HOST)
 
@@ -842,11 +846,22 @@ class _Note(Pending):
 
 
 class _Warm(Pending):
-    def __init__(self, tiers: Tiers, call: StoreCall[bytes]) -> None:
-        self._tiers, self._call = tiers, call
+    """The note of the hottest prefixes. Ranks take it only if all have the same: the least mark is the greatest."""
+
+    def __init__(self, tiers: Tiers, call: StoreCall[bytes], least: int | None = None) -> None:
+        self._tiers, self._call, self._least = tiers, call, least
 
     def vote(self) -> int:
-        return int(self._call.done())
+        if not self._call.done():
+            return 0
+        return self._mark() if self._least is None else _MARKS - self._mark()
 
     def settle(self, outcome: int) -> None:
-        self._tiers._warm.extend(hottest.decode(self._call.value, self._tiers._page_bytes))
+        if self._least is None:
+            self._tiers._add(_Warm(self._tiers, self._call, outcome))
+        elif outcome == _MARKS - self._least:
+            self._tiers._warm.extend(hottest.decode(self._call.value, self._tiers._page_bytes))
+
+    def _mark(self) -> int:
+        """From 1 to below `_MARKS`: what the note says, as a number."""
+        return 1 + int.from_bytes(sha256(self._call.value).digest()[:7], "little")

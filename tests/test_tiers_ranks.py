@@ -1,0 +1,346 @@
+"""Ranks that see different stores, other completion orders and faults of their own have equal trees, at every poll.
+
+Each rank is a thread with a cache of its own. All run the same requests, and meet where they agree on votes: there the
+test looks whether they have come the same way. A rank that would wait for ever fails the test instead.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hand_driven import FaultyBackend, Rig, prompt
+from mainstem.errors import OutOfPages, StorageError
+from mainstem.tiers.controller import Prefetch
+
+PATIENCE_S = 30.0
+
+Step = Callable[["Rank"], None]
+
+
+class Ranks:
+    """Where threads meet: the smallest votes, if all of them voted on the same things."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
+        self.brought: list[Any] = [None] * size
+        self.errors: list[BaseException] = []
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        self.brought[rank] = thing
+        self.barrier.wait()
+        everyone = list(self.brought)
+        self.barrier.wait()
+        return everyone
+
+    def agree(self, rank: int, votes: Sequence[int], state: Any) -> list[int]:
+        everyone = self.meet(rank, (list(votes), state))
+        lengths, states = {len(votes) for votes, _ in everyone}, [state for _, state in everyone]
+        assert len(lengths) == 1, f"ranks vote on different things: {[votes for votes, _ in everyone]}"
+        assert all(state == states[0] for state in states), "ranks differ"
+        return [min(column) for column in zip(*(votes for votes, _ in everyone), strict=True)]
+
+    def run(self, body: Callable[[int], None]) -> None:
+        def guarded(rank: int) -> None:
+            try:
+                body(rank)
+            except BaseException as error:  # noqa: BLE001  # it is raised in the test, and the others must not wait
+                self.errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+        first = [error for error in self.errors if not isinstance(error, threading.BrokenBarrierError)]
+        if self.errors:
+            raise (first or self.errors)[0]
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+
+
+class Rank(Rig):
+    """One of them. What it does is the same on each; when something ends, and how, is its own."""
+
+    def __init__(self, ranks: Ranks, rank: int, backend: FaultyBackend, seed: object, **options: Any) -> None:
+        self.ranks, self.rank, self.backend = ranks, rank, backend
+        self.own = random.Random(f"{seed} {rank}")
+        self.faulty = 0.0
+        host_options = {"agree": self.agree, "load_min_tokens": 2, **options.pop("host_options", {})}
+        identity = {"tp_rank": rank, "tp_size": ranks.size}
+        super().__init__(backend=backend, identity=identity, host_options=host_options, **options)
+
+    def agree(self, votes: Sequence[int]) -> list[int]:
+        return self.ranks.agree(self.rank, votes, self.state())
+
+    def state(self) -> Any:
+        """What must be equal on every rank."""
+        tree, stats = self.cache.tree, self.tiers.stats()
+        nodes = [(view, {name: (c.ids.tolist(), c.locks) for name, c in view.cells.items()}) for view in tree.nodes()]
+        shown = [(v.node, v.key, v.hits, v.last_access, v.namespace, cells) for v, cells in nodes]
+        pages = (stats.host_free, stats.host_cached, stats.host_private, stats.under_way, stats.queued)
+        return tree.pretty(), shown, pages, self.cache.stats()
+
+    def advance(self) -> None:
+        """Some of what is under way ends here, in an order of this rank's own."""
+        own = self.own
+        self.clock.now_s += own.choice([0.0, 0.01, 0.2])
+        for workers in (self.readers, self.writers):
+            while workers.waiting and own.random() < 0.6:
+                workers.run(own.randrange(len(workers.waiting)))
+        while self.copies and own.random() < 0.6:
+            self.land(own.randrange(len(self.copies)), fail=own.random() < self.faulty)
+
+    def meet(self) -> None:
+        everyone = self.ranks.meet(self.rank, self.state())
+        assert all(state == everyone[0] for state in everyone), "ranks differ"
+
+    def rest(self) -> None:
+        """Everything ends; `busy` is the same on each rank, or the votes would not fit."""
+        for _ in range(100):
+            for ticket in self.copies:
+                ticket.wait()
+            self.readers.run_all()
+            self.writers.run_all()
+            self.poll()
+            if not self.tiers.busy:
+                break
+        assert not self.tiers.busy
+        self.meet()
+
+
+def parts_of_a_store(size: int, prompts: Sequence[Sequence[int]], kept: float, seed: object) -> list[FaultyBackend]:
+    """A store for each rank, that a run before has filled and that has lost something since."""
+    backends = [FaultyBackend() for _ in range(size)]
+    for rank, backend in enumerate(backends):
+        own = random.Random(f"{seed} {rank}")
+        rig = Rig(device=64, host=64, backend=backend, identity={"tp_rank": rank, "tp_size": size})
+        for tokens in prompts:
+            rig.serve(tokens)
+            rig.settle()
+        backend.delete([key for key in backend.keys() if own.random() > kept])
+    return backends
+
+
+def request(rank: Rank, rng: random.Random, tokens: Sequence[int], prefetches: list[Prefetch]) -> None:
+    """What a scheduler does with a prompt; `rng` is the same on each rank."""
+    if (prefetch := rank.tiers.prefetch(list(tokens))) is not None:
+        prefetches.append(prefetch)
+        for _ in range(rng.randrange(4)):
+            rank.advance()
+            rank.poll()
+            if not prefetch.waiting:
+                break
+        if rng.random() < 0.2:
+            prefetch.revoke()
+    with rank.cache.lease(list(tokens)) as lease:
+        load = rank.tiers.load(lease)
+        if load is not None and rng.random() < 0.5:
+            for _ in range(rng.randrange(3)):
+                rank.advance()
+                rank.poll()
+            if rng.random() < 0.3:
+                return  # aborted in the middle
+        if load is not None:
+            load.wait()
+        try:
+            lease.reserve(lease.length - lease.reserved)
+        except OutOfPages:
+            return
+        rank.compute(lease, tokens)
+        lease.publish(lease.length)
+
+
+def serve_all(rank: Rank, seed: object, prompts: Sequence[Sequence[int]], steps: int) -> None:
+    rng = random.Random(f"the same everywhere {seed}")
+    prefetches: list[Prefetch] = []
+    for _ in range(steps):
+        roll = rng.random()
+        if roll < 0.5:
+            request(rank, rng, rng.choice(prompts), prefetches)
+        elif roll < 0.9:
+            rank.advance()
+            rank.poll()
+        elif roll < 0.95:
+            rank.cache.flush()
+        else:
+            rank.tiers.flush()
+        rank.meet()
+    rank.rest()
+    assert all(prefetch.ended for prefetch in prefetches)
+    rank.cache.flush()
+    rank.meet()
+    assert rank.tiers.stats().host_free == rank.memory.pages
+    assert rank.cache.pool.free == rank.cache.pool.total
+
+
+PROMPTS = [prompt(4, 1, 1, mark) for mark in range(4)] + [prompt(6, 2, mark) for mark in range(3)]
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_ranks_with_different_parts_of_a_store_have_equal_trees(size: int, write: str) -> None:
+    seed = f"{size} {write}"
+    ranks = Ranks(size)
+    backends = parts_of_a_store(size, PROMPTS, 0.9, seed)
+    limits = {"device": 14, "host": 20, "batch_pages": 2, "batches": 2, "queue_pages": 12, "timeout_s": 0.3}
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], seed, host_options={"write": write}, **limits)
+        serve_all(rank, seed, PROMPTS, 40)
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("faulty", ["copies", "calls", "both"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_faults_of_one_rank_are_faults_of_all(size: int, faulty: str) -> None:
+    seed = f"{size} {faulty}"
+    ranks = Ranks(size)
+    backends = parts_of_a_store(size, PROMPTS, 1.0, seed)
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], seed, device=14, host=20, batch_pages=2, breaker_cooldown_s=0.5)
+        if at == size - 1:
+            rank.faulty = 0.0 if faulty == "calls" else 0.5
+            if faulty != "copies":
+                backends[at].instead = {name: sometimes(rank.own, backends[at], name) for name in ("get", "put", "exists")}
+        serve_all(rank, seed, PROMPTS, 60)
+
+    ranks.run(body)
+
+
+def sometimes(own: random.Random, backend: FaultyBackend, name: str) -> Callable[..., Any]:
+    real = getattr(super(FaultyBackend, backend), name)
+
+    def call(*arguments: Any) -> Any:
+        if own.random() < 0.3:
+            raise StorageError(own.choice(StorageError.CAUSES), "on purpose")
+        return real(*arguments)
+
+    return call
+
+
+def test_only_what_every_rank_has_is_prefetched() -> None:
+    ranks = Ranks(3)
+    tokens = prompt(6, 1)
+    backends = parts_of_a_store(3, [tokens], 1.0, "all")
+    for at, kept in enumerate((6, 4, 5)):
+        backends[at].delete(backends[at].keys()[kept:])
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], "prefetch")
+        prefetch = rank.tiers.prefetch(tokens)
+        rank.rest()
+        assert prefetch is not None and prefetch.ended and prefetch.loaded == 8
+        assert rank.on(1, tokens) == 4
+
+    ranks.run(body)
+
+
+def test_a_page_that_one_rank_cannot_read_is_read_by_none() -> None:
+    ranks = Ranks(3)
+    tokens = prompt(6, 1)
+    backends = parts_of_a_store(3, [tokens], 1.0, "all")
+    damaged = backends[1].keys()[3]
+    backends[1].set_value(damaged, bytes(len(backends[1].value(damaged))))
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], "read", batch_pages=2)
+        prefetch = rank.tiers.prefetch(tokens)
+        rank.rest()
+        assert prefetch is not None and prefetch.loaded == 6
+        assert rank.tiers.stats().faults == ({"altered": 1} if at == 1 else {})
+
+    ranks.run(body)
+
+
+def test_a_gap_in_the_store_of_one_rank_heals_on_all() -> None:
+    ranks = Ranks(2)
+    backends = [FaultyBackend() for _ in range(2)]
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], "gap")
+        rank.serve(prompt(4, 1))
+        rank.rest()
+        if at == 1:
+            backends[at].clear()
+        rank.serve(prompt(6, 1, 1, 1, 1, 2))
+        rank.rest()
+        assert len(backends[at].keys()) == 6
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("notes", ["equal", "lost", "older"])
+def test_ranks_warm_the_same_prefixes_or_none(notes: str) -> None:
+    ranks = Ranks(3)
+    prompts = [prompt(4, mark) for mark in range(3)]
+    backends = parts_of_a_store(3, prompts, 1.0, "warm")
+
+    def remember(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], "warm")
+        for tokens in prompts:
+            rank.serve(tokens)
+            rank.rest()
+            if notes == "older":
+                rank.tiers.remember()
+                rank.rest()
+                if at == 1:
+                    backends[at].instead["put"] = StorageError("io", "on purpose")
+        rank.tiers.remember()
+        rank.rest()
+        if notes == "lost" and at == 1:
+            backends[at].delete(backends[at].keys()[-1:])
+
+    ranks.run(remember)
+    backends[1].instead.clear()
+    ranks = Ranks(3)
+    warmed: list[list[int]] = [[] for _ in range(3)]
+
+    def warm(at: int) -> None:
+        rank = Rank(ranks, at, backends[at], "warm")
+        rank.tiers.warm()
+        rank.rest()
+        warmed[at] = [rank.on(1, tokens) for tokens in prompts]
+
+    ranks.run(warm)
+    assert warmed == [[4, 4, 4] if notes == "equal" else [0, 0, 0]] * 3
+
+
+def test_a_rank_that_is_slow_is_waited_for() -> None:
+    ranks = Ranks(2)
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, FaultyBackend(), "slow")
+        rank.serve(prompt(4, 1))
+        rank.poll()
+        if at == 0:
+            rank.land()
+        rank.poll()
+        assert rank.on(1, prompt(4, 1)) == 0
+        if at == 1:
+            rank.land()
+        rank.poll()
+        assert rank.on(1, prompt(4, 1)) == 4
+        rank.rest()
+
+    ranks.run(body)
+
+
+def test_ranks_go_different_ways_and_the_test_sees_it() -> None:
+    ranks = Ranks(2)
+
+    def body(at: int) -> None:
+        rank = Rank(ranks, at, FaultyBackend(), "differ")
+        rank.serve(prompt(4, at))
+        rank.poll()
+        rank.poll()
+
+    with pytest.raises(AssertionError, match="ranks differ"):
+        ranks.run(body)
