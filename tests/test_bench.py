@@ -485,12 +485,12 @@ def test_tiers_stand_beside_their_floors(tmp_path: Path, monkeypatch: pytest.Mon
     """A store that cannot be started, and one that loses what it is given, are named and stop nothing."""
 
     @contextmanager
-    def missing(folder: Path, capacity: int) -> Iterator[str]:
+    def missing(folder: Path, settings: tiers.Settings) -> Iterator[str]:
         raise FileNotFoundError("no such server")
         yield ""
 
     @contextmanager
-    def small(folder: Path, capacity: int) -> Iterator[str]:
+    def small(folder: Path, settings: tiers.Settings) -> Iterator[str]:
         yield "memory:?capacity=10KB"
 
     monkeypatch.setattr(tiers, "STORES", {**tiers.STORES, "redis": missing, "s3": small})

@@ -508,6 +508,32 @@ def test_writes_of_nothing_are_an_error_and_not_a_loop() -> None:
     store.close()
 
 
+def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
+    """Three of four records were written when the disk failed; one of their keys is then put alone."""
+    state = SimpleNamespace(writes=-1)
+
+    def fault(number: int, name: str) -> int | None:
+        if name == "pwritev" and state.writes >= 0:
+            state.writes += 1
+            if state.writes == 3:
+                raise OSError(errno.EIO, "torn")
+            return 3 * RECORD.size if state.writes == 2 else None
+        return None
+
+    disk = Disk()
+    store = small(Faulty(disk, fault))
+    state.writes = 0
+    with pytest.raises(StorageError, match="io"):
+        store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
+    assert bytes(KEYS[1]) in disk.files["index"].live and KEYS[0] not in disk.files["index"].live
+    state.writes = -1
+    store.put(KEYS[1:2], [value_of(5, 4096)])
+    store.close()
+    store = small(disk)
+    assert read(store, KEYS[1]) == bytes(value_of(5, 4096))
+    store.close()
+
+
 def test_a_full_disk_is_lived_with(tiny_steps: None) -> None:
     """No room for more than 8 grains: the store evicts in what it has, and grows when there is more."""
     limit = 8 * GRAIN_BYTES

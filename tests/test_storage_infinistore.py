@@ -102,6 +102,17 @@ def test_what_somebody_else_wrote_there_is_no_value(store: InfiniStoreBackend, w
     assert SIZE not in read(store, 0, 1)
 
 
+def test_what_lay_in_the_staging_memory_before_is_no_value(
+    store: InfiniStoreBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_nothing(*_: object) -> int:
+        return 200
+
+    put(store, 0, 1)
+    monkeypatch.setattr(double.InfinityConnection, "rdma_read_cache_async", read_nothing)
+    assert read(store, 0, 1) == [ABSENT, ABSENT]
+
+
 def test_a_full_server_refuses_and_keeps_what_it_has(store: InfiniStoreBackend, world: double.World) -> None:
     world.capacity = 3 * SIZE
     assert put(store, 0, 1) == [True, True]

@@ -181,6 +181,17 @@ def test_e4m3_rounds_as_others_do() -> None:
         assert np.array_equal(ours[:-1], theirs[at : at + GROUP - 1])
 
 
+@pytest.mark.parametrize(("scale", "rounded"), [(1 + 2**-8, 1.0), (1 + 2**-7 + 2**-8, 1 + 2**-6), (1 + 2**-9, 1.0)])
+def test_bfloat16_rounds_halves_to_even(scale: float, rounded: float) -> None:
+    codec = find_codec("int8")
+    numbers = as_bytes(np.array([127 * scale, scale, -scale], np.float32))
+    written = memoryview(bytearray(codec.encoded_bytes(len(numbers), "float32")))
+    codec.encode(numbers, written, "float32")
+    read = memoryview(bytearray(6))
+    codec.decode(written, read, "bfloat16")
+    assert as_float64(read, "bfloat16")[1:].tolist() == [rounded, -rounded]
+
+
 def test_an_unknown_codec_is_refused_with_the_list() -> None:
     with pytest.raises(BadArgument, match="one of none, int8, fp8"):
         find_codec("int4")

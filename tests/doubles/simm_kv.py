@@ -1,9 +1,9 @@
 """A double of SiMM's `simm.kv`: the same calls, checks and codes, in one dict.
 
 As in the real one (https://github.com/scitix/SiMM, python/simm/kv and src/client): names of up to 256 bytes and values
-of up to 4 MiB, or the whole batch is refused; every piece lies in a registered region; a value is written where the piece
-begins, however short the piece is, as long as the region goes on; a batch put does not overwrite; codes are negative
-numbers and nothing raises but a wrong type; the oldest value goes first. `world` is what a test changes.
+of up to 4 MiB, or the whole batch is refused; every piece lies in a registered region; a value is written where its
+piece begins, however short the piece is, as long as the region goes on; a batch put does not overwrite; codes are
+negative numbers and nothing raises but a wrong type; the oldest value goes first. `world` is what a test changes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Store:
         if not self._fit(keys, blocks):
             return [INVALID] * len(keys)
         world.batches.append(len(keys))
-        return [self._get(key, block) for key, block in zip(keys, blocks, strict=True)]
+        codes = {at: self._get(keys[at], blocks[at]) for at in reversed(range(len(keys)))}  # at once, in no order
+        return [codes[at] for at in range(len(keys))]
 
     def _put(self, key: str, block: BlockView) -> int:
         if not block.inside:

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 # Bounds the time of a step, however many wait.
 _RANKED = 128
 
+_LOOKS = 4  # at storage, for one request
+
 _POLL_S = 0.001  # between looks at transfers that nobody can do anything without
 
 _NOTHING = Delta("")
@@ -308,7 +310,7 @@ class Scheduler:
         return now_s - task.arrived_s > self._limits.age_limit_s
 
     def _is_held_back(self, task: _Task, hit: int) -> bool:
-        """Whether a running prefill will soon publish more of this request's prompt than the cache has."""
+        """Whether a running prefill will soon publish more of this request's prompt than the cache has, or has loaded."""
         if not self._cache.enabled or self._is_aged(task, self._clock()):
             return False
         page = self._cache.page_size
@@ -316,7 +318,7 @@ class Scheduler:
             if other.prefilling and other.namespace == task.namespace:
                 # One token is always left to compute, so a hit never reaches the last one.
                 shared = min(_common_prefix(task.known, other.known, page), task.length - 1) // page * page
-                if shared > hit:
+                if shared > hit or shared > other.landing_from:
                     return True
         return False
 
@@ -324,11 +326,13 @@ class Scheduler:
         """Has storage asked for what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
             task.prefetch = self._tiers.prefetch(task.known, task.request.namespace)
+            task.looks += 1
 
     def _is_awaited(self, task: _Task) -> bool:
         """Whether storage may bring more of this request's prompt before long."""
-        if task.prefetch is not None and task.prefetch.ended and task.prefetch.shared:
-            self._forget_prefetch(task)  # it was for another prompt that begins alike
+        prefetch = task.prefetch
+        if prefetch is not None and prefetch.ended and prefetch.shared and prefetch.loaded and task.looks < _LOOKS:
+            self._forget_prefetch(task)  # it was for another prompt, too, which may part from this one further on
             self._look_below(task)
         return task.prefetch is not None and task.prefetch.waiting
 
@@ -352,10 +356,12 @@ class Scheduler:
         self._forget_prefetch(task)
         if task.admitted_s is None:
             task.admitted_s = self._clock()
-            self._count_hits(task, loaded=0 if load is None else load.pages * self._cache.page_size)
+            self._count_hits(task, 0 if load is None else load.pages * self._cache.page_size)
+            task.counted = load
         self._tell_progress(task)
 
     def _count_hits(self, task: _Task, loaded: int) -> None:
+        """Where the cached tokens of a request lay, at its first admission."""
         task.cached_tokens = task.computed
         task.storage_tokens = min(task.stored, loaded)
         task.host_tokens = loaded - task.storage_tokens
@@ -395,9 +401,21 @@ class Scheduler:
         failed = [task for task, _ in shares if not task.land()]
         if not failed:
             return shares, sampled, logits
+        for task in failed:
+            self._uncount_load(task)
         good = [row for row, task in enumerate(sampled) if task not in failed]
         shares = [(task, n) for task, n in shares if task not in failed]
         return shares, [sampled[row] for row in good], logits[good]
+
+    def _uncount_load(self, task: _Task) -> None:
+        if task.counted is None:
+            return  # it failed at a later admission, which does not count
+        task.counted = None
+        task.cached_tokens -= task.host_tokens + task.storage_tokens
+        self.totals.cached_tokens -= task.host_tokens + task.storage_tokens
+        self.totals.host_tokens -= task.host_tokens
+        self.totals.storage_tokens -= task.storage_tokens
+        task.host_tokens = task.storage_tokens = 0
 
     def _tell_progress(self, task: _Task) -> None:
         if not task.generated:
@@ -457,7 +475,9 @@ class _Task:
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
         self.was_set_back = False
         self.prefetch: Prefetch | None = None
-        self.stored = 0  # positions that prefetches brought
+        self.looks = 0  # prefetches begun
+        self.stored = 0  # positions that they brought
+        self.counted: Load | None = None  # the load that is part of `cached_tokens`
         self._arrival = arrival
         self._lease: Lease | None = None
         self._load: Load | None = None
@@ -484,6 +504,11 @@ class _Task:
         """Whether tokens are left to compute that were known at admission."""
         return self.computed < self._prefill_end
 
+    @property
+    def landing_from(self) -> int:
+        """Positions from here on are being loaded; none are, where that is behind the end."""
+        return self.length if self._load is None or self._lease is None else self._lease.hit
+
     def precedence(self) -> tuple[int, bool, int]:
         """Lower goes first, hits and age left aside."""
         return -self.request.priority, not self.was_set_back, self._arrival
@@ -503,6 +528,7 @@ class _Task:
         """After a forward: whether all that it read had arrived. If not, computing starts again behind the hit."""
         load, self._load = self._load, None
         if load is None or load.wait():
+            self.counted = None
             return True
         assert self._lease is not None
         self.computed = self._lease.hit
@@ -541,7 +567,7 @@ class _Task:
             self._lease.abort()  # nothing is computed yet
         elif self._lease is not None:
             self._lease.finish(self.computed)
-        self._lease = self._load = None
+        self._lease = self._load = self.counted = None
 
     def usage(self, now_s: float) -> Usage:
         """What was used up to now."""

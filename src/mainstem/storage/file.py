@@ -11,8 +11,9 @@ Three rules carry all of it, through a kill or a loss of power at any instructio
 
 1. A value counts only if its 128-bit digest, and its record's own checksum, verify; else it is a miss and is dropped.
    So it does not matter what a torn, lost or misdirected write left, or whether a reader met a slot's next owner.
-2. What leaves the store (deleted, replaced, evicted) is destroyed by junk in its first grain, in the same sync as what
-   comes next and before that is announced. So no older state of the index can bring an old value back.
+2. What leaves the store (deleted, replaced, evicted) is destroyed, by another value in its place or by junk in its
+   first grain, in the same sync as what comes next and before that is announced. So no older state of the index can
+   bring an old value back (unless the same bytes lie there again).
 3. Whatever was begun and failed counts as written: its place in the index is not used again, its slots are destroyed.
 
 Room is made by dropping the least recently used value, and those behind it where its slot is too small for the new
@@ -89,39 +90,51 @@ class FileSystem:
             os.close(parent)
 
     def open(self, path: str | Path, flags: int, folder: int | None = None) -> int:
+        """A descriptor of a file in a folder; what it makes is for the owner alone."""
         return os.open(path, flags, 0o600, dir_fd=folder)
 
     def close(self, fd: int) -> None:
+        """Closes it, whatever it raises."""
         os.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
+        """What kind of file it is, whose, and how long."""
         return os.fstat(fd)
 
     def lock(self, fd: int) -> None:
+        """Locks it until it is closed; `BlockingIOError` if somebody else has."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fills buffers, perhaps not all; 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Writes buffers, perhaps not all."""
         return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
+        """Makes what was written durable, and the size."""
         os.fdatasync(fd)
 
     def fsync(self, fd: int) -> None:
+        """The same, for a folder too: its names."""
         os.fsync(fd)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
+        """Room on the disk, zeros as far as it is new."""
         os.posix_fallocate(fd, offset, length)
 
     def truncate(self, fd: int, length: int) -> None:
+        """Cuts a file off."""
         os.ftruncate(fd, length)
 
     def rename(self, old: str, new: str, folder: int) -> None:
+        """Puts a file in the place of another at once."""
         os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 
     def unlink(self, name: str, folder: int) -> None:
+        """Removes a name."""
         os.unlink(name, dir_fd=folder)
 
 
@@ -699,20 +712,23 @@ class FileBackend(Backend):
 
     def _settle_overlaps(self) -> None:
         """Of two values in one place the later stays (the earlier was evicted), and what is between values is free."""
-        rank = {key: at for at, key in enumerate(self._index)}
-        end, last = 0, b""
-        for key, entry in sorted(self._index.items(), key=lambda item: item[1].offset):
-            if entry.offset < end:
-                older = min(key, last, key=lambda each: rank[each])
-                del self._index[older]
-                if older == key:
-                    continue
-            end, last = entry.end, key
+        kept: list[tuple[int, int, bytes]] = []
         end = 0
-        for key, entry in sorted(self._index.items(), key=lambda item: item[1].offset):
-            self._space.give(end, entry.offset)
-            self._owner[entry.offset] = key
-            end = entry.end
+        for offset, rank, key in sorted(
+            (entry.offset, rank, key) for rank, (key, entry) in enumerate(self._index.items())
+        ):
+            if offset < end:
+                if rank < kept[-1][1]:
+                    del self._index[key]
+                    continue
+                del self._index[kept.pop()[2]]
+            kept.append((offset, rank, key))
+            end = self._index[key].end
+        end = 0
+        for offset, _, key in kept:
+            self._space.give(end, offset)
+            self._owner[offset] = key
+            end = self._index[key].end
         self._space.give(end, self._space.total)
 
     def _close_files(self) -> None:
@@ -811,9 +827,9 @@ def _vector(pieces: Sequence[_Piece], filler: memoryview) -> list[memoryview]:
 
 
 def _outliving(doomed: set[Entry], pieces: Sequence[_Piece]) -> list[Entry]:
-    """What left and is not written over by another value of the very same place and length."""
-    over = {(entry.offset, entry.length): entry.digest for _, entry, _ in pieces}
-    return [entry for entry in doomed if over.get((entry.offset, entry.length), entry.digest) == entry.digest]
+    """What left and is not written over from its first byte on."""
+    starts = {entry.offset for _, entry, _ in pieces}
+    return [entry for entry in doomed if entry.offset not in starts]
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -228,7 +228,7 @@ class InfiniStoreBackend(Backend):
         with self._lock:
             frames = self._open().frames
             for round_ in frames.rounds(keys, buffers):
-                pass
+                frames.blank(round_)
                 for frame, done in zip(round_, self._move("read", round_), strict=True):
                     lengths[frame.at] = frames.take(frame) if done else ABSENT
         return lengths

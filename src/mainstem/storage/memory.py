@@ -51,9 +51,9 @@ class MemoryBackend(Backend):
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Copies values out."""
-        lengths = []
+        pairs, lengths = list(zip(keys, buffers, strict=True)), []
         with self._open():
-            for key, buffer in zip(keys, buffers, strict=True):
+            for key, buffer in pairs:
                 value = self._values.get(key)
                 if value is not None:
                     self._values.move_to_end(key)
@@ -64,9 +64,9 @@ class MemoryBackend(Backend):
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Copies values in; drops old ones for room."""
-        stored = []
+        pairs, stored = list(zip(keys, buffers, strict=True)), []
         with self._open():
-            for key, buffer in zip(keys, buffers, strict=True):
+            for key, buffer in pairs:
                 fits = self._capacity is None or len(buffer) <= self._capacity
                 if fits:
                     self._drop(key)

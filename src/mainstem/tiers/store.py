@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args
 
@@ -240,7 +241,8 @@ class Store:
                 if (cause := self._cause(key, slot, length)) is not None:
                     causes[cause] += 1
                     if cause != "absent":
-                        self.backend.delete([key])  # or it would stand in the way of a good one
+                        with _caught(causes):
+                            self.backend.delete([key])  # or it would stand in the way of a good one
                     return good
                 self._unpack(slot, slots[good])
             return len(keys)
@@ -261,7 +263,11 @@ class Store:
             stored = 0
             for at in range(there, len(slots), self.config.batch_pages):
                 batch = slice(at, min(at + self.config.batch_pages, len(slots)))
-                packed = self._pack(slots[batch])
+                try:
+                    packed = self._pack(slots[batch])
+                except BadArgument:  # infinite numbers, or none
+                    causes["codec"] += 1
+                    break
                 for key, slot in zip(keys[begin:][batch], packed, strict=True):
                     self.sealer.seal(slot, key)
                 results = self.backend.put(keys[begin:][batch], packed)
@@ -346,19 +352,26 @@ class Store:
 
         def run() -> _Answer[T]:
             causes: Counter[str] = Counter()
-            try:
+            with _caught(causes):
                 return _Answer(work(causes), causes)
-            except StorageError as error:
-                causes[error.cause] += 1
-                log.debug("storage: %s", error)
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # anybody's code: what it raises is a miss, a panic of a client in Rust, too
-                causes["crashed"] += 1
-                log.debug("storage: the back end raised", exc_info=True)
             return _Answer(nothing, causes, failed=True)
 
         return StoreCall(self, workers.submit(run), nothing, self.clock() + self.config.call_timeout_s)
+
+
+@contextmanager
+def _caught(causes: Counter[str]) -> Iterator[None]:
+    """Whatever a back end raises is a fault, and is counted."""
+    try:
+        yield
+    except StorageError as error:
+        causes[error.cause] += 1
+        log.debug("storage: %s", error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # anybody's code; a client in Rust panics with what is no `Exception`
+        causes["crashed"] += 1
+        log.debug("storage: the back end raised", exc_info=True)
 
 
 @dataclass(frozen=True, slots=True)

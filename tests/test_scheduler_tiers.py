@@ -1,0 +1,311 @@
+"""The scheduler over tiers: what lies below the device is found, loaded and waited for, and no answer changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
+from ghost_memory import GhostTicket
+
+from mainstem.cache import PrefixCache
+from mainstem.errors import StorageError
+from mainstem.identity import Identity
+from mainstem.keys import TokenKeys
+from mainstem.runtime.request import Delta, Request, SamplingParams, Usage
+from mainstem.runtime.runner import Segment
+from mainstem.runtime.scheduler import Limits, Scheduler
+from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.controller import HostTier
+from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.store import StorageConfig, Store
+from mainstem.tiers.transfer import Move
+
+PAGE = 4
+
+
+class HandWorkers:
+    """Calls run when `run` is called, or at once."""
+
+    def __init__(self) -> None:
+        self.instant = True
+        self._calls: list[HandCall] = []
+
+    def submit(self, function: Callable[[], object]) -> HandCall:
+        call = HandCall(function)
+        self._calls.append(call)
+        if self.instant:
+            self.run()
+        return call
+
+    def run(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.value, call.ended = call.function(), True
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+class HandCall:
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function, self.value, self.ended = function, None, False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def result(self) -> object:
+        return self.value
+
+
+class GhostHost:
+    """Host pages of a ghost: its hashes and tokens, one layer."""
+
+    def __init__(self, ghost: Ghost, pages: int) -> None:
+        self.pages, self.payload_bytes = pages, 16 * PAGE
+        self.fail_up: Exception | None = None
+        self.ups = 0
+        self.tickets: list[GhostTicket] = []
+        self._ghost = ghost
+        self._bytes = np.zeros((pages, HEADER_BYTES + self.payload_bytes), np.uint8)
+
+    def down(self, moves: Sequence[Move]) -> GhostTicket:
+        [(_, source, target)] = moves
+        both = np.concatenate([self._ghost._hash[source], self._ghost._token[source].view(np.uint64)], axis=1)
+        self._bytes[target, HEADER_BYTES:] = both.view(np.uint8)
+        return ended(GhostTicket(1, lambda layer: None))
+
+    def up(self, moves: Sequence[Move]) -> GhostTicket:
+        [(_, source, target)] = moves
+        self.ups += 1
+
+        def copy(layer: int) -> None:
+            both = self._bytes[source, HEADER_BYTES:].copy().view(np.uint64)
+            self._ghost._hash[target] = both[:, :PAGE]
+            self._ghost._token[target] = both[:, PAGE:].view(np.int64)
+
+        ticket = GhostTicket(1, copy)
+        if self.fail_up is not None:
+            ticket.fail(self.fail_up)
+        self.tickets.append(ticket)
+        return ticket
+
+    def slots(self, pages: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self._bytes[page]) for page in pages]
+
+    def regions(self) -> list[memoryview]:
+        return []
+
+
+def ended(ticket: GhostTicket) -> GhostTicket:
+    ticket.wait()
+    return ticket
+
+
+class LayeredGhost(Ghost):
+    """Reads what is on its way only after it has waited for it; behind what did not come it computes rubbish."""
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        for segment in segments:
+            if segment.arriving is not None:
+                segment.arriving.wait_layer(0)
+        fine = [segment.arriving is None or segment.arriving.error is None for segment in segments]
+        good = [segment for segment, well in zip(segments, fine, strict=True) if well]
+        rows = iter(super().forward(good) if good else torch.empty(0, VOCAB))
+        rubbish = torch.zeros(VOCAB)
+        asked = [well for segment, well in zip(segments, fine, strict=True) if segment.logits]
+        return torch.stack([next(rows) if well else rubbish for well in asked] or [rubbish])
+
+
+class Bench:
+    def __init__(self, pages: int = 12, host_pages: int = 64, store: bool = True, **config: object) -> None:
+        self.now_s = 0.0
+        self.ghost = LayeredGhost(pages, PAGE)
+        self.host = GhostHost(self.ghost, host_pages)
+        self.backend = MemoryBackend()
+        self.workers = HandWorkers()
+        self.config = StorageConfig(**({"prefetch_min_tokens": PAGE} | config))  # type: ignore[arg-type]
+        self.restart(pages, store)
+
+    def restart(self, pages: int = 12, store: bool = True) -> None:
+        identity = Identity("m", "w", "u64", "none", "l", "s", "mha", "r", "t", "ids/4", PAGE)
+        self.store = Store(
+            self.backend, Sealer(identity), self.config, readers=self.workers, writers=self.workers,
+            clock=lambda: self.now_s,
+        )  # fmt: skip
+        tier = HostTier(self.host, load_min_tokens=PAGE)
+        self.cache = PrefixCache(
+            pages, PAGE, keys=TokenKeys(VOCAB), copy_page=self.ghost.copy_page, host=tier,
+            store=self.store if store else None,
+        )  # fmt: skip
+        assert self.cache.tiers is not None
+        self.tiers = self.cache.tiers
+        self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
+        self.scheduler = Scheduler(
+            self.cache, self.ghost, GhostTokenizer(), Limits(256), eos=frozenset({EOS}), clock=lambda: self.now_s,
+            random=random.Random(0),
+        )  # fmt: skip
+
+    def run(self, *prompts: list[int], steps: int = 400) -> list[Usage]:
+        """Runs prompts together, checks every answer; what each used."""
+        requests = {str(n): Request(np.array(tokens), SamplingParams(max_tokens=4)) for n, tokens in enumerate(prompts)}
+        deltas: dict[str, list[Delta]] = {id: [] for id in requests}
+        for id, request in requests.items():
+            self.scheduler.add(id, request)
+        for _ in range(steps):
+            if not self.scheduler.busy:
+                break
+            self.step(deltas)
+        assert not self.scheduler.busy, "it goes on for ever"
+        for id, request in requests.items():
+            tokens = tuple(token for delta in deltas[id] for token in delta.tokens)
+            assert (tokens, deltas[id][-1].finish_reason) == (complete(request)[0], complete(request)[2])
+        usages = [deltas[id][-1].usage for id in requests]
+        assert all(usages)
+        return usages  # type: ignore[return-value]
+
+    def step(self, deltas: dict[str, list[Delta]] | None = None) -> None:
+        self.now_s += 0.01
+        landing = list(self.host.tickets)
+        for id, what in self.scheduler.step():
+            if isinstance(what, Delta) and deltas is not None:
+                deltas[id].append(what)
+        self.cache.check()
+        for ticket in landing:  # copies go on by themselves
+            ticket.step()
+
+    def forget_device(self) -> None:
+        for _ in range(5):
+            self.tiers.poll()
+        self.cache.pool.reclaim(self.cache.tree.flush()[0])
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def tiers_of(usage: Usage) -> tuple[int, int, int]:
+    below = usage.host_tokens + usage.storage_tokens
+    return usage.cached_tokens - below, usage.host_tokens, usage.storage_tokens
+
+
+def test_each_tier_is_found_and_named() -> None:
+    bench = Bench()
+    tokens = prompt(1, 22)
+    assert tiers_of(*bench.run(tokens)) == (0, 0, 0)
+    assert tiers_of(*bench.run(tokens)) == (21, 0, 0)  # on the device, the last page by copying its beginning
+    bench.forget_device()
+    assert tiers_of(*bench.run(tokens)) == (0, 20, 0)
+    bench.forget_device()
+    bench.restart()
+    assert tiers_of(*bench.run(tokens)) == (0, 0, 20)
+    totals = bench.scheduler.totals
+    assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (20, 0, 20)
+
+
+def test_a_load_that_fails_is_computed_and_does_not_count() -> None:
+    bench = Bench()
+    tokens = prompt(2, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.host.fail_up = RuntimeError("the copy engine is gone")
+    assert tiers_of(*bench.run(tokens)) == (0, 0, 0)
+    assert bench.tiers.stats().load_failed == 5
+    assert bench.scheduler.totals.cached_tokens == 0
+    bench.host.fail_up = None
+    assert tiers_of(*bench.run(tokens)) == (21, 0, 0)
+
+
+def test_a_failed_load_takes_nobody_else_along() -> None:
+    bench = Bench(pages=40)
+    first, second = prompt(3, 22), prompt(4, 18)
+    bench.run(first)
+    bench.forget_device()
+    bench.host.fail_up = RuntimeError("gone")
+    usages = bench.run(first, second)
+    assert [tiers_of(usage) for usage in usages] == [(0, 0, 0), (0, 0, 0)]
+
+
+def test_two_that_want_the_same_host_pages_load_them_once() -> None:
+    bench = Bench(pages=40)
+    shared = prompt(5, 20)
+    bench.run(shared + [1, 2])
+    bench.forget_device()
+    first, second = bench.run(shared + [3, 4], shared + [5, 6])
+    assert bench.host.ups == 1
+    assert (tiers_of(first), tiers_of(second)) == ((0, 20, 0), (20, 0, 0))
+
+
+@pytest.mark.parametrize("when", ["waiting for storage", "loading"])
+def test_a_request_is_cancelled_on_its_way_up(when: str) -> None:
+    bench = Bench()
+    tokens = prompt(6, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    if when == "waiting for storage":
+        bench.restart()
+        bench.workers.instant = False
+    bench.scheduler.add("gone", Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    if when == "loading":
+        bench.ghost.fail_next = RuntimeError("the forward fails while a load is under way")
+    bench.step()
+    bench.scheduler.cancel("gone")
+    bench.workers.instant = True
+    bench.workers.run()
+    for _ in range(8):
+        bench.step()
+    assert not bench.scheduler.busy
+    assert bench.cache.pool.private == 0
+    assert bench.run(tokens)[0].cached_tokens >= 20
+    bench.tiers.drain(1.0)
+    bench.cache.flush()
+    assert bench.cache.pool.free == bench.cache.pool.total
+
+
+def test_a_hung_store_is_waited_for_once_and_not_longer_than_said() -> None:
+    bench = Bench(timeout_s=0.1, timeout_per_page_s=0.0)
+    bench.workers.instant = False
+    began_s = bench.now_s
+    [usage] = bench.run(prompt(7, 20))
+    assert 0.1 <= usage.queue_s <= 0.13
+    assert bench.run(prompt(8, 20))[0].queue_s <= 0.02  # the store is known to be slow
+    assert bench.now_s - began_s < 0.5
+
+
+def test_best_effort_waits_for_nothing() -> None:
+    bench = Bench(prefetch="best_effort")
+    tokens = prompt(9, 20)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.restart()
+    bench.workers.instant = False
+    assert bench.run(tokens)[0].cached_tokens == 0
+
+
+def test_a_broken_store_changes_no_answer() -> None:
+    bench = Bench()
+
+    def broken(*_: object) -> int:
+        raise StorageError("unreachable", "nobody there")
+
+    bench.backend.exists = broken  # type: ignore[method-assign,assignment]
+    for seed in range(12):
+        bench.run(prompt(20 + seed % 4, 20))
+    stats = bench.tiers.stats()
+    assert stats.breaker_open
+    assert stats.faults["unreachable"] >= 3
+    assert stats.faults["breaker"] > 0
+
+
+def test_a_workload_larger_than_the_device_is_answered_as_without_a_cache() -> None:
+    bench = Bench(pages=12, host_pages=20)
+    rng = random.Random(3)
+    documents = [prompt(40 + n, rng.randrange(8, 24)) for n in range(12)]
+    for _ in range(25):
+        bench.run(*([*rng.choice(documents), rng.randrange(VOCAB)] for _ in range(rng.randrange(1, 4))))
+    totals, stats = bench.scheduler.totals, bench.tiers.stats()
+    assert totals.storage_tokens > 0 and totals.host_tokens > 0
+    assert stats.loaded > 0 and stats.prefetched > 0 and stats.stored > 0

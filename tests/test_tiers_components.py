@@ -1,0 +1,409 @@
+"""The host tier for every component, without a cache: what a window, a state and full attention leave on the host.
+
+The engine here has an allocator of its own. A page of component c behind a prefix holds a number that c and all tokens
+of the prefix give, wherever it is copied to.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ghost_memory import GhostMemory
+from hand_driven import fingerprint
+from mainstem.components import Component, Full, State, Window
+from mainstem.errors import CorruptTree
+from mainstem.pool import Pool
+from mainstem.tiers.controller import HostTier, Tiers
+from mainstem.tiers.transfer import Move
+from mainstem.tree import Inserted, Tree
+
+DEVICE, HOST = 0, 1
+
+
+class Engine:
+    """A tree with pools of its own on both tiers."""
+
+    def __init__(self, *components: Component, size: int = 1, device: int = 40, host: int = 30) -> None:
+        self.size, self.components = size, components
+        self.names = [component.name for component in components]
+        self.tree = Tree(size, components=components, tiers=2)
+        rows = len(components)
+        self.pools = [Pool(device) for _ in components]
+        self.memory = GhostMemory([device] * rows, [host] * rows, instant=False)
+        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, pages=(host,) * rows))
+        self.locked: list[int] = []
+
+    # content
+
+    def layers(self, row: int, tokens: Sequence[int]) -> list[int]:
+        mark = fingerprint(str(row), tokens)
+        return [mark * self.memory.layers + layer for layer in range(self.memory.layers)]
+
+    def fronts(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(tokens[:end]) for end in range(self.size, len(tokens) + 1, self.size)]
+
+    def places(self, row: int, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """The prefixes that a component has an id for, in the order of its ids."""
+        fronts = self.fronts(tokens)
+        return fronts[-1:] if self.names[row] == "state" else fronts
+
+    def needed(self, row: int, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Of these, the ones without which a match may not end here."""
+        component = self.components[row]
+        if isinstance(component, Window):
+            return self.fronts(tokens)[max(len(tokens) - component.tokens, 0) // self.size :]
+        return self.places(row, tokens)
+
+    def held(self) -> dict[tuple[int, int], dict[tuple[int, ...], int]]:
+        """Ids that are present, by row and tier, and by prefix."""
+        found: dict[tuple[int, int], dict[tuple[int, ...], int]] = {
+            (row, tier): {} for row in range(len(self.names)) for tier in (DEVICE, HOST)
+        }
+        keys: dict[int, bytes] = {0: b""}
+        for view in self.tree.nodes():
+            key = keys[view.node] = keys[view.parent] + view.key
+            tokens = np.frombuffer(key, np.int32).tolist()
+            for (name, tier), cell in view.cells.items():
+                if cell.present:
+                    row = self.names.index(name)
+                    places = self.places(row, tokens)[-len(cell.ids) :]
+                    found[row, tier].update(zip(places, cell.ids.tolist(), strict=True))
+        return found
+
+    def longest(self, tokens: Sequence[int], tiers: Sequence[int]) -> int:
+        """Where a match ends when these tiers count."""
+        held = self.held()
+
+        def allowed(end: int) -> bool:
+            return all(
+                any(place in held[row, tier] for tier in tiers)
+                for row in range(len(self.names))
+                for place in self.needed(row, tokens[:end])
+            )
+
+        return max((end for end in range(self.size, len(tokens) + 1, self.size) if allowed(end)), default=0)
+
+    def verify(self) -> None:
+        self.tree.check()
+        self.tiers.check()
+        for (row, tier), places in self.held().items():
+            content = (self.memory.device if tier == DEVICE else self.memory.host)[row]
+            for place, page in places.items():
+                assert content[:, page].tolist() == self.layers(row, place), (self.names[row], tier)
+            pool = self.pools[row] if tier == DEVICE else self.tiers.host_pools[row]
+            assert sorted(places.values()) == [p for p in range(pool.total) if pool.owner(p) == "cached"]
+            assert pool.free + pool.cached + pool.private == pool.total
+
+    # operations
+
+    def allocate(self, row: int, n: int) -> list[int]:
+        if (missing := n - self.pools[row].free) > 0:
+            self.evict(missing, row)
+        return self.pools[row].allocate(n).tolist() if self.pools[row].free >= n else []
+
+    def evict(self, n: int, row: int, tier: int = DEVICE) -> int:
+        pools = self.pools if tier == DEVICE else self.tiers.host_pools
+        freed = self.tree.evict(n, self.names[row], tier)
+        for pool, ids in zip(pools, freed, strict=True):
+            pool.reclaim(ids)
+        return len(freed[row])
+
+    def put(self, tokens: Sequence[int], columns: list[list[int]]) -> Inserted:
+        """Into the tree on the device; what it has already goes back."""
+        added = self.tree.insert(list(tokens), columns if len(columns) > 1 else columns[0])
+        for row, (name, column) in enumerate(zip(self.names, columns, strict=True)):
+            mine = np.array([page for page in column if page >= 0 and self.pools[row].owner(page) == "private"], np.int32)
+            theirs = self.tree.pages(added.node, name) if added.node else np.empty(0, np.int32)
+            kept = np.isin(mine, theirs)
+            self.pools[row].publish(mine[kept])
+            self.pools[row].release(mine[~kept])
+        return added
+
+    def compute(self, tokens: Sequence[int], *, state: bool = True, whole_window: bool = True) -> int:
+        """Computes a prefix and publishes it; its node, or 0 without room."""
+        tokens = tokens[: len(tokens) // self.size * self.size]
+        columns: list[list[int]] = []
+        for row, name in enumerate(self.names):
+            places = self.places(row, tokens) if name != "state" or state else []
+            if name == "window" and not whole_window:
+                places = self.needed(row, tokens)
+            pages = self.allocate(row, len(places))
+            if len(pages) < len(places):
+                for other, column in enumerate(columns):
+                    self.pools[other].release(np.array([page for page in column if page >= 0], np.int32))
+                return 0
+            for page, place in zip(pages, places, strict=True):
+                self.memory.device[row][:, page] = self.layers(row, place)
+            behind = len(tokens) // self.size - len(pages) if name != "state" else 0
+            columns.append([-1] * behind + pages)
+        return self.put(tokens, columns).node if tokens else 0
+
+    def back_up(self, tokens: Sequence[int]) -> bool:
+        node = self.tree.match(list(tokens)).node
+        return self.tiers.back_up(node) if node else False
+
+    def settle(self) -> None:
+        for _ in range(50):
+            for ticket in self.memory.tickets:
+                ticket.wait()
+            self.memory.tickets.clear()
+            self.tiers.poll()
+            if not self.tiers.busy:
+                return
+        raise AssertionError("never at rest")
+
+    def reload(self, tokens: Sequence[int], *, fail: bool = False) -> int:
+        """Copies up what the device lacks of what both tiers have together, and publishes it; its length."""
+        match = self.tree.match(list(tokens))
+        prefix = tuple(tokens[: match.length + match.host_length])
+        if not match.host_length:
+            return match.length
+        self.tree.lock(match.node, DEVICE)
+        self.tree.lock(match.host_node, HOST)
+        self.tree.lock(match.host_node, DEVICE)
+        columns = [self.column(row, match.host_node, prefix) for row in range(len(self.names))]
+        complete = all(column is not None for column in columns)
+        moves = [self.move(row, column, match.host_node) for row, column in enumerate(columns) if column is not None]
+        if complete:
+            ticket = self.memory.up(moves)
+            if fail:
+                ticket.fail(RuntimeError("on purpose"))
+            ticket.wait()
+        if complete and not fail:
+            self.put(prefix, [column for column in columns if column is not None])
+        else:
+            for move in moves:
+                self.pools[move.component].release(move.target)
+        self.tree.unlock(match.host_node, DEVICE)
+        self.tree.unlock(match.host_node, HOST)
+        self.tree.unlock(match.node, DEVICE)
+        return len(prefix) if complete and not fail else match.length
+
+    def column(self, row: int, node: int, prefix: tuple[int, ...]) -> list[int] | None:
+        """Device pages of what a match that ends here needs: those that are there, and new ones for the rest."""
+        here = self.tree.pages(node, self.names[row], DEVICE).tolist()
+        places = self.needed(row, prefix)
+        missing = [page < 0 for page in here[-len(places) :]]
+        new = self.allocate(row, sum(missing))
+        if len(new) < sum(missing):
+            return None
+        rest = iter(new)
+        pages = [next(rest) if lacks else page for page, lacks in zip(here[-len(places) :], missing, strict=True)]
+        return pages if self.names[row] == "state" else [-1] * (len(here) - len(pages)) + pages
+
+    def move(self, row: int, column: list[int], node: int) -> Move:
+        there = self.tree.pages(node, self.names[row], HOST).tolist()[-len(column) :]
+        pairs = [(a, b) for a, b in zip(there, column, strict=True) if b >= 0 and self.pools[row].owner(b) == "private"]
+        assert all(source >= 0 for source, _ in pairs), "the tree promised it"
+        source, target = (np.array([pair[at] for pair in pairs], np.int32) for at in (0, 1))
+        return Move(row, source, target)
+
+    def close(self) -> None:
+        for node in self.locked:
+            self.tree.unlock(node)
+        self.settle()
+        for tier, pools in ((DEVICE, self.pools), (HOST, self.tiers.host_pools)):
+            for pool, ids in zip(pools, self.tree.flush(tier), strict=True):
+                pool.reclaim(ids)
+            assert [pool.free for pool in pools] == [pool.total for pool in pools]
+        assert self.tree.stats().nodes == 0
+        self.verify()
+
+
+KINDS: dict[str, tuple[Component, ...]] = {
+    "full": (Full(),),
+    "window": (Window(3),),
+    "full window": (Full(), Window(3)),
+    "full wide window": (Full(), Window(7)),
+    "full state": (Full(), State()),
+    "full window state": (Full(), Window(3), State()),
+    "window state": (Window(2), State()),
+}
+P = list(range(1, 9))
+
+
+# ---------------------------------------------------------------- one prefix
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_goes_down_and_comes_back_with_all_its_components(kind: str, size: int) -> None:
+    engine = Engine(*KINDS[kind], size=size)
+    engine.compute(P)
+    assert engine.back_up(P)
+    engine.settle()
+    engine.verify()
+    for row in range(len(engine.names)):
+        engine.evict(99, row)
+    engine.verify()
+    match = engine.tree.match(P)
+    assert (match.length, match.host_length) == (0, len(P))
+    assert engine.reload(P) == len(P)
+    assert engine.tree.match(P).length == len(P)
+    engine.verify()
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_that_fails_leaves_nothing_of_any_component(kind: str) -> None:
+    engine = Engine(*KINDS[kind])
+    engine.compute(P)
+    assert engine.back_up(P)
+    for ticket in engine.memory.tickets:
+        ticket.fail(RuntimeError("on purpose"))
+    engine.settle()
+    assert all(pool.free == pool.total for pool in engine.tiers.host_pools)
+    assert engine.tree.match(P).length == len(P)
+    assert engine.back_up(P)
+    engine.settle()
+    engine.verify()
+    engine.close()
+
+
+def test_what_the_window_has_left_behind_is_not_needed_to_come_back() -> None:
+    engine = Engine(Full(), Window(3))
+    engine.compute(P, whole_window=False)
+    engine.back_up(P)
+    engine.settle()
+    assert len(engine.held()[1, HOST]) == 3
+    for row in (0, 1):
+        engine.evict(99, row)
+    assert engine.reload(P) == 8
+    assert engine.longest(P, [DEVICE]) == 8
+    assert engine.tree.match(P[:5]).length == 0
+    engine.close()
+
+
+def test_a_window_that_comes_later_goes_down_later() -> None:
+    engine = Engine(Full(), Window(3))
+    engine.compute(P, whole_window=False)
+    engine.back_up(P)
+    engine.settle()
+    engine.compute(P)
+    engine.back_up(P)
+    engine.settle()
+    engine.verify()
+    assert len(engine.held()[1, HOST]) == 8
+    assert len(engine.held()[0, HOST]) == 8, "once"
+    engine.close()
+
+
+def test_tiers_complete_each_other() -> None:
+    """The window is on the device, what is before it on the host."""
+    engine = Engine(Full(), Window(3))
+    engine.compute(P)
+    engine.back_up(P)
+    engine.settle()
+    engine.evict(8, 1)  # the window leaves the device
+    engine.evict(5, 0, HOST)
+    match = engine.tree.match(P)
+    assert match.length + match.host_length == engine.longest(P, [DEVICE, HOST])
+    assert engine.reload(P) == match.length + match.host_length
+    engine.verify()
+    engine.close()
+
+
+def test_a_state_on_the_host_is_where_a_match_may_end() -> None:
+    engine = Engine(Full(), State())
+    engine.compute(P[:4])
+    engine.compute(P)
+    engine.back_up(P)
+    engine.settle()
+    for row in (0, 1):
+        engine.evict(99, row)
+    assert [engine.tree.match(P[:end]).host_length for end in (3, 4, 7, 8)] == [0, 4, 4, 8]
+    assert engine.reload(P[:6]) == 4
+    assert engine.tree.match(P[:6]).length == 4
+    engine.close()
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_component_without_room_on_the_host_keeps_all_on_the_device(row: int) -> None:
+    engine = Engine(*KINDS["full window state"])
+    other = engine.tiers.host_pools[row].allocate(engine.tiers.host_pools[row].total)
+    engine.compute(P)
+    assert not engine.back_up(P)
+    assert not engine.tiers.busy
+    engine.tiers.host_pools[row].release(other)
+    assert engine.back_up(P)
+    engine.settle()
+    engine.close()
+
+
+def test_check_finds_a_host_page_that_is_nobodys() -> None:
+    engine = Engine(Full())
+    engine.compute(P)
+    engine.back_up(P)
+    engine.settle()
+    page = next(iter(engine.held()[0, HOST].values()))
+    engine.tiers.host_pools[0].reclaim(np.array([page], np.int32))
+    with pytest.raises(CorruptTree, match="host pages of full"):
+        engine.tiers.check()
+    engine = Engine(Full())
+    engine.tiers.host_pools[0].allocate(1)
+    with pytest.raises(CorruptTree, match="private"):
+        engine.tiers.check()
+
+
+# ---------------------------------------------------------------- any operations
+
+
+def some_tokens(rng: random.Random, size: int) -> list[int]:
+    return [int(rng.random() < 0.3) for _ in range(rng.randrange(1, 8) * size)]
+
+
+def step(engine: Engine, rng: random.Random) -> None:
+    tokens, roll = some_tokens(rng, engine.size), rng.random()
+    row, tier = rng.randrange(len(engine.names)), rng.choice([DEVICE, DEVICE, HOST])
+    if roll < 0.25:
+        engine.compute(tokens, state=rng.random() < 0.7, whole_window=rng.random() < 0.6)
+    elif roll < 0.45:
+        engine.back_up(tokens)
+    elif roll < 0.6:
+        end_some(engine, rng)
+    elif roll < 0.7:
+        engine.tiers.poll()
+    elif roll < 0.8:
+        engine.evict(rng.randrange(6), row, tier)
+    elif roll < 0.9:
+        engine.reload(tokens, fail=rng.random() < 0.2)
+    elif roll < 0.95 and len(engine.locked) < 3:
+        if node := engine.tree.match(tokens).node:
+            engine.tree.lock(node)
+            engine.locked.append(node)
+    elif engine.locked:
+        engine.tree.unlock(engine.locked.pop(rng.randrange(len(engine.locked))))
+
+
+def end_some(engine: Engine, rng: random.Random) -> None:
+    tickets = [ticket for ticket in engine.memory.tickets if not ticket.done()]
+    engine.memory.tickets = tickets
+    for ticket in rng.sample(tickets, rng.randint(0, len(tickets))):
+        if rng.random() < 0.2:
+            ticket.fail(RuntimeError("on purpose"))
+        ticket.wait()
+
+
+def verify_matches(engine: Engine, rng: random.Random) -> None:
+    tokens = some_tokens(rng, engine.size)
+    match: Any = engine.tree.match(tokens)
+    assert match.length == engine.longest(tokens, [DEVICE])
+    assert match.length + match.host_length == engine.longest(tokens, [DEVICE, HOST])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_operations_leave_every_page_right(kind: str, size: int) -> None:
+    engine, rng = Engine(*KINDS[kind], size=size, device=14, host=12), random.Random(f"{kind} {size}")
+    for _ in range(600):
+        step(engine, rng)
+        engine.verify()
+        verify_matches(engine, rng)
+    engine.close()
+    stats = engine.tiers.stats()
+    assert stats.backed_up and stats.backup_failed

@@ -1,0 +1,331 @@
+"""Random operations on a cache with all its tiers, completions and faults in any order: no wrong page, nothing lost.
+
+The model is what a page must hold: a number that only its namespace and all tokens up to its end give. After each step
+every page that the tree names, and every page that a lease has computed or hit, is looked at, and `check()` is called.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from hand_driven import FaultyBackend, Rig
+from mainstem.cache import Lease
+from mainstem.errors import OutOfPages, StorageError
+from mainstem.tiers.controller import Load, Prefetch
+
+Choose = Callable[[int], int]
+"""A number below another one: of `random`, or drawn by hypothesis."""
+
+SPACES = [None, None, "a"]
+POLICIES = ["lru", "fifo", "slru", "lfu"]
+FAULTS: list[Any] = [None, None, RuntimeError("a bug"), *(StorageError(cause, "") for cause in StorageError.CAUSES)]
+
+
+@dataclass(eq=False)
+class Run:
+    """One sequence: its lease, and the pages behind the hit that it has computed."""
+
+    lease: Lease
+    tokens: list[int]
+    space: str | None
+    load: Load | None = None
+    computed: set[int] = field(default_factory=set)
+    hit: int = field(init=False)  # before anything was loaded
+
+    def __post_init__(self) -> None:
+        self.hit = self.lease.hit
+
+
+class World:
+    """A cache with its tiers, and all that goes on around it."""
+
+    def __init__(self, choose: Choose) -> None:
+        self.backend = FaultyBackend() if choose(4) else None
+        self.options: dict[str, Any] = {
+            "device": 3 + choose(8),
+            "host": 2 + choose(10),
+            "size": 1 + choose(2),
+            "policy": POLICIES[choose(len(POLICIES))],
+            "host_options": {
+                "write": ["write_through", "write_through", "write_through_selective", "write_back"][choose(4)],
+                "load_min_tokens": 1 + choose(2),
+            },
+        }
+        if self.backend is not None:
+            self.options |= {
+                "prefetch": ["best_effort", "wait_complete", "timeout"][choose(3)],
+                "batch_pages": 1 + choose(3),
+                "batches": 1 + choose(2),
+                "max_prefetches": 1 + choose(3),
+                "queue_pages": 1 + choose(8),
+                "writes": 1 + choose(2),
+                "host_fraction": [0.5, 1.0][choose(2)],
+                "call_timeout_s": 1.0,
+                "breaker_cooldown_s": 1.0,
+            }
+        self.known: set[tuple[str | None, tuple[int, ...]]] = set()  # prefixes that were computed at any time
+        self.begin()
+
+    def begin(self) -> None:
+        self.rig = Rig(backend=self.backend, **self.options)
+        self.runs: list[Run] = []
+        self.prefetches: list[Prefetch] = []
+
+    # operations; each takes what it needs from `choose`
+
+    def lease(self, choose: Choose) -> None:
+        tokens, space = self.some_tokens(choose), SPACES[choose(len(SPACES))]
+        if len(self.runs) < 4:
+            self.runs.append(Run(self.rig.cache.lease(tokens, space), tokens, space))
+
+    def serve(self, choose: Choose) -> None:
+        """From lease to finish, as far as there is room."""
+        tokens, space = self.some_tokens(choose), SPACES[choose(len(SPACES))]
+        run = Run(self.rig.cache.lease(tokens, space), tokens, space)
+        if choose(2) and (load := self.rig.tiers.load(run.lease)) is not None:
+            run.load = load
+            load.wait()
+        self.runs.append(run)
+        self.fill(run)
+        self.verify()
+        run.lease.finish(self.whole(run) * self.rig.size)
+        self.runs.remove(run)
+
+    def load(self, choose: Choose) -> None:
+        run = self.some_run(choose)
+        if run is not None and run.load is None and not run.computed and run.lease.reserved == run.lease.published:
+            run.load = self.rig.tiers.load(run.lease)
+
+    def wait(self, choose: Choose) -> None:
+        run = self.some_run(choose)
+        if run is not None and run.load is not None:
+            assert run.load.wait() == run.load.arrived
+
+    def reserve(self, choose: Choose) -> None:
+        run = self.some_run(choose)
+        if run is not None:
+            self.fill(run)
+
+    def fill(self, run: Run) -> None:
+        try:
+            run.lease.reserve(max(0, len(run.tokens) - run.lease.reserved))
+        except OutOfPages:
+            return
+        self.compute(run)
+
+    def compute(self, run: Run) -> None:
+        """Writes all pages that are this lease's own, but for those that are being loaded."""
+        size = self.rig.size
+        loading = run.load.pages if run.load is not None and run.load.arrived is None else 0
+        for page in range(run.lease.hit // size + loading, min(len(run.tokens), run.lease.reserved) // size):
+            if page >= run.lease.published // size and page not in run.computed:
+                held = int(run.lease.page_table[page])
+                assert self.rig.cache.pool.owner(held) == "private"
+                prefix = run.tokens[: (page + 1) * size]
+                self.rig.memory.device[0][:, held] = self.rig.layers(run.space, prefix)
+                self.known.add((run.space, tuple(prefix)))
+                run.computed.add(page)
+
+    def publish(self, choose: Choose) -> None:
+        run = self.some_run(choose)
+        if run is not None and (run.load is None or run.load.arrived is not None):
+            run.lease.publish(self.whole(run) * self.rig.size)
+
+    def whole(self, run: Run) -> int:
+        """Pages from the first on that hold what they should."""
+        page = run.lease.hit // self.rig.size
+        while page in run.computed:
+            page += 1
+        return page
+
+    def end(self, choose: Choose) -> None:
+        run, how = self.some_run(choose), choose(4)
+        if run is None:
+            return
+        self.runs.remove(run)
+        if how == 0:
+            run.lease.abort()
+        elif how == 1 or (run.load is not None and run.load.arrived is None):
+            run.lease.finish(0 if run.load is not None and run.load.arrived is None else None if self.full(run) else 0)
+        elif how == 2:
+            run.lease.finish(self.whole(run) * self.rig.size)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                del run.lease, run.load  # dropped; a load under way still has it
+
+    def full(self, run: Run) -> bool:
+        return self.whole(run) * self.rig.size >= min(run.lease.reserved, len(run.tokens)) // self.rig.size * self.rig.size
+
+    def prefetch(self, choose: Choose) -> None:
+        prefetch = self.rig.tiers.prefetch(self.some_tokens(choose), SPACES[choose(len(SPACES))])
+        if prefetch is not None:
+            self.prefetches.append(prefetch)
+
+    def revoke(self, choose: Choose) -> None:
+        if self.prefetches:
+            self.prefetches.pop(choose(len(self.prefetches))).revoke()
+
+    def land(self, choose: Choose) -> None:
+        if self.rig.copies:
+            at = choose(len(self.rig.copies))
+            ticket = self.rig.copies[at]
+            if choose(4) == 0:
+                ticket.step()
+            else:
+                self.rig.land(at, fail=choose(5) == 0)
+
+    def call(self, choose: Choose) -> None:
+        workers = [self.rig.readers, self.rig.writers][choose(2)]
+        if workers.waiting:
+            workers.run(choose(len(workers.waiting)))
+
+    def poll(self, choose: Choose) -> None:
+        self.rig.tiers.poll()
+
+    def work(self, choose: Choose) -> None:
+        """Much of what is under way goes on."""
+        for workers in (self.rig.readers, self.rig.writers):
+            for _ in range(choose(4)):
+                if workers.waiting:
+                    workers.run()
+        for ticket in self.rig.copies[: choose(4)]:
+            ticket.wait()
+        self.rig.tiers.poll()
+
+    def tick(self, choose: Choose) -> None:
+        self.rig.clock.now_s += [0.05, 0.5, 2.0][choose(3)]
+
+    def fault(self, choose: Choose) -> None:
+        """The store fails, or is well again, or has damaged or lost a page."""
+        if self.backend is None:
+            return
+        how, keys = choose(6), self.backend.keys()
+        if how < 3:
+            self.backend.always = None
+        elif how == 3:
+            self.backend.always = FAULTS[choose(len(FAULTS))]
+        elif keys and how == 4:
+            self.backend._drop(keys[choose(len(keys))])
+        elif keys:
+            value = bytearray(self.backend.value(keys[choose(len(keys))]))
+            value[choose(len(value))] ^= 1 << choose(8)
+            self.backend.set_value(keys[choose(len(keys))], bytes(value))
+
+    def flush(self, choose: Choose) -> None:
+        if choose(2):
+            self.rig.tiers.flush()
+        else:
+            self.rig.cache.flush()
+
+    def evict(self, choose: Choose) -> None:
+        """What another allocation would do."""
+        lease = self.rig.cache.lease([9])
+        try:
+            lease.reserve(choose(self.rig.cache.pool.total + 1) * self.rig.size)
+        except OutOfPages:
+            pass
+        lease.abort()
+
+    def remember(self, choose: Choose) -> None:
+        if choose(2):
+            self.rig.tiers.remember()
+        else:
+            self.rig.tiers.warm()
+
+    def restart(self, choose: Choose) -> None:
+        if choose(4) == 0:
+            for run in self.runs:
+                run.lease.abort()
+            self.begin()
+
+    OFTEN = ("serve", "prefetch", "work", "work")
+    ALSO = ("lease", "load", "wait", "reserve", "publish", "end", "land", "land", "call", "poll", "evict")
+    SELDOM = ("revoke", "tick", "fault", "flush", "remember", "restart")
+    OPERATIONS = (*OFTEN * 6, *ALSO * 2, *SELDOM)
+
+    # what must be true
+
+    def verify(self) -> None:
+        rig = self.rig
+        rig.verify()
+        for run in self.runs:
+            table, size = run.lease.page_table, rig.size
+            assert run.lease.hit == run.hit + (run.load.pages * size if run.load and run.load.arrived else 0)
+            for page in range(self.whole(run)):
+                prefix = run.tokens[: (page + 1) * size]
+                assert rig.memory.device[0][:, table[page]].tolist() == rig.layers(run.space, prefix)
+                assert (run.space, tuple(prefix)) in self.known, "a hit on what nobody has computed"
+        private = [page for run in self.runs for page in run.lease.page_table[run.lease.published // rig.size :].tolist()]
+        assert len(set(private)) == len(private), "a page of two leases"
+
+    def finish(self) -> None:
+        """Everything ends: all pages are free or cached, and then free."""
+        if self.backend is not None:
+            self.backend.always = None
+        for run in self.runs:
+            run.lease.abort()
+        self.runs.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            self.rig.settle()
+            self.rig.clock.now_s += 10
+            self.rig.settle()
+            self.rig.close_all()
+        assert all(prefetch.ended for prefetch in self.prefetches)
+
+    # what they need
+
+    def some_run(self, choose: Choose) -> Run | None:
+        return self.runs[choose(len(self.runs))] if self.runs else None
+
+    def some_tokens(self, choose: Choose) -> list[int]:
+        """Few kinds of page, so that prompts have beginnings in common; a token more, or not."""
+        marks = [choose(2) if at else 0 for at in range(1 + choose(5))]
+        tokens = [mark for mark in marks for _ in range(self.rig.size)]
+        return tokens + [9] * choose(2)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_step_makes_a_page_wrong_or_loses_one(seed: int) -> None:
+    world = World(random.Random(f"world {seed}").randrange)
+    rng = random.Random(seed)
+    for _ in range(800):
+        getattr(world, rng.choice(World.OPERATIONS))(rng.randrange)
+        world.verify()
+    world.finish()
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """The same, shrunk when it fails."""
+
+    world: World | None = None
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.world = World(lambda n: data.draw(st.integers(0, n - 1)))
+
+    @rule(name=st.sampled_from(sorted(set(World.OPERATIONS), key=World.OPERATIONS.index)), data=st.data())
+    def step(self, name: str, data: st.DataObject) -> None:
+        assert self.world is not None
+        getattr(self.world, name)(lambda n: data.draw(st.integers(0, n - 1)))
+        self.world.verify()
+
+    def teardown(self) -> None:
+        if self.world is not None:
+            self.world.finish()
+
+
+TiersMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
+TestTiersMachine = TiersMachine.TestCase
