@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from simulated_disk import Disk, Faulty
 
@@ -85,6 +85,7 @@ def test_bad_arguments_are_named(tmp_path: Path, store: FileBackend) -> None:
         (lambda: FileBackend("a\0b", 1 << 20), "root"),
         (lambda: FileBackend(tmp_path / "other", 1 << 20, threads=0), "threads"),
         (lambda: store.put([b"short"], [memoryview(b"x")]), "key"),
+        (lambda: store.put(KEYS[:1], [memoryview(b"")]), "at least one byte"),
     ):
         with pytest.raises(BadArgument, match=word):
             call()
@@ -587,12 +588,12 @@ def test_an_unreadable_value_is_a_miss_and_not_forgotten() -> None:
             state.broken -= 1
             raise OSError(errno.EIO, "bad sector")
 
-    store = small(Faulty(Disk(), fault), 512)
+    store = small(Faulty(Disk(), fault), 3 * file.READ_BYTES // GRAIN_BYTES)
     size = file.READ_BYTES
     store.put(KEYS[:2], [value_of(at, size) for at in range(2)])
     buffers = [memoryview(bytearray(size)) for _ in range(2)]
     state.broken = 1
-    assert store.get(KEYS[:2], buffers) == [ABSENT, size]
+    assert sorted(store.get(KEYS[:2], buffers)) == [ABSENT, size]
     state.broken = 2
     with pytest.raises(StorageError, match="io: reading"):
         store.get(KEYS[:2], buffers)
@@ -718,7 +719,7 @@ class AgainstADict(RuleBasedStateMachine):
 
     @rule(
         keys=some,
-        sizes=st.lists(st.sampled_from([0, 1, 4096, 4097, 30_000]), min_size=5, max_size=5),
+        sizes=st.lists(st.sampled_from([1, 700, 4096, 4097, 30_000]), min_size=5, max_size=5),
         same=st.booleans(),
     )
     def put(self, keys: list[bytes], sizes: list[int], same: bool) -> None:
@@ -777,4 +778,6 @@ class AgainstADict(RuleBasedStateMachine):
 
 
 TestAgainstADict = AgainstADict.TestCase
-TestAgainstADict.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestAgainstADict.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

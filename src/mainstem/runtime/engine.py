@@ -33,14 +33,13 @@ from mainstem.cache import CacheStats, PrefixCache
 from mainstem.errors import BadArgument, EngineClosed, EngineFull
 from mainstem.keys import TokenKeys
 from mainstem.runtime import scheduler
-from mainstem.runtime.host import HostSize
+from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.kv import bytes_per_page
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams, Usage
 from mainstem.runtime.runner import ModelRunner
 from mainstem.runtime.tiers import TierConfig, build_tiers
 from mainstem.tiers.controller import TierStats
-from mainstem.tiers.transfer import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +61,8 @@ class Runner(scheduler.Runner, Protocol):
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the KV of a page's first positions."""
 
-    def host_memory(self, size: HostSize, storage: bool) -> tuple[HostMemory, str]:
-        """Host pages, and the name of their format; asked for only where there are tiers."""
+    def host_memory(self, size: HostSize, storage: bool) -> HostPool:
+        """Host pages; asked for only where there are tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,6 +514,8 @@ class Engine:
             self._tiers.remember()
             self._tiers.drain(_DRAIN_S)
             self._tiers.close()
+            if isinstance(self._tiers.host.memory, HostPool):
+                self._tiers.host.memory.close()
 
     def _add(self, id: str, request: Request, arrived_s: float, on_progress: OnProgress | None) -> None:
         if on_progress is not None:

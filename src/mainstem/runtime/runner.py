@@ -106,8 +106,8 @@ class ModelRunner:
         self._check(segments)
         return self._run(segments, self._pool)
 
-    def host_memory(self, size: HostSize, storage: bool) -> tuple[HostPool, str]:
-        """Host pages for the pool's, and the name of their format.
+    def host_memory(self, size: HostSize, storage: bool) -> HostPool:
+        """Host pages for the pool's.
 
         Args:
             size: how much.
@@ -117,8 +117,7 @@ class ModelRunner:
             BadArgument: the size holds no page, or cannot be had.
         """
         planes = [Planes((self._pool.k, self._pool.v))]
-        memory = HostPool(planes, host_pages(size, planes), storage=storage)
-        return memory, memory.content
+        return HostPool(planes, host_pages(size, planes), storage=storage)
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copy the KV of the first `positions` positions of page `source` to page `target`.

@@ -15,14 +15,13 @@ import torch
 
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.identity import Identity
-from mainstem.runtime.host import HostSize
+from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.storage import Backend, open_backend
 from mainstem.tiers.codecs import find_codec
 from mainstem.tiers.controller import HostTier, WritePolicy
 from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import StorageConfig, Store
-from mainstem.tiers.transfer import HostMemory
 from mainstem.tiers.workers import ThreadWorkers
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ class TierConfig:
 class HasHostMemory(Protocol):
     """What a runner offers to have tiers."""
 
-    def host_memory(self, size: HostSize, storage: bool) -> tuple[HostMemory, str]:
-        """Host pages for its device pages, and the name of their format.
+    def host_memory(self, size: HostSize, storage: bool) -> HostPool:
+        """Host pages for its device pages.
 
         Raises:
             BadArgument: the size holds no page, or cannot be had.
@@ -97,9 +96,9 @@ def build_tiers(
     """
     backend = None if config.storage is None else open_backend(config.storage)
     try:
-        memory, content = runner.host_memory(config.host, backend is not None)
+        memory = runner.host_memory(config.host, backend is not None)
         tier = HostTier(memory, config.write, config.hits, config.load_min_tokens)
-        store = None if backend is None else _store(config, backend, loaded, page_size, content, clock)
+        store = None if backend is None else _store(config, backend, loaded, page_size, memory.content, clock)
     except BaseException:
         if backend is not None:
             backend.close()

@@ -56,11 +56,11 @@ SLACK_RECORDS = 1024
 STEP_BYTES = 64 << 20
 """`values` grows by this, or by what a batch needs."""
 
-READ_BYTES = 256 << 10
-"""Small values are read together up to this much, so that their digests find them in the processor's cache."""
+READ_BYTES = 1 << 20
+"""Values are read together up to this much; what is more is a task of its own, for another thread if one is idle."""
 
-SHARED_BYTES = 4 << 20
-"""Batches that are read by several threads have this much; below, starting one costs more."""
+HELD_BYTES = 64 << 10
+"""Above this xxhash releases the interpreter's lock, which a busy thread then keeps for 5 ms: a thousand digests."""
 
 WRITE_BYTES = 1 << 30
 """One call writes at most this; Linux takes nearly twice as much."""
@@ -230,7 +230,7 @@ class FileBackend(Backend):
             than the last time drops what lies behind it.
         sync: whether `put` and `delete` return only when the disk has it. Without, values are safe against the end of
             the process, not of the machine: then the newest may be lost, or one that was replaced may be back.
-        threads: that read a large batch, the caller's among them: digests take a quarter of the time of a cached read.
+        threads: that read a batch of several MiB, the caller's among them: while one computes digests, another reads.
         io: file system calls.
         random: so many random bytes, for junk that destroys what left.
 
@@ -337,7 +337,8 @@ class FileBackend(Backend):
         """Writes values from the buffers themselves; what is there already, byte for byte, is not written again."""
         values = {}  # of a key that comes twice the last
         for key, buffer in zip(keys, buffers, strict=True):
-            values[_checked(key)] = _Value(key, buffer, self._digest(buffer))
+            _check_value(key, buffer)
+            values[key] = _Value(key, buffer, self._digest(buffer))
         refused: set[bytes] = set()
         with self._writing():
             fresh = self._unknown(list(values.values()))
@@ -401,38 +402,40 @@ class FileBackend(Backend):
 
     def _read_values(self, pieces: Sequence[_Piece]) -> set[bytes]:
         """Fills the buffers; returns the keys of those that could not be read, or did not verify."""
-        threads = self._threads if sum(entry.length for _, entry, _ in pieces) >= SHARED_BYTES else 1
-        share = -(-len(pieces) // threads)
-        others = [
-            self._pool.submit(self._read_part, pieces[at : at + share]) for at in range(share, len(pieces), share or 1)
-        ]
-        try:
-            parts = [self._read_part(pieces[:share])]
-        finally:
-            wait(others)  # whatever happens, nobody writes to the caller's buffers after this call
-        parts += [other.result() for other in others]
-        broken = [error for _, _, error in parts if error is not None]
-        if broken and sum(unread for _, unread, _ in parts) == len(pieces):
-            raise _failure(f"reading from {self._root}", broken[0])
-        return set().union(*(lost for lost, _, _ in parts))
-
-    def _read_part(self, pieces: Sequence[_Piece]) -> tuple[set[bytes], int, OSError | None]:
-        """Returns the keys of values that are lost, how many of them could not be read, and why."""
+        runs = list(_runs(pieces, READ_BYTES))
         lost: set[bytes] = set()
-        unread, broken = 0, None
-        for first, last in _runs(pieces, READ_BYTES):
-            run = pieces[first:last]
-            try:
-                self._read(self._fds["values"], _vector(run, _BIN), run[0].entry.offset)
-            except OSError as error:
-                lost.update(key for key, _, _ in run)
-                unread, broken = unread + len(run), error
-                continue
-            for key, entry, buffer in run:
-                if self._digest(buffer) != entry.digest:
-                    lost.add(key)
-                    self._distrust(key, entry)
-        return lost, unread, broken
+        unread: list[tuple[int, OSError]] = []
+
+        def work() -> None:
+            while True:
+                try:
+                    first, last = runs.pop()
+                except IndexError:
+                    return
+                try:
+                    lost.update(self._read_run(pieces[first:last]))
+                except OSError as error:
+                    lost.update(key for key, _, _ in pieces[first:last])
+                    unread.append((last - first, error))
+
+        helpers = [self._pool.submit(work) for _ in range(min(self._threads, len(runs)) - 1)]
+        try:
+            work()
+        finally:  # whatever happens, nobody writes to the caller's buffers after this call
+            wait([helper for helper in helpers if not helper.cancel()])
+        if unread and sum(count for count, _ in unread) == len(pieces):
+            raise _failure(f"reading from {self._root}", unread[0][1])
+        return lost
+
+    def _read_run(self, run: Sequence[_Piece]) -> set[bytes]:
+        """Fills the buffers of a run; returns the keys of those that do not verify."""
+        self._read(self._fds["values"], _vector(run, _BIN), run[0].entry.offset)
+        lost = set()
+        for key, entry, buffer in run:
+            if self._digest(buffer) != entry.digest:
+                lost.add(key)
+                self._distrust(key, entry)
+        return lost
 
     def _read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Reads until the buffers are full or the file ends; returns how much."""
@@ -685,7 +688,7 @@ class FileBackend(Backend):
         self._space.total = min(size // GRAIN_BYTES * GRAIN_BYTES, self._capacity)
         for key, entry in self._scan():
             self._index.pop(key, None)
-            if 0 <= entry.offset <= entry.end <= self._space.total:
+            if entry.length > 0 <= entry.offset and entry.end <= self._space.total:
                 self._index[key] = entry
         self._settle_overlaps()
         if self._records != len(self._index):
@@ -781,17 +784,26 @@ _DELETED = Entry(-1, 0, bytes(16), -1)
 
 
 def _hashes() -> tuple[Callable[[memoryview], bytes], Callable[[bytes | memoryview, int], int]]:
+    """The digest of a value and the checksum of a record."""
     try:
-        from xxhash import xxh3_64_intdigest, xxh3_128_digest
+        from xxhash import xxh3_64_intdigest, xxh3_128
     except ImportError as error:
         raise BackendUnavailable("the file store needs xxhash: pip install 'mainstem[file]'") from error
-    return xxh3_128_digest, xxh3_64_intdigest
+
+    def digest(value: memoryview) -> bytes:
+        state = xxh3_128()
+        for at in range(0, len(value), HELD_BYTES):
+            state.update(value[at : at + HELD_BYTES])
+        return state.digest()
+
+    return digest, xxh3_64_intdigest
 
 
-def _checked(key: bytes) -> bytes:
+def _check_value(key: bytes, buffer: memoryview) -> None:
     if len(key) != KEY_BYTES:
         raise BadArgument("key", key, f"{KEY_BYTES} bytes")
-    return key
+    if not len(buffer):
+        raise BadArgument("value", bytes(buffer), "at least one byte")  # nothing of an empty one could be destroyed
 
 
 def _failure(what: str, error: OSError) -> StorageError:
@@ -799,8 +811,8 @@ def _failure(what: str, error: OSError) -> StorageError:
 
 
 def _rounded(length: int) -> int:
-    """Whole grains; one for a value of nothing, so that every value has a place of its own."""
-    return max(1, -(-length // GRAIN_BYTES)) * GRAIN_BYTES
+    """Whole grains."""
+    return -(-length // GRAIN_BYTES) * GRAIN_BYTES
 
 
 def _runs(pieces: Sequence[_Piece], limit_bytes: int) -> Iterator[tuple[int, int]]:

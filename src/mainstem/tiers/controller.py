@@ -245,18 +245,18 @@ class Tiers:
         """
         held = self._hold(node, hits)
         if not held:
-            return True
+            return not self._core.lacking(node, DEVICE, HOST, hits)
+        above = self._flights.get(self._core.in_flight_above(held[-1], HOST))
         targets = self._host_room(held)
         if targets is None:
             for at in held:
                 self._let_go(at)
             return False
         moves = [self._attach(held, row, ids) for row, ids in enumerate(targets)]
-        above = self._flights.get(self._core.in_flight_above(held[0], HOST))
         ticket = self._memory.down([move for move in moves if len(move.source)])
         backup = self._add(_Backup(self, held, ticket, above, [move.target for move in moves]))
         self._flights.update(dict.fromkeys(held, backup))
-        return True
+        return not self._core.lacking(node, DEVICE, HOST, hits)
 
     def make_room(self, pages: int) -> None:
         """For "write_back": frees device pages, after a copy of what the host lacks. Waits for that copy."""
@@ -402,10 +402,13 @@ class Tiers:
                 continue  # evicted, or joined to what came behind it, which was touched, too
 
     def _hold(self, node: int, hits: int) -> list[int]:
-        """The nodes to copy, from the top, locked on both tiers. A lock may split where a window begins: look again."""
+        """The nodes to copy, from the top, locked on both tiers. A lock may split where a window begins: look again.
+
+        A node that is on its way already is left out: what it has got since would be settled with that copy.
+        """
         held: list[int] = []
         while True:
-            missing = self._core.lacking(node, DEVICE, HOST, hits)
+            missing = [at for at in self._core.lacking(node, DEVICE, HOST, hits) if at not in self._flights]
             new = [at for at in missing if at not in held]
             if not new:
                 return missing

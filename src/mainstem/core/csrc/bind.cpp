@@ -163,12 +163,12 @@ NB_MODULE(_core, m) {
            nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "
                    "tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]"),
            "The fields of mainstem.Match. Tokens are ids below `limit`; with limit 0, symbols in bytes.")
-      .def(
-          "peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
-          nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
-                  "tuple[int, int, int]"),
-          "Symbols that a match of the first `most` would find (-1: all but one): in whole pages, of the next page, and "
-          "in whole pages more when every tier counts.")
+      .def("peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
+           nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
+                   "tuple[int, int, int]"),
+           "Symbols that a match of the first `most` would find (-1: all but one): in whole pages, of the next page, "
+           "and "
+           "in whole pages more when every tier counts.")
       .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
            "ready"_a,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "

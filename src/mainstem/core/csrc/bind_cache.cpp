@@ -290,7 +290,8 @@ void bind_cache(nb::module_& m) {
       .def(
           "end_load", [](PyLease& self, bool arrived) { self.lease.end_load(arrived); }, "arrived"_a,
           "Ends what `begin_load` began; what arrived is part of the hit now, and published.")
-      .def_prop_ro("closed", [](const PyLease& self) { return self.lease.closed(); }, "Whether the lease has ended.")
+      .def_prop_ro(
+          "closed", [](const PyLease& self) { return self.lease.closed(); }, "Whether the lease has ended.")
       .def(
           "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> typing.Self"))
       .def(

@@ -178,7 +178,7 @@ class Lease {
   Handle host_node_ = 0;          // its prefix is locked on tier 1, if the host has more than the device
   std::uint32_t host_pages_ = 0;  // that it has more
   std::uint64_t load_ = 0;        // between begin_load() and end_load(): private pages are being written
-  bool copying_ = false;  // between begin_copy() and end_copy(): the last page of the table is being written
+  bool copying_ = false;          // between begin_copy() and end_copy(): the last page of the table is being written
   bool appended_ = false, counted_ = false, closed_ = false;
 };
 
