@@ -13,7 +13,8 @@ from doubles import infinistore as double
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
-from mainstem.storage.infinistore import ClientThread, Frames, InfiniStoreBackend
+from mainstem.storage.infinistore import InfiniStoreBackend
+from mainstem.storage.native import ClientThread, Frames
 
 KEYS = make_keys(random.Random(3), 40)
 SIZE = 10_000

@@ -31,7 +31,7 @@ from mainstem.storage.base import (
     parse_bytes,
     parse_seconds,
 )
-from mainstem.storage.infinistore import ClientThread, Frame, Frames
+from mainstem.storage.native import ClientThread, Frame, Frames
 from mainstem.storage.wrappers import Remembered
 
 _Answer = TypeVar("_Answer")

@@ -9,15 +9,20 @@ It knows no client and no store; a back end hands it the two verbs with which it
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from mainstem.errors import StorageError
+from mainstem.storage.base import ABSENT
+
+_Answer = TypeVar("_Answer")
 
 ALIGNMENT_BYTES = 64
 """Where values begin in the staging buffer: a cache line."""
@@ -202,3 +207,106 @@ class Memory:
         at = bisect_right(self._regions, first, key=lambda region: region[0]) - 1
         inside = at >= 0 and first + len(buffer) <= self._regions[at][1]
         return first if inside or not len(buffer) else None
+
+
+# ---------------------------------------------------------------- for clients that block and say no lengths
+
+
+class ClientThread:
+    """A thread that makes one client's calls: one that never returns costs this thread, not the caller.
+
+    Args:
+        name: of the client, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=f"mainstem {name}", daemon=True).start()
+
+    def run(self, job: Coroutine[Any, Any, _Answer], timeout_s: float) -> _Answer:
+        """Runs a job to its end.
+
+        Raises:
+            StorageError: as the job did; `timeout`: it has not ended; `unreachable`: any other error of the client.
+        """
+        future = asyncio.run_coroutine_threadsafe(job, self._loop)
+        try:
+            error = future.exception(timeout_s)
+        except TimeoutError:
+            raise StorageError("timeout", f"{self._name}: no answer in {timeout_s:g} s") from None
+        if error is None:
+            return future.result()
+        if isinstance(error, StorageError):
+            raise error
+        raise StorageError("unreachable", f"{self._name}: {type(error).__name__}: {error}") from error
+
+    def end(self) -> None:
+        """Lets the thread end when its client returns, if ever."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class Frame(NamedTuple):
+    """One value on its way.
+
+    Args:
+        at: its place in the batch.
+        key: its key.
+        buffer: the caller's.
+        start: where it lies in the memory, its length first.
+    """
+
+    at: int
+    key: bytes
+    buffer: memoryview
+    start: int
+
+
+class Frames:
+    """Memory that a client knows, for values on their way: each one behind its length, so that a reader can tell.
+
+    Args:
+        size_bytes: of all of it.
+    """
+
+    HEAD_BYTES = 8
+
+    def __init__(self, size_bytes: int) -> None:
+        self.memory = memoryview(mmap.mmap(-1, size_bytes))
+        self.address = address_of(self.memory)
+
+    def rounds(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Frame]]:
+        """Cuts a batch into what fits at once, no key twice in one; leaves out what does not fit alone."""
+        round_: dict[bytes, Frame] = {}
+        end = 0
+        for at, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            size = self.HEAD_BYTES + len(buffer)
+            if not buffer or size > len(self.memory):
+                continue
+            if key in round_ or end + size > len(self.memory):
+                yield list(round_.values())
+                round_, end = {}, 0
+            round_[key] = Frame(at, key, buffer, end)
+            end += -(-size // 64) * 64
+        if round_:
+            yield list(round_.values())
+
+    def fill(self, round_: Sequence[Frame]) -> None:
+        """Writes the frames of values."""
+        for _, _, buffer, start in round_:
+            head = start + self.HEAD_BYTES
+            self.memory[start:head] = len(buffer).to_bytes(self.HEAD_BYTES, "little")
+            self.memory[head : head + len(buffer)] = buffer
+
+    def blank(self, round_: Sequence[Frame]) -> None:
+        """Makes sure that nothing which lay there before passes for a frame."""
+        for frame in round_:
+            self.memory[frame.start : frame.start + self.HEAD_BYTES] = bytes(self.HEAD_BYTES)
+
+    def take(self, frame: Frame) -> int:
+        """What a frame that was read says of its length; fills the buffer if that is its own."""
+        head = frame.start + self.HEAD_BYTES
+        length = int.from_bytes(self.memory[frame.start : head], "little")
+        if length == len(frame.buffer):
+            frame.buffer[:] = self.memory[head : head + length]
+        return length or ABSENT
