@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
-
 from ghost_memory import GhostMemory, GhostTicket
+
 from mainstem.cache import Lease, PrefixCache
 from mainstem.identity import Identity
 from mainstem.namespaces import encode_namespace
+from mainstem.policies import Policy
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import HostTier
 from mainstem.tiers.pages import Sealer
@@ -140,7 +141,7 @@ class FaultyBackend(MemoryBackend):
     def delete(self, keys: Sequence[bytes]) -> None:
         self._turn("delete", super().delete, keys)
 
-    def keys(self) -> list[bytes]:
+    def stored_keys(self) -> list[bytes]:
         return list(self._values)
 
     def value(self, key: bytes) -> bytes:
@@ -194,7 +195,8 @@ class Rig:
         size: int = 2,
         backend: MemoryBackend | None = None,
         host_options: dict[str, Any] | None = None,
-        policy: str = "lru",
+        policy: str | Policy = "lru",
+        copies: bool = False,
         **config: Any,
     ) -> None:
         self.size = size
@@ -205,7 +207,14 @@ class Rig:
         if backend is not None:
             self.store = make_store(backend, self.readers, self.clock, writers=self.writers, **config)
         options: dict[str, Any] = {"load_min_tokens": 1, **(host_options or {})}
-        self.cache = PrefixCache(device, size, policy=policy, host=HostTier(self.memory, **options), store=self.store)
+        self.cache = PrefixCache(
+            device,
+            size,
+            policy=policy,
+            copy_page=self.copy_page if copies else None,
+            host=HostTier(self.memory, **options),
+            store=self.store,
+        )
         assert self.cache.tiers is not None
         self.tiers = self.cache.tiers
 
@@ -233,6 +242,10 @@ class Rig:
             else:
                 assert self.cache.pool.owner(int(table[page])) == "private"
                 self.memory.device[0][:, table[page]] = expected
+
+    def copy_page(self, source: int, target: int, positions: int) -> None:
+        """What is copied is the beginning of a page: it has a fingerprint only when it is computed to its end."""
+        assert (self.cache.pool.owner(source), self.cache.pool.owner(target)) == ("cached", "private")
 
     def layers(self, space: str | None, tokens: Sequence[int]) -> list[int]:
         mark = fingerprint(space, tokens)

@@ -46,7 +46,7 @@ class Workload:
         self.close()
 
     def open(self, io: Faulty | Disk) -> FileBackend:
-        return FileBackend("simulated", CAPACITY, io=io, threads=1, random=random.Random(1).randbytes)
+        return FileBackend("simulated", CAPACITY, io=io, threads=1, random=random.Random("junk").randbytes)
 
     def close(self) -> None:
         store, self.store = self.store, None
@@ -74,7 +74,9 @@ class Workload:
             self.may.update(self.in_flight)
         else:
             self.close()
-            self.store = self.open(self.io)
+            store = self.open(self.io)
+            self.verify(store, set())  # drops evicted values that an old record still names
+            self.store = store
         self.in_flight = {}
 
     def cut(self, name: str) -> None:

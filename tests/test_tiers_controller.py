@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-
 from ghost_memory import GhostMemory
-from hand_driven import FaultyBackend, Rig, make_store, prompt
+from hand_driven import FaultyBackend, HandWorkers, Rig, make_store, prompt
+
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Full, State
 from mainstem.errors import BadArgument, BadTokens, OutOfPages, StaleHandle, StorageError
+from mainstem.keys import BigramKeys, Image, TypedKeys
 from mainstem.pool import Pool
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import HostTier, Load, Prefetch, Tiers
@@ -58,7 +59,8 @@ def counts(rig: Rig) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("write", "sometimes"), ("hits", 0), ("hits", 1.0), ("load_min_tokens", 0), ("load_min_tokens", None)]
+    ("name", "value"),
+    [("write", "sometimes"), ("hits", 0), ("hits", 1.0), ("load_min_tokens", 0), ("load_min_tokens", None)],
 )
 def test_an_option_outside_its_range_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(BadArgument) as caught:
@@ -74,9 +76,11 @@ def test_a_tree_that_does_not_fit_is_refused() -> None:
         Tiers(Tree(2, components=(Full(), State()), tiers=2), [Pool(4), Pool(4)], host)
     with pytest.raises(BadArgument, match="pages"):
         Tiers(Tree(2, tiers=2), [Pool(4), Pool(4)], host)
+    tree = Tree(2, components=(Full(), State()), tiers=2)
     with pytest.raises(BadArgument, match="full attention only"):
-        tree = Tree(2, components=(Full(), State()), tiers=2)
         Tiers(tree, [Pool(4)] * 2, HostTier(host.memory, pages=(4, 4)), make_store(MemoryBackend()))
+    with pytest.raises(BadArgument, match="pages"):
+        Tiers(Tree(2, tiers=2), [Pool(4)], HostTier(host.memory, pages=(5,)))
     with pytest.raises(BadArgument, match="store"):
         PrefixCache(4, store=make_store(MemoryBackend()))
 
@@ -253,6 +257,7 @@ def test_a_node_may_be_split_while_it_is_copied() -> None:
         assert [rig.on(1, prompt(4, *marks)) for marks in ((1, 1, 2), (1, 1, 3), (1, 4))] == expected
         rig.settle()
         assert rig.tiers.stats().stored == (0 if fail else 9)
+        assert rig.writers.submitted == (0 if fail else 3), "a call for each copy"
         rig.close_all()
 
 
@@ -385,6 +390,19 @@ def test_the_host_never_evicts_what_is_being_written() -> None:
     assert rig.tiers.flush() == 4
 
 
+def test_nothing_leaves_the_host_for_what_does_not_fit_even_so() -> None:
+    rig = Rig(host=8)
+    only_on_host(rig, A, B)
+    lease, load = begin(rig, A)
+    rig.serve(prompt(5, 3))
+    rig.poll()
+    assert rig.tiers.stats().backup_skipped == 5
+    assert (rig.on(1, A), rig.on(1, B)) == (4, 4)
+    assert load.wait()
+    lease.abort()
+    rig.close_all()
+
+
 def test_what_the_device_holds_may_leave_the_host() -> None:
     rig = Rig(host=4)
     rig.serve(A)
@@ -403,7 +421,7 @@ def test_flush_leaves_storage_as_it_is() -> None:
     assert rig.tiers.flush() == 4
     assert rig.tiers.flush() == 0
     assert (rig.on(0, A), rig.on(1, A)) == (4, 0)
-    assert len(backend.keys()) == 4
+    assert len(backend.stored_keys()) == 4
     rig.cache.flush()
     assert rig.tiers.prefetch(A) is not None
     rig.settle()
@@ -480,14 +498,13 @@ def test_a_lease_may_end_while_it_is_loaded_and_its_pages_wait_for_the_copy(how:
         rig.poll()
         assert rig.cache.stats().private_pages >= 4, "the copy still writes to them"
         assert rig.tiers.flush() == 0, "and reads these"
+    rig.land(fail=fail)
     if how == "drop":
         del load
         with pytest.warns(ResourceWarning, match="lease"):
-            rig.land(fail=fail)
-            rig.poll()
-            rig.poll()
+            rig.tiers.poll()
+        rig.poll()
     else:
-        rig.land(fail=fail)
         rig.poll()
         assert load.arrived is not fail
     assert rig.cache.stats().private_pages == 0
@@ -540,6 +557,50 @@ def test_two_leases_may_load_the_same_pages() -> None:
         rig.close_all()
 
 
+def test_a_lease_is_loaded_once_and_before_anything_is_reserved() -> None:
+    rig = Rig()
+    only_on_host(rig, A)
+    lease, load = begin(rig, A)
+    with pytest.raises(BadArgument):
+        rig.tiers.load(lease)
+    assert load.wait()
+    assert rig.tiers.load(lease) is None, "the host has no more"
+    lease.abort()
+    rig.cache.pool.reclaim(rig.cache.tree.flush()[0])
+    with rig.cache.lease(A) as other:
+        other.reserve(1)
+        with pytest.raises(BadArgument):
+            rig.tiers.load(other)
+    assert rig.tiers.load(other) is None, "it is closed"
+    rig.cache.pool.reclaim(rig.cache.tree.flush()[0])
+    with rig.cache.lease(A) as other:
+        other.reserve(9)
+        rig.compute(other, A)
+        other.publish(8)
+        with pytest.raises(BadArgument):
+            rig.tiers.load(other)
+    rig.close_all()
+
+
+def test_copying_says_whether_device_pages_belong_to_a_transfer() -> None:
+    rig = Rig(backend=FaultyBackend())
+    assert not rig.tiers.copying
+    rig.serve(A)
+    rig.poll()
+    assert rig.tiers.copying and rig.tiers.busy
+    rig.land()
+    rig.poll()
+    assert not rig.tiers.copying and rig.tiers.busy, "storage reads host pages"
+    rig.settle()
+    rig.cache.pool.reclaim(rig.cache.tree.flush()[0])
+    lease, load = begin(rig, A)
+    assert rig.tiers.copying
+    load.wait()
+    assert not rig.tiers.copying
+    lease.abort()
+    rig.close_all()
+
+
 @pytest.mark.parametrize(("least", "loads"), [(1, True), (8, True), (9, False)])
 def test_too_little_is_computed_rather_than_loaded(least: int, loads: bool) -> None:
     rig = Rig(host_options={"load_min_tokens": least})
@@ -584,6 +645,63 @@ def test_namespaces_share_nothing_on_the_host() -> None:
     assert rig.serve(A, "b", load=True) == 0
     assert rig.serve(A, "a", load=True) == 8
     rig.close_all()
+
+
+@pytest.mark.parametrize("device", range(6))
+@pytest.mark.parametrize("host", range(6))
+def test_a_hit_never_ends_inside_an_image_on_whatever_tier_its_pages_are(device: int, host: int) -> None:
+    memory = GhostMemory([8], [8])
+    tokens = [1, 2, Image(bytes(16), 8), 3]
+    cache = PrefixCache(8, 2, keys=TypedKeys(), host=HostTier(memory, load_min_tokens=1))
+    assert cache.tiers is not None
+    with cache.lease(tokens) as lease:
+        lease.reserve(11)
+        lease.publish(11)
+    cache.tiers.poll()
+    cache.tiers.poll()
+    cache.pool.reclaim(cache.tree.evict(5 - device)[0])
+    cache.tiers.host_pools[0].reclaim(cache.tree.evict(5 - host, tier=1)[0])
+    whole = {0: 0, 2: 2, 10: 3}  # positions where a token ends, and tokens up to there
+    peeked = cache.peek(tokens)
+    with cache.lease(tokens) as lease:
+        assert lease.hit in whole and lease.hit_tokens == whole[lease.hit]
+        load = cache.tiers.load(lease)
+        assert load is None or load.wait()
+        assert lease.hit in whole and lease.hit_tokens == whole[lease.hit]
+        assert lease.hit <= peeked <= 2 * max(device, host)
+        if device in (0, 1, 5):
+            assert lease.hit == peeked
+    cache.check()
+
+
+def test_bigrams_come_back_from_the_host() -> None:
+    memory = GhostMemory([8], [8])
+    cache = PrefixCache(8, 2, keys=BigramKeys(), host=HostTier(memory, load_min_tokens=1))
+    assert cache.tiers is not None
+    for hit in (0, 4):
+        with cache.lease([1, 2, 3, 4, 5, 6]) as lease:
+            assert (load := cache.tiers.load(lease)) is None or load.wait()
+            assert (lease.hit, lease.length) == (hit, 5)
+            lease.reserve(5 - lease.reserved)
+            lease.publish(5)
+        cache.tiers.poll()
+        cache.tiers.poll()
+        cache.pool.reclaim(cache.tree.flush()[0])
+    cache.check()
+
+
+def test_a_cache_that_is_not_enabled_leaves_its_tiers_alone() -> None:
+    memory = GhostMemory([8], [8], instant=False)
+    cache = PrefixCache(8, 2, enabled=False, host=HostTier(memory, load_min_tokens=1))
+    assert cache.tiers is not None
+    for _ in range(2):
+        with cache.lease(A) as lease:
+            assert (lease.hit, cache.tiers.load(lease)) == (0, None)
+            lease.reserve(9)
+            lease.publish(8)
+        cache.tiers.poll()
+    assert memory.tickets == []
+    cache.check()
 
 
 # ---------------------------------------------------------------- from storage
@@ -740,6 +858,25 @@ def test_an_open_breaker_is_not_waited_for() -> None:
     rig.close_all()
 
 
+def test_a_breaker_that_opens_ends_the_waiting() -> None:
+    backend = stored(A)
+    rig = Rig(backend=backend, breaker_failures=1, prefetch="wait_complete")
+    prefetch = rig.tiers.prefetch(A)
+    assert prefetch is not None and prefetch.waiting
+    rig.serve(B)
+    rig.poll()
+    rig.land()
+    rig.poll()
+    backend.always = StorageError("full", "on purpose")
+    rig.writers.run_all()
+    rig.poll()
+    assert rig.tiers.stats().breaker_open
+    rig.poll()
+    assert not prefetch.waiting and not prefetch.ended, "its look has not come back"
+    rig.settle()
+    rig.close_all()
+
+
 def test_only_so_many_prefetches_at_once() -> None:
     rig = Rig(backend=stored(A, B, C), max_prefetches=2)
     prefetches = [rig.tiers.prefetch(tokens) for tokens in (A, B, C)]
@@ -805,11 +942,11 @@ def test_reads_may_come_back_in_any_order() -> None:
 @pytest.mark.parametrize("how", ["absent", "altered", "short"])
 def test_a_page_that_is_not_whole_ends_what_comes_into_the_tree(how: str, at: int, batch: int) -> None:
     backend = stored(A)
-    assert rig_keys(A) == backend.keys()
+    assert rig_keys(A) == backend.stored_keys()
     rig = Rig(backend=backend, batch_pages=batch)
     prefetch = rig.tiers.prefetch(A)
     rig.readers.run()
-    key = backend.keys()[at]
+    key = backend.stored_keys()[at]
     if how == "absent":  # lost after it was found
         backend.delete([key])
     else:
@@ -858,7 +995,7 @@ def test_a_prefetch_revoked_before_storage_answers_reads_nothing() -> None:
 def test_two_requests_share_one_prefetch_and_one_may_revoke_it() -> None:
     rig = Rig(backend=stored(A))
     one, two = rig.tiers.prefetch(A), rig.tiers.prefetch(A)
-    assert one is not None and one is two and one.users == 2
+    assert one is not None and one is two and one.users == 2 and one.shared
     assert counts(rig) == {"prefetches": 1}
     one.revoke()
     rig.settle()
@@ -946,6 +1083,20 @@ def test_what_arrives_behind_a_beginning_that_failed_is_dropped() -> None:
     rig.close_all()
 
 
+@pytest.mark.parametrize("write", ["write_through_selective", "write_back"])
+def test_a_prefetch_brings_its_beginning_to_the_host_whatever_the_policy(write: str) -> None:
+    whole = prompt(6, 1, 1, 2)
+    rig = Rig(backend=stored(whole), host_options={"write": write, "hits": 9})
+    rig.serve(prompt(2, 1))
+    rig.settle()
+    assert rig.on(1, whole) == 0
+    prefetch = rig.tiers.prefetch(whole)
+    rig.settle()
+    assert prefetch is not None and prefetch.loaded == 8
+    assert rig.on(1, whole) == 6
+    rig.close_all()
+
+
 def test_what_is_being_read_does_not_outlive_a_flush_in_the_wrong_place() -> None:
     rig, prefetch, whole = extended()
     rig.cache.flush()
@@ -986,7 +1137,7 @@ def test_what_reached_the_host_is_written_behind() -> None:
     rig.writers.run()
     rig.poll()
     assert (rig.tiers.stats().stored, rig.tiers.stats().queued) == (4, 0)
-    assert backend.keys() == rig_keys(A)
+    assert backend.stored_keys() == rig_keys(A)
     rig.close_all()
 
 
@@ -997,7 +1148,7 @@ def test_only_what_is_new_is_written() -> None:
     rig.settle()
     rig.serve(prompt(6, 1, 1, 1, 1, 2))
     rig.settle()
-    assert rig.tiers.stats().stored == 6 and len(backend.keys()) == 6
+    assert rig.tiers.stats().stored == 6 and len(backend.stored_keys()) == 6
     assert backend.calls.count("put") == 2
 
 
@@ -1016,6 +1167,20 @@ def test_a_full_queue_drops_the_newest_and_counts_it() -> None:
     rig.close_all()
 
 
+def test_what_is_longer_than_the_queue_is_written_when_the_queue_is_empty() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend, queue_pages=3)
+    rig.serve(A)
+    rig.settle()
+    assert len(backend.stored_keys()) == 4
+    backend.clear()
+    rig.serve(prompt(6, 1, 1, 1, 1, 2))
+    rig.settle()
+    assert len(backend.stored_keys()) == 6, "the gap heals"
+    assert rig.tiers.stats().write_dropped == 0
+    rig.close_all()
+
+
 def test_a_gap_in_storage_heals_when_something_longer_is_written() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend)
@@ -1024,7 +1189,7 @@ def test_a_gap_in_storage_heals_when_something_longer_is_written() -> None:
     backend.clear()
     rig.serve(prompt(6, 1, 1, 1, 1, 2))
     rig.settle()
-    assert sorted(backend.keys()) == sorted(rig_keys(prompt(6, 1, 1, 1, 1, 2)))
+    assert sorted(backend.stored_keys()) == sorted(rig_keys(prompt(6, 1, 1, 1, 1, 2)))
     rig.close_all()
 
 
@@ -1055,8 +1220,55 @@ def test_a_store_that_fails_loses_what_was_to_be_written_and_no_more(cause: str)
     backend.always = None
     rig.serve(prompt(5, 1, 1, 1, 1, 2))
     rig.settle()
-    assert len(backend.keys()) == 5, "the gap heals"
+    assert len(backend.stored_keys()) == 5, "the gap heals"
     rig.close_all()
+
+
+class Alone:
+    """Tiers of an engine with an allocator of its own, whose `drain` lets a step of the machine pass when it sleeps."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.backend, self.workers, self.hangs = FaultyBackend(), HandWorkers(), hangs
+        self.slept_s: list[float] = []
+        self.tree, self.pool = Tree(2, tiers=2), Pool(32)
+        self.memory = GhostMemory([32], [32], instant=False)
+        store = make_store(self.backend, self.workers, batch_pages=1, writes=1)
+        self.tiers = Tiers(self.tree, [self.pool], HostTier(self.memory), store, sleep=self.sleep)
+
+    def publish(self, tokens: Sequence[int]) -> None:
+        pages = self.pool.allocate(len(tokens) // 2)
+        node = self.tree.insert(list(tokens), pages).node
+        self.pool.publish(pages)
+        assert self.tiers.back_up(node)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        if self.hangs:
+            return
+        for ticket in self.memory.tickets:
+            ticket.step()
+        if self.workers.waiting:
+            self.workers.run()
+
+
+def test_drain_waits_for_copies_and_for_the_writes_that_follow() -> None:
+    alone = Alone()
+    for tokens in (A, B, C):
+        alone.publish(tokens)
+    assert alone.tiers.drain(5.0)
+    assert not alone.tiers.busy
+    assert len(alone.backend.stored_keys()) == 12
+    assert alone.tiers.drain(5.0)
+
+
+def test_drain_gives_up_after_its_time() -> None:
+    alone = Alone(hangs=True)
+    alone.publish(A)
+    assert not alone.tiers.drain(1.0)
+    assert sum(alone.slept_s) == pytest.approx(1.0)
+    alone.hangs = False
+    assert alone.tiers.drain(1.0)
+    assert Alone(hangs=True).tiers.drain(0.0), "there is nothing to wait for"
 
 
 class Lasting(FaultyBackend):
@@ -1077,7 +1289,7 @@ def test_what_waits_to_be_written_is_written_at_the_end(writes: int) -> None:
         rig.poll()
     assert len(rig.writers.waiting) == writes
     rig.tiers.close()
-    assert len(backend.keys()) == 32
+    assert len(backend.stored_keys()) == 32
     assert backend.calls[-1] == "close"
     rig.poll()
     assert (rig.tiers.stats().queued, rig.tiers.stats().stored) == (0, 32)
@@ -1159,7 +1371,7 @@ def test_a_note_that_is_not_good_warms_nothing(how: str) -> None:
         before.tiers.remember()
         before.settle()
     if how == "damaged":
-        (note,) = set(backend.keys()) - set(rig_keys(A))
+        (note,) = set(backend.stored_keys()) - set(rig_keys(A))
         backend.set_value(note, bytes(len(backend.value(note))))
     if how == "failing":
         backend.instead["get"] = StorageError("io", "on purpose")
@@ -1174,6 +1386,21 @@ def test_without_a_store_nothing_is_remembered() -> None:
     rig.tiers.warm()
     assert not rig.tiers.busy
     rig.tiers.close()
+
+
+def test_after_the_end_storage_is_not_waited_for() -> None:
+    rig = Rig(backend=stored(A), prefetch="wait_complete")
+    rig.tiers.close()
+    prefetch = rig.tiers.prefetch(A)
+    rig.poll()
+    assert prefetch is not None and prefetch.ended and not rig.tiers.busy
+    rig.serve(B)
+    rig.poll()
+    rig.land()
+    rig.poll()
+    rig.poll()
+    assert not rig.tiers.busy
+    rig.close_all()
 
 
 def test_close_leaves_the_store_closed() -> None:

@@ -14,7 +14,10 @@ PAGE = 4
 
 Prefix = tuple[bytes, bytes]
 PREFIXES = st.lists(
-    st.tuples(st.binary(max_size=3), st.binary(min_size=1, max_size=4).map(lambda pages: b"".join(bytes([p]) * PAGE for p in pages))),
+    st.tuples(
+        st.binary(max_size=3),
+        st.binary(min_size=1, max_size=4).map(lambda pages: b"".join(bytes([p]) * PAGE for p in pages)),
+    ),
     max_size=8,
 )
 

@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from hand_driven import IDENTITY, SECRET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hand_driven import IDENTITY, SECRET
 from mainstem.errors import BadArgument
 from mainstem.identity import Identity
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
@@ -216,6 +216,16 @@ def test_a_page_made_without_the_secret_does_not_verify() -> None:
     key = some_keys(sealer)[0]
     for forger in (Sealer(IDENTITY), Sealer(IDENTITY, SECRET + b"!"), Sealer(IDENTITY, SECRET[::-1])):
         assert sealer.verify(sealed(forger, key), key) == "altered"
+
+
+def test_a_page_of_another_format_does_not_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    key = some_keys(sealer)[0]
+    with monkeypatch.context() as later:
+        later.setattr("mainstem.tiers.pages._MAGIC", b"MAINSTM2")
+        slot = sealed(sealer, key)
+        assert sealer.verify(slot, key) is None
+    assert sealer.verify(slot, key) == "altered"
 
 
 def test_a_header_of_one_page_with_the_content_of_another_does_not_verify() -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-
 from hand_driven import FaultyBackend, Rig, prompt
+
 from mainstem.errors import OutOfPages, StorageError
 from mainstem.tiers.controller import Prefetch
 
@@ -123,7 +123,7 @@ def parts_of_a_store(size: int, prompts: Sequence[Sequence[int]], kept: float, s
         for tokens in prompts:
             rig.serve(tokens)
             rig.settle()
-        backend.delete([key for key in backend.keys() if own.random() > kept])
+        backend.delete([key for key in backend.stored_keys() if own.random() > kept])
     return backends
 
 
@@ -209,7 +209,9 @@ def test_faults_of_one_rank_are_faults_of_all(size: int, faulty: str) -> None:
         if at == size - 1:
             rank.faulty = 0.0 if faulty == "calls" else 0.5
             if faulty != "copies":
-                backends[at].instead = {name: sometimes(rank.own, backends[at], name) for name in ("get", "put", "exists")}
+                backends[at].instead = {
+                    name: sometimes(rank.own, backends[at], name) for name in ("get", "put", "exists")
+                }
         serve_all(rank, seed, PROMPTS, 60)
 
     ranks.run(body)
@@ -231,7 +233,7 @@ def test_only_what_every_rank_has_is_prefetched() -> None:
     tokens = prompt(6, 1)
     backends = parts_of_a_store(3, [tokens], 1.0, "all")
     for at, kept in enumerate((6, 4, 5)):
-        backends[at].delete(backends[at].keys()[kept:])
+        backends[at].delete(backends[at].stored_keys()[kept:])
 
     def body(at: int) -> None:
         rank = Rank(ranks, at, backends[at], "prefetch")
@@ -247,7 +249,7 @@ def test_a_page_that_one_rank_cannot_read_is_read_by_none() -> None:
     ranks = Ranks(3)
     tokens = prompt(6, 1)
     backends = parts_of_a_store(3, [tokens], 1.0, "all")
-    damaged = backends[1].keys()[3]
+    damaged = backends[1].stored_keys()[3]
     backends[1].set_value(damaged, bytes(len(backends[1].value(damaged))))
 
     def body(at: int) -> None:
@@ -272,7 +274,7 @@ def test_a_gap_in_the_store_of_one_rank_heals_on_all() -> None:
             backends[at].clear()
         rank.serve(prompt(6, 1, 1, 1, 1, 2))
         rank.rest()
-        assert len(backends[at].keys()) == 6
+        assert len(backends[at].stored_keys()) == 6
 
     ranks.run(body)
 
@@ -296,7 +298,7 @@ def test_ranks_warm_the_same_prefixes_or_none(notes: str) -> None:
         rank.tiers.remember()
         rank.rest()
         if notes == "lost" and at == 1:
-            backends[at].delete(backends[at].keys()[-1:])
+            backends[at].delete(backends[at].stored_keys()[-1:])
 
     ranks.run(remember)
     backends[1].instead.clear()

@@ -6,6 +6,7 @@ every page that the tree names, and every page that a lease has computed or hit,
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 from collections.abc import Callable
@@ -13,20 +14,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hand_driven import FaultyBackend, Rig
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from hand_driven import FaultyBackend, Rig
 from mainstem.cache import Lease
 from mainstem.errors import OutOfPages, StorageError
+from mainstem.policies import BUILT_IN
 from mainstem.tiers.controller import Load, Prefetch
 
 Choose = Callable[[int], int]
 """A number below another one: of `random`, or drawn by hypothesis."""
 
 SPACES = [None, None, "a"]
-POLICIES = ["lru", "fifo", "slru", "lfu"]
+
+
+class InPython:
+    """A built-in rule under another name, so that the tree asks Python for each rank."""
+
+    name = "my lru"
+    rank = BUILT_IN["lru"].rank
+
+
+POLICIES: list[Any] = ["lru", "lru", "fifo", "slru", "lfu", "mru", InPython()]
 FAULTS: list[Any] = [None, None, RuntimeError("a bug"), *(StorageError(cause, "") for cause in StorageError.CAUSES)]
 
 
@@ -54,6 +65,7 @@ class World:
             "device": 3 + choose(8),
             "host": 2 + choose(10),
             "size": 1 + choose(2),
+            "copies": choose(3) == 0,
             "policy": POLICIES[choose(len(POLICIES))],
             "host_options": {
                 "write": ["write_through", "write_through", "write_through_selective", "write_back"][choose(4)],
@@ -108,6 +120,8 @@ class World:
     def wait(self, choose: Choose) -> None:
         run = self.some_run(choose)
         if run is not None and run.load is not None:
+            if choose(3) == 0:
+                run.load.ticket.fail(RuntimeError("on purpose"))  # type: ignore[attr-defined]
             assert run.load.wait() == run.load.arrived
 
     def reserve(self, choose: Choose) -> None:
@@ -164,7 +178,9 @@ class World:
                 del run.lease, run.load  # dropped; a load under way still has it
 
     def full(self, run: Run) -> bool:
-        return self.whole(run) * self.rig.size >= min(run.lease.reserved, len(run.tokens)) // self.rig.size * self.rig.size
+        return (
+            self.whole(run) * self.rig.size >= min(run.lease.reserved, len(run.tokens)) // self.rig.size * self.rig.size
+        )
 
     def prefetch(self, choose: Choose) -> None:
         prefetch = self.rig.tiers.prefetch(self.some_tokens(choose), SPACES[choose(len(SPACES))])
@@ -209,7 +225,7 @@ class World:
         """The store fails, or is well again, or has damaged or lost a page."""
         if self.backend is None:
             return
-        how, keys = choose(6), self.backend.keys()
+        how, keys = choose(6), self.backend.stored_keys()
         if how < 3:
             self.backend.always = None
         elif how == 3:
@@ -230,10 +246,8 @@ class World:
     def evict(self, choose: Choose) -> None:
         """What another allocation would do."""
         lease = self.rig.cache.lease([9])
-        try:
+        with contextlib.suppress(OutOfPages):
             lease.reserve(choose(self.rig.cache.pool.total + 1) * self.rig.size)
-        except OutOfPages:
-            pass
         lease.abort()
 
     def remember(self, choose: Choose) -> None:
@@ -265,7 +279,9 @@ class World:
                 prefix = run.tokens[: (page + 1) * size]
                 assert rig.memory.device[0][:, table[page]].tolist() == rig.layers(run.space, prefix)
                 assert (run.space, tuple(prefix)) in self.known, "a hit on what nobody has computed"
-        private = [page for run in self.runs for page in run.lease.page_table[run.lease.published // rig.size :].tolist()]
+        private = [
+            page for run in self.runs for page in run.lease.page_table[run.lease.published // rig.size :].tolist()
+        ]
         assert len(set(private)) == len(private), "a page of two leases"
 
     def finish(self) -> None:

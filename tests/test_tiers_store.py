@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from hand_driven import Clock, FaultyBackend, HandWorkers, make_store
+
 from mainstem.errors import BadArgument, StorageError
 from mainstem.storage.base import ABSENT, Capabilities
 from mainstem.storage.memory import MemoryBackend
@@ -184,17 +184,18 @@ def test_nothing_is_stored_behind_a_gap() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     assert fill(store, begin=2) == Written(0, gap=True)
-    assert backend.keys() == []
+    assert backend.stored_keys() == []
     assert fill(store, SYMBOLS[:8]) == Written(2, gap=False)
     assert fill(store, begin=2) == Written(2, gap=False)
-    assert len(backend.keys()) == 4
+    assert len(backend.stored_keys()) == 4
+    assert done(store.read(keys_of(store), new_slots(4, 100))) == 4
 
 
 def test_what_is_stored_already_is_not_written_again() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store, SYMBOLS[:8])
-    before = {key: backend.value(key) for key in backend.keys()}
+    before = {key: backend.value(key) for key in backend.stored_keys()}
     assert fill(store) == Written(2, gap=False)
     assert {key: backend.value(key) for key in before} == before
     assert fill(store) == Written(0, gap=False)
@@ -603,7 +604,7 @@ def test_a_note_that_is_not_there_or_damaged_is_empty() -> None:
     assert done(store.find_note("one", 16)) == b""
     done(store.keep_note("one", b"first", 16))
     assert done(store.find_note("one", 17)) == b""
-    (key,) = backend.keys()
+    (key,) = backend.stored_keys()
     backend.set_value(key, backend.value(key)[:-1] + b"x")
     assert done(store.find_note("one", 16)) == b""
     assert store.faults == {"absent": 1, "length": 1, "altered": 1}
@@ -615,7 +616,7 @@ class KeepsTheFirst(FaultyBackend):
     capabilities = Capabilities(persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=False)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        new = [at for at, key in enumerate(keys) if key not in self.keys()]
+        new = [at for at, key in enumerate(keys) if key not in self.stored_keys()]
         super().put([keys[at] for at in new], [buffers[at] for at in new])
         return [True] * len(keys)
 
@@ -643,7 +644,7 @@ def test_a_note_and_a_page_of_the_same_key_space_never_meet() -> None:
     fill(store)
     done(store.keep_note("one", b"first", 8))
     page = backend.value(keys_of(store)[0])
-    (note,) = [key for key in backend.keys() if key not in keys_of(store)]
+    (note,) = [key for key in backend.stored_keys() if key not in keys_of(store)]
     backend.set_value(note, page)
     assert done(store.find_note("one", 8)) == b""
     assert store.faults == {"misdirected": 1}
@@ -695,3 +696,14 @@ def test_a_call_holds_on_to_its_slots_until_it_returns() -> None:
     workers.run()
     assert done(call) == 0 and store.faults == {"absent": 1}
     assert ABSENT == -1
+
+
+@pytest.mark.parametrize("call", MISSES)
+def test_a_call_after_the_end_is_a_miss(call: str) -> None:
+    backend, workers = FaultyBackend(), HandWorkers()
+    store = make_store(backend, workers)
+    store.close(1.0)
+    begin, nothing = MISSES[call]
+    assert done(begin(store)) == nothing
+    assert workers.submitted == 0
+    assert store.faults == {"closed": 1}

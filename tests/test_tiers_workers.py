@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
-def finished(call: Call[object]) -> bool:
+def finished(call: Call[Any]) -> bool:
     end = time.monotonic() + PATIENCE_S
     while not call.done() and time.monotonic() < end:
         time.sleep(0.001)

@@ -68,7 +68,7 @@ WRITE_BYTES = 1 << 30
 _BODY = Struct(RECORD.format[:-1])
 _FORMAT = 0x6D61696E7374656D + 1  # seeds the checksum of records: those of another version of the format do not verify
 _MAX_VECTOR = 1024  # IOV_MAX of Linux
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last so that a planted pipe is not waited for
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # for reading and writing, a pipe is opened without waiting
 _ZEROS = memoryview(bytes(GRAIN_BYTES))
 _BIN = memoryview(bytearray(GRAIN_BYTES))  # takes what is read between values
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -299,12 +299,16 @@ class FileBackend(Backend):
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """`file:/var/cache/mainstem?capacity=8GiB&sync=batch`; sync is `batch` (the default) or `none`."""
-        check_options(options, ("capacity", "sync"))
+        """`file:/var/cache/mainstem?capacity=8GiB&sync=batch&threads=2`; sync is `batch` (the default) or `none`."""
+        check_options(options, ("capacity", "sync", "threads"))
         sync = options.get("sync", "batch")
         if sync not in ("batch", "none"):
             raise BadArgument("sync", sync, "batch or none")
-        return cls(address, parse_bytes("capacity", options.get("capacity", "8GiB")), sync=sync == "batch")
+        threads = options.get("threads", "2")
+        if not (threads.isascii() and threads.isdigit()):
+            raise BadArgument("threads", threads, "a number, at least 1")
+        capacity_bytes = parse_bytes("capacity", options.get("capacity", "8GiB"))
+        return cls(address, capacity_bytes, sync=sync == "batch", threads=int(threads))
 
     # ------------------------------------------------------------ the interface
 

@@ -26,6 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import takewhile
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
@@ -174,6 +175,8 @@ class Tiers:
         sizes = host.pages or (host.memory.pages,)
         if len(sizes) != len(tree.components) or len(pools) != len(tree.components):
             raise BadArgument("pages", sizes, f"a number of pages for each of {len(tree.components)} components")
+        if sizes[0] > host.memory.pages:
+            raise BadArgument("pages", sizes, f"at most the {host.memory.pages} that the memory has")
         self.tree, self.host, self.store = tree, host, store
         self.host_pools = tuple(Pool(pages) for pages in sizes)
         self.counts: Counter[str] = Counter()
@@ -404,11 +407,12 @@ class Tiers:
     def _hold(self, node: int, hits: int) -> list[int]:
         """The nodes to copy, from the top, locked on both tiers. A lock may split where a window begins: look again.
 
-        A node that is on its way already is left out: what it has got since would be settled with that copy.
+        They end before a node that is on its way already: what it has got since would be settled with that copy.
         """
         held: list[int] = []
         while True:
-            missing = [at for at in self._core.lacking(node, DEVICE, HOST, hits) if at not in self._flights]
+            lacking = self._core.lacking(node, DEVICE, HOST, hits)
+            missing = list(takewhile(lambda at: at not in self._flights, lacking))
             new = [at for at in missing if at not in held]
             if not new:
                 return missing
@@ -494,11 +498,11 @@ class Tiers:
         return int(self.host_pools[0].total * self.store.config.host_fraction)
 
     def _write(self, node: int, begin: int) -> None:
-        """Queues the pages from `begin` to the end of a node for storage; not if the queue is full."""
+        """Queues the pages from `begin` to the end of a node for storage; not if they have no room behind others."""
         if self.store is None:
             return
         pages = self._core.end(node) - begin
-        if self._queued + pages > self.store.config.queue_pages:
+        if self._queued and self._queued + pages > self.store.config.queue_pages:
             self.counts["write_dropped"] += pages
             return
         self._core.lock(node, HOST)
@@ -531,6 +535,7 @@ class _Backup(Pending):
         self.ticket = ticket
         self._tiers, self._nodes, self._targets = tiers, nodes, targets
         self._above, self._failed = above, False
+        self._begin = tiers._core.start(nodes[0])  # a split may move it
         self._below: list[_Backup] = []  # that have not ended
         if above is not None:
             above._below.append(self)
@@ -551,13 +556,12 @@ class _Backup(Pending):
                 log.warning("a copy to the host failed: %s", self.ticket.error)
             self._cancel()
             return
-        begin = tiers._core.start(self._nodes[0])
         for node in self._nodes:
             tiers._core.commit(node, HOST)
         for pool, ids in zip(tiers.host_pools, self._targets, strict=True):
             pool.publish(ids)
         tiers.counts["backed_up"] += len(self._targets[0])
-        tiers._write(self._nodes[-1], begin)
+        tiers._write(self._nodes[-1], self._begin)
         for backup in self._below:
             backup._above = None
         self._end()

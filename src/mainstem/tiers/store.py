@@ -47,7 +47,7 @@ class StorageConfig:
         batches: calls of one prefetch at once.
         host_fraction: of the host's pages that prefetches under way may hold.
         call_timeout_s: after which a call has failed.
-        queue_pages: pages that wait to be written; what comes when it is full is left out.
+        queue_pages: pages that wait to be written; what comes when it is full is left out, but not if it waits alone.
         writes: calls that write at once.
         breaker_failures: failed calls, one after another, that open the breaker.
         breaker_cooldown_s: after which one call is tried again.
@@ -211,6 +211,7 @@ class Store:
         self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self.faults: Counter[str] = Counter()
+        self._closed = False
         self.slow = False  # a call took longer than anybody waits, and none has come back since
         self._readers, self._writers = readers, writers
 
@@ -315,7 +316,11 @@ class Store:
         self.faults[cause] += times
 
     def close(self, timeout_s: float) -> None:
-        """Ends the workers and the back end; calls that hang are left behind, and the back end with them."""
+        """Ends the workers and the back end; calls that hang are left behind, and the back end with them.
+
+        Calls after it are misses.
+        """
+        self._closed = True
         ended = [workers.close(timeout_s) for workers in (self._writers, self._readers)]
         if all(ended):
             self.backend.close()
@@ -346,8 +351,8 @@ class Store:
         return self.sealer.verify(slot, key)
 
     def _submit(self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T) -> StoreCall[T]:
-        if not self.breaker.allow():
-            self.count("breaker")
+        if self._closed or not self.breaker.allow():
+            self.count("closed" if self._closed else "breaker")
             return StoreCall(self, None, nothing, 0.0)
 
         def run() -> _Answer[T]:

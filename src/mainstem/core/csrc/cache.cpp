@@ -111,7 +111,7 @@ Lease::~Lease() {
 
 std::optional<PageCopy> Lease::begin_copy() {
   require_open();
-  if (inside_ == 0 || copying_ || table_.size() != owned_) return {};
+  if (inside_ == 0 || copying_ || table_.size() != owned_ || published() != hit_) return {};
   // Neither the eviction for the new page nor the code that copies may free the source.
   cache_.tree.lock(donor_, 0);
   try {
@@ -149,7 +149,7 @@ void Lease::end_copy(bool copied) {
 
 PageLoad Lease::begin_load() {
   require_open();
-  require(host_pages_ && !load_ && table_.size() == owned_, "lease", host_pages_,
+  require(host_pages_ && !load_ && table_.size() == owned_ && published() == hit_, "lease", host_pages_,
           "one with pages on the host, before anything is reserved");
   PageLoad load{0, Ids(host_pages_), Ids(host_pages_)};
   cache_.make_room(host_pages_);

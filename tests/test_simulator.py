@@ -1,0 +1,136 @@
+"""The simulator: short runs of every profile, that a seed always makes the same run, and that it finds what it should.
+
+`make simulate ARGS="--until-operations 3000000"` is the long run, `make mutants` shows every known bug found.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mainstem.tiers.transfer import Move
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # simulator/ is no part of the package
+
+from simulator.campaign import PROFILES, Record, run_seed  # noqa: E402
+from simulator.ghost import SimMemory, fingerprints, salt  # noqa: E402
+from simulator.mutants import NATIVE, PYTHON, Mutant, judge  # noqa: E402
+from simulator.world import World, WrongError  # noqa: E402
+
+
+def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "simulator", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_nothing_is_ever_wrong(profile: str) -> None:
+    total = Record()
+    for seed in range(900, 903):
+        total.add(run_seed(profile, seed, 1500))
+    assert not total.failures, "\n".join("\n".join(failure) for failure in total.failures)
+    assert total.operations >= 4500
+    assert total.reads > 500
+    assert sum(total.faults.values()) > 20
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_seed_always_makes_the_same_run(profile: str) -> None:
+    here = run_seed(profile, 7, 400)
+    assert run_seed(profile, 7, 400).digest == here.digest != run_seed(profile, 8, 400).digest
+    there = _simulate("--profile", profile, "--seed", "7", "--operations", "400")
+    assert f"digest: {here.digest}" in there.stdout
+
+
+def test_a_campaign_goes_on_where_it_ended(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--profile", "cache", "components", "--operations", "300", "--processes", "2", "--json", str(record)]
+    first = _simulate(*arguments, "--until-operations", "3000")
+    assert first.returncode == 0, first.stdout + first.stderr
+    before = json.loads(record.read_text())["profiles"]
+    assert _simulate(*arguments, "--until-operations", "6000", "--resume").returncode == 0
+    after = json.loads(record.read_text())["profiles"]
+    assert sum(profile["operations"] for profile in after.values()) >= 6000
+    again = Record()
+    for seed in range(after["cache"]["seeds"]):
+        again.add(run_seed("cache", seed, 300))
+    assert before["cache"]["seeds"] < after["cache"]["seeds"]
+    assert (again.operations, again.faults) == (after["cache"]["operations"], after["cache"]["faults"])
+
+
+# ---------------------------------------------------------------- what it sees
+
+
+def test_a_known_bug_is_found_and_its_line_finds_it_again(tmp_path: Path) -> None:
+    verdict = judge(PYTHON[0], tmp_path)
+    assert verdict.killed
+    assert "WRONG READ" in verdict.sight
+    record = json.loads((tmp_path / "record.json").read_text())["profiles"]["cache"]
+    line, what = record["failures"][0]
+    assert line.startswith("python -m simulator --profile cache --seed ")
+    assert "operations, WrongError: WRONG READ" in what
+
+
+@pytest.mark.parametrize("mutant", [*PYTHON, *NATIVE], ids=lambda mutant: mutant.name)
+def test_the_text_of_a_mutant_is_there(mutant: Mutant) -> None:
+    text = (ROOT / "src" / "mainstem" / mutant.file).read_text()
+    for old, new in mutant.patches:
+        assert text.count(old) == 1, old
+        assert old != new
+
+
+def _memory(world: World) -> SimMemory:
+    return SimMemory(world, [4], [4], page_size=2, layers=2)
+
+
+def _world() -> World:
+    world = World(0, "test")
+    world.rate = 0.0
+    return world
+
+
+def _move(source: int, target: int) -> Move:
+    return Move(0, np.array([source], np.int32), np.array([target], np.int32))
+
+
+def test_a_copy_arrives_layer_by_layer_and_is_wrong_before() -> None:
+    world = _world()
+    memory = _memory(world)
+    numbers = fingerprints(salt(b"a"), [1, 2])
+    page = np.array([3], np.int32)
+    memory.write(page, 0, numbers)
+    memory.down([_move(3, 1)]).wait()
+    memory.poison(0, 0, [3])
+    ticket = memory.up([_move(1, 3)])
+    with pytest.raises(WrongError, match="WRONG READ"):
+        memory.expect("too early", page, numbers)
+    ticket.wait_layer(0)
+    memory.expect("layer 0", page, numbers, layers=slice(0, 1))
+    ticket.wait()
+    memory.expect("all", page, numbers)
+
+
+def test_two_that_use_a_page_at_once_are_seen() -> None:
+    memory = _memory(_world())
+    memory.down([_move(0, 1)])
+    for wrong in (
+        lambda: memory.down([_move(2, 1)]),
+        lambda: memory.up([_move(1, 3)]),
+        lambda: memory.write(np.array([0], np.int32), 0, fingerprints(salt(), [1])),
+        lambda: memory.poison(0, 0, [0]),
+    ):
+        with pytest.raises(WrongError):
+            wrong()
+
+
+@pytest.mark.parametrize("other", [(b"b", [1, 2, 3]), (b"a", [1, 2, 4]), (b"a", [0, 2, 3]), (b"a", [2, 1, 3])])
+def test_content_is_a_function_of_salt_and_all_tokens_up_to_a_position(other: tuple[bytes, list[int]]) -> None:
+    one = fingerprints(salt(b"a"), [1, 2, 3])
+    assert one[-1] != fingerprints(salt(other[0]), other[1])[-1]
+    assert (one[:2] == fingerprints(salt(b"a"), [1, 2])).all()
