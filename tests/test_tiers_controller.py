@@ -1209,6 +1209,23 @@ def test_a_store_that_hangs_never_blocks_and_holds_no_more_than_its_queue() -> N
     rig.close_all()
 
 
+def test_a_store_that_hangs_does_not_take_the_host_away() -> None:
+    """What waits to be written holds host pages; it gives up, the oldest first, when a copy needs the room."""
+    rig = Rig(device=64, host=16, backend=FaultyBackend(), queue_pages=64, writes=1)
+    for mark in range(8):
+        rig.serve(prompt(4, mark))
+        rig.poll()
+        rig.land()
+        rig.poll()
+    stats = rig.tiers.stats()
+    assert stats.backup_skipped == 0
+    assert stats.backed_up == 32
+    assert stats.write_dropped == 16, "of 32 pages 4 are being written and 12 wait"
+    rig.settle()
+    assert rig.tiers.stats().queued == 0
+    rig.close_all()
+
+
 @pytest.mark.parametrize("cause", StorageError.CAUSES)
 def test_a_store_that_fails_loses_what_was_to_be_written_and_no_more(cause: str) -> None:
     backend = FaultyBackend()

@@ -439,13 +439,18 @@ class Tiers:
         missing = pages - self.host_pools[row].free
         if missing <= 0:
             return True
-        present, locked, _ = self._core.counts(row, HOST)
-        if missing > present - locked:
-            return False
+        while missing > self._evictable(row):
+            if not self._writes:
+                return False
+            self._writes.popleft().give_up()  # or a store that hangs would take the host away
         freed = self.tree.evict(missing, self.tree.components[row].name, HOST)
         for pool, ids in zip(self.host_pools, freed, strict=True):
             pool.reclaim(ids)
         return self.host_pools[row].free >= pages
+
+    def _evictable(self, row: int) -> int:
+        present, locked, _ = self._core.counts(row, HOST)
+        return present - locked
 
     def _missing(self, node: int, row: int) -> Ids:
         """Device pages of a node that have no place on the host."""
@@ -818,6 +823,7 @@ class _Write(Pending):
     def __init__(self, tiers: Tiers, node: int, begin: int, pages: int) -> None:
         self._tiers, self._node, self._begin, self._pages = tiers, node, begin, pages
         self._call: StoreCall[Written] | None = None
+        self._given_up = False
 
     def begin(self, store: Store) -> None:
         core, memory = self._tiers._core, self._tiers._memory
@@ -825,12 +831,23 @@ class _Write(Pending):
         slots = memory.slots(core.ids(self._node, 0, HOST)[self._begin :].tolist())
         self._call = store.write(namespace, key, self._begin, slots, self._tiers._page_bytes)
 
+    def give_up(self) -> None:
+        """It waits no longer, and is not written."""
+        self._given_up = True
+        self._tiers._queued -= self._pages
+        self._tiers.counts["write_dropped"] += self._pages
+        self._tiers._core.unlock(self._node, HOST)
+
     def vote(self) -> int:
+        if self._given_up:
+            return _ARRIVED
         if self._call is None or not self._call.done():
             return 0
         return _FAILED if self._call.value.gap else _ARRIVED
 
     def settle(self, outcome: int) -> None:
+        if self._given_up:
+            return
         tiers = self._tiers
         assert self._call is not None
         tiers._writing -= 1

@@ -52,7 +52,10 @@ class LayerTicket(Ticket, Protocol):
 
 
 class HostMemory(Protocol):
-    """Host pages, and the ways to them and back. One thread at a time."""
+    """Host pages, and the ways to them and back. One thread at a time.
+
+    For pages that exist `down` and `up` never raise: what goes wrong is for the ticket to say.
+    """
 
     @property
     def pages(self) -> int:
