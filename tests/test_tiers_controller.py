@@ -403,6 +403,23 @@ def test_nothing_leaves_the_host_for_what_does_not_fit_even_so() -> None:
     rig.close_all()
 
 
+def test_what_waits_to_be_written_gives_way_and_what_is_being_written_does_not() -> None:
+    rig = Rig(host=8, backend=FaultyBackend(), writes=1)
+    for tokens in (A, B):
+        rig.serve(tokens)
+        rig.poll()
+        rig.land()
+        rig.poll()
+    assert (rig.tiers.stats().queued, len(rig.writers.waiting)) == (8, 1)
+    rig.serve(C)
+    rig.poll()
+    assert rig.tiers.stats().write_dropped == 4
+    rig.settle()
+    assert [rig.on(1, tokens) for tokens in (A, B, C)] == [4, 0, 4]
+    assert rig.tiers.stats().stored == 8
+    rig.close_all()
+
+
 def test_what_the_device_holds_may_leave_the_host() -> None:
     rig = Rig(host=4)
     rig.serve(A)

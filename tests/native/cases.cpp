@@ -1,6 +1,7 @@
 // See cases.h. A structure is broken through Probe, a friend of the tree, to see that check() finds it.
 #include "cases.h"
 
+#include <algorithm>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -8,6 +9,7 @@
 #include <optional>
 
 #include "cache.h"
+#include "copy.h"
 #include "support.h"
 
 namespace mainstem {
@@ -514,6 +516,352 @@ void no_page_for_a_copy() {
   expect_equal(small.tree.counts(0, 0).present, 1, "pages cached");
 }
 
+// ---------------------------------------------------------------- two tiers
+
+void paths() {
+  Tree tree(4, 1, kFull, 2, "lru", 1);
+  const Handle upper = insert(tree, key_of({1, 2}), 0).node;
+  tree.lock(upper, 0);
+  const Handle lower = insert(tree, key_of({3, 4}), 2, 1, upper).node;
+  expect(tree.path_key(0) == std::pair<std::string, std::string>(), "the root has no key");
+  expect(tree.path_key(lower) == std::pair<std::string, std::string>("", key_of({1, 2, 3, 4})), "the key of a path");
+  expect(tree.lacking(0, 0, 1, 0).empty(), "the root lacks nothing");
+  expect(tree.lacking(lower, 0, 1, 0) == std::vector<Handle>({upper, lower}), "all is lacking, from the top");
+  expect(tree.lacking(lower, 0, 1, 1).empty(), "nothing was hit");
+  tree.match("", bytes_of(key_of({1, 2})), false);
+  expect(tree.lacking(lower, 0, 1, 1) == std::vector<Handle>({upper}), "the upper node was hit");
+  expect_equal(tree.hottest(1, 0).front(), upper, "the hottest node");
+  expect_equal(tree.hottest(9, 0).back(), lower, "the coolest node");
+  expect(tree.hottest(9, 1).empty(), "nothing is on the host");
+  const Ids two{7, 8};
+  tree.attach(upper, 0, 1, two, false);
+  expect_equal(tree.in_flight_above(lower, 1), upper, "by whose name the upper node is in flight");
+  expect_equal(tree.in_flight_above(upper, 1), 0, "nothing is in flight above it");
+  expect_equal(tree.in_flight_above(0, 1), 0, "nothing is in flight above the root");
+  expect(tree.lacking(lower, 0, 1, 0) == std::vector<Handle>({lower}), "what is in flight is not lacking");
+  expect(tree.own_ids(upper, 0, 1).empty(), "what is in flight is not there");
+  expect(tree.own_ids(lower, 0, 0) == Ids({2, 3}), "the ids of a node alone");
+  for (const std::uint32_t tier : {2u, 3u}) {
+    expect_bad("tier", [&] { tree.lacking(lower, 0, tier, 0); });
+    expect_bad("tier", [&] { tree.lacking(lower, tier, 0, 0); });
+    expect_bad("tier", [&] { tree.in_flight_above(lower, tier); });
+    expect_bad("tier", [&] { tree.residency(lower, 0, tier); });
+    expect_bad("tier", [&] { tree.hottest(1, tier); });
+    expect_bad("tier", [&] { tree.own_ids(lower, 0, tier); });
+    expect_bad("tier", [&] { tree.next_victim(0, tier); });
+  }
+  expect_bad("component", [&] { tree.residency(lower, 1, 0); });
+  expect_bad("component", [&] { tree.own_ids(lower, 1, 0); });
+  expect_bad("component", [&] { tree.next_victim(1, 0); });
+  thrown<StaleHandle>("a handle of nobody", [&] { tree.lacking(Handle{7} << 40 | 3, 0, 1, 0); });
+}
+
+// A hole on both tiers ends what can be copied.
+void gap() {
+  Tree tree(4, 1, {{Kind::full}, {Kind::window, 1}}, 2, "lru", 1);
+  const Handle node = insert(tree, key_of({1, 2}), 0, 2).node;
+  tree.lock(node, 1);
+  tree.evict(2, 0, 0);
+  expect(tree.lacking(node, 0, 1, 0).empty() && tree.end(node) == 2, "what is nowhere cannot be copied");
+}
+
+void locate_splits() {
+  Tree tree(4, 1, kFull, 2, "lru", 1);
+  const std::string key = key_of({1, 2, 3, 4});
+  const Handle node = insert(tree, key, 0).node;
+  expect_equal(tree.locate("", bytes_of(key), 4), node, "the node that ends there");
+  expect_equal(tree.size(), 1, "nodes");
+  for (const std::uint32_t pages : {0u, 5u})
+    expect_equal(tree.locate("", bytes_of(key), pages), 0, "no such place");
+  expect_equal(tree.locate("", bytes_of(key_of({1, 2, 9})), 3), 0, "a key that parts before");
+  expect_equal(tree.locate("nowhere", bytes_of(key), 2), 0, "no such namespace");
+  expect_equal(tree.size(), 1, "nodes");
+  const Handle upper = tree.locate("", bytes_of(key), 3);
+  expect(upper && tree.end(upper) == 3 && tree.start(node) == 3 && tree.size() == 2, "the node was cut");
+  expect_equal(tree.locate("", bytes_of(key), 3), upper, "the same place again");
+  tree.check();
+}
+
+void next_victims() {
+  Tree tree(4, 1, kFull, 1, "external", 1);
+  expect_equal(tree.next_victim(0, 0), 0, "nobody is next in an empty tree");
+  const Handle node = insert(tree, key_of({1}), 0).node;
+  expect_equal(tree.next_victim(0, 0), 0, "who has no rank is not next");
+  tree.rank(node, 0, 0, {1, 0});
+  expect_equal(tree.next_victim(0, 0), node, "the only one is next");
+  tree.lock(node, 0);
+  expect_equal(tree.next_victim(0, 0), 0, "who is locked is not next");
+}
+
+// Each decoded page is copied down by itself: once it has landed it joins the node above, and the chain stays one node.
+void commit_joins() {
+  Tree tree(4, 1, kFull, 2, "lru", 1);
+  Handle end = insert(tree, key_of({1, 2}), 0).node;
+  const Ids two{50, 51};
+  tree.attach(end, 0, 1, two, true);
+  for (std::int32_t page = 2; page < 6; ++page) {
+    tree.lock(end, 0);
+    const Handle next = insert(tree, key_of({static_cast<std::uint32_t>(page) + 1}), page, 1, end).node;
+    tree.move_lock(end, next, 0);
+    tree.unlock(next, 0);
+    expect_equal(tree.size(), 2, "nodes while a page is on one tier only");
+    const Ids one{50 + page};
+    tree.attach(next, 0, 1, one, false);
+    expect_equal(tree.size(), 2, "nodes while a page is in flight");
+    tree.commit(next, 1);
+    tree.check();
+    expect_equal(tree.size(), 1, "nodes of a chain that lies on both tiers");
+    thrown<StaleHandle>("a node that was joined", [&] { tree.end(end); });
+    end = next;
+  }
+  expect(tree.own_ids(end, 0, 0) == Ids({0, 1, 2, 3, 4, 5}), "the ids on the device");
+  expect(tree.own_ids(end, 0, 1) == Ids({50, 51, 52, 53, 54, 55}), "the ids on the host");
+}
+
+// A cache over two tiers, pages of two symbols, and a prefix of four pages of which the host has all, the device two.
+struct Tiered {
+  explicit Tiered(std::uint32_t device_pages = 8) : pool(device_pages) {
+    std::unique_ptr<Lease> writer = open(symbols);
+    writer->reserve(8);
+    writer->finish(8);
+    const Handle node = tree.locate("", bytes_of(key_of(symbols)), 4);
+    const Ids host{4, 5, 6, 7};
+    tree.attach(node, 0, 1, host, true);
+    pool.move(tree.evict(2, 0, 0)[0], Owner::cached, Owner::free);
+    cache.take_touched();
+  }
+  std::unique_ptr<Lease> open(std::initializer_list<std::uint32_t> key) {
+    return std::make_unique<Lease>(cache, "", 0, bytes_of(key_of(key)), key.size(), true, CheckRest());
+  }
+  void expect_private(std::uint64_t pages) const {
+    expect_equal(pool.owned(Owner::privately), pages, "private pages");
+    tree.check();
+  }
+  void expect_locked(std::uint64_t device, std::uint64_t host) const {
+    expect_equal(tree.counts(0, 0).locked, device, "pages locked on the device");
+    expect_equal(tree.counts(0, 1).locked, host, "pages locked on the host");
+  }
+  static constexpr std::initializer_list<std::uint32_t> symbols{1, 2, 3, 4, 5, 6, 7, 8};
+  Tree tree{4, 2, kFull, 2, "lru", 1};
+  Pool pool;
+  Cache cache{tree, pool, true};
+};
+
+void load_arrives() {
+  Tiered tiers;
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8, 9});
+  expect_equal(lease->hit(), 4, "the hit on the device");
+  expect_equal(lease->loadable(), 4, "positions on the host");
+  tiers.expect_locked(2, 4);
+  const PageLoad load = lease->begin_load();
+  expect(load.id != 0 && load.source == Ids({6, 7}), "what is to be loaded");
+  expect_bad("lease", [&] { lease->begin_load(); });
+  expect_equal(lease->publishable(), 4, "positions that may be published while pages are written");
+  expect(!lease->begin_copy(), "nothing is copied while pages are written");
+  lease->publish(4);
+  lease->reserve(1);
+  expect_equal(lease->reserved(), 9, "positions reserved meanwhile");
+  expect_equal(tiers.cache.counters.hit, 4, "positions hit before they have arrived");
+  const std::unique_ptr<Lease> other = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
+  expect_equal(other->hit(), 4, "what has not arrived is nobody else's");
+  lease->end_load(true);
+  expect_equal(lease->hit(), 8, "the hit when all has arrived");
+  expect_equal(lease->published(), 8, "positions published");
+  expect_equal(tiers.cache.counters.hit, 8, "positions hit");
+  expect_equal(tiers.cache.counters.host_hit, 4, "positions hit on the host");
+  expect_equal(tiers.open({1, 2, 3, 4, 5, 6, 7, 8})->hit(), 8, "the hit of who comes later");
+  tiers.cache.take_back();
+  other->begin_load();
+  other->end_load(true);
+  expect_equal(tiers.cache.counters.duplicate_pages, 2, "pages that came twice");
+  expect(std::ranges::equal(other->table().from(2), lease->table().part(2, 4)), "the table names the tree's");
+  other->abort();
+  lease->abort();
+  tiers.expect_private(0);
+  tiers.expect_locked(0, 0);
+}
+
+void load_fails() {
+  Tiered tiers;
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
+  lease->begin_load();
+  lease->end_load(false);
+  expect_equal(lease->hit(), 4, "the hit of a load that failed");
+  expect_equal(lease->loadable(), 0, "positions to load after that");
+  tiers.expect_locked(2, 0);
+  expect_bad("lease", [&] { lease->begin_load(); });
+  lease->reserve(0);
+  lease->finish(8);
+  expect_equal(tiers.tree.counts(0, 0).present, 4, "pages that were computed instead");
+  tiers.expect_private(0);
+}
+
+// Too late: something was reserved, or computed and published.
+void load_refused() {
+  Tiered tiers;
+  const std::unique_ptr<Lease> nothing = tiers.open({9, 9});
+  expect_bad("lease", [&] { nothing->begin_load(); });
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
+  lease->reserve(0);
+  const std::unique_ptr<Lease> copying = tiers.open({1, 2, 3, 4, 5, 9});
+  lease->reserve(4);
+  expect_bad("lease", [&] { lease->begin_load(); });
+  lease->publish(8);
+  expect_bad("lease", [&] { lease->begin_load(); });
+  expect(copying->begin_copy() == std::nullopt, "a donor on the host alone");
+  tiers.expect_private(0);
+}
+
+// The same for a copy inside a page: once what follows is published, there is nothing to copy.
+void copy_too_late() {
+  Tiered tiers;
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 9, 9});
+  lease->reserve(2);
+  lease->publish(4);
+  expect(!lease->begin_copy(), "a copy of what is computed already");
+  const std::unique_ptr<Lease> other = tiers.open({1, 2, 3, 8});
+  const std::optional<PageCopy> copy = other->begin_copy();
+  expect(copy && copy->positions == 1, "a position is copied");
+  expect_bad("lease", [&] { other->begin_load(); });
+}
+
+void no_room_to_load() {
+  Tiered tiers(5);
+  const std::unique_ptr<Lease> filler = tiers.open({9, 9, 9, 9});
+  filler->reserve(4);
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
+  const NoPages error = thrown<NoPages>("a load for which there is no room", [&] { lease->begin_load(); });
+  expect_equal(error.needed, 2, "pages needed");
+  expect_equal(lease->reserved(), 4, "positions reserved");
+  filler->abort();
+  expect_equal(lease->begin_load().target.size(), 2, "pages to be loaded once there is room");
+  lease->end_load(true);
+  expect_equal(lease->hit(), 8, "the hit");
+}
+
+// Pages of a lease that ended while they were written: nobody has them before the copy is over.
+void load_left_behind() {
+  const std::vector<std::function<void(std::unique_ptr<Lease>&)>> ends{
+      [](std::unique_ptr<Lease>& lease) { lease.reset(); },
+      [](std::unique_ptr<Lease>& lease) { lease->abort(); },
+      [](std::unique_ptr<Lease>& lease) { lease->finish({}); },
+      [](std::unique_ptr<Lease>& lease) { lease->finish(4); },
+  };
+  for (const auto& end : ends) {
+    Tiered tiers;
+    std::unique_ptr<Lease> dropped = tiers.open({1, 2, 3, 4});
+    std::unique_ptr<Lease> lease = tiers.open(Tiered::symbols);
+    const std::uint64_t load = lease->begin_load().id;
+    lease->reserve(2);
+    end(lease);
+    dropped.reset();
+    tiers.cache.take_back();
+    tiers.expect_private(3);
+    tiers.expect_locked(2, 4);
+    expect_equal(tiers.cache.counters.leases, 1, "leases whose pages are written");
+    const std::unique_ptr<Lease> other = tiers.open({9, 9});
+    thrown<NoPages>("pages that are written", [&] { other->reserve(8); });
+    tiers.cache.end_load(load + 1);
+    tiers.expect_private(3);
+    tiers.cache.end_load(load);
+    tiers.expect_private(0);
+    tiers.expect_locked(0, 0);
+    other->reserve(8);
+    if (lease) thrown<Closed>("the end of a load", [&] { lease->end_load(true); });
+  }
+}
+
+// Several are left behind, and end in another order.
+void loads_end_in_any_order() {
+  Tiered tiers(12);
+  std::vector<std::uint64_t> loads;
+  for (int i = 0; i < 3; ++i)
+    loads.push_back(tiers.open(Tiered::symbols)->begin_load().id);
+  tiers.open({1, 2});
+  tiers.expect_private(6);
+  tiers.cache.end_load(loads[1]);
+  tiers.expect_private(4);
+  tiers.cache.end_load(loads[2]);
+  tiers.cache.end_load(loads[0]);
+  tiers.expect_private(0);
+  tiers.expect_locked(0, 0);
+  expect_equal(tiers.cache.counters.leases, 0, "leases");
+}
+
+// The hook that makes room may end the lease that asked, here too.
+void lease_closed_while_loading() {
+  Tiered tiers(4);
+  const std::unique_ptr<Lease> other = tiers.open({9, 9});
+  other->reserve(2);
+  other->finish(2);
+  const std::unique_ptr<Lease> lease = tiers.open(Tiered::symbols);
+  expect_equal(lease->loadable(), 4, "positions on the host");
+  tiers.cache.evict = [&](std::uint64_t) {
+    lease->abort();
+    tiers.pool.move(tiers.tree.evict(3, 0, 0)[0], Owner::cached, Owner::free);
+  };
+  thrown<Closed>("a lease that ended while room was made", [&] { lease->begin_load(); });
+  tiers.expect_private(0);
+  tiers.expect_locked(0, 0);
+}
+
+void touched_nodes() {
+  Tiered tiers;
+  const std::unique_ptr<Lease> lease = tiers.open(Tiered::symbols);
+  tiers.open(Tiered::symbols);
+  tiers.open({7, 7});
+  const Handle host = tiers.tree.locate("", bytes_of(key_of(Tiered::symbols)), 4);
+  expect(tiers.cache.take_touched() == std::vector<Handle>{host}, "what is matched twice is named once");
+  expect(tiers.cache.take_touched().empty(), "what was taken is gone");
+  lease->reserve(4);
+  lease->publish(6);
+  lease->publish(8);
+  expect_equal(tiers.cache.take_touched().size(), 2, "what was published");
+  for (Handle node = 1; node < 100'000; ++node)
+    tiers.cache.touched(node);
+  expect_equal(tiers.cache.take_touched().size(), 1 << 16, "nodes, at most");
+  tiers.cache.touched(1);
+  expect_equal(tiers.cache.take_touched().size(), 1, "nodes after that");
+  Small one{"a"};
+  one.cache.touched(1);
+  expect(one.cache.take_touched().empty(), "with one tier nothing is noted");
+}
+
+// ---------------------------------------------------------------- rows
+
+// Rows of many lengths, strides and numbers: as a byte after another would be copied, and nothing beside them.
+void copied_rows() {
+  struct Case {
+    std::size_t bytes, gap, rows, misaligned;
+    bool dense;
+  };
+  const std::vector<Case> cases{
+      {1, 0, 1, 0, true},        {7, 3, 5, 1, false},       {64, 0, 9, 0, true},       {4096, 0, 300, 0, true},
+      {4096, 0, 300, 0, false},  {4096, 16, 301, 0, true},  {2047, 1, 600, 0, false},  {2100, 12, 600, 0, false},
+      {4096, 16, 300, 4, false}, {2048, 16, 512, 0, false}, {300'000, 0, 6, 0, false},
+  };
+  Choices choose(1);
+  for (const Case& c : cases) {
+    const std::size_t stride = c.bytes + c.gap;
+    std::vector<std::uint8_t> source(stride * c.rows + 64), target(stride * c.rows + 64, 77);
+    for (std::uint8_t& byte : source)
+      byte = static_cast<std::uint8_t>(choose.below(256));
+    Ids from(c.rows), to(c.rows);
+    std::iota(from.begin(), from.end(), 0);
+    std::iota(to.begin(), to.end(), 0);
+    if (!c.dense) std::reverse(to.begin(), to.end());
+    to.resize(c.rows - c.rows / 4);  // some rows stay as they are
+    from.resize(to.size());
+    std::vector<std::uint8_t> expected = target;
+    for (std::size_t i = 0; i < to.size(); ++i)
+      std::copy_n(&source[c.misaligned + stride * from[i]], c.bytes, &expected[c.misaligned + stride * to[i]]);
+    const Rows read{source.data() + c.misaligned, static_cast<std::ptrdiff_t>(stride)};
+    const Rows write{target.data() + c.misaligned, static_cast<std::ptrdiff_t>(stride)};
+    copy_rows(write, to, read, from, c.bytes);
+    expect(target == expected, "rows of " + std::to_string(c.bytes) + " bytes");
+  }
+}
+
 }  // namespace
 
 void run_cases() {
@@ -536,6 +884,21 @@ void run_cases() {
   hook_fails();
   no_page_for_a_copy();
   long_arrays();
+  paths();
+  gap();
+  locate_splits();
+  next_victims();
+  commit_joins();
+  load_arrives();
+  load_fails();
+  load_refused();
+  copy_too_late();
+  no_room_to_load();
+  load_left_behind();
+  loads_end_in_any_order();
+  lease_closed_while_loading();
+  touched_nodes();
+  copied_rows();
 }
 
 }  // namespace mainstem

@@ -101,6 +101,19 @@ void evict(Forest& f, std::uint64_t ids, std::uint32_t component) {
   if (before - f.tree.counts(component, 0).present != freed[component].size()) throw Failure{"ids were lost"};
 }
 
+// Host pages in flight for one component of a node; for all that the host lacks of a path.
+void attach(Forest& f, Handle node, std::uint32_t component) {
+  Ids ids(f.rows[component].ids(f.tree.end(node) - f.tree.start(node)));
+  std::iota(ids.begin(), ids.end(), f.next_id);
+  f.tree.attach(node, component, 1, ids, false);
+  f.next_id += static_cast<std::int32_t>(ids.size());
+}
+void attach_all(Forest& f, Handle end) {
+  for (const Handle node : f.tree.lacking(end, 0, 1, 0))
+    for (std::uint32_t component = 0; component < f.rows.size(); ++component)
+      if (f.tree.residency(node, component, 1) == Residency::absent) attach(f, node, component);
+}
+
 const std::vector<Operation> kOperations{
     {"insert into a new namespace", nothing, [](Forest& f) { f.insert("a tenant with a long name", run_of(100)); }},
     {"insert a branch", nothing, [](Forest& f) { f.insert("a", parted(300, 150)); }},
@@ -135,6 +148,34 @@ const std::vector<Operation> kOperations{
      [](Forest& f) { f.tree.commit(f.node, 0); }},
     {"cancel", [](Forest& f) { f.node = f.insert("a", run_of(100, 300), f.node, false); },
      [](Forest& f) { f.tree.cancel(f.node, 0); }},
+    {"attach in flight below what is in flight",
+     [](Forest& f) {
+       attach_all(f, f.pinned);
+       f.node = f.tree.match("c", bytes_of(run_of(80)), false).node;
+     },
+     [](Forest& f) { attach(f, f.node, 0); }},
+    {"commit on two tiers", [](Forest& f) { attach_all(f, f.node); }, [](Forest& f) { f.tree.commit(f.node, 1); }},
+    {"commit with a joint",
+     [](Forest& f) {
+       attach_all(f, f.pinned);
+       f.node = f.tree.match("c", bytes_of(run_of(80)), false).node;
+       attach_all(f, f.node);
+       f.tree.commit(f.pinned, 1);
+       f.tree.unlock(f.pinned, 0);
+     },
+     [](Forest& f) { f.tree.commit(f.node, 1); }},
+    {"cancel on two tiers", [](Forest& f) { attach_all(f, f.node); }, [](Forest& f) { f.tree.cancel(f.node, 1); }},
+    {"locate with a split", nothing, [](Forest& f) { f.tree.locate("a", bytes_of(run_of(300)), 120); }},
+    {"look for what is lacking", nothing,
+     [](Forest& f) {
+       for (const Handle node : f.tree.lacking(f.node, 0, 1, 0))
+         f.tree.own_ids(node, 0, 0);
+     }},
+    {"look for the hottest", nothing,
+     [](Forest& f) {
+       for (const Handle node : f.tree.hottest(10, 0))
+         f.tree.path_key(node);
+     }},
     {"evict everything", nothing, [](Forest& f) { evict(f, 100000, 0); }},
     {"evict a part", nothing, [](Forest& f) { evict(f, 10, 0); }},
     {"evict some of the last component", nothing,
@@ -262,7 +303,7 @@ constexpr std::uint32_t kPages = 100;
 const std::vector<Component> kFull{{Kind::full}};
 
 struct Desk {
-  Desk() {
+  explicit Desk(std::uint32_t tiers) : tree(4, 2, kFull, tiers, "lru", 42) {
     insert("b", run_of(60, 7000));
     insert("c", run_of(9, 8000));
     insert("c", run_of(9, 9000));
@@ -291,23 +332,38 @@ struct Desk {
       }
     expect_equal(pool.owned(Owner::privately), privately, "private pages");
     expect_equal(pool.owned(Owner::cached), tree.counts(0, 0).present, "cached pages");
-    for (const auto& [path, cells] : contents_of(tree, kFull, 1))
-      expect(pool.owner(cells[0].id) == std::string("cached"), "a page of the tree is cached");
+    for (const auto& [path, cells] : contents())
+      if (cells[0].residency == Residency::present)
+        expect(pool.owner(cells[0].id) == std::string("cached"), "a page of the tree is cached");
+  }
+  Contents contents() const { return contents_of(tree, kFull, tree.tiers()); }
+  // Takes all of a namespace to the host, and away from the device; a lease then asks for it.
+  void send_down(const char* ns, const std::string& key) {
+    const Handle node = tree.locate(ns, bytes_of(key), static_cast<std::uint32_t>(key.size() / tree.page_bytes()));
+    Ids ids(tree.end(node));
+    std::iota(ids.begin(), ids.end(), 0);
+    tree.attach(node, 0, 1, ids, true);
+    pool.move(tree.evict(kPages, 0, 0)[0], Owner::cached, Owner::free);
+    other = open(ns, key);
   }
   // Ends all leases and empties the tree: every page comes back.
   void close() {
     for (Lease* one : {lease.get(), other.get()})
       if (one) one->finish({});
+    cache.end_load(1);  // if one has begun
     check();
     lease.reset();
     other.reset();
     cache.take_back();
+    for (std::uint32_t tier = 0; tier < tree.tiers(); ++tier)
+      expect_equal(tree.counts(0, tier).locked, 0, "pages locked in the end");
+    if (tree.tiers() > 1) tree.evict(kPages, 0, 1);
     pool.move(tree.evict(kPages, 0, 0)[0], Owner::cached, Owner::free);
     check();
     expect_equal(pool.owned(Owner::free), kPages, "free pages in the end");
   }
 
-  Tree tree{4, 2, kFull, 1, "lru", 42};
+  Tree tree;
   Pool pool{kPages};
   Cache cache{tree, pool, true};
   std::unique_ptr<Lease> lease, other;
@@ -357,6 +413,45 @@ const std::vector<LeaseOperation> kLeaseOperations{
      }},
 };
 
+// With a host, of whose pages a lease wants to load.
+const std::vector<LeaseOperation> kLoadOperations{
+    {"a lease on two tiers", false, [](Desk& d) { d.send_down("b", run_of(60, 7000)); },
+     [](Desk& d) { d.other = d.open("b", run_of(41, 7000)); }},
+    {"begin a load", false, [](Desk& d) { d.send_down("b", run_of(60, 7000)); },
+     [](Desk& d) { d.other->begin_load(); }},
+    {"begin a load with eviction", true,
+     [](Desk& d) {
+       d.send_down("b", run_of(60, 7000));
+       d.insert("e", run_of(60, 500));
+       d.lease->reserve(2 * d.pool.owned(Owner::free) - 20);
+     },
+     [](Desk& d) { d.other->begin_load(); }},
+    {"a load that fails", false,
+     [](Desk& d) {
+       d.send_down("b", run_of(60, 7000));
+       d.other->begin_load();
+     },
+     [](Desk& d) { d.other->end_load(false); }},
+    {"close while loading", false,
+     [](Desk& d) {
+       d.send_down("b", run_of(60, 7000));
+       d.other->begin_load();
+     },
+     [](Desk& d) {
+       d.other->finish({});
+       d.cache.end_load(1);
+     }},
+    {"drop while loading", false,
+     [](Desk& d) {
+       d.send_down("b", run_of(60, 7000));
+       d.other->begin_load();
+     },
+     [](Desk& d) {
+       d.other.reset();
+       d.cache.end_load(1);
+     }},
+};
+
 bool is_part(const Contents& some, const Contents& all) {
   for (const auto& [path, cells] : some) {
     const auto found = all.find(path);
@@ -365,10 +460,10 @@ bool is_part(const Contents& some, const Contents& all) {
   return true;
 }
 
-bool fail_in_lease(const LeaseOperation& operation, long k) {
-  Desk desk;
+bool fail_in_lease(const LeaseOperation& operation, std::uint32_t tiers, long k) {
+  Desk desk(tiers);
   operation.prepare(desk);
-  const Contents before = contents_of(desk.tree, kFull, 1);
+  const Contents before = desk.contents();
   const End end = fail(k, [&] { operation.run(desk); });
   if (end != End::failed) {
     desk.check();
@@ -376,12 +471,54 @@ bool fail_in_lease(const LeaseOperation& operation, long k) {
     return end == End::did_without;
   }
   desk.check();
-  const Contents after = contents_of(desk.tree, kFull, 1);
+  const Contents after = desk.contents();
   expect(operation.evicts ? is_part(after, before) : after == before, "the contents are the same");
   operation.run(desk);
   desk.check();
   desk.close();
   return true;
+}
+
+// With windows a lock may cut a node: what a lease locked on the device is let go if the host's lock fails.
+bool fail_in_locks(long k) {
+  Forest forest({{Kind::full}, {Kind::window, 16}});
+  forest.insert("d", run_of(80), 0, true, 1);
+  forest.insert("d", run_of(40));
+  forest.tree.unlock(forest.pinned, 0);
+  Pool pool(0);
+  Cache cache(forest.tree, pool, true);
+  const std::string key = run_of(80);
+  const auto open = [&] {
+    Lease lease(cache, "d", 0, bytes_of(key), 80, false, CheckRest());
+    const std::uint64_t loadable = lease.loadable();
+    lease.abort();
+    return loadable;
+  };
+  const End end = fail(k, open);
+  for (const std::uint32_t tier : {0u, 1u})
+    expect_equal(forest.tree.counts(0, tier).locked, 0, "pages locked");
+  expect_equal(cache.counters.leases, 0, "open leases");
+  forest.tree.check();
+  expect_equal(open(), 40, "positions on the host");
+  return end != End::had_fewer;
+}
+
+// What a load brought may be left unpublished for want of memory: it is counted and kept, and published with what
+// follows.
+bool fail_in_arrival(bool duplicate, long k) {
+  Desk desk(2);
+  desk.send_down("b", run_of(60, 7000));
+  desk.other->begin_load();
+  if (duplicate) desk.insert("b", run_of(40, 7000));
+  const End end = fail(k, [&] { desk.other->end_load(true); });
+  desk.check();
+  expect_equal(desk.other->hit(), 60, "the hit");
+  expect_equal(desk.cache.counters.host_hit, 60, "positions hit on the host");
+  if (end == End::failed) desk.other->publish(60);
+  expect_equal(desk.other->published(), 60, "positions published");
+  desk.check();
+  desk.close();
+  return end != End::had_fewer;
 }
 
 // Fails allocations until a run has so few that none fails; how many did.
@@ -396,6 +533,8 @@ void count(const std::string& name, const std::function<bool(long)>& fail) {
     throw Failure{name + ", allocation " + std::to_string(failed) + ": " + error.message};
   } catch (const WrongOwner& error) {
     throw Failure{name + ", allocation " + std::to_string(failed) + ": " + error.message};
+  } catch (const BadValue& error) {
+    throw Failure{name + ", allocation " + std::to_string(failed) + ": " + error.name + " " + error.value};
   }
   std::printf("%s: %ld allocations failed\n", name.c_str(), failed);
 }
@@ -413,7 +552,14 @@ void run() {
     for (const auto& [kind, rows] : kinds)
       count(kind + ": refused: " + refusal.name, [&](long k) { return fail_in_refusal(refusal, rows, k); });
   for (const LeaseOperation& operation : kLeaseOperations)
-    count(operation.name, [&](long k) { return fail_in_lease(operation, k); });
+    for (const std::uint32_t tiers : {1u, 2u})
+      count(std::to_string(tiers) + (tiers == 1 ? " tier: " : " tiers: ") + operation.name,
+            [&](long k) { return fail_in_lease(operation, tiers, k); });
+  for (const LeaseOperation& operation : kLoadOperations)
+    count(std::string("2 tiers: ") + operation.name, [&](long k) { return fail_in_lease(operation, 2, k); });
+  count("2 tiers: a lease that cuts windows", fail_in_locks);
+  count("2 tiers: a load that arrives", [](long k) { return fail_in_arrival(false, k); });
+  count("2 tiers: a load that arrives as a duplicate", [](long k) { return fail_in_arrival(true, k); });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The native tests of the core, but for those of memory that runs out.
 //
-//   random_operations SEEDS OPERATIONS            the cases, then random operations on trees and caches
+//   random_operations SEEDS OPERATIONS            the cases, then random operations on trees, caches and tiers
 //   random_operations SEEDS OPERATIONS --threads  the same seeds from several threads at once, each with its own tree,
 //                                                 and several threads that read one tree
 #include "random_operations.h"
@@ -73,6 +73,7 @@ void run_threads(std::uint64_t seeds, std::uint32_t operations) {
     in_threads([&](unsigned thread) {
       random_tree(seed * kThreads + thread, operations);
       random_cache(seed * kThreads + thread, operations);
+      random_tiers(seed * kThreads + thread, operations);
     });
     random_peeks(seed, operations);
   }
@@ -83,6 +84,7 @@ void run(std::uint64_t seeds, std::uint32_t operations) {
   for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
     random_tree(seed, operations);
     random_cache(seed, operations);
+    random_tiers(seed, operations);
   }
 }
 

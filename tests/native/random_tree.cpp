@@ -66,7 +66,7 @@ class World {
 
   void step() {
     if (model_.size() > 60 || holds_.size() > 6 || flights_.size() > 3) tidy();
-    switch (choose_.below(12)) {
+    switch (choose_.below(14)) {
       case 0:
       case 1:
         match();
@@ -93,6 +93,12 @@ class World {
         break;
       case 10:
         land();
+        break;
+      case 11:
+        locate();
+        break;
+      case 12:
+        back_up();
         break;
       default:
         refuse();
@@ -237,6 +243,8 @@ class World {
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       for (std::uint32_t tier = 0; tier < tiers_; ++tier)
         compare_counts(c, tier);
+    for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+      compare_hottest(tier);
     for (const Place& place : places_)
       compare_place(place);
     for (const Hold& hold : holds_)
@@ -290,6 +298,86 @@ class World {
     }
     expect(exists(place.path), "a good handle denotes something");
     compare_ids(place.handle, place.path);
+    compare_views(place);
+  }
+  // What a node says of itself, and of the path to it.
+  void compare_views(const Place& place) const {
+    expect(tree_.path_key(place.handle) == place.path, "the key of a path");
+    const std::uint32_t start = tree_.start(place.handle);
+    expect_equal(start, view_of(place).stats.start, "the start of a node");
+    const std::uint32_t end = pages_of(place.path.second);
+    for (std::uint32_t tier = 0; tier < tiers_; ++tier) {
+      for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+        const std::size_t s = slot(c, tier);
+        const PageCell last = cell(place.path, s);
+        expect(tree_.residency(place.handle, c, tier) == last.residency, "the residency of a node");
+        Ids ids;
+        for (std::uint32_t page = rows_[c].per_page() ? start : end - 1; page < end; ++page)
+          if (last.residency == Residency::present) ids.push_back(cell(front(place.path, page + 1), s).id);
+        expect(tree_.own_ids(place.handle, c, tier) == ids, "the ids of a node alone");
+      }
+      expect_equal(tree_.in_flight_above(place.handle, tier), flight_above(front(place.path, start), tier),
+                   "by whose name what lies above is in flight");
+      for (std::uint32_t hits = 0; hits < 3; ++hits)
+        compare_lacking(place, tier, hits);
+    }
+  }
+  // The name of the flight that the nearest full pages in flight on the way up belong to.
+  Handle flight_above(const Path& path, std::uint32_t tier) const {
+    for (std::uint32_t pages = pages_of(path.second); pages > 0; --pages)
+      for (const Flight& flight : flights_)
+        if (flight.tier == tier && flight.cells.contains({front(path, pages), slot(0, tier)}))
+          return flight.place.handle;
+    return 0;
+  }
+  // Pages of which tier `to` lacks something that tier `from` has, up to a hole in the first component on both, or to
+  // one with too few hits.
+  std::set<Path> lacking_pages(const Path& path, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
+    std::set<Path> pages;
+    for (std::uint32_t end = 1; end <= pages_of(path.second); ++end) {
+      const Path here = front(path, end);
+      const auto residency = [&](std::uint32_t c, std::uint32_t tier) { return cell(here, slot(c, tier)).residency; };
+      bool lacks = false;
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)
+        lacks = lacks || (residency(c, to) == Residency::absent && residency(c, from) == Residency::present);
+      if (residency(0, to) == Residency::absent && residency(0, from) != Residency::present) break;
+      const auto use = uses_.find(here);
+      if (lacks && (use == uses_.end() ? 0 : use->second.hits) < hits) break;
+      if (lacks) pages.insert(here);
+    }
+    return pages;
+  }
+  void compare_lacking(const Place& place, std::uint32_t to, std::uint32_t hits) const {
+    const std::uint32_t from = tiers_ - 1 - to;
+    std::set<Path> expected = lacking_pages(place.path, from, to, hits);
+    std::uint32_t reached = 0;
+    for (const Handle node : tree_.lacking(place.handle, from, to, hits)) {
+      const std::uint32_t start = tree_.start(node);
+      expect(start >= reached, "nodes come from the top");
+      reached = tree_.end(node);
+      expect(tree_.path_key(node) == front(place.path, reached), "a node lies on the path");
+      std::size_t lacks = 0;
+      for (std::uint32_t end = start + 1; end <= reached; ++end)
+        lacks += expected.erase(front(place.path, end));
+      expect(lacks > 0, "a node lacks something");
+    }
+    expect(expected.empty(), "all that is lacking was named");
+  }
+  void compare_hottest(std::uint32_t tier) const {
+    std::vector<std::pair<std::uint32_t, std::uint64_t>> uses;  // hits and time, of all that is present
+    std::map<Handle, std::pair<std::uint32_t, std::uint64_t>> by_node;
+    for (const std::string& ns : tree_.namespaces())
+      for (const NodeView& node : tree_.nodes(ns))
+        if (node.cells[slot(0, tier)].residency == Residency::present)
+          uses.push_back(by_node[node.stats.node] = {node.stats.hits, node.stats.accessed});
+    std::sort(uses.rbegin(), uses.rend());
+    for (const std::size_t most : {std::size_t{2}, std::size_t{100}}) {
+      const std::vector<Handle> found = tree_.hottest(most, tier);
+      expect_equal(found.size(), std::min(most, uses.size()), "the hottest nodes");
+      expect(std::set<Handle>(found.begin(), found.end()).size() == found.size(), "each is named once");
+      for (std::size_t i = 0; i < found.size(); ++i)
+        expect(by_node.contains(found[i]) && by_node[found[i]] == uses[i], "the hottest come first");
+    }
   }
   void compare_ids(Handle handle, const Path& path) const {
     const std::uint32_t pages = pages_of(path.second);
@@ -316,6 +404,7 @@ class World {
     const std::uint32_t inside = partial ? agreement(path, pages) : 0;
     const PeekResult peeked = tree_.peek(path.first, key, partial);
     expect_equal(peeked.pages, pages, "pages peeked");
+    expect_equal(peeked.host_pages, all_tiers - pages, "pages peeked on other tiers");
     expect_equal(peeked.partial, inside, "symbols peeked inside a page");
 
     std::size_t known = 0;
@@ -463,11 +552,17 @@ class World {
     const std::uint32_t tier = choose_.below(tiers_);
     const std::uint32_t want = choose_.one_in(4) ? choose_.below(20) : 1 + choose_.below(3);
     const CellCounts counts = tree_.counts(c, tier);
-    const std::int32_t victim = want ? first_victim(c, tier) : -1;
     doing("evict", {}, want, c, tier);
+    const std::int32_t victim = first_victim(c, tier);
+    const Handle next = tree_.next_victim(c, tier);
+    expect_equal(next != 0, victim >= 0, "whether there is a victim");
+    if (next) {
+      const Ids own = tree_.own_ids(next, c, tier);
+      expect_equal(rows_[c].kind == Kind::full ? own.back() : own.front(), victim, "the next victim");
+    }
     const std::vector<Ids> freed = tree_.evict(want, c, tier);
     expect_equal(freed[c].size(), std::min<std::uint64_t>(want, counts.present - counts.locked), "ids evicted");
-    if (victim >= 0) expect(contains(freed[c], victim), "the lowest rank goes first");
+    if (want && victim >= 0) expect(contains(freed[c], victim), "the lowest rank goes first");
     take(freed, tier);
   }
   static bool contains(const Ids& ids, std::int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); }
@@ -593,13 +688,62 @@ class World {
       return;
     }
     tree_.attach(place.handle, c, tier, ids, ready);
+    note_attached(place, c, tier, ids, ready);
+  }
+  // The ids are those of the last pages of the path.
+  void note_attached(const Place& place, std::uint32_t component, std::uint32_t tier, const Ids& ids, bool ready) {
+    const std::size_t s = slot(component, tier);
     Flight flight{place, tier, {}};
-    for (std::uint32_t i = 0; i < ids.size(); ++i) {
-      const std::uint32_t page = rows_[c].per_page() ? view.stats.start + i : view.stats.start + view.stats.pages - 1;
-      put(front(place.path, page + 1), s, {ready ? Residency::present : Residency::in_flight, ids[i]});
-      flight.cells.insert({front(place.path, page + 1), s});
+    std::uint32_t end = pages_of(place.path.second) - static_cast<std::uint32_t>(ids.size());
+    for (const std::int32_t id : ids) {
+      const Path here = front(place.path, ++end);
+      put(here, s, {ready ? Residency::present : Residency::in_flight, id});
+      flight.cells.insert({here, s});
     }
     if (!ready) flights_.push_back(flight);
+  }
+  // Finds the place behind some pages of a key, which may lie inside a node; nothing else changes.
+  void locate() {
+    const Path path = some_path();
+    const std::uint32_t pages = choose_.below(pages_of(path.second) + 2);
+    doing("locate", path, pages);
+    const bool there = pages > 0 && pages <= pages_of(path.second) && exists(front(path, pages));
+    const Counters before = tree_.counters();
+    const Handle found = tree_.locate(path.first, bytes_of(path.second), pages);
+    expect_equal(found != 0, there, "whether the tree has the pages");
+    expect_equal(tree_.counters().match_calls, before.match_calls, "calls counted, as if it had been a match");
+    if (!found) return expect_equal(tree_.counters().splits, before.splits, "splits for what is not there");
+    expect_equal(tree_.end(found), pages, "the end of the place");
+    remember(found, front(path, pages));
+  }
+
+  // Takes to one tier what it lacks of a path, as a controller does: first locks all, which may cut a node where a
+  // window begins; then all is in flight at once, each under its own name.
+  void back_up() {
+    if (tiers_ == 1) return;
+    const Place place = some_place();
+    const std::uint32_t to = choose_.below(tiers_);
+    const std::uint32_t from = tiers_ - 1 - to;
+    doing("back up", place.path, to);
+    std::vector<Handle> nodes;
+    for (std::set<Handle> held; held.size() < (nodes = tree_.lacking(place.handle, from, to, 0)).size();)
+      for (const Handle node : nodes)
+        if (held.insert(node).second)
+          for (const std::uint32_t tier : {from, to}) {
+            tree_.lock(node, tier);
+            holds_.push_back({{node, front(place.path, tree_.end(node))}, tier});
+          }
+    for (const Handle node : nodes)
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)
+        back_up_cell({node, front(place.path, tree_.end(node))}, c, from, to);
+    expect(tree_.lacking(place.handle, from, to, 0).empty(), "nothing is lacking any more");
+  }
+  void back_up_cell(const Place& place, std::uint32_t component, std::uint32_t from, std::uint32_t to) {
+    const Ids there = tree_.own_ids(place.handle, component, from);
+    if (there.empty() || tree_.residency(place.handle, component, to) != Residency::absent) return;
+    const Ids ids = new_ids(there.size());
+    tree_.attach(place.handle, component, to, ids, false);
+    note_attached(place, component, to, ids, false);
   }
   NodeView view_of(const Place& place) const {
     for (NodeView& view : tree_.nodes(place.path.first))

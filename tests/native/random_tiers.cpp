@@ -1,0 +1,754 @@
+// Random operations on a cache over two tiers, with a controller made by hand: copies to the host that land in any
+// order, leases that load from the host and are closed or dropped meanwhile, eviction on both tiers. After each
+// operation every page of both pools is counted out, the tree holds what a map from prefixes to pages holds, and every
+// page that the tree or a table names holds exactly the symbols that lead to it.
+#include <algorithm>
+#include <list>
+#include <memory>
+#include <optional>
+#include <set>
+#include <tuple>
+
+#include "cache.h"
+#include "random_operations.h"
+#include "support.h"
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::uint32_t kSymbolBytes = 4, kDevice = 0, kHost = 1, kTiers = 2;
+const std::vector<Component> kRows{{Kind::full}};
+
+enum class Room { by_order, by_hook, by_hook_after_copy };  // who evicts from the device
+
+struct Shape {
+  std::uint32_t page_size, pages, host_pages, hits;
+  Room room;
+  std::string policy;
+};
+
+struct Load {
+  PageLoad pages;
+  Path path;  // that the host has
+};
+
+// A lease, and what it must say of itself.
+struct Holder {
+  std::unique_ptr<Lease> lease;
+  std::string ns, key;
+  std::uint64_t hit = 0, reserved = 0, published = 0, loadable = 0;
+  Path host;  // that it locks on the host
+  std::optional<Load> load;
+  bool appended = false, counted = false;
+};
+
+// What a lease left behind that was closed while its pages were written, or dropped.
+struct Left {
+  Path device, host;
+  std::optional<Load> load;
+  std::uint64_t pages;  // private ones
+};
+
+// Nodes on their way to the host; a name and its host pages.
+struct Copy {
+  struct Part {
+    Handle node;
+    Path path;
+    Ids sources, targets;
+  };
+  std::vector<Part> parts;
+  const Copy* above = nullptr;  // that has not landed
+};
+
+class World {
+ public:
+  World(const Shape& shape, std::uint64_t seed)
+      : choose_(seed),
+        shape_(shape),
+        tree_(kSymbolBytes, shape.page_size, kRows, kTiers, shape.policy, seed),
+        pool_(shape.pages),
+        host_(shape.host_pages),
+        cache_(tree_, pool_, true),
+        written_{std::vector<Path>(shape.pages), std::vector<Path>(shape.host_pages)} {
+    if (shape.room != Room::by_order) cache_.evict = [this](std::uint64_t pages) { make_room(pages); };
+  }
+
+  void step() {
+    if (open_.empty() || choose_.one_in(6))
+      open();
+    else if (choose_.one_in(2))
+      use(open_[choose_.below(static_cast<std::uint32_t>(open_.size()))]);
+    else
+      control();
+    if (open_.size() > 3) close(open_.front());
+    std::erase_if(open_, [](const Holder& h) { return h.lease == nullptr || h.lease->closed(); });
+    compare();
+  }
+
+  // Lets everything go: nothing may stay behind.
+  void finish() {
+    for (Holder& h : open_)
+      close(h);
+    open_.clear();
+    while (!loads_left().empty())
+      end_left_load();
+    while (!copies_.empty())
+      land();
+    take_back();
+    compare();
+    expect_equal(cache_.counters.leases, 0, "open leases left");
+    for (const std::uint32_t tier : {kDevice, kHost})
+      evict(1000, tier);
+    compare();
+    expect_equal(pool_.owned(Owner::free), shape_.pages, "free pages in the end");
+    expect_equal(host_.owned(Owner::free), shape_.host_pages, "free host pages in the end");
+    expect_equal(tree_.size(), 0, "nodes left");
+  }
+
+  const std::string& doing() const { return doing_; }
+
+ private:
+  std::uint64_t page_bytes() const { return std::uint64_t{shape_.page_size} * kSymbolBytes; }
+  std::uint64_t pages(std::uint64_t positions) const { return (positions + shape_.page_size - 1) / shape_.page_size; }
+  std::uint64_t pages(const Path& path) const { return path.second.size() / page_bytes(); }
+  Path front(const Path& path, std::uint64_t pages) const {
+    return {path.first, path.second.substr(0, pages * page_bytes())};
+  }
+  Path front(const Holder& h, std::uint64_t pages) const { return front(Path{h.ns, h.key}, pages); }
+  Path shared(const Holder& h) const { return front(h, h.published / shape_.page_size); }
+  Path& content(std::uint32_t tier, std::int32_t page) { return written_[tier][static_cast<std::size_t>(page)]; }
+  Pool& pool(std::uint32_t tier) { return tier == kDevice ? pool_ : host_; }
+
+  PageCell cell(const Path& path, std::uint32_t tier) const {
+    const auto found = model_.find(path);
+    return found == model_.end() ? PageCell{} : found->second[tier];
+  }
+  bool has(const Path& path, std::uint32_t tier) const { return cell(path, tier).residency == Residency::present; }
+  void put(const Path& path, std::uint32_t tier, PageCell cell) {
+    std::vector<PageCell>& cells = model_[path];
+    cells.resize(kTiers);
+    cells[tier] = cell;
+    if (cells[kDevice] == PageCell{} && cells[kHost] == PageCell{}) model_.erase(path);
+  }
+
+  // ---------------------------------------------------------------- what must be so
+
+  void compare() {
+    tree_.check();
+    expect(pool_.sound() && host_.sound(), "the pools are sound");
+    expect(contents_of(tree_, kRows, kTiers) == model_, "the tree holds what the model holds");
+    std::set<std::int32_t> owned[kTiers], coming;
+    std::uint64_t locked_pages[kTiers] = {0, 0};
+    const std::set<Path> locked_paths[kTiers] = {locked(kDevice), locked(kHost)};
+    for (const auto& [path, cells] : model_)
+      for (const std::uint32_t tier : {kDevice, kHost}) {
+        const PageCell& at = cells[tier];
+        if (at.residency == Residency::absent) continue;
+        const bool present = at.residency == Residency::present;
+        expect(present || tier == kHost, "nothing is in flight to the device");
+        expect((present ? owned[tier] : coming).insert(at.id).second, "a page has one place");
+        expect(pool(tier).owner(at.id) == std::string(present ? "cached" : "private"), "a page of the tree is its own");
+        if (present) expect(content(tier, at.id) == path, "a page holds what leads to it");
+        if (present) locked_pages[tier] += locked_paths[tier].contains(path);
+      }
+    for (const std::uint32_t tier : {kDevice, kHost}) {
+      expect_equal(pool(tier).owned(Owner::cached), owned[tier].size(), "cached pages");
+      const CellCounts counts = tree_.counts(0, tier);
+      expect_equal(counts.present, owned[tier].size(), "pages that the tree counts");
+      expect_equal(counts.in_flight, tier == kHost ? coming.size() : 0, "pages in flight");
+      expect_equal(counts.locked, locked_pages[tier], "pages locked");
+    }
+    compare_copies(coming);
+    expect_equal(host_.owned(Owner::privately), coming.size(), "private host pages");
+    std::uint64_t privately = 0;
+    for (const Holder& h : open_)
+      privately += compare_lease(h, &owned[kDevice]);
+    for (const Left& left : left_)
+      privately += left.pages;
+    expect_equal(pool_.owned(Owner::privately), privately, "private pages");
+    expect_equal(cache_.counters.leases, open_.size() + left_.size(), "leases that are open, or left pages");
+    expect_equal(cache_.counters.queried, queried_, "positions queried");
+    expect_equal(cache_.counters.hit, hit_, "positions hit");
+    expect_equal(cache_.counters.host_hit, host_hit_, "positions hit on the host");
+  }
+  void compare_copies(std::set<std::int32_t> coming) const {
+    for (const Copy& copy : copies_)
+      for (const Copy::Part& part : copy.parts)
+        for (std::size_t i = 0; i < part.targets.size(); ++i) {
+          expect_equal(coming.erase(part.targets[i]), 1, "a page that is copied to is in flight");
+          const Path here = front(part.path, pages(part.path) - part.targets.size() + i + 1);
+          expect(cell(here, kHost) == PageCell{Residency::in_flight, part.targets[i]},
+                 "a page in flight has its place");
+        }
+    expect(coming.empty(), "what is in flight is copied");
+  }
+  // How many private pages it has.
+  std::uint64_t compare_lease(const Holder& h, std::set<std::int32_t>* owned) const {
+    const Lease& lease = *h.lease;
+    expect_equal(lease.length(), h.key.size() / kSymbolBytes, "the length of a lease");
+    expect_equal(lease.reserved(), h.reserved, "positions reserved");
+    expect_equal(lease.published(), h.published, "positions published");
+    expect_equal(lease.hit(), h.hit, "the hit of a lease");
+    expect_equal(lease.loadable(), h.loadable, "positions that can be loaded");
+    const std::uint64_t upto = h.load ? h.published : std::min(h.reserved, lease.length());
+    expect_equal(lease.publishable(), upto, "positions that may be published");
+    const Table& table = lease.table();
+    expect_equal(table.size(), pages(h.reserved), "pages in a table");
+    const std::uint64_t shared = h.published / shape_.page_size;
+    for (std::uint64_t page = 0; page < table.size(); ++page) {
+      const std::int32_t id = table.memory()[static_cast<std::ptrdiff_t>(page)];
+      if (page < shared) {
+        expect(cell(front(h, page + 1), kDevice) == PageCell{Residency::present, id}, "a published page is the tree's");
+      } else {
+        expect(owned->insert(id).second && pool_.owner(id) == std::string("private"), "a private page is this lease's");
+      }
+    }
+    return table.size() - shared;
+  }
+
+  std::set<Path> locked(std::uint32_t tier) const {
+    std::set<Path> ends;
+    for (const Holder& h : open_)
+      if (h.lease && !h.lease->closed()) ends.insert(tier == kDevice ? shared(h) : h.host);
+    for (const Left& left : left_)
+      ends.insert(tier == kDevice ? left.device : left.host);
+    for (const Copy& copy : copies_)
+      for (const Copy::Part& part : copy.parts)
+        ends.insert(part.path);
+    for (const Path& path : held_)
+      ends.insert(path);
+    std::set<Path> all;
+    for (const Path& end : ends)
+      for (std::uint64_t n = 1; n <= pages(end); ++n)
+        all.insert(front(end, n));
+    return all;
+  }
+  std::uint64_t evictable() const {
+    const std::set<Path> locked_paths = locked(kDevice);
+    return static_cast<std::uint64_t>(std::count_if(model_.begin(), model_.end(), [&](const auto& page) {
+      return page.second[kDevice].residency == Residency::present && !locked_paths.contains(page.first);
+    }));
+  }
+
+  // What the tree gave up was its own, and nobody held it.
+  void gone(const Ids& ids, std::uint32_t tier) {
+    const std::set<Path> held = locked(tier);
+    for (const std::int32_t id : ids) {
+      const auto at =
+          std::find_if(model_.begin(), model_.end(), [&](const auto& p) { return p.second[tier].id == id; });
+      expect(at != model_.end() && has(at->first, tier), "what was evicted was the tree's, and there");
+      expect(!held.contains(at->first), "what was evicted was not locked");
+      put(Path(at->first), tier, {});
+    }
+  }
+  // The same, where the cache has evicted by itself: what the tree does not have any more.
+  void evicted_since(const std::set<Path>& held) {
+    const Contents contents = contents_of(tree_, kRows, kTiers);
+    for (const auto& [path, cells] : Contents(model_)) {
+      const auto at = contents.find(path);
+      if (!has(path, kDevice) || (at != contents.end() && at->second[kDevice] == cells[kDevice])) continue;
+      expect(!held.contains(path), "what was evicted was not locked");
+      put(path, kDevice, {});
+    }
+  }
+
+  // Leases that were dropped are ended by most calls of the cache; not while their pages are written.
+  void taken_back() {
+    std::erase_if(left_, [](const Left& left) { return !left.load; });
+  }
+  void take_back() {
+    cache_.take_back();
+    taken_back();
+  }
+
+  // Whether so many pages more can be had, and what they are: else an error, and everything as it was.
+  bool try_room(std::uint64_t missing, const std::function<void()>& call) {
+    const std::uint64_t free = pool_.owned(Owner::free);
+    std::uint64_t returning = 0;
+    for (const Left& left : left_)
+      returning += left.load ? 0 : left.pages;
+    taken_back();
+    const std::set<Path> held = locked(kDevice);
+    const std::uint64_t spare = evictable();
+    if (missing <= free + returning + spare) {
+      call();
+      evicted_since(held);
+      return true;
+    }
+    const NoPages error = thrown<NoPages>("more pages than can be had", call);
+    expect_equal(error.needed, missing, "pages needed");
+    expect_equal(error.free, free + returning, "pages free");
+    expect_equal(error.evictable, spare, "pages that could be evicted");
+    expect_equal(error.total, shape_.pages, "pages in all");
+    return false;
+  }
+
+  // What the operation touched: the nodes that end behind these paths, if they are still there.
+  void expect_touched(const std::vector<Path>& paths) {
+    const std::vector<Handle> touched = cache_.take_touched();
+    expect_equal(touched.size(), paths.size(), "nodes touched");
+    for (std::size_t i = 0; i < paths.size(); ++i) {
+      try {
+        expect(tree_.path_key(touched[i]) == paths[i], "a node that was touched");
+      } catch (const StaleHandle&) {
+      }
+      wanted_.push_back(touched[i]);
+    }
+    while (wanted_.size() > 6)
+      wanted_.erase(wanted_.begin());
+  }
+
+  // ---------------------------------------------------------------- leases
+
+  void open() {
+    if (choose_.one_in(3)) evict(100, kDevice);  // or there is seldom anything to load
+    doing_ = "open";
+    Holder h;
+    std::tie(h.ns, h.key) = some_path();
+    const std::uint64_t length = h.key.size() / kSymbolBytes;
+    const std::uint64_t most = length == 0 ? 0 : length - choose_.below(2);
+    std::uint64_t found = 0;
+    for (; (found + 1) * shape_.page_size <= most; ++found) {
+      const Path next = front(h, found + 1);
+      if (!has(next, kDevice) && !has(next, kHost)) break;
+      if (h.hit == found * shape_.page_size && has(next, kDevice)) h.hit += shape_.page_size;
+    }
+    h.published = h.reserved = h.hit;
+    h.loadable = found * shape_.page_size - h.hit;
+    if (h.loadable) h.host = front(h, found);
+    const Bytes key = bytes_of(h.key);
+    const PeekResult peeked = tree_.peek(h.ns, key.first(most * kSymbolBytes), false);
+    expect_equal(peeked.pages * shape_.page_size, h.hit, "positions peeked");
+    expect_equal(peeked.host_pages * shape_.page_size, h.loadable, "positions peeked on the host");
+    h.lease = std::make_unique<Lease>(cache_, h.ns, choose_.below(3), key, most, choose_.one_in(2), CheckRest());
+    taken_back();
+    expect_touched(found ? std::vector<Path>{front(h, found)} : std::vector<Path>{});
+    open_.push_back(std::move(h));
+    if (choose_.one_in(2) || open_.back().loadable) begin_load(open_.back());
+    if (choose_.one_in(2)) reserve(open_.back());
+  }
+
+  // Mostly one that was published before: what is on the host alone was used, and will be again.
+  Path some_path() {
+    if (!known_.empty() && !choose_.one_in(4)) {
+      Path path = choose_.of(known_);
+      if (choose_.one_in(2)) path.second += some_key(choose_, kSymbolBytes, shape_.page_size, 3);
+      return path;
+    }
+    return {choose_.one_in(4) ? "a" : "", some_key(choose_, kSymbolBytes, shape_.page_size, 7)};
+  }
+
+  void use(Holder& h) {
+    if (h.load && choose_.one_in(3)) return end_load(h);
+    switch (choose_.below(9)) {
+      case 0:
+      case 1:
+        return reserve(h);
+      case 2:
+      case 3:
+      case 4:
+        return publish(h);
+      case 5:
+        return append(h);
+      case 6:
+        return choose_.one_in(2) ? begin_load(h) : copy_inside(h);
+      case 7:
+        return close(h);
+      default:
+        if (choose_.one_in(2)) drop(h);
+    }
+  }
+
+  void reserve(Holder& h) {
+    doing_ = "reserve";
+    const std::uint64_t length = h.key.size() / kSymbolBytes;
+    std::uint64_t n = choose_.below(3 * shape_.page_size + 2);
+    if (length > h.reserved && choose_.one_in(2)) n = length - h.reserved;
+    const std::uint64_t missing = pages(h.reserved + n) - pages(h.reserved);
+    if (missing <= pool_.owned(Owner::free))
+      h.lease->reserve(n);
+    else if (!try_room(missing, [&] { h.lease->reserve(n); }))
+      return;
+    h.reserved += n;
+    if (!h.counted) {
+      queried_ += length;
+      hit_ += h.hit;
+    }
+    h.counted = true;
+  }
+
+  // A page that agrees in its front with what follows. Not looked at closely here: random_cache does.
+  void copy_inside(Holder& h) {
+    doing_ = "copy the front of a page";
+    if (h.hit != h.published || h.reserved != h.hit) return expect(!h.lease->begin_copy(), "too late for a copy");
+    take_back();
+    const std::set<Path> held = locked(kDevice);
+    std::optional<PageCopy> copy;
+    try {
+      copy = h.lease->begin_copy();
+    } catch (const StaleHandle&) {  // it was evicted since the match
+    }
+    evicted_since(held);
+    if (copy) h.lease->end_copy(false);
+    if (copy) expect(begins_with(content(kDevice, copy->source), shared(h)), "a page's front");
+  }
+
+  void append(Holder& h) {
+    doing_ = "append";
+    const std::string more = some_key(choose_, kSymbolBytes, shape_.page_size, 2);
+    h.lease->append(bytes_of(more));
+    h.key += more;
+    h.appended = h.appended || !more.empty();
+  }
+
+  void publish(Holder& h) {
+    doing_ = "publish";
+    const std::uint64_t upto = h.lease->publishable();
+    const std::uint64_t some = !choose_.one_in(4) ? upto : choose_.below(static_cast<std::uint32_t>(upto) + 1);
+    write(h, upto);
+    const Ids table = table_of(h);
+    h.lease->publish(some);
+    published(h, some, table);
+  }
+  // Writes what this lease computes into its private pages.
+  void write(const Holder& h, std::uint64_t upto) {
+    for (std::uint64_t page = h.published / shape_.page_size; page < upto / shape_.page_size; ++page)
+      content(kDevice, h.lease->table().memory()[static_cast<std::ptrdiff_t>(page)]) = front(h, page + 1);
+  }
+  static Ids table_of(const Holder& h) {
+    const IdSpan ids = h.lease->table().from(0);
+    return {ids.begin(), ids.end()};
+  }
+  // Pages of this table up to a position are the tree's, where it has none of its own.
+  void published(Holder& h, std::uint64_t upto, const Ids& table) {
+    const std::uint64_t before = h.published / shape_.page_size, end = upto / shape_.page_size;
+    for (std::uint64_t page = before; page < end; ++page)
+      if (!has(front(h, page + 1), kDevice)) put(front(h, page + 1), kDevice, {Residency::present, table[page]});
+    h.published = std::max(before, end) * shape_.page_size;
+    if (before < end) known_.push_back(front(h, end));
+    if (known_.size() > 4) known_.erase(known_.begin());
+    expect_touched(before < end ? std::vector<Path>{front(h, end)} : std::vector<Path>{});
+  }
+
+  void begin_load(Holder& h) {
+    doing_ = "begin a load";
+    const auto begin = [&] {
+      PageLoad load = h.lease->begin_load();
+      h.load = Load{std::move(load), h.host};
+    };
+    if (h.load || !h.loadable || h.reserved != h.hit || h.published != h.hit) {
+      thrown<BadValue>("a load too late", begin);
+      return;
+    }
+    if (!try_room(h.loadable / shape_.page_size, begin)) return;
+    const Load& load = *h.load;
+    expect(load.pages.id > last_load_, "a load has a number of its own");
+    last_load_ = load.pages.id;
+    h.reserved += h.loadable;
+    const std::uint64_t first = h.hit / shape_.page_size;
+    expect_equal(load.pages.source.size(), h.loadable / shape_.page_size, "pages to be loaded");
+    for (std::size_t i = 0; i < load.pages.source.size(); ++i) {
+      const PageCell there = cell(front(h, first + i + 1), kHost);
+      expect(there == PageCell{Residency::present, load.pages.source[i]}, "a page to be loaded from the host");
+      expect_equal(load.pages.target[i], h.lease->table().from(first)[i], "a page to be loaded to");
+      content(kDevice, load.pages.target[i]) = {};
+    }
+  }
+  // The copy: late, so that what should have been locked has had its time to change.
+  void copy_up(const Load& load) {
+    for (std::size_t i = 0; i < load.pages.source.size(); ++i)
+      content(kDevice, load.pages.target[i]) = content(kHost, load.pages.source[i]);
+  }
+  void end_load(Holder& h) {
+    const bool arrived = !choose_.one_in(3);
+    doing_ = arrived ? "a load arrives" : "a load fails";
+    if (arrived) copy_up(*h.load);
+    const Ids table = table_of(h);
+    h.lease->end_load(arrived);
+    if (arrived) {
+      h.hit += h.loadable;
+      host_hit_ += h.loadable;
+      if (h.counted) hit_ += h.loadable;
+    }
+    h.load.reset();
+    h.host = {};
+    h.loadable = 0;
+    published(h, arrived ? h.hit : 0, table);
+    h.lease->end_load(!arrived);  // a second time does nothing
+  }
+
+  void close(Holder& h) {
+    if (!h.lease || h.lease->closed()) return;
+    const std::uint32_t way = choose_.below(4);
+    doing_ = way ? "finish" : "abort";
+    std::uint64_t upto = std::min<std::uint64_t>(h.lease->publishable(), h.key.size() / kSymbolBytes - h.appended);
+    if (way == 2) upto = choose_.below(static_cast<std::uint32_t>(upto) + 1);
+    write(h, upto);
+    const Ids table = table_of(h);
+    if (way == 0)
+      h.lease->abort();
+    else if (way == 1)
+      h.lease->finish({});
+    else
+      h.lease->finish(upto);
+    published(h, way ? upto : 0, table);
+    if (h.load) leave(h);
+    expect(h.lease->closed(), "a lease is closed");
+    thrown<Closed>("loading", [&] { h.lease->begin_load(); });
+    thrown<Closed>("the end of a load", [&] { h.lease->end_load(true); });
+    h.lease->abort();
+    h.lease->finish({});
+  }
+  void drop(Holder& h) {
+    doing_ = "drop";
+    leave(h);
+    h.lease.reset();
+  }
+  void leave(Holder& h) {
+    left_.push_back({shared(h), h.host, h.load, pages(h.reserved) - h.published / shape_.page_size});
+  }
+
+  // ---------------------------------------------------------------- the controller
+
+  void control() {
+    doing_.clear();
+    switch (choose_.below(10)) {
+      case 0:
+      case 1:
+      case 2:
+        return back_up(wanted());
+      case 3:
+      case 4:
+      case 5:
+        return land();
+      case 6:
+        return end_left_load();
+      case 7:
+        return evict(1 + choose_.below(6), kDevice);
+      case 8:
+        return evict(1 + choose_.below(3), choose_.one_in(2) ? kHost : kDevice);
+      default:
+        return take_back();
+    }
+  }
+
+  std::vector<std::size_t> loads_left() const {
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < left_.size(); ++i)
+      if (left_[i].load) found.push_back(i);
+    return found;
+  }
+  // The copy into the pages of a lease that is closed has ended: only now they may be anybody else's.
+  void end_left_load() {
+    doing_ = "end the load of a closed lease";
+    const std::vector<std::size_t> found = loads_left();
+    if (found.empty()) return cache_.end_load(last_load_ + 1), taken_back();
+    Left& left = left_[choose_.of(found)];
+    if (choose_.one_in(2)) copy_up(*left.load);
+    const std::uint64_t load = left.load->pages.id;
+    left.load.reset();
+    cache_.end_load(load);
+    taken_back();
+  }
+
+  void evict(std::uint64_t want, std::uint32_t tier) {
+    doing_ = tier == kDevice ? "evict from the device" : "evict from the host";
+    evict_now(want, tier);
+  }
+  void evict_now(std::uint64_t want, std::uint32_t tier) {
+    const CellCounts counts = tree_.counts(0, tier);
+    const Ids ids = tree_.evict(want, 0, tier)[0];
+    expect_equal(ids.size(), std::min<std::uint64_t>(want, counts.present - counts.locked), "pages evicted");
+    gone(ids, tier);
+    pool(tier).move(ids, Owner::cached, Owner::free);
+  }
+
+  // What the cache calls when it wants pages; at times it gets fewer and has to ask again.
+  void make_room(std::uint64_t want) {
+    if (want > 1 && choose_.one_in(3)) want = 1;
+    if (shape_.room == Room::by_hook_after_copy) save(tree_.next_victim(0, kDevice));
+    evict_now(want, kDevice);
+  }
+  // Copies to the host what will be evicted next, and waits for that: with that copy all others land.
+  void save(Handle victim) {
+    held_.push_back(tree_.path_key(victim));
+    tree_.lock(victim, kDevice);
+    tree_.lock(victim, kHost);
+    back_up(victim);
+    while (!copies_.empty())
+      land();
+    held_.pop_back();
+    tree_.unlock(victim, kDevice);
+    tree_.unlock(victim, kHost);
+  }
+
+  // Something that was touched, and may be gone by now; or what is hot.
+  Handle wanted() {
+    if (choose_.one_in(2)) wanted_ = tree_.hottest(8, kDevice);
+    if (wanted_.empty()) return 0;
+    const std::size_t at = choose_.below(static_cast<std::uint32_t>(wanted_.size()));
+    const Handle node = wanted_[at];
+    wanted_.erase(wanted_.begin() + static_cast<std::ptrdiff_t>(at));
+    return node;
+  }
+
+  void back_up(Handle node) {
+    doing_ += ", back up";
+    Copy copy;
+    try {
+      for (const Handle at : tree_.lacking(node, kDevice, kHost, shape_.hits))
+        copy.parts.push_back({at, tree_.path_key(at), tree_.own_ids(at, 0, kDevice), {}});
+    } catch (const StaleHandle&) {
+      return;
+    }
+    std::uint64_t needed = 0;
+    for (Copy::Part& part : copy.parts) {
+      needed += part.sources.size();
+      for (const std::uint32_t tier : {kDevice, kHost})
+        tree_.lock(part.node, tier);
+      held_.push_back(part.path);
+    }
+    const std::uint64_t free = host_.owned(Owner::free);
+    const CellCounts counts = tree_.counts(0, kHost);
+    const bool room = needed <= free + counts.present - counts.locked;
+    if (room && needed > free) evict_now(needed - free, kHost);
+    for (std::size_t i = 0; i < copy.parts.size(); ++i)
+      held_.pop_back();
+    if (room)
+      send(std::move(copy));
+    else
+      let_go(copy);
+  }
+  void send(Copy copy) {
+    if (copy.parts.empty()) return;
+    if (const Handle name = tree_.in_flight_above(copy.parts[0].node, kHost)) copy.above = &copy_named(name);
+    for (Copy::Part& part : copy.parts) {
+      part.targets.resize(part.sources.size());
+      host_.allocate(part.targets.size(), part.targets.data());
+      tree_.attach(part.node, 0, kHost, part.targets, false);
+      const std::uint64_t first = pages(part.path) - part.sources.size();
+      for (std::size_t i = 0; i < part.targets.size(); ++i) {
+        const Path here = front(part.path, first + i + 1);
+        expect(cell(here, kDevice) == PageCell{Residency::present, part.sources[i]}, "a page to be copied");
+        put(here, kHost, {Residency::in_flight, part.targets[i]});
+        content(kHost, part.targets[i]) = {};
+      }
+    }
+    copies_.push_back(std::move(copy));
+  }
+  const Copy& copy_named(Handle name) const {
+    for (const Copy& copy : copies_)
+      for (const Copy::Part& part : copy.parts)
+        if (part.node == name) return copy;
+    throw Failure{"what is in flight above is one of the copies"};
+  }
+  void let_go(const Copy& copy) {
+    for (const Copy::Part& part : copy.parts)
+      for (const std::uint32_t tier : {kDevice, kHost})
+        tree_.unlock(part.node, tier);
+  }
+
+  // Any copy whose parents have landed arrives; or any one fails, and all that hangs below it.
+  void land() {
+    doing_ += ", land";
+    if (copies_.empty()) return;
+    auto at = copies_.begin();
+    std::advance(at, choose_.below(static_cast<std::uint32_t>(copies_.size())));
+    if (choose_.one_in(4)) return fail(*at);
+    while (at->above)
+      at = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& copy) { return &copy == at->above; });
+    arrive(*at);
+  }
+  void arrive(const Copy& copy) {
+    for (const Copy::Part& part : copy.parts) {
+      tree_.commit(part.node, kHost);
+      host_.move(part.targets, Owner::privately, Owner::cached);
+      const std::uint64_t first = pages(part.path) - part.targets.size();
+      for (std::size_t i = 0; i < part.targets.size(); ++i) {
+        content(kHost, part.targets[i]) = content(kDevice, part.sources[i]);
+        put(front(part.path, first + i + 1), kHost, {Residency::present, part.targets[i]});
+      }
+    }
+    for (Copy& below : copies_)
+      if (below.above == &copy) below.above = nullptr;
+    end(copy);
+  }
+  void fail(const Copy& copy) {
+    for (;;) {
+      const auto below = [&](const Copy& other) { return other.above == &copy; };
+      const auto child = std::find_if(copies_.begin(), copies_.end(), below);
+      if (child == copies_.end()) break;
+      fail(*child);
+    }
+    for (auto part = copy.parts.rbegin(); part != copy.parts.rend(); ++part) {
+      const std::vector<Ids> ids = tree_.cancel(part->node, kHost);
+      expect(ids[0] == part->targets, "what is cancelled is given back");
+      host_.move(ids[0], Owner::privately, Owner::free);
+      for (std::size_t i = 0; i < ids[0].size(); ++i)
+        put(front(part->path, pages(part->path) - i), kHost, {});
+    }
+    end(copy);
+  }
+  void end(const Copy& copy) {
+    const Copy ended = copy;
+    copies_.remove_if([&](const Copy& other) { return &other == &copy; });
+    let_go(ended);
+  }
+
+  Choices choose_;
+  const Shape shape_;
+  Tree tree_;
+  Pool pool_, host_;
+  Cache cache_;
+  Contents model_;
+  std::vector<Path> written_[kTiers];  // what each page holds
+  std::vector<Holder> open_;
+  std::vector<Left> left_;
+  std::list<Copy> copies_;
+  std::vector<Path> held_;   // locked on both tiers by an operation under way
+  std::vector<Path> known_;  // what was published last
+  std::vector<Handle> wanted_;
+  std::uint64_t last_load_ = 0, queried_ = 0, hit_ = 0, host_hit_ = 0;
+  std::string doing_;
+};
+
+}  // namespace
+
+void random_tiers(std::uint64_t seed, std::uint32_t operations) {
+  Choices choose(seed);
+  std::vector<Shape> shapes;
+  for (const Policy& policy : kPolicies)
+    if (policy.rank)
+      shapes.push_back({choose.of<std::uint32_t>({1, 2, 4}), choose.of<std::uint32_t>({10, 20, 40}),
+                        choose.of<std::uint32_t>({8, 20, 60}), choose.one_in(5) ? 1u : 0u,
+                        choose.of<Room>({Room::by_order, Room::by_hook, Room::by_hook_after_copy}),
+                        std::string(policy.name)});
+  for (const Shape& shape : shapes) {
+    World world(shape, seed);
+    std::uint32_t done = 0;
+    const auto where = [&] {
+      return "tiers, seed " + std::to_string(seed) + ", " + shape.policy + ", page " + std::to_string(shape.page_size) +
+             ", " + std::to_string(shape.pages) + " and " + std::to_string(shape.host_pages) + " pages, room " +
+             std::to_string(static_cast<int>(shape.room)) + ", operation " + std::to_string(done) + ", " +
+             world.doing() + ": ";
+    };
+    try {
+      for (; done < operations; ++done)
+        world.step();
+      world.finish();
+    } catch (const Failure& failure) {
+      throw Failure{where() + failure.what};
+    } catch (const Corrupt& error) {
+      throw Failure{where() + "check: " + error.message};
+    } catch (const WrongOwner& error) {
+      throw Failure{where() + error.message};
+    } catch (const StaleHandle& error) {
+      throw Failure{where() + "StaleHandle: " + std::to_string(error.handle)};
+    } catch (const BadValue& error) {
+      throw Failure{where() + "BadValue: " + error.name + " " + error.value + ", allowed: " + error.allowed};
+    }
+  }
+}
+
+}  // namespace mainstem
