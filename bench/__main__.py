@@ -1,4 +1,4 @@
-"""`python -m bench [index|core|tiers|ttft|throughput] [--quick]`: all, or those named."""
+"""`python -m bench [index|core|tiers|store-faults|ttft|throughput] [--quick]`: all, or those named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench import core, index
 from bench.entries import SYSTEMS
 from bench.report import Report
 
-NAMES = ("index", "core", "tiers", "ttft", "throughput")
+NAMES = ("index", "core", "tiers", "store-faults", "ttft", "throughput")
 WIDTH = 160
 """Columns that the widest table needs."""
 
@@ -60,14 +60,17 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
     # The others need the runtime; these two run without.
-    from bench import throughput, tiers, ttft
+    from bench import store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
         tiers.run(tiers.QUICK if report.quick else tiers.Settings(), report)
         return
 
-    if name == "ttft":
+    if name == "store-faults":
+        faults = store_faults.QUICK if report.quick else store_faults.Settings()
+        store_faults.run(faults, report, load_model(dtype=faults.dtype))
+    elif name == "ttft":
         lengths = ttft.QUICK if report.quick else ttft.Settings()
         for dtype in lengths.dtypes:
             ttft.run(lengths, report, load_model(dtype=dtype))

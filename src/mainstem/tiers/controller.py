@@ -440,7 +440,7 @@ class Tiers:
         if missing <= 0:
             return True
         while missing > self._evictable(row):
-            if not self._writes:
+            if not self._writes or pages > self.host_pools[row].total:
                 return False
             self._writes.popleft().give_up()  # or a store that hangs would take the host away
         freed = self.tree.evict(missing, self.tree.components[row].name, HOST)

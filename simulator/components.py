@@ -1,0 +1,337 @@
+"""Profile "components": full attention, a window and a state through `Tree` and `Tiers`, for an engine of its own.
+
+There are no leases: the engine allocates pages itself, locks what it reads, copies down what it likes, and brings back
+what the host has by an insertion of pages that it had copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.components import Component, Full, State, Window
+from mainstem.namespaces import encode_namespace
+from mainstem.policies import BUILT_IN
+from mainstem.pool import Pool
+from mainstem.tiers.controller import HostTier, Tiers, WritePolicy
+from mainstem.tiers.transfer import Move
+from mainstem.tree import Match, Tree
+from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt
+from simulator.leases import Prompts
+from simulator.process import NAMESPACES
+from simulator.world import World, require
+
+Ids = NDArray[np.int32]
+_DEVICE, _HOST = 0, 1
+_COMING = -2
+
+
+@dataclass(slots=True)
+class Reload:
+    """Host pages on their way to pages of the engine's own.
+
+    Args:
+        tokens: up to the end of what comes.
+        after: the node that it belongs behind, locked on the device.
+        node: its node on the host, locked there.
+        columns: what will be inserted, by component; -1: nothing.
+        own: the engine's pages among these.
+    """
+
+    ticket: SimTicket
+    tokens: Ids
+    namespace: bytes
+    after: int
+    node: int
+    columns: list[Ids]
+    own: list[set[int]]
+
+
+class Components:
+    """A run of the profile."""
+
+    def __init__(self, world: World) -> None:
+        random = world.random
+        self.world = world
+        self.page_size = random.choice((1, 2, 3))
+        rows: list[Component] = [Full(), Window(random.randint(1, 9)), State()]
+        self.components = (rows[0], *random.sample(rows[1:], random.randint(1, 2)))
+        device = [random.choice((8, 16, 30)) for _ in self.components]
+        host = [random.choice((6, 16, 40)) for _ in self.components]
+        self.memory = SimMemory(world, device, host, self.page_size, layers=2)
+        self.tree = Tree(self.page_size, components=self.components, tiers=2, policy=random.choice(list(BUILT_IN)))
+        self.pools = [Pool(pages) for pages in device]
+        write = random.choice(get_args(WritePolicy))
+        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, write=write, pages=tuple(host)))
+        self.prompts = Prompts(world, min(40, self.page_size * device[0]))
+        self.reloads: list[Reload] = []
+        self.locks: list[tuple[int, Ids, bytes, int]] = []  # node, tokens, namespace, length: of a match
+
+    # ---------------------------------------------------------------- steps
+
+    def step(self) -> None:
+        """One thing more."""
+        world, random = self.world, self.world.random
+        world.pass_time(random.expovariate(200))
+        kind = random.random()
+        if kind < 0.25:
+            self.tiers.poll()
+            world.did("poll")
+        elif kind < 0.3:
+            self._seldom()
+        elif self.reloads and kind < 0.4:
+            self._end_reload()
+        elif self.locks and (kind < 0.5 or len(self.locks) > 3):
+            self._unlock()
+        else:
+            tokens = np.array(self.prompts.draw(), np.int32)
+            self._use(tokens[: len(tokens) // self.page_size * self.page_size], random.choice(NAMESPACES[:2]))
+
+    def _use(self, tokens: Ids, namespace: object) -> None:
+        """Matches a prompt and reads what is there; then computes, copies down or brings back the rest."""
+        world, name = self.world, encode_namespace(namespace)  # type: ignore[arg-type]
+        if not len(tokens):
+            return
+        match = self.tree.match(tokens, namespace)  # type: ignore[arg-type]
+        world.did("match", len(tokens), match.length, match.host_length)
+        self._read(match.node, tokens, name, match.length)
+        kind = world.random.random()
+        if kind < 0.25:
+            self.tree.lock(match.node)
+            self.locks.append((match.node, tokens, name, match.length))
+        elif kind < 0.5 and match.host_length:
+            self._begin_reload(match, tokens, name)
+        elif kind < 0.7 and match.node:
+            world.did("back up", self.tiers.back_up(match.node, world.random.choice((0, 0, 1))))
+        else:
+            self._compute(match, tokens, name)
+
+    def _compute(self, match: Match, tokens: Ids, namespace: bytes) -> None:
+        """Computes all behind a match, and puts it into the tree."""
+        begin, end = match.length // self.page_size, len(tokens) // self.page_size
+        if begin == end:
+            return
+        self.tree.lock(match.node)
+        columns = [self._wanted(component, begin, end) for component in self.components]
+        own = self._allocate([int((column >= 0).sum()) for column in columns])
+        if own is not None:
+            for row, (column, pages) in enumerate(zip(columns, own, strict=True)):
+                column[column >= 0] = pages
+                self._fill(row, column, tokens, namespace, end)
+            self._insert(tokens, namespace, match.node, columns, [set(pages.tolist()) for pages in own])
+        self.tree.unlock(match.node)
+
+    def _wanted(self, component: Component, begin: int, end: int) -> Ids:
+        """Where a component gets pages: 0 where it does, else -1."""
+        random = self.world.random
+        if isinstance(component, State):
+            return np.zeros(1, np.int32) if random.random() < 0.8 else np.empty(0, np.int32)
+        column = np.zeros(end, np.int32)
+        column[:begin] = -1
+        if isinstance(component, Window) and random.random() < 0.5:
+            column[: random.randint(begin, end - 1)] = -1
+        return column
+
+    def _fill(self, row: int, column: Ids, tokens: Ids, namespace: bytes, end: int) -> None:
+        numbers = self._numbers(tokens, namespace)
+        if isinstance(self.components[row], State):
+            for page in column.tolist():
+                self.memory.write(np.array([page], np.int32), 0, numbers[-self.page_size :], row)
+            return
+        for at in np.flatnonzero(column >= 0).tolist():
+            part = numbers[at * self.page_size : (at + 1) * self.page_size]
+            self.memory.write(column[at : at + 1], 0, part, row)
+
+    def _insert(self, tokens: Ids, namespace: bytes, after: int, columns: list[Ids], own: list[set[int]]) -> None:
+        """Puts pages into the tree; what it has already goes back to the pools."""
+        ids = [column.copy() for column in columns]
+        ids[0][ids[0] < 0] = 0  # in front of `after`
+        key = tokens.tobytes()
+        node, _, _, _ = self.tree.core.insert(namespace, key, 0, ids, after, 0, _DEVICE, True)
+        for row, pool in enumerate(self.pools):
+            held = set(self.tree.pages(node, self.components[row].name).tolist()) if node else set()
+            pool.publish(np.array(sorted(own[row] & held), np.int32))
+            pool.release(np.array(sorted(own[row] - held), np.int32))
+        self.world.did("insert", node, [len(each) for each in own])
+
+    # ---------------------------------------------------------------- from the host
+
+    def _begin_reload(self, match: Match, tokens: Ids, namespace: bytes) -> None:
+        """Copies what the host has behind a match, and what the device lacks of it, into pages of the engine's own."""
+        length = match.length + match.host_length
+        for node, tier in _holds(match.node, match.host_node):
+            self.tree.lock(node, tier)
+        columns, sources = [], []
+        for component in self.components:
+            here, below = (self.tree.pages(match.host_node, component.name, tier) for tier in (_DEVICE, _HOST))
+            if isinstance(component, State):
+                here, below = here[-1:], below[-1:]
+            gaps = np.flatnonzero((here < 0) & (below < 0))
+            first = int(gaps[-1]) + 1 if len(gaps) else 0
+            if isinstance(component, Window):  # only what the lock keeps on the device
+                first = max(first, (length - component.tokens) // self.page_size)
+            column = np.where(here < 0, _COMING, here).astype(np.int32)
+            column[:first] = -1
+            columns.append(column)
+            sources.append(below[column == _COMING])
+        own = self._allocate([len(source) for source in sources])
+        if own is None:
+            self._unlock_both(match.node, match.host_node)
+            return
+        moves = [Move(row, source, pages) for row, (source, pages) in enumerate(zip(sources, own, strict=True))]
+        for column, pages in zip(columns, own, strict=True):
+            column[column == _COMING] = pages
+        ticket = self.memory.up([move for move in moves if len(move.source)])
+        mine = [set(pages.tolist()) for pages in own]
+        reload = Reload(ticket, tokens[:length], namespace, match.node, match.host_node, columns, mine)
+        self.reloads.append(reload)
+        self.world.did("reload", match.length, length)
+
+    def _end_reload(self) -> None:
+        random = self.world.random
+        reload = random.choice(self.reloads)
+        if random.random() < 0.3:
+            reload.ticket.wait()
+        if not reload.ticket.done():
+            return
+        self.reloads.remove(reload)
+        if reload.ticket.error is None:
+            columns = [
+                column[column >= 0] if isinstance(component, State) else column
+                for component, column in zip(self.components, reload.columns, strict=True)
+            ]
+            self._insert(reload.tokens, reload.namespace, reload.after, columns, reload.own)
+        else:
+            for pool, own in zip(self.pools, reload.own, strict=True):
+                pool.release(np.array(sorted(own), np.int32))
+        self._unlock_both(reload.after, reload.node)
+
+    def _unlock_both(self, device: int, host: int) -> None:
+        for node, tier in _holds(device, host):
+            self.tree.unlock(node, tier)
+
+    # ---------------------------------------------------------------- pages
+
+    def _allocate(self, needed: list[int]) -> list[Ids] | None:
+        """Pages of each component; evicts what it must. None: there are not so many."""
+        for row, n in enumerate(needed):
+            missing = n - self.pools[row].free
+            if missing > 0:
+                self._evict(missing, row)
+        if any(pool.free < n for pool, n in zip(self.pools, needed, strict=True)):
+            self.world.did("allocate", needed, "no pages")
+            return None
+        return [pool.allocate(n) for pool, n in zip(self.pools, needed, strict=True)]
+
+    def _evict(self, pages: int, row: int) -> None:
+        """Frees device pages; with "write_back" after a copy of what goes."""
+        if row == 0 and self.tiers.host.write == "write_back":
+            self.tiers.make_room(pages)
+            self.world.did("make room", pages)
+            return
+        for pool, ids in zip(self.pools, self.tree.evict(pages, self.components[row].name), strict=True):
+            pool.reclaim(ids)
+        self.world.did("evict", pages, row)
+
+    def _numbers(self, tokens: Ids, namespace: bytes) -> Numbers:
+        return fingerprints(salt(b"components", namespace), tokens)
+
+    # ---------------------------------------------------------------- checks
+
+    def _read(self, node: int, tokens: Ids, namespace: bytes, length: int) -> None:
+        """What attention, a window and a state read at the end of a match."""
+        if not node:
+            return
+        numbers = self._numbers(tokens, namespace)[:length]
+        for row, component in enumerate(self.components):
+            pages = self.tree.pages(node, component.name)
+            first = 0
+            if isinstance(component, Window):
+                first = max(0, length - component.tokens) // self.page_size
+            elif isinstance(component, State):
+                first = len(pages) - 1
+            require(bool((pages[first:] >= 0).all()), "a match ends where a component does not", component, pages)
+            self.memory.expect(component.name, pages[first:], numbers[first * self.page_size :], component=row)
+
+    def audit(self) -> None:
+        """Checks every structure, and every page on either tier."""
+        self.tree.check()
+        self.tiers.check()
+        paths: dict[int, bytes] = {0: b""}
+        held = [0] * len(self.components)
+        for view in self.tree.nodes():
+            key = paths[view.node] = paths[view.parent] + view.key
+            numbers = self._numbers(np.frombuffer(key, np.int32), view.namespace)[view.start :]
+            for row, component in enumerate(self.components):
+                for tier in (_DEVICE, _HOST):
+                    cell = view.cells[component.name, tier]
+                    if cell.present:
+                        part = numbers[-self.page_size :] if isinstance(component, State) else numbers
+                        self.memory.expect("audit", cell.ids, part, side=tier, component=row)
+                        held[row] += len(cell.ids) if tier == _DEVICE else 0
+        for pool, n in zip(self.pools, held, strict=True):
+            pool.check()
+            require(pool.cached == n, "pages of the tree and of the pool", pool.cached, n)
+
+    def _poison(self) -> None:
+        for tier, pools in enumerate((self.pools, self.tiers.host_pools)):
+            for row, pool in enumerate(pools):
+                self.memory.poison(tier, row, [page for page in range(pool.total) if pool.owner(page) == "free"])
+
+    def _seldom(self) -> None:
+        random = self.world.random
+        kind = random.randrange(6)
+        if kind < 2:
+            self._poison()
+        elif kind < 4:
+            self.audit()
+        elif kind == 4:
+            self.world.did("flush", self.tiers.flush())
+        else:
+            self._evict(random.randint(1, 4), random.randrange(len(self.components)))
+
+    def _unlock(self) -> None:
+        node, tokens, namespace, length = self.locks.pop(self.world.random.randrange(len(self.locks)))
+        self._read(node, tokens, namespace, length)
+        self.tree.unlock(node)
+        self.world.did("unlock", length)
+
+    def _poll_later(self) -> None:
+        self.world.pass_time(0.05)
+        self.tiers.poll()
+
+    def end(self) -> None:
+        """Faults stop: everything must end, and every page be free."""
+        self.world.calm = True
+        while self.locks:
+            self._unlock()
+        _until(lambda: not self.reloads, self._end_reload)
+        _until(lambda: not self.tiers.busy, self._poll_later)
+        self.audit()
+        for tier, pools in enumerate((self.pools, self.tiers.host_pools)):
+            for pool, ids in zip(pools, self.tree.flush(tier), strict=True):
+                pool.reclaim(ids)
+        for pool in (*self.pools, *self.tiers.host_pools):
+            require(pool.free == pool.total, "a page is lost", pool.free, pool.cached, pool.private, pool.total)
+        require(self.tree.stats().nodes == 0, "a node is left")
+        self.world.seen.update(self.tiers.counts)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _holds(device: int, host: int) -> tuple[tuple[int, int], ...]:
+    """What a reload locks: what the device has of it, too, since that stays where it is."""
+    return (device, _DEVICE), (host, _DEVICE), (host, _HOST)
+
+
+def _until(done: Callable[[], bool], job: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if done():
+            return
+        job()
+    require(False, "something is under way for ever")

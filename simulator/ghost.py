@@ -1,0 +1,209 @@
+"""Pages without tensors: what each must hold is known, so every read can be checked.
+
+    device   [components][layers, pages, page_size] uint64
+    host     slots of header and payload [layers, page_size] uint64 for component 0; arrays like the device's for others
+
+A number is a function of the identity and the namespace (a salt), of all tokens up to its position, of its component
+and its layer. Copies take place layer by layer, each at a moment of its own, and may fail between two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.transfer import Move
+from simulator.world import World, require
+
+Numbers = NDArray[np.uint64]
+
+POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+_MOST = 4096
+_ODD = np.uint64(0x9E37_79B9_7F4A_7C15)
+_POWERS = np.cumprod(np.full(_MOST, _ODD, np.uint64))
+_SHIFT = np.uint64(29)
+_LAYERS = np.cumprod(np.full(64, 0xBF58_476D_1CE4_E5B9, np.uint64))
+_COMPONENTS = np.cumprod(np.full(8, 0x94D0_49BB_1331_11EB, np.uint64))
+_DEVICE, _HOST = 0, 1
+
+
+@functools.lru_cache(65536)
+def salt(*parts: bytes) -> np.uint64:
+    """A number for an identity and a namespace."""
+    joined = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return np.uint64(int.from_bytes(blake2b(joined, digest_size=8).digest(), "little"))
+
+
+def fingerprints(origin: np.uint64, tokens: ArrayLike) -> Numbers:
+    """A number for each position: a function of the origin and of all tokens up to it."""
+    numbers = np.asarray(tokens).astype(np.uint64)
+    mixed: Numbers = np.cumsum((numbers + np.uint64(1)) * _POWERS[: len(numbers)], dtype=np.uint64) + origin
+    mixed = (mixed ^ (mixed >> _SHIFT)) * _ODD
+    return mixed ^ (mixed >> _SHIFT)
+
+
+class SimTicket:
+    """One copy under way. It may take place twice, be late, or fail."""
+
+    def __init__(self, memory: SimMemory, moves: Sequence[Move], source: int) -> None:
+        self.error: Exception | None = None
+        self._memory, self._source = memory, source
+        self._moves = [Move(move.component, move.source.copy(), move.target.copy()) for move in moves]
+        self._layer, self._done = 0, False
+        self._fails_at = memory.layers
+        memory.hold(self._pages(source), self._pages(1 - source))
+        world = memory.world
+        kind = world.fault("copy: fails", "copy: fails", "copy: late", "copy: twice")
+        if kind == "copy: fails":
+            self._fails_at = world.random.randrange(memory.layers)
+        self._twice = kind == "copy: twice"
+        world.at(world.delay_s(memory.latency_s) + (1.0 if kind == "copy: late" else 0.0), self._step)
+
+    def done(self) -> bool:
+        return self._done
+
+    def wait(self) -> None:
+        self._memory.world.wait_for(self.done)
+
+    def wait_layer(self, layer: int) -> None:
+        self._memory.world.wait_for(lambda: self._done or self._layer > layer)
+
+    def _step(self) -> None:
+        memory = self._memory
+        if self._layer == self._fails_at:
+            memory.spoil(self._moves, 1 - self._source, self._layer)
+            self.error = RuntimeError("the copy failed")
+        else:
+            memory.copy(self._moves, self._source, self._layer)
+            self._layer += not self._twice
+            self._twice = False
+        if self.error is not None or self._layer == memory.layers:
+            self._done = True
+            memory.let_go(self._pages(self._source), self._pages(1 - self._source))
+        else:
+            memory.world.at(memory.world.delay_s(memory.latency_s), self._step)
+
+    def _pages(self, side: int) -> list[tuple[int, int, int]]:
+        return [
+            (side, move.component, page)
+            for move in self._moves
+            for page in (move.source if side == self._source else move.target).tolist()
+        ]
+
+
+class SimMemory:
+    """`HostMemory` over arrays, which sees when two use one page at once.
+
+    Args:
+        world: whose time copies take.
+        device_pages, host_pages: of each component.
+        page_size: numbers a page and layer.
+        layers: of every page.
+    """
+
+    def __init__(
+        self, world: World, device_pages: Sequence[int], host_pages: Sequence[int], page_size: int, layers: int
+    ) -> None:
+        self.world, self.layers, self.page_size = world, layers, page_size
+        self.latency_s = world.random.choice((0.0005, 0.003, 0.02))
+        self.pages = host_pages[0]
+        self.payload_bytes = 8 * layers * page_size
+        self._bytes = np.zeros((self.pages, HEADER_BYTES + self.payload_bytes), np.uint8)
+        first = self._bytes[:, HEADER_BYTES:].view(np.uint64).reshape(self.pages, layers, page_size).transpose(1, 0, 2)
+        others = [np.full((layers, pages, page_size), POISON) for pages in host_pages[1:]]
+        device = [np.full((layers, pages, page_size), POISON) for pages in device_pages]
+        self._sides: tuple[list[Numbers], list[Numbers]] = (device, [first, *others])
+        self._reading: Counter[tuple[int, int, int]] = Counter()
+        self._writing: set[tuple[int, int, int]] = set()
+
+    # ---------------------------------------------------------------- as the tiers see it
+
+    def down(self, moves: Sequence[Move]) -> SimTicket:
+        return self._begin("down", moves, _DEVICE)
+
+    def up(self, moves: Sequence[Move]) -> SimTicket:
+        return self._begin("up", moves, _HOST)
+
+    def slots(self, pages: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self._bytes[page]) for page in pages]
+
+    def regions(self) -> list[memoryview]:
+        return [memoryview(self._bytes.reshape(-1))]  # type: ignore[arg-type]
+
+    def _begin(self, what: str, moves: Sequence[Move], source: int) -> SimTicket:
+        self.world.did(what, [(m.component, m.source.tolist(), m.target.tolist()) for m in moves])
+        return SimTicket(self, moves, source)
+
+    # ---------------------------------------------------------------- as tickets see it
+
+    def copy(self, moves: Sequence[Move], source: int, layer: int) -> None:
+        for component, origin, target in moves:
+            self._sides[1 - source][component][layer, target] = self._sides[source][component][layer, origin]
+
+    def spoil(self, moves: Sequence[Move], side: int, layer: int) -> None:
+        for component, _, target in moves:
+            self._sides[side][component][layer, target] = POISON
+
+    def hold(self, sources: Iterable[tuple[int, int, int]], targets: Iterable[tuple[int, int, int]]) -> None:
+        for page in sources:
+            require(page not in self._writing, "a page is copied while it is written (side, component, page)", page)
+            self._reading[page] += 1
+        for page in targets:
+            require(page not in self._writing and not self._reading[page], "a page in use is copied over", page)
+            self._writing.add(page)
+
+    def let_go(self, sources: Iterable[tuple[int, int, int]], targets: Iterable[tuple[int, int, int]]) -> None:
+        self._reading.subtract(sources)
+        self._writing.difference_update(targets)
+
+    # ---------------------------------------------------------------- as the engine and the checks see it
+
+    def write(self, pages: NDArray[np.int32], begin: int, numbers: Numbers, component: int = 0) -> None:
+        """Puts what was computed for positions [begin, begin + n) of a sequence into its pages, in all layers."""
+        positions = np.arange(begin, begin + len(numbers))
+        at = pages[positions // self.page_size]
+        for page in dict.fromkeys(at.tolist()):
+            busy = (_DEVICE, component, page)
+            require(busy not in self._writing and not self._reading[busy], "a page in use is computed", page)
+        content = numbers[None] ^ _COMPONENTS[component] ^ _LAYERS[: self.layers, None]
+        self._sides[_DEVICE][component][:, at, positions % self.page_size] = content
+
+    def copy_page(self, source: int, target: int, positions: int) -> None:
+        """The first positions of a device page."""
+        require((_DEVICE, 0, source) not in self._writing, "a page is copied from while it is written", source)
+        device = self._sides[_DEVICE][0]
+        device[:, target, :positions] = device[:, source, :positions]
+        device[:, target, positions:] = POISON
+
+    def expect(
+        self, what: str, pages: NDArray[np.int32], numbers: Numbers, *, side: int = 0, component: int = 0,
+        layers: slice = slice(None),
+    ) -> None:  # fmt: skip
+        """Reads pages, the last of which may be part of one, and compares every number.
+
+        Raises:
+            WrongError: one is another.
+        """
+        stored = self._sides[side][component][layers, pages]
+        self.world.reads += stored.shape[0] * stored.shape[1]
+        found = stored.reshape(stored.shape[0], -1)[:, : len(numbers)]
+        require(found.shape[1] == len(numbers), "WRONG READ: too few pages", what, found.shape, len(numbers))
+        wrong = found != (numbers[None] ^ _COMPONENTS[component] ^ _LAYERS[: self.layers, None][layers])
+        if wrong.any():
+            layer, position = np.argwhere(wrong)[0].tolist()
+            where = f"side {side}, component {component}, layer {layer}, position {position} of {len(numbers)}"
+            page, number = pages[position // self.page_size], hex(found[layer, position])
+            require(False, "WRONG READ", what, where, f"page {page} holds {number}")
+
+    def poison(self, side: int, component: int, free: Sequence[int]) -> None:
+        """Pages that are nobody's hold nothing from now on."""
+        for page in free:
+            busy = (side, component, page)
+            require(busy not in self._writing and not self._reading[busy], "a free page is still in use", busy)
+        self._sides[side][component][:, free] = POISON

@@ -1,0 +1,532 @@
+"""Known bugs, each made again in a copy of the package, and what finds it: a profile of the simulator, or a named test.
+
+    python -m simulator.mutants [names] [--native]
+
+A mutant is a small text patch, which must fit exactly once. Production code has no switch for any of it. Those of the
+C++ core (`--native`) are compiled from a copy of its sources. `like` names the report of such a bug in the field;
+"here": it was ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from simulator.campaign import PROFILES
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGE = _ROOT / "src" / "mainstem"
+_MOST_OPERATIONS = 1_500_000
+_CONTROL_OPERATIONS = 50_000  # of each profile with no mutant, which must find nothing
+_MOST_S = 400.0
+
+# An editable installation finds the package where it was installed from, whatever the path says.
+_WITHOUT_EDITABLE = """
+import runpy, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+import mainstem
+assert mainstem.__file__.startswith({copy!r}), mainstem.__file__
+sys.argv[1:] = {arguments!r}
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug.
+
+    Args:
+        name: what is wrong.
+        like: the report of such a bug in the field; "here": it was ours; "-": none.
+        file: below src/mainstem.
+        patches: old text and new text.
+        by: a profile that finds it, or a test: `tests/...::name`.
+    """
+
+    name: str
+    like: str
+    file: str
+    patches: tuple[tuple[str, str], ...]
+    by: str = "cache"
+
+
+def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cache") -> Mutant:
+    return Mutant(name, like, file, ((old, new),), by)
+
+
+_PAGES, _STORE, _TIERS, _SCHEDULER = "tiers/pages.py", "tiers/store.py", "tiers/controller.py", "runtime/scheduler.py"
+
+# fmt: off
+PYTHON: tuple[Mutant, ...] = (
+    # ---------------------------------------------------------------- what a page is called, and whether it is it
+    _mutant(
+        "the namespace is missing in stored keys", "sglang#26747", _PAGES,
+        "+ self._identity + namespace", "+ self._identity",
+    ),
+    _mutant(
+        "nothing of the identity is in stored keys", "sglang#33268", _PAGES,
+        'data = len(self._identity).to_bytes(8, "little") + self._identity + namespace', "data = namespace",
+    ),
+    _mutant(
+        "the revision of the weights is not in the identity", "sglang#26792", "identity.py",
+        'if self.replicated and field.name in ("tp_rank", "tp_size"):',
+        'if field.name == "weights" or self.replicated and field.name in ("tp_rank", "tp_size"):',
+    ),
+    _mutant(
+        "the rank is not in the identity", "sglang#26670", "identity.py",
+        'if self.replicated and field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size"):',
+        "ranks",
+    ),
+    _mutant(
+        "a page's key says nothing of what is before it", "vllm#8229", _PAGES,
+        'self._named(b"page" + parent + symbols', 'self._named(b"page" + symbols',
+    ),
+    _mutant(
+        "keys of 8 bits: different pages collide", "CVE-2025-25183", _PAGES,
+        "return self._blake3(data, key=self._name_key).digest()",
+        "return self._blake3(data, key=self._name_key).digest()[:1] * 32",
+    ),
+    _mutant(
+        "the tag is not looked at", "sglang#39269", _PAGES,
+        " or bytes(slot[_TAG]) != self._tag(slot)", "",
+    ),
+    _mutant(
+        "the tag covers the header only", "LMCache#4463", _PAGES,
+        "        hasher.update(slot[HEADER_BYTES:])\n", "",
+    ),
+    _mutant(
+        "anybody can make a tag", "-", _PAGES,
+        "self._blake3(slot[: _TAG.start], key=self._tag_key)", "self._blake3(slot[: _TAG.start])",
+    ),
+    _mutant(
+        "a whole page of another key is taken", "openvino.genai#3722", _PAGES,
+        'return None if stored == key else "misdirected"', "return None",
+    ),
+    _mutant(
+        "an adapter and a salt of one name are one namespace", "vllm#44701", "namespaces.py",
+        '_field(b"s", self.salt)', '_field(b"a", self.salt)',
+    ),
+    _mutant(
+        "the namespace is left out of a lease", "CVE-2025-46570", "cache.py",
+        'name = b"" if namespace is None else encode_namespace(namespace)', 'name = b""',
+    ),
+    # ---------------------------------------------------------------- the store
+    _mutant(
+        "a hole in what was read is passed over", "sglang#26886", _STORE,
+        "                    return good\n                self._unpack",
+        "                    continue\n                self._unpack",
+    ),
+    _mutant(
+        "a call over its deadline gives its slots free while it runs", "TensorRT-LLM#15546", _STORE,
+        "        self.overdue()\n        return False", "        return self.overdue()",
+    ),
+    _mutant(
+        "calls have no deadline", "LMCache#1491", _STORE,
+        "if self._store.clock() < self._deadline_s:", "if True:",
+    ),
+    _mutant(
+        "what a client raises ends the worker", "sglang#39269", _STORE,
+        "    except BaseException:  # anybody", "    except ZeroDivisionError:  # anybody",
+    ),
+    _mutant(
+        "the breaker never opens", "Mooncake#2253", _STORE,
+        "        self._failures += 1\n", "",
+    ),
+    _mutant(
+        "the breaker never closes", "-", _STORE,
+        "        self._failures, self._trying = 0, False", "        self._trying = False",
+    ),
+    _mutant(
+        "the queue of writes has no end", "sglang#26670", _TIERS,
+        "if self._queued and self._queued + pages > self.store.config.queue_pages:", "if False:",
+    ),
+    # ---------------------------------------------------------------- down to the host
+    _mutant(
+        "a host page is served before its copy has ended", "vllm#45704", _TIERS,
+        "        if not self.ticket.done():\n            return 0\n        if self._above",
+        "        if self._above",
+    ),
+    _mutant(
+        "a copy that failed counts as made", "LMCache-Ascend#270", _TIERS,
+        "return _FAILED if self._above is not None or self.ticket.error is not None else _ARRIVED",
+        "return _FAILED if self._above is not None else _ARRIVED",
+    ),
+    _mutant(
+        "a copy does not wait for its parent's", "sglang#31679", _TIERS,
+        "above = self._flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
+    ),
+    _mutant(
+        "a failed copy is taken back before those below it", "sglang#31679", _TIERS,
+        "        if self._below:\n            return\n", "",
+    ),
+    Mutant(
+        "a device page is not locked while it is copied down", "sglang#28468", _TIERS,
+        (
+            ("                self._core.lock(at, DEVICE)\n", ""),
+            ("        self._core.unlock(node, DEVICE)\n", ""),
+        ),
+    ),
+    _mutant(
+        "host pages are evicted and belong to nobody", "sglang#16067", _TIERS,
+        "        freed = self.tree.evict(missing, self.tree.components[row].name, HOST)\n"
+        "        for pool, ids in zip(self.host_pools, freed, strict=True):\n            pool.reclaim(ids)\n",
+        "        freed = self.tree.evict(missing, self.tree.components[row].name, HOST)\n",
+    ),
+    _mutant(
+        "a handle that went stale ends the scheduler", "-", _TIERS,
+        "            except StaleHandle:\n", "            except ZeroDivisionError:\n",
+    ),
+    _mutant(
+        "a node on its way is copied a second time", "here", _TIERS,
+        "missing = list(takewhile(lambda at: at not in self._flights, lacking))", "missing = list(lacking)",
+        "components",
+    ),
+    _mutant(
+        "a copy waits for the one above its first node only", "here", _TIERS,
+        "self._core.in_flight_above(held[-1], HOST)", "self._core.in_flight_above(held[0], HOST)",
+        "tests/test_tiers_components.py::test_a_copy_waits_for_every_copy_above_its_last_node",
+    ),
+    # ---------------------------------------------------------------- up to the device
+    _mutant(
+        "a load is published before it has arrived", "vllm#47282", _TIERS,
+        "        if not self.ticket.done():\n            return 0\n        return _ARRIVED if",
+        "        return _ARRIVED if",
+    ),
+    _mutant(
+        "a load that failed counts as arrived", "vllm#49250", _TIERS,
+        "return _ARRIVED if self.ticket.error is None else _FAILED", "return _ARRIVED",
+    ),
+    _mutant(
+        "a layer is not waited for", "vllm#46278", _SCHEDULER,
+        "arriving = None if self._load is None else self._load.ticket", "arriving = None",
+        "scheduler",
+    ),
+    _mutant(
+        "attention does not wait for its layer", "vllm#46278", "runtime/attention.py",
+        "        ticket.wait_layer(layer)\n", "        del ticket\n",
+        "tests/test_runner.py::test_layers_are_computed_while_the_next_ones_arrive",
+    ),
+    _mutant(
+        "what was computed behind a failed load is kept", "vllm#49250", _SCHEDULER,
+        "        if not failed:\n            return shares, sampled, logits\n",
+        "        return shares, sampled, logits\n",
+        "scheduler",
+    ),
+    _mutant(
+        "a forward's pages are published while they arrive", "vllm#39702", _SCHEDULER,
+        "if load is None or load.wait():", "if True:",
+        "scheduler",
+    ),
+    _mutant(
+        "two requests look in storage for each other for ever", "here", _SCHEDULER,
+        "prefetch.shared and prefetch.loaded and task.looks < _LOOKS:", "prefetch.shared:",
+        "scheduler",
+    ),
+    _mutant(
+        "a page is hit inside without the copy", "LMCache-Ascend#270", "cache.py",
+        "                self._copy_page(*copy)\n", "",
+    ),
+    # ---------------------------------------------------------------- from storage
+    _mutant(
+        "pages that did not verify are taken", "LMCache#4467", _TIERS,
+        "return 1 + self.call.value if self.call.done() and self._prefetch.anchored else 0",
+        "return 1 + len(self.pages) if self.call.done() and self._prefetch.anchored else 0",
+    ),
+    _mutant(
+        "every batch reads the first pages' keys", "sglang#5221", _TIERS,
+        "keys = self._keys[self._asked - self._first :][:n]", "keys = self._keys[:n]",
+    ),
+    _mutant(
+        "batches are taken in the order in which they come", "ATOM#1807", _TIERS,
+        "        while self._reads and self._reads[0].ended:\n            read = self._reads.popleft()\n",
+        "        while read := next((each for each in self._reads if each.ended), None):\n"
+        "            self._reads.remove(read)\n",
+    ),
+    _mutant(
+        "what comes behind a miss is taken", "sglang#39444", _TIERS,
+        "            self._cut = self._cut or kept < len(read.pages)\n", "",
+    ),
+    _mutant(
+        "a duplicate is given back twice", "sglang-jax#982", _TIERS,
+        "        pool.release(pages[~ours])\n", "        pool.release(pages[~ours])\n" * 2,
+    ),
+    _mutant(
+        "a duplicate is lost", "sglang#16067", _TIERS,
+        "        pool.release(pages[~ours])\n", "",
+    ),
+    _mutant(
+        "duplicates are believed to be in the tree", "mini-sglang#142", _TIERS,
+        "ours[:kept] = theirs[:kept] == pages[:kept]", "ours[:kept] = True",
+    ),
+    Mutant(
+        "host pages may be evicted while they are written to storage", "Mooncake#4239", _TIERS,
+        (
+            ("        self._core.lock(node, HOST)\n        self._queued += pages", "        self._queued += pages"),
+            ("        tiers._core.unlock(self._node, HOST)\n\n\nclass _Note", "\n\nclass _Note"),
+        ),
+    ),
+    _mutant(
+        "with room for one prefetch nothing is warmed", "here", _TIERS,
+        "len(self._prefetches) < max(1, self.store.config.max_prefetches // 2)",
+        "len(self._prefetches) < self.store.config.max_prefetches // 2",
+    ),
+    _mutant(
+        "a request waits for a store that hangs", "LMCache#5047", _TIERS,
+        "return int(self._prefetch.late())", "return int(self._prefetch.ended)",
+    ),
+    _mutant(
+        "a store that hangs takes the host away", "sglang#33862", _TIERS,
+        "            self._writes.popleft().give_up()", "            return False",
+        "tests/test_tiers_controller.py::test_a_store_that_hangs_does_not_take_the_host_away",
+    ),
+    # ---------------------------------------------------------------- ranks
+    _mutant(
+        "a rank goes by its own votes", "sglang#31425", _TIERS,
+        "            votes = self.host.agree(votes)\n", "            self.host.agree(votes)\n",
+        "ranks",
+    ),
+    _mutant(
+        "a rank goes by its own gap in storage", "sglang#30760", _TIERS,
+        "        if outcome == _FAILED:\n            tiers._write",
+        "        if self._call.value.gap:\n            tiers._write",
+        "ranks",
+    ),
+    _mutant(
+        "a rank takes its own pages from storage", "sglang#22607", _TIERS,
+        "self._prefetch.looked(self._call.value[: outcome - 1])", "self._prefetch.looked(self._call.value)",
+        "ranks",
+    ),
+    # ---------------------------------------------------------------- the file store
+    _mutant(
+        "the index is believed after a restart", "LMCache#562", "storage/file.py",
+        "if self._checksum(body, _FORMAT) == checksum:", "if True:",
+        "tests/test_storage_file.py",
+    ),
+    _mutant(
+        "a value's digest is not compared", "sglang#39269", "storage/file.py",
+        "if self._digest(buffer) != entry.digest:", "if False:",
+        "tests/test_storage_file.py",
+    ),
+)
+
+_CORE = "core/csrc/"
+NATIVE: tuple[Mutant, ...] = (
+    _mutant(
+        "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "tree.cpp",
+        "if (!lower.absent()) half.ids = lower.ids.take_front(",
+        "if (!lower.absent() && s % tiers_ == 0) half.ids = lower.ids.take_front(",
+    ),
+    _mutant(
+        "the upper half of a split is not locked", "sglang#28692", _CORE + "tree.cpp",
+        "      half.locks = lower.locks;  // 3\n", "",
+    ),
+    _mutant(
+        "the upper half of a split does not join the transfer", "sglang#29860", _CORE + "tree.cpp",
+        "      half.residency = lower.residency;\n",
+        "      half.residency = lower.absent() ? Residency::absent : Residency::present;\n",
+    ),
+    _mutant(
+        "what is locked is evicted", "sglang#27586", _CORE + "tree.cpp",
+        "return c.present() && c.locks == 0 &&", "return c.present() &&",
+    ),
+    _mutant(
+        "a node is cut short though the host has it", "sglang#10637", _CORE + "evict.cpp",
+        "if (nodes_[node].children == 0 && only_on(node, tier)) {", "if (nodes_[node].children == 0) {",
+    ),
+    _mutant(
+        "a lease publishes without moving its lock", "vllm#37076", _CORE + "cache.cpp",
+        "  cache_.tree.move_lock(node_, added.node, 0);\n", "",
+    ),
+    _mutant(
+        "what is in flight is matched", "vllm#45704", _CORE + "match.cpp",
+        "for (; at < path.size() && cell(path[at].node, 0).present(); ++at)",
+        "for (; at < path.size() && !cell(path[at].node, 0).absent(); ++at)",
+        "tests/test_tree.py::test_a_match_stops_in_front_of_what_is_in_flight",
+    ),
+    _mutant(
+        "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546", _CORE + "cache.cpp",
+        "  if (load_) {\n    cache_.abandon({node_, 0, host_node_, load_, std::move(table_), owned_});\n    return;\n",
+        "  if (false) {\n    return;\n",
+    ),
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a mutant was found, after how many operations (None: a test saw it, or the process died), and how."""
+
+    killed: bool
+    operations: int | None
+    seconds: float
+    sight: str
+
+
+def judge(mutant: Mutant, folder: Path, core: Path | None = None, most: int = _MOST_OPERATIONS) -> Verdict:
+    """Makes the mutant in an empty folder and lets its killer look at it, for so many operations at most."""
+    began_s = time.perf_counter()
+    copy = folder / "mainstem"
+    shutil.copytree(_PACKAGE, copy, ignore=shutil.ignore_patterns("csrc", "__pycache__"))
+    core = core or _core_file()
+    shutil.copy(core, copy / core.name)
+    if core == _core_file():
+        _patch(mutant, copy)
+    if mutant.by.startswith("tests/"):
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", mutant.by]
+        done = _run(folder, "pytest", arguments)
+        failed = re.search(r"FAILED \S+::(\S+)", done.stdout)
+        sight = failed[1] if failed else done.stdout[-200:]
+        return Verdict(done.returncode == 1, None, time.perf_counter() - began_s, sight)
+    record = folder / "record.json"
+    arguments = ["--profile", mutant.by, "--seeds", "0:", "--until-operations", str(most)]
+    done = _run(folder, "simulator", [*arguments, "--processes", "1", "--failures", "1", "--json", str(record)])
+    seconds = time.perf_counter() - began_s
+    if not record.exists():  # it did not even end
+        last = done.stderr.strip().rpartition("\n")[2].rpartition("core/csrc/")[2]
+        return Verdict(done.returncode < 0, None, seconds, f"the process died ({-done.returncode}): {last}")
+    (found,) = json.loads(record.read_text())["profiles"].values()
+    sight = found["failures"][0][1].split("\n")[0] if found["failures"] else "not seen"
+    return Verdict(bool(found["failures"]), found["operations"], seconds, sight.split(" operations, ")[-1])
+
+
+def _patch(mutant: Mutant, package: Path) -> None:
+    """Raises ValueError if a text is not there exactly once."""
+    if not mutant.patches:
+        return
+    path = package / mutant.file
+    text = path.read_text()
+    for old, new in mutant.patches:
+        if text.count(old) != 1:
+            raise ValueError(f"{mutant.name}: the text stands {text.count(old)} times in {mutant.file}: {old!r}")
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def _run(folder: Path, module: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    code = _WITHOUT_EDITABLE.format(copy=str(folder), arguments=list(arguments), module=module)
+    path = os.pathsep.join([str(folder), str(_ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", code]
+    try:
+        return subprocess.run(
+            command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=_MOST_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, -1, "", "it hangs")
+
+
+def _core_file() -> Path:
+    found = importlib.util.find_spec("mainstem._core")
+    assert found is not None and found.origin is not None
+    return Path(found.origin)
+
+
+# ---------------------------------------------------------------- the core
+
+
+class Builder:
+    """Compiles the core, file by file; what was compiled once is used for every mutant.
+
+    Args:
+        folder: for object files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import nanobind  # type: ignore[import-untyped]
+
+        self._folder = folder
+        binder = Path(nanobind.__file__).parent
+        includes = [binder / "include", binder / "ext" / "robin_map" / "include", sysconfig.get_path("include")]
+        self._flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
+        self._flags += [f"-I{include}" for include in includes]
+        sources = [*sorted((_PACKAGE / "core" / "csrc").glob("*.cpp")), binder / "src" / "nb_combined.cpp"]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = pool.map(self._compile, sources)
+            self._objects = {source.name: compiled for source, compiled in zip(sources, objects, strict=True)}
+
+    def build(self, mutant: Mutant, folder: Path) -> Path:
+        """The module with the mutant in it."""
+        csrc = folder / "core" / "csrc"
+        shutil.copytree(_PACKAGE / "core" / "csrc", csrc)
+        _patch(mutant, folder)
+        changed = folder / mutant.file
+        objects = {**self._objects, changed.name: self._compile(changed, folder)}
+        module = folder / _core_file().name
+        self._call([*map(str, objects.values()), "-shared", "-o", str(module)])
+        return module
+
+    def _compile(self, source: Path, folder: Path | None = None) -> Path:
+        target = (folder or self._folder) / (source.stem + ".o")
+        self._call(["-c", str(source), "-o", str(target)])
+        return target
+
+    def _call(self, arguments: Sequence[str]) -> None:
+        subprocess.run(["g++", *self._flags, *arguments], check=True)
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        yield Path(name)
+
+
+def _verdicts(names: Sequence[str], native: bool) -> Iterator[tuple[Mutant, Verdict]]:
+    wanted = [mutant for mutant in PYTHON if not names or any(name in mutant.name for name in names)]
+    for mutant in wanted:
+        with _folder() as folder:
+            yield mutant, judge(mutant, folder)
+    if not native:
+        return
+    with _folder() as objects:
+        builder = Builder(objects)
+        for mutant in NATIVE:
+            if names and not any(name in mutant.name for name in names):
+                continue
+            with _folder() as folder, _folder() as built:
+                yield mutant, judge(mutant, folder, builder.build(mutant, built))
+
+
+def main() -> int:
+    """0 if every mutant was found."""
+    parser = argparse.ArgumentParser(prog="python -m simulator.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names of those wanted; none: all")
+    parser.add_argument("--native", action="store_true", help="those of the C++ core, too")
+    options = parser.parse_args()
+    for profile in PROFILES:
+        with _folder() as folder:
+            control = judge(Mutant("nothing", "", "", (), profile), folder, most=_CONTROL_OPERATIONS)
+        if control.killed or control.operations is None:
+            print(f"without any bug profile {profile} fails: {control.sight}")
+            return 1
+    survivors = number = 0
+    print("| bug | like | where | found by | after | what was seen |\n|---|---|---|---|---|---|")
+    for mutant, verdict in _verdicts(options.names, options.native):
+        number += 1
+        survivors += not verdict.killed
+        after = "-" if verdict.operations is None else f"{verdict.operations:,}"
+        found = mutant.by if verdict.killed else "**nothing**"
+        sight = verdict.sight.replace("|", "/")[:100]
+        print(f"| {mutant.name} | {mutant.like} | {mutant.file} | {found} | {after} | {sight} |", flush=True)
+    print(f"{number} mutants, {number - survivors} found, {survivors} not")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Profile "scheduler": the real scheduler over a model that knows what every page must hold.
+
+Several processes share a store. Requests arrive, continue earlier ones, are cancelled; forwards fail. Every answer must
+be the one that a request gets without any cache, and once faults have stopped every request must end.
+"""
+
+from __future__ import annotations
+
+import random as random_module
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mainstem.runtime.request import Delta, Request, SamplingParams
+from mainstem.runtime.runner import Segment
+from mainstem.runtime.scheduler import Limits, Scheduler
+from simulator.ghost import fingerprints
+from simulator.leases import Prompts
+from simulator.process import IDENTITY, NAMESPACES, Process, other_identity
+from simulator.storage import Disk
+from simulator.world import World, require
+
+_VOCAB = 5
+_EOS = 4
+_LETTERS = "ABCDE"
+_LOGITS = torch.eye(_VOCAB)
+
+torch.set_num_threads(1)  # tiny tensors gain nothing from threads
+
+
+class Letters:
+    """Every token is a letter."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: object) -> str:
+        return "".join(_LETTERS[token] for token in token_ids)
+
+
+def next_token(number: np.uint64) -> int:
+    """What the model says behind a position; from what all layers hold of it."""
+    return int(number >> np.uint64(40)) % _VOCAB
+
+
+class GhostRunner:
+    """A model whose forward reads every page that attention would, layer by layer, and compares.
+
+    Args:
+        process: whose device pages it computes in.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.scheduler: Scheduler | None = None
+        self.wrong: Exception | None = None
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        world = self._process.world
+        if world.chance(0.1) and world.fault("forward: fails"):
+            raise RuntimeError("the forward failed")
+        try:
+            return self._forward(segments)
+        except Exception as error:
+            self.wrong = error  # the scheduler would take it for a failed forward
+            raise
+
+    def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        assert self.scheduler is not None
+        running = {id(task._lease.page_table): task for task in self.scheduler._running.values() if task._lease}
+        process, memory = self._process, self._process.memory
+        size = process.cache.page_size
+        numbers = []
+        for segment in segments:
+            task = running[id(segment.page_table)]
+            tokens = task.known[segment.start : segment.end]
+            require(np.array_equal(tokens, segment.tokens), "tokens of another request")
+            numbers.append(fingerprints(process.origin_of(task.request.namespace), task.known[: segment.end]))
+        for layer in range(memory.layers):
+            for segment, expected in zip(segments, numbers, strict=True):
+                if segment.arriving is not None:
+                    segment.arriving.wait_layer(layer)
+                    if segment.arriving.error is not None:
+                        continue
+                pages = segment.page_table[: -(-segment.start // size)]
+                memory.expect("forward", pages, expected[: segment.start], layers=slice(layer, layer + 1))
+        written: set[int] = set()
+        for segment, expected in zip(segments, numbers, strict=True):
+            own = set(segment.page_table[segment.start // size : -(-segment.end // size)].tolist())
+            owners = {process.cache.pool.owner(page) for page in own}
+            require(owners == {"private"} and not own & written, "a page that is not private is written", own, owners)
+            written |= own
+            memory.write(segment.page_table, segment.start, expected[segment.start :])
+            process.world.did("share", segment.start, segment.end)
+        rows = [next_token(expected[-1]) for segment, expected in zip(segments, numbers, strict=True) if segment.logits]
+        return _LOGITS[rows]
+
+
+class Server:
+    """A process with a scheduler, and what it was asked."""
+
+    def __init__(self, process: Process, limits: Limits) -> None:
+        self.process = process
+        self.runner = GhostRunner(process)
+        random, eos, clock = random_module.Random(0), frozenset([_EOS]), process.world.clock
+        self.scheduler = Scheduler(process.cache, self.runner, Letters(), limits, eos=eos, clock=clock, random=random)
+        self.runner.scheduler = self.scheduler
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+
+    def add(self, name: str, request: Request) -> None:
+        self.requests[name], self.answers[name] = request, []
+        self.scheduler.add(name, request)
+        self.process.world.did("add", name, len(request.tokens))
+
+    def step(self) -> list[list[int]]:
+        """One step of the scheduler; the sequences that have ended well."""
+        world = self.process.world
+        whole = []
+        events = self.scheduler.step()
+        world.did("step", len(events))
+        if self.runner.wrong is not None:
+            raise self.runner.wrong
+        for name, event in events:
+            if isinstance(event, Delta):
+                self.answers[name] += event.tokens
+                if event.finish_reason is not None:
+                    whole.append(self._end(name, event))
+        return whole
+
+    def _end(self, name: str, last: Delta) -> list[int]:
+        """Compares an answer with the one that a request gets without a cache."""
+        request, answer = self.requests.pop(name), self.answers.pop(name)
+        assert last.usage is not None
+        self.process.world.did("end", name, last.finish_reason, answer, last.usage.cached_tokens)
+        origin = self.process.origin_of(request.namespace)
+        tokens: list[int] = request.tokens.tolist()
+        expected: list[int] = []
+        params, ended = request.params, last.finish_reason in ("stop", "length")
+        while len(expected) < len(answer) + ended and len(expected) < params.max_tokens:
+            if expected and expected[-1] == _EOS and not params.ignore_eos:
+                break
+            expected.append(next_token(fingerprints(origin, tokens + expected)[-1]))
+        require(answer == expected, "WRONG ANSWER", name, answer, expected, last.finish_reason)
+        failed = last.finish_reason == "error" and last.error != "RuntimeError: the forward failed"
+        require(not failed, "a request failed", name, last.error)
+        return tokens + answer
+
+
+class Requests:
+    """A run of the profile."""
+
+    def __init__(self, world: World) -> None:
+        random = world.random
+        self.world = world
+        self.page_size = random.choice((1, 2, 3, 4))
+        self.disk = Disk(world, random.choice((20, 200, 1000)))
+        self.storage = random.random() < 0.85
+        self.pages = random.choice(((6, 6), (8, 24), (16, 12), (12, 48), (30, 30)))
+        longest = min(40, self.page_size * self.pages[0] - 6)
+        self.prompts = Prompts(world, max(longest, 1))
+        self.limits = Limits(1000, random.choice((2, 8, 100)), random.randint(1, 6), random.choice((0.1, 1.0, 30.0)))
+        self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
+        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(random.randint(1, 2))]
+        if random.random() < 0.5:
+            self.identities[-1] = other_identity(world, self.identities[-1])
+        self.servers = [self._start(at) for at in range(len(self.identities))]
+        self.kills = random.choice((0.0, 0.0, 0.002, 0.01))
+        self.flushes = random.choice((0.0, 0.005, 0.03))
+        self._added = 0
+
+    def _start(self, at: int) -> Server:
+        disk = self.disk if self.storage else None
+        return Server(Process(self.world, disk, self.identities[at], self.page_size, pages=self.pages), self.limits)
+
+    def step(self) -> None:
+        """One thing more."""
+        world, random = self.world, self.world.random
+        server = random.choice(self.servers)
+        rest_s = server.scheduler.rest_s
+        world.pass_time(random.expovariate(200) if rest_s == 0.0 else random.expovariate(20))
+        kind = random.random()
+        if kind < 0.06:
+            self._seldom(server)
+        elif kind < 0.06 + self.flushes:
+            cache = server.process.cache
+            world.did("flush", cache.flush() if world.chance(0.5) else server.process.tiers.flush())
+        elif kind < 0.3 and len(server.requests) < 8:
+            self._arrive(server)
+        elif server.requests and world.chance(0.02):
+            name = random.choice(list(server.requests))
+            server.scheduler.cancel(name)
+            world.did("cancel", name)
+        else:
+            for sequence in server.step():
+                self.prompts.know(sequence)
+
+    def _arrive(self, server: Server) -> None:
+        random = self.world.random
+        tokens = self.prompts.draw()
+        tokens = tokens[: random.randint(max(1, len(tokens) - 3), len(tokens))]
+        most = self.page_size * self.pages[0] - len(tokens)
+        params = SamplingParams(max_tokens=random.randint(1, max(1, min(6, most))), ignore_eos=random.random() < 0.5)
+        namespace = self.namespaces[0] if random.random() < 0.5 else random.choice(self.namespaces)
+        self._added += 1
+        request = Request(np.array(tokens, np.int32), params, namespace, random.choice((0, 0, 0, 1)))
+        server.add(f"r{self._added}", request)
+
+    def _seldom(self, server: Server) -> None:
+        world, random = self.world, self.world.random
+        kind = random.randrange(10)
+        if kind < 5:
+            server.process.poison()
+        elif kind == 5:
+            server.process.audit()
+        elif kind == 6:
+            self.disk.decay()
+        elif kind == 7:
+            self.disk.outage = random.choice((*[None] * 9, "dead", "full", "hangs")) if world.rate else None
+        elif kind == 8:
+            server.process.tiers.remember()
+        if world.chance(self.kills):
+            self._kill(self.servers.index(server))
+
+    def _kill(self, at: int) -> None:
+        world = self.world
+        world.faults["kill"] += 1
+        self.servers[at].process.kill()
+        if world.chance(0.1):
+            self.identities[at] = other_identity(world, self.identities[at])
+        self.servers[at] = self._start(at)
+        world.did("kill", at)
+        if world.chance(0.5):
+            self.servers[at].process.tiers.warm()
+
+    def end(self) -> None:
+        """Faults stop: every request must end within bounded time."""
+        self.world.calm, self.disk.outage = True, None
+        for server in self.servers:
+            for _ in range(5000):
+                if not server.scheduler.busy:
+                    break
+                server.step()
+                self.world.pass_time(0.02)
+            require(not server.requests, "requests that never end", list(server.requests))
+            server.process.drain()
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,339 @@
+"""A store shared by several processes, and the workers that call it. It fails, lies, loses, is slow, hangs, comes back.
+
+`Disk` is what survives; `SimBackend` is one process's client, and does to its calls whatever a back end might do;
+`SimWorkers` decides when a call takes place and when its caller hears of it, which may be never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Generic, Self, TypeVar, cast
+
+from mainstem.errors import StorageError
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities
+from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from simulator.world import World, require
+
+T = TypeVar("T")
+
+_CAUSES = tuple(cause for cause in StorageError.CAUSES if cause != "closed")
+
+
+class Disk:
+    """Values by key, with the faults of the medium.
+
+    Args:
+        world: whose chance decides.
+        capacity: values; what comes then is refused, or takes the place of another.
+    """
+
+    def __init__(self, world: World, capacity: int) -> None:
+        self.world, self.capacity = world, capacity
+        self.values: dict[bytes, bytes] = {}
+        self.stale: dict[bytes, bytes] = {}  # what stood under a key before
+        self.evicts = world.chance(0.5)
+        self.outage: str | None = None
+        self._contents: dict[bytes, bytes] = {}  # of pages, as they were written first
+
+    def store(self, key: bytes, value: bytes) -> bool:
+        """Whether there was room."""
+        if key not in self.values and len(self.values) >= self.capacity:
+            if not self.evicts:
+                return False
+            del self.values[self.world.random.choice(list(self.values))]
+        if key in self.values:
+            self.stale[key] = self.values[key]
+        self.values[key] = value
+        return True
+
+    def witness(self, key: bytes, content: bytes) -> None:
+        """A page is written: one key has one content, whoever writes it and whenever."""
+        if content[:1] and len(content) < 4096:  # notes are longer, and change
+            require(self._contents.setdefault(key, content) == content, "two contents for one key", key.hex())
+
+    def decay(self) -> None:
+        """What happens to a medium while nobody looks."""
+        world, values = self.world, self.values
+        kind = world.fault("disk: loses some", "disk: loses all", "disk: rots", "disk: swaps") if values else None
+        if kind is None:
+            return
+        keys = list(values)
+        if kind == "disk: loses all" and world.chance(0.2):
+            values.clear()
+        elif kind in ("disk: loses some", "disk: loses all"):
+            for key in world.random.sample(keys, 1 + len(keys) // 8):
+                del values[key]
+        elif kind == "disk: rots":
+            key = world.random.choice(keys)
+            values[key] = flip(world, values[key])
+        else:
+            one, two = world.random.choice(keys), world.random.choice(keys)
+            values[one], values[two] = values[two], values[one]
+
+
+def flip(world: World, value: bytes) -> bytes:
+    """The value with one bit changed."""
+    changed = bytearray(value)
+    if changed:
+        changed[world.random.randrange(min(len(changed), 512))] ^= 1 << world.random.randrange(8)
+    return bytes(changed)
+
+
+class SimBackend(Backend):
+    """One process's way to the disk.
+
+    Args:
+        disk: shared.
+        forger: seals pages as somebody does who knows everything but the secret.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        persistent=True, shared=True, zero_copy=True, evicts=True, overwrites=True
+    )
+
+    def __init__(self, disk: Disk, forger: Sealer) -> None:
+        self.disk, self.world, self._forger = disk, disk.world, forger
+        self.dying = False  # the process is being killed: writes are torn
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        raise NotImplementedError
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        kind = self._begin("exists", "lies: too many", "lies: too few", "raises")
+        n = next((at for at, key in enumerate(keys) if key not in self.disk.values), len(keys))
+        if kind == "exists lies: too many":
+            n = self.world.random.randint(n, len(keys) + 2)
+        elif kind == "exists lies: too few":
+            n = self.world.random.randint(-1, n)
+        self.world.did("exists", len(keys), n)
+        return n
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        kind = self._begin("get", *_GET_LIES, "raises", "raises in the middle", "answers too few")
+        before = [bytes(buffer) for buffer in buffers] if kind == "get lies: nothing filled" else []
+        lengths = [self._read(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        if kind is not None and keys:
+            at = self.world.random.randrange(len(keys))
+            if kind == "get raises in the middle":
+                buffers[at][:] = bytes(len(buffers[at]))
+                raise StorageError(self.world.random.choice(_CAUSES), "simulated")
+            if kind == "get answers too few":
+                lengths.pop()
+            elif kind == "get lies: nothing filled":
+                buffers[at][:] = before[at]
+                lengths[at] = len(buffers[at])
+            else:
+                lengths[at] = self._lie(kind, keys[at], buffers[at], lengths[at])
+        self.world.did("get", len(keys), lengths)
+        return lengths
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        kind = self._begin("put", *_PUT_LIES, "refuses", "raises", "raises in the middle", "takes place twice")
+        at = self.world.random.randrange(len(keys)) if kind is not None and keys else len(keys)
+        for key, buffer in zip(keys, buffers, strict=True):
+            self.disk.witness(key, bytes(buffer[HEADER_BYTES:]))
+        if self.dying:
+            at, kind = self.world.random.randint(0, len(keys)), "put torn by a kill"
+        stored = []
+        for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            spoilt = kind if number == at else None
+            if kind == "put refuses" and number >= at:
+                stored.append(False)
+                continue
+            if spoilt == "put raises in the middle":
+                raise StorageError(self.world.random.choice(_CAUSES), "simulated")
+            stored.append(self._write(key, bytes(buffer), spoilt))
+            if spoilt == "put torn by a kill":
+                break
+        self.world.did("put", len(keys), stored)
+        return stored
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._begin("delete", "raises")
+        for key in keys:
+            self.disk.values.pop(key, None)
+        self.world.did("delete", len(keys))
+
+    def clear(self) -> None:
+        self.disk.values.clear()
+
+    def stats(self) -> BackendStats:
+        return BackendStats(entries=len(self.disk.values))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    # ---------------------------------------------------------------- in parts
+
+    def _begin(self, call: str, *faults: str) -> str | None:
+        """What goes wrong with this call; raises what it raises."""
+        world = self.world
+        if self.disk.outage is not None and not world.calm:
+            world.faults[f"outage: {self.disk.outage}"] += 1
+            if self.disk.outage == "full" and call == "put":
+                raise StorageError("full", "simulated")
+            if self.disk.outage == "dead":
+                raise StorageError("unreachable", "simulated")
+        kinds = [f"{call} {fault}" for fault in faults]
+        kind = world.fault(*kinds) or (world.fault(*kinds) if call == "get" else None)  # gets are few, and worth it
+        if kind is not None and kind.endswith(" raises"):
+            world.did(call, "raises")
+            if world.chance(0.3):  # a client is anybody's code
+                raise world.random.choice((OSError, ValueError, KeyError, RuntimeError, MemoryError))("simulated")
+            raise StorageError(world.random.choice(_CAUSES), "simulated")
+        return kind
+
+    def _read(self, key: bytes, buffer: memoryview) -> int:
+        value = self.disk.values.get(key)
+        if value is None:
+            return ABSENT
+        if len(value) == len(buffer):
+            buffer[:] = value
+        return len(value)
+
+    def _write(self, key: bytes, value: bytes, spoilt: str | None) -> bool:
+        world, disk = self.world, self.disk
+        if spoilt == "put lies: lost":
+            return True
+        if spoilt in ("put lies: torn", "put torn by a kill"):
+            end = world.random.randrange(len(value))
+            value = value[:end] + (bytes(len(value) - end) if world.chance(0.5) else b"")
+            world.faults["put torn by a kill"] += spoilt == "put torn by a kill"
+        elif spoilt == "put lies: altered":
+            value = flip(world, value)
+        elif spoilt == "put lies: under another key" and disk.values:
+            key = world.random.choice(list(disk.values))
+        stored = disk.store(key, value)
+        if spoilt == "put takes place twice":
+            stored = disk.store(key, value)
+        return stored
+
+    def _lie(self, kind: str, key: bytes, buffer: memoryview, length: int) -> int:
+        world, values = self.world, self.disk.values
+        if kind == "get lies: absent":
+            return ABSENT
+        if kind == "get lies: altered":
+            buffer[:] = flip(world, bytes(buffer))
+        elif kind == "get lies: short":
+            return max(0, len(buffer) - world.random.choice((1, 8, 64, len(buffer))))
+        elif kind == "get lies: long":
+            return len(buffer) + world.random.choice((1, 64, 1 << 40))
+        elif kind == "get lies: cut":
+            end = world.random.randrange(len(buffer))
+            buffer[end:] = bytes(len(buffer) - end)
+        elif kind == "get lies: forged":
+            self._forge(key, buffer)
+        else:
+            other = self.disk.stale.get(key) if kind == "get lies: stale" else None
+            other = other or (values[world.random.choice(list(values))] if values else b"")
+            if len(other) == len(buffer):
+                buffer[:] = other
+        return len(buffer)
+
+    def _forge(self, key: bytes, buffer: memoryview) -> None:
+        """The right header with a content of the forger's own; the tag as he can make it, or as the page had it."""
+        tag = bytes(buffer[HEADER_BYTES - 32 : HEADER_BYTES])
+        content = flip(self.world, bytes(buffer[HEADER_BYTES:]))
+        buffer[HEADER_BYTES:] = content
+        self._forger.seal(buffer, key)
+        if self.world.chance(0.5):
+            buffer[HEADER_BYTES - 32 : HEADER_BYTES] = tag
+
+
+_GET_LIES = tuple(
+    f"lies: {lie}"
+    for lie in ("absent", "altered", "short", "long", "cut", "forged", "misdirected", "stale", "nothing filled")
+)
+_PUT_LIES = ("lies: lost", "lies: torn", "lies: altered", "lies: under another key")
+
+
+class SimCall(Generic[T]):
+    """A call to be made, and later to be heard of."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function: Callable[[], T] | None = function
+        self.answered = False
+        self._value: T
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Makes the call, once."""
+        function, self.function = self.function, None
+        if function is None:
+            return
+        try:
+            self._value = function()
+        except BaseException as error:  # noqa: BLE001  # it is raised again where it is asked for
+            self._error = error
+
+    def done(self) -> bool:
+        return self.answered
+
+    def result(self) -> T:
+        require(self.answered, "the result of a call that has not ended")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class SimWorkers:
+    """Workers in virtual time.
+
+    Args:
+        world: whose time and chance.
+        disk: whose outages they see.
+        threads: calls at once.
+    """
+
+    def __init__(self, world: World, disk: Disk, threads: int) -> None:
+        self._world, self._disk, self._free = world, disk, threads
+        self._latency_s = world.random.choice((0.001, 0.01, 0.05))
+        self._waiting: list[SimCall[object]] = []
+        self._running: list[SimCall[object]] = []
+        self._closed = False
+
+    def submit(self, function: Callable[[], T]) -> SimCall[T]:
+        call = SimCall(function)
+        self._world.did("submit")
+        self._waiting.append(cast("SimCall[object]", call))
+        self._start()
+        return call
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits for a while for what runs."""
+        self._closed = True
+        self._world.pass_time(timeout_s)
+        return not self._running
+
+    def kill(self) -> list[SimCall[object]]:
+        """Nothing ends any more. The calls that a kill finds in the middle."""
+        self._closed, running, self._running, self._waiting = True, self._running, [], []
+        return running
+
+    def _start(self) -> None:
+        world = self._world
+        while self._waiting and self._free > 0:
+            self._free -= 1
+            call = self._waiting.pop(0)
+            self._running.append(call)
+            delay_s = world.delay_s(self._latency_s)
+            hangs = self._disk.outage == "hangs" or world.fault("call: hangs", "call: late", "call: slow")
+            if hangs and not world.calm:
+                long_s = {"call: slow": 0.1, "call: late": 2.0}.get(str(hangs), 10.0)
+                world.faults["outage: hangs"] += hangs is True
+                delay_s += world.random.uniform(0, long_s)
+            world.at(delay_s, lambda call=call: self._run(call))  # type: ignore[misc]
+
+    def _run(self, call: SimCall[object]) -> None:
+        """The call takes place now; that it has is heard of later."""
+        if call in self._running:
+            call.run()
+            self._world.at(self._world.delay_s(self._latency_s), lambda: self._answer(call))
+
+    def _answer(self, call: SimCall[object]) -> None:
+        if call in self._running:
+            self._running.remove(call)
+            self._free += 1
+            call.answered = True
+            self._start()
