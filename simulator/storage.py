@@ -61,6 +61,8 @@ class Disk:
         if kind == "disk: loses all" and world.chance(0.2):
             values.clear()
         elif kind in ("disk: loses some", "disk: loses all"):
+            world.faults[kind] -= 1
+            world.faults["disk: loses some"] += 1
             for key in world.random.sample(keys, 1 + len(keys) // 8):
                 del values[key]
         elif kind == "disk: rots":

@@ -157,9 +157,21 @@ def _explain(error: Exception) -> tuple[str, int]:
     return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
 
 
+# Fields of settings whose option has a longer name.
+_FIELDS = {
+    "capacity_bytes": "host_bytes",
+    "ratio": "host_ratio",
+    "free_fraction": "host_fraction",
+    "write": "write_policy",
+    "hits": "write_hits",
+    "timeout_s": "prefetch_timeout_s",
+    "codec": "storage_codec",
+}
+
+
 def _option(name: str) -> str:
     """The option that gives an argument, or the argument's own name where no option does."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = f"--{_FIELDS.get(name, name).replace('_', '-')}"
     commands = [app[command] for command in ("serve", "generate", "demo")]
     arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
     return flag if any(flag in argument.names for argument in arguments) else name

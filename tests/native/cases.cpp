@@ -562,6 +562,8 @@ void gap() {
   const Handle node = insert(tree, key_of({1, 2}), 0, 2).node;
   tree.lock(node, 1);
   tree.evict(2, 0, 0);
+  const Ids one{7};
+  tree.attach(node, 1, 0, one, true);  // the lock on the host has cut the node: it holds the last page
   expect(tree.lacking(node, 0, 1, 0).empty() && tree.end(node) == 2, "what is nowhere cannot be copied");
 }
 
@@ -715,7 +717,7 @@ void load_refused() {
 // The same for a copy inside a page: once what follows is published, there is nothing to copy.
 void copy_too_late() {
   Tiered tiers;
-  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 9, 9});
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 9});
   lease->reserve(2);
   lease->publish(4);
   expect(!lease->begin_copy(), "a copy of what is computed already");

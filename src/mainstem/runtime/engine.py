@@ -103,7 +103,7 @@ class EngineConfig:
             if (value is not None or name != "pages") and (type(value) is not int or value < 1):
                 raise BadArgument(name, value, "an integer >= 1")
         if self.tiers is not None and not self.cache:
-            raise BadArgument("tiers", self.tiers, "None where nothing is cached")
+            raise BadArgument("cache", self.cache, "True where there is a host tier or storage")
         if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
             raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,7 +168,8 @@ def host_pages(
         ratio = capacity / sum(planes.pages * planes.slot_bytes for planes in components)
     pages = [int(ratio * planes.pages) for planes in components]
     if min(pages) < 1:
-        raise BadArgument("host size", size, "room for a page of each component")
+        given = next(field.name for field in fields(size) if getattr(size, field.name) is not None)
+        raise BadArgument(given, getattr(size, given), "room for a page of each component")
     return pages
 
 

@@ -188,7 +188,10 @@ def _described(engine: Engine) -> str:
 
     dtype = str(engine.dtype).removeprefix("torch.")
     positions = engine.pages * engine.config.page_size
-    return f"{dtype}, {torch.get_num_threads()} threads, {engine.pages} KV pages for {positions} tokens"
+    below = engine.stats().tiers
+    host = "" if below is None else f", {below.host_total} on the host"
+    store = "" if engine.config.tiers is None or engine.config.tiers.storage is None else ", storage below"
+    return f"{dtype}, {torch.get_num_threads()} threads, {engine.pages} KV pages for {positions} tokens{host}{store}"
 
 
 class _DrainingServer(uvicorn.Server):

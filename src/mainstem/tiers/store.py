@@ -133,6 +133,7 @@ class _Answer(Generic[T]):
 
     value: T
     causes: Counter[str]
+    took_s: float
     failed: bool = False  # the call as a whole
 
 
@@ -173,7 +174,8 @@ class StoreCall(Generic[T]):
         self.value = answer.value
         for cause, count in answer.causes.items():
             self._store.count(cause, count)
-        self._store.slow = False
+        if answer.took_s <= self._store.config.timeout_s:
+            self._store.slow = False
         if self._overdue:
             return  # it has counted as failed
         if answer.failed:
@@ -212,7 +214,7 @@ class Store:
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self.faults: Counter[str] = Counter()
         self._closed = False
-        self.slow = False  # a call took longer than anybody waits, and none has come back since
+        self.slow = False  # a call took longer than anybody waits, and none was quicker since
         self._readers, self._writers = readers, writers
 
     def register(self, regions: Sequence[memoryview]) -> None:
@@ -357,9 +359,10 @@ class Store:
 
         def run() -> _Answer[T]:
             causes: Counter[str] = Counter()
+            began_s = self.clock()
             with _caught(causes):
-                return _Answer(work(causes), causes)
-            return _Answer(nothing, causes, failed=True)
+                return _Answer(work(causes), causes, self.clock() - began_s)
+            return _Answer(nothing, causes, self.clock() - began_s, failed=True)
 
         return StoreCall(self, workers.submit(run), nothing, self.clock() + self.config.call_timeout_s)
 
