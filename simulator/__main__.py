@@ -52,7 +52,7 @@ class Campaign:
     """Many runs, several at once, counted in the order of their seeds."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
+        self._options, self._commit = options, _commit()
         self._former: dict[str, Record] = {}
         self.totals = {profile: Record() for profile in options.profile}
         self.former_s = 0.0
@@ -120,7 +120,7 @@ class Campaign:
     def _as_json(self, seconds: float) -> dict[str, object]:
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": self._commit,
             "first_seed": self._options.first,
             "operations_a_seed": self._options.operations,
             "seconds": round(seconds + self.former_s, 1),

@@ -1,7 +1,7 @@
 """Host memory without tensors: the content of a page is a few numbers, and a copy is done when the test says so.
 
-    device   [components][layers, pages] uint64         the engine writes and reads it
-    host     slots of HEADER_BYTES + payload            component 0; others are arrays
+device   [components][layers, pages] uint64         the engine writes and reads it
+host     slots of HEADER_BYTES + payload            component 0; others are arrays
 """
 
 from __future__ import annotations

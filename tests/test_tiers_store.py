@@ -72,7 +72,7 @@ def test_a_limit_outside_its_range_is_refused_by_its_name(name: str, value: Any)
 
 
 def test_limits_may_be_at_the_end_of_their_ranges() -> None:
-    StorageConfig(prefetch_min_tokens=0, timeout_s=0, timeout_per_page_s=0, call_timeout_s=0, host_fraction=1)
+    StorageConfig(prefetch_min_tokens=0, timeout_s=0, timeout_per_page_s=0, call_timeout_s=1e-9, host_fraction=1)
 
 
 # ---------------------------------------------------------------- the breaker

@@ -171,7 +171,7 @@ _FIELDS = {
 
 def _option(name: str) -> str:
     """The option that gives an argument, or the argument's own name where no option does."""
-    flag = f"--{_FIELDS.get(name, name).replace('_', '-')}"
+    flag = f"--{name.replace('_', '-')}"
     commands = [app[command] for command in ("serve", "generate", "demo")]
     arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
     return flag if any(flag in argument.names for argument in arguments) else name
@@ -277,6 +277,12 @@ class TierOptions:
             if self.warm:
                 raise BadArgument("warm", True, "left out without --storage")
             return None
+        try:
+            return self._config(sizes)
+        except BadArgument as error:
+            raise BadArgument(_FIELDS.get(error.name, error.name), error.value, error.allowed) from None
+
+    def _config(self, sizes: tuple[int | None, float | None, float | None]) -> TierConfig:
         from mainstem.runtime.host import HostSize
         from mainstem.runtime.tiers import TierConfig
         from mainstem.tiers.store import StorageConfig

@@ -239,11 +239,17 @@ bool repeats_ids(const Operation& operation) {
   return std::string_view(operation.name).starts_with("attach");
 }
 
+// What a forest holds before an operation: the same each time.
+Contents prepared(const Operation& operation, const std::vector<Component>& rows) {
+  Forest forest(rows);
+  operation.prepare(forest);
+  return contents_of(forest.tree, rows, 2);
+}
+
 // Whether a refusal had as many allocations as that.
-bool fail_in_refusal(const Operation& refusal, const std::vector<Component>& rows, long k) {
+bool fail_in_refusal(const Operation& refusal, const std::vector<Component>& rows, const Contents& before, long k) {
   Forest forest(rows);
   refusal.prepare(forest);
-  const Contents before = contents_of(forest.tree, rows, 2);
   bool refused = false;
   allocations_left = k;
   try {
@@ -279,10 +285,9 @@ End fail(long k, const std::function<void()>& run) {
 }
 
 // Whether the operation had as many allocations as that.
-bool fail_in_tree(const Operation& operation, const std::vector<Component>& rows, long k) {
+bool fail_in_tree(const Operation& operation, const std::vector<Component>& rows, const Contents& before, long k) {
   Forest forest(rows);
   operation.prepare(forest);
-  const Contents before = contents_of(forest.tree, rows, 2);
   const std::int32_t next_id = forest.next_id;
   const End end = fail(k, [&] { operation.run(forest); });
   if (end != End::failed) {
@@ -545,12 +550,16 @@ void run() {
       {"full and window", {{Kind::full}, {Kind::window, 16}}},
       {"full and state", {{Kind::full}, {Kind::state}}},
   };
-  for (const auto& [kind, rows] : kinds)
-    for (const Operation& operation : kOperations)
-      count(kind + ": " + operation.name, [&](long k) { return fail_in_tree(operation, rows, k); });
-  for (const Operation& refusal : kRefusals)
-    for (const auto& [kind, rows] : kinds)
-      count(kind + ": refused: " + refusal.name, [&](long k) { return fail_in_refusal(refusal, rows, k); });
+  for (const auto& [kind, rows] : kinds) {
+    for (const Operation& operation : kOperations) {
+      const Contents before = prepared(operation, rows);
+      count(kind + ": " + operation.name, [&](long k) { return fail_in_tree(operation, rows, before, k); });
+    }
+    for (const Operation& refusal : kRefusals) {
+      const Contents before = prepared(refusal, rows);
+      count(kind + ": refused: " + refusal.name, [&](long k) { return fail_in_refusal(refusal, rows, before, k); });
+    }
+  }
   for (const LeaseOperation& operation : kLeaseOperations)
     for (const std::uint32_t tiers : {1u, 2u})
       count(std::to_string(tiers) + (tiers == 1 ? " tier: " : " tiers: ") + operation.name,

@@ -298,7 +298,7 @@ class World {
     }
     expect(exists(place.path), "a good handle denotes something");
     compare_ids(place.handle, place.path);
-    compare_views(place);
+    if (&place == &places_.front() || &place == &places_.back()) compare_views(place);  // slow, so not of all
   }
   // What a node says of itself, and of the path to it.
   void compare_views(const Place& place) const {

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mainstem._core import copy_rows
 from mainstem.errors import BadArgument, MainstemError
 
-_ERRORS = (MainstemError, RuntimeError, ValueError, LookupError, OSError, MemoryError)  # the world's, not our bugs
+ERRORS = (MainstemError, RuntimeError, ValueError, LookupError, OSError, MemoryError)  # the world's, not our bugs
 
 
 class Copy(NamedTuple):
@@ -249,7 +249,7 @@ class Transfer:
         """Begins the copies of the next layer. Copies that fail end the transfer."""
         try:
             mark = self._copier.copy(self._steps[len(self._marks)].copies, self._fence)
-        except _ERRORS as error:
+        except ERRORS as error:
             self.end(error)
         except BaseException:
             self.end(RuntimeError("a copy was broken off; whoever advanced it knows why"))

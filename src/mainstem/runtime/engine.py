@@ -38,7 +38,7 @@ from mainstem.runtime.kv import bytes_per_page
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams, Usage
 from mainstem.runtime.runner import ModelRunner
-from mainstem.runtime.tiers import TierConfig, build_tiers
+from mainstem.runtime.tiers import TierConfig, build_tiers, close_tiers
 from mainstem.tiers.controller import TierStats
 
 log = logging.getLogger(__name__)
@@ -287,16 +287,21 @@ class Engine:
         host, store = (
             (None, None) if config.tiers is None else build_tiers(config.tiers, model, loaded, config.page_size, clock)
         )
-        self._cache = PrefixCache(
-            self.pages,
-            config.page_size,
-            keys=TokenKeys(model.vocab_size),
-            policy=config.policy,
-            enabled=config.cache,
-            copy_page=model.copy_page,
-            host=host,
-            store=store,
-        )
+        try:
+            self._cache = PrefixCache(
+                self.pages,
+                config.page_size,
+                keys=TokenKeys(model.vocab_size),
+                policy=config.policy,
+                enabled=config.cache,
+                copy_page=model.copy_page,
+                host=host,
+                store=store,
+            )
+        except BaseException:
+            if host is not None:
+                close_tiers(host, store)
+            raise
         self._tiers = self._cache.tiers
         self._remembered_s = clock()
         if self._tiers is not None and config.tiers is not None and config.tiers.warm:
@@ -510,12 +515,14 @@ class Engine:
             self._tiers.remember()
 
     def _close_tiers(self) -> None:
-        if self._tiers is not None:
+        if self._tiers is None:
+            return
+        try:
             self._tiers.remember()
             self._tiers.drain(_DRAIN_S)
-            self._tiers.close()
-            if isinstance(self._tiers.host.memory, HostPool):
-                self._tiers.host.memory.close()
+        finally:
+            self._tiers.close()  # the store, after what waits to be written
+            close_tiers(self._tiers.host, None)
 
     def _add(self, id: str, request: Request, arrived_s: float, on_progress: OnProgress | None) -> None:
         if on_progress is not None:

@@ -13,6 +13,7 @@ Knows tensors and page ids; knows no tree, no store, not who owns a page, and no
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -27,9 +28,11 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.runtime.copies import Copier, Copy, CpuCopier, CudaCopier, Step, Transfer
+from mainstem.runtime.copies import ERRORS, Copier, Copy, CpuCopier, CudaCopier, Step, Transfer
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import LayerTicket, Move, Ticket
+
+log = logging.getLogger(__name__)
 
 Layout = Literal["auto", "page_first", "layer_first"]
 Run = Callable[[Callable[[], None]], object]
@@ -37,6 +40,7 @@ Run = Callable[[Callable[[], None]], object]
 SLOT_ALIGNMENT = 64
 """Slots begin at multiples of it, in bytes."""
 
+_OPTIONS = {"capacity_bytes": "host_bytes", "ratio": "host_ratio", "free_fraction": "host_fraction"}
 _MEMORY_PAGE = 4096
 _TRIAL_BYTES = 16 << 20  # of each layout, when the faster one is looked for
 
@@ -169,7 +173,7 @@ def host_pages(
     pages = [int(ratio * planes.pages) for planes in components]
     if min(pages) < 1:
         given = next(field.name for field in fields(size) if getattr(size, field.name) is not None)
-        raise BadArgument(given, getattr(size, given), "room for a page of each component")
+        raise BadArgument(_OPTIONS[given], getattr(size, given), "room for a page of each component")
     return pages
 
 
@@ -309,7 +313,7 @@ class HostPool:
             BadArgument: a component or page that does not exist; nothing is copied.
         """
         self._check_moves(moves, [planes.pages for planes in self._components], self._pages)
-        return self._start(self._downs, self._steps(moves, self._host_rows, self._device_rows))
+        return self._start(self._downs, moves, self._host_rows, self._device_rows)
 
     def up(self, moves: Sequence[Move]) -> LayerTicket:
         """Starts copying host pages to device pages, one layer after the other, before all that goes down.
@@ -318,7 +322,7 @@ class HostPool:
             BadArgument: a component or page that does not exist; nothing is copied.
         """
         self._check_moves(moves, self._pages, [planes.pages for planes in self._components])
-        return self._start(self._ups, self._steps(moves, self._device_rows, self._host_rows))
+        return self._start(self._ups, moves, self._device_rows, self._host_rows)
 
     def slots(self, pages: Sequence[int]) -> list[memoryview]:
         """Slots of component 0, header and payload, where they lie: what is written there is in the pool.
@@ -380,8 +384,16 @@ class HostPool:
                 by_layer.setdefault(layer, []).append(Copy(written, targets, read, sources))
         return [Step(layer, by_layer[layer]) for layer in sorted(by_layer)]
 
-    def _start(self, queue: deque[Transfer], steps: list[Step]) -> Transfer:
-        transfer = Transfer(steps, self._copier)
+    def _start(
+        self, queue: deque[Transfer], moves: Sequence[Move], to: list[list[Any]], from_: list[list[Any]]
+    ) -> Transfer:
+        try:
+            steps = self._steps(moves, to, from_)
+            transfer = Transfer(steps, self._copier)
+        except ERRORS as error:  # such as no memory for the ids on a device
+            transfer = Transfer([], self._copier)
+            transfer.end(error)
+            return transfer
         if not steps:
             return transfer
         with self._lock:
@@ -412,6 +424,7 @@ class HostPool:
             try:
                 queue[0].advance()
             except BaseException:
+                log.exception("a copy was broken off")
                 if self._settle(queue):
                     self._run(self._work)  # this turn ends here, the other transfers do not
                 raise

@@ -57,6 +57,7 @@ _RANKED = 128
 _LOOKS = 4  # at storage, for one request
 
 _POLL_S = 0.001  # between looks at transfers that nobody can do anything without
+_IDLE_POLL_S = 0.01  # the same, when nobody waits
 
 _NOTHING = Delta("")
 
@@ -155,7 +156,9 @@ class Scheduler:
         """How long a step would find nothing to do, unless a request comes; None: for ever."""
         if self._running or self._events or (self._waiting and not self._idle):
             return 0.0
-        return _POLL_S if self._waiting or (self._tiers is not None and self._tiers.busy) else None
+        if self._waiting:
+            return _POLL_S
+        return _IDLE_POLL_S if self._tiers is not None and self._tiers.busy else None
 
     @property
     def waiting(self) -> int:
@@ -310,7 +313,7 @@ class Scheduler:
         return now_s - task.arrived_s > self._limits.age_limit_s
 
     def _is_held_back(self, task: _Task, hit: int) -> bool:
-        """Whether a running prefill will soon publish more of this request's prompt than the cache has, or has loaded."""
+        """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
         if not self._cache.enabled or self._is_aged(task, self._clock()):
             return False
         page = self._cache.page_size
@@ -345,7 +348,7 @@ class Scheduler:
     def _admit(self, task: _Task) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
         lease = self._cache.lease(task.known, task.request.namespace, priority=task.request.priority)
-        load = None if self._tiers is None else self._tiers.load(lease)
+        load = self._tiers.load(lease) if self._tiers is not None and self._fits(task, lease) else None
         try:
             task.open(lease, load)
         except OutOfPages:
@@ -406,6 +409,11 @@ class Scheduler:
         good = [row for row, task in enumerate(sampled) if task not in failed]
         shares = [(task, n) for task, n in shares if task not in failed]
         return shares, [sampled[row] for row in good], logits[good]
+
+    def _fits(self, task: _Task, lease: Lease) -> bool:
+        """Whether all of a request's pages can be had: a load that is thrown away is a load too many."""
+        size = self._cache.page_size
+        return -(-task.length // size) - lease.hit // size <= self._room()
 
     def _uncount_load(self, task: _Task) -> None:
         if task.counted is None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CLOSE_S = 5.0  # for calls that have not returned
 _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
 
 # Of a model's configuration: where it came from and who wrote it, which changes no number.
@@ -106,6 +107,16 @@ def build_tiers(
     return tier, store
 
 
+def close_tiers(tier: HostTier, store: Store | None) -> None:
+    """Ends what `build_tiers` began: calls, the back end, copies."""
+    try:
+        if store is not None:
+            store.close(_CLOSE_S)
+    finally:
+        if isinstance(tier.memory, HostPool):
+            tier.memory.close()
+
+
 def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = "none") -> Identity:
     """All that shapes the pages of a loaded model. Reads every weight.
 
@@ -151,7 +162,7 @@ def _store(
         backend,
         Sealer(identity, PUBLIC_SECRET if config.secret is None else config.secret),
         limits,
-        readers=ThreadWorkers(limits.batches, "mainstem-read"),
+        readers=ThreadWorkers(limits.max_prefetches + limits.batches, "mainstem-read"),
         writers=ThreadWorkers(limits.writes, "mainstem-write"),
         clock=clock,
         codec=find_codec(config.codec),
@@ -160,7 +171,7 @@ def _store(
 
 
 def _digest_weights(model: torch.nn.Module) -> str:
-    """BLAKE3 over every parameter and buffer, with its name, shape and dtype."""
+    """BLAKE3 over every parameter and persistent buffer, with its name, shape and dtype; the others are computed."""
     try:
         from blake3 import blake3
     except ImportError as error:

@@ -56,6 +56,7 @@ SLACK_RECORDS = 1024
 STEP_BYTES = 64 << 20
 """`values` grows by this, or by what a batch needs."""
 
+_DEFAULT_BYTES = 8 << 30
 READ_BYTES = 1 << 20
 """Values are read together up to this much; what is more is a task of its own, for another thread if one is idle."""
 
@@ -299,7 +300,10 @@ class FileBackend(Backend):
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """`file:/var/cache/mainstem?capacity=8GiB&sync=batch&threads=2`; sync is `batch` (the default) or `none`."""
+        """`file:/var/cache/mainstem?capacity=8GiB&sync=batch&threads=2`; sync is `batch` (the default) or `none`.
+
+        Without a capacity: 8 GiB, or as much as is there; a smaller one drops what it has no room for.
+        """
         check_options(options, ("capacity", "sync", "threads"))
         sync = options.get("sync", "batch")
         if sync not in ("batch", "none"):
@@ -307,7 +311,8 @@ class FileBackend(Backend):
         threads = options.get("threads", "2")
         if not (threads.isascii() and threads.isdigit()):
             raise BadArgument("threads", threads, "a number, at least 1")
-        capacity_bytes = parse_bytes("capacity", options.get("capacity", "8GiB"))
+        capacity = options.get("capacity")
+        capacity_bytes = _capacity_of(Path(address)) if capacity is None else parse_bytes("capacity", capacity)
         return cls(address, capacity_bytes, sync=sync == "batch", threads=int(threads))
 
     # ------------------------------------------------------------ the interface
@@ -426,7 +431,9 @@ class FileBackend(Backend):
         try:
             work()
         finally:  # whatever happens, nobody writes to the caller's buffers after this call
-            wait([helper for helper in helpers if not helper.cancel()])
+            wait(begun := [helper for helper in helpers if not helper.cancel()])
+        for helper in begun:
+            helper.result()  # what it died of, if not of the disk
         if unread and sum(count for count, _ in unread) == len(pieces):
             raise _failure(f"reading from {self._root}", unread[0][1])
         return lost
@@ -801,6 +808,14 @@ def _hashes() -> tuple[Callable[[memoryview], bytes], Callable[[bytes | memoryvi
         return state.digest()
 
     return digest, xxh3_64_intdigest
+
+
+def _capacity_of(root: Path) -> int:
+    """What a store may hold where nobody says it: as much as it has already, at least the default."""
+    try:
+        return max(_DEFAULT_BYTES, (root / "values").lstat().st_size)
+    except OSError:
+        return _DEFAULT_BYTES
 
 
 def _check_value(key: bytes, buffer: memoryview) -> None:

@@ -276,7 +276,7 @@ class Compress(_Wrapper):
         """Stores one frame a value."""
         compressor = self._zstd.ZstdCompressor(level=self._level)  # not safe across threads, so one a call
         frames = [compressor.compress(buffer) for _, buffer in zip(keys, buffers, strict=True)]
-        return self._inner.put(keys, [memoryview(frame) for frame in frames])
+        return self._inner.put(keys, [memoryview(bytearray(frame)) for frame in frames])
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads frames, and expands those that hold as much as their buffers; of the others it says what they hold."""

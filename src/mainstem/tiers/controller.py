@@ -94,7 +94,7 @@ class TierStats:
     """Counts of the tiers, in pages where nothing else is said.
 
     Args:
-        host_total, host_free, host_cached, host_private: pages of the host; private ones are being prefetched.
+        host_total, host_free, host_cached, host_private: pages of the host; private ones are being written to.
         backed_up: copied to the host. backup_failed: their copy failed. backup_skipped: the host had no room.
         loaded: copied back to the device. load_failed: their copy failed. load_skipped: the device had no room.
         prefetches: begun. prefetch_skipped: left out, since too many were under way.
@@ -215,7 +215,11 @@ class Tiers:
     def load(self, lease: Lease) -> Load | None:
         """Starts copying what the host has behind a lease's hit into private pages of the lease.
 
-        None: it has fewer than `load_min_tokens`, or the device has no room. Only before anything is reserved.
+        None: it has fewer than `load_min_tokens`, or the device has no room.
+
+        Raises:
+            BadArgument: something was reserved already.
+            LeaseClosed: the lease has ended.
         """
         if lease.loadable < self.host.load_min_tokens:
             return None
@@ -288,11 +292,16 @@ class Tiers:
     # ---------------------------------------------------------------- restart
 
     def remember(self) -> None:
-        """Writes down in storage which prefixes are the hottest, for `warm` after a restart."""
+        """Writes down in storage which prefixes are the hottest, for `warm`. Every rank at the same poll."""
         if self.store is None:
             return
-        nodes = self._core.hottest(hottest.MOST, HOST)
-        content = hottest.encode([self._core.path_key(node) for node in nodes])
+        prefixes, room = [], hottest.CONTENT_BYTES
+        for node in self._core.hottest(hottest.MOST, HOST):
+            size = self._core.end(node) * self._page_bytes
+            if size <= room:
+                room -= size
+                prefixes.append(self._core.path_key(node))
+        content = hottest.encode(prefixes)
         self._add(_Note(self.store.keep_note(hottest.NAME, content, hottest.CONTENT_BYTES)))
 
     def warm(self) -> None:
@@ -439,9 +448,11 @@ class Tiers:
         missing = pages - self.host_pools[row].free
         if missing <= 0:
             return True
+        waiting = sum(write.pages for write in self._writes)
         while missing > self._evictable(row):
-            if not self._writes or pages > self.host_pools[row].total:
+            if not self._writes or missing > self._evictable(row) + waiting:
                 return False
+            waiting -= self._writes[0].pages
             self._writes.popleft().give_up()  # or a store that hangs would take the host away
         freed = self.tree.evict(missing, self.tree.components[row].name, HOST)
         for pool, ids in zip(self.host_pools, freed, strict=True):
@@ -498,9 +509,11 @@ class Tiers:
         prefetch.begin()
         return prefetch
 
-    def _host_limit(self) -> int:
+    def _prefetch_room(self) -> int:
+        """Host pages that prefetches may still take."""
         assert self.store is not None
-        return int(self.host_pools[0].total * self.store.config.host_fraction)
+        limit = int(self.host_pools[0].total * self.store.config.host_fraction)
+        return limit - sum(prefetch.private_pages() for prefetch in self._prefetches.values())
 
     def _write(self, node: int, begin: int) -> None:
         """Queues the pages from `begin` to the end of a node for storage; not if they have no room behind others."""
@@ -726,15 +739,16 @@ class Prefetch:
         end = self._first + len(self._keys)
         config = self._store.config
         while self.users > 0 and not self._cut and self._asked < end and len(self._reads) < config.batches:
-            n = min(config.batch_pages, end - self._asked)
-            if not self._read(n):
-                self._cut = True
+            if not self._read(min(config.batch_pages, end - self._asked)):
+                end = self._asked  # what is on its way already still counts
+                self._keys = self._keys[: end - self._first]
         if not self._reads and self._looked and (self._cut or self.users <= 0 or self._asked >= end):
             self._end()
 
     def _read(self, n: int) -> bool:
         tiers, pool = self._tiers, self._tiers.host_pools[0]
-        if pool.private + n > tiers._host_limit() or not tiers._make_host_room(0, n):
+        n = min(n, tiers._prefetch_room())
+        if n <= 0 or not tiers._make_host_room(0, n):
             return False
         pages = pool.allocate(n)
         keys = self._keys[self._asked - self._first :][:n]
@@ -821,7 +835,8 @@ class _Write(Pending):
     """Pages of a node on their way to storage, locked on the host."""
 
     def __init__(self, tiers: Tiers, node: int, begin: int, pages: int) -> None:
-        self._tiers, self._node, self._begin, self._pages = tiers, node, begin, pages
+        self.pages = pages
+        self._tiers, self._node, self._begin = tiers, node, begin
         self._call: StoreCall[Written] | None = None
         self._given_up = False
 
@@ -834,8 +849,8 @@ class _Write(Pending):
     def give_up(self) -> None:
         """It waits no longer, and is not written."""
         self._given_up = True
-        self._tiers._queued -= self._pages
-        self._tiers.counts["write_dropped"] += self._pages
+        self._tiers._queued -= self.pages
+        self._tiers.counts["write_dropped"] += self.pages
         self._tiers._core.unlock(self._node, HOST)
 
     def vote(self) -> int:
@@ -851,7 +866,7 @@ class _Write(Pending):
         tiers = self._tiers
         assert self._call is not None
         tiers._writing -= 1
-        tiers._queued -= self._pages
+        tiers._queued -= self.pages
         tiers.counts["stored"] += self._call.value.pages
         if outcome == _FAILED:
             tiers._write(self._node, 0)  # all of the path

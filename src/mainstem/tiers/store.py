@@ -46,7 +46,7 @@ class StorageConfig:
         batch_pages: pages a call.
         batches: calls of one prefetch at once.
         host_fraction: of the host's pages that prefetches under way may hold.
-        call_timeout_s: after which a call has failed.
+        call_timeout_s: after which a call has failed, the time that it waits for a worker counted in; above 0.
         queue_pages: pages that wait to be written; what comes when it is full is left out, but not if it waits alone.
         writes: calls that write at once.
         breaker_failures: failed calls, one after another, that open the breaker.
@@ -81,6 +81,8 @@ class StorageConfig:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < 1e9:
                 raise BadArgument(name, value, "seconds, 0 or more")
+        if self.call_timeout_s == 0:
+            raise BadArgument("call_timeout_s", self.call_timeout_s, "above 0")
         if type(self.host_fraction) not in (int, float) or not 0 < self.host_fraction <= 1:
             raise BadArgument("host_fraction", self.host_fraction, "above 0, up to 1")
 
@@ -174,7 +176,8 @@ class StoreCall(Generic[T]):
         self.value = answer.value
         for cause, count in answer.causes.items():
             self._store.count(cause, count)
-        if answer.took_s <= self._store.config.timeout_s:
+        config = self._store.config
+        if answer.took_s <= (config.timeout_s if config.prefetch == "timeout" else config.call_timeout_s):
             self._store.slow = False
         if self._overdue:
             return  # it has counted as failed

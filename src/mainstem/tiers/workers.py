@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -85,8 +86,9 @@ class ThreadWorkers:
         """Ends the threads after the calls that are queued; those that hang are left alone."""
         for _ in self._threads:
             self._calls.put(None)
+        end_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s / len(self._threads))
+            thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
