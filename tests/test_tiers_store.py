@@ -638,16 +638,25 @@ def test_a_note_that_the_back_end_says_nothing_of_is_a_miss(results: Any) -> Non
     assert store.faults == {"crashed": 2}
 
 
-def test_a_note_and_a_page_of_the_same_key_space_never_meet() -> None:
+def test_a_note_in_the_place_of_another_is_not_taken_for_it() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
-    fill(store)
     done(store.keep_note("one", b"first", 8))
-    page = backend.value(keys_of(store)[0])
-    (note,) = [key for key in backend.stored_keys() if key not in keys_of(store)]
-    backend.set_value(note, page)
+    (one,) = backend.stored_keys()
+    done(store.keep_note("two", b"other", 8))
+    (two,) = [key for key in backend.stored_keys() if key != one]
+    backend.set_value(one, backend.value(two))
     assert done(store.find_note("one", 8)) == b""
     assert store.faults == {"misdirected": 1}
+
+
+def test_a_note_says_nothing_to_who_reads_the_store() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    done(store.keep_note("one", b"a salt that is nobody's business", 64))
+    (value,) = [bytes(backend.value(key)) for key in backend.stored_keys()]
+    assert b"salt" not in value and b"nobody" not in value
+    assert done(store.find_note("one", 64)).rstrip(b"\0") == b"a salt that is nobody's business"
 
 
 # ---------------------------------------------------------------- the end

@@ -300,7 +300,7 @@ class TierOptions:
             self.storage,
             self.storage_codec,
             limits,
-            None if self.storage_secret is None else self.storage_secret.encode(),
+            None if self.storage_secret is None else self.storage_secret.encode("utf-8", "surrogateescape"),
             self.warm,
         )
 

@@ -227,7 +227,7 @@ def _aligned(size: int) -> NDArray[np.uint8]:
     """Memory that begins at a page of the system, as pinning and direct IO want it."""
     try:
         memory = np.empty(size + _MEMORY_PAGE, np.uint8)
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:
         raise BadArgument("host_bytes", size, "memory that can be had") from error
     begin = -memory.ctypes.data % _MEMORY_PAGE
     return memory[begin : begin + size]

@@ -337,6 +337,8 @@ class Scheduler:
         if prefetch is not None and prefetch.ended and prefetch.shared and prefetch.loaded and task.looks < _LOOKS:
             self._forget_prefetch(task)  # it was for another prompt, too, which may part from this one further on
             self._look_below(task)
+        elif prefetch is None and task.looks < _LOOKS and self._tiers is not None and self._tiers.can_prefetch:
+            self._look_below(task)  # too many were under way
         return task.prefetch is not None and task.prefetch.waiting
 
     def _forget_prefetch(self, task: _Task) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOKERS = 12  # threads that ask storage what it has, beside those that read
 _CLOSE_S = 5.0  # for calls that have not returned
 _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
 
@@ -162,7 +163,7 @@ def _store(
         backend,
         Sealer(identity, PUBLIC_SECRET if config.secret is None else config.secret),
         limits,
-        readers=ThreadWorkers(limits.max_prefetches + limits.batches, "mainstem-read"),
+        readers=ThreadWorkers(min(limits.max_prefetches, _LOOKERS) + limits.batches, "mainstem-read"),
         writers=ThreadWorkers(limits.writes, "mainstem-write"),
         clock=clock,
         codec=find_codec(config.codec),

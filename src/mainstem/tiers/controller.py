@@ -200,6 +200,11 @@ class Tiers:
         return bool(self._pending or self._warm)
 
     @property
+    def can_prefetch(self) -> bool:
+        """Whether there is storage, and room for one prefetch more."""
+        return self.store is not None and len(self._prefetches) < self.store.config.max_prefetches
+
+    @property
     def copying(self) -> bool:
         """Whether device pages belong to a transfer, and will be given back when it has ended."""
         return any(isinstance(item, (_Backup, Load)) for item in self._pending)
@@ -301,8 +306,9 @@ class Tiers:
             if size <= room:
                 room -= size
                 prefixes.append(self._core.path_key(node))
-        content = hottest.encode(prefixes)
-        self._add(_Note(self.store.keep_note(hottest.NAME, content, hottest.CONTENT_BYTES)))
+        if prefixes:  # an empty list would wipe out what another process, or life, has found
+            content = hottest.encode(prefixes)
+            self._add(_Note(self.store.keep_note(hottest.NAME, content, hottest.CONTENT_BYTES)))
 
     def warm(self) -> None:
         """Starts bringing back to the host what `remember` wrote down."""

@@ -2,7 +2,7 @@
 
     count 4 | { namespace length 4 | namespace | key length 4 | key } ...        little-endian
 
-It is sealed like a page; even so nothing of it is believed but lengths that fit.
+It is hidden, since namespaces may carry salts, and sealed like a page; even so only lengths that fit are believed.
 """
 
 from __future__ import annotations

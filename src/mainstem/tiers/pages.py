@@ -16,6 +16,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mainstem.errors import BackendUnavailable, BadArgument
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class Sealer:
         self._blake3 = blake3
         self._name_key = blake3(secret, derive_key_context="mainstem 2026-11 names of stored pages").digest()
         self._tag_key = blake3(secret, derive_key_context="mainstem 2026-11 tags of stored pages").digest()
+        self._mark_key = blake3(secret, derive_key_context="mainstem 2026-11 marks of hidden notes").digest()
+        self._mask_key = blake3(secret, derive_key_context="mainstem 2026-11 masks of hidden notes").digest()
         self._identity = identity.encode()
 
     def root(self, namespace: bytes) -> bytes:
@@ -75,6 +79,19 @@ class Sealer:
     def record(self, name: str) -> bytes:
         """The key of something that is no page, such as the list of the hottest prefixes."""
         return self._named(b"note" + self._identity + name.encode())
+
+    def hide(self, content: bytes) -> bytes:
+        """Content that nobody can read without the secret; the same content gives the same bytes, 32 more."""
+        mark = self._blake3(content, key=self._mark_key).digest()
+        return mark + self._masked(content, mark)
+
+    def reveal(self, hidden: bytes) -> bytes:
+        """What was hidden; rubbish, if it was not by this secret."""
+        return self._masked(hidden[32:], hidden[:32])
+
+    def _masked(self, content: bytes, mark: bytes) -> bytes:
+        stream = self._blake3(mark, key=self._mask_key).digest(length=len(content)) if content else b""
+        return bytes(np.bitwise_xor(np.frombuffer(content, np.uint8), np.frombuffer(stream, np.uint8)))
 
     def seal(self, slot: memoryview, key: bytes) -> None:
         """Writes the header of a page whose payload stands behind it."""

@@ -28,6 +28,8 @@ from mainstem.tiers.workers import Call, Workers
 
 log = logging.getLogger(__name__)
 
+_MARK_BYTES = 32  # that a hidden note is longer
+
 T = TypeVar("T")
 
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
@@ -60,7 +62,7 @@ class StorageConfig:
     prefetch_min_tokens: int = 256
     timeout_s: float = 0.1
     timeout_per_page_s: float = 0.01
-    max_prefetches: int = 16
+    max_prefetches: int = 64
     batch_pages: int = 32
     batches: int = 4
     host_fraction: float = 0.5
@@ -288,8 +290,8 @@ class Store:
 
     def keep_note(self, name: str, content: bytes, room_bytes: int) -> StoreCall[bool]:
         """Stores something that is no page, in the place of what had this name; whether it did."""
-        slot = memoryview(bytearray(HEADER_BYTES + room_bytes))
-        slot[HEADER_BYTES : HEADER_BYTES + len(content)] = content
+        slot = memoryview(bytearray(HEADER_BYTES + _MARK_BYTES + room_bytes))
+        slot[HEADER_BYTES:] = self.sealer.hide(content.ljust(room_bytes, b"\0"))
 
         def keep(causes: Counter[str]) -> bool:
             key = self.sealer.record(name)
@@ -302,7 +304,7 @@ class Store:
 
     def find_note(self, name: str, room_bytes: int) -> StoreCall[bytes]:
         """What was kept under this name in so much room, with zeros behind; empty: nothing."""
-        slot = memoryview(bytearray(HEADER_BYTES + room_bytes))
+        slot = memoryview(bytearray(HEADER_BYTES + _MARK_BYTES + room_bytes))
 
         def find(causes: Counter[str]) -> bytes:
             key = self.sealer.record(name)
@@ -310,7 +312,7 @@ class Store:
             if cause is not None:
                 causes[cause] += 1
                 return b""
-            return bytes(slot[HEADER_BYTES:])
+            return self.sealer.reveal(bytes(slot[HEADER_BYTES:]))
 
         return self._submit(self._readers, find, b"")
 
