@@ -334,3 +334,34 @@ def test_a_store_is_described_checked_and_emptied(tmp_path: Path, capsys: pytest
 def test_a_spec_that_names_no_store_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("storage", "stats", "floppy:/dev/fd0") == 2
     assert "file:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--prefetch best_effort", "--prefetch"),
+        ("--warm --host-ratio 1", "--warm"),
+        ("--write-hits 3", "--write-hits"),
+        ("--write-hits 0 --host-ratio 1", "--write-hits 0"),
+        ("--host-ratio 0", "--host-ratio 0"),
+        ("--storage memory: --storage-secret short", "16 bytes"),
+        ("--no-cache --storage memory:", "--cache"),
+    ],
+)
+def test_options_that_would_do_nothing_or_cannot_be_are_refused(
+    options: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("serve", "no-such-model", "--port", "0", *options.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_store_is_not_cut_by_looking_at_it(tmp_path: Path) -> None:
+    """Without a capacity a store holds what it held; only a capacity that is given may make it smaller."""
+    from mainstem.storage.file import FileBackend
+
+    with contextlib.closing(FileBackend(tmp_path / "kv", 9 << 30)) as backend:
+        backend.put([bytes(32)], [memoryview(bytearray(b"value"))])
+    with (tmp_path / "kv" / "values").open("r+b") as values:
+        values.truncate(9 << 30)  # sparse
+    assert run("storage", "stats", f"file:{tmp_path}/kv", "--json") == 0
+    assert (tmp_path / "kv" / "values").stat().st_size == 9 << 30

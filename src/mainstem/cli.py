@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from json import dumps
 from pathlib import Path
 from types import TracebackType
@@ -273,14 +273,22 @@ class TierOptions:
             BadArgument: a value outside its range.
         """
         sizes = (self.host_bytes, self.host_ratio, self.host_fraction)
+        if self.storage is None:
+            self._refuse(
+                ("storage_codec", "prefetch", "prefetch_min_tokens", "prefetch_timeout_s", "warm"), "--storage"
+            )
         if sizes == (None, None, None) and self.storage is None:
-            if self.warm:
-                raise BadArgument("warm", True, "left out without --storage")
+            self._refuse(("write_policy", "write_hits", "load_min_tokens"), "a host tier")
             return None
         try:
             return self._config(sizes)
         except BadArgument as error:
             raise BadArgument(_FIELDS.get(error.name, error.name), error.value, error.allowed) from None
+
+    def _refuse(self, names: tuple[str, ...], without: str) -> None:
+        for field in fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                raise BadArgument(field.name, getattr(self, field.name), f"left out without {without}")
 
     def _config(self, sizes: tuple[int | None, float | None, float | None]) -> TierConfig:
         from mainstem.runtime.host import HostSize

@@ -19,7 +19,7 @@ from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.storage import Backend, open_backend
 from mainstem.tiers.codecs import find_codec
-from mainstem.tiers.controller import HostTier, WritePolicy
+from mainstem.tiers.controller import HostTier, WritePolicy, check_host_policy
 from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tiers.workers import ThreadWorkers
@@ -69,7 +69,10 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         """Checks what nobody else does before a model is loaded."""
-        if self.secret is not None and len(self.secret) < 16:
+        if not isinstance(self.host, HostSize):
+            raise BadArgument("host", self.host, "a HostSize")
+        check_host_policy(self.write, self.hits, self.load_min_tokens)
+        if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= 16):
             raise BadArgument("storage_secret", "(not shown)", "at least 16 bytes")
         find_codec(self.codec)
         if self.warm and self.storage is None:

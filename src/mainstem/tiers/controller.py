@@ -56,6 +56,18 @@ _ARRIVED = 2
 _MARKS = 1 << 60
 
 
+def check_host_policy(write: str, hits: int, load_min_tokens: int) -> None:
+    """The fields of a `HostTier` that can be checked before there is any memory.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+    if write not in get_args(WritePolicy):
+        raise BadArgument("write", write, "one of " + ", ".join(get_args(WritePolicy)))
+    check_integer("hits", hits, 1, 2**31 - 1)
+    check_integer("load_min_tokens", load_min_tokens, 1, 2**31 - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class HostTier:
     """The host tier of a cache.
@@ -83,10 +95,7 @@ class HostTier:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        if self.write not in get_args(WritePolicy):
-            raise BadArgument("write", self.write, "one of " + ", ".join(get_args(WritePolicy)))
-        check_integer("hits", self.hits, 1, 2**31 - 1)
-        check_integer("load_min_tokens", self.load_min_tokens, 1, 2**31 - 1)
+        check_host_policy(self.write, self.hits, self.load_min_tokens)
 
 
 @dataclass(frozen=True, slots=True)

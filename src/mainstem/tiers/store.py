@@ -28,6 +28,7 @@ from mainstem.tiers.workers import Call, Workers
 
 log = logging.getLogger(__name__)
 
+_LEAST_S = 0.1  # for idle workers to end
 _MARK_BYTES = 32  # that a hidden note is longer
 
 T = TypeVar("T")
@@ -328,7 +329,8 @@ class Store:
         Calls after it are misses.
         """
         self._closed = True
-        ended = [workers.close(timeout_s) for workers in (self._writers, self._readers)]
+        end_s = self.clock() + timeout_s
+        ended = [workers.close(max(_LEAST_S, end_s - self.clock())) for workers in (self._writers, self._readers)]
         if all(ended):
             self.backend.close()
         else:
