@@ -259,10 +259,14 @@ def test_master_frozen_killed_and_restarted() -> None:
         backend = client(port, segment_bytes=16 * MIB)
         assert all(backend.put(keys, values_of(keys)))
         master.send_signal(signal.SIGSTOP)
-        for call in (lambda: backend.exists(keys), lambda: backend.get(keys, blank(keys))):
-            with pytest.raises(StorageError) as frozen:
-                call()
-            assert frozen.value.cause == "timeout"
+        eventually(lambda: Path(f"/proc/{master.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        with pytest.raises(StorageError) as frozen:
+            backend.exists(keys)
+        assert frozen.value.cause == "timeout"
+        try:  # the client may know still where the values lie, which is its own memory
+            assert all(length in (ABSENT, 65_536) for length in backend.get(keys, blank(keys)))
+        except StorageError as error:
+            assert error.cause in ("timeout", "unreachable")
         master.send_signal(signal.SIGCONT)
         eventually(lambda: works(backend, keys))  # it may have given up on this client by then
         master.kill()
