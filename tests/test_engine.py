@@ -6,6 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,18 @@ import numpy as np
 import pytest
 import torch
 from ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
+from tiny_models import loaded as tiny_loaded
+from tiny_models import tiny
 from transformers import LlamaConfig
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.runtime.engine import Engine, EngineConfig, Stream
+from mainstem.runtime.host import HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Request, SamplingParams
 from mainstem.runtime.runner import Segment
+from mainstem.runtime.tiers import TierConfig
+from mainstem.storage import open_backend
 
 WAIT_S = 20.0
 
@@ -336,6 +343,15 @@ def test_a_bad_setting_is_named(field: str) -> None:
 def test_a_policy_that_does_not_exist_is_refused() -> None:
     with pytest.raises(BadArgument, match="policy"):
         Engine(_loaded(), EngineConfig(pages=8, policy="oldest-first"), runner=Gate)
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path) -> None:
+    spec = f"file:{tmp_path}/kv?capacity=1MiB"
+    tiers = TierConfig(HostSize(ratio=1.0), storage=spec)
+    loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict))
+    with pytest.raises(BadArgument, match="policy"):
+        Engine(loaded, EngineConfig(pages=8, policy="oldest-first", tiers=tiers))
+    open_backend(spec).close()  # nobody holds its lock
 
 
 # Refusals and ends

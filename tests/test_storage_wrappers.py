@@ -408,3 +408,16 @@ def test_closing_a_wrapper_closes_what_it_wraps_even_if_the_first_fails() -> Non
 def test_a_wrapper_has_no_spec_of_its_own(wrapper: type[Backend]) -> None:
     with pytest.raises(BadArgument, match="storage"):
         wrapper.from_spec("x", {})
+
+
+def test_what_is_compressed_comes_in_buffers_that_can_be_written() -> None:
+    """As the interface promises: clients in native code take the address of nothing else."""
+    seen: list[bool] = []
+
+    class Strict(MemoryBackend):
+        def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+            seen.extend(buffer.readonly for buffer in buffers)
+            return super().put(keys, buffers)
+
+    assert Compress(Strict(), "zstd").put([bytes(32)], [memoryview(bytearray(b"value"))]) == [True]
+    assert seen == [False]

@@ -919,6 +919,20 @@ def test_prefetches_hold_a_part_of_the_host_only() -> None:
     rig.close_all()
 
 
+@pytest.mark.parametrize("batch_pages", [1, 2, 32])
+def test_a_prompt_longer_than_a_prefetch_may_hold_gets_its_beginning(batch_pages: int) -> None:
+    """What is on its way when the room ends is kept; it was thrown away once."""
+    rig = Rig(host=8, backend=stored(prompt(6, 1)), host_fraction=0.5, batch_pages=batch_pages)
+    prefetch = rig.tiers.prefetch(prompt(6, 1))
+    assert prefetch is not None
+    for _ in range(10):
+        if rig.readers.waiting:
+            rig.readers.run()
+        rig.poll()
+    assert prefetch.ended and rig.on(1, prompt(6, 1)) >= 4
+    rig.close_all()
+
+
 def test_so_many_calls_of_one_prefetch_at_once() -> None:
     rig = Rig(backend=stored(prompt(8, 1)), batch_pages=2, batches=3)
     prefetch = rig.tiers.prefetch(prompt(8, 1))

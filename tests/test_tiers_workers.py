@@ -125,3 +125,9 @@ def test_many_threads_may_ask_for_the_result_of_one_call() -> None:
 def each(threads: list[threading.Thread], step: Callable[[threading.Thread], None]) -> None:
     for thread in threads:
         step(thread)
+
+
+def test_a_slow_call_has_all_of_the_time_to_end_not_a_part_for_each_thread() -> None:
+    workers = ThreadWorkers(2, "slow")
+    workers.submit(lambda: time.sleep(0.6))
+    assert workers.close(1.0)

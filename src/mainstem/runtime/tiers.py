@@ -100,6 +100,7 @@ def build_tiers(
         BackendUnavailable: the store's client is not installed, or nobody answers.
     """
     backend = None if config.storage is None else open_backend(config.storage)
+    memory = None
     try:
         memory = runner.host_memory(config.host, backend is not None)
         tier = HostTier(memory, config.write, config.hits, config.load_min_tokens)
@@ -107,6 +108,8 @@ def build_tiers(
     except BaseException:
         if backend is not None:
             backend.close()
+        if memory is not None:
+            memory.close()
         raise
     return tier, store
 

@@ -146,7 +146,7 @@ class StoreCall(Generic[T]):
     """One call to a store. Its value is always there once it is done; at worst it says that nothing was found."""
 
     def __init__(self, store: Store, call: Call[_Answer[T]] | None, nothing: T, deadline_s: float) -> None:
-        self._store, self._call, self._nothing, self._deadline_s = store, call, nothing, deadline_s
+        self._store, self._call, self._deadline_s = store, call, deadline_s
         self._overdue = False
         self._told = call is None
         self.value = nothing
