@@ -17,7 +17,7 @@ def windowed(window: int = 3, size: int = 1) -> Tree:
 
 
 def stateful() -> Tree:
-    return Tree(page_size=1, components=(Full(), State()))
+    return Tree(page_size=1, components=(Full(), State(weigh_flops=False)))
 
 
 def freed(parts: list[Any]) -> list[list[int]]:
@@ -117,6 +117,29 @@ def test_a_split_leaves_the_state_with_the_lower_half() -> None:
     tree.insert([1, 2], [[0, 1], [52]])
     assert tree.match([1, 2, 7]).length == 2
     tree.check()
+
+
+def test_what_saves_more_computing_outlives_what_was_used_later() -> None:
+    tree = Tree(page_size=1, components=(Full(), State()))
+    tree.insert(list(range(8)), [range(8), [50]])
+    for at, state in ((20, 51), (30, 52), (40, 53)):
+        tree.insert([at, at + 1], [[at, at + 1], [state]])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[51], [52], [53]]
+    for at, state in ((60, 54), (70, 55), (80, 56), (90, 57)):  # each new one is worth what the last victim was, and 2
+        tree.insert([at, at + 1, at + 2, at + 3], [range(at, at + 4), [state]])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[54], [55]]
+    tree.insert([99, 100, 101, 102], [range(99, 103), [58]])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[56], [57]]  # used before the long one, worth less
+    assert freed(tree.evict(1, "state"))[1] == [50]  # what is not used ages
+    tree.check()
+
+
+def test_a_state_saves_only_what_lies_behind_the_state_above_it() -> None:
+    tree = Tree(page_size=1, components=(Full(), State()))
+    tree.insert(list(range(8)), [range(8), [50]])
+    tree.insert(list(range(9)), [range(9), [51]])
+    tree.insert([20, 21], [[20, 21], [52]])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[51], [52], [50]]
 
 
 def test_a_state_goes_alone_or_with_its_leaf() -> None:

@@ -15,7 +15,7 @@ def encode_tokens(tokens: object, limit: int) -> bytes:
 class Tree:
     """The radix tree over bytes; see src/mainstem/core/csrc/tree.h."""
 
-    def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int]], tiers: int, policy: str, hash_seed: int) -> None: ...
+    def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int, bool]], tiers: int, policy: str, hash_seed: int) -> None: ...
 
     def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]:
         """
@@ -153,19 +153,24 @@ class Pool:
 class Cache:
     """A tree and a pool that agree; see src/mainstem/core/csrc/cache.h."""
 
-    def __init__(self, tree: Tree, pool: Pool, token_limit: int, enabled: bool) -> None: ...
+    def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None: ...
 
-    def evict_with(self, evict: Callable[[int], object]) -> None:
+    def evict_with(self, evict: Callable[[int, int], object]) -> None:
         """
-        From now on evict(n) is asked to free about n pages of the pool, instead of the tree's own order.
+        From now on evict(component, n) is asked to free about n ids of a pool, instead of the tree's own order.
+        """
+
+    def copy_state_with(self, copy: Callable[[int, int], object]) -> None:
+        """
+        From now on copy(source, target) is asked to copy states from slot to slot.
         """
 
     def take_back(self) -> None:
         """Ends leases that were dropped."""
 
-    def counters(self) -> tuple[int, int, int, int, int, int, int]:
+    def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]:
         """
-        Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages; positions hit on the host.
+        Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages; positions hit on the host; states published, and those for which there was no slot.
         """
 
     def take_touched(self) -> list[int]:
@@ -216,9 +221,58 @@ class Lease:
             LeaseClosed: the lease has ended; its pages may be others' by now.
         """
 
+    @property
+    def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None:
+        """
+        Page ids of sliding-window attention, int32 [pages], -1 behind the window, which must not be read; None where there is no window beside full attention. Where all layers slide, `page_table` is such a table.
+
+        Raises:
+            LeaseClosed: the lease has ended.
+        """
+
+    @property
+    def state(self) -> int:
+        """
+        The slot of the recurrent state that this sequence computes with; -1 where there are no states. Its content is a copy of the tree's at the hit; without a hit it is garbage.
+
+        Raises:
+            LeaseClosed: the lease has ended.
+        """
+
+    @property
+    def reach(self) -> int:
+        """
+        How far the first component alone was matched; where it is more than the hit, a checkpoint there pays.
+        """
+
+    def slide(self, begin: int, end: int) -> None:
+        """
+        Positions [begin, end) are computed next: window pages for them. Private pages behind the window of `begin` go back. Does nothing without a window.
+
+        Raises:
+            OutOfPages: no room for more window pages; what lay behind the window went back all the same.
+            BadArgument: end is beyond what is reserved, or begin beyond what has window pages.
+            LeaseClosed: the lease has ended.
+        """
+
+    def checkpoint(self, position: int, room: bool = True) -> bool:
+        """
+        The state of this sequence stands at `position`: a copy of it becomes visible to others when the pages up to there are published. A copy that was not published is replaced.
+
+        Args:
+            position: a page border, not before what is published.
+            room: evict another state where no slot is free.
+
+        Returns whether there was a slot for it.
+
+        Raises:
+            BadArgument: no page border, before what is published, or beyond what is reserved.
+            LeaseClosed: the lease has ended.
+        """
+
     def reserve(self, n: int) -> None:
         """
-        Pages for n positions more; evicts what it must.
+        Pages for n positions more; evicts what it must. Those of a sliding window come with `slide`.
 
         Raises:
             OutOfPages: no room; nothing was changed.

@@ -4,18 +4,20 @@
                            |                    |
                            +------ finish ------+--- the tree had it already: the duplicate goes back to free
 
-free + cached + private is every page, always. Knows page ids; knows no tensors: copying a page is a function passed
-in. One thread at a time, as in a scheduler.
+free + cached + private is every page, always; the same holds of the pages of a sliding window and of the slots of
+recurrent states, which have pools of their own. Knows ids; knows no tensors: copying a page or a state is a function
+passed in. One thread at a time, as in a scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
+from mainstem.components import Component, Full, State
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.keys import KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
@@ -24,10 +26,24 @@ from mainstem.tiers.controller import HostTier, Tiers
 from mainstem.tiers.store import Store
 from mainstem.tree import Tree
 
-__all__ = ["CacheStats", "CopyPage", "Lease", "PrefixCache"]
+__all__ = ["CacheStats", "CopyPage", "CopyState", "Lease", "PoolStats", "PrefixCache"]
 
 CopyPage = Callable[[int, int, int], None]
 """copy_page(source, target, positions): copies the KV of a page's first positions into another page."""
+
+CopyState = Callable[[int, int], None]
+"""copy_state(source, target): copies all of a recurrent state from slot to slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Counts of one component's pages or slots. free + cached + private = total; locked are some of the cached."""
+
+    total: int
+    free: int
+    cached: int
+    private: int
+    locked: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,8 @@ class CacheStats:
     `queried` and `hit` are positions asked for and reused by leases, counted at their first `reserve`; of these,
     `partial_hit` were copied out of the inside of a page, and `partial_missed` counts leases that found no page to copy
     into, and `host_hit` were loaded from the host. `duplicate_pages` were computed by two leases at once and given
-    back.
+    back. `checkpoints` are states published, `checkpoints_missed` those for which there was no slot. The pages are those
+    of the first component; `pools` has every component's.
     """
 
     total_pages: int
@@ -57,18 +74,24 @@ class CacheStats:
     evicted_pages: int
     nodes: int
     namespaces: int
+    checkpoints: int
+    checkpoints_missed: int
+    pools: Mapping[str, PoolStats]
 
 
 class PrefixCache:
     """A pool of pages and the tree of the prefixes that they hold.
 
     Args:
-        pages: pages in the pool.
+        pages: pages in the pool; or, of a model with several kinds of layers, how many of each component's: the first
+            one has an id for each page.
         page_size: positions a page.
         keys: what a token sequence is in symbols; one symbol is one position.
         policy: name of a built-in policy, or an object with one rule.
         enabled: False: nothing is matched and nothing published; all else is the same.
-        copy_page: with it a hit may end inside a page, whose beginning is copied; without it hits end at page borders.
+        copy_page: with it a hit may end inside a page, whose beginning is copied; without it, and where there is more
+            than full attention, hits end at page borders.
+        copy_state: must be given where there are states: a lease computes with a copy of what it found.
         host: a host tier below the device; then `tiers.poll` must be called now and then.
         store: storage below the host.
 
@@ -85,33 +108,44 @@ class PrefixCache:
 
     def __init__(
         self,
-        pages: int,
+        pages: int | Mapping[Component, int],
         page_size: int = 16,
         *,
         keys: KeyKind | None = None,
         policy: str | Policy = "lru",
         enabled: bool = True,
         copy_page: CopyPage | None = None,
+        copy_state: CopyState | None = None,
         host: HostTier | None = None,
         store: Store | None = None,
     ) -> None:
-        pages = check_integer("pages", pages, 1, 2**31 - 1)
-        if copy_page is not None and not callable(copy_page):
-            raise BadArgument("copy_page", copy_page, "a function of source page, target page and positions, or None")
+        sizes = pages if isinstance(pages, Mapping) else {Full(): pages}
+        sizes = {row: check_integer(f"pages of {row.name}", n, 1, 2**31 - 1) for row, n in sizes.items()}
+        for name, function in (("copy_page", copy_page), ("copy_state", copy_state)):
+            if function is not None and not callable(function):
+                raise BadArgument(name, function, "a function, or None")
+        if copy_state is None and any(isinstance(row, State) for row in sizes):
+            raise BadArgument("copy_state", copy_state, "a function of source and target slot where there are states")
+        if host is not None and tuple(sizes) != (Full(),):
+            raise BadArgument("host", host, "None where there is more than full attention")
         if store is not None and host is None:
             raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
-        self.tree = Tree(page_size, keys, tiers=1 if host is None else 2, policy=policy)
-        self.pool = Pool(pages)
+        self.tree = Tree(page_size, keys, components=tuple(sizes), tiers=1 if host is None else 2, policy=policy)
+        self.pools = {row.name: Pool(n) for row, n in sizes.items()}
+        self.pool = next(iter(self.pools.values()))
         self.page_size = page_size
         self.enabled = enabled
-        self._copy_page = copy_page
+        self._copy_page = copy_page if tuple(sizes) == (Full(),) else None
         self._token_limit = self.tree.keys.token_limit
-        self._core = _core.Cache(self.tree.core, self.pool, self._token_limit, bool(enabled))
+        pools = tuple(self.pools.values())
+        self._core = _core.Cache(self.tree.core, pools, self._token_limit, bool(enabled))
+        if copy_state is not None:
+            self._core.copy_state_with(copy_state)
         self.tiers = None if host is None else Tiers(self.tree, [self.pool], host, store, self._core)
         if self.tiers is not None and self.tiers.host.write == "write_back":
-            self._core.evict_with(self.tiers.make_room)
+            self._core.evict_with(partial(_make_room, self.tiers))
         elif self.tree.ranks_outside:
-            self._core.evict_with(partial(_evict_into, self.tree, self.pool))
+            self._core.evict_with(partial(_evict_into, self.tree, pools))
 
     def lease(self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0) -> Lease:
         """Matches a prompt, locks what was found, and leaves at least its last token to compute.
@@ -124,6 +158,7 @@ class PrefixCache:
         Raises:
             BadTokens: the prompt is empty or holds a token out of range.
             BadArgument: the priority is no int32.
+            OutOfPages: there is no slot for the lease's own state; only where there are states.
         """
         name = b"" if namespace is None else encode_namespace(namespace)
         if not self._token_limit:
@@ -193,8 +228,11 @@ class PrefixCache:
         """Evicts every prefix that no lease uses, from the host, too; the number of device pages freed."""
         self._core.take_back()
         before = self.pool.free
-        while len(freed := self.tree.flush()[0]):
-            self.pool.reclaim(freed)
+        freed = self.tree.flush()
+        while any(map(len, freed)):
+            for pool, ids in zip(self.pools.values(), freed, strict=True):
+                pool.reclaim(ids)
+            freed = self.tree.flush()
         if self.tiers is not None:
             self.tiers.flush()
         return self.pool.free - before
@@ -203,7 +241,7 @@ class PrefixCache:
         """Counts, kept as things change."""
         self._core.take_back()
         tree, pool = self.tree.stats(), self.pool
-        leases, queried, hit, partial_hit, partial_missed, duplicate_pages, host_hit = self._core.counters()
+        leases, queried, hit, partial_hit, partial_missed, duplicate_pages, host_hit, *states = self._core.counters()
         return CacheStats(
             total_pages=pool.total,
             free_pages=pool.free,
@@ -222,7 +260,13 @@ class PrefixCache:
             evicted_pages=tree.evicted_pages,
             nodes=tree.nodes,
             namespaces=tree.namespaces,
+            checkpoints=states[0],
+            checkpoints_missed=states[1],
+            pools={name: self._pool_stats(row, pool) for row, (name, pool) in enumerate(self.pools.items())},
         )
+
+    def _pool_stats(self, row: int, pool: Pool) -> PoolStats:
+        return PoolStats(pool.total, pool.free, pool.cached, pool.private, self.tree.core.counts(row, 0)[1])
 
     def check(self) -> None:
         """Verifies tree and pool, and that they agree; slow.
@@ -232,19 +276,26 @@ class PrefixCache:
         """
         self._core.take_back()
         self.tree.check()
-        self.pool.check()
         if self.tiers is not None:
             self.tiers.check()
-        held = [ids for view in self.tree.nodes() for ids in view.cells["full", 0].ids.tolist()]
-        wrong = [page for page in held if self.pool.owner(page) != "cached"]
-        if wrong:
-            raise CorruptTree(f"pages {wrong[:8]} are in the tree, but not cached in the pool")
-        if len(held) != self.pool.cached:
-            raise CorruptTree(f"the tree holds {len(held)} pages, but the pool has {self.pool.cached} cached")
+        nodes = list(self.tree.nodes())
+        for name, pool in self.pools.items():
+            pool.check()
+            held = [id for view in nodes for id in view.cells[name, 0].ids.tolist()]
+            wrong = [id for id in held if pool.owner(id) != "cached"]
+            if wrong:
+                raise CorruptTree(f"{name} {wrong[:8]} are in the tree, but not cached in the pool")
+            if len(held) != pool.cached:
+                raise CorruptTree(f"the tree holds {len(held)} of {name}, but the pool has {pool.cached} cached")
 
 
-def _evict_into(tree: Tree, pool: Pool, pages: int) -> None:
-    pool.reclaim(tree.evict(pages)[0])
+def _make_room(tiers: Tiers, component: int, pages: int) -> None:
+    tiers.make_room(pages)
+
+
+def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int) -> None:
+    for pool, ids in zip(pools, tree.evict(pages, tree.components[component].name), strict=True):
+        pool.reclaim(ids)
 
 
 class _KindLease(Lease):

@@ -14,9 +14,9 @@ class Full:
 
     name: ClassVar[str] = "full"
 
-    def row(self) -> tuple[str, int]:
+    def row(self) -> tuple[str, int, bool]:
         """The row as the core takes it."""
-        return "full", 0
+        return "full", 0, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,35 @@ class Window:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
 
-    def row(self) -> tuple[str, int]:
+    def row(self) -> tuple[str, int, bool]:
         """The row as the core takes it."""
-        return "window", self.tokens
+        return "window", self.tokens, False
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state: one slot, at the end of a node."""
+    """A recurrent state: one slot, at the end of a node.
 
+    Args:
+        most_on_path: states that may stand on one path from the root; beyond that the one that saves least goes.
+        weigh_flops: what is evicted first is what saves the least computing and was not used for long, instead of
+            what the policy says (GreedyDual, Young 1994).
+
+    Raises:
+        BadArgument: fewer than 1 state a path.
+    """
+
+    most_on_path: int | None = None
+    weigh_flops: bool = True
     name: ClassVar[str] = "state"
 
-    def row(self) -> tuple[str, int]:
+    def __post_init__(self) -> None:
+        if self.most_on_path is not None:
+            object.__setattr__(self, "most_on_path", check_integer("most_on_path", self.most_on_path, 1, 2**31 - 1))
+
+    def row(self) -> tuple[str, int, bool]:
         """The row as the core takes it."""
-        return "state", 0
+        return "state", self.most_on_path or 0, bool(self.weigh_flops)
 
 
 Component = Full | Window | State

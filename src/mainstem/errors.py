@@ -54,10 +54,12 @@ class OutOfPages(MainstemError):
         free: pages owned by nobody.
         evictable: pages of unlocked prefixes.
         total: pages of the pool.
+        what: "pages", "window pages" or "state slots".
     """
 
-    def __init__(self, needed: int, free: int, evictable: int, total: int) -> None:
-        super().__init__(f"{needed} pages needed, but {free} are free and {evictable} can be evicted, of {total}")
+    def __init__(self, needed: int, free: int, evictable: int, total: int, what: str = "pages") -> None:
+        super().__init__(f"{needed} {what} needed, but {free} are free and {evictable} can be evicted, of {total}")
+        self.what = what
         self.needed = needed
         self.free = free
         self.evictable = evictable

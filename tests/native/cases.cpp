@@ -472,7 +472,7 @@ struct Small {
 void lease_closed_by_hook() {
   Small small{"a", "b", "c", "d"};
   const std::unique_ptr<Lease> lease = small.open("", {1, 2});
-  small.cache.evict = [&](std::uint64_t pages) {
+  small.cache.evict = [&](std::uint32_t, std::uint64_t pages) {
     lease->abort();
     small.pool.move(small.tree.evict(pages, 0, 0)[0], Owner::cached, Owner::free);
   };
@@ -485,7 +485,7 @@ void lease_closed_by_hook() {
 void hook_fails() {
   Small small{"a", "b", "c", "d"};
   const std::unique_ptr<Lease> lease = small.open("a", {1, 7});
-  small.cache.evict = [](std::uint64_t) { throw Failure{"the hook failed"}; };
+  small.cache.evict = [](std::uint32_t, std::uint64_t) { throw Failure{"the hook failed"}; };
   thrown<Failure>("reserving", [&] { lease->reserve(2); });
   thrown<Failure>("copying", [&] { lease->begin_copy(); });
   expect_equal(small.tree.counts(0, 0).locked, 0, "pages locked");
@@ -798,7 +798,7 @@ void lease_closed_while_loading() {
   other->finish(2);
   const std::unique_ptr<Lease> lease = tiers.open(Tiered::symbols);
   expect_equal(lease->loadable(), 4, "positions on the host");
-  tiers.cache.evict = [&](std::uint64_t) {
+  tiers.cache.evict = [&](std::uint32_t, std::uint64_t) {
     lease->abort();
     tiers.pool.move(tiers.tree.evict(3, 0, 0)[0], Owner::cached, Owner::free);
   };

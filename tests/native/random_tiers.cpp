@@ -71,7 +71,7 @@ class World {
         host_(shape.host_pages),
         cache_(tree_, pool_, true),
         written_{std::vector<Path>(shape.pages), std::vector<Path>(shape.host_pages)} {
-    if (shape.room != Room::by_order) cache_.evict = [this](std::uint64_t pages) { make_room(pages); };
+    if (shape.room != Room::by_order) cache_.evict = [this](std::uint32_t, std::uint64_t pages) { make_room(pages); };
   }
 
   void step() {

@@ -23,11 +23,11 @@ constexpr std::int64_t kEverything = std::int64_t{1} << 62;
 
 Component parse_component(nb::handle row) {
   const auto kind = nb::cast<std::string>(row[0]);
-  const auto window = nb::cast<std::uint32_t>(row[1]);
+  const auto number = nb::cast<std::uint32_t>(row[1]);
   if (kind == "full") return {Kind::full};
-  if (kind == "state") return {Kind::state};
-  if (kind == "window" && window > 0) return {Kind::window, window};
-  throw BadValue{"component", kind + "(" + std::to_string(window) + ")", "full, state, or window of at least 1 symbol"};
+  if (kind == "state") return {Kind::state, 0, number, nb::cast<bool>(row[2])};
+  if (kind == "window" && number > 0) return {Kind::window, number};
+  throw BadValue{"component", kind + "(" + std::to_string(number) + ")", "full, state, or window of at least 1 symbol"};
 }
 
 nb::list to_list(const std::vector<Ids>& by_component) {
@@ -125,7 +125,7 @@ void translate(const std::exception_ptr& pending, void*) {
   } catch (const WrongOwner& e) {
     raise_error("WrongOwner", nb::str(e.message.c_str()));
   } catch (const NoPages& e) {
-    raise_error("OutOfPages", nb::make_tuple(e.needed, e.free, e.evictable, e.total));
+    raise_error("OutOfPages", nb::make_tuple(e.needed, e.free, e.evictable, e.total, e.what));
   } catch (const Closed&) {
     raise_error("LeaseClosed", nb::str("the lease was finished or aborted"));
   } catch (const Corrupt& e) {
@@ -157,7 +157,7 @@ NB_MODULE(_core, m) {
           },
           "symbol_bytes"_a, "page_size"_a, "components"_a, "tiers"_a, "policy"_a, "hash_seed"_a,
           nb::sig("def __init__(self, symbol_bytes: int, page_size: int, components: "
-                  "collections.abc.Sequence[tuple[str, int]], tiers: int, "
+                  "collections.abc.Sequence[tuple[str, int, bool]], tiers: int, "
                   "policy: str, hash_seed: int) -> None"))
       .def("match", &match, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a,
            nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "

@@ -19,14 +19,19 @@ namespace {
 constexpr std::int64_t kMostPositions = std::numeric_limits<std::int32_t>::max();
 
 struct PyCache {
-  PyCache(nb::object tree, nb::object pool, std::int64_t token_limit, bool enabled)
-      : tree(tree),
-        pool(pool),
-        token_limit(token_limit),
-        cache(nb::cast<Tree&>(tree), nb::cast<Pool&>(pool), enabled) {}
+  PyCache(nb::object tree, nb::tuple pools, std::int64_t token_limit, bool enabled)
+      : tree(tree), pools(pools), token_limit(token_limit), cache(nb::cast<Tree&>(tree), pools_of(pools), enabled) {}
 
-  nb::object tree, pool;     // kept alive
+  static std::vector<Pool*> pools_of(nb::tuple pools) {
+    std::vector<Pool*> found;
+    for (nb::handle pool : pools)
+      found.push_back(nb::cast<Pool*>(pool));
+    return found;
+  }
+
+  nb::object tree, pools;    // kept alive
   nb::object evict;          // what evicts instead of the tree's own order, if anything does
+  nb::object copy_state;     // what copies a state from slot to slot, if there are states
   std::int64_t token_limit;  // of token ids; 0: keys come as symbols
   Cache cache;
 };
@@ -37,13 +42,17 @@ int traverse_cache(PyObject* self, visitproc visit, void* arg) {
   if (!nb::inst_ready(self)) return 0;
   const PyCache& cache = *nb::inst_ptr<PyCache>(self);
   Py_VISIT(cache.tree.ptr());
-  Py_VISIT(cache.pool.ptr());
+  Py_VISIT(cache.pools.ptr());
   Py_VISIT(cache.evict.ptr());
+  Py_VISIT(cache.copy_state.ptr());
   return 0;
 }
 
 int clear_cache(PyObject* self) {
-  if (nb::inst_ready(self)) nb::inst_ptr<PyCache>(self)->evict.reset();
+  if (!nb::inst_ready(self)) return 0;
+  PyCache& cache = *nb::inst_ptr<PyCache>(self);
+  cache.evict.reset();
+  cache.copy_state.reset();
   return 0;
 }
 
@@ -98,22 +107,34 @@ class PyLease {
     lease.append(more.bytes());
   }
 
-  // The same array as long as the table is the same.
-  nb::object page_table() {
-    const Table& table = lease.table();
-    if (!view_.is_valid() || viewed_ != table.memory().get() || viewed_pages_ != table.size()) {
-      view_ = table.size() ? array_over(nb::cast(Pages{table.memory(), table.size()})) : to_array({});
-      viewed_ = table.memory().get();
-      viewed_pages_ = table.size();
-    }
-    return view_;
+  nb::object page_table() { return view_of(lease.table(0), &views_[0]); }
+  // Of the window where it is not the first component.
+  nb::object window_table() {
+    const std::vector<Component>& rows = cache_of(owner_).cache.tree.rows();
+    for (std::uint32_t c = 1; c < rows.size(); ++c)
+      if (rows[c].begins_late()) return view_of(lease.table(c), &views_[1]);
+    lease.require_open();
+    return nb::none();
   }
 
  private:
+  struct View {
+    nb::object array;
+    const std::int32_t* memory = nullptr;
+    std::size_t pages = 0;
+  };
+  // The same array as long as the table is the same.
+  static nb::object view_of(const Table& table, View* view) {
+    if (!view->array.is_valid() || view->memory != table.memory().get() || view->pages != table.size()) {
+      view->array = table.size() ? array_over(nb::cast(Pages{table.memory(), table.size()})) : to_array({});
+      view->memory = table.memory().get();
+      view->pages = table.size();
+    }
+    return view->array;
+  }
+
   nb::object owner_;  // before the lease: it must live longer
-  nb::object view_;
-  const std::int32_t* viewed_ = nullptr;
-  std::size_t viewed_pages_ = 0;
+  View views_[2];
 
  public:
   Lease lease;
@@ -148,18 +169,28 @@ std::uint64_t position(nb::handle value, const char* name, std::uint64_t most) {
 void bind_cache(nb::module_& m) {
   nb::class_<PyCache>(m, "Cache", nb::type_slots(kCacheSlots),
                       "A tree and a pool that agree; see src/mainstem/core/csrc/cache.h.")
-      .def(nb::init<nb::object, nb::object, std::int64_t, bool>(), "tree"_a, "pool"_a, "token_limit"_a, "enabled"_a,
-           nb::sig("def __init__(self, tree: Tree, pool: Pool, token_limit: int, enabled: bool) -> None"))
+      .def(nb::init<nb::object, nb::tuple, std::int64_t, bool>(), "tree"_a, "pools"_a, "token_limit"_a, "enabled"_a,
+           nb::sig("def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None"))
       .def(
           "evict_with",
           [](PyCache& self, nb::callable evict) {
             self.evict = evict;
-            self.cache.evict = [&self](std::uint64_t pages) {
-              if (self.evict.is_valid()) nb::borrow(self.evict)(pages);
+            self.cache.evict = [&self](std::uint32_t component, std::uint64_t ids) {
+              if (self.evict.is_valid()) nb::borrow(self.evict)(component, ids);
             };
           },
-          "evict"_a, nb::sig("def evict_with(self, evict: collections.abc.Callable[[int], object]) -> None"),
-          "From now on evict(n) is asked to free about n pages of the pool, instead of the tree's own order.")
+          "evict"_a, nb::sig("def evict_with(self, evict: collections.abc.Callable[[int, int], object]) -> None"),
+          "From now on evict(component, n) is asked to free about n ids of a pool, instead of the tree's own order.")
+      .def(
+          "copy_state_with",
+          [](PyCache& self, nb::callable copy) {
+            self.copy_state = copy;
+            self.cache.copy_state = [&self](std::int32_t source, std::int32_t target) {
+              if (self.copy_state.is_valid()) nb::borrow(self.copy_state)(source, target);
+            };
+          },
+          "copy"_a, nb::sig("def copy_state_with(self, copy: collections.abc.Callable[[int, int], object]) -> None"),
+          "From now on copy(source, target) is asked to copy states from slot to slot.")
       .def(
           "take_back", [](PyCache& self) { self.cache.take_back(); }, "Ends leases that were dropped.")
       .def(
@@ -167,11 +198,11 @@ void bind_cache(nb::module_& m) {
           [](const PyCache& self) {
             const LeaseCounters& c = self.cache.counters;
             return nb::make_tuple(c.leases, c.queried, c.hit, c.partial_hit, c.partial_missed, c.duplicate_pages,
-                                  c.host_hit);
+                                  c.host_hit, c.checkpoints, c.checkpoints_missed);
           },
-          nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int]"),
+          nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]"),
           "Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages; "
-          "positions hit on the host.")
+          "positions hit on the host; states published, and those for which there was no slot.")
       .def(
           "take_touched",
           [](PyCache& self) {
@@ -217,6 +248,53 @@ void bind_cache(nb::module_& m) {
                    "and `publish`.\n\n"
                    "Raises:\n"
                    "    LeaseClosed: the lease has ended; its pages may be others' by now.")
+      .def_prop_ro("window_table", &PyLease::window_table,
+                   nb::sig("def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None"),
+                   "Page ids of sliding-window attention, int32 [pages], -1 behind the window, which must not be read; "
+                   "None where there is no window beside full attention. Where all layers slide, `page_table` is such "
+                   "a table.\n\n"
+                   "Raises:\n"
+                   "    LeaseClosed: the lease has ended.")
+      .def_prop_ro(
+          "state", [](const PyLease& self) { return self.lease.state(); },
+          "The slot of the recurrent state that this sequence computes with; -1 where there are no states. Its content "
+          "is a copy of the tree's at the hit; without a hit it is garbage.\n\n"
+          "Raises:\n"
+          "    LeaseClosed: the lease has ended.")
+      .def_prop_ro(
+          "reach", [](const PyLease& self) { return self.lease.reach(); },
+          "How far the first component alone was matched; where it is more than the hit, a checkpoint there pays.")
+      .def(
+          "slide",
+          [](PyLease& self, nb::handle begin, nb::handle end) {
+            self.lease.require_open();
+            self.lease.slide(position(begin, "begin", kMostPositions), position(end, "end", kMostPositions));
+          },
+          "begin"_a.none(), "end"_a.none(), nb::sig("def slide(self, begin: int, end: int) -> None"),
+          "Positions [begin, end) are computed next: window pages for them. Private pages behind the window of `begin` "
+          "go back. Does nothing without a window.\n\n"
+          "Raises:\n"
+          "    OutOfPages: no room for more window pages; what lay behind the window went back all the same.\n"
+          "    BadArgument: end is beyond what is reserved, or begin beyond what has window pages.\n"
+          "    LeaseClosed: the lease has ended.")
+      .def(
+          "checkpoint",
+          [](PyLease& self, nb::handle at, bool room) {
+            self.lease.require_open();
+            return self.lease.checkpoint(position(at, "position", kMostPositions), room);
+          },
+          "position"_a.none(), "room"_a = true,
+          nb::sig("def checkpoint(self, position: int, room: bool = True) -> bool"),
+          "The state of this sequence stands at `position`: a copy of it becomes visible to others when the pages up "
+          "to "
+          "there are published. A copy that was not published is replaced.\n\n"
+          "Args:\n"
+          "    position: a page border, not before what is published.\n"
+          "    room: evict another state where no slot is free.\n\n"
+          "Returns whether there was a slot for it.\n\n"
+          "Raises:\n"
+          "    BadArgument: no page border, before what is published, or beyond what is reserved.\n"
+          "    LeaseClosed: the lease has ended.")
       .def(
           "reserve",
           [](PyLease& self, nb::handle n) {
@@ -224,7 +302,7 @@ void bind_cache(nb::module_& m) {
             self.lease.reserve(position(n, "n", kMostPositions));
           },
           "n"_a.none(), nb::sig("def reserve(self, n: int) -> None"),
-          "Pages for n positions more; evicts what it must.\n\n"
+          "Pages for n positions more; evicts what it must. Those of a sliding window come with `slide`.\n\n"
           "Raises:\n"
           "    OutOfPages: no room; nothing was changed.\n"
           "    BadArgument: n is negative.\n"

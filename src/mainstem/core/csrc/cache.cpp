@@ -1,6 +1,7 @@
 #include "cache.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <cstring>
 
@@ -19,36 +20,82 @@ void Table::move_to(std::size_t room) {
 
 // ---------------------------------------------------------------- cache
 
-void Cache::make_room(std::uint64_t n) {
+namespace {
+
+const char* what(const Component& row) {
+  if (row.kind == Kind::state) return "state slots";
+  return row.kind == Kind::window ? "window pages" : "pages";
+}
+
+}  // namespace
+
+Cache::Cache(Tree& tree_, std::vector<Pool*> pools_, bool enabled_)
+    : tree(tree_), pools(std::move(pools_)), enabled(enabled_) {
+  require(pools.size() == tree.rows().size(), "pools", pools.size(), "one for each component");
+  require(tree.rows()[0].per_page(), "components", 0, "first one with an id for each page");
+}
+
+void Cache::make_room(std::uint64_t n, std::uint32_t component) {
   take_back();
+  Pool& pool = *pools[component];
   while (pool.owned(Owner::free) < n) {
     const std::uint64_t free = pool.owned(Owner::free);
-    const CellCounts counts = tree.counts(0, 0);
+    const CellCounts counts = tree.counts(component, 0);
     const std::uint64_t evictable = counts.present - counts.locked;
-    if (n - free > evictable) throw NoPages{n, free, evictable, pool.total()};
+    const NoPages none{n, free, evictable, pool.total(), what(tree.rows()[component])};
+    if (n - free > evictable) throw none;
     if (evict) {
-      evict(n - free);
-      if (pool.owned(Owner::free) <= free) throw NoPages{n, free, evictable, pool.total()};
+      evict(component, n - free);
+      if (pool.owned(Owner::free) <= free) throw none;
     } else {
-      pool.move(tree.evict(n - free, 0, 0)[0], Owner::cached, Owner::free);
+      const std::vector<Ids> freed = tree.evict(n - free, component, 0);
+      for (std::size_t c = 0; c < freed.size(); ++c)
+        pools[c]->move(freed[c], Owner::cached, Owner::free);
     }
   }
 }
 
-void Cache::give_back(Handle node, IdSpan pages) {
+void Cache::allocate(std::uint64_t n, std::uint32_t component, Table* table) {
+  table->reserve(table->size() + n);
+  std::int32_t* end = table->extend(n);
+  try {
+    pools[component]->allocate(n, end);
+  } catch (...) {
+    table->drop_back(n);
+    throw;
+  }
+}
+
+std::int32_t Cache::allocate_slot(std::uint32_t component) {
+  std::int32_t slot;
+  pools[component]->allocate(1, &slot);
+  return slot;
+}
+
+void Cache::free(std::uint32_t component, IdSpan ids) {
+  const auto first = std::find_if(ids.begin(), ids.end(), [](std::int32_t id) { return id >= 0; });
+  pools[component]->move(ids.subspan(static_cast<std::size_t>(first - ids.begin())), Owner::privately, Owner::free);
+}
+
+void Cache::give_back(Handle node, std::vector<Holding>& held, std::size_t owned) {
   tree.unlock(node, 0);
-  pool.move(pages, Owner::privately, Owner::free);
+  for (std::uint32_t c = 0; c < held.size(); ++c) {
+    Holding& own = held[c];
+    if (own.table.size() > owned) free(c, own.table.from(owned));
+    free(c, {&own.state, 1});
+    free(c, {&own.mark, 1});
+  }
   --counters.leases;
 }
 
 void Cache::take_back() {
   for (std::size_t at = abandoned_.size(); at-- > 0;) {
     if (abandoned_[at].load) continue;  // pages that are being written cannot be anybody else's yet
-    const Abandoned left = std::exchange(abandoned_[at], std::move(abandoned_.back()));
+    Abandoned left = std::exchange(abandoned_[at], std::move(abandoned_.back()));
     abandoned_.pop_back();
     tree.unlock(left.donor, 0);
     if (left.host_node) tree.unlock(left.host_node, 1);
-    give_back(left.node, left.table.from(left.owned));
+    give_back(left.node, left.held, left.owned);
   }
 }
 
@@ -71,7 +118,11 @@ void Cache::touched(Handle node) noexcept {
 
 Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key, std::uint64_t most, bool inside,
              const CheckRest& check_rest)
-    : cache_(cache), ns_(ns), priority_(priority), length_(key.size() / cache.tree.symbol_bytes()) {
+    : cache_(cache),
+      ns_(ns),
+      priority_(priority),
+      held_(cache.pools.size()),
+      length_(key.size() / cache.tree.symbol_bytes()) {
   cache.take_back();
   cache.expect_lease();
   MatchResult match;
@@ -81,7 +132,8 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
     check_rest(0);
   const Bytes rest = key.subspan(std::size_t{match.pages} * cache.tree.page_bytes());
   key_.assign(rest.begin(), rest.end());
-  table_.reserve((length_ + cache.tree.page_size() - 1) / cache.tree.page_size());
+  for (std::uint32_t c = 0; c < held_.size(); ++c)
+    if (cache.tree.rows()[c].per_page()) held_[c].table.reserve(pages_of(length_));
   cache.tree.lock(match.node, 0);
   if (match.host_pages) {
     try {
@@ -96,33 +148,119 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   // Nothing below can fail.
   node_ = match.node;
   owned_ = match.pages;
-  if (node_) cache.tree.copy_ids(node_, 0, 0, 0, table_.extend(owned_));
+  for (std::uint32_t c = 0; node_ && c < held_.size(); ++c) {
+    if (!cache.tree.rows()[c].per_page()) continue;
+    cache.tree.copy_ids(node_, c, 0, 0, held_[c].table.extend(owned_));
+    forget_behind(c, cache.tree.rows()[c].first_needed(owned_, cache.tree.page_size()));
+  }
   inside_ = match.partial;
   source_ = match.partial_id;
   donor_ = match.partial_node;
   hit_ = reserved_ = published();
+  reach_ = std::uint64_t{match.reach_pages} * cache.tree.page_size();
   ++cache.counters.leases;
   cache.touched(match.host_pages ? match.host_node : match.node);
+  try {
+    for (std::uint32_t c = 0; c < held_.size(); ++c)
+      if (!cache.tree.rows()[c].per_page()) take_state(c);
+  } catch (...) {
+    abort();
+    throw;
+  }
 }
 
 Lease::~Lease() {
-  if (!closed_) cache_.abandon({node_, copying_ ? donor_ : 0, host_node_, load_, std::move(table_), owned_});
+  if (!closed_) cache_.abandon({node_, copying_ ? donor_ : 0, host_node_, load_, std::move(held_), owned_});
 }
+
+std::uint32_t Lease::pages_of(std::uint64_t positions) const {
+  const std::uint32_t page_size = cache_.tree.page_size();
+  return static_cast<std::uint32_t>((positions + page_size - 1) / page_size);
+}
+
+// ---- states
+
+std::int32_t Lease::state() const {
+  require_open();
+  for (const Holding& own : held_)
+    if (own.state >= 0) return own.state;
+  return -1;
+}
+
+// A slot of its own, with a copy of what the tree has at the end of the match: the tree's is never computed with.
+void Lease::take_state(std::uint32_t component) {
+  cache_.make_room(1, component);
+  require_open();  // that may have run anybody's code
+  held_[component].state = cache_.allocate_slot(component);
+  if (node_) cache_.copy_state(state_at_node(component), held_[component].state);
+}
+
+std::int32_t Lease::state_at_node(std::uint32_t component) const {
+  std::int32_t slot;
+  cache_.tree.copy_ids(node_, component, 0, owned_ - 1, &slot);
+  return slot;
+}
+
+bool Lease::checkpoint(std::uint64_t position, bool room) {
+  require_open();
+  const std::uint32_t page_size = cache_.tree.page_size();
+  require(position % page_size == 0, "position", position, "the end of a page");
+  require(position >= std::max<std::uint64_t>(published(), 1), "position", position, "not before what is published");
+  require(position <= publishable(), "position", position, "at most what is reserved, and what is known");
+  if (!cache_.enabled) return false;
+  bool all = true;
+  for (std::uint32_t c = 0; c < held_.size(); ++c) {
+    Holding& own = held_[c];
+    if (own.state < 0) continue;
+    if (own.mark < 0) {
+      try {
+        if (room) cache_.make_room(1, c);
+        require_open();  // that may have run anybody's code
+        own.mark = cache_.allocate_slot(c);
+      } catch (const NoPages&) {
+        ++cache_.counters.checkpoints_missed;
+        all = false;
+        continue;
+      }
+    }
+    own.mark_pages = static_cast<std::uint32_t>(position / page_size);
+    try {
+      cache_.copy_state(own.state, own.mark);
+    } catch (...) {
+      cache_.free(c, {&own.mark, 1});
+      own.mark = -1;
+      throw;
+    }
+  }
+  return all;
+}
+
+// The tree has the copy now, or has had one at that place before.
+void Lease::settle_mark(std::uint32_t component) {
+  Holding& own = held_[component];
+  const bool taken = state_at_node(component) == own.mark;
+  cache_.pools[component]->move({&own.mark, 1}, Owner::privately, taken ? Owner::cached : Owner::free);
+  own.mark = -1;
+  if (!taken) return;
+  ++cache_.counters.checkpoints;
+  const std::uint32_t most = cache_.tree.rows()[component].most_on_path;
+  if (most) cache_.pools[component]->move(cache_.tree.thin(node_, component, 0, most), Owner::cached, Owner::free);
+}
+
+// ---- pages
 
 std::optional<PageCopy> Lease::begin_copy() {
   require_open();
-  if (inside_ == 0 || copying_ || table_.size() != owned_ || published() != hit_) return {};
+  Table& table = held_[0].table;
+  if (inside_ == 0 || copying_ || table.size() != owned_ || published() != hit_) return {};
   // Neither the eviction for the new page nor the code that copies may free the source.
   cache_.tree.lock(donor_, 0);
   try {
     cache_.make_room(1);
     require_open();  // that may have run anybody's code
-    table_.reserve(table_.size() + 1);
-    std::int32_t page;
-    cache_.pool.allocate(1, &page);
-    *table_.extend(1) = page;
+    cache_.allocate(1, 0, &table);
     copying_ = true;
-    return PageCopy{source_, page, inside_};
+    return PageCopy{source_, *table.from(owned_).data(), inside_};
   } catch (const NoPages&) {
     ++cache_.counters.partial_missed;
     cache_.tree.unlock(donor_, 0);
@@ -141,23 +279,23 @@ void Lease::end_copy(bool copied) {
     hit_ += inside_;
     reserved_ = hit_;
   } else {
-    cache_.pool.move(table_.from(owned_), Owner::privately, Owner::free);
-    table_.drop_back(1);
+    cache_.free(0, held_[0].table.from(owned_));
+    held_[0].table.drop_back(1);
   }
   inside_ = 0;
 }
 
 PageLoad Lease::begin_load() {
   require_open();
-  require(host_pages_ && !load_ && table_.size() == owned_ && published() == hit_, "lease", host_pages_,
-          "one with pages on the host, before anything is reserved");
+  Table& table = held_[0].table;
+  require(held_.size() == 1 && host_pages_ && !load_ && table.size() == owned_ && published() == hit_, "lease",
+          host_pages_, "one with pages on the host, before anything is reserved");
   PageLoad load{0, Ids(host_pages_), Ids(host_pages_)};
   cache_.make_room(host_pages_);
   require_open();  // that may have run anybody's code
-  table_.reserve(table_.size() + host_pages_);
   cache_.tree.copy_ids(host_node_, 0, 1, owned_, load.source.data());
-  cache_.pool.allocate(host_pages_, table_.extend(host_pages_));
-  std::copy_n(table_.from(owned_).data(), host_pages_, load.target.data());
+  cache_.allocate(host_pages_, 0, &table);
+  std::copy_n(table.from(owned_).data(), host_pages_, load.target.data());
   reserved_ = published() + loadable();
   inside_ = 0;  // what the host has is longer
   load.id = load_ = ++cache_.loads_;
@@ -193,24 +331,63 @@ void Lease::count_once() {
 }
 
 std::uint64_t Lease::missing_pages(std::uint64_t n) const {
-  const std::uint32_t page_size = cache_.tree.page_size();
-  const std::uint64_t pages = (reserved_ + n + page_size - 1) / page_size;
-  return pages - std::min<std::uint64_t>(pages, table_.size());
+  if (slides(0)) return 0;
+  const std::uint64_t pages = pages_of(reserved_ + n);
+  return pages - std::min<std::uint64_t>(pages, held_[0].table.size());
 }
 
 void Lease::reserve(std::uint64_t n) {
   require_open();
   end_copy(false);
-  while (missing_pages(n) > cache_.pool.owned(Owner::free)) {
+  while (missing_pages(n) > cache_.pools[0]->owned(Owner::free)) {
     cache_.make_room(missing_pages(n));
     require_open();  // that may have run anybody's code
   }
-  if (const std::uint64_t pages = missing_pages(n)) {
-    table_.reserve(table_.size() + pages);
-    cache_.pool.allocate(pages, table_.extend(pages));
-  }
+  if (const std::uint64_t pages = missing_pages(n)) cache_.allocate(pages, 0, &held_[0].table);
   reserved_ += n;
   count_once();
+}
+
+// Entries before page `first` are not read any more: those that are private go back, the tree's are the tree's.
+void Lease::forget_behind(std::uint32_t component, std::uint32_t first) {
+  Holding& own = held_[component];
+  first = std::min(first, static_cast<std::uint32_t>(own.table.size()));
+  if (first <= own.front) return;
+  std::int32_t* ids = own.table.own();
+  if (first > owned_) {
+    const std::uint32_t begin = std::max(own.front, owned_);
+    cache_.free(component, {ids + begin, first - begin});
+  }
+  std::fill(ids + own.front, ids + first, -1);
+  own.front = first;
+}
+
+void Lease::slide(std::uint64_t begin, std::uint64_t end) {
+  require_open();
+  require(end <= reserved_, "end", end, "at most what is reserved");
+  require(begin <= end, "begin", begin, "at most `end`");
+  for (std::uint32_t c = 0; c < held_.size(); ++c) {
+    if (!slides(c)) continue;
+    const Component& row = cache_.tree.rows()[c];
+    Table& table = held_[c].table;
+    const std::uint64_t covered = std::uint64_t{table.size()} * cache_.tree.page_size();
+    require(begin <= covered, "begin", begin, "at most what has window pages");
+    const std::uint64_t seen = begin - std::min<std::uint64_t>(row.window, begin);
+    forget_behind(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));
+    while (pages_of(end) > table.size() && pages_of(end) - table.size() > cache_.pools[c]->owned(Owner::free)) {
+      cache_.make_room(pages_of(end) - table.size(), c);
+      require_open();  // that may have run anybody's code
+    }
+    if (pages_of(end) > table.size()) cache_.allocate(pages_of(end) - table.size(), c, &table);
+  }
+}
+
+std::uint64_t Lease::publishable() const {
+  if (load_) return published();
+  std::uint64_t positions = std::min(reserved_, length_);
+  for (std::uint32_t c = 0; c < held_.size(); ++c)
+    if (slides(c)) positions = std::min(positions, std::uint64_t{held_[c].table.size()} * cache_.tree.page_size());
+  return positions;
 }
 
 void Lease::append(Bytes symbols) {
@@ -223,38 +400,86 @@ void Lease::append(Bytes symbols) {
 void Lease::publish(std::uint64_t upto) {
   require_open();
   assert(upto <= publishable());
-  const std::uint64_t pages = upto / cache_.tree.page_size();
-  if (pages <= owned_ || !cache_.enabled) return;
-  const IdSpan ids = table_.part(owned_, pages);
-  const Bytes key = Bytes(key_).subspan(key_begin_, ids.size() * cache_.tree.page_bytes());
-  Table::Memory spare;  // for a table that names the tree's pages instead, before anything changes
-  if (cache_.tree.knows(ns_, node_, key)) spare = table_.copy(table_.room());
+  if (!cache_.enabled) return;
+  const auto pages = static_cast<std::uint32_t>(upto / cache_.tree.page_size());
+  for (std::uint32_t c = 0; c < held_.size(); ++c)
+    if (held_[c].mark >= 0 && held_[c].mark_pages <= pages) publish_pages(held_[c].mark_pages, c);
+  publish_pages(pages, kMaxComponents);
+}
+
+// Pages up to there become the tree's, and with them the state that `state_row` has marked there.
+void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
+  const bool plants = state_row < held_.size();
+  if (pages < owned_ || (pages == owned_ && !plants)) return;
+  if (pages == owned_) {
+    if (cache_.tree.residency(node_, state_row, 0) == Residency::absent)
+      cache_.tree.attach(node_, state_row, 0, {&held_[state_row].mark, 1}, true);
+    settle_mark(state_row);
+    return;
+  }
+  std::array<IdSpan, kMaxComponents> ids;
+  for (std::uint32_t c = 0; c < held_.size(); ++c)
+    if (cache_.tree.rows()[c].per_page()) ids[c] = held_[c].table.part(owned_, pages);
+  if (plants) ids[state_row] = {&held_[state_row].mark, 1};
+  const Bytes key = Bytes(key_).subspan(key_begin_, (pages - owned_) * std::size_t{cache_.tree.page_bytes()});
+  // For tables that name the tree's pages instead, before anything changes.
+  Table::Memory spare;
+  if (!slides(0) && cache_.tree.knows(ns_, node_, key)) spare = held_[0].table.copy(held_[0].table.room());
+  std::vector<std::int32_t> theirs;
+  for (std::uint32_t c = 0; c < held_.size(); ++c)
+    if (slides(c)) {
+      theirs.resize(pages - owned_);
+      held_[c].table.own();
+    }
   // The key is this lease's own, so its node lies on it: the prefix need not be read again.
-  const InsertResult added = cache_.tree.insert(ns_, node_, {key, {&ids, 1}}, priority_, 0, true);
+  const InsertResult added = cache_.tree.insert(ns_, node_, {key, {ids.data(), held_.size()}}, priority_, 0, true);
   if (added.pages == owned_) return;
   cache_.tree.move_lock(node_, added.node, 0);
   node_ = added.node;
   cache_.touched(node_);
-  take_over(added.pages, added.existing, std::move(spare));
+  for (std::uint32_t c = 0; c < held_.size(); ++c)
+    if (slides(c))
+      take_over_sliding(c, added.pages, theirs.data());
+    else if (c == 0)
+      take_over(added.pages, added.existing, std::move(spare));
+  forget_key(added.pages - owned_);
+  owned_ = added.pages;
+  for (std::uint32_t c = 0; c < held_.size(); ++c)
+    if (slides(c)) forget_behind(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
+  if (plants && owned_ == pages) settle_mark(state_row);
 }
 
 // Pages up to `end` are the tree's now. Of those before `existing` it may have had others, which take the place of
 // ours.
 void Lease::take_over(std::uint32_t end, std::uint32_t existing, Table::Memory ours) {
+  Table& table = held_[0].table;
   if (existing <= owned_) {
-    cache_.pool.move(table_.part(owned_, end), Owner::privately, Owner::cached);
-  } else {
-    table_.exchange(ours);
-    std::int32_t* theirs = table_.memory().get() + owned_;
-    cache_.tree.copy_ids(node_, 0, 0, owned_, theirs);
-    for (std::size_t page = owned_; page < end; ++page, ++theirs) {
-      const bool duplicate = ours[page] != *theirs;
-      cache_.pool.move({&ours[page], 1}, Owner::privately, duplicate ? Owner::free : Owner::cached);
-      cache_.counters.duplicate_pages += duplicate;
-    }
+    cache_.pools[0]->move(table.part(owned_, end), Owner::privately, Owner::cached);
+    return;
   }
-  forget_key(end - owned_);
-  owned_ = end;
+  table.exchange(ours);
+  std::int32_t* theirs = table.memory().get() + owned_;
+  cache_.tree.copy_ids(node_, 0, 0, owned_, theirs);
+  for (std::size_t page = owned_; page < end; ++page, ++theirs)
+    settle_page(0, ours[page], *theirs);
+}
+
+// The same of a component that the tree may have lacked here and there: each page is looked at.
+void Lease::take_over_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs) {
+  cache_.tree.copy_ids(node_, component, 0, owned_, theirs);
+  std::int32_t* ours = held_[component].table.own();
+  for (std::uint32_t page = owned_; page < end; ++page, ++theirs) {
+    settle_page(component, ours[page], *theirs);
+    ours[page] = *theirs;
+  }
+}
+
+// A page that was ours (or none, -1) has the tree's beside it.
+void Lease::settle_page(std::uint32_t component, std::int32_t ours, std::int32_t theirs) {
+  if (ours < 0) return;
+  const bool duplicate = ours != theirs;
+  cache_.pools[component]->move({&ours, 1}, Owner::privately, duplicate ? Owner::free : Owner::cached);
+  cache_.counters.duplicate_pages += duplicate;
 }
 
 // The tree has these pages' symbols now.
@@ -270,7 +495,7 @@ void Lease::forget_key(std::uint32_t pages) {
 void Lease::finish(std::optional<std::uint64_t> upto) {
   if (closed_) return;
   const std::uint64_t computed = std::min(publishable(), length_ - appended_);
-  if (upto.value_or(computed) > published()) publish(upto.value_or(computed));
+  if (upto.value_or(computed) >= published()) publish(upto.value_or(computed));
   abort();
 }
 
@@ -279,11 +504,11 @@ void Lease::abort() {
   end_copy(false);
   closed_ = true;
   if (load_) {
-    cache_.abandon({node_, 0, host_node_, load_, std::move(table_), owned_});
+    cache_.abandon({node_, 0, host_node_, load_, std::move(held_), owned_});
     return;
   }
   forget_host();
-  cache_.give_back(node_, table_.from(owned_));
+  cache_.give_back(node_, held_, owned_);
 }
 
 }  // namespace mainstem

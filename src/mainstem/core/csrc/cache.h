@@ -23,8 +23,8 @@ namespace mainstem {
 
 struct Closed {};
 
-// The page ids of a sequence. Memory that was given out keeps what it showed: it is written behind its end only, and
-// left to those who have it when the table needs more room or names other pages.
+// The ids of one component for each page of a sequence, -1 where it has none. Memory that was given out keeps what it
+// showed: it is written behind its end only, and left to those who have it when the table needs more room or changes.
 class Table {
  public:
   using Memory = std::shared_ptr<std::int32_t[]>;
@@ -45,6 +45,11 @@ class Table {
   Memory copy(std::size_t room) const;
   void exchange(Memory& other) { memory_.swap(other); }  // for a copy of the same room
   std::size_t room() const { return room_; }
+  // Memory that nobody else looks at.
+  std::int32_t* own() {
+    if (memory_.use_count() > 1) move_to(room_);
+    return memory_.get();
+  }
 
  private:
   void move_to(std::size_t room);
@@ -54,30 +59,45 @@ class Table {
   std::size_t room_ = 0;
 };
 
+// What a lease holds of one component.
+struct Holding {
+  Table table;              // of a component with an id a page
+  std::uint32_t front = 0;  // entries before this one are -1: they lie behind the window
+  std::int32_t state = -1;  // of a state: the slot that the sequence computes with
+  std::int32_t mark = -1;   // and a copy of it as it stood behind `mark_pages` pages, to be published
+  std::uint32_t mark_pages = 0;
+};
+
 // What was left behind by a lease that was dropped: it may have been dropped on any thread, in the middle of anything.
 struct Abandoned {
   Handle node;
   Handle donor;        // of a copy that was never ended, or 0
   Handle host_node;    // see Lease
   std::uint64_t load;  // that still writes to the pages, or 0
-  Table table;
+  std::vector<Holding> held;
   std::size_t owned;
 };
 
 struct LeaseCounters {
   std::uint64_t leases = 0;  // open ones
   std::uint64_t queried = 0, hit = 0, partial_hit = 0, partial_missed = 0, duplicate_pages = 0, host_hit = 0;
+  std::uint64_t checkpoints = 0, checkpoints_missed = 0;  // states published; those for which there was no slot
 };
 
 class Cache {
  public:
-  Cache(Tree& tree, Pool& pool, bool enabled) : tree(tree), pool(pool), enabled(enabled) {}
+  // `pools`: one for each component, of pages or slots.
+  Cache(Tree& tree, std::vector<Pool*> pools, bool enabled);
+  Cache(Tree& tree, Pool& pool, bool enabled) : Cache(tree, std::vector<Pool*>{&pool}, enabled) {}
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
-  // Frees pages until n are free, or throws NoPages and has evicted nothing.
-  void make_room(std::uint64_t n);
-  void give_back(Handle node, IdSpan pages);
+  // Frees ids of a component until n are free, or throws NoPages and has evicted nothing.
+  void make_room(std::uint64_t n, std::uint32_t component = 0);
+  void allocate(std::uint64_t n, std::uint32_t component, Table* table);  // behind its end
+  std::int32_t allocate_slot(std::uint32_t component);
+  void free(std::uint32_t component, IdSpan private_ids);  // -1 is nobody's
+  void give_back(Handle node, std::vector<Holding>& held, std::size_t owned);
   void expect_lease() {  // so that abandon() cannot fail
     if (abandoned_.capacity() <= counters.leases) abandoned_.reserve(2 * counters.leases + 1);
   }
@@ -91,9 +111,11 @@ class Cache {
   void touched(Handle node) noexcept;
 
   Tree& tree;
-  Pool& pool;
-  const bool enabled;                        // false: nothing is matched and nothing published
-  std::function<void(std::uint64_t)> evict;  // frees about so many pages; empty: the tree's own order does
+  const std::vector<Pool*> pools;  // by component
+  const bool enabled;              // false: nothing is matched and nothing published
+  // Frees about so many ids of a component; empty: the tree's own order does.
+  std::function<void(std::uint32_t, std::uint64_t)> evict;
+  std::function<void(std::int32_t, std::int32_t)> copy_state;  // from slot to slot
   LeaseCounters counters;
 
  private:
@@ -136,7 +158,14 @@ class Lease {
   PageLoad begin_load();
   void end_load(bool arrived);
 
+  // Pages of full attention for n positions more.
   void reserve(std::uint64_t n);
+  // Positions [begin, end) are computed next: pages for them where attention slides. What lies behind the window of
+  // `begin` goes back.
+  void slide(std::uint64_t begin, std::uint64_t end);
+  // The state that the sequence computes with stands at `position`, a page border: a copy of it is published with the
+  // pages up to there. Without `room` only a free slot is taken for it. Whether there was one.
+  bool checkpoint(std::uint64_t position, bool room);
   void append(Bytes symbols);
   void publish(std::uint64_t upto);
   void finish(std::optional<std::uint64_t> upto);
@@ -147,31 +176,42 @@ class Lease {
   std::uint64_t hit() const { return hit_; }
   std::uint64_t reserved() const { return reserved_; }
   std::uint64_t published() const { return std::uint64_t{owned_} * cache_.tree.page_size(); }
-  std::uint64_t publishable() const { return load_ ? published() : std::min(reserved_, length_); }
-  const Table& table() const {
+  std::uint64_t reach() const { return reach_; }  // how far the first component alone was matched
+  std::uint64_t publishable() const;
+  const Table& table(std::uint32_t component = 0) const {
     require_open();
-    return table_;
+    return held_[component].table;
   }
+  std::int32_t state() const;  // -1: there is no such component
   void require_open() const {
     if (closed_) throw Closed{};
   }
 
  private:
+  bool slides(std::uint32_t component) const { return cache_.tree.rows()[component].begins_late(); }
+  std::uint32_t pages_of(std::uint64_t positions) const;  // rounded up
   std::uint64_t missing_pages(std::uint64_t n) const;
   void count_once();
   void forget_host();
+  void take_state(std::uint32_t component);
+  std::int32_t state_at_node(std::uint32_t component) const;
+  void forget_behind(std::uint32_t component, std::uint32_t first);
+  void publish_pages(std::uint32_t pages, std::uint32_t state_row);
   void take_over(std::uint32_t end, std::uint32_t existing, Table::Memory ours);
+  void take_over_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs);
+  void settle_page(std::uint32_t component, std::int32_t ours, std::int32_t theirs);
+  void settle_mark(std::uint32_t component);
   void forget_key(std::uint32_t pages);
 
   Cache& cache_;
   const std::string ns_;
   const std::int32_t priority_;
-  Handle node_ = 0;          // its prefix is locked
-  std::uint32_t owned_ = 0;  // pages at the front of the table that the tree owns; the rest are private
-  Table table_;
+  Handle node_ = 0;                // its prefix is locked
+  std::uint32_t owned_ = 0;        // pages at the front of the tables that the tree owns; the rest are private
+  std::vector<Holding> held_;      // by component
   std::vector<std::uint8_t> key_;  // symbols from page `owned_` on, behind the first `key_begin_` bytes
   std::size_t key_begin_ = 0;
-  std::uint64_t length_, hit_ = 0, reserved_ = 0;
+  std::uint64_t length_, hit_ = 0, reserved_ = 0, reach_ = 0;
   std::uint32_t inside_ = 0;  // positions of a page of `donor_` that agree with what follows
   std::int32_t source_ = -1;
   Handle donor_ = 0;

@@ -86,7 +86,7 @@ void Tree::check_cells(Index node) const {
     if (order.contains(node) != candidate(node, s))
       broken(node, "what can be evicted, and nothing else, is in the order");
     if (!order.contains(node)) continue;
-    const Rank rank = policy_->rank ? rank_of(node) : order.rank(node);
+    const Rank rank = policy_->rank || row(s).weighs ? rank_of(node, s) : order.rank(node);
     if (!order.holds(node, rank, n.start)) broken(node, "the order has the node's rank");
   }
 }
@@ -118,8 +118,12 @@ void Tree::check_locks() const {
     }
   }
   for (Index node = 1; node < nodes_.size(); ++node)
-    for (std::size_t s = 0; s < slots_; ++s)
+    for (std::size_t s = 0; s < slots_; ++s) {
       if (cell(node, s).locks != expected[std::size_t{node} * slots_ + s]) broken(node, "locks add up along the path");
+      const Cell& first = cell(node, s % tiers_);
+      if (rows_[0].locks_to_root() && cell(node, s).locks > first.locks)
+        broken(node, "no component has more locks than full attention");
+    }
 }
 
 void Tree::check_counts() const {

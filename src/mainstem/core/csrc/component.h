@@ -12,7 +12,9 @@ enum class Kind : std::uint8_t { full, window, state };
 
 struct Component {
   Kind kind;
-  std::uint32_t window = 0;  // symbols, for Kind::window
+  std::uint32_t window = 0;        // symbols, for Kind::window
+  std::uint32_t most_on_path = 0;  // for Kind::state: how many may stand on one path; 0: any number
+  bool weighs = false;             // for Kind::state: what saves more leaves later, see Tree::rank_of
 
   bool per_page() const { return kind != Kind::state; }      // one id a page; otherwise one, at the node's end
   bool leaf_only() const { return kind == Kind::full; }      // evicted only where no child holds the cell

@@ -81,6 +81,7 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   while (asked.size() < want && !order.empty()) {
     const Index node = order.top();
     if (order.rank(node).major == kUnranked) break;
+    if (rows_[component].weighs) worn_[slot(component, tier)] = order.rank(node).major;
     try {
       evict_one(node, want - asked.size(), component, tier, &freed);
     } catch (const std::bad_alloc&) {
@@ -90,6 +91,33 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   }
   counters_.evicted_pages += asked.size();
   return freed;
+}
+
+Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t most) {
+  require_tier(tier);
+  require_component(component);
+  const std::size_t s = slot(component, tier);
+  const Index node = resolve(handle);
+  Ids freed;
+  for (;;) {
+    std::uint32_t standing = 0;
+    std::uint32_t least = 0;
+    Index victim = kNone;
+    for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent) {
+      if (cell(at, s).absent()) continue;
+      ++standing;
+      if (at == node || !cell(at, s).present() || cell(at, s).locks) continue;
+      const std::uint32_t saved = saved_pages(at, s);
+      if (victim != kNone && saved > least) continue;
+      victim = at;
+      least = saved;
+    }
+    if (standing <= most || victim == kNone) return freed;
+    if (freed.empty()) freed.reserve(standing);  // nothing below can fail, at the next turn too
+    take_cell(victim, s, &freed);
+    ++counters_.evicted_pages;
+    reap(victim);
+  }
 }
 
 bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const {

@@ -145,7 +145,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
 
   ++tick_;
   ++counters_.insert_calls;
-  InsertResult result{after, begin + pages, begin + pages};
+  InsertResult result{after, begin + pages, begin + pages, 0};
   if (result.pages == 0) return result;
 
   // First everything that can fail, then everything that changes what the tree holds.
@@ -178,7 +178,9 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   }
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
-    if (states[c].size() && cell(node, s).absent()) occupy(node, s, std::move(states[c]), ready ? kNone : node);
+    if (states[c].size() == 0 || !cell(node, s).absent()) continue;
+    occupy(node, s, std::move(states[c]), ready ? kNone : node);
+    result.states |= 1u << c;
   }
   for (std::uint32_t c = 0; c < rows_.size() && !ready; ++c)
     if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);

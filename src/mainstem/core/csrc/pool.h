@@ -18,6 +18,7 @@ struct WrongOwner {
 };
 struct NoPages {
   std::uint64_t needed, free, evictable, total;
+  const char* what = "pages";
 };
 
 class Pool {

@@ -33,6 +33,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
       rows_(std::move(components)),
       slots_(rows_.size() * tiers),
       single_cell_(slots_ == 1 && rows_[0].leaf_only()),
+      weighs_(std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return row.weighs; })),
       policy_(find_policy(policy)),
       seed_(hash_seed) {
   require(symbol_bytes == 4 || symbol_bytes == 8 || symbol_bytes == 16, "symbol_bytes", symbol_bytes, "4, 8 or 16");
@@ -43,6 +44,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
     row_of_slot_.push_back(rows_[s / tiers_]);
   orders_.resize(slots_);
   counts_.resize(slots_);
+  worn_.resize(slots_);
   new_node();  // index 0 is nobody
 }
 
@@ -109,6 +111,7 @@ void Tree::reserve_nodes(std::size_t count) {
   nodes_.reserve(room);
   cells_.reserve(room * slots_);
   pins_.reserve(room * tiers_);
+  if (weighs_) worths_.reserve(room * slots_);
   free_.reserve(room);
   for (Order& order : orders_)
     order.reserve(room);
@@ -122,6 +125,7 @@ Index Tree::new_node() {
     nodes_.back().generation = 1;
     cells_.resize(nodes_.size() * slots_);
     pins_.resize(nodes_.size() * tiers_);
+    if (weighs_) worths_.resize(nodes_.size() * slots_);
     free_.push_back(static_cast<Index>(nodes_.size() - 1));
   }
   const Index node = free_.back();
@@ -275,7 +279,7 @@ void Tree::join(Index lower) noexcept {
   Node& l = nodes_[lower];
   Node& u = nodes_[upper];
   u.accessed = std::max(u.accessed, l.accessed);  // see vacate()
-  if (rank_of(upper) != rank_of(lower)) return;
+  if (rank_of(upper, 0) != rank_of(lower, 0)) return;
   try {
     u.key.reserve_back(l.key.size(), kJoinedBytes);
     for (std::size_t s = 0; s < slots_; ++s)
@@ -338,15 +342,32 @@ bool Tree::candidate(Index node, std::size_t slot) const {
   return c.present() && c.locks == 0 && !(row(slot).leaf_only() && c.holders > 0);
 }
 
-Rank Tree::rank_of(Index node) const {
+Rank Tree::rank_of(Index node, std::size_t slot) const {
+  if (row(slot).weighs) return {worths_[std::size_t{node} * slots_ + slot], number(nodes_[node].accessed)};
   return policy_->rank ? policy_->rank(nodes_[node]) : Rank{kUnranked, 0};
+}
+
+// Pages that need not be computed again because a state stands here: those behind the one above.
+std::uint32_t Tree::saved_pages(Index node, std::size_t slot) const {
+  Index above = nodes_[node].parent;
+  while (!nodes_[above].root() && cell(above, slot).absent())
+    above = nodes_[above].parent;
+  return nodes_[node].end() - nodes_[above].end();
+}
+
+// A state was made or used. GreedyDual (Young 1994; Cao and Irani 1997): its worth is what it saves, on top of the
+// worth of the last one that was evicted, so that what is not used ages. States are of one size and what they save
+// grows with the pages, so pages stand for floating-point operations saved a byte.
+void Tree::credit(Index node, std::size_t slot) {
+  if (!row(slot).weighs) return;
+  worths_[std::size_t{node} * slots_ + slot] = worn_[slot] + saved_pages(node, slot);
 }
 
 // Called whenever a node or its cell has changed. A rank from outside is dropped, to be asked for anew.
 void Tree::refresh(Index node, std::size_t slot) {
   Order& order = orders_[slot];
   if (candidate(node, slot))
-    order.put(node, rank_of(node), nodes_[node].start);
+    order.put(node, rank_of(node, slot), nodes_[node].start);
   else if (order.contains(node))
     order.remove(node);
 }
@@ -367,6 +388,7 @@ void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t> ids, Index tra
   }
   const Index parent = nodes_[node].parent;
   ++cell(parent, slot).holders;
+  credit(node, slot);
   refresh(node, slot);
   refresh(parent, slot);
 }
@@ -407,7 +429,7 @@ void Tree::settle(Index node, std::size_t slot) {
 void Tree::touch(Index node, std::uint64_t tick) {
   nodes_[node].accessed = tick;
   for (std::size_t s = 0; s < slots_; ++s)
-    if (candidate(node, s)) orders_[s].put(node, rank_of(node), nodes_[node].start);
+    if (candidate(node, s)) orders_[s].put(node, rank_of(node, s), nodes_[node].start);
 }
 
 }  // namespace mainstem

@@ -71,6 +71,7 @@ struct InsertResult {
   Handle node = 0;
   std::uint32_t pages = 0;     // the key is in the tree up to here, counted from the root
   std::uint32_t existing = 0;  // pages before the first one that was adopted
+  std::uint32_t states = 0;    // a bit for each component whose state was adopted
 };
 
 // What is to be inserted: whole pages of symbols behind a place in the tree, and the ids of each component for them. Of
@@ -136,6 +137,9 @@ class Tree {
   void commit(Handle node, std::uint32_t tier);
   std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
   std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
+  // Takes states off the path above a node until at most `most` stand on it, with the node's own; first those that save
+  // the least. Locked ones stay.
+  Ids thin(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t most);
 
   // Policy "external": the candidate that has no rank yet, if any, and its rank.
   bool waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const;
@@ -170,6 +174,7 @@ class Tree {
   std::uint32_t page_size() const { return page_size_; }
   std::uint32_t page_bytes() const { return page_bytes_; }
   std::uint32_t tiers() const { return tiers_; }
+  const std::vector<Component>& rows() const { return rows_; }
   bool one_id_a_page(std::size_t component) const { return component < rows_.size() && rows_[component].per_page(); }
   bool ranks_itself() const { return policy_->rank != nullptr; }
 
@@ -246,7 +251,9 @@ class Tree {
   void cut_window_border(Index node, std::size_t slot);
   void refresh(Index node, std::size_t slot);
   bool candidate(Index node, std::size_t slot) const;
-  Rank rank_of(Index node) const;
+  Rank rank_of(Index node, std::size_t slot) const;
+  void credit(Index node, std::size_t slot);
+  std::uint32_t saved_pages(Index node, std::size_t slot) const;
   void touch(Index node, std::uint64_t tick);
 
   // operations in parts
@@ -286,12 +293,15 @@ class Tree {
   const std::size_t slots_;  // cells a node
   std::vector<Component> row_of_slot_;
   const bool single_cell_;  // full attention on one tier: a node has one cell, and only leaves have a rank
+  const bool weighs_;       // some component's states are weighed
   const Policy* policy_;
   const std::uint64_t seed_;
 
   std::vector<Node, LargePages<Node>> nodes_;
   std::vector<Cell, LargePages<Cell>> cells_;
   std::vector<std::uint32_t> pins_;  // locks taken at exactly this node, by tier
+  std::vector<double> worths_;       // as cells_, where states are weighed: see credit()
+  std::vector<double> worn_;         // by slot: the worth of the last that was evicted
   std::vector<Index> free_;
   std::size_t room_ = 0;  // nodes for which there is memory everywhere
   ChildTable table_;
