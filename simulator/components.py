@@ -230,7 +230,7 @@ class Components:
     def _evict(self, pages: int, row: int) -> None:
         """Frees device pages; with "write_back" after a copy of what goes."""
         if row == 0 and self.tiers.host.write == "write_back":
-            self.tiers.make_room(pages)
+            self.tiers.make_room(0, pages)
             self.world.did("make room", pages)
             return
         for pool, ids in zip(self.pools, self.tree.evict(pages, self.components[row].name), strict=True):

@@ -212,12 +212,12 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a layer is not waited for", "vllm#46278", _SCHEDULER,
-        "arriving = None if self._load is None else self._load.ticket", "arriving = None",
+        "None if self._load is None else self._load.ticket,", "None,",
         "scheduler",
     ),
     _mutant(
         "attention does not wait for its layer", "vllm#46278", "runtime/attention.py",
-        "        ticket.wait_layer(layer)\n", "        del ticket\n",
+        "        ticket.wait_layer(index)\n", "        del ticket\n",
         "tests/test_runner.py::test_layers_are_computed_while_the_next_ones_arrive",
     ),
     _mutant(
@@ -324,6 +324,7 @@ PYTHON: tuple[Mutant, ...] = (
 )
 
 _CORE = "core/csrc/"
+_LEASES = "tests/test_lease_components.py::"
 NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "tree.cpp",
@@ -359,8 +360,52 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546", _CORE + "cache.cpp",
-        "  if (load_) {\n    cache_.abandon({node_, 0, host_node_, load_, std::move(table_), owned_});\n    return;\n",
+        "  if (load_) {\n    cache_.abandon({node_, 0, host_node_, load_, std::move(held_), owned_});\n    return;\n",
         "  if (false) {\n    return;\n",
+    ),
+    # ---------------------------------------------------------------- windows and states
+    _mutant(
+        "a split gives the state to the upper half", "-", _CORE + "tree.cpp",
+        "      --cell(u.parent, s).holders;\n",
+        "      std::swap(half.ids, lower.ids);\n      std::swap(half.residency, lower.residency);\n"
+        "      half.holders = 0;\n",
+        _LEASES + "test_a_split_leaves_the_state_with_the_lower_half",
+    ),
+    _mutant(
+        "a lease locks its window from the root on", "-", _CORE + "locks.cpp",
+        "  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);\n  while",
+        "  const std::uint32_t first = 0;\n  while",
+        _LEASES + "test_a_lease_that_runs_long_holds_a_window_of_pages",
+    ),
+    _mutant(
+        "a lease does not lock its window", "-", _CORE + "locks.cpp",
+        "  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);\n  while",
+        "  const std::uint32_t first = row(slot).begins_late() ? ~0u : 0;\n  while",
+        _LEASES + "test_a_window_lock_goes_with_its_lease",
+    ),
+    _mutant(
+        "a lease computes with the tree's own state", "-", _CORE + "cache.cpp",
+        "  held_[component].state = cache_.allocate_slot(component);\n"
+        "  if (node_) cache_.copy_state(state_at_node(component), held_[component].state);\n",
+        "  held_[component].state = node_ ? state_at_node(component) : cache_.allocate_slot(component);\n",
+        _LEASES + "test_a_lease_computes_with_a_copy_of_the_state",
+    ),
+    _mutant(
+        "a state that was put aside is lost with its lease", "-", _CORE + "cache.cpp",
+        "    free(c, {&own.mark, 1});\n", "",
+        _LEASES + "test_leases_do_as_the_model",
+    ),
+    _mutant(
+        "a state that the tree has already is kept from all", "-", _CORE + "cache.cpp",
+        "  cache_.pools[component]->move({&own.mark, 1}, Owner::privately, taken ? Owner::cached : Owner::free);\n",
+        "  if (taken) cache_.pools[component]->move({&own.mark, 1}, Owner::privately, Owner::cached);\n",
+        _LEASES + "test_leases_do_as_the_model",
+    ),
+    _mutant(
+        "a page inside the window is given back", "-", _CORE + "cache.cpp",
+        "begin - std::min<std::uint64_t>(row.window, begin);",
+        "begin - std::min<std::uint64_t>(row.window / 2, begin);",
+        _LEASES + "test_leases_do_as_the_model",
     ),
 )
 # fmt: on

@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 
-from mainstem.errors import BadTokens, EngineClosed, EngineFull, RequestTooLong
+from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.runtime.request import Completion, Delta, Request, SamplingParams, TokenLogprob, Usage
 from mainstem.tiers.controller import TierStats
 
@@ -156,6 +158,7 @@ class FakeEngine:
     """
 
     name = "fake"
+    vision: Any = None
     dtype = "float32"
     pages = 100
 
@@ -177,6 +180,8 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.closed = False
         self.draining = False
+        self.adapters: tuple[str, ...] = ()
+        self.adapter_paths: dict[str, str] = {}
         self._seen: dict[str, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
@@ -215,6 +220,18 @@ class FakeEngine:
         pages = sum(len(tokens) // self.config.page_size for seen in self._seen.values() for tokens in seen)
         self._seen.clear()
         return pages
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        if not Path(path).is_dir():
+            raise BadArgument("path", str(path), "a folder")
+        self.adapter_paths[name] = str(path)
+        self.adapters = tuple(self.adapter_paths)
+
+    def unload_adapter(self, name: str) -> None:
+        if name not in self.adapter_paths:
+            raise BadArgument("adapter", name, "a loaded one")
+        del self.adapter_paths[name]
+        self.adapters = tuple(self.adapter_paths)
 
     def tree(self) -> str:
         return "".join(f"{name}: {len(seen)} prompts\n" for name, seen in self._seen.items()) or "(empty)\n"

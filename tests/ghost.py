@@ -1,20 +1,25 @@
 """A runner without a model: every slot holds a fingerprint of all tokens up to it, and every read is checked.
 
 A slot stores its token and the chain hash of the sequence up to it, h[i] = mix(h[i - 1], token[i]). A forward that
-reads a page of another prompt, a stale page or a slot that nobody wrote finds a broken chain and raises. Logits are a
-function of the last hash alone, so any output can be computed without a cache: see `complete`.
+reads a page of another prompt, a stale page or a slot that nobody wrote finds a broken chain and raises. Pages of a
+sliding window are the same again, read only as far as the window reaches; a recurrent state is the hash that it stands
+at. Under an image the token of a position comes from the image's identity. Logits are a function of the last hash
+alone, so any output can be computed without a cache: see `complete`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.runtime.request import Request
+from mainstem.cache import Pool
+from mainstem.components import Component, Full, State, Window
+from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
 from mainstem.runtime.text import Detokenizer
@@ -31,32 +36,84 @@ class WrongKVError(AssertionError):
     """A forward read what the request's tokens did not write."""
 
 
+class _Pages:
+    """The slots of one component: of each position its token and the hash of all tokens up to it."""
+
+    def __init__(self, name: str, pages: int, page_size: int) -> None:
+        self.name, self.page_size = name, page_size
+        self.hash = np.full((pages, page_size), POISON, np.uint64)
+        self.token = np.full((pages, page_size), -1, np.int64)
+
+    def slots(self, table: NDArray[np.int32], begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        positions = np.arange(begin, end)
+        assert end <= len(table) * self.page_size, f"the {self.name} table does not cover the segment"
+        pages = table[positions // self.page_size].astype(np.int64)
+        if (pages < 0).any():
+            raise WrongKVError(f"{self.name}: a position of [{begin}, {end}) has no page")
+        return pages, positions % self.page_size
+
+    def verify(self, table: NDArray[np.int32], begin: int, end: int) -> NDArray[np.uint64]:
+        """The hashes of [begin, end), each of which must follow from the one before it; from `begin` = 0, from none."""
+        slots = self.slots(table, begin, end)
+        hashes, tokens = self.hash[slots], self.token[slots]
+        before = np.concatenate(([_SEED if begin == 0 else POISON], hashes[:-1]))
+        wrong = np.flatnonzero(hashes != mix(before, tokens)) if len(hashes) else np.empty(0, np.int64)
+        wrong = wrong[wrong > 0] if begin else wrong
+        if wrong.size or (hashes == POISON).any():
+            at = int(wrong[0]) if wrong.size else int(np.argmax(hashes == POISON))
+            raise WrongKVError(f"{self.name}, position {begin + at}, page {slots[0][at]}: not what its tokens wrote")
+        return hashes
+
+    def write(self, table: NDArray[np.int32], begin: int, tokens: Sequence[int], hashes: Sequence[np.uint64]) -> None:
+        slots = self.slots(table, begin, begin + len(tokens))
+        self.hash[slots], self.token[slots] = hashes, tokens
+
+
 class Ghost:
     """Pages of fingerprints behind the interface of a model runner.
 
     Args:
-        pages, page_size: of the pool.
-        is_private: whether a page may be written; a write to another one raises.
+        pages: of the pool; or pages and slots of each component, in order.
+        page_size: positions a page.
+        is_private: whether a page of the first component may be written; a write to another one raises. See `guard`.
     """
 
     vocab_size = VOCAB
 
-    def __init__(self, pages: int, page_size: int, is_private: Callable[[int], bool] = lambda page: True) -> None:
+    def __init__(
+        self,
+        pages: int | Mapping[Component, int],
+        page_size: int,
+        is_private: Callable[[int], bool] = lambda page: True,
+    ) -> None:
+        rows = pages if isinstance(pages, Mapping) else {Full(): pages}
         self.page_size = page_size
         self.is_private = is_private
         self.computed: list[int] = []
         self.forwards: list[list[int]] = []
         self.fail_next: Exception | None = None
-        self._hash = np.full((pages, page_size), POISON, np.uint64)
-        self._token = np.full((pages, page_size), -1, np.int64)
+        self._window = next((row.tokens for row in rows if isinstance(row, Window)), 0)
+        self._paged = [_Pages(row.name, n, page_size) for row, n in rows.items() if not isinstance(row, State)]
+        assert Full() in rows or self._window > 1, "a window of 1 says nothing of what is before it"
+        slots = next((n for row, n in rows.items() if isinstance(row, State)), 0)
+        self._states = np.full(slots, POISON, np.uint64)
+        self._hash, self._token = self._paged[0].hash, self._paged[0].token
+        self._pools: Mapping[str, Pool] = {}
+
+    def guard(self, pools: Mapping[str, Pool]) -> None:
+        """From now on only what these pools call private may be written, in any component."""
+        first, self._pools = self._paged[0].name, pools
+        self.is_private = lambda page: pools[first].owner(page) == "private"
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         assert segments
+        self._check_writes(segments)
+        self._check_images(segments)
+        before = [self._verified(segment) for segment in segments]
         if self.fail_next is not None:
+            self._spoil(segments)
             error, self.fail_next = self.fail_next, None
             raise error
-        self._check_writes(segments)
-        before = [self._verified(segment) for segment in segments]
         last = [self._write(segment, start) for segment, start in zip(segments, before, strict=True)]
         self.forwards.append([len(segment.tokens) for segment in segments])
         rows = [logits(end) for segment, end in zip(segments, last, strict=True) if segment.logits]
@@ -68,42 +125,104 @@ class Ghost:
         self._token[target, :positions] = self._token[source, :positions]
         self._hash[target, positions:] = POISON
 
-    def _slots(self, segment: Segment, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.arange(start, end)
-        assert end <= len(segment.page_table) * self.page_size, "the page table does not cover the segment"
-        return segment.page_table[positions // self.page_size].astype(np.int64), positions % self.page_size
+    def copy_state(self, source: int, target: int) -> None:
+        assert source != target
+        if self._states[source] == POISON:
+            raise WrongKVError(f"state {source} is copied, but nobody wrote it")
+        self._require_private("state", {target})
+        self._states[target] = self._states[source]
+
+    def _tables(self, segment: Segment) -> list[tuple[_Pages, NDArray[np.int32]]]:
+        tables = [segment.page_table] if segment.window_table is None else [segment.page_table, segment.window_table]
+        return list(zip(self._paged, tables, strict=True))
 
     def _verified(self, segment: Segment) -> np.uint64:
-        """The hash in front of the segment, after checking every slot up to it."""
-        slots = self._slots(segment, 0, segment.start)
-        hashes, tokens = self._hash[slots], self._token[slots]
-        expected = mix(np.concatenate(([_SEED], hashes[:-1])), tokens) if len(hashes) else hashes
-        wrong = np.flatnonzero(hashes != expected)
-        if wrong.size:
-            at = int(wrong[0])
-            raise WrongKVError(f"position {at} of {segment.start}, page {slots[0][at]}: not what its tokens wrote")
-        return hashes[-1] if len(hashes) else _SEED
+        """The hash in front of the segment, after checking everything that it reads."""
+        ends = {self._read(pages, table, segment.start) for pages, table in self._tables(segment)}
+        ends -= {None}
+        if (segment.state >= 0) != bool(len(self._states)):
+            raise WrongKVError(f"state {segment.state} of {len(self._states)}")
+        if segment.state >= 0 and segment.start > 0:
+            ends.add(self._states[segment.state])
+        if len(ends) > 1:
+            raise WrongKVError(f"at {segment.start} the components are those of different prefixes")
+        return ends.pop() if ends else _SEED
+
+    def _read(self, pages: _Pages, table: NDArray[np.int32], start: int) -> np.uint64 | None:
+        """The hash at the end of what one component is read for; None if it reads nothing."""
+        if pages.name != Window.name:
+            hashes = pages.verify(table, 0, start)
+            return hashes[-1] if len(hashes) else None
+        # Where there are states, the window of the last page border is kept, too.
+        seen_from = start // self.page_size * self.page_size if len(self._states) else start
+        behind = table[: max(0, seen_from - self._window) // self.page_size]
+        if (behind >= 0).any():
+            raise WrongKVError(f"pages {behind[behind >= 0]} are behind the window of {start}, and still named")
+        hashes = pages.verify(table, max(0, start - self._window + 1), start)
+        return hashes[-1] if len(hashes) else None
 
     def _write(self, segment: Segment, hash_: np.uint64) -> np.uint64:
         assert len(segment.tokens) > 0
-        pages, offsets = self._slots(segment, segment.start, segment.start + len(segment.tokens))
-        for page, offset, token in zip(pages, offsets, segment.tokens.tolist(), strict=True):
+        tokens, hashes = symbols_of(segment.tokens, segment.images, segment.start), []
+        for token in tokens:
             hash_ = chain([token], hash_)
-            self._hash[page, offset], self._token[page, offset] = hash_, token
-            self.computed.append(int(hash_))
+            hashes.append(hash_)
+        self.computed += map(int, hashes)
+        for pages, table in self._tables(segment):
+            pages.write(table, segment.start, tokens, hashes)
+        if segment.state >= 0:
+            self._states[segment.state] = hash_
         return hash_
 
-    def _check_writes(self, segments: Sequence[Segment]) -> None:
-        """Nobody else may read or write a page that is being written."""
-        written: set[int] = set()
+    def _spoil(self, segments: Sequence[Segment]) -> None:
+        """What a forward that fails leaves behind."""
         for segment in segments:
-            pages, _ = self._slots(segment, segment.start, segment.start + len(segment.tokens))
-            mine = set(pages.tolist())
-            if mine & written:
-                raise WrongKVError(f"pages {mine & written} are written by two segments")
-            written |= mine
-            if shared := {page for page in mine if not self.is_private(page)}:
-                raise WrongKVError(f"pages {shared} are written but not private")
+            for pages, table in self._tables(segment):
+                pages.hash[pages.slots(table, segment.start, segment.start + len(segment.tokens))] = POISON
+            if segment.state >= 0:
+                self._states[segment.state] = POISON
+
+    def _check_writes(self, segments: Sequence[Segment]) -> None:
+        """Nobody else may read or write a page or a state that is being written."""
+        written: set[tuple[str, int]] = set()
+        for segment in segments:
+            end = segment.start + len(segment.tokens)
+            mine = {pages.name: {*pages.slots(table, segment.start, end)[0].tolist()} for pages, table in
+                    self._tables(segment)}  # fmt: skip
+            mine |= {"state": {segment.state}} if segment.state >= 0 else {}
+            named = {(name, id) for name, ids in mine.items() for id in ids}
+            if named & written:
+                raise WrongKVError(f"{named & written} are written by two segments")
+            written |= named
+            for name, ids in mine.items():
+                self._require_private(name, ids)
+
+    def _require_private(self, name: str, ids: set[int]) -> None:
+        if name == self._paged[0].name:
+            shared = {id for id in ids if not self.is_private(id)}
+        else:
+            shared = {id for id in ids if name in self._pools and self._pools[name].owner(id) != "private"}
+        if shared:
+            raise WrongKVError(f"{name} {shared} are written but not private")
+
+    def _check_images(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            begin, end = segment.start, segment.start + len(segment.tokens)
+            for image in segment.images:
+                cut = image.start < begin < image.end or image.start < end < image.end
+                assert image.splits or not cut, f"[{begin}, {end}) cuts an image at [{image.start}, {image.end})"
+            if segment.positions is not None:
+                assert segment.positions.shape == (3, end - begin)
+
+
+def symbols_of(tokens: NDArray[np.int32], images: Sequence[ImageInput], start: int = 0) -> list[int]:
+    """What is hashed of tokens from position `start` on: under images, what their identity says."""
+    symbols = [int(token) for token in tokens]
+    for image in images:
+        first = VOCAB + int.from_bytes(hashlib.sha256(image.identity).digest()[:5], "little")
+        for at in range(max(image.start, start), min(image.end, start + len(symbols))):
+            symbols[at - start] = first + at - image.start
+    return symbols
 
 
 def mix(hashes: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -142,7 +261,7 @@ def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
     params = request.params
     sampler = Sampler(params, random.Random(0))
     text = Detokenizer(GhostTokenizer(), params.stop)
-    hash_ = chain(request.tokens.tolist())
+    hash_ = chain(symbols_of(request.tokens, request.images))
     tokens: list[int] = []
     out, reason = "", None
     while reason is None:

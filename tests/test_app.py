@@ -25,7 +25,8 @@ import pytest
 from fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
-from mainstem.errors import BadArgument, CorruptTree
+from mainstem.errors import BadArgument, CorruptTree, UnsupportedModel
+from mainstem.namespaces import Namespace
 from mainstem.server.app import ServerConfig, create_app
 
 PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
@@ -304,9 +305,10 @@ def test_namespaces_tell_nothing_about_keys() -> None:
 
 
 CACHE_ROUTES = [("POST", "/v1/cache/flush"), ("GET", "/v1/cache/stats"), ("GET", "/v1/cache/tree")]
+ADAPTER_ROUTES = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
 
 
-@pytest.mark.parametrize(("method", "path"), CACHE_ROUTES)
+@pytest.mark.parametrize(("method", "path"), [*CACHE_ROUTES, *(("POST", path) for path in ADAPTER_ROUTES)])
 @pytest.mark.parametrize(
     ("api_keys", "admin_key", "shown", "status"),
     [
@@ -331,6 +333,8 @@ def test_who_may_see_the_cache(
     server = client(api_keys=api_keys, admin_key=admin_key)
     headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
     response = server.request(method, path, headers=headers)
+    if path in ADAPTER_ROUTES and status == 200:
+        status = 400  # let in, but the body is empty
     assert response.status_code == status, response.text
     if status == 403:
         assert "--admin-key" in error_of(response, 403)["message"]
@@ -415,6 +419,52 @@ def test_the_cache_routes() -> None:
     pages = len(PROMPT) // 16
     assert server.post("/v1/cache/flush").json() == {"freed_pages": pages, "freed_tokens": pages * 16}
     assert server.post("/v1/cache/flush").json() == {"freed_pages": 0, "freed_tokens": 0}
+
+
+def test_an_adapter_is_a_model(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    loaded = server.post("/v1/load_lora_adapter", json={"lora_name": "french", "lora_path": str(tmp_path)})
+    assert loaded.status_code == 200, loaded.text
+    assert (loaded.json()["id"], loaded.json()["parent"]) == ("french", "fake")
+    assert engine.adapter_paths == {"french": str(tmp_path)}
+    listed = server.get("/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in listed] == [("fake", None), ("french", "fake")]
+    assert server.get("/v1/models/french").json()["parent"] == "fake"
+
+    def cached(model: str, **fields: Any) -> int:
+        body = complete(server, model=model, **fields).json()
+        assert body["model"] == model
+        return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("fake"), cached("french"), cached("fake"), cached("french")] == [0, 0, 48, 48]
+    assert [cached("french", cache_salt="s"), cached("fake", cache_salt="s")] == [0, 0]
+    assert {chunk["model"] for chunk in events(complete(server, model="french", stream=True))} == {"french"}
+    assert [stream.request.namespace for stream in engine.streams[:2]] == [None, Namespace(adapter="french")]
+
+    unloaded = server.post("/v1/unload_lora_adapter", json={"lora_name": "french"})
+    assert unloaded.json() == {"id": "french", "deleted": True, "object": "model"}
+    assert error_of(complete(server, model="french"), 404)["message"].endswith("this server has 'fake'.")
+    assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["fake"]
+
+
+def test_adapters_that_cannot_be_had(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    server = client(engine)
+
+    def load(**body: Any) -> Any:
+        return server.post("/v1/load_lora_adapter", json=body)
+
+    assert error_of(load(lora_name="x", lora_path=str(tmp_path / "no")), 400)["param"] == "lora_path"
+    assert error_of(load(lora_name="x"), 400)["param"] == "lora_path"
+    assert error_of(load(lora_name=7, lora_path="x"), 400)["param"] == "lora_name"
+    assert error_of(server.post("/v1/unload_lora_adapter", json={"lora_name": "x"}), 404)["code"] == "model_not_found"
+
+    def unsupported(name: str, path: str) -> None:
+        raise UnsupportedModel("adapter x: it does not fit the model")
+
+    engine.load_adapter = unsupported  # type: ignore[assignment]
+    assert "does not fit" in error_of(load(lora_name="x", lora_path=str(tmp_path)), 400)["message"]
 
 
 def test_draining_refuses_and_fails_the_health_check() -> None:

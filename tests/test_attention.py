@@ -8,11 +8,22 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3Config, LlamaConfig
 
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.attention import BLOCK_ROWS, PAGED, Extent, Paging, SdpaAttention, install, plan_batch
-from mainstem.runtime.kv import KVPool
+from mainstem.runtime.attention import (
+    BLOCK_ROWS,
+    PAGED,
+    BatchPlan,
+    Extent,
+    Paging,
+    SdpaAttention,
+    exchange_attention,
+    install,
+    plan_batch,
+    text_attention,
+)
+from mainstem.runtime.kv import KVPool, KVShape
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 LAYER = 1
@@ -29,10 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 def make_pool(pages: int, page_size: int) -> KVPool:
-    config = LlamaConfig(
-        hidden_size=HEADS * HEAD_DIM, num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS
-    )
-    pool = KVPool(config, pages, page_size, torch.float32)
+    pool = KVPool(KVShape(2, KV_HEADS, HEAD_DIM), pages, page_size, torch.float32)
     torch.manual_seed(0)
     pool.k.normal_()
     pool.v.normal_()
@@ -56,19 +64,46 @@ def packed(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return new[0], new[1], new[2]
 
 
-def slow_attention(pool: KVPool, query: torch.Tensor, extents: list[Extent]) -> torch.Tensor:
+def sees(extent: Extent, window: int | None, query: int, key: int) -> bool:
+    """The rule, key by key."""
+    together = any(low <= query < high and low <= key < high for low, high in extent.regions)
+    return (key <= query or together) and (window is None or key > query - window) and key < extent.end
+
+
+def slow_attention(
+    pool: KVPool,
+    query: torch.Tensor,
+    extents: list[Extent],
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One query and head at a time, from the pool alone, after the new keys were written."""
     out, row = torch.empty_like(query), 0
     for extent in extents:
-        for position in range(extent.start, extent.start + extent.tokens):
-            places = [(extent.page_table[p // pool.page_size], p % pool.page_size) for p in range(position + 1)]
+        for position in range(extent.start, extent.end):
+            seen = [p for p in range(extent.end) if sees(extent, window, position, p)]
+            places = [(extent.page_table[p // pool.page_size], p % pool.page_size) for p in seen]
             for head in range(HEADS):
                 kv_head = head // (HEADS // KV_HEADS)
                 keys = torch.stack([pool.k[LAYER, page, offset, kv_head] for page, offset in places])
                 values = torch.stack([pool.v[LAYER, page, offset, kv_head] for page, offset in places])
-                out[row, head] = (keys @ query[row, head] * SCALE).softmax(0) @ values
+                scores = keys @ query[row, head] * SCALE
+                more = scores.new_empty(0) if sinks is None else sinks[head : head + 1]
+                out[row, head] = torch.cat([scores, more]).softmax(0)[: len(scores)] @ values
             row += 1
     return out
+
+
+def behind_windows_gone(extents: list[Extent], pool: KVPool, window: int) -> list[Extent]:
+    """Tables whose pages behind the window are given back, and overwritten by their next owner."""
+    cut = []
+    for extent in extents:
+        gone = max(0, extent.start - window + 1) // pool.page_size
+        pool.k[:, extent.page_table[:gone]], pool.v[:, extent.page_table[:gone]] = math.nan, math.nan
+        table = extent.page_table.copy()
+        table[:gone] = -1
+        cut.append(extent._replace(page_table=table))
+    return cut
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -88,7 +123,7 @@ def test_every_query_sees_the_keys_up_to_its_own(spans: list[tuple[int, int]], p
     pool = make_pool(130 // page_size + 10, page_size)
     extents = make_batch(pool, spans, scattered)
     query, key, value = packed(sum(tokens for tokens, _ in spans))
-    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, HEADS))
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool))
     torch.testing.assert_close(out, slow_attention(pool, query, extents), atol=2e-6, rtol=1e-5)
 
 
@@ -98,7 +133,7 @@ def test_long_chunks_are_cut_into_blocks(start: int) -> None:
     pool = make_pool(25, 16)
     extents = make_batch(pool, [(tokens, start)], scattered=True)
     query, key, value = packed(tokens)
-    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, HEADS))
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool))
     table = torch.from_numpy(extents[0].page_table.astype(np.int64))
     keys, values = (cache[LAYER, table].flatten(0, 1)[: start + tokens] for cache in (pool.k, pool.v))
     scores = torch.einsum("qgd,kd->gqk", query[:, :3], keys[:, 0]) * SCALE
@@ -112,7 +147,7 @@ def test_new_keys_go_to_their_slots_and_nowhere_else(scattered: bool) -> None:
     pool, before = make_pool(30, 4), make_pool(30, 4)
     extents = make_batch(pool, [(3, 0), (5, 6), (1, 11)], scattered)
     query, key, value = packed(9)
-    SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, HEADS))
+    SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool))
     row = 0
     for extent in extents:
         for position in range(extent.start, extent.start + extent.tokens):
@@ -125,24 +160,89 @@ def test_new_keys_go_to_their_slots_and_nowhere_else(scattered: bool) -> None:
     assert torch.equal(pool.v, before.v)
 
 
+SPANS = [(1, 0), (14, 0), (6, 13), (1, 7), (1, 30), (9, 29), (3, 2)]
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [1, 5, 8, 100])
+def test_behind_a_window_nothing_is_read(window: int, page_size: int, sinks: torch.Tensor | None) -> None:
+    pool = make_pool(180 // page_size + 10, page_size)
+    extents = make_batch(pool, SPANS, scattered=True)
+    query, key, value = packed(sum(tokens for tokens, _ in SPANS))
+    plan = plan_batch(behind_windows_gone(extents, pool, window), pool, window)
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan, sinks)
+    torch.testing.assert_close(out, slow_attention(pool, query, extents, window, sinks), atol=2e-6, rtol=1e-5)
+
+
+def test_sinks_take_weight_in_whole_prompts_and_in_chunks() -> None:
+    pool = make_pool(40, 4)
+    extents = make_batch(pool, [(11, 0), (5, 9), (1, 20)], scattered=True)
+    query, key, value = packed(17)
+    sinks = torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool), sinks)
+    torch.testing.assert_close(out, slow_attention(pool, query, extents, sinks=sinks), atol=2e-6, rtol=1e-5)
+
+
+def random_regions(rng: np.random.Generator, end: int) -> tuple[tuple[int, int], ...]:
+    """Up to four regions in [0, end), apart, some side by side."""
+    borders = np.sort(rng.choice(end + 1, size=min(8, end // 2 * 2), replace=False))
+    if rng.random() < 0.3:
+        borders[1::2][:-1] = borders[2::2]
+    return tuple((int(low), int(high)) for low, high in borders.reshape(-1, 2))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_regions_are_attended_both_ways(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random regions, windows, chunks and blocks, against the rule key by key."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr("mainstem.runtime.attention.BLOCK_ROWS", int(rng.choice([3, 8, 128])))
+    window = [None, 3, 7, 19][int(rng.integers(4))]
+    sinks = torch.tensor(rng.normal(size=HEADS), dtype=torch.float32) if rng.random() < 0.3 else None
+    spans = [(int(rng.integers(1, 24)), int(rng.choice([0, 0, 5, 16]))) for _ in range(3)]
+    pool = make_pool(60, int(rng.choice([3, 4])))
+    extents = make_batch(pool, spans, scattered=True)
+    extents = [extent._replace(regions=random_regions(rng, extent.end)) for extent in extents]
+    if window is not None:
+        extents = behind_windows_gone(extents, pool, window)
+    query, key, value = packed(sum(tokens for tokens, _ in spans))
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, window), sinks)
+    torch.testing.assert_close(out, slow_attention(pool, query, extents, window, sinks), atol=2e-6, rtol=1e-5)
+
+
+def test_regions_elsewhere_leave_the_fast_path() -> None:
+    """Only where a query lies in a region is anything else computed, and a mask only made where it hides a key."""
+    pool = make_pool(40, 4)
+    extents = make_batch(pool, [(10, 0), (6, 10)], scattered=True)
+    far = [extent._replace(regions=((20, 30),)) for extent in extents]
+    assert plan_batch(far, pool).spans[0].causal
+    assert not plan_batch([extents[0]._replace(regions=((4, 7),))], pool).spans[0].causal
+    plan = plan_batch([extents[1]._replace(regions=((10, 16),))], pool)
+    assert plan.masks.get(plan.spans[0].blocks[0], 3) is None
+
+
 def test_keys_behind_the_last_position_are_never_read() -> None:
     pool = make_pool(8, 4)
     pool.k.fill_(math.nan)
     pool.v.fill_(math.nan)
     table = np.array([6, 1, 3], dtype=np.int32)
     query, key, value = packed(10)
-    whole = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch([Extent(10, 0, table)], pool, HEADS))
-    plan = plan_batch([Extent(3, 7, table)], pool, HEADS)
+    whole = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch([Extent(10, 0, table)], pool))
+    plan = plan_batch([Extent(3, 7, table)], pool)
     tail = SdpaAttention().attend(LAYER, query[7:], key[7:], value[7:], SCALE, plan)
     torch.testing.assert_close(tail, whole[7:], atol=2e-6, rtol=1e-5)
 
 
 class _Layer(torch.nn.Module):
-    layer_idx = LAYER
+    def __init__(self, layer_idx: int | None = 7) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
 
 
-def call_paged(module: torch.nn.Module, *, mask: torch.Tensor | None = None, **others: object) -> torch.Tensor:
-    """Call the registered function as a transformers layer does."""
+def call_paged(
+    module: torch.nn.Module, *, mask: torch.Tensor | None = None, window: int | None = None, **others: object
+) -> torch.Tensor:
+    """Call the registered function as a transformers layer does; layer 7 of the model is `LAYER` of its pool."""
     from transformers import LlamaForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -150,15 +250,55 @@ def call_paged(module: torch.nn.Module, *, mask: torch.Tensor | None = None, **o
     install(LlamaForCausalLM(config))
     pool = make_pool(4, 4)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in packed(5))
-    plan = plan_batch([Extent(5, 0, np.arange(2, dtype=np.int32))], pool, HEADS)
-    others = {"paging": Paging(SdpaAttention(), plan, max_context=64), "scaling": SCALE, **others}
+    plan = plan_batch([Extent(5, 0, np.arange(2, dtype=np.int32))], pool, window)
+    others = {"paging": paging(plan), "scaling": SCALE, **others}
     out: torch.Tensor = ALL_ATTENTION_FUNCTIONS[PAGED](module, query, key, value, mask, **others)[0]
     return out
+
+
+def paging(plan: BatchPlan) -> Paging:
+    return Paging(SdpaAttention(), {"window": plan}, {7: ("window", LAYER)}, max_context=64)
 
 
 def test_the_registered_function_takes_and_gives_what_layers_expect() -> None:
     harmless = {"dropout": 0.0, "position_ids": torch.arange(5), "use_cache": False, "sliding_window": 64}
     assert call_paged(_Layer(), **harmless).shape == (1, 5, HEADS, HEAD_DIM)
+
+
+def test_rows_of_a_batch_are_one_behind_the_other() -> None:
+    """[3, heads, 1, dim], as of recurrent models, gives what [1, heads, 3, dim] does."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    call_paged(_Layer())
+    pool = make_pool(30, 4)
+    extents = make_batch(pool, [(1, 7), (1, 20), (1, 3)], scattered=True)
+    query, key, value = packed(3)
+    expected = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool))
+    stacked = [x.unsqueeze(2) for x in (query, key, value)]
+    given = paging(plan_batch(extents, pool))
+    out = ALL_ATTENTION_FUNCTIONS[PAGED](_Layer(), *stacked, None, paging=given, scaling=SCALE)[0]
+    assert torch.equal(out, expected.unsqueeze(1))
+
+
+def test_a_window_of_its_own_must_be_the_plan_s() -> None:
+    assert call_paged(_Layer(), window=3, sliding_window=3).isfinite().all()
+    with pytest.raises(UnsupportedModel, match="sliding window of 4 positions, not 3"):
+        call_paged(_Layer(), window=3, sliding_window=4)
+
+
+def test_encoders_beside_the_text_model_attend_as_before() -> None:
+    from transformers import Gemma3ForConditionalGeneration
+
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config={**text, "vocab_size": 300}, vision_config={**vision, "image_size": 28})
+    model = Gemma3ForConditionalGeneration(config)
+    before = model.config.vision_config._attn_implementation
+    install(model)
+    assert text_attention(model) == PAGED
+    assert model.config.vision_config._attn_implementation == before != PAGED
+    exchange_attention(model, "eager")
+    assert text_attention(model) == "eager"
 
 
 def test_no_mask_function_is_registered_for_it() -> None:
@@ -171,9 +311,8 @@ def test_no_mask_function_is_registered_for_it() -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"s_aux": torch.zeros(HEADS)}, "s_aux"),
         ({"softcap": 50.0}, "softcap"),
-        ({"sliding_window": 63}, "sliding window of 63"),
+        ({"sliding_window": 63}, "sliding window of 63 positions, not all"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "not causal"),
@@ -186,6 +325,7 @@ def test_what_would_change_the_scores_is_refused(others: dict[str, object], mess
         call_paged(_Layer(), **others)  # type: ignore[arg-type]
 
 
-def test_a_layer_without_an_index_in_the_pool_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="layer index"):
-        call_paged(torch.nn.Module())
+def test_a_layer_that_has_no_place_in_a_pool_is_refused() -> None:
+    for module in (torch.nn.Module(), _Layer(None), _Layer(3)):
+        with pytest.raises(UnsupportedModel, match="has no keys"):
+            call_paged(module)

@@ -265,6 +265,20 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
     assert served[1][1].admin_key is None
 
 
+def test_serve_loads_adapters(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server_app, "serve", lambda *_: None)
+    adapters = [f"{name}={tmp_path}" for name in ("french", "legal")]
+    assert run("serve", "--port", "0", "--adapter", adapters[0], "--adapter", adapters[1]) == 0
+    assert machine.engine.adapters == ("french", "legal")
+    machine.loaded.clear()
+    for wrong in ("french", "=x", "french="):
+        assert run("serve", "--port", "0", "--adapter", wrong) == 2
+        assert f"--adapter {wrong}: must be NAME=PATH" in capsys.readouterr().err
+    assert not machine.loaded, "said before the model is loaded"
+
+
 def test_a_taken_port_is_found_before_the_model_is_loaded(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -5,7 +5,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +34,11 @@ WAIT_S = 20.0
 class Gate(Ghost):
     """A ghost whose forwards can be stopped from outside."""
 
-    def __init__(self, loaded: LoadedModel, pages: int, page_size: int) -> None:
-        super().__init__(pages, page_size)
+    adapters = SimpleNamespace(names=())
+    vision = None
+
+    def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> None:
+        super().__init__(pages["full"], page_size)
         self.open = threading.Event()
         self.open.set()
         self.entered = threading.Event()
@@ -53,7 +56,7 @@ class Tokenizer(GhostTokenizer):
 
 
 def _loaded(max_context: int = 256, model: object = None) -> LoadedModel:
-    model = model or SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[EOS]))
+    model = model or SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=[EOS]))
     return LoadedModel(model, Tokenizer(), "ghost", torch.float32, max_context)  # type: ignore[arg-type]
 
 
@@ -63,7 +66,7 @@ class Rig:
     def __init__(self, **config: Any) -> None:
         gates: list[Gate] = []
 
-        def runner(loaded: LoadedModel, pages: int, page_size: int) -> Gate:
+        def runner(loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> Gate:
             gates.append(Gate(loaded, pages, page_size))
             return gates[0]
 

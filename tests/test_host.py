@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.runtime import copies
 from mainstem.runtime.host import SLOT_ALIGNMENT, HostPool, HostSize, Layout, Planes, free_memory_bytes, host_pages
-from mainstem.runtime.kv import KVPool
+from mainstem.runtime.kv import KVPool, KVShape
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import HostMemory, Move
 
@@ -160,8 +159,7 @@ def test_a_stream_waits_for_its_layer_and_a_copy_for_the_stream() -> None:
 
 
 def test_it_is_a_host_memory_for_the_pool_of_a_model() -> None:
-    config = LlamaConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-    kv = KVPool(config, pages=5, page_size=4, dtype=torch.bfloat16)
+    kv = KVPool(KVShape(layers=3, kv_heads=2, head_dim=8), pages=5, page_size=4, dtype=torch.bfloat16)
     pool: HostMemory = HostPool([Planes((kv.k, kv.v))], [9], storage=True)
     assert pool.pages == 9
     assert pool.payload_bytes == 2 * 3 * 4 * 2 * 8 * 2

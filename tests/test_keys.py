@@ -15,8 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainstem._core import encode_tokens
+from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.keys import BigramKeys, Coordinate, HashKeys, Image, Size, Text, TokenKeys, TypedKeys, hash_blocks
+from mainstem.keys import (
+    BigramKeys,
+    Coordinate,
+    HashKeys,
+    Image,
+    Size,
+    Spliced,
+    Text,
+    TokenKeys,
+    TypedKeys,
+    hash_blocks,
+)
+from mainstem.tree import Tree
 
 CAT, DOG = Image(bytes(16), 8), Image(bytes(15) + b"\x01", 8)
 
@@ -320,6 +333,15 @@ def test_a_bigram_sequence_grows_as_if_it_had_come_at_once(first: list[int], sec
     assert len(symbols) == 8 * max(0, len(first + second) - 1)
 
 
+def test_a_tree_of_bigrams_shares_what_the_next_token_does_not_change() -> None:
+    tree = Tree(page_size=1, keys=BigramKeys())
+    tree.insert([1, 2, 3, 4], pages=[10, 11, 12])
+    assert tree.match([1, 2, 3, 9]).pages.tolist() == [10, 11]  # a draft's KV of 3 depends on what comes next
+    assert tree.match([1, 2, 3]).pages.tolist() == [10, 11]
+    assert tree.match([1]).length == 0
+    tree.check()
+
+
 # ---------------------------------------------------------------- block hashes
 
 
@@ -444,6 +466,103 @@ def test_no_position_inside_an_image_is_a_border() -> None:
     assert [sequence.tokens_at(position) for position in (0, 1, 8, 9, 10, 17, 18)] == [0, 1, 1, 2, 3, 3, 4]
     sequence.append([CAT, 3])
     assert (sequence.floor(25), sequence.tokens_at(26), sequence.tokens_at(27)) == (18, 5, 6)
+
+
+def spliced(ids: list[int], *images: tuple[int, Image]) -> Spliced:
+    return Spliced(np.array(ids, dtype=np.int32), images)
+
+
+def test_spliced_tokens_are_the_same_symbols_as_a_list() -> None:
+    ids = [1, *[999] * 8, 2, 3, *[7] * 8]
+    assert TypedKeys(vocab_size=10).encode(spliced(ids, (1, CAT), (11, DOG))) == TypedKeys().encode([1, CAT, 2, 3, DOG])
+    assert TypedKeys().encode(spliced([1, 2])) == TypedKeys().encode([1, 2])
+    assert ids[1] == 999
+
+
+@pytest.mark.parametrize("starts", [(-1,), (3,), (0, 7), (2, 0)])
+def test_images_are_spliced_in_order_inside_the_ids(starts: tuple[int, ...]) -> None:
+    with pytest.raises(BadTokens, match="must lie in"):
+        TypedKeys().encode(spliced([0] * 10, *((start, CAT) for start in starts)))
+
+
+def test_wrong_text_between_images_is_named_by_its_position() -> None:
+    with pytest.raises(BadTokens, match="token 99 at position 9"):
+        TypedKeys(vocab_size=10).encode(spliced([1, *[0] * 8, 99], (1, CAT)))
+    with pytest.raises(BadTokens):
+        TypedKeys().encode(Spliced(np.zeros(9), ((0, CAT),)))
+
+
+def test_the_symbols_of_an_image_are_made_once() -> None:
+    image = Image(bytes(16), 8)
+    assert image.symbols() is image.symbols()
+    assert image == CAT and hash(image) == hash(CAT)
+
+
+@given(st.lists(st.lists(st.sampled_from([1, 2, CAT, DOG]), max_size=4), max_size=6))
+def test_a_sequence_knows_its_images_however_they_come(parts: list[list[Any]]) -> None:
+    """Lists and spliced arrays in turns, against a list of where each token ends."""
+    sequence, ends, symbols = TypedKeys().sequence(), [0], b""
+    for turn, part in enumerate(parts):
+        lengths = [8 if isinstance(token, Image) else 1 for token in part]
+        starts = np.cumsum([0, *lengths])
+        ends += [ends[-1] + int(length) for length in starts[1:]]
+        images = [(int(start), token) for start, token in zip(starts, part, strict=False) if isinstance(token, Image)]
+        ids = [token if isinstance(token, int) else 0 for token, n in zip(part, lengths, strict=True) for _ in range(n)]
+        symbols += sequence.append(part if turn % 2 else spliced(ids, *images))
+    assert symbols == TypedKeys().encode([token for part in parts for token in part])
+    for position in range(ends[-1] + 1):
+        whole = sum(end <= position for end in ends) - 1
+        assert (sequence.tokens_at(position), sequence.floor(position)) == (whole, ends[whole])
+
+
+def test_a_match_may_end_inside_an_image_that_splits_but_not_at_its_beginning() -> None:
+    sequence = TypedKeys().sequence()
+    sequence.append([1, Image(bytes(16), 8, splits=True), 2])
+    assert [sequence.floor(position) for position in range(11)] == [0, 1, 1, 1, 1, 1, 6, 7, 8, 9, 10]
+    assert [sequence.tokens_at(position) for position in (1, 6, 9, 10)] == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("splits", "hit"), [(False, 0), (True, 16)])
+def test_a_hit_ends_inside_an_image_only_if_it_splits(splits: bool, hit: int) -> None:
+    """The first request was published up to a page border inside its image, as a chunk's end would be."""
+    cache = PrefixCache(64, 4, keys=TypedKeys())
+    image = Image(bytes(16), 30, splits)
+    prompt = spliced([1, 2, *[0] * 30, 3], (2, image))
+    with cache.lease(prompt) as lease:
+        lease.reserve(16)
+        lease.publish(16)
+        lease.abort()
+    with cache.lease(prompt) as lease:
+        assert lease.hit == hit  # without a copy of a page: that of 1 and 2 holds a part of the image
+    cache.check()
+
+
+# ---------------------------------------------------------------- bins
+
+
+def test_a_coordinate_is_the_nearest_of_bins_spread_evenly() -> None:
+    assert [Coordinate.nearest(value).bin for value in (0, 1, 0.5, 0.2 / 1023, 0.5 / 1023)] == [0, 1023, 512, 0, 1]
+    assert all(Coordinate.nearest(bin / 1023).bin == bin for bin in range(1024))
+
+
+def test_a_size_is_the_nearest_of_bins_spread_over_the_logarithm() -> None:
+    assert Size.nearest(1, 2**-10) == Size(1023, 0)
+    assert Size.nearest(2**-5, 1e-9) == Size(512, 0)
+    assert all(Size.nearest(2 ** (10 * bin / 1023 - 10), 1).width_bin == bin for bin in range(1024))
+
+
+@pytest.mark.parametrize("value", [-0.001, 1.001, float("nan"), float("inf")])
+def test_values_outside_of_the_whole_have_no_bin(value: float) -> None:
+    with pytest.raises(BadArgument):
+        Coordinate.nearest(value)
+    with pytest.raises(BadArgument):
+        Size.nearest(value, 1)
+
+
+def test_the_bin_decides_and_never_the_value() -> None:
+    near, other = Coordinate.nearest(0.5), Coordinate.nearest(0.5004)
+    assert TypedKeys().encode([near]) == TypedKeys().encode([other])
+    assert TypedKeys().encode([Size.nearest(0.3, 0.3)]) != TypedKeys().encode([Size.nearest(0.3, 0.31)])
 
 
 def test_a_list_that_changes_while_it_is_read_is_refused() -> None:

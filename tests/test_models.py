@@ -339,3 +339,51 @@ def test_smollm2_answers(smollm2: LoadedModel) -> None:
     )
     output = loaded.model.generate(**ids, max_new_tokens=12, do_sample=False)
     assert "Paris" in loaded.tokenizer.decode(output[0, ids["input_ids"].shape[1] :])
+
+
+# ---------------------------------------------------------------- models that read images
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+def test_a_model_that_reads_images_comes_with_its_processor(family: str, tmp_path: Path) -> None:
+    import tiny_vision
+
+    made = load_model(str(tiny_vision.save(family, tmp_path / family)), dtype="float32")
+    assert hasattr(made.model, "get_image_features")
+    assert made.processor is not None
+    assert made.processor.chat_template == tiny_vision.FAMILIES[family]()[1].chat_template
+    assert (made.name, made.max_context) == (family, tiny_vision.CONTEXT)
+
+
+def test_a_model_of_text_has_no_processor(folder: Path) -> None:
+    assert load_model(str(folder), dtype="float32").processor is None
+
+
+def test_images_without_their_package_are_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tiny_vision
+
+    saved = tiny_vision.save("llava", tmp_path)
+
+    def missing(*_args: object, **_options: object) -> None:
+        raise ImportError("\nCLIPImageProcessor requires the PIL library")
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", missing)
+    with pytest.raises(UnsupportedModel, match=r"pip install 'mainstem\[vision\]': CLIPImageProcessor requires"):
+        load_model(str(saved), dtype="float32")
+
+
+def test_a_processor_without_videos_keeps_its_other_arguments() -> None:
+    class WithVideos:
+        def __init__(self, image_processor, tokenizer, video_processor, length=5, *, mark="<image>") -> None:  # type: ignore[no-untyped-def]
+            self.given = (image_processor, tokenizer, video_processor, length, mark)
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer", "video_processor"]
+
+    kind = models.images_only(WithVideos)
+    assert kind.get_attributes() == ["image_processor", "tokenizer"]
+    assert kind(1, 2, length=3).given == (1, 2, None, 3, "<image>")
+    assert issubclass(kind, WithVideos)

@@ -147,10 +147,23 @@ def test_parts_of_text_are_joined_and_developer_is_system() -> None:
     ]
 
 
+def test_a_message_with_an_image_keeps_its_parts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "image_url", "image_url": {"url": "data:x", "detail": "auto"}}]
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).conversation()
+    image = {"type": "image", "url": "data:x", "at": "messages[0].content[1].image_url.url"}
+    assert message == {"role": "user", "content": [{"type": "text", "text": "one"}, image]}
+
+
 @pytest.mark.parametrize(
     ("message", "param", "says"),
     [
-        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0].type", "image_url"),
+        ({"content": [{"type": "input_audio"}]}, "messages[0].content[0].type", "input_audio"),
+        ({"content": [{"type": "image_url"}]}, "messages[0].content[0].image_url", "needs the field"),
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}]},
+            "messages[0].content[0].image_url.detail",
+            "give 'auto'",
+        ),
         ({"content": [{"type": "text"}]}, "messages[0].content[0].text", "needs the field"),
         ({"content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls", "not supported"),
     ],

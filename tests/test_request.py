@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.request import Request, SamplingParams
+from mainstem.runtime.request import ImageInput, Request, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,47 @@ def test_a_read_only_prompt_is_shared_and_any_other_is_copied() -> None:
     assert not np.shares_memory(Request(tokens).tokens, tokens)
     tokens.flags.writeable = False
     assert np.shares_memory(Request(tokens).tokens, tokens)
+
+
+def image(start: int, length: int = 5) -> ImageInput:
+    return ImageInput(start, length, bytes(16), {})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("start", (-1, 1.0, None)), ("length", (4, 0, 5.0)), ("identity", (bytes(15), "x" * 16, None))],
+)
+def test_an_image_says_what_is_wrong_with_it(field: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        with pytest.raises(BadArgument, match=f"^{field} = "):
+            ImageInput(**{"start": 0, "length": 5, "identity": bytes(16), "inputs": {}, field: value})
+
+
+def test_images_lie_in_order_and_apart_inside_the_prompt() -> None:
+    tokens = np.arange(20)
+    assert Request(tokens, images=(image(0), image(5), image(15))).images[2].end == 20
+    for wrong in ((image(16),), (image(0), image(4)), (image(5), image(0)), [image(0)], (5,)):
+        with pytest.raises(BadArgument, match=r"^images = "):
+            Request(tokens, images=wrong)  # type: ignore[arg-type]
+
+
+def test_positions_go_on_behind_the_prompt() -> None:
+    positions = np.array([[0, 1, 1, 3], [0, 1, 2, 3], [0, 2, 1, 3]])
+    request = Request(np.arange(4), positions=positions)
+    positions[:] = 0
+    assert request.positions is not None and request.positions.dtype == np.int64
+    parts = [request.positions_of(begin, end) for begin, end in ((0, 3), (2, 6), (5, 7))]
+    assert [part.tolist() for part in parts if part is not None] == [
+        [[0, 1, 1], [0, 1, 2], [0, 2, 1]],
+        [[1, 3, 4, 5], [2, 3, 4, 5], [1, 3, 4, 5]],
+        [[5, 6]] * 3,
+    ]
+    assert Request(np.arange(4)).positions_of(0, 9) is None
+
+
+@pytest.mark.parametrize(
+    "positions", [np.zeros((3, 5), int), np.zeros((2, 4), int), np.zeros((3, 4)), -np.ones((3, 4), int)]
+)
+def test_positions_are_three_rows_over_the_prompt(positions: np.ndarray) -> None:
+    with pytest.raises(BadArgument, match=r"^positions = "):
+        Request(np.arange(4), positions=positions)

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tiny_models import CONTEXT, FAMILIES, VOCAB, loaded, tiny
+from tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny
+from tiny_vision import picture
+from tiny_vision import save as save_with_images
 from transformers import PreTrainedModel
 
+from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
+from mainstem.runtime.adapters import Adapter
 from mainstem.runtime.attention import PAGED, BatchPlan, SdpaAttention
-from mainstem.runtime.host import HostPool, Planes
+from mainstem.runtime.host import HostPool, HostSize, Planes
+from mainstem.runtime.kv import KVPool
+from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel, load_model
+from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import ModelRunner, Segment
+from mainstem.runtime.vision import Vision
 from mainstem.tiers.transfer import Move
 
 POSITIONS = 400
+SLOTS = 8
+MODELS = {**FAMILIES, **{f"{family} windowed": changes for family, changes in WINDOWED.items()}, **HYBRIDS, **STEPPED}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,12 +52,31 @@ class Bench(NamedTuple):
     runner: ModelRunner
     plain: Plain
     page_size: int
-    pages: NDArray[np.int32]  # in scattered order
+    pages: NDArray[np.int32]  # in scattered order, of each component
 
     def tables(self, count: int, positions: int) -> list[NDArray[np.int32]]:
         """`count` page tables for `positions` positions each, with no page in common."""
         size = -(-positions // self.page_size)
         return [self.pages[i * size : (i + 1) * size] for i in range(count)]
+
+    def segment(self, tokens: NDArray[np.int32], start: int, table: NDArray[np.int32], logits: bool) -> Segment:
+        """A segment whose window pages have the ids of its full ones; those behind the window are someone else's."""
+        layout = self.runner.layout
+        if layout.window is None:
+            return Segment(tokens, start, table, logits)
+        behind = max(0, start - layout.window + 1) // self.page_size
+        pool = self.runner.pools["window"]
+        assert isinstance(pool, KVPool)
+        pool.k[:, table[:behind]], pool.v[:, table[:behind]] = torch.nan, torch.nan
+        sliding = table.copy()
+        sliding[:behind] = -1
+        if "full" in layout.kv_layers:
+            return Segment(tokens, start, table, logits, window_table=sliding)
+        return Segment(tokens, start, sliding, logits)
+
+    def copy_page(self, source: int, target: int, positions: int) -> None:
+        for component in self.runner.layout.kv_layers:
+            self.runner.copy_page(source, target, positions, component)
 
     def close(self, row: torch.Tensor, tokens: Sequence[int]) -> None:
         expected = self.plain(tokens)[-1]
@@ -64,7 +98,7 @@ def plain_logits(model: PreTrainedModel) -> Plain:
 
 @functools.cache
 def tiny_pair(family: str) -> tuple[LoadedModel, Plain]:
-    model = tiny(family, **FAMILIES[family])
+    model = tiny(family.removesuffix(" windowed"), **MODELS[family])
     return loaded(model), plain_logits(copy.deepcopy(model))
 
 
@@ -84,12 +118,20 @@ def make_bench(family: str, page_size: int) -> Bench:
         pytest.skip(pair)
     pages = POSITIONS // page_size
     order = np.random.default_rng(7).permutation(pages).astype(np.int32)
-    return Bench(ModelRunner(pair[0], pages, page_size), pair[1], page_size, order)
+    components = Layout.of(pair[0].model.config, CONTEXT).components
+    counts = {component.name: SLOTS if component.name == "state" else pages for component in components}
+    return Bench(ModelRunner(pair[0], counts, page_size), pair[1], page_size, order)
 
 
 @pytest.fixture(
     params=[
         *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
+        *((f"{family} windowed", 4) for family in WINDOWED),
+        *(
+            (f"{family} windowed", page_size)
+            for family in ("mistral", "gemma3_text", "gpt_oss")
+            for page_size in (1, 16)
+        ),
         pytest.param(("SmolLM2", 16), marks=pytest.mark.model),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
@@ -104,7 +146,7 @@ def prompt(seed: int, length: int) -> NDArray[np.int32]:
 
 def test_whole_prompt(bench: Bench) -> None:
     tokens = prompt(1, 40)
-    rows = bench.runner.forward([Segment(tokens, 0, bench.tables(1, 40)[0], True)])
+    rows = bench.runner.forward([bench.segment(tokens, 0, bench.tables(1, 40)[0], True)])
     assert rows.dtype == torch.float32
     assert rows.shape == (1, bench.runner.vocab_size)
     bench.close(rows[0], tokens)
@@ -113,7 +155,7 @@ def test_whole_prompt(bench: Bench) -> None:
 def test_chunked_prefill(bench: Bench) -> None:
     tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
     for start, end in ((0, 7), (7, 23), (23, 24), (24, 40)):
-        rows = bench.runner.forward([Segment(tokens[start:end], start, table, True)])
+        rows = bench.runner.forward([bench.segment(tokens[start:end], start, table, True)])
         bench.close(rows[0], tokens[:end])
 
 
@@ -121,14 +163,14 @@ def test_append_prefill_behind_pages_of_another_request(bench: Bench) -> None:
     """A prefix of 35 positions: whole pages are shared, the tail inside a page is copied."""
     first, second = prompt(1, 40), np.concatenate([prompt(1, 40)[:35], prompt(2, 9)])
     theirs, others = bench.tables(2, 44)
-    bench.runner.forward([Segment(first, 0, theirs, False)])
+    bench.runner.forward([bench.segment(first, 0, theirs, False)])
     shared, tail = divmod(35, bench.page_size)
     ours = np.concatenate([theirs[:shared], others[shared:]])
     if tail:
-        bench.runner.copy_page(int(theirs[shared]), int(ours[shared]), tail)
-    rows = bench.runner.forward([Segment(second[35:], 35, ours, True)])
+        bench.copy_page(int(theirs[shared]), int(ours[shared]), tail)
+    rows = bench.runner.forward([bench.segment(second[35:], 35, ours, True)])
     bench.close(rows[0], second)
-    again = bench.runner.forward([Segment(first[39:], 39, theirs, True)])
+    again = bench.runner.forward([bench.segment(first[39:], 39, theirs, True)])
     bench.close(again[0], first)
 
 
@@ -136,19 +178,19 @@ def test_packed_with_other_requests(bench: Bench) -> None:
     """A chunk, a whole prompt, a decode step and a chunk without logits, in one forward."""
     a, b, c, d = prompt(1, 40), prompt(2, 17), prompt(3, 30), prompt(4, 12)
     tables = bench.tables(4, 40)
-    bench.runner.forward([Segment(a[:25], 0, tables[0], False), Segment(c[:29], 0, tables[2], False)])
+    bench.runner.forward([bench.segment(a[:25], 0, tables[0], False), bench.segment(c[:29], 0, tables[2], False)])
     rows = bench.runner.forward(
         [
-            Segment(d[:5], 0, tables[3], False),
-            Segment(a[25:], 25, tables[0], True),
-            Segment(b, 0, tables[1], True),
-            Segment(c[29:], 29, tables[2], True),
+            bench.segment(d[:5], 0, tables[3], False),
+            bench.segment(a[25:], 25, tables[0], True),
+            bench.segment(b, 0, tables[1], True),
+            bench.segment(c[29:], 29, tables[2], True),
         ]
     )
     assert rows.shape == (3, bench.runner.vocab_size)
     for row, tokens in zip(rows, (a, b, c), strict=True):
         bench.close(row, tokens)
-    bench.close(bench.runner.forward([Segment(d[5:], 5, tables[3], True)])[0], d)
+    bench.close(bench.runner.forward([bench.segment(d[5:], 5, tables[3], True)])[0], d)
 
 
 def test_decode_steps_of_two_requests(bench: Bench) -> None:
@@ -157,7 +199,7 @@ def test_decode_steps_of_two_requests(bench: Bench) -> None:
     starts = [0, 0]
     for _ in range(4):
         segments = [
-            Segment(np.array(tokens[start:], dtype=np.int32), start, table, True)
+            bench.segment(np.array(tokens[start:], dtype=np.int32), start, table, True)
             for tokens, start, table in zip(sequences, starts, tables, strict=True)
         ]
         rows = bench.runner.forward(segments)
@@ -176,7 +218,243 @@ def test_no_rows_when_no_logits_are_wanted() -> None:
 def test_a_page_of_the_pool_is_as_large_as_it_says() -> None:
     runner = make_bench("llama", 3).runner
     assert runner.vocab_size == VOCAB
-    assert runner.bytes_per_page == 2 * 3 * 3 * 2 * 16 * 4
+    pool = full_pool(runner)
+    assert runner.layout.bytes_per_page(3, torch.float32) == {"full": 2 * 3 * 3 * 2 * 16 * 4}
+    assert pool.k.nbytes + pool.v.nbytes == pool.pages * 2 * 3 * 3 * 2 * 16 * 4
+
+
+def full_pool(runner: ModelRunner) -> KVPool:
+    pool = runner.pools["full"]
+    assert isinstance(pool, KVPool)
+    return pool
+
+
+# ---------------------------------------------------------------- models that keep a state
+
+
+@pytest.fixture(params=[*HYBRIDS, *STEPPED])
+def hybrid(request: pytest.FixtureRequest) -> Bench:
+    return make_bench(request.param, 4)
+
+
+def test_states_go_on_where_the_last_chunk_ended(hybrid: Bench) -> None:
+    tokens, (table,) = prompt(1, 40), hybrid.tables(1, 40)
+    for start, end in ((0, 7), (7, 23), (23, 24), (24, 40)):
+        rows = hybrid.runner.forward([Segment(tokens[start:end], start, table, True, state=3)])
+        hybrid.close(rows[0], tokens[:end])
+
+
+def test_chunks_prompts_and_steps_of_many_states_in_one_call(hybrid: Bench) -> None:
+    a, b, c, d = prompt(1, 40), prompt(2, 17), prompt(3, 30), prompt(4, 12)
+    tables = hybrid.tables(4, 44)
+    forward = hybrid.runner.forward
+    forward([Segment(a[:25], 0, tables[0], False, state=0), Segment(c[:29], 0, tables[2], False, state=2)])
+    forward([Segment(d[:11], 0, tables[3], False, state=5)])
+    rows = forward(
+        [
+            Segment(c[29:], 29, tables[2], True, state=2),
+            Segment(a[25:], 25, tables[0], True, state=0),
+            Segment(b, 0, tables[1], True, state=1),
+            Segment(d[11:], 11, tables[3], True, state=5),
+        ]
+    )
+    for row, tokens in zip(rows, (c, a, b, d), strict=True):
+        hybrid.close(row, tokens)
+    following = [np.append(tokens, np.int32(9)) for tokens in (c, a, b, d)]
+    steps = zip(following, (tables[i] for i in (2, 0, 1, 3)), (2, 0, 1, 5), strict=True)
+    rows = forward(
+        [Segment(tokens[-1:], len(tokens) - 1, table, slot != 1, state=slot) for tokens, table, slot in steps]
+    )
+    for row, tokens in zip(rows, (following[0], following[1], following[3]), strict=True):
+        hybrid.close(row, tokens)
+
+
+def test_a_copied_state_is_a_start_for_another_request(hybrid: Bench) -> None:
+    """A prefix of 24 positions whose pages are shared and whose state was set aside."""
+    first, second = prompt(1, 40), np.concatenate([prompt(1, 24), prompt(2, 9)])
+    theirs, others = hybrid.tables(2, 44)
+    hybrid.runner.forward([Segment(first[:24], 0, theirs, False, state=0)])
+    hybrid.runner.copy_state(0, 6)
+    hybrid.runner.forward([Segment(first[24:30], 24, theirs, False, state=0)])
+    hybrid.runner.copy_state(6, 1)
+    ours = np.concatenate([theirs[:6], others[6:]])
+    rows = hybrid.runner.forward(
+        [Segment(second[24:], 24, ours, True, state=1), Segment(first[30:], 30, theirs, True, state=0)]
+    )
+    hybrid.close(rows[0], second)
+    hybrid.close(rows[1], first)
+
+
+@pytest.mark.parametrize(
+    ("states", "name"), [((8, 1), "segments[0].state"), ((0, -1), "segments[1].state"), ((2, 2), "segments")]
+)
+def test_slots_that_do_not_exist_or_are_another_s_are_refused(states: tuple[int, int], name: str) -> None:
+    bench = make_bench("lfm2", 4)
+    tables = bench.tables(2, 8)
+    segments = [Segment(prompt(1, 5), 0, t, True, state=state) for t, state in zip(tables, states, strict=True)]
+    with pytest.raises(BadArgument) as caught:
+        bench.runner.forward(segments)
+    assert caught.value.name == name
+
+
+def test_a_model_without_states_copies_none() -> None:
+    with pytest.raises(BadArgument, match="a model that keeps one"):
+        make_bench("llama", 16).runner.copy_state(0, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss windowed", "mistral windowed", "falcon_h1", "mamba2"])
+def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
+    bench = make_bench.__wrapped__(family, 4)
+    tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
+    segment = bench.segment(tokens[32:], 32, table, True)
+    bench.runner.forward([replace(bench.segment(tokens[:32], 0, table, False), state=3)])
+    count = len(bench.runner.layout.components)
+    pages, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
+    kinds = [component.name for component in bench.runner.layout.components]
+    ids = [(states, states) if kind == "state" else (table[:8], pages) for kind in kinds]
+    host = bench.runner.host_memory(HostSize(ratio=1.0), storage=False)
+    host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
+    for pool in bench.runner.pools.values():
+        for tensor in (pool.k, pool.v) if isinstance(pool, KVPool) else pool.tensors:
+            tensor.fill_(torch.nan)
+    ticket = host.up([Move(i, there, device) for i, (device, there) in enumerate(ids)])
+    rows = bench.runner.forward([replace(segment, arriving=ticket, state=3)])
+    bench.close(rows[0], tokens)
+    assert count == len(bench.runner.pools)
+    host.close()
+
+
+# ---------------------------------------------------------------- images, and adapters
+
+
+class Album(NamedTuple):
+    """A model that reads images, a prompt of two of them, and plain logits of the whole prompt and two tokens more."""
+
+    bench: Bench
+    tokens: NDArray[np.int32]
+    images: tuple[ImageInput, ...]
+    positions: NDArray[np.int64] | None
+    plain: torch.Tensor
+
+    def segment(self, begin: int, end: int, table: NDArray[np.int32]) -> Segment:
+        positions = None if self.positions is None else self.positions[:, begin:end]
+        segment = self.bench.segment(self.tokens[begin:end], begin, table, True)
+        return replace(segment, images=self.images, positions=positions)
+
+
+@functools.cache
+def make_album(family: str, window: int) -> Album:
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    changes = {"sliding_window": window, "layer_types": types} if window else {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_model(str(save_with_images(family, Path(folder), **changes)), dtype="float32")
+    vision = Vision(model)
+    pictures = [picture(1), picture(2, 30, 30)]
+    between = {"type": "text", "text": "and then"}
+    parts = [{"type": "image", "image": pictures[0]}, between, {"type": "image", "image": pictures[1]}]
+    prepared = vision.prepare([{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}])
+    tokens = np.append(prepared.tokens, np.array([70, 80], dtype=np.int32))
+    plain = with_pixels(model, pictures, parts)
+    request = Request(prepared.tokens, images=prepared.images, positions=prepared.positions)
+    counts = {c.name: 40 for c in Layout.of(model.model.config, model.max_context).components}
+    runner = ModelRunner(model, counts, 4)
+    order = np.random.default_rng(7).permutation(40).astype(np.int32)
+    bench = Bench(runner, lambda tokens: plain, 4, order)
+    return Album(bench, tokens, prepared.images, request.positions_of(0, len(tokens)), plain)
+
+
+def with_pixels(model: LoadedModel, pictures: list[Any], parts: list[dict[str, Any]]) -> torch.Tensor:
+    """Plain logits, from pixels: the model and its processor alone."""
+    processor: Any = model.processor
+    shown = [{key: value for key, value in part.items() if key != "image"} for part in parts]
+    message = {"role": "user", "content": [*shown, {"type": "text", "text": "?"}]}
+    text = processor.apply_chat_template([message], add_generation_prompt=True)
+    inputs = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+    more = torch.tensor([[70, 80]])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], more], 1)
+    for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = torch.cat([inputs[name], torch.full_like(more, int(name == "attention_mask"))], 1)
+    with torch.inference_mode():
+        logits: torch.Tensor = copy.deepcopy(model.model)(**inputs, use_cache=False).logits[0]
+    return logits
+
+
+ALBUMS = [("gemma3", 0), ("gemma3", 20), ("gemma3", 6), ("llava", 0), ("qwen2_vl", 0)]
+
+
+@pytest.fixture(params=ALBUMS, ids=lambda param: f"{param[0]}-{param[1]}")
+def album(request: pytest.FixtureRequest) -> Album:
+    return make_album(*request.param)
+
+
+def test_a_prompt_with_images_in_one_piece_in_chunks_and_in_steps(album: Album) -> None:
+    end, (first, second) = len(album.tokens) - 2, album.images
+    tables = album.bench.tables(2, len(album.tokens))
+    cuts = [0, first.start, first.end, second.start - 1, second.end + 2, end]
+    if album.bench.runner.vision is not None and not album.bench.runner.vision.both_ways:
+        cuts = [0, first.start + 2, first.end - 1, second.start + 3, end]
+    steps = [(0, end), (end, end + 1), (end + 1, end + 2)]
+    for table, spans in zip(tables, (steps, [*itertools.pairwise(cuts), *steps[1:]]), strict=True):
+        for begin, behind in spans:
+            row = album.bench.runner.forward([album.segment(begin, behind, table)])[0]
+            torch.testing.assert_close(row, album.plain[behind - 1], atol=ATOL, rtol=0)
+
+
+def test_images_beside_requests_without(album: Album) -> None:
+    tokens, (ours, theirs) = prompt(3, 30) + 8, album.bench.tables(2, len(album.tokens))
+    alone = album.bench.runner.forward([album.bench.segment(tokens, 0, theirs, True)])[0]
+    begin, end = album.images[1].start, len(album.tokens) - 2
+    album.bench.runner.forward([album.segment(0, begin, ours)])
+    rows = album.bench.runner.forward([album.bench.segment(tokens, 0, theirs, True), album.segment(begin, end, ours)])
+    torch.testing.assert_close(rows[0], alone, atol=ATOL, rtol=0)
+    torch.testing.assert_close(rows[1], album.plain[end - 1], atol=ATOL, rtol=0)
+
+
+def test_an_image_that_is_attended_both_ways_is_never_cut() -> None:
+    album = make_album("gemma3", 0)
+    (table,) = album.bench.tables(1, len(album.tokens))
+    for begin, end in ((0, album.images[0].start + 3), (album.images[0].start + 3, len(album.tokens))):
+        with pytest.raises(BadArgument) as caught:
+            album.bench.runner.forward([album.segment(begin, end, table)])
+        assert caught.value.name == "segments[0].images"
+
+
+def test_images_are_refused_where_nobody_can_read_them() -> None:
+    image = ImageInput(0, 5, b"0123456789abcdef", {})
+    with pytest.raises(BadArgument, match="reads no images"):
+        make_bench("llama", 16).runner.forward([replace(GOOD, images=(image,))])
+
+
+class _Negating:
+    """Adapters that all do the same: they turn the sign of one layer's weights."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    @contextmanager
+    def select(self, adapter: Adapter | None) -> Iterator[None]:
+        sign = 1 if adapter is None else -1
+        self._weight.mul_(sign)
+        yield
+        self._weight.mul_(sign)
+
+
+def test_adapters_compute_apart_and_rows_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench.__wrapped__("llama", 4)
+    runner, tables = bench.runner, bench.tables(3, 20)
+    weight = tiny_pair("llama")[0].model.get_decoder().layers[1].mlp.up_proj.weight.data
+    monkeypatch.setattr(runner, "adapters", _Negating(weight))
+    adapter = Adapter("negating", "0" * 64, ())
+    segments = [Segment(prompt(i, 12), 0, table, True) for i, table in enumerate(tables)]
+    plain = runner.forward(segments)
+    alone = runner.forward([replace(segments[1], adapter=adapter)])
+    rows = runner.forward([segments[0], replace(segments[1], adapter=adapter), segments[2]])
+    torch.testing.assert_close(rows, torch.stack([plain[0], alone[0], plain[2]]), atol=ATOL, rtol=0)
+    assert (alone[0] - plain[1]).abs().max() > 0.1
+
+
+# ---------------------------------------------------------------- loading while computing
 
 
 class _Recorded(SdpaAttention):
@@ -186,9 +464,16 @@ class _Recorded(SdpaAttention):
         self.log: list[tuple[str, int]] = []
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plan: BatchPlan
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        plan: BatchPlan,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = super().attend(layer, query, key, value, scale, plan)
+        out = super().attend(layer, query, key, value, scale, plan, sinks)
         self.log.append(("computed", layer))
         return out
 
@@ -223,7 +508,7 @@ def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.Monk
     tokens, other = prompt(1, 40), prompt(2, 9)
     tables = bench.tables(3, 40)
     bench.runner.forward([Segment(tokens[:33], 0, tables[0], False)])
-    pool, pages = bench.runner.pool, torch.from_numpy(tables[0][:11])
+    pool, pages = full_pool(bench.runner), torch.from_numpy(tables[0][:11])
     kept = [(keys[pages].clone(), values[pages].clone()) for keys, values in map(pool.layer, range(3))]
     attention.log.clear()
     pool.k[:, pages], pool.v[:, pages] = torch.nan, torch.nan
@@ -251,7 +536,7 @@ def test_what_comes_up_from_the_host_is_waited_for() -> None:
     bench = make_bench("llama", 16)
     tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
     bench.runner.forward([Segment(tokens[:32], 0, table, False)])
-    pool, slots = bench.runner.pool, np.arange(2, dtype=np.int32)
+    pool, slots = full_pool(bench.runner), np.arange(2, dtype=np.int32)
     host = HostPool([Planes((pool.k, pool.v))], [2])
     host.down([Move(0, table[:2], slots)]).wait()
     for _ in range(5):
@@ -299,13 +584,10 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("mistral", {"sliding_window": 32}, r"sliding_attention \(32 positions\)"),
-        ("phi3", {"sliding_window": CONTEXT - 1}, "sliding_attention"),
-        ("gemma3_text", {"sliding_window": 32}, "sliding_attention"),
         ("gemma2", {"sliding_window": CONTEXT}, "soft-capped"),
         ("llama4_text", {}, "chunked_attention"),
-        ("bamba", {}, "recurrent"),
-        ("qwen3_next", {}, "recurrent"),
+        ("rwkv", {}, "keeps a state"),
+        ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
         ("deepseek_v3", {}, "latent"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic position embedding"),
         ("bloom", {"intermediate_size": ...}, "cannot be exchanged"),
@@ -322,16 +604,94 @@ def test_models_that_cannot_run_over_pages_are_refused(family: str, changes: dic
 
 
 def test_a_window_as_long_as_the_context_is_no_window() -> None:
-    ModelRunner(loaded(tiny("mistral", sliding_window=CONTEXT)), 8, 16)
+    assert ModelRunner(loaded(tiny("mistral", sliding_window=CONTEXT)), 8, 16).layout.components == (Full(),)
+
+
+@pytest.mark.parametrize("pages", [8, {"full": 8}, {"full": 8, "window": 8, "state": 8}])
+def test_pages_are_given_for_each_component(pages: int | dict[str, int]) -> None:
+    with pytest.raises(BadArgument, match="a number for each of full, window"):
+        ModelRunner(loaded(tiny("gpt_oss", **WINDOWED["gpt_oss"])), pages, 4)
+
+
+WINDOW = np.array([-1, -1, 3, 1], dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("table", "start", "refused"),
+    [
+        (WINDOW, 15, False),  # sees positions 8 to 15
+        (WINDOW, 14, True),
+        (np.array([-1, 99, 3, 1], dtype=np.int32), 15, False),
+        (np.array([-1, -1, 3], dtype=np.int32), 15, True),
+        (np.array([-1, -1, 3, 100], dtype=np.int32), 15, True),
+        (None, 15, True),
+    ],
+)
+def test_the_window_s_pages_must_be_there_but_no_others(
+    table: NDArray[np.int32] | None, start: int, refused: bool
+) -> None:
+    bench = make_bench("gpt_oss windowed", 4)
+    segment = Segment(prompt(1, 1), start, TABLE, True, window_table=table)
+    if not refused:
+        assert bench.runner.forward([segment]).shape == (1, VOCAB)
+        return
+    with pytest.raises(BadArgument) as caught:
+        bench.runner.forward([segment])
+    assert caught.value.name == "segments[0].window_table"
+
+
+def test_two_requests_never_write_to_one_window_page() -> None:
+    bench = make_bench("gpt_oss windowed", 4)
+    segments = [Segment(prompt(1, 5), 0, TABLE + shift, True, window_table=TABLE) for shift in (0, 4)]
+    with pytest.raises(BadArgument, match="twice"):
+        bench.runner.forward(segments)
+
+
+class _Deaf(SdpaAttention):
+    """Takes no notice of windows, or of sinks."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        plan: BatchPlan,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self._what == "sinks":
+            return super().attend(layer, query, key, value, scale, plan)
+        spans = [replace(span, causal=span.pages is None) for span in plan.spans]
+        return super().attend(layer, query, key, value, scale, replace(plan, spans=tuple(spans)), sinks)
+
+
+@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("mistral", "windows")])
+def test_the_self_test_minds_sinks_and_windows(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: _Deaf(what))
+    model = loaded(tiny(family, **WINDOWED[family]))
+    counts = {component.name: 8 for component in Layout.of(model.model.config, CONTEXT).components}
+    with pytest.raises(UnsupportedModel, match="self-test failed"):
+        ModelRunner(model, counts, 16)
 
 
 class _Shifted(SdpaAttention):
     """Gives every position its neighbour's value."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plan: BatchPlan
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        plan: BatchPlan,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return super().attend(layer, query, key, value.roll(1, 0), scale, plan)
+        return super().attend(layer, query, key, value.roll(1, 0), scale, plan, sinks)
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

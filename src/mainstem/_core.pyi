@@ -324,9 +324,9 @@ class Lease:
     def end_copy(self, copied: bool) -> None:
         """Ends what `begin_copy` began."""
 
-    def begin_load(self) -> tuple[int, numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+    def begin_load(self) -> tuple[int, list[tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]]]:
         """
-        A number for the load, host pages, and the private pages that they are to be copied to; for the tiers.
+        A number for the load, and of each component the host's ids and the private ones that they are to be copied to; for the tiers.
         """
 
     def end_load(self, arrived: bool) -> None:

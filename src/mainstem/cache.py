@@ -53,8 +53,8 @@ class CacheStats:
     `queried` and `hit` are positions asked for and reused by leases, counted at their first `reserve`; of these,
     `partial_hit` were copied out of the inside of a page, and `partial_missed` counts leases that found no page to copy
     into, and `host_hit` were loaded from the host. `duplicate_pages` were computed by two leases at once and given
-    back. `checkpoints` are states published, `checkpoints_missed` those for which there was no slot. The pages are those
-    of the first component; `pools` has every component's.
+    back. `checkpoints` are states published, `checkpoints_missed` those for which there was no slot. The pages are
+    those of the first component; `pools` has every component's.
     """
 
     total_pages: int
@@ -126,8 +126,6 @@ class PrefixCache:
                 raise BadArgument(name, function, "a function, or None")
         if copy_state is None and any(isinstance(row, State) for row in sizes):
             raise BadArgument("copy_state", copy_state, "a function of source and target slot where there are states")
-        if host is not None and tuple(sizes) != (Full(),):
-            raise BadArgument("host", host, "None where there is more than full attention")
         if store is not None and host is None:
             raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
         self.tree = Tree(page_size, keys, components=tuple(sizes), tiers=1 if host is None else 2, policy=policy)
@@ -141,9 +139,9 @@ class PrefixCache:
         self._core = _core.Cache(self.tree.core, pools, self._token_limit, bool(enabled))
         if copy_state is not None:
             self._core.copy_state_with(copy_state)
-        self.tiers = None if host is None else Tiers(self.tree, [self.pool], host, store, self._core)
+        self.tiers = None if host is None else Tiers(self.tree, pools, host, store, self._core)
         if self.tiers is not None and self.tiers.host.write == "write_back":
-            self._core.evict_with(partial(_make_room, self.tiers))
+            self._core.evict_with(self.tiers.make_room)
         elif self.tree.ranks_outside:
             self._core.evict_with(partial(_evict_into, self.tree, pools))
 
@@ -287,10 +285,6 @@ class PrefixCache:
                 raise CorruptTree(f"{name} {wrong[:8]} are in the tree, but not cached in the pool")
             if len(held) != pool.cached:
                 raise CorruptTree(f"the tree holds {len(held)} of {name}, but the pool has {pool.cached} cached")
-
-
-def _make_room(tiers: Tiers, component: int, pages: int) -> None:
-    tiers.make_room(pages)
 
 
 def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int) -> None:

@@ -48,6 +48,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _EXTRAS = {
     "storage": ("blake3",),
+    "lora": ("peft",),
     "runtime": ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "platformdirs"),
     "server": ("starlette", "uvicorn", "anyio", "msgspec", "prometheus_client"),
 }
@@ -72,6 +73,7 @@ Examples:
   mainstem serve
   mainstem serve ./my-model --port 9000 --kv-bytes 4GiB
   MAINSTEM_API_KEY=secret mainstem serve --host 0.0.0.0
+  mainstem serve ./my-model --adapter french=./french-lora --adapter legal=./legal-lora
   mainstem serve --kv-bytes 64MB --host-bytes 256MB --storage 'file:./kv?capacity=8GiB'
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -359,6 +361,7 @@ def serve(
     api_key: Annotated[Several, Parameter(env_var="MAINSTEM_API_KEY")] = (),
     admin_key: Annotated[str | None, Parameter(env_var="MAINSTEM_ADMIN_KEY")] = None,
     dtype: Dtype = "auto",
+    adapter: Several = (),
     engine: EngineOptions = EngineOptions(),
     tiers: TierOptions = TierOptions(),
     max_body_bytes: Size = 16 << 20,
@@ -372,9 +375,11 @@ def serve(
         port: Port to listen on; 0 takes a free one. 0 to 65535.
         api_key: Key that clients must show; may be given several times, and then no two share a cached prefix.
             MAINSTEM_API_KEY is split at blanks. Default: none is asked for.
-        admin_key: Key that the cache routes ask for; without one they take the API key, and are closed if there are
-            several.
+        admin_key: Key that the routes of cache and adapters ask for; without one they take the API key, and are closed
+            if there are several.
         dtype: Number format of weights and KV; auto takes what is quickest here.
+        adapter: LoRA adapter as NAME=PATH, a folder as PEFT saves it; clients ask for it as model NAME. May be given
+            several times.
         max_body_bytes: Largest request body.
         drain_timeout_s: How long running requests may take to end after SIGTERM; 0 or more seconds.
     """
@@ -386,7 +391,10 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     config = ServerConfig(host, port, api_key, admin_key, max_body_bytes, drain_timeout_s)
     below = tiers.config()
+    adapters = [_adapter(text) for text in adapter]
     with _bound(config) as listener, _engine(model, dtype, engine, below) as running:
+        for name, path in adapters:
+            running.load_adapter(name, path)
         serve_http(running, config, listener)
 
 
@@ -455,6 +463,14 @@ def demo(
 
 
 # --- running ------------------------------------------------------------------------------------------------------
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """An adapter's name and path."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise BadArgument("adapter", text, "NAME=PATH")
+    return name, path
 
 
 def _bound(config: ServerConfig) -> socket:

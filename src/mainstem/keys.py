@@ -14,9 +14,10 @@ Knows nothing of pages or trees.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_right
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -253,6 +254,17 @@ class Coordinate:
 
     bin: int
 
+    @classmethod
+    def nearest(cls, position: float) -> Coordinate:
+        """The bin of a position from 0 to 1: bins are spread evenly, bin b at b / 1023; between two, the upper one.
+
+        Raises:
+            BadArgument: outside [0, 1].
+        """
+        if not 0.0 <= position <= 1.0:
+            raise BadArgument("position", position, "from 0 to 1")
+        return cls(_nearest_bin(position))
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -260,6 +272,24 @@ class Size:
 
     width_bin: int
     height_bin: int
+
+    @classmethod
+    def nearest(cls, width: float, height: float) -> Size:
+        """The bins of a width and a height, as parts of the whole: bin b stands for 2 ** (10 * b / 1023 - 10).
+
+        Bins are spread evenly over the logarithm, from 2**-10 to 1; what is smaller is in bin 0.
+
+        Raises:
+            BadArgument: one of them is not above 0 or is above 1.
+        """
+        for name, value in (("width", width), ("height", height)):
+            if not 0.0 < value <= 1.0:
+                raise BadArgument(name, value, "above 0, and at most 1")
+        return cls(*(_nearest_bin(max(1 + math.log2(value) / 10, 0.0)) for value in (width, height)))
+
+
+def _nearest_bin(part: float) -> int:
+    return math.floor(part * (BINS - 1) + 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +299,54 @@ class Image:
     Args:
         identity: 16 bytes of a cryptographic hash over all that shapes the image's KV (pixels, shape, mode, processor).
         kv_length: positions that it fills; at least 5.
+        splits: a match may end inside it, as the model attends to it in one direction only; though never within its
+            first 5 positions, so that the whole identity always decides.
     """
 
     identity: bytes
     kv_length: int
+    splits: bool = False
+    _symbols: NDArray[np.uint32] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def symbols(self) -> NDArray[np.uint32]:
+        """kv_length symbols cut from an extendable digest (SHAKE-128, FIPS 202) of the identity and the length; kept.
+
+        Raises:
+            BadTokens: the identity or the length.
+        """
+        if self._symbols is None:
+            object.__setattr__(self, "_symbols", _image_symbols(self))
+        assert self._symbols is not None
+        return self._symbols
+
+
+def _image_symbols(image: Image) -> NDArray[np.uint32]:
+    if not isinstance(image.identity, bytes) or len(image.identity) != IMAGE_DIGEST_BYTES:
+        raise BadTokens(f"identity of an image: must be {IMAGE_DIGEST_BYTES} bytes")
+    try:
+        length = check_integer("kv_length", image.kv_length, IMAGE_MIN_LENGTH, MAX_TOKEN)
+    except BadArgument:
+        raise BadTokens(
+            f"an image of kv_length = {image.kv_length!r}: must be {IMAGE_MIN_LENGTH} or more, "
+            "so that its symbols hold the whole identity"
+        ) from None
+    digest = hashlib.shake_128(image.identity + length.to_bytes(8, "little")).digest(4 * length)
+    symbols = np.frombuffer(digest, dtype="<u4") & np.uint32(_IMAGE - 1) | np.uint32(_TYPED | _IMAGE)
+    symbols.flags.writeable = False
+    return symbols.astype("<u4", copy=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spliced:
+    """Text with images in it, as engines have it: an id a position, of which those under images do not count.
+
+    Args:
+        ids: [n] integers; anything at the positions of images.
+        images: each with the position where it starts, in order and apart.
+    """
+
+    ids: NDArray[Any]
+    images: tuple[tuple[int, Image], ...]
 
 
 TypedToken = Text | Coordinate | Size | Image | int
@@ -281,11 +355,14 @@ _TYPED = 1 << 31
 _SIZE = 1 << 29
 _IMAGE = 1 << 30
 
+# The images of a sequence: start, end, and whether a match may end inside.
+_Span = tuple[int, int, bool]
+
 
 class TypedKeys(_TokenIds):
-    """Text, coordinates, sizes and images in one sequence; plain ints are text.
+    """Text, coordinates, sizes and images in one sequence: a list of typed tokens, or `Spliced`; plain ints are text.
 
-    An image is never cut: a match that would end inside one ends in front of it.
+    An image is never cut, unless it says that it `splits`: a match that would end inside one ends in front of it.
 
     Args:
         vocab_size: text ids are below it; None allows all ids below 2**31.
@@ -297,19 +374,64 @@ class TypedKeys(_TokenIds):
     symbol_bytes = 4
     token_limit = 0
 
-    def encode(self, tokens: Items[TypedToken]) -> bytes:
+    def encode(self, tokens: Items[TypedToken] | Spliced) -> bytes:
         """See `KeyKind.encode`."""
-        if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, (Items, np.ndarray)):
-            raise BadTokens(f"tokens are of type {type(tokens).__name__}: must be a list or tuple of typed tokens")
-        return b"".join(self._symbols(token, at) for at, token in enumerate(tokens))
+        return self.parse(tokens)[0]
 
     def sequence(self) -> Sequence:
         """See `KeyKind.sequence`."""
         return _TypedSequence(self)
 
+    def parse(self, tokens: Items[TypedToken] | Spliced) -> tuple[bytes, list[_Span]]:
+        """The symbols, and where images lie among them."""
+        if isinstance(tokens, Spliced):
+            return self._parse_spliced(tokens)
+        if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, (Items, np.ndarray)):
+            raise BadTokens(
+                f"tokens are of type {type(tokens).__name__}: must be a list or tuple of typed tokens, or Spliced"
+            )
+        try:
+            return encode_tokens(tokens, self.limit), []  # all of it is text, as most sequences are
+        except BadTokens:
+            return self._parse_each(tokens)
+
+    def _parse_each(self, tokens: Items[TypedToken]) -> tuple[bytes, list[_Span]]:
+        parts: list[bytes] = []
+        spans: list[_Span] = []
+        length = 0
+        for at, token in enumerate(tokens):
+            parts.append(self._symbols(token, at))
+            end = length + len(parts[-1]) // self.symbol_bytes
+            if isinstance(token, Image):
+                spans.append((length, end, token.splits))
+            length = end
+        return b"".join(parts), spans
+
+    def _parse_spliced(self, tokens: Spliced) -> tuple[bytes, list[_Span]]:
+        ids = np.array(tokens.ids)  # a copy
+        spans: list[_Span] = []
+        end = 0
+        for start, image in tokens.images:
+            symbols = image.symbols()
+            if not end <= start <= len(ids) - len(symbols):
+                raise BadTokens(
+                    f"image at position {start}: must lie in [{end}, {len(ids)}), behind the images before it, "
+                    f"with its {len(symbols)} positions"
+                )
+            end = start + len(symbols)
+            ids[start:end] = 0
+            spans.append((start, end, image.splits))
+        keys = np.frombuffer(bytearray(encode_tokens(ids, self.limit)), dtype="<u4")
+        for start, image in tokens.images:
+            keys[start : start + image.kv_length] = image.symbols()
+        return keys.tobytes(), spans
+
     def _symbols(self, token: TypedToken, at: int) -> bytes:
         if isinstance(token, Image):
-            return _image_symbols(token, at)
+            try:
+                return token.symbols().tobytes()
+            except BadTokens as error:
+                raise BadTokens(f"token at position {at}: {error}") from None
         if isinstance(token, Coordinate):
             return (_TYPED | _bin(token.bin, token, at)).to_bytes(4, "little")
         if isinstance(token, Size):
@@ -326,44 +448,43 @@ class TypedKeys(_TokenIds):
 
 
 class _TypedSequence(Sequence):
-    """Knows where each token ends, so that none is cut."""
+    """Knows where images lie, so that none is cut that must not be."""
 
-    __slots__ = ("_ends",)
+    __slots__ = ("_ends", "_length", "_saved", "_spans", "_typed")
 
     def __init__(self, kind: TypedKeys) -> None:
         super().__init__(kind)
-        self._ends: list[int] = [0]
+        self._typed = kind
+        self._length = 0
+        self._spans: list[_Span] = []
+        self._ends: list[int] = []
+        self._saved = [0]  # positions less tokens, of the first i images
 
-    def append(self, tokens: Items[TypedToken]) -> bytes:
-        symbols = self._kind.encode(tokens)
-        for token in tokens:
-            self._ends.append(self._ends[-1] + (token.kv_length if isinstance(token, Image) else 1))
+    def append(self, tokens: Items[TypedToken] | Spliced) -> bytes:
+        symbols, spans = self._typed.parse(tokens)
+        for start, end, splits in spans:
+            self._spans.append((self._length + start, self._length + end, splits))
+            self._ends.append(self._length + end)
+            self._saved.append(self._saved[-1] + end - start - 1)
+        self._length += len(symbols) // self._typed.symbol_bytes
         return symbols
 
     def floor(self, position: int) -> int:
-        return self._ends[self.tokens_at(position)]
+        start, _, splits = self._span_after(position)
+        inside = start < position and not (splits and position - start >= IMAGE_MIN_LENGTH)
+        return start if inside else min(position, self._length)
 
     def tokens_at(self, position: int) -> int:
-        return bisect_right(self._ends, position) - 1
+        images = bisect_right(self._ends, position)
+        return min(position, self._span_after(position)[0]) - self._saved[images]
+
+    def _span_after(self, position: int) -> _Span:
+        """The image around a position, else the next one, else the end of the sequence."""
+        images = bisect_right(self._ends, position)
+        return self._spans[images] if images < len(self._spans) else (self._length, self._length, False)
 
 
 def _bin(value: int, token: TypedToken, at: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < BINS:
         raise BadTokens(f"token {token!r} at position {at}: bins are integers from 0 to {BINS - 1}")
     return value
-
-
-def _image_symbols(image: Image, at: int) -> bytes:
-    """kv_length symbols cut from an extendable digest (SHAKE-128, FIPS 202) of the identity and the length."""
-    if not isinstance(image.identity, bytes) or len(image.identity) != IMAGE_DIGEST_BYTES:
-        raise BadTokens(f"image at position {at}: identity must be {IMAGE_DIGEST_BYTES} bytes")
-    try:
-        length = check_integer("kv_length", image.kv_length, IMAGE_MIN_LENGTH, MAX_TOKEN)
-    except BadArgument:
-        raise BadTokens(
-            f"image at position {at}: kv_length = {image.kv_length!r}: must be {IMAGE_MIN_LENGTH} or more, "
-            "so that its symbols hold the whole identity"
-        ) from None
-    digest = hashlib.shake_128(image.identity + length.to_bytes(8, "little")).digest(4 * length)
-    symbols = np.frombuffer(digest, dtype="<u4") & np.uint32(_IMAGE - 1) | np.uint32(_TYPED | _IMAGE)
-    return symbols.astype("<u4").tobytes()

@@ -656,7 +656,7 @@ void load_arrives() {
   expect_equal(lease->loadable(), 4, "positions on the host");
   tiers.expect_locked(2, 4);
   const PageLoad load = lease->begin_load();
-  expect(load.id != 0 && load.source == Ids({6, 7}), "what is to be loaded");
+  expect(load.id != 0 && load.source[0] == Ids({6, 7}), "what is to be loaded");
   expect_bad("lease", [&] { lease->begin_load(); });
   expect_equal(lease->publishable(), 4, "positions that may be published while pages are written");
   expect(!lease->begin_copy(), "nothing is copied while pages are written");
@@ -736,7 +736,7 @@ void no_room_to_load() {
   expect_equal(error.needed, 2, "pages needed");
   expect_equal(lease->reserved(), 4, "positions reserved");
   filler->abort();
-  expect_equal(lease->begin_load().target.size(), 2, "pages to be loaded once there is room");
+  expect_equal(lease->begin_load().target[0].size(), 2, "pages to be loaded once there is room");
   lease->end_load(true);
   expect_equal(lease->hit(), 8, "the hit");
 }
@@ -829,6 +829,370 @@ void touched_nodes() {
   expect(one.cache.take_touched().empty(), "with one tier nothing is noted");
 }
 
+// ---------------------------------------------------------------- windows and states
+
+constexpr Component kPaged{Kind::full}, kSliding{Kind::window, 4}, kState{Kind::state};
+
+// A cache of several components, pages of two symbols, `room` ids of each.
+struct Mixed {
+  explicit Mixed(std::vector<Component> rows = {kPaged, kSliding, kState}, std::uint32_t room = 12, bool enabled = true)
+      : tree(4, 2, rows, 1, "lru", 1), pools(rows.size(), Pool(room)) {
+    std::vector<Pool*> all;
+    for (Pool& pool : pools)
+      all.push_back(&pool);
+    cache = std::make_unique<Cache>(tree, all, enabled);
+    cache->copy_state = [this](std::int32_t source, std::int32_t target) { copies.emplace_back(source, target); };
+  }
+  std::unique_ptr<Lease> open(std::initializer_list<std::uint32_t> key) {
+    return std::make_unique<Lease>(*cache, "", 0, bytes_of(key_of(key)), key.size(), false, CheckRest());
+  }
+  // A lease that has computed so far, with a state put aside there.
+  std::unique_ptr<Lease> marked(std::initializer_list<std::uint32_t> key, std::uint64_t end) {
+    std::unique_ptr<Lease> lease = open(key);
+    lease->reserve(end - lease->hit());
+    lease->slide(lease->hit(), end);
+    expect(lease->checkpoint(end, true), "a state is put aside");
+    return lease;
+  }
+  void give_back(const std::vector<Ids>& freed) {
+    for (std::size_t c = 0; c < freed.size(); ++c)
+      pools[c].move(freed[c], Owner::cached, Owner::free);
+  }
+  void expect_private(std::uint32_t component, std::uint64_t ids) const {
+    expect_equal(pools[component].owned(Owner::privately), ids, "private ids");
+    tree.check();
+  }
+  void expect_nothing_private() const {
+    for (std::uint32_t c = 0; c < pools.size(); ++c)
+      expect_private(c, 0);
+  }
+  std::uint64_t hit(std::initializer_list<std::uint32_t> key) {
+    return std::uint64_t{tree.peek("", bytes_of(key_of(key)), false).pages} * 2;
+  }
+
+  Tree tree;
+  std::vector<Pool> pools;
+  std::unique_ptr<Cache> cache;
+  std::vector<std::pair<std::int32_t, std::int32_t>> copies;
+};
+
+void bad_mixtures() {
+  Tree two(4, 2, {kPaged, kState}, 1, "lru", 1);
+  Tree state(4, 2, {kState}, 1, "lru", 1);
+  Pool pool(4);
+  expect_bad("pools", [&] { Cache(two, pool, true); });
+  expect_bad("components", [&] { Cache(state, pool, true); });
+  Mixed mixed;
+  const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8});
+  lease->reserve(8);
+  expect_bad("end", [&] { lease->slide(0, 9); });
+  expect_bad("begin", [&] { lease->slide(5, 4); });
+  expect_bad("begin", [&] { lease->slide(1, 4); });
+  lease->slide(0, 6);
+  lease->publish(2);
+  for (const std::uint64_t position : {0, 3, 8})
+    expect_bad("position", [&] { lease->checkpoint(position, true); });
+  mixed.expect_private(2, 1);
+}
+
+void mark_at_published_node() {
+  Mixed mixed;
+  const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4});
+  lease->reserve(4);
+  lease->slide(0, 4);
+  lease->publish(4);
+  expect_equal(mixed.hit({1, 2, 3, 4}), 0, "positions of which the state is lacking");
+  lease->checkpoint(4, true);
+  expect_equal(mixed.copies.back().first, lease->state(), "the state that was copied");
+  lease->publish(4);
+  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "positions of which there is a state");
+  expect_equal(mixed.cache->counters.checkpoints, 1, "states published");
+  mixed.expect_private(2, 1);
+  // The next one computes with a copy.
+  const std::unique_ptr<Lease> next = mixed.open({1, 2, 3, 4});
+  const std::pair<std::int32_t, std::int32_t> first{mixed.copies[0].second, next->state()};
+  expect(mixed.copies.back() == first && next->state() != first.first, "the tree's state was copied");
+}
+
+// Who comes second has computed the same: its pages and its state go back.
+void mark_finds_state() {
+  for (const bool pages_first : {false, true}) {
+    Mixed mixed;
+    const std::unique_ptr<Lease> one = mixed.marked({1, 2, 3, 4}, 4), two = mixed.marked({1, 2, 3, 4}, 4);
+    if (pages_first) {
+      two->publish(2);
+      one->publish(4);
+      two->publish(4);
+      two->checkpoint(4, true);
+      two->publish(4);
+    } else {
+      one->publish(4);
+      two->publish(4);
+    }
+    expect_equal(mixed.cache->counters.checkpoints, 1, "states published");
+    expect_equal(mixed.tree.counts(2, 0).present, 1, "states of the tree");
+    mixed.expect_private(2, 2);
+    for (const std::uint32_t c : {0u, 1u}) {
+      mixed.expect_private(c, 0);
+      expect(std::ranges::equal(one->table(c).from(0), two->table(c).from(0)), "both read the tree's pages");
+    }
+  }
+}
+
+// Pages on their way stop what is published before them; the state waits with the rest.
+void blocked_publish_keeps_mark() {
+  Mixed mixed({kPaged, kState});
+  Ids coming(2);
+  mixed.pools[0].allocate(2, coming.data());
+  const std::string key = key_of({1, 2, 3, 4});
+  const std::vector<IdSpan> ids{coming, {}};
+  const Handle node = mixed.tree.insert("", 0, {bytes_of(key), ids}, 0, 0, false).node;
+  const std::unique_ptr<Lease> lease = mixed.marked({1, 2, 3, 4}, 4);
+  lease->publish(4);
+  expect_equal(lease->published(), 0, "positions published before what is on its way");
+  mixed.expect_private(1, 2);
+  mixed.tree.commit(node, 0);
+  mixed.pools[0].move(coming, Owner::privately, Owner::cached);
+  lease->publish(4);
+  expect_equal(lease->published(), 4, "positions published");
+  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "positions of which there is a state");
+  mixed.expect_private(1, 1);
+  mixed.expect_private(0, 0);
+}
+
+// A state on its way to that place counts as there.
+void mark_beside_state_in_flight() {
+  Mixed mixed({kPaged, kState});
+  const std::unique_ptr<Lease> lease = mixed.marked({1, 2, 3, 4}, 2);
+  lease->publish(2);
+  lease->reserve(2);
+  lease->publish(4);
+  Ids state(1);
+  mixed.pools[1].allocate(1, state.data());
+  const std::string key = key_of({1, 2, 3, 4});
+  const Handle node = mixed.tree.locate("", bytes_of(key), 2);
+  mixed.tree.attach(node, 1, 0, state, false);
+  lease->checkpoint(4, true);
+  lease->publish(4);
+  mixed.expect_private(1, 2);
+  expect_equal(mixed.cache->counters.checkpoints, 1, "states published");
+  expect(mixed.tree.cancel(node, 0)[1] == state, "what was on its way");
+  mixed.pools[1].move(state, Owner::privately, Owner::free);
+  lease->abort();
+  mixed.expect_nothing_private();
+}
+
+// Nothing is published, and still no more than the window is held.
+void slide_without_cache() {
+  Mixed mixed({kPaged, kSliding, kState}, 12, false);
+  const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
+  lease->reserve(10);
+  for (std::uint64_t at = 0; at < 10; at += 2) {
+    lease->slide(at, at + 2);
+    lease->publish(at + 2);
+    mixed.expect_private(1, std::min<std::uint64_t>(at / 2 + 1, 3));
+  }
+  const Table& table = lease->table(1);
+  expect(table.part(0, 2)[0] == -1 && table.part(0, 2)[1] == -1 && table.part(2, 3)[0] >= 0, "what the window leaves");
+  expect(!lease->checkpoint(10, true), "nothing is put aside for nobody");
+  expect(mixed.copies.empty() && lease->state() >= 0, "the state is the lease's own");
+  lease->finish(10);
+  mixed.expect_nothing_private();
+  expect_equal(mixed.tree.size(), 0, "nodes of a tree that is not used");
+}
+
+void finish_publishes_mark() {
+  Mixed mixed;
+  mixed.marked({1, 2, 3, 4, 5}, 4)->finish(5 - 1);
+  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "positions of which there is a state");
+  mixed.marked({1, 2, 9, 9}, 4)->finish(2);  // the state stands behind that
+  expect_equal(mixed.tree.counts(2, 0).present, 1, "states of the tree");
+  mixed.marked({7, 7}, 2)->abort();
+  expect_equal(mixed.cache->counters.checkpoints, 1, "states published");
+  mixed.expect_nothing_private();
+}
+
+void dropped_lease_comes_back() {
+  Mixed mixed;
+  mixed.marked({1, 2, 3, 4, 5, 6, 7, 8}, 8);
+  for (const std::uint32_t c : {0u, 1u})
+    mixed.expect_private(c, 4);
+  mixed.expect_private(2, 2);
+  mixed.cache->take_back();
+  mixed.expect_nothing_private();
+  std::unique_ptr<Lease> lease = mixed.marked({1, 2, 3, 4, 5, 6, 7, 8}, 8);
+  lease->publish(6);
+  lease.reset();
+  expect_equal(mixed.tree.counts(1, 0).locked, 2, "window pages locked by who was dropped");
+  mixed.cache->take_back();
+  mixed.expect_nothing_private();
+  expect_equal(mixed.tree.counts(0, 0).locked + mixed.tree.counts(1, 0).locked, 0, "pages locked");
+}
+
+void too_few_by_name() {
+  Mixed mixed({kPaged, kSliding, kState}, 3);
+  const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8});
+  const auto expect_few = [&](const char* what, std::uint64_t needed, const std::function<void()>& call) {
+    const NoPages error = thrown<NoPages>(what, call);
+    expect(error.what == std::string(what), std::string("there are too few ") + error.what + ", not " + what);
+    expect(error.needed == needed && error.total == 3, "how many are needed, and how many there are");
+  };
+  expect_few("pages", 4, [&] { lease->reserve(8); });
+  lease->reserve(6);
+  const std::unique_ptr<Lease> other = mixed.open({9, 9}), third = mixed.open({8, 8});
+  expect_few("state slots", 1, [&] { mixed.open({7, 7}); });
+  expect_equal(mixed.cache->counters.leases, 3, "leases");
+  lease->slide(0, 4);
+  expect(!lease->checkpoint(4, true) && !lease->checkpoint(4, false), "there is no slot to put a state aside");
+  expect_equal(mixed.cache->counters.checkpoints_missed, 2, "states not put aside");
+  lease->publish(4);
+  mixed.expect_private(1, 0);
+  Ids rest(mixed.pools[1].owned(Owner::free));
+  mixed.pools[1].allocate(rest.size(), rest.data());
+  expect_few("window pages", 1, [&] { lease->slide(4, 6); });  // those of the tree are locked
+  expect_equal(lease->table(1).size(), 2, "window pages of who found none");
+  mixed.pools[1].move(rest, Owner::privately, Owner::free);
+  lease->slide(4, 6);
+  mixed.expect_private(1, 1);
+}
+
+// The hook that makes room may end the lease that asked.
+void mixed_lease_closed_by_hook() {
+  const std::vector<std::pair<std::uint32_t, std::function<void(Lease&)>>> calls{
+      {1, [](Lease& lease) { lease.slide(0, 4); }},
+      {2, [](Lease& lease) { lease.checkpoint(2, true); }},
+  };
+  for (const auto& [component, call] : calls) {
+    Mixed mixed({kPaged, kSliding, kState}, 3);
+    mixed.marked({5, 5}, 2)->finish(2);
+    const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4});
+    lease->reserve(4);
+    if (component == 2) lease->slide(0, 2);
+    Ids rest(mixed.pools[component].owned(Owner::free));
+    mixed.pools[component].allocate(rest.size(), rest.data());
+    mixed.cache->evict = [&](std::uint32_t c, std::uint64_t ids) {
+      lease->abort();
+      mixed.give_back(mixed.tree.evict(ids, c, 0));
+    };
+    if (component == 1) {  // it needs one more than the tree has
+      mixed.pools[1].move(IdSpan(rest).first(1), Owner::privately, Owner::free);
+      rest.erase(rest.begin());
+    }
+    thrown<Closed>("a lease that ended while room was made", [&] { call(*lease); });
+    mixed.pools[component].move(rest, Owner::privately, Owner::free);
+    mixed.expect_nothing_private();
+  }
+}
+
+// All layers slide: what lies behind the window is nobody's, and cannot be published any more.
+void only_windows() {
+  Mixed mixed({kSliding});
+  const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
+  expect_equal(lease->state(), -1, "the state where there is none");
+  lease->reserve(10);
+  lease->slide(0, 8);
+  lease->slide(8, 10);
+  lease->publish(4);
+  expect_equal(lease->published(), 0, "positions published of which nothing is left");
+  lease->publish(10);
+  expect_equal(lease->published(), 10, "positions published");
+  expect_equal(mixed.tree.counts(0, 0).present, 3, "pages of the tree");
+  expect_equal(mixed.hit({1, 2, 3, 4, 5, 6, 7, 8, 9, 10}), 10, "the hit");
+  expect_equal(mixed.hit({1, 2, 3, 4}), 0, "the hit of what is behind the window");
+}
+
+// A lease holds its window, not what lies before, and nobody's window holds full pages behind.
+void window_of_a_lease() {
+  Mixed mixed({kPaged, kSliding});
+  std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8});
+  lease->reserve(8);
+  lease->slide(0, 8);
+  lease->publish(8);
+  mixed.give_back(mixed.tree.evict(99, 1, 0));
+  expect_equal(mixed.tree.counts(1, 0).present, 2, "window pages that a lease holds");
+  const std::unique_ptr<Lease> shorter = mixed.open({1, 2, 3, 4});
+  expect_equal(shorter->hit(), 0, "a hit without its window");
+  expect_equal(shorter->reach(), 4, "what full attention reaches");
+  lease->abort();
+  mixed.give_back(mixed.tree.evict(99, 1, 0));
+  expect_equal(mixed.tree.counts(1, 0).present, 0, "window pages");
+  expect_equal(mixed.tree.counts(0, 0).present, 4, "pages of full attention");
+}
+
+// Where a node parts, its state stays with its end.
+void split_below_state() {
+  Mixed mixed({kPaged, kState});
+  mixed.marked({1, 2, 3, 4, 5, 6}, 6)->finish(6);
+  mixed.marked({1, 2, 3, 4, 7, 8}, 6)->finish(6);
+  expect_equal(mixed.tree.size(), 3, "nodes");
+  expect_equal(mixed.hit({1, 2, 3, 4, 9, 9}), 0, "the hit where the paths part");
+  expect_equal(mixed.hit({1, 2, 3, 4, 5, 6}), 6, "the hit of the one");
+  expect_equal(mixed.hit({1, 2, 3, 4, 7, 8}), 6, "the hit of the other");
+}
+
+// A path keeps its end and what saves most before it.
+void states_on_a_path() {
+  Mixed mixed({kPaged, {Kind::state, 0, 2}});
+  const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
+  lease->reserve(10);
+  for (const std::uint64_t end : {2, 6, 8, 10}) {
+    lease->checkpoint(end, true);
+    lease->publish(end);
+    expect(mixed.tree.counts(1, 0).present <= 2, "states on a path");
+    expect_equal(mixed.hit({1, 2, 3, 4, 5, 6, 7, 8, 9, 10}), end, "the hit");
+  }
+  expect_equal(mixed.hit({1, 2, 3, 4, 5, 6, 7, 8}), 6, "the hit before the end");
+  mixed.expect_private(1, 1);
+  expect_equal(mixed.pools[1].owned(Owner::cached), 2, "slots of the tree");
+}
+
+// What is locked stays, though there are too many; nothing on the way is taken.
+void thin_leaves_what_is_held() {
+  Tree tree(4, 1, {kPaged, kState}, 1, "lru", 1);
+  Handle node = 0;
+  const Ids states{0, 1, 2};
+  for (std::int32_t at = 0; at < 3; ++at) {
+    const Ids page{at};
+    const std::vector<IdSpan> ids{page, IdSpan(states).subspan(static_cast<std::size_t>(at), 1)};
+    const Handle above = node;
+    node = tree.insert("", node, {bytes_of(key_of({static_cast<std::uint32_t>(at)})), ids}, 0, 0, true).node;
+    if (at == 1) tree.lock(above, 0);
+  }
+  expect_bad("tier", [&] { tree.thin(node, 1, 1, 1); });
+  expect_bad("component", [&] { tree.thin(node, 2, 0, 1); });
+  expect(tree.thin(node, 1, 0, 3).empty(), "three are not too many");
+  expect(tree.thin(node, 1, 0, 1) == Ids({1}), "the one that nobody holds");
+  expect(tree.thin(node, 1, 0, 1).empty(), "the rest stays");
+  expect(tree.thin(0, 1, 0, 0).empty(), "no state stands at the root");
+  tree.check();
+}
+
+// States of which more is saved stay longer; what is not used ages by what went before it.
+void weighed_states() {
+  Mixed mixed({kPaged, {Kind::state, 0, 0, true}});
+  const auto write = [&](std::initializer_list<std::uint32_t> key) { mixed.marked(key, key.size())->finish({}); };
+  write({1, 1});
+  write({1, 1, 2, 2, 3, 3, 4, 4});  // saves three pages more
+  write({5, 5, 6, 6});
+  const auto hits = [&](std::uint64_t one, std::uint64_t four, std::uint64_t two) {
+    expect_equal(mixed.hit({1, 1}), one, "the hit of one page");
+    expect_equal(mixed.hit({1, 1, 2, 2, 3, 3, 4, 4}), four, "the hit of four pages");
+    expect_equal(mixed.hit({5, 5, 6, 6}), two, "the hit of two pages");
+    mixed.tree.check();
+  };
+  hits(2, 8, 4);
+  mixed.give_back(mixed.tree.evict(1, 1, 0));
+  hits(0, 8, 4);
+  mixed.open({5, 5, 6, 6});  // saves two, on top of the one that went
+  write({7, 7});             // one more than the one that went
+  mixed.cache->take_back();
+  mixed.give_back(mixed.tree.evict(1, 1, 0));
+  hits(0, 8, 4);
+  expect_equal(mixed.hit({7, 7}), 0, "the hit of who came last and saves least");
+  mixed.give_back(mixed.tree.evict(1, 1, 0));
+  hits(0, 0, 4);
+}
+
 // ---------------------------------------------------------------- rows
 
 // Rows of many lengths, strides and numbers: as a byte after another would be copied, and nothing beside them.
@@ -900,6 +1264,22 @@ void run_cases() {
   loads_end_in_any_order();
   lease_closed_while_loading();
   touched_nodes();
+  bad_mixtures();
+  mark_at_published_node();
+  mark_finds_state();
+  blocked_publish_keeps_mark();
+  mark_beside_state_in_flight();
+  slide_without_cache();
+  finish_publishes_mark();
+  dropped_lease_comes_back();
+  too_few_by_name();
+  mixed_lease_closed_by_hook();
+  only_windows();
+  window_of_a_lease();
+  split_below_state();
+  states_on_a_path();
+  thin_leaves_what_is_held();
+  weighed_states();
   copied_rows();
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <utility>
 
 #include "cache.h"
 #include "support.h"
@@ -53,8 +54,8 @@ std::string run_of(std::uint32_t length, std::uint32_t first = 0) {
 }
 
 // The same with one symbol changed, so that it parts there.
-std::string parted(std::uint32_t length, std::uint32_t at) {
-  return run_of(at) + symbol(99999, 4) + run_of(length - at - 1, at + 1);
+std::string parted(std::uint32_t length, std::uint32_t at, std::uint32_t first = 0) {
+  return run_of(at, first) + symbol(99999, 4) + run_of(length - at - 1, first + at + 1);
 }
 
 // ---------------------------------------------------------------- the tree
@@ -460,7 +461,9 @@ const std::vector<LeaseOperation> kLoadOperations{
 bool is_part(const Contents& some, const Contents& all) {
   for (const auto& [path, cells] : some) {
     const auto found = all.find(path);
-    if (found == all.end() || found->second != cells) return false;
+    if (found == all.end()) return false;
+    for (std::size_t c = 0; c < cells.size(); ++c)
+      if (cells[c].residency != Residency::absent && cells[c] != found->second[c]) return false;
   }
   return true;
 }
@@ -490,8 +493,8 @@ bool fail_in_locks(long k) {
   forest.insert("d", run_of(80), 0, true, 1);
   forest.insert("d", run_of(40));
   forest.tree.unlock(forest.pinned, 0);
-  Pool pool(0);
-  Cache cache(forest.tree, pool, true);
+  Pool pages(0), window_pages(0);
+  Cache cache(forest.tree, {&pages, &window_pages}, true);
   const std::string key = run_of(80);
   const auto open = [&] {
     Lease lease(cache, "d", 0, bytes_of(key), 80, false, CheckRest());
@@ -544,6 +547,306 @@ void count(const std::string& name, const std::function<bool(long)>& fail) {
   std::printf("%s: %ld allocations failed\n", name.c_str(), failed);
 }
 
+// ---------------------------------------------------------------- a cache of several components
+
+constexpr Component kPaged{Kind::full}, kSliding{Kind::window, 7}, kState{Kind::state, 0, 2, true};
+const std::vector<std::pair<std::string, std::vector<Component>>> kMixtures{
+    {"full and window", {kPaged, kSliding}},
+    {"full and state", {kPaged, kState}},
+    {"full, window and state", {kPaged, kSliding, kState}},
+    {"window", {kSliding}},
+    {"window and state", {kSliding, kState}},
+};
+
+// Some prefixes, and a lease that has computed 14 of its 24 positions, 12 of them in a first piece; nothing is
+// published.
+struct Mixture {
+  explicit Mixture(const std::vector<Component>& rows) : rows(rows), tree(4, 2, rows, 1, "lru", 42) {
+    for (const Component& row : rows)
+      pools.push_back(std::make_unique<Pool>(row.per_page() ? 100 : 12));
+    std::vector<Pool*> all;
+    for (const auto& pool : pools)
+      all.push_back(pool.get());
+    cache = std::make_unique<Cache>(tree, std::move(all), true);
+    cache->copy_state = [](std::int32_t, std::int32_t) {};
+    write("b", run_of(40, 7000));
+    write("b", parted(30, 19, 7000));
+    write("c", run_of(10, 8000));
+    lease = open("a", run_of(24));
+    lease->reserve(24);
+    lease->slide(0, 12);
+    lease->slide(12, 14);
+  }
+  std::unique_ptr<Lease> open(const char* ns, const std::string& key) {
+    return std::make_unique<Lease>(*cache, ns, 0, bytes_of(key), key.size() / 4, false, CheckRest());
+  }
+  // Six positions at a time, with a state behind each.
+  void write(const char* ns, const std::string& key, bool marked = true) {
+    const std::unique_ptr<Lease> writer = open(ns, key);
+    const std::uint64_t length = key.size() / 4;
+    writer->reserve(length - writer->hit());
+    for (std::uint64_t end, at = writer->hit(); at < length; at = end) {
+      end = std::min(at + 6, length);
+      writer->slide(at, end);
+      if (marked && end % 2 == 0) writer->checkpoint(end, true);
+      writer->publish(end);
+    }
+    writer->finish({});
+  }
+  Pool& last_pool() const { return *pools.back(); }
+  Contents contents() const { return contents_of(tree, rows, 1); }
+
+  // Every id is free, the tree's, or of a lease that is open; a state that waits to be published is not to be seen.
+  void check() {
+    cache->take_back();
+    tree.check();
+    const Contents held = contents();
+    for (std::uint32_t c = 0; c < rows.size(); ++c) {
+      const Pool& pool = *pools[c];
+      expect(pool.sound(), "the pool is sound");
+      expect_equal(pool.owned(Owner::cached), tree.counts(c, 0).present, "cached ids");
+      for (const auto& [path, cells] : held)
+        if (cells[c].residency == Residency::present)
+          expect(pool.owner(cells[c].id) == std::string("cached"), "an id of the tree is cached");
+      std::uint64_t seen = 0, waiting = 0;
+      for (const Lease* one : {lease.get(), other.get()}) {
+        if (!one || one->closed()) continue;
+        waiting += !rows[c].per_page();
+        seen += rows[c].per_page() ? private_pages(*one, c) : one->state() >= 0;
+      }
+      const std::uint64_t privately = pool.owned(Owner::privately) - (&pool == &last_pool() ? taken.size() : 0);
+      expect(seen <= privately && privately <= seen + waiting, "a private id is a lease's");
+    }
+  }
+  std::uint64_t private_pages(const Lease& one, std::uint32_t c) const {
+    std::uint64_t seen = 0;
+    const Table& table = one.table(c);
+    for (std::size_t page = 0; page < table.size(); ++page) {
+      const std::int32_t id = *table.from(page).data();
+      if (id < 0) continue;
+      const bool shared = page < one.published() / tree.page_size();
+      expect(pools[c]->owner(id) == std::string(shared ? "cached" : "private"), "a page of a lease is its own");
+      seen += !shared;
+    }
+    return seen;
+  }
+  // Ends all leases and empties the tree: every id comes back.
+  void close() {
+    for (Lease* one : {lease.get(), other.get()})
+      if (one) one->finish({});
+    last_pool().move(std::exchange(taken, {}), Owner::privately, Owner::free);
+    check();
+    for (std::uint32_t c = 0; c < rows.size(); ++c) {
+      expect_equal(tree.counts(c, 0).locked, 0, "ids locked in the end");
+      const std::vector<Ids> freed = tree.evict(1000, c, 0);
+      for (std::size_t each = 0; each < freed.size(); ++each)
+        pools[each]->move(freed[each], Owner::cached, Owner::free);
+    }
+    check();
+    for (const auto& pool : pools)
+      expect_equal(pool->owned(Owner::free), pool->total(), "free ids in the end");
+    expect_equal(tree.size(), 0, "nodes in the end");
+  }
+
+  const std::vector<Component> rows;
+  Tree tree;
+  std::vector<std::unique_ptr<Pool>> pools;
+  std::unique_ptr<Cache> cache;
+  std::unique_ptr<Lease> lease, other;
+  Ids taken;  // of the last component, by nobody
+};
+
+enum class Change { none, less, more, any };  // what of the contents may have changed though it failed
+
+struct MixedOperation {
+  const char* name;
+  Change change;
+  std::function<void(Mixture&)> prepare;
+  std::function<void(Mixture&)> run;
+};
+
+void nothing_before(Mixture&) {}
+void compute_all(Mixture& m) {
+  m.lease->slide(14, 24);
+}
+void mark(Mixture& m) {
+  m.lease->checkpoint(14, true);
+}
+void mark_and_compute_all(Mixture& m) {
+  mark(m);
+  compute_all(m);
+}
+// Nothing is free of the last component.
+void fill_last_pool(Mixture& m) {
+  m.taken.resize(m.last_pool().owned(Owner::free));
+  m.last_pool().allocate(m.taken.size(), m.taken.data());
+}
+
+const std::vector<MixedOperation> kMixedOperations{
+    {"a lease on nothing", Change::none, nothing_before, [](Mixture& m) { m.other = m.open("d", run_of(50)); }},
+    {"a lease on a prefix", Change::none, nothing_before, [](Mixture& m) { m.other = m.open("b", run_of(40, 7000)); }},
+    {"a lease on the beginning of a prefix", Change::none, nothing_before,
+     [](Mixture& m) { m.other = m.open("b", run_of(37, 7000)); }},
+    {"reserve", Change::none, nothing_before, [](Mixture& m) { m.lease->reserve(80); }},
+    {"reserve with eviction", Change::less, nothing_before, [](Mixture& m) { m.lease->reserve(160); }},
+    {"slide", Change::none, nothing_before, compute_all},
+    {"slide while others read", Change::none, nothing_before,
+     [](Mixture& m) {
+       std::vector<Table::Memory> readers;
+       for (std::uint32_t c = 0; c < m.rows.size(); ++c)
+         readers.push_back(m.lease->table(c).memory());
+       m.lease->slide(14, 24);
+     }},
+    {"checkpoint", Change::none, nothing_before, mark},
+    {"a checkpoint in the place of another", Change::none, [](Mixture& m) { m.lease->checkpoint(12, true); }, mark},
+    {"publish", Change::none, nothing_before, [](Mixture& m) { m.lease->publish(14); }},
+    {"publish in pieces", Change::none,
+     [](Mixture& m) {
+       compute_all(m);
+       m.lease->publish(20);
+     },
+     [](Mixture& m) { m.lease->publish(24); }},
+    {"publish with a mark at the end", Change::none, mark, [](Mixture& m) { m.lease->publish(14); }},
+    {"publish with a mark before the end", Change::more, mark_and_compute_all,
+     [](Mixture& m) { m.lease->publish(24); }},
+    {"publish with a mark behind the end", Change::none, mark, [](Mixture& m) { m.lease->publish(13); }},
+    {"a mark of what is published", Change::none,
+     [](Mixture& m) {
+       m.lease->publish(14);
+       mark(m);
+     },
+     [](Mixture& m) { m.lease->publish(14); }},
+    {"publish a duplicate", Change::more,
+     [](Mixture& m) {
+       mark_and_compute_all(m);
+       m.write("a", run_of(22), false);
+     },
+     [](Mixture& m) { m.lease->publish(24); }},
+    {"publish a duplicate with its states", Change::more,
+     [](Mixture& m) {
+       mark_and_compute_all(m);
+       m.write("a", run_of(24));
+       m.write("a", run_of(14));
+     },
+     [](Mixture& m) { m.lease->publish(24); }},
+    {"publish a duplicate that parts", Change::more,
+     [](Mixture& m) {
+       mark_and_compute_all(m);
+       m.write("a", parted(30, 20));
+     },
+     [](Mixture& m) { m.lease->publish(24); }},
+    {"publish what has holes", Change::more,
+     [](Mixture& m) {
+       mark_and_compute_all(m);
+       m.write("a", run_of(22));
+       for (std::uint32_t c = 0; c < m.rows.size(); ++c)
+         if (m.rows[c].begins_late()) m.pools[c]->move(m.tree.evict(99, c, 0)[c], Owner::cached, Owner::free);
+     },
+     [](Mixture& m) { m.lease->publish(24); }},
+    {"publish while others read", Change::more,
+     [](Mixture& m) {
+       mark_and_compute_all(m);
+       m.write("a", run_of(20));
+     },
+     [](Mixture& m) {
+       std::vector<Table::Memory> readers;
+       for (std::uint32_t c = 0; c < m.rows.size(); ++c)
+         readers.push_back(m.lease->table(c).memory());
+       m.lease->publish(24);
+     }},
+    {"a path of too many states", Change::any, nothing_before,
+     [](Mixture& m) {
+       for (const std::uint64_t end : {14, 18, 22, 24}) {
+         if (end <= m.lease->published()) continue;  // it did so before memory ran out
+         m.lease->slide(std::max<std::uint64_t>(m.lease->published(), 14), end);
+         m.lease->checkpoint(end, true);
+         m.lease->publish(end);
+       }
+     }},
+    {"a writer from beginning to end", Change::any, nothing_before,
+     [](Mixture& m) { m.write("b", parted(40, 15, 7000)); }},
+    {"finish", Change::more, mark_and_compute_all, [](Mixture& m) { m.lease->finish(24); }},
+    {"finish with a duplicate", Change::more,
+     [](Mixture& m) {
+       mark_and_compute_all(m);
+       m.write("a", run_of(22));
+     },
+     [](Mixture& m) { m.lease->finish({}); }},
+    {"finish before the mark", Change::none, mark, [](Mixture& m) { m.lease->finish(12); }},
+    {"abort", Change::none, mark_and_compute_all, [](Mixture& m) { m.lease->abort(); }},
+    {"drop and take back", Change::none, mark_and_compute_all,
+     [](Mixture& m) {
+       m.lease.reset();
+       m.cache->take_back();
+     }},
+};
+
+// What evicts of the last component, with none of it free.
+const std::vector<MixedOperation> kShortOperations{
+    {"a lease for which there is room made", Change::less, fill_last_pool,
+     [](Mixture& m) { m.other = m.open("b", run_of(37, 7000)); }},
+    {"slide with eviction", Change::less, fill_last_pool, compute_all},
+    {"a checkpoint with eviction", Change::less, fill_last_pool, mark},
+};
+
+void expect_changed(Change change, const Contents& before, const Contents& after) {
+  const bool less = change == Change::less || change == Change::any;
+  const bool more = change == Change::more || change == Change::any;
+  if (!less) expect(is_part(before, after), "nothing is gone");
+  if (!more) expect(is_part(after, before), "nothing is new");
+}
+
+bool fail_in_mixture(const MixedOperation& operation, const std::vector<Component>& rows, long k) {
+  Mixture mixture(rows);
+  operation.prepare(mixture);
+  mixture.check();
+  const Contents before = mixture.contents();
+  const End end = fail(k, [&] { operation.run(mixture); });
+  mixture.check();
+  if (end == End::failed) {
+    expect_changed(operation.change, before, mixture.contents());
+    operation.run(mixture);
+    mixture.check();
+  }
+  mixture.close();
+  return end != End::had_fewer;
+}
+
+struct CopyFailed {};
+
+// Whoever copies states may fail: the slot goes back, and the lease is as it was, or there is none.
+void states_not_copied(const std::vector<Component>& rows) {
+  Mixture mixture(rows);
+  mixture.write("e", run_of(12));
+  const Contents before = mixture.contents();
+  const std::uint64_t free = mixture.last_pool().owned(Owner::free);
+  const auto copy = std::exchange(mixture.cache->copy_state, [](std::int32_t, std::int32_t) { throw CopyFailed(); });
+  thrown<CopyFailed>("a lease", [&] { mixture.open("e", run_of(20)); });
+  thrown<CopyFailed>("a checkpoint", [&] { mark(mixture); });
+  expect_equal(mixture.last_pool().owned(Owner::free), free, "slots free");
+  mixture.check();
+  mixture.cache->copy_state = copy;
+  mark(mixture);
+  mixture.cache->copy_state = [](std::int32_t, std::int32_t) { throw CopyFailed(); };
+  thrown<CopyFailed>("a checkpoint in the place of another", [&] { mark(mixture); });
+  expect_equal(mixture.last_pool().owned(Owner::free), free, "slots free");
+  mixture.lease->publish(14);
+  mixture.check();
+  expect_equal(mixture.cache->counters.leases, 1, "leases");
+  expect(is_part(before, mixture.contents()), "nothing is gone");
+  mixture.cache->copy_state = copy;
+  mixture.close();
+}
+
+void run_mixtures() {
+  for (const auto& [kind, rows] : kMixtures) {
+    for (const std::vector<MixedOperation>* operations : {&kMixedOperations, &kShortOperations})
+      for (const MixedOperation& operation : *operations)
+        count(kind + ": " + operation.name, [&](long k) { return fail_in_mixture(operation, rows, k); });
+    if (!rows.back().per_page()) states_not_copied(rows);
+  }
+}
+
 void run() {
   const std::vector<std::pair<std::string, std::vector<Component>>> kinds{
       {"full", {{Kind::full}}},
@@ -567,6 +870,7 @@ void run() {
   for (const LeaseOperation& operation : kLoadOperations)
     count(std::string("2 tiers: ") + operation.name, [&](long k) { return fail_in_lease(operation, 2, k); });
   count("2 tiers: a lease that cuts windows", fail_in_locks);
+  run_mixtures();
   count("2 tiers: a load that arrives", [](long k) { return fail_in_arrival(false, k); });
   count("2 tiers: a load that arrives as a duplicate", [](long k) { return fail_in_arrival(true, k); });
 }

@@ -73,6 +73,7 @@ void run_threads(std::uint64_t seeds, std::uint32_t operations) {
     in_threads([&](unsigned thread) {
       random_tree(seed * kThreads + thread, operations);
       random_cache(seed * kThreads + thread, operations);
+      random_components(seed * kThreads + thread, operations);
       random_tiers(seed * kThreads + thread, operations);
     });
     random_peeks(seed, operations);
@@ -84,6 +85,7 @@ void run(std::uint64_t seeds, std::uint32_t operations) {
   for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
     random_tree(seed, operations);
     random_cache(seed, operations);
+    random_components(seed, operations);
     random_tiers(seed, operations);
   }
 }

@@ -1,21 +1,25 @@
 """Attention over pages: packed queries of many requests, each against its own page table.
 
-A batch is planned once a forward and the plan serves every layer:
+A batch is planned once a forward for each pool, and a plan serves every layer of its pool:
 
     packed rows   | request 0     | request 1 | r2 |        one forward over new tokens only
     span 0        rows [0, 5)     keys: its pages, [0, start + 5)
     span 1        rows [5, 8)     ...
 
-The causal mask is right-aligned: query i of a span sees the keys of positions [0, start + i + 1). A model reaches this
-module through transformers' table of attention functions, under `PAGED`, a name that has no mask function, so that
-models build no mask of their own.
+Every query sees one run of keys. The query of position p sees [0, p + 1); behind a window of w positions
+[p + 1 - w, p + 1), and what lies before that need not exist; within a region that is attended both ways, such as an
+image, the run goes on to the region's end. A layer may have sinks: a score for each head, of a key without a value.
+
+A model reaches this module through transformers' table of attention functions, under `PAGED`, a name that has no mask
+function, so that models build no mask of their own.
 
 This module knows pages and positions; it does not know tokens, requests or who owns a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -37,25 +41,42 @@ PAGED = "mainstem_paged"
 BLOCK_ROWS = 128
 
 # Arguments of transformers' attention functions that change nothing here, whatever they hold: positions are already in
-# queries and keys, and attention is causal.
-_HARMLESS = frozenset({"position_ids", "cache_position", "is_causal"})
+# queries and keys, and what is seen is planned.
+_HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache"})
 
 
 class Extent(NamedTuple):
-    """The new positions of one request: [start, start + tokens), in the pages of `page_table` (int32)."""
+    """The new positions of one request: [start, start + tokens), in the pages of `page_table` (int32).
+
+    `regions` are attended both ways: [begin, end), of any positions, with none in common. Pages of the table that lie
+    behind a window before `start` are not looked at, nor are their ids.
+    """
 
     tokens: int
     start: int
     page_table: NDArray[np.int32]
+    regions: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The position behind the last."""
+        return self.start + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Consecutive queries of one request that are attended to in one call."""
 
-    rows: slice
-    length: int  # keys that the last of them sees
-    mask: torch.Tensor | None  # additive, [groups * rows, length]; None where all keys are seen
+    rows: slice  # of the batch
+    keys: slice  # of the span's keys: all that one of them sees
+    runs: (
+        NDArray[np.int64] | None
+    )  # [rows, 2], the keys that each sees, within `keys`; None: as far as its own position
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and keys."""
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +86,25 @@ class Span:
     rows: slice
     pages: slice | torch.Tensor | None  # where its keys lie; None when all of them are in the batch itself
     blocks: tuple[Block, ...]
+    causal: bool  # all its keys are in the batch, and every query sees those up to its own
 
-    def read(self, cache: torch.Tensor) -> torch.Tensor:
-        """The span's pages of a layer's cache, [positions, kv_heads, head_dim]: a view where they are consecutive."""
-        assert self.pages is not None
+    def read(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """The span's part of a layer's cache, [positions, kv_heads, head_dim]: a view where pages are consecutive."""
+        if self.pages is None:
+            return new[self.rows]
         pages = cache[self.pages] if isinstance(self.pages, slice) else cache.index_select(0, self.pages)
         return pages.flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What every layer of one forward needs to know: where new keys go, and what each query sees."""
+    """What every layer of a pool needs to know in one forward: where new keys go, and what each query sees."""
 
     pool: KVPool
+    window: int | None
     slots: slice | torch.Tensor
     spans: tuple[Span, ...]
+    masks: Masks
 
     def write(self, cache: torch.Tensor, new: torch.Tensor) -> None:
         """Put `new` [tokens, kv_heads, head_dim] into the batch's slots of a layer's cache."""
@@ -90,20 +115,25 @@ class BatchPlan:
             flat.index_copy_(0, self.slots, new)
 
 
-def plan_batch(extents: Sequence[Extent], pool: KVPool, heads: int) -> BatchPlan:
-    """Plan one forward of `extents`, packed in this order, for a model with `heads` query heads."""
+def plan_batch(extents: Sequence[Extent], pool: KVPool, window: int | None = None) -> BatchPlan:
+    """Plan one forward of `extents`, packed in this order, over a pool whose layers see `window` positions or all."""
     slots = np.concatenate([_slots(extent, pool.page_size) for extent in extents])
-    masks = _Masks(extents, heads // pool.shape.kv_heads, pool)
     spans = []
     row = 0
     for extent in extents:
-        spans.append(_span(extent, row, pool, masks))
+        spans.append(_span(extent, row, pool, window))
         row += extent.tokens
-    return BatchPlan(pool, _run(slots, pool.device), tuple(spans))
+    masks = Masks(max(extent.end for extent in extents), window, pool)
+    return BatchPlan(pool, window, _run(slots, pool.device), tuple(spans), masks)
+
+
+def seen_from(position: int, window: int | None) -> int:
+    """The first position that a query sees."""
+    return 0 if window is None else max(0, position + 1 - window)
 
 
 def _slots(extent: Extent, page_size: int) -> NDArray[np.int64]:
-    positions = np.arange(extent.start, extent.start + extent.tokens, dtype=np.int64)
+    positions = np.arange(extent.start, extent.end, dtype=np.int64)
     return extent.page_table[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
@@ -115,54 +145,112 @@ def _run(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
     return torch.from_numpy(ids).to(device, non_blocking=True)
 
 
-def _span(extent: Extent, row: int, pool: KVPool, masks: _Masks) -> Span:
-    rows = slice(row, row + extent.tokens)
-    if extent.start == 0:
-        return Span(rows, None, ())
-    used = -(-(extent.start + extent.tokens) // pool.page_size)
-    pages = _run(extent.page_table[:used].astype(np.int64), pool.device)
-    blocks = []
-    for first in range(0, extent.tokens, BLOCK_ROWS):
-        count = min(BLOCK_ROWS, extent.tokens - first)
-        seen = extent.start + first + count
-        blocks.append(Block(slice(row + first, row + first + count), seen, masks.get(count, seen)))
-    return Span(rows, pages, tuple(blocks))
+def _span(extent: Extent, row: int, pool: KVPool, window: int | None) -> Span:
+    pages, origin = None, 0
+    if extent.start > 0:
+        first, used = seen_from(extent.start, window) // pool.page_size, -(-extent.end // pool.page_size)
+        pages = _run(extent.page_table[first:used].astype(np.int64), pool.device)
+        origin = first * pool.page_size
+    firsts = range(extent.start, extent.end, BLOCK_ROWS)
+    blocks = tuple(_block(extent, first, row - extent.start, origin, window) for first in firsts)
+    short = window is None or extent.tokens <= window
+    causal = pages is None and short and all(block.runs is None for block in blocks)
+    return Span(slice(row, row + extent.tokens), pages, blocks, causal)
 
 
-class _Masks:
-    """Masks of a batch, one for each number of rows: right-aligned, so a shorter one is a view of the longest."""
+def _block(extent: Extent, first: int, shift: int, origin: int, window: int | None) -> Block:
+    """The block of the queries from position `first` on.
 
-    def __init__(self, extents: Sequence[Extent], groups: int, pool: KVPool) -> None:
-        self._longest = max(extent.start + extent.tokens for extent in extents)
-        self._groups = groups
+    Args:
+        extent: whose queries.
+        first: position of the first.
+        shift: from a position to its row in the batch.
+        origin: position of the span's first key.
+        window: positions that a query sees, or None.
+    """
+    last = min(first + BLOCK_ROWS, extent.end)
+    begin, rows = seen_from(first, window), slice(first + shift, last + shift)
+    regions = [(low, high) for low, high in extent.regions if low < last and high > first]
+    if not regions:
+        return Block(rows, slice(begin - origin, last - origin), None)
+    positions = np.arange(first, last, dtype=np.int64)
+    ends = positions + 1
+    for low, high in regions:
+        ends[(positions >= low) & (positions < high)] = min(high, extent.end)
+    begins = np.zeros_like(ends) if window is None else np.maximum(0, positions + 1 - window)
+    return Block(rows, slice(begin - origin, int(ends.max()) - origin), np.stack([begins, ends], 1) - begin)
+
+
+class Masks:
+    """Additive masks of a batch, [groups * rows, keys], made when the first layer asks.
+
+    Without regions a mask is right-aligned and the same for every block of as many rows: a shorter one is a view of
+    the longest.
+    """
+
+    def __init__(self, longest: int, window: int | None, pool: KVPool) -> None:
+        self._longest = longest
+        self._window = window
         self._pool = pool
-        self._by_rows: dict[int, torch.Tensor] = {}
+        self._made: dict[tuple[int, int], torch.Tensor] = {}
 
-    def get(self, rows: int, length: int) -> torch.Tensor | None:
+    def get(self, block: Block, groups: int) -> torch.Tensor | None:
+        """The mask of a block, for `groups` query heads a KV head; None where every query sees all keys."""
+        if block.runs is not None:
+            return self._of_runs(block.runs, block, groups)
+        rows, keys = block.size
         if rows == 1:
             return None
-        if rows not in self._by_rows:
-            mask = torch.zeros(rows, self._longest, dtype=self._pool.dtype, device=self._pool.device)
-            mask[:, -rows:].fill_(float("-inf")).triu_(1)
-            self._by_rows[rows] = mask.repeat(self._groups, 1)
-        return self._by_rows[rows][:, self._longest - length :]
+        if (rows, groups) not in self._made:
+            width = self._longest if self._window is None else min(self._longest, self._window + rows - 1)
+            self._made[rows, groups] = self._additive(self._aligned(rows, width), groups)
+        mask = self._made[rows, groups]
+        return mask[:, mask.shape[1] - keys :]
+
+    def _aligned(self, rows: int, width: int) -> torch.Tensor:
+        """Whether each of `rows` queries sees each of `width` keys, when the last key is the last query's own."""
+        seen = torch.ones(rows, width, dtype=torch.bool, device=self._pool.device).tril_(width - rows)
+        return seen if self._window is None else seen.triu_(width - rows + 1 - self._window)
+
+    def _of_runs(self, runs: NDArray[np.int64], block: Block, groups: int) -> torch.Tensor | None:
+        keys = block.size[1]
+        if runs[:, 0].max() == 0 and runs[:, 1].min() == keys:
+            return None
+        name = (-1 - block.rows.start, groups)
+        if name not in self._made:
+            begins, ends = torch.from_numpy(runs).to(self._pool.device).unsqueeze(-1).unbind(1)
+            places = torch.arange(keys, device=self._pool.device)
+            self._made[name] = self._additive((places >= begins) & (places < ends), groups)
+        return self._made[name]
+
+    def _additive(self, seen: torch.Tensor, groups: int) -> torch.Tensor:
+        mask = torch.zeros(seen.shape, dtype=self._pool.dtype, device=seen.device)
+        return mask.masked_fill_(~seen, float("-inf")).repeat(groups, 1)
 
 
 class Attention(Protocol):
     """An attention kernel. It keeps nothing between calls."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plan: BatchPlan
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        plan: BatchPlan,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write a layer's new keys and values to their slots, then attend.
 
         Args:
-            layer: index of the layer in the pool.
+            layer: index of the layer in the plan's pool.
             query: [tokens, heads, head_dim], packed as planned.
             key: [tokens, kv_heads, head_dim].
             value: like `key`.
             scale: factor of the scores before the softmax.
-            plan: of this forward.
+            plan: of this forward, for this pool.
+            sinks: [heads], the score of one more key, which every query sees and which has no value.
 
         Returns:
             [tokens, heads, head_dim].
@@ -171,27 +259,37 @@ class Attention(Protocol):
 
 
 class SdpaAttention:
-    """PyTorch's scaled dot product attention, a call for each span; on CPU and GPU.
+    """PyTorch's scaled dot product attention, a call for each block; on CPU and GPU.
 
     Query heads that share a KV head become rows of one matrix, so keys and values are never repeated. A span that
     starts at 0 attends to the batch's own keys; others to their pages, in place where those are consecutive.
     """
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plan: BatchPlan
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        plan: BatchPlan,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
         keys, values = plan.pool.layer(layer)
         plan.write(keys, key)
         plan.write(values, value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        groups = query.shape[1] // key.shape[1]
         for span in plan.spans:
-            if span.pages is None:
+            if span.causal and sinks is None:
                 out[span.rows] = _causal(query[span.rows], key[span.rows], value[span.rows], scale)
                 continue
-            span_keys, span_values = span.read(keys), span.read(values)
+            span_keys, span_values = span.read(keys, key), span.read(values, value)
             for block in span.blocks:
-                _attend_block(query[block.rows], span_keys, span_values, scale, block, out[block.rows])
+                mask = plan.masks.get(block, groups)
+                k, v = span_keys[block.keys], span_values[block.keys]
+                _attend_block(query[block.rows], k, v, scale, mask, sinks, out[block.rows])
         return out
 
 
@@ -203,17 +301,38 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 
 def _attend_block(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, block: Block, out: torch.Tensor
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
-    """Attention of a block's queries to the first `block.length` keys, into `out`; all [positions, heads, head_dim]."""
+    """Attention of a block's queries to its keys, into `out`; all [positions, heads, head_dim]."""
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     q = grouped.reshape(1, kv_heads, -1, head_dim)
-    k = keys[: block.length].transpose(0, 1).unsqueeze(0)
-    v = values[: block.length].transpose(0, 1).unsqueeze(0)
-    result = scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scale)
+    k, v = (x.transpose(0, 1).unsqueeze(0) for x in (keys, values))
+    if sinks is None:
+        result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    else:
+        result = _attend_with_sinks(q, k, v, scale, mask, sinks)
     out.view(rows, kv_heads, -1, head_dim).copy_(result.view(grouped.shape).permute(2, 0, 1, 3))
+
+
+def _attend_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Softmax over the keys and one sink a head: the sink takes its share of the weights, and gives no value."""
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        scores += mask
+    rows = q.shape[2] * q.shape[1] // len(sinks)
+    column = sinks.float().view(1, q.shape[1], -1, 1).repeat_interleave(rows, 2)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return weights.to(v.dtype) @ v
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +340,18 @@ class Paging:
     """What a forward hands through the model to its attention layers, as the argument `paging`.
 
     A layer waits for its own part of what is arriving only, so that it is computed while the next one is on its way.
+
+    Args:
+        attention: computes.
+        plans: of each pool.
+        places: of each layer of the model: its pool, and its index there.
+        max_context: positions that a sequence can have.
+        arriving: what is still on its way to the pools.
     """
 
     attention: Attention
-    plan: BatchPlan
+    plans: Mapping[str, BatchPlan]
+    places: Mapping[int, tuple[str, int]]
     max_context: int
     arriving: tuple[LayerTicket, ...] = ()
 
@@ -234,7 +361,31 @@ def install(model: PreTrainedModel) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(PAGED, _paged_attention)
-    model.set_attn_implementation(PAGED)
+    exchange_attention(model, PAGED)
+
+
+def exchange_attention(model: PreTrainedModel, name: str) -> None:
+    """Make the text part of `model` attend by transformers' function `name`; encoders stay as they are."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    parts = [part for part in config.sub_configs if getattr(config, part, None) is text]
+    model.set_attn_implementation({parts[0]: name} if parts else name)
+
+
+@contextmanager
+def plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The text part of `model` attends by transformers' own code inside the block, and behind it as before."""
+    before = text_attention(model)
+    exchange_attention(model, "eager")
+    try:
+        yield
+    finally:
+        exchange_attention(model, before)
+
+
+def text_attention(model: PreTrainedModel) -> str:
+    """Name of the function that the text part of `model` attends by."""
+    return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
 def _paged_attention(
@@ -245,36 +396,46 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
     paging: Paging | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query [1, heads, tokens, head_dim] to [1, tokens, heads, head_dim]."""
+    """transformers' attention function: query [batch, heads, tokens, head_dim] to [batch, tokens, heads, head_dim].
+
+    The batch's rows lie one behind the other in the plan.
+    """
     if paging is None:
         raise UnsupportedModel(f"{type(module).__name__} was given no page tables: it does not pass arguments on")
-    _refuse(module, attention_mask, paging.max_context, others)
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int) or not 0 <= layer < paging.plan.pool.shape.layers:
-        raise UnsupportedModel(f"{type(module).__name__} says no layer index in [0, {paging.plan.pool.shape.layers})")
-    packed = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-    expected = (len(packed[0]), *paging.plan.pool.shape[1:])
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int) or index not in paging.places:
+        raise UnsupportedModel(f"{type(module).__name__} says layer {index}, which has no keys by its configuration")
+    name, layer = paging.places[index]
+    plan = paging.plans[name]
+    _refuse(module, attention_mask, plan.window, paging.max_context, others)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    expected = (len(packed[0]), *plan.pool.shape[1:])
     if not packed[1].shape == packed[2].shape == expected:
         raise UnsupportedModel(f"{type(module).__name__} makes keys and values of {key.shape}, {value.shape}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     for ticket in paging.arriving:
-        ticket.wait_layer(layer)
-    return paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, paging.plan).unsqueeze(0), None
+        ticket.wait_layer(index)
+    out = paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, plan, s_aux)
+    return out.view(len(query), -1, *out.shape[1:]), None
 
 
-def _refuse(module: torch.nn.Module, mask: object, max_context: int, others: dict[str, Any]) -> None:
+def _refuse(
+    module: torch.nn.Module, mask: object, window: int | None, max_context: int, others: dict[str, Any]
+) -> None:
     """Raise for everything that would change the scores and is not done here."""
     name = type(module).__name__
     if mask is not None:
         raise UnsupportedModel(f"{name} brings an attention mask of its own")
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal")
-    window = others.pop("sliding_window", None)
-    if window is not None and window < max_context:
-        raise UnsupportedModel(f"{name} attends to a sliding window of {window} positions")
+    asked = others.pop("sliding_window", None)
+    if asked is not None and asked != window and (window is not None or asked < max_context):
+        expected = "all" if window is None else window
+        raise UnsupportedModel(f"{name} attends to a sliding window of {asked} positions, not {expected}")
     unknown = sorted(key for key, given in others.items() if not _is_off(given) and key not in _HARMLESS)
     if unknown:
         raise UnsupportedModel(f"{name} asks its attention for {', '.join(unknown)}")

@@ -18,9 +18,10 @@ import queue
 import random as random_module
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -30,15 +31,21 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats, PrefixCache
-from mainstem.errors import BadArgument, EngineClosed, EngineFull
-from mainstem.keys import TokenKeys
+from mainstem.components import Component, Full, State
+from mainstem.errors import BadArgument, EngineClosed, EngineFull, UnsupportedModel
+from mainstem.keys import MAX_TOKEN, TokenKeys, TypedKeys
+from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
+from mainstem.runtime.adapters import Adapters, check_name, read_adapter
 from mainstem.runtime.host import HostPool, HostSize
-from mainstem.runtime.kv import bytes_per_page
+from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams, Usage
 from mainstem.runtime.runner import ModelRunner
+from mainstem.runtime.sizing import Need, Shares, share_out
+from mainstem.runtime.states import StateShape
 from mainstem.runtime.tiers import TierConfig, build_tiers, close_tiers
+from mainstem.runtime.vision import Vision
 from mainstem.tiers.controller import TierStats
 
 log = logging.getLogger(__name__)
@@ -61,6 +68,17 @@ class Runner(scheduler.Runner, Protocol):
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the KV of a page's first positions."""
 
+    def copy_state(self, source: int, target: int) -> None:
+        """Copies a recurrent state from slot to slot; asked for only where there are states."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """What may compute instead of the base model."""
+
+    @property
+    def vision(self) -> Vision | None:
+        """What makes embeddings of images; None: the model takes none."""
+
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
         """Host pages; asked for only where there are tiers."""
 
@@ -70,8 +88,14 @@ class EngineConfig:
     """Everything that can be set.
 
     Args:
-        pages: pages of the pool; None: as many as `kv_bytes` holds.
-        kv_bytes: memory for KV.
+        pages: pages of the first pool; None: as many as `kv_bytes` holds.
+        kv_bytes: memory for KV and recurrent states.
+        window_ratio: pages of sliding-window layers for each page of full attention.
+        state_share: part of the memory that recurrent states have beside KV.
+        state_slots: recurrent states instead of a part of the memory.
+        checkpoint_tokens: a copy of the state is kept about every so many tokens of a prompt where a slot is free; 0:
+            only where prompts part and end.
+        states_per_path: copies of the state along one sequence at most.
         page_size: positions a page, the unit of sharing.
         chunk_tokens: prompt tokens a step, all requests together.
         max_running: requests in one forward.
@@ -87,6 +111,11 @@ class EngineConfig:
 
     pages: int | None = None
     kv_bytes: int = 1 << 30
+    window_ratio: float = 0.5
+    state_share: float = 0.5
+    state_slots: int | None = None
+    checkpoint_tokens: int = 1024
+    states_per_path: int = 16
     page_size: int = 16
     chunk_tokens: int = 512
     max_running: int = 16
@@ -98,14 +127,23 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Checks every number; the policy is checked by the cache."""
-        for name in ("pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting"):
-            value = getattr(self, name)
-            if (value is not None or name != "pages") and (type(value) is not int or value < 1):
-                raise BadArgument(name, value, "an integer >= 1")
+        for name in (
+            "pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "state_slots",
+            "states_per_path", "checkpoint_tokens",
+        ):  # fmt: skip
+            value, least = getattr(self, name), 0 if name == "checkpoint_tokens" else 1
+            optional = name in ("pages", "state_slots")
+            if (value is not None or not optional) and (type(value) is not int or value < least):
+                raise BadArgument(name, value, f"an integer >= {least}")
+        self.shares()
         if self.tiers is not None and not self.cache:
             raise BadArgument("cache", self.cache, "True where there is a host tier or storage")
         if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
             raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
+
+    def shares(self) -> Shares:
+        """How memory is shared out."""
+        return Shares(self.kv_bytes, self.pages, self.window_ratio, self.state_share, self.state_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +292,14 @@ class Engine:
         config: sizes and limits.
         clock: seconds, never going back.
         random: where seeds come from for requests that have none.
-        runner: makes the runner from the model, the number of pages and the page size.
+        runner: makes the runner from the model, the pages or slots of each component by its name, and the page size.
 
     Attributes:
         name, tokenizer, dtype: of the model.
         config: as given.
-        pages: pages of the pool.
+        pages: pages of the first pool.
         max_context: positions that one request can have: the model's, or the pool's if it is smaller.
+        vision: what makes prompts of chats with images; None: the model takes none.
 
     Raises:
         BadArgument: `kv_bytes` holds no page, or there is no such policy.
@@ -274,27 +313,32 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         random: random_module.Random | None = None,
-        runner: Callable[[LoadedModel, int, int], Runner] = ModelRunner,
+        runner: Callable[[LoadedModel, Mapping[str, int], int], Runner] = ModelRunner,
     ) -> None:
         self.config = config
-        self.pages = _pages(loaded, config)
+        sizes = _sizes(loaded, config)
+        self.pages = next(iter(sizes.values()))
         self.name = loaded.name
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.dtype: torch.dtype = loaded.dtype
-        self.max_context = min(loaded.max_context, self.pages * config.page_size)
+        self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
-        model = runner(loaded, self.pages, config.page_size)
+        if config.tiers is not None and config.tiers.storage is not None and tuple(sizes) != (Full(),):
+            raise BadArgument("storage", config.tiers.storage, "None: it holds the pages of full attention only")
+        self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
+        self.vision = model.vision
         host, store = (
             (None, None) if config.tiers is None else build_tiers(config.tiers, model, loaded, config.page_size, clock)
         )
         try:
             self._cache = PrefixCache(
-                self.pages,
+                sizes,
                 config.page_size,
-                keys=TokenKeys(model.vocab_size),
+                keys=TokenKeys(model.vocab_size) if self.vision is None else TypedKeys(model.vocab_size),
                 policy=config.policy,
                 enabled=config.cache,
                 copy_page=model.copy_page,
+                copy_state=model.copy_state,
                 host=host,
                 store=store,
             )
@@ -310,7 +354,14 @@ class Engine:
             self._cache,
             model,
             loaded.tokenizer,
-            scheduler.Limits(loaded.max_context, config.chunk_tokens, config.max_running, config.age_limit_s),
+            scheduler.Limits(
+                loaded.max_context,
+                config.chunk_tokens,
+                config.max_running,
+                config.age_limit_s,
+                config.checkpoint_tokens,
+                config.states_per_path,
+            ),
             eos=_eos_tokens(loaded),
             clock=clock,
             random=random or random_module.Random(),
@@ -342,9 +393,11 @@ class Engine:
         Raises:
             RequestTooLong: it could never fit.
             BadTokens: a token is outside the vocabulary.
+            BadArgument: its namespace names an adapter that is not loaded.
             EngineFull: `max_waiting` requests wait already.
             EngineClosed: the engine drains, is closed or has failed; the cause says why.
         """
+        request = self._resolve(request)
         self._scheduler.check(request)
         arrived_s = self._clock()
         with self._changed:
@@ -357,6 +410,45 @@ class Engine:
             self._unheard += 1
             self._commands.put(lambda: self._add(stream.id, request, arrived_s, on_progress))
         return stream
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may ask for in their namespace."""
+        return self._model.adapters.names
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Loads a LoRA adapter under a name; requests that run go on with what they have.
+
+        Raises:
+            BadArgument: the name, or there is no whole adapter at `path`.
+            UnsupportedModel: the adapter does not fit the model, or is of a kind that cannot be served.
+            EngineClosed: see `submit`.
+        """
+        check_name(name)
+        if name == self.name:
+            raise BadArgument("name", name, "another than the model's own")
+        files = read_adapter(path)
+        self._ask(lambda: self._model.adapters.add(name, files))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; requests that have it go on to their end.
+
+        Raises:
+            BadArgument: there is no such adapter.
+            EngineClosed: see `submit`.
+        """
+        self._ask(lambda: self._model.adapters.unload(name))
+
+    def _resolve(self, request: Request) -> Request:
+        """A request whose namespace holds the weights of its adapter, not only the name, and what its images shape."""
+        namespace, adapter = request.namespace, None
+        if isinstance(namespace, Namespace) and namespace.adapter is not None:
+            adapter = self._model.adapters.get(namespace.adapter)
+            namespace = replace(namespace, adapter=adapter.namespace)
+        request = replace(request, namespace=namespace, adapter=adapter)
+        if request.images and self.vision is None:
+            raise BadArgument("images", f"{len(request.images)} images", "none: the model takes text only")
+        return request
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams = _DEFAULTS) -> list[Completion]:
         """Completes many prompts, as text or as tokens, and waits for all; in the order of the prompts.
@@ -443,12 +535,14 @@ class Engine:
         return np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
     def _describe(self, key: bytes) -> str:
-        tokens = np.frombuffer(key, dtype="<u4").tolist()
-        more = " …" if len(tokens) > _SHOWN_TOKENS else ""
-        return f"{self.tokenizer.decode(tokens[:_SHOWN_TOKENS])!r}{more}"
+        symbols = np.frombuffer(key, dtype="<u4")[: _SHOWN_TOKENS + 1]
+        more = " …" if len(symbols) > _SHOWN_TOKENS else ""
+        text = symbols[:_SHOWN_TOKENS]
+        image = " and of an image" if (text >= MAX_TOKEN).any() else ""
+        return f"{self.tokenizer.decode(text[text < MAX_TOKEN].tolist())!r}{image}{more}"
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Runs something on the engine's thread and waits for what it gives."""
+        """Runs something on the engine's thread and waits for what it gives; what it cannot do is told to the asker."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -456,6 +550,8 @@ class Engine:
                 result = question()
                 self._stats = self._count()
                 answer.set_result(result)
+            except (BadArgument, UnsupportedModel) as error:
+                answer.set_exception(error)
             except Exception as error:
                 answer.set_exception(error)
                 raise
@@ -591,13 +687,27 @@ class Engine:
         )
 
 
-def _pages(loaded: LoadedModel, config: EngineConfig) -> int:
-    if config.pages is not None:
-        return config.pages
-    page_bytes = bytes_per_page(loaded.model.config, config.page_size, loaded.dtype)
-    if config.kv_bytes < page_bytes:
-        raise BadArgument("kv_bytes", config.kv_bytes, f"at least {page_bytes}: a page of {config.page_size} positions")
-    return config.kv_bytes // page_bytes
+def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
+    """Pages and slots of the model's components."""
+    layout = Layout.of(loaded.model.config, loaded.max_context)
+    shape = StateShape.of(loaded.model) if layout.state_layers else None
+    size = config.page_size
+    chunk = min(config.chunk_tokens, loaded.max_context)
+    need = Need(
+        window_pages=scheduler.window_pages(layout.window or 0, chunk, size, states=shape is not None),
+        context_pages=-(-loaded.max_context // size),
+        running=config.max_running,
+    )
+    sizes = share_out(
+        layout.components,
+        layout.bytes_per_page(size, loaded.dtype),
+        0 if shape is None else shape.bytes_per_slot,
+        config.shares(),
+        need,
+    )
+    return {
+        State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
+    }
 
 
 def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:

@@ -297,6 +297,11 @@ class HostPool:
         return self._pages[0]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Host pages of each component."""
+        return self._pages
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of a page's content, of component 0."""
         return self._components[0].payload_bytes

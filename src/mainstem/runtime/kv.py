@@ -1,4 +1,4 @@
-"""The KV tensors that pages name: one tensor of keys and one of values, all layers together.
+"""The KV tensors that pages name: one tensor of keys and one of values, all layers of a component together.
 
     k, v:  [layers, pages, page_size, kv_heads, head_dim]
 
@@ -30,7 +30,7 @@ class KVShape(NamedTuple):
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> KVShape:
-        """Read the shape from a model's configuration.
+        """Read the shape from a configuration whose layers are all alike.
 
         Raises:
             UnsupportedModel: it does not name layers, heads and hidden size, or its layers differ in them.
@@ -47,18 +47,21 @@ class KVShape(NamedTuple):
         head_dim = getattr(text, "head_dim", None) or hidden // heads
         return cls(layers, int(kv_heads), int(head_dim))
 
+    def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one page of `page_size` positions takes, keys and values of all layers."""
+        return 2 * math.prod(self) * page_size * dtype.itemsize
+
 
 def bytes_per_page(config: PreTrainedConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one page of `page_size` positions takes, keys and values of all layers."""
-    shape = KVShape.of(config)
-    return 2 * shape.layers * page_size * shape.kv_heads * shape.head_dim * dtype.itemsize
+    """Bytes that one page takes of a model whose layers are all alike."""
+    return KVShape.of(config).bytes_per_page(page_size, dtype)
 
 
 class KVPool:
     """Keys and values of `pages` pages, not initialised: only positions that were written may be read.
 
     Args:
-        config: of the model whose KV it holds.
+        shape: of what a position holds. Without layers the pages hold nothing, and only mark what their owner knows.
         pages: how many pages.
         page_size: positions a page.
         dtype: of the keys and values, the model's own.
@@ -70,7 +73,7 @@ class KVPool:
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        shape: KVShape,
         pages: int,
         page_size: int,
         dtype: torch.dtype,
@@ -79,7 +82,6 @@ class KVPool:
         for name, value in (("pages", pages), ("page_size", page_size)):
             if value < 1:
                 raise BadArgument(name, value, "at least 1")
-        shape = KVShape.of(config)
         self.shape = shape
         self.pages = pages
         self.page_size = page_size
@@ -89,7 +91,7 @@ class KVPool:
         except RuntimeError as error:  # what PyTorch raises when there is no such memory
             needed = 2 * math.prod(size) * dtype.itemsize
             raise BadArgument("kv_bytes", needed, f"memory that can be had on {device}") from error
-        self._layers = list(zip(self.k.unbind(), self.v.unbind(), strict=True))
+        self._layers = list(zip(self.k, self.v, strict=True))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -24,6 +24,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import platformdirs
@@ -32,7 +33,7 @@ from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 Progress = Callable[[str, int, int], None]
 
@@ -51,6 +52,9 @@ _DOWNLOAD_TIMEOUT_S = 900.0
 _PROBE_ROWS = (64, 1)
 _PROBE_TURNS = 24
 
+# The parts of a processor that images need.
+_IMAGES_AND_TEXT = ("image_processor", "tokenizer")
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -64,6 +68,7 @@ class LoadedModel:
         name: what clients call it.
         dtype: of the weights, and so of the KV.
         max_context: positions that the model was trained for.
+        processor: of a model that reads images.
     """
 
     model: PreTrainedModel
@@ -71,6 +76,7 @@ class LoadedModel:
     name: str
     dtype: torch.dtype
     max_context: int
+    processor: ProcessorMixin | None = None
 
 
 def load_model(name: str | None = None, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
@@ -84,7 +90,8 @@ def load_model(name: str | None = None, *, dtype: str = "auto", progress: Progre
 
     Raises:
         ModelNotFound: there is no such model here, or it could not be downloaded; the message says what was tried.
-        UnsupportedModel: it is no causal language model that transformers can run without code of the model's own.
+        UnsupportedModel: it is no causal language model that transformers can run without code of the model's own, or
+            it reads images and there is no Pillow.
         BadArgument: `dtype` is none of the above.
     """
     if dtype not in _DTYPES:
@@ -112,7 +119,7 @@ def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress("load", 0, 2)
@@ -120,9 +127,11 @@ def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         max_context = _max_context(config, name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        processor = _processor(source, config) if _reads_images(config) else None
         progress("load", 1, 2)
         chosen = quicker_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
-        model = _weights(source, name, config=config, dtype=chosen)
+        kind = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
+        model = _weights(kind, source, name, config=config, dtype=chosen)
         torch.nn.Module.to(model, device)
     except OSError as error:
         raise ModelNotFound(f"{name}: {error}") from error
@@ -130,17 +139,50 @@ def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel
         raise ModelNotFound(f"{name}: its weights are damaged: {error}") from error
     except (ValueError, StrictDataclassError) as error:
         raise UnsupportedModel(f"{name}: {error}") from error
+    except ImportError as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UnsupportedModel(f"{name}: a package is missing; pip install 'mainstem[vision]': {first}") from error
     progress("load", 2, 2)
-    return LoadedModel(model, tokenizer, name, chosen, max_context)
+    return LoadedModel(model, tokenizer, name, chosen, max_context, processor)
 
 
-def _weights(source: str | Path, name: str, **options: object) -> PreTrainedModel:
+def _reads_images(config: PreTrainedConfig) -> bool:
+    from transformers.models.auto import modeling_auto
+
+    known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return getattr(config, "vision_config", None) is not None and config.model_type in known
+
+
+def _processor(source: str, config: PreTrainedConfig) -> ProcessorMixin:
+    from transformers import AutoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+    videos = kind is not None and kind.get_attributes() == [*_IMAGES_AND_TEXT, "video_processor"]
+    kind = images_only(kind) if videos else AutoProcessor
+    processor: ProcessorMixin = kind.from_pretrained(source, trust_remote_code=False)
+    return processor
+
+
+def images_only(kind: Any) -> Any:
+    """A processor class without its part for videos, the last, which alone would need torchvision."""
+
+    def attributes(cls: object) -> list[str]:
+        return list(_IMAGES_AND_TEXT)
+
+    # transformers reads the names of arguments from the code itself, so it stays, and only its defaults are others.
+    init = kind.__init__
+    defaults = [None] * (init.__code__.co_argcount - 1)  # of all but self
+    given = init.__defaults__ or ()
+    defaults[len(defaults) - len(given) :] = given
+    fresh = FunctionType(init.__code__, init.__globals__, init.__name__, tuple(defaults), init.__closure__)
+    fresh.__kwdefaults__ = init.__kwdefaults__
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(attributes), "__init__": fresh})
+
+
+def _weights(kind: Any, source: str | Path, name: str, **options: object) -> PreTrainedModel:
     """A model with all of its weights: what a checkpoint lacks, transformers would fill with random numbers."""
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, output_loading_info=True, trust_remote_code=False, **options
-    )
+    loaded: Any = kind.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **options)
     model: PreTrainedModel = loaded[0]
     report: dict[str, set[str]] = loaded[1]
     if missing := sorted(report["missing_keys"]):
@@ -342,7 +384,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # its bar does not heed transformers' switch
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
             progress("convert", 1, 3)
-            packed = _weights(gguf.parent, gguf.name, gguf_file=gguf.name, dtype=torch.float32)
+            packed = _weights(AutoModelForCausalLM, gguf.parent, gguf.name, gguf_file=gguf.name, dtype=torch.float32)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedModel(f"{gguf.name}: {error}") from error
     progress("convert", 2, 3)

@@ -44,7 +44,7 @@ class Prompts:
             BadArgument: no tokens at all, or not encodable as UTF-8.
             RequestTooLong: longer than the context; found before tokenising if no tokenisation could fit.
         """
-        self._check_size([text], "prompt")
+        self.check_size([text], "prompt")
         return self._encode(text, special_tokens=True, name="prompt")
 
     def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:
@@ -77,7 +77,7 @@ class Prompts:
         """
         if len(messages) > self._max_context:
             raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
-        self._check_size([message["content"] for message in messages], "messages")
+        self.check_size([message["content"] for message in messages], "messages")
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
@@ -85,20 +85,31 @@ class Prompts:
         except (TemplateError, ValueError, TypeError) as error:
             given = [message["role"] for message in messages]
             raise BadArgument("messages", given, f"what the model's chat template takes: {error}") from error
-        self._check_size([str(text)], "messages")
+        self.check_size([str(text)], "messages")
         return self._encode(str(text), special_tokens=False, name="messages")
 
     def spell(self, token: int) -> str:
         """The text of one token on its own; a part of a character shows as U+FFFD."""
         return str(self._tokenizer.decode([token]))
 
-    def _check_size(self, texts: Sequence[str], name: str) -> None:
+    def check_size(self, texts: Sequence[str], name: str) -> None:
+        """Texts that no tokenisation could fit into the context are refused, before anything works on them.
+
+        Raises:
+            RequestTooLong: they are of that size.
+            BadArgument: one is not encodable as UTF-8.
+        """
         size = sum(_utf8_bytes(text, name) for text in texts)
         if size > self._max_bytes:
             raise RequestTooLong(
                 f"{name}: a text of {size} bytes cannot fit {self._max_context} tokens, which are {self._max_bytes}"
                 " bytes at the most"
             )
+
+    def check_length(self, tokens: int, name: str) -> None:
+        """Raises RequestTooLong for a prompt that is longer than the context."""
+        if tokens > self._max_context:
+            raise RequestTooLong(f"{name}: {tokens} tokens, but the context has {self._max_context}")
 
     def _encode(self, text: str, *, special_tokens: bool, name: str) -> NDArray[np.int32]:
         ids = self._tokenizer.encode(text, add_special_tokens=special_tokens)
@@ -107,8 +118,7 @@ class Prompts:
         return self._fitting(ids, name)
 
     def _fitting(self, ids: Sequence[int], name: str) -> NDArray[np.int32]:
-        if len(ids) > self._max_context:
-            raise RequestTooLong(f"{name}: {len(ids)} tokens, but the context has {self._max_context}")
+        self.check_length(len(ids), name)
         prompt = np.asarray(ids, dtype=np.int32)
         prompt.flags.writeable = False
         return prompt

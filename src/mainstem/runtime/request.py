@@ -6,13 +6,21 @@ Knows nothing of schedulers, models or text: every layer of the runtime and the 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens
+from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace, encode_namespace
+
+if TYPE_CHECKING:
+    import torch
+
+    from mainstem.runtime.adapters import Adapter
 
 MAX_LOGPROBS = 20
 _INT32_MAX = 2**31 - 1
@@ -65,6 +73,55 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """An image in a prompt.
+
+    Args:
+        start: its first position in the prompt.
+        length: positions that it fills; at least 5.
+        identity: 16 bytes of a cryptographic hash over all that shapes its embeddings.
+        inputs: what the model's encoder takes for this image alone.
+        splits: the model attends to it in one direction only, so that it may be computed in parts.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+
+    start: int
+    length: int
+    identity: bytes
+    inputs: Mapping[str, torch.Tensor]
+    splits: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks all but the inputs, which the model knows."""
+        _require_integer("start", self.start, 0, _INT32_MAX)
+        _require_integer("length", self.length, IMAGE_MIN_LENGTH, _INT32_MAX)
+        whole = isinstance(self.identity, bytes) and len(self.identity) == IMAGE_DIGEST_BYTES
+        _require("identity", self.identity, whole, f"{IMAGE_DIGEST_BYTES} bytes")
+
+    @property
+    def end(self) -> int:
+        """The position behind its last."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedPrompt:
+    """A prompt, as it goes into a `Request`.
+
+    Args:
+        tokens: int32 [n], read-only; what it holds at the positions of images does not count.
+        images: in order.
+        positions: int64 [3, n] for models with M-RoPE; None: token i stands at i.
+    """
+
+    tokens: NDArray[np.int32]
+    images: tuple[ImageInput, ...] = ()
+    positions: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and what to make of it.
 
@@ -74,9 +131,12 @@ class Request:
         params: how to sample, and when to end.
         namespace: what must be equal before any prefix may be shared.
         priority: higher goes first; an int32.
+        images: in order and apart; what tokens hold at their positions does not count.
+        positions: int64 [3, n]: where each token of the prompt stands for M-RoPE; None: at its index.
+        adapter: what computes instead of the base model; the namespace must name it, too.
 
     Raises:
-        BadArgument: the namespace or the priority.
+        BadArgument: the namespace, the priority, the images or the positions.
         BadTokens: the prompt is empty, has more than one dimension, or holds something else than int32 integers >= 0.
     """
 
@@ -84,6 +144,9 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace | str | None = None
     priority: int = 0
+    images: tuple[ImageInput, ...] = ()
+    positions: NDArray[np.int64] | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         """Copies the prompt, so that nobody can change it while it runs."""
@@ -97,11 +160,50 @@ class Request:
         wrong = np.flatnonzero((given < 0) | (given > _INT32_MAX))
         if wrong.size:
             raise BadTokens(f"token {given[wrong[0]]} at position {wrong[0]}: must be from 0 to {_INT32_MAX}")
-        if given.dtype == np.int32 and not given.flags.writeable:
-            return  # nobody can change it: it may be shared by many requests
-        tokens = given.astype(np.int32)
-        tokens.flags.writeable = False
-        object.__setattr__(self, "tokens", tokens)
+        # What nobody can change may be shared by many requests.
+        object.__setattr__(self, "tokens", _frozen(given, np.dtype(np.int32)))
+        _check_images(self.images, len(given))
+        if self.positions is not None:
+            object.__setattr__(self, "positions", _checked_positions(self.positions, len(given)))
+
+    def positions_of(self, begin: int, end: int) -> NDArray[np.int64] | None:
+        """Where the tokens at [begin, end) stand for M-RoPE, int64 [3, end - begin]; None: at their indices.
+
+        Those behind the prompt go on by 1 from its highest position.
+        """
+        if self.positions is None:
+            return None
+        known = self.positions.shape[1]
+        behind = self.positions.max() + 1 + np.arange(max(begin - known, 0), max(end - known, 0))
+        return np.concatenate([self.positions[:, begin:end], np.broadcast_to(behind, (3, len(behind)))], axis=1)
+
+
+def _frozen(given: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The array itself if nobody can write to it, else a copy."""
+    if given.dtype == dtype and not given.flags.writeable:
+        return given
+    copy = given.astype(dtype)
+    copy.flags.writeable = False
+    return copy
+
+
+def _check_images(images: tuple[ImageInput, ...], length: int) -> None:
+    _require("images", images, isinstance(images, tuple), "a tuple of ImageInput")
+    end = 0
+    for image in images:
+        _require("images", image, isinstance(image, ImageInput), "a tuple of ImageInput")
+        apart = end <= image.start and image.end <= length
+        _require(
+            "images", f"one at [{image.start}, {image.end})", apart, f"in order, apart, and inside [{end}, {length})"
+        )
+        end = image.end
+
+
+def _checked_positions(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    given = np.asarray(positions)
+    fits = given.shape == (3, length) and given.dtype.kind in "iu" and given.min() >= 0
+    _require("positions", given, bool(fits), f"integers >= 0 of shape (3, {length}), one column a token")
+    return _frozen(given, np.dtype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,11 @@
 """Runs a model over pages: one packed forward for the new tokens of many requests.
 
-A model is refused when its KV is not one entry a position and layer, or depends on more than the tokens up to that
-position; what the configuration does not tell, a self-test at construction does.
+    one forward     all segments, packed [1, tokens]; with recurrent layers a segment alone, or single tokens [rows, 1]
+    one adapter     those of different adapters are never in one forward
+    images          their embeddings take the places of their tokens'
+
+A model is refused when what it keeps does not fit the pools of its `Layout`, or depends on more than the tokens up to
+a position; what the configuration does not tell, a self-test at construction does.
 
 The runner does not know requests, leases or sampling, and does not check who owns a page.
 """
@@ -9,20 +13,35 @@ The runner does not know requests, leases or sampling, and does not check who ow
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mainstem.components import Full, Window
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime import kv
-from mainstem.runtime.attention import Attention, Extent, Paging, SdpaAttention, install, plan_batch
+from mainstem.runtime.adapters import Adapter, Adapters
+from mainstem.runtime.attention import (
+    Attention,
+    BatchPlan,
+    Extent,
+    Paging,
+    SdpaAttention,
+    install,
+    plain_attention,
+    plan_batch,
+    seen_from,
+)
 from mainstem.runtime.host import HostPool, HostSize, Planes, host_pages
 from mainstem.runtime.kv import KVPool
+from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.request import ImageInput
+from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
+from mainstem.runtime.vision import Vision
 from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
@@ -33,18 +52,31 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 _TEST_TOKENS = 12
+# The self-test's prompts reach behind windows of up to so many positions; longer ones would take long to test.
+_TEST_WINDOW = 128
+
+# All states are needed before the first layer is computed, so they are copied as if they were its.
+_STATE_LAYER = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The new tokens of one request in a packed forward.
+    """The new tokens of one request in a forward.
 
     Args:
         tokens: [n] int32 token ids, n >= 1.
         start: position of tokens[0]; the KV of positions [0, start) is already in the pages.
-        page_table: int32 page ids, covering at least start + n positions; those written to belong to it alone.
+        page_table: int32 page ids of the first component, covering at least start + n positions; those written to
+            belong to it alone. If all layers slide it is a table like `window_table`.
         logits: whether the row of the last token is wanted.
-        arriving: the KV before `start` is still on its way, layer by layer.
+        arriving: what lies before `start` is still on its way, layer by layer.
+        window_table: int32 page ids of the window component, where it is not the first; those behind the window of
+            `start` are not looked at.
+        state: slot of the state behind `start`, which becomes the one behind the segment. With start == 0 it is only
+            written.
+        images: of the request, in order; those outside the segment do not matter.
+        positions: int64 [3, n], where the tokens stand for M-RoPE; None: at start, start + 1, ...
+        adapter: what computes instead of the base model.
     """
 
     tokens: NDArray[np.int32]
@@ -52,62 +84,105 @@ class Segment:
     page_table: NDArray[np.int32]
     logits: bool
     arriving: LayerTicket | None = None
+    window_table: NDArray[np.int32] | None = None
+    state: int = -1
+    images: tuple[ImageInput, ...] = ()
+    positions: NDArray[np.int64] | None = None
+    adapter: Adapter | None = None
 
     @property
     def end(self) -> int:
         """The position behind the last new token."""
         return self.start + len(self.tokens)
 
+    def part(self, begin: int, end: int) -> Segment:
+        """The segment's positions [begin, end) alone; the last part has its logits."""
+        rows = slice(begin - self.start, end - self.start)
+        positions = None if self.positions is None else self.positions[:, rows]
+        logits = self.logits and end == self.end
+        return replace(self, tokens=self.tokens[rows], start=begin, positions=positions, logits=logits)
+
+
+class _Pools:
+    """What forwards read and write: pages by component, and states.
+
+    Raises:
+        BadArgument: a component has no pages, or a number is given for one that the model does not have.
+    """
+
+    def __init__(
+        self, layout: Layout, shape: StateShape | None, counts: Mapping[str, int], page_size: int, like: torch.Tensor
+    ) -> None:
+        names = [component.name for component in layout.components]
+        if sorted(counts) != sorted(names):
+            raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(names)}")
+        kv = layout.shapes.items()
+        self.paged = {name: KVPool(kv_shape, counts[name], page_size, like.dtype, like.device) for name, kv_shape in kv}
+        self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
+
 
 class ModelRunner:
-    """A model and the KV pages it reads and writes. One thread at a time.
+    """A model and the pages and slots that it reads and writes. One thread at a time.
 
     The loaded model attends through pages from then on and can no longer be called without them.
 
     Args:
         loaded: the model; its KV has the model's dtype and device.
-        pages: pages of the pool.
+        pages: pages or slots of each component's pool by its name, "full", "window", "state"; a number alone for a
+            model of one component.
         page_size: positions a page.
 
     Raises:
         UnsupportedModel: the model cannot run over pages; the message says why. The loaded model is as it was.
-        BadArgument: `pages` or `page_size` is less than 1.
+        BadArgument: there is not one page of each component, or `page_size` is less than 1.
     """
 
-    def __init__(self, loaded: LoadedModel, pages: int, page_size: int) -> None:
-        if reasons := list(_refusals(loaded.model)):
-            raise UnsupportedModel(f"{loaded.name} cannot run over pages: {'; '.join(reasons)}")
-        config = loaded.model.config
-        text = config.get_text_config(decoder=True)
-        self._model = loaded.model
+    def __init__(self, loaded: LoadedModel, pages: int | Mapping[str, int], page_size: int) -> None:
+        model = loaded.model
+        text = model.config.get_text_config(decoder=True)
+        self._model = model
         self._max_context = loaded.max_context
-        self._heads = int(text.num_attention_heads)
         self._attention: Attention = SdpaAttention()
+        self.layout = _layout(loaded)
         self.vocab_size = int(text.vocab_size)
-        self.bytes_per_page = kv.bytes_per_page(config, page_size, loaded.dtype)
-        self._pool = KVPool(config, pages, page_size, loaded.dtype, loaded.model.device)
-        self._self_test(loaded)
+        self.adapters = Adapters(model)
+        first = self.layout.components[0].name
+        counts = {first: pages} if isinstance(pages, int) else pages
+        self._places = self.layout.places
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._like = torch.empty(0, dtype=loaded.dtype, device=model.device)
+        self._page_size = page_size
+        with plain_attention(model):
+            limit = TOLERANCE[loaded.dtype]
+            self._shape = StateShape.of(model) if self.layout.state_layers else None
+            self._stepped = self._shape is not None and prove(model, self._shape, limit) == "stepped"
+            self.vision = None if loaded.processor is None else Vision(loaded)
+            self._pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
+            self._self_test(loaded.name, limit)
+        install(model)
 
     @property
-    def pool(self) -> KVPool:
-        """The pages that it reads and writes."""
-        return self._pool
+    def pools(self) -> dict[str, KVPool | StatePool]:
+        """The pages and slots that it reads and writes, by component."""
+        states = self._pools.states
+        return {**self._pools.paged, **({} if states is None else {"state": states})}
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Compute the segments' new tokens, write their KV, and return the logits that were asked for.
+        """Compute the segments' new tokens, write what they leave behind, and return the logits that were asked for.
 
         Returns:
             float32 [rows, vocab_size], one row for each segment with `logits`, in order, on the model's device.
 
         Raises:
             BadArgument: a segment is empty, holds a token outside the vocabulary, is longer than the model's context,
-                is not covered by its pages, or writes to a page that another one writes to. Nothing is written.
+                is not covered by its pages, has no slot, or writes to a page or a slot that another one writes to.
+                Nothing is written.
         """
         self._check(segments)
-        return self._run(segments, self._pool)
+        return self._run(segments, self._pools)
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
-        """Host pages for the pool's.
+        """Host pages for the pools', a component each in their order.
 
         Args:
             size: how much.
@@ -116,148 +191,326 @@ class ModelRunner:
         Raises:
             BadArgument: the size holds no page, or cannot be had.
         """
-        planes = [Planes((self._pool.k, self._pool.v))]
+        planes = [_page_planes(pool, self.layout.kv_layers[name]) for name, pool in self._pools.paged.items()]
+        if self._pools.states is not None:
+            planes.append(_state_planes(self._pools.states))
         return HostPool(planes, host_pages(size, planes), storage=storage)
 
-    def copy_page(self, source: int, target: int, positions: int) -> None:
+    def copy_page(self, source: int, target: int, positions: int, component: str | None = None) -> None:
         """Copy the KV of the first `positions` positions of page `source` to page `target`.
+
+        Args:
+            source: a page.
+            target: another.
+            positions: how many.
+            component: whose pages, the first's by default.
 
         Raises:
             BadArgument: a page or a number of positions that does not exist.
         """
-        self._pool.copy_page(source, target, positions)
+        self._pools.paged[component or self.layout.components[0].name].copy_page(source, target, positions)
 
-    def _run(self, segments: Sequence[Segment], pool: KVPool) -> torch.Tensor:
-        device = pool.device
-        plan = plan_batch([Extent(len(s.tokens), s.start, s.page_table) for s in segments], pool, self._heads)
-        tokens = np.concatenate([s.tokens for s in segments]).astype(np.int64)
-        positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in segments])
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the state in slot `source` to slot `target`.
+
+        Raises:
+            BadArgument: a slot that does not exist, or the model keeps no state.
+        """
+        if self._pools.states is None:
+            raise BadArgument("source", source, "a state of a model that keeps one")
+        self._pools.states.copy(source, target)
+
+    # ------------------------------------------------------------ computing
+
+    def _run(self, segments: Sequence[Segment], pools: _Pools) -> torch.Tensor:
+        rows: list[int] = []
+        parts = []
+        for batch in self._batches(segments):
+            parts.append(self._compute([segment for _, segment in batch], pools))
+            rows += [index for index, segment in batch if segment.logits]
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.from_numpy(np.argsort(np.array(rows, dtype=np.int64)))
+        return torch.cat(parts)[order.to(self._like.device)]
+
+    def _batches(self, segments: Sequence[Segment]) -> Iterator[list[tuple[int, Segment]]]:
+        """What can be computed together, and the place of each segment among all."""
+        groups: dict[Adapter | None, list[tuple[int, Segment]]] = {}
+        for index, segment in enumerate(segments):
+            groups.setdefault(segment.adapter, []).append((index, segment))
+        for group in groups.values():
+            if self._shape is None:
+                yield group
+                continue
+            steps = [(index, s) for index, s in group if s.start > 0 and len(s.tokens) == 1]
+            for index, segment in group:
+                if segment.start == 0 or len(segment.tokens) > 1:
+                    yield from ([(index, part)] for part in self._parts(segment))
+            if steps:
+                yield steps
+
+    def _parts(self, segment: Segment) -> Iterator[Segment]:
+        """A segment as a model with a state takes it: some go on behind a state by single tokens only."""
+        if segment.start == 0 or not self._stepped:
+            yield segment
+            return
+        for position in range(segment.start, segment.end):
+            yield segment.part(position, position + 1)
+
+    def _compute(self, segments: Sequence[Segment], pools: _Pools) -> torch.Tensor:
+        """One forward. Without states all tokens are one row; with states each segment is one, and all are as long."""
+        rows = 1 if pools.states is None else len(segments)
         last = np.cumsum([len(s.tokens) for s in segments]) - 1
-        rows = last[[s.logits for s in segments]]
+        wanted = self._tensor(last[[s.logits for s in segments]])
         arriving = tuple(dict.fromkeys(s.arriving for s in segments if s.arriving is not None))
-        with torch.inference_mode():
-            output = self._model(
-                input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
-                position_ids=torch.from_numpy(positions).unsqueeze(0).to(device),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(rows).to(device),
-                paging=Paging(self._attention, plan, self._max_context, arriving),
-            )
-            logits: torch.Tensor = output.logits.squeeze(0).float()
-        return logits
+        with torch.inference_mode(), self.adapters.select(segments[0].adapter):
+            inputs = self._inputs(segments, rows)
+            inputs["logits_to_keep"] = wanted if rows == 1 else self._tensor(np.zeros(1, dtype=np.int64))
+            if self._places:
+                plans = self._plans(segments, pools)
+                inputs["paging"] = Paging(self._attention, plans, self._places, self._max_context, arriving)
+            if pools.states is None or self._shape is None:
+                output = self._model(**inputs, use_cache=False)
+            else:
+                cache = self._states(segments, pools.states, arriving)
+                output = self._model(**inputs, use_cache=True, **{self._shape.argument: cache})
+                cache.store([s.state for s in segments])
+            logits: torch.Tensor = output.logits.flatten(0, 1).float()
+        return logits if rows == 1 else logits[wanted]
+
+    def _inputs(self, segments: Sequence[Segment], rows: int) -> dict[str, Any]:
+        tokens = self._tensor(np.concatenate([s.tokens for s in segments]).astype(np.int64)).view(rows, -1)
+        pictured = any(_inside(segment) for segment in segments)
+        inputs = {"inputs_embeds": self._embeddings(segments, tokens)} if pictured else {"input_ids": tokens}
+        if self._takes_positions:
+            inputs["position_ids"] = self._positions(segments, rows)
+        return inputs
+
+    def _embeddings(self, segments: Sequence[Segment], tokens: torch.Tensor) -> torch.Tensor:
+        """Of tokens [rows, n], with those of images in their places: [rows, n, hidden]."""
+        assert self.vision is not None
+        embeddings: torch.Tensor = self._model.get_input_embeddings()(tokens)
+        flat, row = embeddings.view(-1, embeddings.shape[-1]), 0
+        for segment in segments:
+            for image in _inside(segment):
+                begin, end = max(image.start, segment.start), min(image.end, segment.end)
+                shift = row - segment.start
+                span = self.vision.embed(image)[begin - image.start : end - image.start]
+                flat[begin + shift : end + shift] = span
+            row += len(segment.tokens)
+        return embeddings
+
+    def _positions(self, segments: Sequence[Segment], rows: int) -> torch.Tensor:
+        """[rows, n], or [3, rows, n] if one of them has positions of its own."""
+        ways = (3,) if any(s.positions is not None for s in segments) else ()
+        parts = []
+        for segment in segments:
+            given = np.arange(segment.start, segment.end) if segment.positions is None else segment.positions
+            parts.append(np.broadcast_to(given, (*ways, len(segment.tokens))))
+        return self._tensor(np.concatenate(parts, axis=-1).astype(np.int64)).view(*ways, rows, -1)
+
+    def _plans(self, segments: Sequence[Segment], pools: _Pools) -> dict[str, BatchPlan]:
+        plans = {}
+        for name, pool in pools.paged.items():
+            extents = [Extent(len(s.tokens), s.start, self._table(s, name), self._regions(s)) for s in segments]
+            plans[name] = plan_batch(extents, pool, self._window(name))
+        return plans
+
+    def _regions(self, segment: Segment) -> tuple[tuple[int, int], ...]:
+        if self.vision is None or not self.vision.both_ways:
+            return ()
+        return tuple((image.start, image.end) for image in _inside(segment))
+
+    def _states(self, segments: Sequence[Segment], states: StatePool, arriving: Sequence[LayerTicket]) -> StateCache:
+        """The cache with the states behind the segments' starts."""
+        cache = StateCache(self._model.config, states)
+        if segments[0].start == 0:
+            cache.start(len(segments))
+            return cache
+        for ticket in arriving:
+            ticket.wait_layer(_STATE_LAYER)
+        cache.load([s.state for s in segments])
+        return cache
+
+    def _tensor(self, values: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._like.device)
+
+    def _window(self, name: str) -> int | None:
+        return self.layout.window if name == Window.name else None
+
+    def _table(self, segment: Segment, name: str) -> NDArray[np.int32]:
+        if name == self.layout.components[0].name:
+            return segment.page_table
+        assert segment.window_table is not None
+        return segment.window_table
+
+    # ------------------------------------------------------------ checking
 
     def _check(self, segments: Sequence[Segment]) -> None:
         if not segments:
             raise BadArgument("segments", segments, "at least one segment")
         for index, segment in enumerate(segments):
             self._check_segment(f"segments[{index}]", segment)
-        page_size = self._pool.page_size
-        written = np.concatenate([s.page_table[s.start // page_size : -(-s.end // page_size)] for s in segments])
-        ids, counts = np.unique(written, return_counts=True)
+        for name in self._pools.paged:
+            self._check_apart("page", [self._written(segment, name) for segment in segments])
+        if self._pools.states is not None:
+            self._check_apart("slot", [np.array([segment.state]) for segment in segments])
+
+    def _check_apart(self, what: str, written: Sequence[NDArray[Any]]) -> None:
+        ids, counts = np.unique(np.concatenate(written), return_counts=True)
         if counts.max() > 1:
-            raise BadArgument("segments", f"page {ids[counts.argmax()]} twice", "a page to write for one segment only")
+            raise BadArgument("segments", f"{what} {ids[counts.argmax()]} twice", f"a {what} to write for one only")
+
+    def _written(self, segment: Segment, name: str) -> NDArray[np.int32]:
+        size = self._page_size
+        return self._table(segment, name)[segment.start // size : -(-segment.end // size)]
 
     def _check_segment(self, name: str, segment: Segment) -> None:
-        tokens, table = segment.tokens, segment.page_table
+        tokens = segment.tokens
         if tokens.ndim != 1 or len(tokens) == 0:
             raise BadArgument(f"{name}.tokens", tokens, "one dimension with at least one token")
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise BadArgument(f"{name}.tokens", tokens, f"token ids in [0, {self.vocab_size})")
         if segment.start < 0 or segment.end > self._max_context:
             raise BadArgument(f"{name}.start", segment.start, f"in [0, {self._max_context - len(tokens)}]")
-        if table.ndim != 1 or len(table) * self._pool.page_size < segment.end:
-            raise BadArgument(f"{name}.page_table", table, f"pages for {segment.end} positions")
-        if table.min() < 0 or table.max() >= self._pool.pages:
-            raise BadArgument(f"{name}.page_table", table, f"page ids in [0, {self._pool.pages})")
+        first, *others = self._pools.paged
+        self._check_table(f"{name}.page_table", segment.page_table, segment, first)
+        for other in others:
+            self._check_table(f"{name}.window_table", segment.window_table, segment, other)
+        self._check_images(name, segment)
+        states = self._pools.states
+        if states is not None and not 0 <= segment.state < states.slots:
+            raise BadArgument(f"{name}.state", segment.state, f"in [0, {states.slots})")
 
-    def _self_test(self, loaded: LoadedModel) -> None:
+    def _check_images(self, name: str, segment: Segment) -> None:
+        images = _inside(segment)
+        if images and self.vision is None:
+            raise BadArgument(f"{name}.images", len(images), "none: the model reads no images here")
+        for low, high in self._regions(segment):
+            if low < segment.start or high > segment.end:
+                raise BadArgument(f"{name}.images", (low, high), f"whole in [{segment.start}, {segment.end})")
+        given = segment.positions
+        if given is not None and given.shape != (3, len(segment.tokens)):
+            raise BadArgument(f"{name}.positions", given.shape, f"of shape (3, {len(segment.tokens)})")
+
+    def _check_table(self, name: str, table: NDArray[np.int32] | None, segment: Segment, component: str) -> None:
+        pool = self._pools.paged[component]
+        if table is None or table.ndim != 1 or len(table) * pool.page_size < segment.end:
+            raise BadArgument(name, table, f"pages for {segment.end} positions")
+        read = table[seen_from(segment.start, self._window(component)) // pool.page_size :]
+        if read.min() < 0 or read.max() >= pool.pages:
+            raise BadArgument(name, table, f"page ids in [0, {pool.pages})")
+
+    # ------------------------------------------------------------ the self-test
+
+    def _self_test(self, name: str, limit: float) -> None:
         """Two short prompts, packed, chunked and over scattered pages, against plain attention on both as a whole."""
-        model = loaded.model
-        before = model.config._attn_implementation
-        length = min(_TEST_TOKENS, loaded.max_context)
+        length = min(self._test_length(), self._max_context)
         prompts = np.random.default_rng(0).integers(0, self.vocab_size, (2, length)).astype(np.int32)
-        supported = False
-        try:
-            model.set_attn_implementation("eager")
-            plain = _plain_logits(model, prompts)
-            install(model)
-            error = self._paged_error(prompts, plain)
-            supported = error <= TOLERANCE[loaded.dtype]
-        finally:
-            if not supported:
-                model.set_attn_implementation(before)
-        if not supported:
-            limit = TOLERANCE[loaded.dtype]
+        plain = self._plain_logits(prompts)
+        install(self._model)
+        error = self._paged_error(prompts, plain)
+        if error > limit:
             raise UnsupportedModel(
-                f"{loaded.name}: the self-test failed: over pages logits differ from plain attention by {error:.2g} "
+                f"{name}: the self-test failed: over pages logits differ from plain attention by {error:.2g} "
                 f"of their spread; {limit:g} is allowed"
             )
+
+    def _test_length(self) -> int:
+        window = self.layout.window
+        return _TEST_TOKENS + (window if window is not None and window <= _TEST_WINDOW else 0)
+
+    def _plain_logits(self, prompts: NDArray[np.int32]) -> torch.Tensor:
+        inputs = self._inputs([Segment(prompt, 0, prompt, True) for prompt in prompts], len(prompts))
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(**inputs, use_cache=False).logits.float()
+        return logits
 
     def _paged_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
         """Largest difference of paged from plain logits [2, length, vocab], as a part of the plain ones' spread."""
         length = prompts.shape[1]
         cuts = (length // 2, length - 1)
-        page_size = min(self._pool.page_size, 4)
+        page_size = min(self._page_size, 4)
         used = -(-length // page_size)
-        pool = KVPool(self._model.config, 2 * used, page_size, self._pool.dtype, self._pool.device)
+        counts = {component.name: 2 * used for component in self.layout.components}
+        pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
         spread = float(plain.max() - plain.min())
         error = 0.0
         for begins, ends in (((0, 0), cuts), (cuts, (length, length))):
-            parts = zip(prompts, tables, begins, ends, strict=True)
-            segments = [Segment(prompt[b:e], b, table, True) for prompt, table, b, e in parts if e > b]
-            wanted = torch.stack([plain[i, e - 1] for i, (b, e) in enumerate(zip(begins, ends, strict=True)) if e > b])
-            difference = (self._run(segments, pool) - wanted).abs().max()
+            parts = [(i, b, e) for i, (b, e) in enumerate(zip(begins, ends, strict=True)) if e > b]
+            segments = [self._test_segment(prompts[i], b, e, tables[i], page_size, i) for i, b, e in parts]
+            wanted = torch.stack([plain[i, e - 1] for i, _, e in parts])
+            difference = (self._run(segments, pools) - wanted).abs().max()
             error = max(error, float(difference) / spread) if difference.isfinite() else float("inf")
         return error
 
+    def _test_segment(
+        self, prompt: NDArray[np.int32], begin: int, end: int, table: NDArray[np.int32], page_size: int, slot: int
+    ) -> Segment:
+        """[begin, end) of a prompt, where pages behind the window are gone."""
+        sliding = table.copy()
+        sliding[: seen_from(begin, self.layout.window) // page_size] = -1
+        first = table if self.layout.components[0].name == Full.name else sliding
+        return Segment(prompt[begin:end], begin, first, True, window_table=sliding, state=slot)
 
-def _plain_logits(model: PreTrainedModel, prompts: NDArray[np.int32]) -> torch.Tensor:
-    ids = torch.from_numpy(prompts.astype(np.int64)).to(model.device)
-    positions = torch.arange(ids.shape[1], device=model.device).unsqueeze(0).expand_as(ids)
-    with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-    return logits
+
+def _inside(segment: Segment) -> list[ImageInput]:
+    """The images that have positions in the segment."""
+    return [image for image in segment.images if image.start < segment.end and image.end > segment.start]
 
 
-def _refusals(model: PreTrainedModel) -> Iterator[str]:
-    """Why `model` cannot run over pages, as far as its class and configuration tell; nothing when it may."""
-    config = model.config.get_text_config(decoder=True)
+def _page_planes(pool: KVPool, layers: tuple[int, ...]) -> Planes:
+    if layers:
+        return Planes((pool.k, pool.v), layers)
+    return Planes((torch.zeros(1, pool.pages, 1, dtype=torch.uint8, device=pool.device),))  # nothing can not be copied
+
+
+def _state_planes(states: StatePool) -> Planes:
+    return Planes(tuple(tensor.unsqueeze(0) for tensor in states.tensors), (_STATE_LAYER,))
+
+
+def _layout(loaded: LoadedModel) -> Layout:
+    """The layout of a model that can run over pages, as far as its class and configuration tell.
+
+    Raises:
+        UnsupportedModel: it can not; says why.
+    """
+    try:
+        layout = Layout.of(loaded.model.config, loaded.max_context)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{loaded.name} cannot run over pages: {error}") from error
+    if reasons := list(_refusals(loaded.model, layout)):
+        raise UnsupportedModel(f"{loaded.name} cannot run over pages: {'; '.join(reasons)}")
+    return layout
+
+
+def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
+    """Why `model` cannot run over pages; nothing when it may."""
     if model.config.is_encoder_decoder:
         yield "encoder-decoder models keep KV of two kinds"
-    if getattr(model, "_is_stateful", False):
-        yield "recurrent layers keep a state, not KV for each position"
-    if getattr(config, "is_heterogeneous", False):
-        yield "its layers have heads of different sizes"
-        return
-    yield from _layer_refusals(config)
-    yield from _rope_refusals(config)
-    if not model._can_set_attn_implementation():
-        yield "its attention cannot be exchanged"
+    if getattr(model, "_is_stateful", False) and not layout.state_layers:
+        yield "it keeps a state that its configuration does not tell of"
+    yield from _rope_refusals(model.config.get_text_config(decoder=True))
     arguments = inspect.signature(model.forward).parameters
-    if missing := {"position_ids", "logits_to_keep"} - set(arguments):
+    needed = {"logits_to_keep"}
+    if layout.places:
+        needed.add("position_ids")
+        if not model._can_set_attn_implementation():
+            yield "its attention cannot be exchanged"
+        if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
+            yield "its forward passes no arguments on to attention"
+    if missing := needed - set(arguments):
         yield f"its forward takes no {' and no '.join(sorted(missing))}"
-    if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
-        yield "its forward passes no arguments on to attention"
-
-
-def _layer_refusals(config: PreTrainedConfig) -> Iterator[str]:
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if window is not None and window >= config.max_position_embeddings:
-        kinds.discard("sliding_attention")
-    elif window is not None and getattr(config, "layer_types", None) is None:
-        kinds.add("sliding_attention")
-    for kind in sorted(kinds - {"full_attention"}):
-        detail = f" ({window} positions)" if kind == "sliding_attention" else ""
-        yield f"it has layers of the kind {kind}{detail}; only full_attention runs over pages"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        yield "its attention scores are soft-capped"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        yield "its KV is compressed (multi-head latent attention)"
 
 
 def _rope_refusals(config: PreTrainedConfig) -> Iterator[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") in ("dynamic", "longrope"):
-        yield f"its {parameters['rope_type']} position embedding depends on the length of the whole sequence"
+    for kind in sorted(_rope_types(parameters) & {"dynamic", "longrope"}):
+        yield f"its {kind} position embedding depends on the length of the whole sequence"
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
+    """Of all layers, whose parameters may differ by the kind of layer."""
+    kinds = [parameters, *(given for given in parameters.values() if isinstance(given, dict))]
+    return {str(given["rope_type"]) for given in kinds if "rope_type" in given}

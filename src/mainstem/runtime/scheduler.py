@@ -16,6 +16,10 @@ a longer page-aligned prefix of it than the cache has; once it is over the age l
 lets it; what the host has of it is loaded layer by layer while the forward computes behind it. A load that fails is
 computed instead.
 
+**What a model keeps beside full attention.** Pages of a sliding window come chunk by chunk. Of a recurrent state a copy
+is kept at the places of `checkpoints`, at every page border of the answer (the last one stays), and where a waiting
+request parts from a running prefill. Chunks end there, and never inside an image that must not be cut.
+
 **When pages run out** the newest running request is set back: what it computed stays in the cache, and it is resumed
 with its generated tokens as part of its prompt. The oldest one always goes on, so every step makes progress.
 
@@ -34,6 +38,7 @@ import logging
 import random as random_module
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -41,8 +46,11 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.cache import Lease, PrefixCache
+from mainstem.components import State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
+from mainstem.keys import Image, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
+from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end, last_border, plan_checkpoints
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
@@ -81,12 +89,17 @@ class Limits:
         chunk_tokens: prompt tokens a step, all requests together.
         max_running: requests in one forward.
         age_limit_s: after so long a request is passed no more, except by what is older or has a higher priority.
+        checkpoint_tokens: of a recurrent state a copy is kept about every so many tokens of a prompt where a slot is
+            free; 0: only where prompts part and end.
+        checkpoints: such copies of one prompt at most.
     """
 
     max_context: int
     chunk_tokens: int = 512
     max_running: int = 16
     age_limit_s: float = 30.0
+    checkpoint_tokens: int = 1024
+    checkpoints: int = 8
 
 
 @dataclass(slots=True)
@@ -147,8 +160,10 @@ class Scheduler:
         self._waiting: dict[str, _Task] = {}
         self._running: dict[str, _Task] = {}  # in order of admission
         self._events: list[Event] = []
+        self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
+        self._window = next((c.tokens for c in cache.tree.components if isinstance(c, Window)), None)
         # Who found no pages, and when how many could be had: not tried again before that changes.
-        self._blocked: tuple[str, int] | None = None
+        self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
 
     @property
@@ -184,16 +199,30 @@ class Scheduler:
         """
         prompt, new = len(request.tokens), request.params.max_tokens
         asked = f"{prompt} prompt tokens and max_tokens = {new}"
+        longest = max((image.length for image in request.images), default=0)
         if prompt + new > self._limits.max_context:
             raise RequestTooLong(f"{asked} make {prompt + new} positions: the context has {self._limits.max_context}")
         # The last token is never computed, so it needs no slot.
         size, total = self._cache.page_size, self._cache.pool.total
         pages = -(-(prompt + new - 1) // size)
-        if pages > total:
+        if pages > total and "full" in self._cache.pools:
             raise RequestTooLong(
                 f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
             )
-        self._cache.tree.keys.encode(request.tokens)
+        if self._window is not None:
+            self._check_window(min(prompt, max(longest, self._limits.chunk_tokens)))
+        images = _images(request)
+        self._cache.tree.keys.encode(Spliced(request.tokens, images) if images else request.tokens)
+
+    def _check_window(self, chunk: int) -> None:
+        assert self._window is not None
+        size, total = self._cache.page_size, self._cache.pools[Window.name].total
+        pages = window_pages(self._window, chunk, size, states=self._plans_states)
+        if pages > total:
+            raise RequestTooLong(
+                f"a window of {self._window} positions and a chunk of {chunk} need {pages} window pages of {size} "
+                f"positions: the memory for KV holds {total}"
+            )
 
     def add(self, id: str, request: Request, arrived_s: float | None = None) -> None:
         """Puts a request among the waiting.
@@ -214,6 +243,8 @@ class Scheduler:
         self._waiting[id] = task = _Task(id, request, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self._idle = False
+        for other in self._running.values():
+            self._plant(other, task)
         self._look_below(task)
 
     def cancel(self, id: str) -> None:
@@ -226,7 +257,6 @@ class Scheduler:
         """One forward at most, and everything that became known since the last step, in order."""
         if self._tiers is not None:
             self._tiers.poll()
-        self._grow()
         shares = self._share_running()
         shares += self._share_waiting(self._limits.chunk_tokens - sum(n for task, n in shares if task.prefilling))
         self._idle = not shares
@@ -235,40 +265,55 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
-    def _grow(self) -> None:
-        """Pages for the newest token of all that run, oldest first; where there are none, the newest is set back."""
-        for task in tuple(self._running.values()):
-            while task.id in self._running:
-                try:
-                    task.reserve()
-                    break
-                except OutOfPages:
-                    self._set_back(next(reversed(self._running.values())))
-
     def _set_back(self, task: _Task) -> None:
         log.info("out of pages: request %s is set back at %d positions", task.id, task.computed)
         del self._running[task.id]
+        task.keep_state()
         task.close()
         task.was_set_back = True
         self._waiting[task.id] = task
         self.totals.preemptions += 1
 
     def _share_running(self) -> list[tuple[_Task, int]]:
-        """How many tokens each running request computes in this step: decodes first, then prefills, oldest first."""
-        shares = [(task, 1) for task in self._running.values() if not task.prefilling]
+        """How many tokens each running request computes in this step: decodes first, then prefills, oldest first.
+
+        Each gets the pages for them; where there are none, the newest is set back.
+        """
+        self._grow()
+        running = tuple(self._running.values())
         budget = self._limits.chunk_tokens
-        for task in self._running.values():
-            if task.prefilling and budget:
-                shares.append((task, min(task.pending, budget)))
-                budget -= shares[-1][1]
-        return shares
+        shares: dict[str, tuple[_Task, int]] = {}
+        for task in sorted(running, key=lambda task: task.prefilling):
+            if task.prefilling and budget <= 0:
+                break
+            n = task.chunk(budget)
+            if self._has_pages(task, partial(task.slide, n)):
+                shares[task.id] = task, n
+                budget -= n if task.prefilling else 0
+        return [share for id, share in shares.items() if id in self._running]
+
+    def _grow(self) -> None:
+        """Pages for the newest token of all that run, oldest first."""
+        for task in tuple(self._running.values()):
+            self._has_pages(task, task.reserve)
+
+    def _has_pages(self, task: _Task, take: Callable[[], None]) -> bool:
+        """Whether a request that runs got its pages, for which the newest ones are set back: itself at last."""
+        while task.id in self._running:
+            try:
+                take()
+                return True
+            except OutOfPages:
+                self._set_back(next(reversed(self._running.values())))
+        return False
 
     def _share_waiting(self, budget: int) -> list[tuple[_Task, int]]:
         """Admits who can compute something in this step, and says how much."""
         shares: list[tuple[_Task, int]] = []
         if not self._has_room(budget):
             return shares
-        for task, hit in self._ranked():
+        ranked = self._ranked()
+        for task, hit in ranked:
             if not self._has_room(budget):
                 break
             if self._is_held_back(task, hit) or self._is_awaited(task):
@@ -276,21 +321,24 @@ class Scheduler:
             if self._blocked == (task.id, self._room()):
                 break
             try:
-                self._admit(task)
+                self._admit(task, budget)
             except OutOfPages as error:
                 if self._running or (self._tiers is not None and self._tiers.copying):
                     self._blocked = (task.id, self._room())
                     break
                 self._end(task, "error", error=str(error))  # Nothing runs, so no page will ever come back.
                 continue
-            shares.append((task, min(task.pending, budget)))
+            for other, _ in ranked:
+                self._plant(task, other)
+            shares.append((task, task.chunk(budget)))
             budget -= shares[-1][1]
         return shares
 
-    def _room(self) -> int:
-        """Pages that are free or could be."""
-        stats = self._cache.tree.stats()
-        return self._cache.pool.free + stats.evictable_pages
+    def _room(self) -> tuple[int, ...]:
+        """Pages and slots that are free or could be, by component."""
+        counts = [self._cache.tree.core.counts(row, 0) for row in range(len(self._cache.pools))]
+        pools = self._cache.pools.values()
+        return tuple(pool.free + present - locked for pool, (present, locked, _) in zip(pools, counts, strict=True))
 
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
@@ -299,7 +347,7 @@ class Scheduler:
         """The waiting in the order of admission, with the length of each one's hit."""
         now_s = self._clock()
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Task.precedence)
-        hits = [(task, self._cache.peek(task.known, task.request.namespace)) for task in oldest]
+        hits = [(task, self._cache.peek(task.key, task.request.namespace)) for task in oldest]
 
         def rank(entry: tuple[_Task, int]) -> tuple[object, ...]:
             task, hit = entry
@@ -316,19 +364,35 @@ class Scheduler:
         """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
         if not self._cache.enabled or self._is_aged(task, self._clock()):
             return False
-        page = self._cache.page_size
         for other in self._running.values():
-            if other.prefilling and other.namespace == task.namespace:
-                # One token is always left to compute, so a hit never reaches the last one.
-                shared = min(_common_prefix(task.known, other.known, page), task.length - 1) // page * page
-                if shared > hit or shared > other.landing_from:
-                    return True
+            if other.prefilling and other.namespace == task.namespace and self._will_share(other, task, hit):
+                return True
         return False
+
+    def _will_share(self, other: _Task, task: _Task, hit: int) -> bool:
+        """Whether a running prefill will publish, or has loaded, more of a prompt than `hit`."""
+        shared = self._shared(other, task)
+        if self._plans_states:
+            shared = other.last_planned(shared)
+        return shared > hit or shared > other.landing_from
+
+    def _shared(self, one: _Task, other: _Task) -> int:
+        """The last page border up to which two prompts agree, and where the other one could start."""
+        # One token is always left to compute, so a hit never reaches the last one.
+        page = self._cache.page_size
+        same = min(_common_prefix(one.symbols, other.symbols, page), other.length - 1)
+        return last_border(same, page, other.atomic)
+
+    def _plant(self, running: _Task, task: _Task) -> None:
+        """Has a prefill keep its state where a waiting request parts from it."""
+        wanted = self._plans_states and self._cache.enabled and task.id in self._waiting and running.prefilling
+        if wanted and running.namespace == task.namespace:
+            running.plant(self._shared(running, task), self._limits.checkpoints)
 
     def _look_below(self, task: _Task) -> None:
         """Has storage asked for what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
-            task.prefetch = self._tiers.prefetch(task.known, task.request.namespace)
+            task.prefetch = self._tiers.prefetch(task.key, task.request.namespace)
             task.looks += 1
 
     def _is_awaited(self, task: _Task) -> bool:
@@ -347,14 +411,15 @@ class Scheduler:
             task.prefetch.revoke()
             task.prefetch = None
 
-    def _admit(self, task: _Task) -> None:
+    def _admit(self, task: _Task, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
-        lease = self._cache.lease(task.known, task.request.namespace, priority=task.request.priority)
+        lease = self._cache.lease(task.key, task.request.namespace, priority=task.request.priority)
         load = self._tiers.load(lease) if self._tiers is not None and self._fits(task, lease) else None
         try:
-            task.open(lease, load)
+            task.open(lease, load, self._checkpoints(task, lease), self._cache.page_size)
+            task.slide(task.chunk(budget))
         except OutOfPages:
-            lease.abort()
+            task.drop()
             raise
         del self._waiting[task.id]
         self._running[task.id] = task
@@ -364,6 +429,21 @@ class Scheduler:
             self._count_hits(task, 0 if load is None else load.pages * self._cache.page_size)
             task.counted = load
         self._tell_progress(task)
+
+    def _checkpoints(self, task: _Task, lease: Lease) -> list[Checkpoint]:
+        """Where copies of a request's state are to be kept."""
+        if not self._plans_states or not self._cache.enabled:
+            return []
+        limits, page = self._limits, self._cache.page_size
+        return plan_checkpoints(
+            lease.hit,
+            lease.reach,
+            task.length,
+            page,
+            interval=limits.checkpoint_tokens,
+            most=limits.checkpoints,
+            atomic=task.atomic,
+        )
 
     def _count_hits(self, task: _Task, loaded: int) -> None:
         """Where the cached tokens of a request lay, at its first admission."""
@@ -415,7 +495,7 @@ class Scheduler:
     def _fits(self, task: _Task, lease: Lease) -> bool:
         """Whether all of a request's pages can be had: a load that is thrown away is a load too many."""
         size = self._cache.page_size
-        return -(-task.length // size) - lease.hit // size <= self._room()
+        return -(-task.length // size) - lease.hit // size <= self._room()[0]
 
     def _uncount_load(self, task: _Task) -> None:
         if task.counted is None:
@@ -488,17 +568,34 @@ class _Task:
         self.looks = 0  # prefetches begun
         self.stored = 0  # positions that they brought
         self.counted: Load | None = None  # the load that is part of `cached_tokens`
+        self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
         self._arrival = arrival
         self._lease: Lease | None = None
         self._load: Load | None = None
+        self._checkpoints: list[Checkpoint] = []
+        self._page_size = 0  # of a model with states
         self._prefill_end = self.length
         self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
         self._tokens[: self.length] = request.tokens
+        self._images = _images(request)
+        self._symbols = self._tokens if not request.images else self._tokens.copy()
+        for start, image in self._images:
+            self._symbols[start : start + image.kv_length] = image.symbols().view(np.int32)
 
     @property
     def known(self) -> NDArray[np.int32]:
         """Prompt and generated tokens."""
         return self._tokens[: self.length]
+
+    @property
+    def key(self) -> TokenLike:
+        """The same, as the cache takes it."""
+        return Spliced(self.known, self._images) if self._images else self.known
+
+    @property
+    def symbols(self) -> NDArray[np.int32]:
+        """What two sequences that may share KV have in common: tokens, and in images their identity."""
+        return self._symbols[: self.length]
 
     @property
     def generated(self) -> int:
@@ -523,16 +620,57 @@ class _Task:
         """Lower goes first, hits and age left aside."""
         return -self.request.priority, not self.was_set_back, self._arrival
 
-    def open(self, lease: Lease, load: Load | None) -> None:
-        """Takes a lease and pages for all known tokens; OutOfPages changes nothing.
+    def open(self, lease: Lease, load: Load | None, checkpoints: list[Checkpoint], page_size: int) -> None:
+        """Takes a lease and pages for all known tokens.
 
         What is being loaded counts as computed: the forward waits for it, layer by layer.
+
+        Raises:
+            OutOfPages: `drop` then gives back what was taken.
         """
-        hit = lease.hit if load is None else lease.reserved
-        lease.reserve(max(0, self.length - lease.reserved))
         self._lease, self._load = lease, load
-        self.computed = hit
+        self.computed = lease.hit if load is None else lease.reserved
+        lease.reserve(max(0, self.length - lease.reserved))
+        self._checkpoints = checkpoints
+        self._page_size = page_size if lease.state >= 0 else 0
         self._prefill_end = self.length
+
+    def drop(self) -> None:
+        """Ends an admission that found no pages."""
+        assert self._lease is not None
+        self._lease.abort()
+        self._lease = self._load = None
+        self.computed = 0
+
+    def chunk(self, budget: int) -> int:
+        """How many tokens to compute next: at most the budget, if no checkpoint and no image says otherwise."""
+        if not self.prefilling:
+            return 1
+        budget = min(budget, self.pending)
+        if self._page_size and budget < self.pending:  # what is set back keeps the state at a page border
+            border = (self.computed + budget) // self._page_size * self._page_size
+            budget = max(border - self.computed, 0) or budget
+        return chunk_end(self.computed, budget, self._checkpoints, self.atomic) - self.computed
+
+    def plant(self, position: int, most: int) -> None:
+        """Keeps the state at a page border, too, unless others have asked for `most` places."""
+        asked = [checkpoint.position for checkpoint in self._checkpoints if checkpoint.room]
+        if position > self.computed and position not in asked and len(asked) < most:
+            others = [checkpoint for checkpoint in self._checkpoints if checkpoint.position != position]
+            self._checkpoints = [*others, Checkpoint(position, room=True)]
+
+    def last_planned(self, position: int) -> int:
+        """The last place up to there at which the state will be kept; 0 if there is none."""
+        return max((place for place, _ in self._checkpoints if self.computed < place <= position), default=0)
+
+    def slide(self, n: int) -> None:
+        """Window pages for the next n tokens; OutOfPages changes nothing.
+
+        Where there are states, the window of the last page border stays: a state that is kept there needs it.
+        """
+        assert self._lease is not None
+        begin = self.computed - self.computed % self._page_size if self._page_size else self.computed
+        self._lease.slide(begin, self.computed + n)
 
     def land(self) -> bool:
         """After a forward: whether all that it read had arrived. If not, computing starts again behind the hit."""
@@ -554,15 +692,38 @@ class _Task:
     def segment(self, n: int) -> Segment:
         """The next n tokens to compute."""
         assert self._lease is not None and 0 < n <= self.pending
-        tokens = self._tokens[self.computed : self.computed + n]
-        arriving = None if self._load is None else self._load.ticket
-        return Segment(tokens, self.computed, self._lease.page_table, n == self.pending, arriving)
+        begin, end = self.computed, self.computed + n
+        return Segment(
+            self._tokens[begin:end],
+            begin,
+            self._lease.page_table,
+            n == self.pending,
+            None if self._load is None else self._load.ticket,
+            window_table=self._lease.window_table,
+            state=self._lease.state,
+            images=self.request.images,
+            positions=self.request.positions_of(begin, end),
+            adapter=self.request.adapter,
+        )
 
     def advance(self, n: int) -> None:
-        """Counts n tokens as computed, and publishes every page that they fill, for others to use at once."""
+        """Counts n tokens as computed, and publishes every page that they fill, for others to use at once.
+
+        Where there are states, the answer's pages wait for its end: nobody can use them without the state there.
+        """
         assert self._lease is not None
+        prefilling = self.prefilling
         self.computed += n
+        if self._page_size and not prefilling:
+            if self.computed % self._page_size == 0:
+                self._lease.checkpoint(self.computed)
+            return
+        for checkpoint in self._checkpoints:
+            if checkpoint.position == self.computed:
+                self._lease.checkpoint(self.computed, room=checkpoint.room)
         self._lease.publish(self.computed)
+        if self._page_size and not self.prefilling and self.computed % self._page_size == 0:
+            self._lease.checkpoint(self.computed)
 
     def append(self, token: int) -> None:
         """A sampled token joins the sequence."""
@@ -578,6 +739,12 @@ class _Task:
         elif self._lease is not None:
             self._lease.finish(self.computed)
         self._lease = self._load = self.counted = None
+
+    def keep_state(self) -> None:
+        """Keeps the state of a prompt that is computed in part, for when it is resumed."""
+        assert self._lease is not None
+        if self._page_size and self.computed > self._lease.hit and self.computed % self._page_size == 0:
+            self._lease.checkpoint(self.computed)
 
     def usage(self, now_s: float) -> Usage:
         """What was used up to now."""
@@ -609,3 +776,16 @@ def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -
     n = min(len(a), len(b))
     parted = np.flatnonzero(a[:n] != b[:n])
     return int(parted[0]) if parted.size else n
+
+
+def _images(request: Request) -> tuple[tuple[int, Image], ...]:
+    return tuple((i.start, Image(i.identity, i.length, i.splits)) for i in request.images)
+
+
+def window_pages(window: int, chunk: int, page_size: int, *, states: bool = False) -> int:
+    """Window pages with which one request can always go on: its window, and a chunk, each cut anywhere.
+
+    With states an answer is published at its end, and up to there the window of its prompt stays locked.
+    """
+    windows = 2 if states else 1
+    return windows * -(-window // page_size) + -(-chunk // page_size) + 2

@@ -103,7 +103,7 @@ def build_tiers(
     memory = None
     try:
         memory = runner.host_memory(config.host, backend is not None)
-        tier = HostTier(memory, config.write, config.hits, config.load_min_tokens)
+        tier = HostTier(memory, config.write, config.hits, config.load_min_tokens, memory.sizes)
         store = None if backend is None else _store(config, backend, loaded, page_size, memory.content, clock)
     except BaseException:
         if backend is not None:

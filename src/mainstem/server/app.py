@@ -19,18 +19,16 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 import msgspec
-import numpy as np
 import uvicorn
-from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -46,8 +44,9 @@ from starlette.types import Message as AsgiMessage
 from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import Prompts
-from mainstem.runtime.request import Delta, Request
+from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import protocol
+from mainstem.server.images import ImagePolicy, Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Head
 
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only take turns at the interpreter
+_PICTURE_THREADS = 8  # the same for requests with images, which may have to wait for them
 _GRACE_S = 5  # for the tails of responses, once the engine is drained
 _SAFE_ID = re.compile(r"[!-~]{1,128}")
 
@@ -70,10 +70,11 @@ class ServerConfig:
         port: 0 takes a free one.
         api_keys: keys that clients must show as `Authorization: Bearer KEY`; none: no key is asked for. With several,
             no cached prefix is shared between two keys.
-        admin_key: the key of the cache routes, which show and touch what belongs to all clients; None: the only API key
-            serves (or none is asked for), and with several the routes are closed.
+        admin_key: the key of the routes of cache and adapters, which show and touch what belongs to all clients; None:
+            the only API key serves (or none is asked for), and with several the routes are closed.
         max_body_bytes: the largest body that is read.
         drain_timeout_s: how long running requests may take to end when the server is told to stop.
+        images: where images of requests may come from, and how large they may be.
 
     Raises:
         BadArgument: a value outside its range.
@@ -85,6 +86,7 @@ class ServerConfig:
     admin_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0
+    images: ImagePolicy = field(default_factory=ImagePolicy)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -381,7 +383,10 @@ class _Service:
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
         self._metrics = Metrics(engine, clock)
+        self._pictures = Pictures(config.images)
+        self._max_images = config.images.max_images
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
+        self._seeing = anyio.CapacityLimiter(_PICTURE_THREADS)
 
     def routes(self) -> list[Route]:
         """Every path there is."""
@@ -390,6 +395,8 @@ class _Service:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/v1/cache/flush", self._flush, methods=["POST"]),
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
@@ -410,7 +417,7 @@ class _Service:
             self._metrics.refused(_shown(error).status)
             raise
         run = _Run(streams, ask.choices, self._metrics)
-        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), self._engine.name)
+        head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
         reply = kind.reply(head, self._prompts.spell, ask.include_usage)
         if ask.stream:
             return _EventStream(run, reply, ask.include_usage)
@@ -425,9 +432,8 @@ class _Service:
         if self.draining:
             raise protocol.draining()
         body = await self._body(http)
-        ask, requests = await anyio.to_thread.run_sync(
-            lambda: self._prepare(kind.parse(body), tenant), limiter=self._parsing
-        )
+        limiter = self._seeing if b'"image_url"' in body else self._parsing
+        ask, requests = await anyio.to_thread.run_sync(lambda: self._prepare(kind.parse(body), tenant), limiter=limiter)
         return ask, self._submit(requests)
 
     async def _body(self, http: HttpRequest) -> bytes:
@@ -455,23 +461,56 @@ class _Service:
     def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
         """The engine's requests, the choices of a prompt next to each other."""
         self._check_model(ask.model)
-        namespace = _namespace(ask.cache_salt, tenant if len(self._keys) > 1 else None)
-        return ask, [request for tokens in self._tokens(ask) for request in self._choices(ask, tokens, namespace)]
+        adapter = None if ask.model == self._engine.name else ask.model
+        namespace = _namespace(adapter, ask.cache_salt, tenant if len(self._keys) > 1 else None)
+        return ask, [request for prompt in self._read(ask) for request in self._choices(ask, prompt, namespace)]
 
-    def _tokens(self, ask: Ask) -> list[NDArray[np.int32]]:
+    def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._prompts.conversation(ask.conversation())]
+            return [self._conversation(ask)]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > protocol.MAX_CHOICES:
             raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices, all prompts together", param="n")
-        return [self._prompts.text(p) if isinstance(p, str) else self._prompts.tokens(p) for p in prompts]
+        ids = [self._prompts.text(p) if isinstance(p, str) else self._prompts.tokens(p) for p in prompts]
+        return [PreparedPrompt(tokens) for tokens in ids]
 
-    def _choices(self, ask: Ask, tokens: NDArray[np.int32], namespace: Namespace | None) -> list[Request]:
+    def _conversation(self, ask: ChatRequest) -> PreparedPrompt:
+        messages, vision = ask.conversation(), self._engine.vision
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        images = [part for part in parts if part["type"] == "image"]
+        if vision is None:
+            if images:
+                raise protocol.text_only(images[0]["at"])
+            return PreparedPrompt(self._prompts.conversation(messages))
+        texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+        self._prompts.check_length(len(messages), "messages")
+        self._prompts.check_size(texts + [part["text"] for part in parts if part["type"] == "text"], "messages")
+        self._load(images)
+        prompt = vision.prepare(messages)
+        self._prompts.check_length(len(prompt.tokens), "messages")
+        return prompt
+
+    def _load(self, images: Sequence[dict[str, Any]]) -> None:
+        """Gives every image part its picture; a URL that comes twice is read once."""
+        if len(images) > self._max_images:
+            raise ApiError(
+                400, f"messages: at most {self._max_images} images", param="messages", code="too_many_images"
+            )
+        loaded: dict[str, Any] = {}
+        for part in images:
+            if part["url"] not in loaded:
+                loaded[part["url"]] = self._pictures.load(part["url"], part["at"])
+            part["image"] = loaded[part["url"]]
+
+    def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
         """One request a choice; without a seed of their own the choices ask for the same."""
-        room = self._engine.max_context - len(tokens)
+        room = self._engine.max_context - len(prompt.tokens)
+        if prompt.images and self._engine.vision is not None:
+            namespace = self._engine.vision.namespace_for(prompt.images, namespace)
 
         def request(choice: int) -> Request:
-            return Request(tokens, ask.params(room, choice), namespace, ask.priority or 0)
+            given = (ask.params(room, choice), namespace, ask.priority or 0)
+            return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions)
 
         if ask.seed is None:
             return [request(0)] * ask.choices
@@ -489,8 +528,9 @@ class _Service:
         return streams
 
     def _check_model(self, name: str) -> None:
-        if name != self._engine.name:
-            message = f"The model {name!r} does not exist here; this server has {self._engine.name!r}."
+        known = [self._engine.name, *self._engine.adapters]
+        if name not in known:
+            message = f"The model {name!r} does not exist here; this server has {', '.join(map(repr, known))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _tenant(self, http: HttpRequest) -> bytes | None:
@@ -534,15 +574,34 @@ class _Service:
 
     async def _models(self, http: HttpRequest) -> Response:
         self._tenant(http)
-        return _json(protocol.ModelList([self._described()]))
+        names = [self._engine.name, *self._engine.adapters]
+        return _json(protocol.ModelList([self._described(name) for name in names]))
 
     async def _model(self, http: HttpRequest) -> Response:
         self._tenant(http)
         self._check_model(http.path_params["name"])
-        return _json(self._described())
+        return _json(self._described(http.path_params["name"]))
 
-    def _described(self) -> protocol.Model:
-        return protocol.Model(self._engine.name, self._started, self._engine.max_context)
+    def _described(self, name: str) -> protocol.Model:
+        parent = None if name == self._engine.name else self._engine.name
+        return protocol.Model(name, self._started, self._engine.max_context, parent)
+
+    async def _load_adapter(self, http: HttpRequest) -> Response:
+        self._require_admin(http)
+        ask = protocol.parse_load_adapter(await self._body(http))
+        with _lora_fields():
+            await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
+        return _json(self._described(ask.lora_name))
+
+    async def _unload_adapter(self, http: HttpRequest) -> Response:
+        self._require_admin(http)
+        ask = protocol.parse_unload_adapter(await self._body(http))
+        if ask.lora_name not in self._engine.adapters:
+            message = f"There is no adapter {ask.lora_name!r} here."
+            raise ApiError(404, message, param="lora_name", code="model_not_found")
+        with _lora_fields():
+            await anyio.to_thread.run_sync(self._engine.unload_adapter, ask.lora_name)
+        return _json(protocol.Unloaded(ask.lora_name))
 
     async def _flush(self, http: HttpRequest) -> Response:
         self._require_admin(http)
@@ -578,10 +637,20 @@ async def _nothing_to_send(index: int, delta: Delta) -> None:
     """For a response that goes out whole."""
 
 
-def _namespace(salt: str | None, tenant: bytes | None) -> Namespace | None:
-    if salt is None and tenant is None:
+@contextmanager
+def _lora_fields() -> Iterator[None]:
+    """Errors name the fields as the client knows them."""
+    try:
+        yield
+    except BadArgument as error:
+        field = {"name": "lora_name", "adapter": "lora_name", "path": "lora_path"}.get(error.name, error.name)
+        raise BadArgument(field, error.value, error.allowed) from error
+
+
+def _namespace(adapter: str | None, salt: str | None, tenant: bytes | None) -> Namespace | None:
+    if adapter is None and salt is None and tenant is None:
         return None
-    return Namespace(salt=salt, extra=() if tenant is None else (f"api-key:{tenant.hex()}",))
+    return Namespace(adapter, salt, extra=() if tenant is None else (f"api-key:{tenant.hex()}",))
 
 
 # --- around every request -----------------------------------------------------------------------------------------

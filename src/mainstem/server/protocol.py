@@ -19,7 +19,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, MainstemError, RequestTooLong
+from mainstem.errors import (
+    BadArgument,
+    BadTokens,
+    EngineClosed,
+    EngineFull,
+    MainstemError,
+    RequestTooLong,
+    UnsupportedModel,
+)
 from mainstem.runtime.request import Delta, SamplingParams, TokenLogprob, Usage
 
 MAX_CHOICES = 128
@@ -34,7 +42,7 @@ COMPLETION_MAX_TOKENS = 16
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value the OpenAI API gives for "practically never"
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Decoded = TypeVar("Decoded", bound="CompletionRequest | ChatRequest")
+Decoded = TypeVar("Decoded", bound=Struct)
 
 
 class ErrorDetail(Struct):
@@ -90,6 +98,8 @@ def api_error(error: MainstemError) -> ApiError:
     match error:
         case BadArgument():
             return ApiError(400, message, param=error.name)
+        case UnsupportedModel():
+            return ApiError(400, message)
         case BadTokens():
             return ApiError(400, message, param="prompt")
         case RequestTooLong():
@@ -100,6 +110,11 @@ def api_error(error: MainstemError) -> ApiError:
         case EngineClosed():
             return unavailable("The engine takes no requests.", "engine_closed")
     return internal_error()
+
+
+def text_only(at: str) -> ApiError:
+    """An image for a model that sees none; `at` is the path of the field."""
+    return ApiError(400, f"{at}: this model takes text only", param=at, code="unsupported_content")
 
 
 def draining() -> ApiError:
@@ -232,11 +247,19 @@ class CompletionRequest(_Request, kw_only=True):
         return self._params(max_tokens, self.logprobs, choice)
 
 
+class ImageUrl(Struct):
+    """Where an image is. How finely it is seen is up to the model's processor, so `detail` may only leave it open."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(Struct):
-    """One part of a message's content; only text is taken."""
+    """One part of a message's content: text, or an image."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | None = None
 
 
 class Message(Struct):
@@ -246,31 +269,49 @@ class Message(Struct):
     content: str | list[ContentPart]
     tool_calls: Any = None
 
-    def template_input(self, at: str) -> dict[str, str]:
+    def template_input(self, at: str) -> dict[str, Any]:
         """What a chat template takes. `developer` is the newer name of `system`, which is what templates know.
+
+        Returns:
+            `role` and `content`: one text, or where there is an image a list of parts, each `{"type": "text", "text":
+            ...}` or `{"type": "image", "url": ..., "at": the path of the part}`.
 
         Args:
             at: the path of this message, for the error.
 
         Raises:
-            ApiError: 400; a part that is not text, or tool calls.
+            ApiError: 400; a part that is neither text nor an image, or tool calls.
         """
         if self.tool_calls:
             raise ApiError(400, f"{at}.tool_calls: tools are not supported", param=f"{at}.tool_calls")
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
             return {"role": role, "content": self.content}
-        parts = [_part_text(part, f"{at}.content[{i}]") for i, part in enumerate(self.content)]
-        return {"role": role, "content": "\n".join(parts)}
+        parts = [_part(part, f"{at}.content[{i}]") for i, part in enumerate(self.content)]
+        if all(part["type"] == "text" for part in parts):
+            return {"role": role, "content": "\n".join(part["text"] for part in parts)}
+        return {"role": role, "content": parts}
 
 
-def _part_text(part: ContentPart, at: str) -> str:
+def _part(part: ContentPart, at: str) -> dict[str, str]:
+    if part.type == "image_url":
+        return _image_part(part, at)
     if part.type != "text":
-        message = f"{at}: only parts of type 'text' are supported, got {part.type!r}"
+        message = f"{at}: only parts of type 'text' and 'image_url' are supported, got {part.type!r}"
         raise ApiError(400, message, param=f"{at}.type", code="unsupported_content")
     if part.text is None:
         raise ApiError(400, f"{at}: a text part needs the field 'text'", param=f"{at}.text")
-    return part.text
+    return {"type": "text", "text": part.text}
+
+
+def _image_part(part: ContentPart, at: str) -> dict[str, str]:
+    image = part.image_url
+    if image is None:
+        raise ApiError(400, f"{at}: an image part needs the field 'image_url'", param=f"{at}.image_url")
+    if image.detail not in (None, "auto"):
+        message = f"{at}.image_url.detail: not supported; leave it out or give 'auto'"
+        raise ApiError(400, message, param=f"{at}.image_url.detail", code="unsupported_parameter")
+    return {"type": "image", "url": image.url, "at": f"{at}.image_url.url"}
 
 
 class ChatRequest(_Request, kw_only=True):
@@ -290,11 +331,11 @@ class ChatRequest(_Request, kw_only=True):
     web_search_options: Any = None
     reasoning_effort: Any = None
 
-    def conversation(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them.
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as a chat template takes them; see `Message.template_input`.
 
         Raises:
-            ApiError: 400; a part that is not text, or tool calls.
+            ApiError: 400; a part that is neither text nor an image, or tool calls.
         """
         return [message.template_input(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
@@ -333,6 +374,37 @@ def parse_chat(body: bytes) -> ChatRequest:
     return _decode(body, ChatRequest)
 
 
+class LoadAdapter(Struct):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(Struct):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+def parse_load_adapter(body: bytes) -> LoadAdapter:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type.
+    """
+    return _decode(body, LoadAdapter)
+
+
+def parse_unload_adapter(body: bytes) -> UnloadAdapter:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type.
+    """
+    return _decode(body, UnloadAdapter)
+
+
 def _decode(body: bytes, kind: type[Decoded]) -> Decoded:
     try:
         request = msgspec.json.decode(body, type=kind)
@@ -357,7 +429,7 @@ def _field_error(message: str) -> ApiError:
     return ApiError(400, f"{at or 'body'}: {problem[0].lower()}{problem[1:]}", param=at or None)
 
 
-def _refuse_effects(request: CompletionRequest | ChatRequest) -> None:
+def _refuse_effects(request: Struct) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name, None)
         if value not in neutral:
@@ -414,11 +486,12 @@ def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
 
 
 class Model(Struct):
-    """One entry of GET /v1/models."""
+    """One entry of GET /v1/models; `parent` is the base model of an adapter."""
 
     id: str
     created: int
     max_model_len: int
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "mainstem"
 
@@ -428,6 +501,14 @@ class ModelList(Struct):
 
     data: list[Model]
     object: str = "list"
+
+
+class Unloaded(Struct):
+    """The body of POST /v1/unload_lora_adapter's response."""
+
+    id: str
+    deleted: bool = True
+    object: str = "model"
 
 
 class Flushed(Struct):

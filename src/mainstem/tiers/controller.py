@@ -238,11 +238,12 @@ class Tiers:
         if lease.loadable < self.host.load_min_tokens:
             return None
         try:
-            number, source, target = lease.begin_load()
+            number, pairs = lease.begin_load()
         except OutOfPages:
             self.counts["load_skipped"] += lease.loadable // self.tree.page_size
             return None
-        return self._add(Load(self, lease, number, self._memory.up([Move(0, source, target)]), len(source)))
+        moves = [Move(row, source, target) for row, (source, target) in enumerate(pairs) if len(source)]
+        return self._add(Load(self, lease, number, self._memory.up(moves), len(pairs[0][0])))
 
     def prefetch(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
         """Starts looking in storage for what neither device nor host has of a prompt.
@@ -279,22 +280,23 @@ class Tiers:
         self._flights.update(dict.fromkeys(held, backup))
         return not self._core.lacking(node, DEVICE, HOST, hits)
 
-    def make_room(self, pages: int) -> None:
-        """For "write_back": frees device pages, after a copy of what the host lacks. Waits for that copy."""
-        while pages > 0 and (victim := self.tree.next_victim()):
-            size = len(self._core.own_ids(victim, 0, DEVICE))
+    def make_room(self, row: int, pages: int) -> None:
+        """For "write_back": frees a component's device pages, after a copy of what the host lacks. Waits for it."""
+        component = self.tree.components[row].name
+        while pages > 0 and (victim := self.tree.next_victim(component)):
+            size = len(self._core.own_ids(victim, row, DEVICE))
             self.tree.lock(victim, DEVICE)  # the host's eviction may join nodes, but not this one
             try:
                 if self.back_up(victim):
                     self._wait_for_backups()
             finally:
                 self.tree.unlock(victim, DEVICE)
-            freed = self.tree.evict(min(pages, size))
+            freed = self.tree.evict(min(pages, size), component)
             for pool, ids in zip(self._pools, freed, strict=True):
                 pool.reclaim(ids)
-            if not len(freed[0]):
+            if not len(freed[row]):
                 return
-            pages -= len(freed[0])
+            pages -= len(freed[row])
 
     def flush(self) -> int:
         """Evicts every host page that nothing uses; the number freed. Storage keeps what it has."""

@@ -100,6 +100,7 @@ class PyLease {
   PyLease& operator=(const PyLease&) = delete;
 
   nb::handle owner() const { return owner_; }
+  std::size_t components() const { return cache_of(owner_).cache.pools.size(); }
 
   void append(nb::handle tokens) {
     const Key more(tokens, cache_of(owner_).token_limit);
@@ -360,11 +361,15 @@ void bind_cache(nb::module_& m) {
           "begin_load",
           [](PyLease& self) {
             const PageLoad load = self.lease.begin_load();
-            return nb::make_tuple(load.id, to_array(load.source), to_array(load.target));
+            nb::list moves;
+            for (std::size_t c = 0; c < self.components(); ++c)
+              moves.append(nb::make_tuple(to_array(load.source[c]), to_array(load.target[c])));
+            return nb::make_tuple(load.id, moves);
           },
-          nb::sig("def begin_load(self) -> tuple[int, numpy.typing.NDArray[numpy.int32], "
-                  "numpy.typing.NDArray[numpy.int32]]"),
-          "A number for the load, host pages, and the private pages that they are to be copied to; for the tiers.")
+          nb::sig("def begin_load(self) -> tuple[int, list[tuple[numpy.typing.NDArray[numpy.int32], "
+                  "numpy.typing.NDArray[numpy.int32]]]]"),
+          "A number for the load, and of each component the host's ids and the private ones that they are to be copied "
+          "to; for the tiers.")
       .def(
           "end_load", [](PyLease& self, bool arrived) { self.lease.end_load(arrived); }, "arrived"_a,
           "Ends what `begin_load` began; what arrived is part of the hit now, and published.")

@@ -134,6 +134,8 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   key_.assign(rest.begin(), rest.end());
   for (std::uint32_t c = 0; c < held_.size(); ++c)
     if (cache.tree.rows()[c].per_page()) held_[c].table.reserve(pages_of(length_));
+  owned_ = match.pages;
+  if (match.host_pages && !host_has(match)) match.host_pages = 0;
   cache.tree.lock(match.node, 0);
   if (match.host_pages) {
     try {
@@ -147,7 +149,6 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   }
   // Nothing below can fail.
   node_ = match.node;
-  owned_ = match.pages;
   for (std::uint32_t c = 0; node_ && c < held_.size(); ++c) {
     if (!cache.tree.rows()[c].per_page()) continue;
     cache.tree.copy_ids(node_, c, 0, 0, held_[c].table.extend(owned_));
@@ -285,17 +286,64 @@ void Lease::end_copy(bool copied) {
   inside_ = 0;
 }
 
+// The first page that a load up to `end` brings of a component.
+std::uint32_t Lease::load_from(std::uint32_t component, std::uint32_t end) const {
+  const Component& row = cache_.tree.rows()[component];
+  return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size())) : end - 1;
+}
+
+// Whether the host alone has all that a load needs. With several components a part of it may be on the device only.
+bool Lease::host_has(const MatchResult& match) const {
+  const std::uint32_t end = match.pages + match.host_pages;
+  Ids ids;
+  for (std::uint32_t c = 0; held_.size() > 1 && c < held_.size(); ++c) {
+    ids.resize(end - load_from(c, end));
+    cache_.tree.copy_ids(match.host_node, c, 1, load_from(c, end), ids.data());
+    if (std::find(ids.begin(), ids.end(), -1) != ids.end()) return false;
+  }
+  return true;
+}
+
 PageLoad Lease::begin_load() {
   require_open();
-  Table& table = held_[0].table;
-  require(held_.size() == 1 && host_pages_ && !load_ && table.size() == owned_ && published() == hit_, "lease",
-          host_pages_, "one with pages on the host, before anything is reserved");
-  PageLoad load{0, Ids(host_pages_), Ids(host_pages_)};
-  cache_.make_room(host_pages_);
-  require_open();  // that may have run anybody's code
-  cache_.tree.copy_ids(host_node_, 0, 1, owned_, load.source.data());
-  cache_.allocate(host_pages_, 0, &table);
-  std::copy_n(table.from(owned_).data(), host_pages_, load.target.data());
+  require(host_pages_ && !load_ && held_[0].table.size() == owned_ && published() == hit_, "lease", host_pages_,
+          "one with pages on the host, before anything is reserved");
+  const std::uint32_t end = owned_ + host_pages_;
+  PageLoad load;
+  for (std::uint32_t c = 0; c < held_.size(); ++c) {
+    load.source[c].resize(end - load_from(c, end));
+    if (cache_.tree.rows()[c].per_page()) cache_.make_room(load.source[c].size(), c);
+    require_open();  // that may have run anybody's code
+    cache_.tree.copy_ids(host_node_, c, 1, load_from(c, end), load.source[c].data());
+    load.target[c] = load.source[c];
+    held_[c].table.reserve(end);
+    if (held_[c].state < 0) continue;
+    load.source[c].resize(2, load.source[c][0]);
+    load.target[c].reserve(2);
+  }
+  for (std::uint32_t c = 0; c < held_.size(); ++c) {
+    const std::uint64_t free = cache_.pools[c]->owned(Owner::free);
+    if (cache_.tree.rows()[c].per_page() && free < load.target[c].size())
+      throw NoPages{load.target[c].size(), free, 0, cache_.pools[c]->total(), what(cache_.tree.rows()[c])};
+  }
+  // Nothing below can fail.
+  for (std::uint32_t c = 0; c < held_.size(); ++c) {
+    Holding& own = held_[c];
+    if (own.state >= 0) {  // one to compute with, and where a slot is free one for the tree
+      load.target[c] = {own.state};
+      if (cache_.pools[c]->owned(Owner::free) > 0) {
+        own.mark = cache_.allocate_slot(c);
+        own.mark_pages = end;
+        load.target[c].push_back(own.mark);
+      }
+      load.source[c].resize(load.target[c].size());
+      continue;
+    }
+    const std::uint32_t behind = load_from(c, end) - owned_;
+    std::fill_n(own.table.extend(behind), behind, -1);
+    cache_.allocate(load.target[c].size(), c, &own.table);
+    std::copy_n(own.table.from(owned_ + behind).data(), load.target[c].size(), load.target[c].data());
+  }
   reserved_ = published() + loadable();
   inside_ = 0;  // what the host has is longer
   load.id = load_ = ++cache_.loads_;
@@ -308,11 +356,33 @@ void Lease::end_load(bool arrived) {
   load_ = 0;
   const std::uint64_t positions = loadable();
   forget_host();
-  if (!arrived) return;  // the pages stay, to be computed
+  if (!arrived) {
+    take_back_load();
+    return;
+  }
   hit_ += positions;
   cache_.counters.host_hit += positions;
   if (counted_) cache_.counters.hit += positions;
   publish(hit_);
+}
+
+// Nothing came. The pages of full attention stay, to be computed; the rest is as it was at the hit.
+void Lease::take_back_load() {
+  for (std::uint32_t c = 0; c < held_.size(); ++c) {
+    Holding& own = held_[c];
+    if (own.state >= 0) {
+      cache_.free(c, {&own.mark, 1});
+      own.mark = -1;
+      if (node_) cache_.copy_state(state_at_node(c), own.state);
+    } else if (slides(c)) {
+      std::int32_t* ids = own.table.own();
+      cache_.free(c, own.table.from(owned_));
+      own.table.drop_back(own.table.size() - owned_);
+      if (node_) cache_.tree.copy_ids(node_, c, 0, 0, ids);
+      own.front = 0;
+      forget_behind(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
+    }
+  }
 }
 
 void Lease::forget_host() {
@@ -417,6 +487,8 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
     settle_mark(state_row);
     return;
   }
+  // All of it lies behind the window, and there is nothing else to keep of it.
+  if (slides(0) && !plants && held_[0].table.part(0, pages).back() < 0) return;
   std::array<IdSpan, kMaxComponents> ids;
   for (std::uint32_t c = 0; c < held_.size(); ++c)
     if (cache_.tree.rows()[c].per_page()) ids[c] = held_[c].table.part(owned_, pages);
@@ -470,7 +542,7 @@ void Lease::take_over_sliding(std::uint32_t component, std::uint32_t end, std::i
   std::int32_t* ours = held_[component].table.own();
   for (std::uint32_t page = owned_; page < end; ++page, ++theirs) {
     settle_page(component, ours[page], *theirs);
-    ours[page] = *theirs;
+    if (ours[page] >= 0) ours[page] = *theirs;  // what lies behind the window may not be locked
   }
 }
 

@@ -7,6 +7,7 @@
 // Knows symbols and page ids; knows no tokens, no tensors and no Python. Positions are symbols. One thread at a time.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -132,10 +133,10 @@ struct PageCopy {
   std::uint32_t positions;
 };
 
-// Pages of the host to be copied into private pages of a lease: source[i] to target[i].
+// What is to be copied from the host into private pages and slots of a lease: by component, source[i] to target[i].
 struct PageLoad {
-  std::uint64_t id;  // never 0
-  Ids source, target;
+  std::uint64_t id = 0;  // never 0
+  std::array<Ids, kMaxComponents> source, target;
 };
 
 class Lease {
@@ -193,6 +194,9 @@ class Lease {
   std::uint64_t missing_pages(std::uint64_t n) const;
   void count_once();
   void forget_host();
+  std::uint32_t load_from(std::uint32_t component, std::uint32_t end) const;
+  bool host_has(const MatchResult& match) const;
+  void take_back_load();
   void take_state(std::uint32_t component);
   std::int32_t state_at_node(std::uint32_t component) const;
   void forget_behind(std::uint32_t component, std::uint32_t first);

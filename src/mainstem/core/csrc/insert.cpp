@@ -71,9 +71,9 @@ bool Tree::blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32
 }
 
 // Goes down along the tail from `node`, as far as the tree has it and nothing blocks; splits where the key parts, or
-// where a window's ids begin. Notes the absent cells that will get ids. The last node, and whether it was blocked.
+// where a window's ids begin. The last node, and whether it was blocked.
 std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority,
-                                     bool ready, std::vector<Fill>* fills) {
+                                     bool ready) {
   const std::uint32_t pages = whole_pages(tail.key);
   for (std::uint32_t at = 0; at < pages; at += nodes_[node].pages) {
     auto [next, length] = step_down(node, tail.key.data() + std::size_t{at} * page_bytes_, pages - at);
@@ -83,10 +83,6 @@ std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t
       if (rows_[c].begins_late() && tail.ids[c][at] < 0 && cell(next, slot(c, tier)).absent())
         length = std::min(length, first_id(tail.ids[c], at) - at);
     if (length < nodes_[next].pages) next = split(next, length);
-    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-      const bool wanted = rows_[c].per_page() && tail.ids[c][at] >= 0 && cell(next, slot(c, tier)).absent();
-      if (wanted) fills->push_back({next, c, Run<std::int32_t>(tail.ids[c].data() + at, length)});
-    }
     nodes_[next].priority = std::max(nodes_[next].priority, priority);
     touch(next, tick_);
     node = next;
@@ -94,8 +90,19 @@ std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t
   return {node, false};
 }
 
+// The absent cells that will get ids, from `node` up to `top`, behind which the tail begins.
+void Tree::note_fills(Index node, Index top, const Tail& tail, std::uint32_t tier, std::vector<Fill>* fills) const {
+  for (; node != top; node = nodes_[node].parent) {
+    const std::uint32_t at = nodes_[node].start - nodes_[top].end();
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      const bool wanted = rows_[c].per_page() && tail.ids[c][at] >= 0 && cell(node, slot(c, tier)).absent();
+      if (wanted) fills->push_back({node, c, Run<std::int32_t>(tail.ids[c].data() + at, nodes_[node].pages)});
+    }
+  }
+}
+
 // The rest of the tail behind its first `at` pages as new nodes: one, or more where a window's ids begin.
-void Tree::cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool ready,
+void Tree::cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool locked,
                       std::vector<Piece>* pieces) const {
   for (const std::uint32_t pages = whole_pages(tail.key); at < pages; at = pieces->back().end) {
     Piece& piece = pieces->emplace_back();
@@ -103,9 +110,9 @@ void Tree::cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, b
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].begins_late()) {
         if (tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
-        // What is in flight will be locked: where that lock begins must be a border.
+        // Where a lock begins must be a border.
         const std::uint32_t first = rows_[c].first_needed(begin + pages, page_size_);
-        if (!ready && first > begin + at) piece.end = std::min(piece.end, first - begin);
+        if (locked && first > begin + at) piece.end = std::min(piece.end, first - begin);
       }
     const std::uint32_t length = piece.end - at;
     piece.key = Run<std::uint8_t>(tail.key.data() + std::size_t{at} * page_bytes_, std::size_t{length} * page_bytes_);
@@ -129,7 +136,8 @@ Index Tree::hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std
 }
 
 InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
-                          bool ready) {
+                          bool ready, bool to_be_locked) {
+  const bool locked = to_be_locked || !ready;  // what is in flight is locked
   const std::uint32_t pages = whole_pages(tail.key);
   require_tier(tier);
   const Index from = resolve(after);
@@ -156,10 +164,13 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   bool grown = false;
   try {
     bool stopped;
-    std::tie(node, stopped) = descend(node, tail, tier, priority, ready, &fills);
-    for (std::uint32_t c = 0; c < rows_.size() && !stopped && !ready; ++c)
-      if (rows_[c].begins_late()) cut_border(node, rows_[c].first_needed(result.pages, page_size_));
-    if (!stopped) cut_pieces(begin, nodes_[node].end() - begin, tail, ready, &pieces_);
+    const Index top = node;
+    std::tie(node, stopped) = descend(node, tail, tier, priority, ready);
+    const std::uint32_t end = stopped ? nodes_[node].end() : result.pages;
+    for (std::uint32_t c = 0; c < rows_.size() && locked; ++c)
+      if (rows_[c].begins_late()) cut_border(node, rows_[c].first_needed(end, page_size_));
+    note_fills(node, top, tail, tier, &fills);
+    if (!stopped) cut_pieces(begin, nodes_[node].end() - begin, tail, locked, &pieces_);
     for (std::uint32_t c = 0; c < rows_.size() && !stopped; ++c)
       if (!rows_[c].per_page() && !tail.ids[c].empty()) states[c] = Run<std::int32_t>(tail.ids[c].data(), 1);
     if (!pieces_.empty()) {

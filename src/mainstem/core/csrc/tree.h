@@ -122,9 +122,10 @@ class Tree {
   PeekResult peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {}) const;
 
   // Behind the root of a namespace, or (the namespace does not matter then) behind a node; whether that node lies on
-  // the path of the whole key is for the caller to know, or to ask `lies_on`.
+  // the path of the whole key is for the caller to know, or to ask `lies_on`. What is to be locked is cut so that a
+  // lock at its end needs no memory.
   InsertResult insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
-                      bool ready);
+                      bool ready, bool to_be_locked = false);
   // The node that ends behind the first `pages` pages of a key, splitting one; 0 if the tree does not have them.
   Handle locate(std::string_view ns, Bytes key, std::uint32_t pages);
   bool knows(std::string_view ns, Handle after, Bytes key) const;  // the first page of a tail
@@ -267,9 +268,9 @@ class Tree {
   void require_tier(std::uint32_t tier) const;
   void require_component(std::uint32_t component) const;
   void check_tail(const Tail& tail, std::uint32_t pages) const;
-  std::pair<Index, bool> descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority, bool ready,
-                                 std::vector<Fill>* fills);
-  void cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool ready,
+  std::pair<Index, bool> descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority, bool ready);
+  void note_fills(Index node, Index top, const Tail& tail, std::uint32_t tier, std::vector<Fill>* fills) const;
+  void cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool locked,
                   std::vector<Piece>* pieces) const;
   Index hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready);
   bool blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready) const;

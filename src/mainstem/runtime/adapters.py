@@ -1,0 +1,314 @@
+"""LoRA adapters: small changes to a model's weights that are switched on for one forward at a time.
+
+An adapter's layers are made once, over the model's own, and lie aside until the adapter is selected:
+
+    decoder.layers[0].self_attn.q_proj  ->  plain layer                      no adapter: the very modules of before
+                                        ->  B A x + plain layer              inside `select(adapter)`
+
+So the base model computes what it would without this module, bit for bit, and no adapter knows of another. What an
+adapter is made of is part of its name in the cache: a request computes with the weights that its namespace names.
+
+Taken are adapters whose KV depends on nothing but the tokens before it, as the cache needs: low-rank changes of the
+decoder's linear layers and embeddings. This module knows PEFT and the model's layers; it does not know requests, pages
+or the cache. PEFT: https://huggingface.co/docs/peft.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mainstem.errors import BadArgument, UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"[!-~]{1,256}")
+_PEFT_NAME = "mainstem"  # what PEFT calls each adapter; they never meet, so one name serves all
+
+# Settings of PEFT's LoraConfig that are honoured as they stand.
+_HONOURED = (
+    "r", "target_modules", "exclude_modules", "lora_alpha", "fan_in_fan_out", "use_rslora", "layers_to_transform",
+    "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias",
+)  # fmt: skip
+
+# Settings that say nothing of what a loaded adapter computes.
+_HARMLESS = frozenset({
+    "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "megatron_core", "runtime_config", "qalora_group_size", "eva_config",
+})  # fmt: skip
+
+# Other settings are taken only where they ask for nothing; these ask for nothing by a word.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    # How training began; the other ways change the base model's weights.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
+
+_LORA_KEY = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterFiles:
+    """An adapter as it lies on disk: of a kind that can be served, not yet tried on a model. Made by `read_adapter`.
+
+    Args:
+        digest: SHA-256 over configuration and weights, in hex.
+        settings: what PEFT is told.
+        tensors: its weights by their names in the file.
+    """
+
+    digest: str
+    settings: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """One layer of the model, and the adapter's layer over it."""
+
+    parent: torch.nn.Module
+    name: str
+    plain: torch.nn.Module
+    adapted: torch.nn.Module
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter that is ready to be selected; it stays so for those who hold it, whatever its name means later.
+
+    Args:
+        name: what clients call it.
+        digest: SHA-256 over configuration and weights, in hex.
+    """
+
+    name: str
+    digest: str
+    _places: tuple[_Place, ...] = field(repr=False)
+
+    @property
+    def namespace(self) -> str:
+        """What `Namespace.adapter` holds for it: other weights under the same name never share, equal ones do again."""
+        return f"{self.name}@{self.digest}"
+
+
+class Adapters:
+    """The adapters of one model. All but `names` and `get` belong to the thread that runs the model.
+
+    Args:
+        model: stays the caller's; outside of `select` it is as it was.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._by_name: Mapping[str, Adapter] = {}  # replaced, never changed: others read it
+        self._selected: Adapter | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The loaded adapters, in the order in which they came; from any thread."""
+        return tuple(self._by_name)
+
+    def get(self, name: str) -> Adapter:
+        """The adapter that a name means now; from any thread.
+
+        Raises:
+            BadArgument: there is none.
+        """
+        known = self._by_name
+        if name not in known:
+            raise BadArgument("adapter", name, f"one of {', '.join(known) or '(none is loaded)'}")
+        return known[name]
+
+    def load(self, name: str, path: str | Path) -> Adapter:
+        """Reads an adapter and adds it: `read_adapter`, then `add`."""
+        check_name(name)
+        return self.add(name, read_adapter(path))
+
+    def add(self, name: str, files: AdapterFiles) -> Adapter:
+        """Fits an adapter to the model, and gives it a name. The name's former adapter is no longer found by it.
+
+        Raises:
+            BadArgument: the name.
+            UnsupportedModel: the adapter does not fit the model, or changes what must stay; all is as before.
+        """
+        check_name(name)
+        former = self._by_name.get(name)
+        if former is not None and former.digest == files.digest:
+            return former
+        try:
+            places = self._fit(files)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:  # PEFT's, of all kinds
+            raise UnsupportedModel(f"adapter {name}: it does not fit the model: {_shortened(error)}") from error
+        adapter = Adapter(name, files.digest, places)
+        self._by_name = {**self._by_name, name: adapter}
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Forgets a name. The weights go when nobody holds the adapter any more.
+
+        Raises:
+            BadArgument: there is no such adapter.
+        """
+        self.get(name)
+        self._by_name = {other: adapter for other, adapter in self._by_name.items() if other != name}
+
+    @contextmanager
+    def select(self, adapter: Adapter | None) -> Iterator[None]:
+        """The model computes with an adapter inside the block; with None, as the base model. Blocks do not nest."""
+        assert self._selected is None, "an adapter is selected already"
+        places = () if adapter is None else adapter._places
+        self._selected = adapter
+        try:
+            for place in places:
+                setattr(place.parent, place.name, place.adapted)
+            yield
+        finally:
+            for place in places:
+                setattr(place.parent, place.name, place.plain)
+            self._selected = None
+
+    def _fit(self, files: AdapterFiles) -> tuple[_Place, ...]:
+        """The adapter's layers over the model's, which is left as it was."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        if hasattr(self._model, "peft_config"):
+            raise UnsupportedModel("the model was loaded with an adapter of its own: load it without one")
+        before = [(parent, name, layer) for parent in self._model.modules() for name, layer in parent.named_children()]
+        trainable = [(weight, weight.requires_grad) for weight in self._model.parameters()]
+        config = LoraConfig(**files.settings, inference_mode=True, lora_dropout=0.0, init_lora_weights=False)
+        allowed = {id(module) for module in self._adaptable()}
+        try:
+            inject_adapter_in_model(config, self._model, _PEFT_NAME, low_cpu_mem_usage=True)
+            places = tuple(_Place(*was, now) for was in before if (now := getattr(was[0], was[1])) is not was[2])
+            _check_layers(places, allowed)
+            self._fill(files)
+        finally:
+            for parent, name, layer in before:
+                setattr(parent, name, layer)
+            vars(self._model).pop("peft_config", None)
+            for weight, wanted in trainable:
+                weight.requires_grad_(wanted)
+        for place in places:
+            place.adapted.eval()
+        return places
+
+    def _adaptable(self) -> Iterator[torch.nn.Module]:
+        """The modules of the text model. What encodes images stays as it is: its results are shared by all adapters."""
+        model: Any = self._model  # these two have no types
+        yield from model.get_decoder().modules()
+        head = model.get_output_embeddings()
+        if head is not None:
+            yield head
+
+    def _fill(self, files: AdapterFiles) -> None:
+        """Puts the adapter's weights into its layers; all of them, and nothing else."""
+        from peft import set_peft_model_state_dict
+
+        result: Any = set_peft_model_state_dict(self._model, dict(files.tensors), _PEFT_NAME, low_cpu_mem_usage=True)
+        ours = {name for name, _ in self._model.named_parameters() if _LORA_KEY.search(name)}
+        for fault, keys in (("lacks", ours & set(result.missing_keys)), ("has no layer for", result.unexpected_keys)):
+            if keys:
+                raise ValueError(f"it {fault} {min(keys)}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else ""))
+
+
+def check_name(name: str) -> None:
+    """Raises BadArgument for what cannot be the name of an adapter."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadArgument("name", name, "1 to 256 printable ASCII characters without spaces")
+
+
+def read_adapter(path: str | Path) -> AdapterFiles:
+    """Reads an adapter's folder, as PEFT saves it; from any thread. Nothing is downloaded, and no pickle is read.
+
+    Raises:
+        BadArgument: there is no whole adapter at `path`.
+        UnsupportedModel: it is of a kind that cannot be served over a prefix cache, or PEFT is not installed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    _require_peft()
+    folder = Path(path).expanduser()
+    config = _read(folder, _CONFIG)
+    settings = _parsed(folder, config)
+    if reasons := list(_refusals(settings)):
+        raise UnsupportedModel(f"the adapter in {folder} cannot be served: {'; '.join(reasons)}")
+    weights = _read(folder, _WEIGHTS)
+    try:
+        tensors: dict[str, torch.Tensor] = load(weights)
+    except SafetensorError as error:
+        raise BadArgument("path", str(folder), f"a folder with undamaged weights: {error}") from error
+    if foreign := sorted(key for key in tensors if not _LORA_KEY.search(key)):
+        raise UnsupportedModel(f"the adapter in {folder} cannot be served: it replaces weights, such as {foreign[0]}")
+    honoured = {key: settings[key] for key in _HONOURED if settings.get(key) is not None}
+    return AdapterFiles(_digest(config, weights), honoured, tensors)
+
+
+def _require_peft() -> None:
+    try:
+        import peft  # noqa: F401  # it takes long: here, and not on the thread that runs the model
+    except ModuleNotFoundError as error:
+        raise UnsupportedModel(f"adapters need {error.name}: pip install 'mainstem[lora]'") from error
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        allowed = f"a folder with {_CONFIG} and {_WEIGHTS} ({name}: {error.strerror})"
+        if name == _WEIGHTS and (folder / "adapter_model.bin").exists():
+            allowed += "; adapter_model.bin is a pickle, which could run anything, and is not read"
+        raise BadArgument("path", str(folder), allowed) from error
+
+
+def _parsed(folder: Path, config: bytes) -> dict[str, Any]:
+    try:
+        settings = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise BadArgument("path", str(folder), f"a folder with a {_CONFIG} in JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise BadArgument("path", str(folder), f"a folder with a {_CONFIG} that is an object")
+    return settings
+
+
+def _refusals(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Why an adapter of these settings cannot be served; nothing when it may."""
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        yield f"its kind is {kind}, and only LORA is taken: others may add tokens of their own"
+        return
+    for name, value in sorted(settings.items()):
+        asks = value not in _NEUTRAL.get(name, ()) and value not in (None, False, 0, "", [], {})
+        if asks and name not in _HARMLESS and name not in _HONOURED:
+            yield f"{name} = {json.dumps(value)} is not supported"
+
+
+def _digest(config: bytes, weights: bytes) -> str:
+    digest = hashlib.sha256(len(config).to_bytes(8, "little"))
+    digest.update(config)
+    digest.update(weights)
+    return digest.hexdigest()
+
+
+def _check_layers(places: tuple[_Place, ...], allowed: set[int]) -> None:
+    """Only layers that are called as layers: weights that others read directly would not be adapted everywhere."""
+    from peft.tuners.lora import Embedding, Linear
+
+    for place in places:
+        if not isinstance(place.adapted, (Linear, Embedding)):
+            raise ValueError(f"only linear layers and embeddings can be adapted, not {place.name}")
+        if id(place.plain) not in allowed:
+            raise ValueError(f"only layers of the text model can be adapted; {place.name} is outside of it")
+
+
+def _shortened(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]

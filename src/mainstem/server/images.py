@@ -1,0 +1,281 @@
+"""Pictures of requests: from a URL to decoded pixels, within limits.
+
+    data:image/png;base64,...   always
+    http://, https://           of hosts that are allowed, else of public addresses if any is allowed; no redirects
+    file:///...                 inside the folder that is allowed
+
+The size is checked before bytes are decoded, and the number of pixels before they are unpacked. A picture is the one
+frame of its file, turned as the EXIF orientation says (as transformers' own loader does), in the mode of the file; the
+model's processor gets it in RGB, with alpha dropped.
+
+Everything here may take long; callers with an event loop run it on a thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import http.client
+import io
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from mainstem.errors import BadArgument
+from mainstem.server.protocol import ApiError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Resolve = Callable[[str, int], list[str]]
+"""resolve(host, port): the addresses of a host."""
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_READ_BYTES = 1 << 16
+# What Pillow raises on files that are not what they say.
+_BROKEN = (
+    OSError, SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, MemoryError, struct.error,
+    zlib.error,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePolicy:
+    """Where pictures may come from, and how large they may be.
+
+    Args:
+        allow_http: False: from nowhere; True: from public addresses; host names: from these, wherever they are.
+        allow_files: the folder that `file:` URLs may name files of; None: no files.
+        max_bytes: of a picture as it comes.
+        max_pixels: of a picture, decoded.
+        max_images: of one request.
+        timeout_s: for one picture to come over HTTP.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+
+    allow_http: bool | tuple[str, ...] = False
+    allow_files: Path | None = None
+    max_bytes: int = 20 << 20
+    max_pixels: int = 32 << 20
+    max_images: int = 32
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        for name in ("max_bytes", "max_pixels", "max_images"):
+            if getattr(self, name) < 1:
+                raise BadArgument(name, getattr(self, name), "at least 1")
+        if not 0 < self.timeout_s < float("inf"):
+            raise BadArgument("timeout_s", self.timeout_s, "a number of seconds above 0")
+        if self.allow_files is not None and not self.allow_files.is_dir():
+            raise BadArgument("allow_files", str(self.allow_files), "a folder")
+
+
+class Pictures:
+    """Fetches and decodes pictures as a policy says.
+
+    Args:
+        policy: the limits.
+        resolve: finds the addresses of hosts.
+    """
+
+    def __init__(self, policy: ImagePolicy, resolve: Resolve | None = None) -> None:
+        self._policy = policy
+        self._resolve = resolve or _addresses
+
+    def load(self, url: str, at: str) -> Image:
+        """The picture behind a URL.
+
+        Args:
+            url: of the schemes above.
+            at: the path of the field, for errors.
+
+        Raises:
+            ApiError: 400; says what is wrong or not allowed.
+        """
+        try:
+            return self._decode(self._fetch(url))
+        except _Refused as error:
+            raise ApiError(400, f"{at}: {error}", param=at, code=error.code) from error
+
+    def _fetch(self, url: str) -> bytes:
+        scheme = url.partition(":")[0].lower()
+        if scheme == "data":
+            return self._from_data(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise _Refused(f"not a URL: {error}") from None
+        if scheme in ("http", "https"):
+            return self._from_http(parts, port or (443 if scheme == "https" else 80))
+        if scheme == "file":
+            return self._from_file(parts)
+        raise _Refused("must be a URL of the scheme data, http, https or file")
+
+    def _from_data(self, url: str) -> bytes:
+        head, comma, payload = url.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise _Refused("a data URL must read data:image/...;base64,...")
+        self._check_bytes(len(payload) // 4 * 3 - 2)
+        try:
+            data = base64.b64decode(payload, validate=True)
+        except (binascii.Error, ValueError):
+            raise _Refused("the data URL is not valid base64") from None
+        self._check_bytes(len(data))
+        return data
+
+    def _from_file(self, parts: SplitResult) -> bytes:
+        folder = self._policy.allow_files
+        if folder is None:
+            raise _Refused("this server reads no files", "image_url_not_allowed")
+        try:
+            path = Path(unquote(parts.path)).resolve(strict=True)
+            if parts.netloc not in ("", "localhost") or not path.is_relative_to(folder.resolve()):
+                raise _Refused("not a file that this server reads", "image_url_not_allowed")
+            # No link may be put in its place meanwhile, and no pipe hold up the thread.
+            file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        except (OSError, ValueError, RuntimeError):
+            raise _Refused("not a file that this server reads", "image_url_not_allowed") from None
+        with file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise _Refused("not a file that this server reads", "image_url_not_allowed")
+            data = file.read(self._policy.max_bytes + 1)
+        self._check_bytes(len(data))
+        return data
+
+    # --- http ---------------------------------------------------------------------------------------------------------
+
+    def _from_http(self, parts: SplitResult, port: int) -> bytes:
+        host = (parts.hostname or "").lower()
+        self._check_host(host, parts)
+        try:
+            with self._connect(parts.scheme, host, port) as link:
+                return self._get_in_time(link, parts, host, port)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            raise _Refused(f"{host} does not give it: {type(error).__name__}", "image_not_fetched") from error
+
+    def _check_host(self, host: str, parts: SplitResult) -> None:
+        allowed = self._policy.allow_http
+        if allowed is False or (isinstance(allowed, tuple) and host not in allowed):
+            raise _Refused("this server fetches nothing from there; send a data URL", "image_url_not_allowed")
+        if not host or parts.username is not None or any(sign <= " " for sign in parts.path + parts.query):
+            raise _Refused("must be a plain URL, without a user name")
+
+    def _connect(self, scheme: str, host: str, port: int) -> socket.socket:
+        """A connection to an address that was checked itself, so that no second look-up can give another."""
+        addresses = self._resolve(host, port)
+        if self._policy.allow_http is True and not all(map(_is_public, addresses)):
+            raise _Refused("this server fetches nothing from private addresses", "image_url_not_allowed")
+        link = socket.create_connection((addresses[0], port), self._policy.timeout_s)
+        if scheme == "http":
+            return link
+        tls = ssl.create_default_context()
+        return tls.wrap_socket(link, server_hostname=host, do_handshake_on_connect=False)
+
+    def _get_in_time(self, link: socket.socket, parts: SplitResult, host: str, port: int) -> bytes:
+        """Whoever sends a byte now and then meets a timer that ends the connection."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(self._policy.timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            data = self._get(link, parts, host, port)
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise TimeoutError
+        return data
+
+    def _get(self, link: socket.socket, parts: SplitResult, host: str, port: int) -> bytes:
+        if isinstance(link, ssl.SSLSocket):
+            link.do_handshake()
+        client = http.client.HTTPConnection(host, port)
+        client.sock = link
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        client.request("GET", target, headers={"Host": parts.netloc, "Connection": "close"})
+        with client.getresponse() as response:
+            if response.status != 200:
+                raise _Refused(f"{host} answers {response.status}; redirects are not followed", "image_not_fetched")
+            self._check_bytes(response.length or 0)
+            data = bytearray()
+            while chunk := response.read1(_READ_BYTES):
+                data += chunk
+                self._check_bytes(len(data))
+            if response.length:
+                raise http.client.IncompleteRead(bytes(data), response.length)
+        return bytes(data)
+
+    # --- pixels -------------------------------------------------------------------------------------------------------
+
+    def _check_bytes(self, size: int) -> None:
+        if size > self._policy.max_bytes:
+            raise _Refused(f"an image may have at most {self._policy.max_bytes} bytes", "image_too_large")
+
+    def _decode(self, data: bytes) -> Image:
+        from PIL import Image, ImageOps
+
+        try:
+            picture = Image.open(io.BytesIO(data), formats=_FORMATS)
+            self._check_shape(picture)
+            picture.load()
+            return ImageOps.exif_transpose(picture)
+        except Image.DecompressionBombError as error:
+            raise _Refused("the image has too many pixels", "image_too_large") from error
+        except _BROKEN as error:
+            raise _Refused(f"not a whole image of the formats {', '.join(_FORMATS)}", "invalid_image") from error
+
+    def _check_shape(self, picture: Image) -> None:
+        """By the file's head alone; nothing is unpacked yet."""
+        width, height = picture.size
+        if width * height > self._policy.max_pixels:
+            limit = self._policy.max_pixels
+            raise _Refused(f"the image has {width} x {height} pixels: at most {limit} are taken", "image_too_large")
+        if getattr(picture, "is_animated", False):
+            raise _Refused("the image has several frames", "invalid_image")
+
+
+class _Refused(Exception):
+    """Why a picture is not taken, without the field's name."""
+
+    def __init__(self, message: str, code: str = "invalid_image_url") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in found]
+
+
+def _is_public(address: str) -> bool:
+    """Whether an address is of the public internet, and no way round to others (RFC 6890; 6052, 3056, 4380)."""
+    given = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(given, ipaddress.IPv6Address):
+        if given.ipv4_mapped is not None:
+            return _is_public(str(given.ipv4_mapped))
+        if given not in _UNICAST or given.sixtofour is not None or given.teredo is not None:
+            return False
+    return given.is_global and not given.is_multicast
+
+
+_UNICAST = ipaddress.IPv6Network("2000::/3")

@@ -1,0 +1,204 @@
+"""The slow, obvious model of leases on several components, for tests to compare the real ones with.
+
+A prefix is a number here (`Names`); a page is known by the prefix that it ends, a state by the one that it stands
+behind. What the tree holds is one dict a component, and where a match may end, what a lock keeps and what a publication
+adds is found by looking at all of it. The order of eviction is not predicted: `settle` is told who owns each id and
+says what has gone. No node, no border, no content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from mainstem.components import Component, State, Window
+
+Owner = Callable[[str, int], str]
+
+
+class Names:
+    """Numbers prefixes: equal numbers mean equal namespaces and tokens."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, Hashable], int] = {}
+        self.before: list[int] = []
+
+    def root(self, namespace: Hashable) -> int:
+        """The prefix without a token."""
+        return self._number(-1, namespace)
+
+    def extend(self, name: int, tokens: Sequence[int]) -> list[int]:
+        """The prefixes that end with each of these tokens behind `name`."""
+        names = [name]
+        for token in tokens:
+            names.append(self._number(names[-1], token))
+        return names[1:]
+
+    def back(self, name: int, steps: int) -> list[int]:
+        """The last `steps` prefixes that end at `name`, the shortest first."""
+        names = [name]
+        while len(names) < steps:
+            names.append(self.before[names[-1]])
+        return names[::-1]
+
+    def _number(self, before: int, symbol: Hashable) -> int:
+        number = self._numbers.setdefault((before, symbol), len(self.before))
+        if number == len(self.before):
+            self.before.append(before)
+        return number
+
+
+@dataclass(eq=False)
+class ModelLease:
+    """One sequence in use: the prefixes of it, and what is its own and nobody else's."""
+
+    names: list[int]
+    hit: int = 0
+    reach: int = 0
+    published: int = 0
+    reserved: int = 0
+    own: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By component: page to private id."""
+    state: int = -1
+    mark: tuple[int, int] | None = None
+    """A state that was put aside: its position and its slot."""
+    appended: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.names) - 1
+
+
+class LeaseModel:
+    """Pools of ids, what the tree holds of each component, and the leases.
+
+    Args:
+        totals: ids of each component, in the order of the rows.
+    """
+
+    def __init__(self, page_size: int, totals: dict[Component, int]) -> None:
+        self.page_size = page_size
+        self.rows: dict[str, Component] = {row.name: row for row in totals}
+        self.totals = {row.name: total for row, total in totals.items()}
+        self.first = next(iter(self.rows))
+        self.held: dict[str, dict[int, int]] = {name: {} for name in self.rows}
+        self.leases: list[ModelLease] = []
+
+    @property
+    def paged(self) -> list[str]:
+        """The components with an id a page."""
+        return [name for name, row in self.rows.items() if not isinstance(row, State)]
+
+    # ---------------------------------------------------------------- what a prefix needs
+
+    def first_needed(self, row: str, end: int) -> int:
+        """The first page that a match ending at `end` needs, and that a lock there keeps."""
+        component = self.rows[row]
+        return max(0, end - component.tokens) // self.page_size if isinstance(component, Window) else 0
+
+    def needed(self, row: str, names: list[int], end: int) -> list[int]:
+        """The prefixes whose ids a match ending at `end` needs."""
+        if isinstance(self.rows[row], State):
+            return [names[end]] if end else []
+        pages = range(self.first_needed(row, end), end // self.page_size)
+        return [names[(page + 1) * self.page_size] for page in pages]
+
+    def match(self, names: list[int], longest: int) -> tuple[int, int]:
+        """The hit, and how far the first component alone reaches."""
+        hit = reach = 0
+        for end in range(self.page_size, longest + 1, self.page_size):
+            allowed = [all(name in self.held[row] for name in self.needed(row, names, end)) for row in self.rows]
+            hit = end if all(allowed) else hit
+            reach = end if allowed[0] else reach
+        return hit, reach
+
+    # ---------------------------------------------------------------- who has what
+
+    def locked(self, row: str) -> set[int]:
+        """What no eviction may take: what each lease needs of what it has published."""
+        kept = {name for lease in self.leases for name in self.needed(row, lease.names, lease.published)}
+        return kept & self.held[row].keys()
+
+    def private(self, row: str) -> list[int]:
+        """The ids that belong to leases."""
+        if row in self.paged:
+            return [own for lease in self.leases for own in lease.own[row].values()]
+        slots = [lease.state for lease in self.leases if lease.state >= 0]
+        return slots + [lease.mark[1] for lease in self.leases if lease.mark]
+
+    def free(self, row: str) -> int:
+        return self.totals[row] - len(self.held[row]) - len(self.private(row))
+
+    def room(self, row: str) -> int:
+        """Ids that can be had, by eviction of all that is not locked if it must be."""
+        return self.totals[row] - len(self.locked(row)) - len(self.private(row))
+
+    def settle(self, owner: Owner) -> dict[str, dict[int, int]]:
+        """Forgets what is not cached any more: the ids that went and the prefixes that had them, by component."""
+        gone = {
+            row: {name: held for name, held in ids.items() if owner(row, held) != "cached"}
+            for row, ids in self.held.items()
+        }
+        for row, names in gone.items():
+            assert not self.locked(row).intersection(names), f"{row}: evicted under a lock"
+            for name in names:
+                del self.held[row][name]
+        return gone
+
+    # ---------------------------------------------------------------- leases
+
+    def open(self, names: list[int]) -> ModelLease:
+        """A lease on a sequence: what it hits is locked."""
+        hit, reach = self.match(names, len(names) - 2)
+        lease = ModelLease(names, hit, reach, hit, hit, {row: {} for row in self.paged})
+        self.leases.append(lease)
+        return lease
+
+    def expected_id(self, lease: ModelLease, row: str, page: int) -> int:
+        """What the table of a lease says at a page; -1: nothing that may be read."""
+        if page < lease.published // self.page_size:
+            return self.held[row].get(lease.names[(page + 1) * self.page_size], -1)
+        return lease.own[row].get(page, -1)
+
+    def publish(self, lease: ModelLease, upto: int) -> tuple[int, int]:
+        """Gives whole pages of [0, upto), and a state put aside there, to the tree.
+
+        Returns how many pages were duplicates, and how many states must leave the path for the new one.
+        """
+        border, duplicates, too_many = upto // self.page_size * self.page_size, 0, 0
+        if lease.mark and lease.published <= lease.mark[0] <= border:
+            duplicates += self._publish_pages(lease, lease.mark[0])
+            too_many = self._plant(lease)
+        if self.first != "window" or border // self.page_size - 1 in lease.own["window"]:
+            duplicates += self._publish_pages(lease, border)  # else it ends where there is nothing left to publish
+        return duplicates, too_many
+
+    def _publish_pages(self, lease: ModelLease, border: int) -> int:
+        """Duplicates are free now; says how many there were."""
+        duplicates = 0
+        for row in self.paged:
+            for page in range(lease.published // self.page_size, border // self.page_size):
+                if page in lease.own[row]:
+                    name = lease.names[(page + 1) * self.page_size]
+                    duplicates += not self._give(row, name, lease.own[row].pop(page))
+        lease.published = max(lease.published, border)
+        return duplicates
+
+    def _plant(self, lease: ModelLease) -> int:
+        """The state that was put aside becomes the tree's, if there is none; how many are too many on its path then."""
+        assert lease.mark
+        (position, slot), lease.mark = lease.mark, None
+        name, row = lease.names[position], self.rows["state"]
+        assert isinstance(row, State)
+        if not self._give("state", name, slot) or row.most_on_path is None:
+            return 0
+        standing = self.held["state"].keys() & set(lease.names[: position + 1])
+        return max(0, min(len(standing) - row.most_on_path, len(standing - self.locked("state") - {name})))
+
+    def _give(self, row: str, name: int, own: int) -> bool:
+        """Whether the tree took it; a duplicate is free now."""
+        return self.held[row].setdefault(name, own) == own
+
+    def close(self, lease: ModelLease) -> None:
+        """Ends a lease: its locks go, and what is its own is free."""
+        self.leases.remove(lease)

@@ -1,0 +1,452 @@
+// Random operations on caches with windows and states: leases that slide, put states aside and publish them. Each page
+// and each slot says what was written to it, so that what a lease reads is known to be its own prefix; and all ids are
+// counted out after each step: free, in one cell of the tree, or one lease's. What a state is worth is reckoned beside
+// the tree, and evictions are held against it.
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+
+#include "cache.h"
+#include "random_operations.h"
+#include "support.h"
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::uint32_t kSymbolBytes = 4;
+
+struct Shape {
+  std::vector<Component> rows;
+  std::uint32_t page_size, ids;
+  bool enabled, hook;
+};
+
+// A lease, and what it must say of itself.
+struct Holder {
+  std::unique_ptr<Lease> lease;
+  std::string ns, key;
+  std::uint64_t computed = 0;              // positions
+  std::uint64_t published = 0;             // pages
+  std::vector<std::uint32_t> fronts;       // by component: entries before are -1
+  std::optional<std::uint64_t> mark = {};  // pages behind which a state waits to be published
+};
+
+class World {
+ public:
+  World(const Shape& shape, std::uint64_t seed)
+      : choose_(seed),
+        shape_(shape),
+        rows_(shape.rows),
+        tree_(kSymbolBytes, shape.page_size, shape.rows, 1, "lru", seed),
+        written_(rows_.size(), std::vector<Path>(shape.ids)),
+        dropped_(rows_.size()) {
+    std::vector<Pool*> pools;
+    for (std::size_t c = 0; c < rows_.size(); ++c)
+      pools.push_back(pools_.emplace_back(std::make_unique<Pool>(shape.ids)).get());
+    cache_ = std::make_unique<Cache>(tree_, std::move(pools), shape.enabled);
+    cache_->copy_state = [this](std::int32_t source, std::int32_t target) {
+      written_.back()[static_cast<std::size_t>(target)] = written_.back()[static_cast<std::size_t>(source)];
+    };
+    if (shape.hook || rows_.back().weighs)
+      cache_->evict = [this](std::uint32_t component, std::uint64_t ids) { evict(component, ids); };
+  }
+
+  void step() {
+    if (open_.empty() || choose_.one_in(5))
+      open();
+    else if (choose_.one_in(10))
+      evict(choose_.below(static_cast<std::uint32_t>(rows_.size())), choose_.below(3));
+    else
+      use(open_[choose_.below(static_cast<std::uint32_t>(open_.size()))]);
+    if (open_.size() > 4) close(open_.front());
+    std::erase_if(open_, [](const Holder& holder) { return holder.lease == nullptr || holder.lease->closed(); });
+    compare();
+  }
+
+  void finish() {
+    while (!open_.empty()) {
+      close(open_.back());
+      open_.pop_back();
+    }
+    take_back();
+    compare();
+    expect_equal(cache_->counters.leases, 0, "open leases left");
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      expect_equal(tree_.counts(c, 0).locked, 0, "ids locked in the end");
+      evict(c, shape_.ids);
+    }
+    for (const auto& pool : pools_)
+      expect_equal(pool->owned(Owner::free), shape_.ids, "free ids in the end");
+    expect_equal(tree_.size(), 0, "nodes left");
+  }
+
+ private:
+  std::uint64_t page_bytes() const { return std::uint64_t{shape_.page_size} * kSymbolBytes; }
+  std::uint64_t pages(std::uint64_t positions) const { return (positions + shape_.page_size - 1) / shape_.page_size; }
+  bool keeps_states() const { return !rows_.back().per_page(); }
+  std::uint32_t states() const { return static_cast<std::uint32_t>(rows_.size() - 1); }
+  Path front(const Holder& h, std::uint64_t pages) const { return {h.ns, h.key.substr(0, pages * page_bytes())}; }
+  Path& written(std::uint32_t c, std::int32_t id) { return written_[c][static_cast<std::size_t>(id)]; }
+  const Path& written(std::uint32_t c, std::int32_t id) const { return written_[c][static_cast<std::size_t>(id)]; }
+  Contents contents() const { return contents_of(tree_, rows_, 1); }
+
+  // ---------------------------------------------------------------- what a state is worth
+
+  static bool stands(const Contents& held, const Path& path) {
+    const auto found = held.find(path);
+    return found != held.end() && found->second.back().residency == Residency::present;
+  }
+  // Pages from the nearest state above.
+  std::uint64_t saved(const Contents& held, const Path& path) const {
+    const std::uint64_t length = path.second.size() / page_bytes();
+    std::uint64_t above = length - 1;
+    while (above > 0 && !stands(held, {path.first, path.second.substr(0, above * page_bytes())}))
+      --above;
+    return length - above;
+  }
+  void credit(const Contents& held, const Path& path) {
+    if (rows_.back().weighs) worths_[path] = worn_ + static_cast<double>(saved(held, path));
+  }
+  std::set<Path> locked_states() const {
+    std::set<Path> paths = left_;
+    for (const Holder& h : open_)
+      if (h.lease && !h.lease->closed()) paths.insert(front(h, h.published));
+    return paths;
+  }
+  void expect_least_worth(const Contents& before, const Path& victim) const {
+    const std::set<Path> locked = locked_states();
+    expect(!locked.contains(victim), "a state that is locked stays");
+    for (const auto& [path, cells] : before)
+      if (stands(before, path) && !locked.contains(path))
+        expect(worths_.at(victim) <= worths_.at(path), "the state that is worth least goes first");
+  }
+
+  // One id after another, at times less than was asked for: the cache has to ask again.
+  void evict(std::uint32_t component, std::uint64_t ids) {
+    if (ids > 1 && ids < shape_.ids && choose_.one_in(3)) ids = 1;
+    for (const std::uint64_t wanted = tree_.counts(component, 0).present; ids-- > 0 && wanted > 0;) {
+      const Contents before = contents();
+      const std::vector<Ids> freed = tree_.evict(1, component, 0);
+      for (std::size_t c = 0; c < freed.size(); ++c)
+        pools_[c]->move(freed[c], Owner::cached, Owner::free);
+      if (!rows_[component].weighs || freed[component].empty()) continue;
+      expect_equal(freed[component].size(), 1, "states evicted");
+      const Path& victim = written(component, freed[component].front());
+      expect_least_worth(before, victim);
+      worn_ = worths_.at(victim);
+    }
+  }
+
+  // ---------------------------------------------------------------- what must be so
+
+  void compare() const {
+    tree_.check();
+    const Contents held = contents();
+    std::vector<std::set<std::int32_t>> owned(rows_.size());
+    for (const auto& [path, cells] : held)
+      for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+        if (cells[c].residency == Residency::absent) continue;
+        expect(owned[c].insert(cells[c].id).second, "an id stands in one cell");
+        expect(pools_[c]->owner(cells[c].id) == std::string("cached"), "what the tree holds is cached");
+        expect(written(c, cells[c].id) == path, "what the tree holds was written for it");
+      }
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      expect_equal(pools_[c]->owned(Owner::cached), owned[c].size(), "cached ids");
+    std::vector<std::uint64_t> privately = dropped_;
+    for (const Holder& h : open_)
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)
+        privately[c] += rows_[c].per_page() ? compare_table(h, c, held, &owned[c]) : compare_state(h, &owned[c]);
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      expect(pools_[c]->sound(), "the pool is sound");
+      expect_equal(pools_[c]->owned(Owner::privately), privately[c], "private ids");
+    }
+  }
+  // Its own ids, of which nobody else has one.
+  std::uint64_t compare_table(const Holder& h, std::uint32_t c, const Contents& held,
+                              std::set<std::int32_t>* owned) const {
+    const Table& table = h.lease->table(c);
+    std::uint64_t own = 0;
+    for (std::uint32_t page = 0; page < table.size(); ++page) {
+      const std::int32_t id = *table.from(page).data();
+      expect_equal(id < 0, page < h.fronts[c], "whether an entry lies behind the window");
+      if (id < 0) continue;
+      if (page < h.published) {
+        const auto found = held.find(front(h, page + 1));
+        expect(found != held.end() && found->second[c].id == id, "a published page is the tree's own");
+      } else {
+        expect(owned->insert(id).second && pools_[c]->owner(id) == std::string("private"), "a page is this lease's");
+        ++own;
+      }
+      if ((page + 1) * shape_.page_size <= h.computed)
+        expect(written(c, id) == front(h, page + 1), "a page holds what leads to it");
+    }
+    return own;
+  }
+  std::uint64_t compare_state(const Holder& h, std::set<std::int32_t>* owned) const {
+    const std::int32_t slot = h.lease->state();
+    expect(slot >= 0 && owned->insert(slot).second, "a state to compute with is this lease's alone");
+    expect(pools_[states()]->owner(slot) == std::string("private"), "a state to compute with is private");
+    if (h.computed)
+      expect(written(states(), slot) == Path(h.ns, h.key.substr(0, h.computed * kSymbolBytes)), "a state");
+    return 1 + h.mark.has_value();
+  }
+  // Too many states stand on a path only while locks hold them.
+  void compare_path(const Holder& h) const {
+    const std::uint32_t most = rows_[states()].most_on_path;
+    const Contents held = contents();
+    std::set<Path> locked = locked_states();
+    locked.insert(front(h, h.published));  // until it was finished
+    std::uint64_t standing = 0, held_fast = 0;
+    for (std::uint64_t end = 1; end <= h.published; ++end) {
+      standing += stands(held, front(h, end));
+      held_fast += stands(held, front(h, end)) && locked.contains(front(h, end));
+    }
+    expect(most == 0 || standing <= std::max<std::uint64_t>(most, held_fast), "states on one path");
+  }
+
+  // ---------------------------------------------------------------- operations
+
+  void open() {
+    const std::string ns = choose_.one_in(4) ? "a" : "";
+    const std::string key = some_key(choose_, kSymbolBytes, shape_.page_size, 7);
+    const std::uint64_t length = key.size() / kSymbolBytes;
+    const std::uint64_t most = length == 0 ? 0 : length - choose_.below(2);
+    const Bytes known = bytes_of(key).first(most * kSymbolBytes);
+    Holder h{nullptr, ns, key};
+    h.published = shape_.enabled ? tree_.peek(ns, known, false).pages : 0;
+    h.computed = h.published * shape_.page_size;
+    const Contents before = contents();
+    if (h.published) credit(before, front(h, h.published));
+    left_.insert(front(h, h.published));  // while it is not yet among those that are open
+    try {
+      h.lease = std::make_unique<Lease>(*cache_, ns, 0, bytes_of(key), most, false, CheckRest());
+    } catch (const NoPages& error) {
+      collected();
+      expect(error.what == std::string("state slots"), "what a lease has too few of");
+      expect(contents() == before, "who found no slot has evicted none");
+      return;
+    }
+    collected();
+    expect_equal(h.lease->hit(), h.computed, "the hit");
+    expect_equal(h.lease->published(), h.computed, "positions published");
+    expect(h.lease->reach() >= h.computed && h.lease->reach() <= most, "what the first component reaches");
+    h.fronts.resize(rows_.size());
+    move_fronts(h, h.computed, h.published);
+    open_.push_back(std::move(h));
+  }
+  // Before `computed` less the window, and what a match at the end of `published` pages needs, there is nothing.
+  void move_fronts(Holder& h, std::uint64_t computed, std::uint64_t published) const {
+    for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+      if (!rows_[c].begins_late()) continue;
+      const std::uint64_t seen = (computed - std::min<std::uint64_t>(rows_[c].window, computed)) / shape_.page_size;
+      const std::uint32_t needed = rows_[c].first_needed(static_cast<std::uint32_t>(published), shape_.page_size);
+      h.fronts[c] = std::max({h.fronts[c], static_cast<std::uint32_t>(seen), needed});
+    }
+  }
+
+  void use(Holder& h) {
+    switch (choose_.below(10)) {
+      case 0:
+      case 1:
+      case 2:
+      case 3:
+        compute(h);
+        break;
+      case 4:
+      case 5:
+        checkpoint(h);
+        break;
+      case 6:
+        publish(h);
+        break;
+      case 7:
+        append(h);
+        break;
+      case 8:
+        close(h);
+        break;
+      default:
+        if (choose_.one_in(2)) drop(h);
+    }
+  }
+
+  // The next positions, often up to a page's end; what is private is written.
+  void compute(Holder& h) {
+    const std::uint64_t left = h.key.size() / kSymbolBytes - h.computed;
+    if (left == 0) return;
+    std::uint64_t n = choose_.below(static_cast<std::uint32_t>(left)) + 1;
+    if (choose_.one_in(2)) n = std::min<std::uint64_t>(left, shape_.page_size * (1 + choose_.below(2)));
+    const std::uint64_t end = h.computed + n;
+    try {
+      if (end > h.lease->reserved()) h.lease->reserve(end - h.lease->reserved());
+      const std::vector<std::uint32_t> before = h.fronts;
+      move_fronts(h, h.computed, h.published);
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)  // nothing lies behind the end of a table
+        h.fronts[c] = std::max(before[c], std::min<std::uint32_t>(h.fronts[c], static_cast<std::uint32_t>(size(h, c))));
+      h.lease->slide(h.computed, end);
+    } catch (const NoPages& error) {
+      collected();
+      const bool paged = error.what == std::string("pages") && !rows_[0].begins_late();
+      expect(paged || error.what == std::string("window pages"), "what there is too little of");
+      return;
+    }
+    take_back();  // if no room was made
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      for (std::uint64_t page = h.computed / shape_.page_size; rows_[c].per_page() && page < pages(end); ++page)
+        written(c, *h.lease->table(c).from(page).data()) = front(h, page + 1);
+    h.computed = end;
+    if (keeps_states()) written(states(), h.lease->state()) = {h.ns, h.key.substr(0, end * kSymbolBytes)};
+    if (choose_.one_in(2)) checkpoint(h);
+    if (choose_.one_in(3)) publish(h);
+  }
+  std::uint64_t size(const Holder& h, std::uint32_t c) const {
+    return rows_[c].per_page() ? h.lease->table(c).size() : 0;
+  }
+
+  void checkpoint(Holder& h) {
+    if (h.computed % shape_.page_size || h.computed == 0 || h.computed < h.published * shape_.page_size) return;
+    if (h.computed > h.lease->publishable()) return;
+    const bool room = choose_.one_in(2);
+    const std::uint64_t free = keeps_states() ? pools_[states()]->owned(Owner::free) : 0;
+    const std::uint64_t missed = cache_->counters.checkpoints_missed;
+    const bool had = h.mark.has_value();
+    const bool done = h.lease->checkpoint(h.computed, room);
+    if (!keeps_states() || !shape_.enabled) {
+      expect_equal(done, shape_.enabled, "whether there was anything to put aside");
+      return;
+    }
+    if (room && !had) collected();
+    expect(done || !had, "a state takes the place of the one before");
+    if (!room) expect_equal(done, had || free > 0, "whether a state was put aside");
+    expect_equal(cache_->counters.checkpoints_missed, missed + !done, "states not put aside");
+    if (done) h.mark = h.computed / shape_.page_size;
+  }
+
+  void publish(Holder& h) {
+    const std::uint64_t upto = std::min(h.computed, h.lease->publishable());
+    publish(h, choose_.one_in(2) ? upto : choose_.below(static_cast<std::uint32_t>(upto) + 1),
+            [&](std::uint64_t positions) { h.lease->publish(positions); });
+  }
+  // What the call publishes is reckoned first, a state that waits and what follows it one after another.
+  template <class Call>
+  void publish(Holder& h, std::uint64_t upto, Call call) {
+    const std::uint64_t end = upto / shape_.page_size;
+    const bool planted = shape_.enabled && h.mark && *h.mark <= end;
+    const Contents before = contents();
+    const std::uint64_t checkpoints = cache_->counters.checkpoints;
+    const std::uint64_t first = planted ? std::max(h.published, *h.mark) : h.published;
+    const bool behind = rows_[0].begins_late() && end > 0 && end - 1 < h.fronts[0];
+    if (shape_.enabled) h.published = end > first && !behind ? end : first;
+    if (planted) {
+      const Path path = front(h, *h.mark);
+      const bool taken = !stands(before, path);
+      if (taken) credit(before, path);
+      call(upto);
+      expect_equal(cache_->counters.checkpoints, checkpoints + taken, "states published");
+      h.mark.reset();
+      if (taken && first == h.published) compare_path(h);
+    } else {
+      call(upto);
+    }
+    if (h.lease->closed()) return;
+    expect_equal(h.lease->published(), h.published * shape_.page_size, "positions published");
+    if (shape_.enabled) move_fronts(h, 0, h.published);
+  }
+
+  void append(Holder& h) {
+    const std::string more = some_key(choose_, kSymbolBytes, shape_.page_size, 2);
+    h.lease->append(bytes_of(more));
+    h.key += more;
+  }
+
+  void close(Holder& h) {
+    const std::uint64_t upto = std::min(h.computed, h.lease->publishable());
+    if (choose_.one_in(3))
+      h.lease->abort();
+    else
+      publish(h, upto, [&](std::uint64_t positions) { h.lease->finish(positions); });
+    thrown<Closed>("sliding", [&] { h.lease->slide(0, 0); });
+    thrown<Closed>("a checkpoint", [&] { h.lease->checkpoint(shape_.page_size, true); });
+    thrown<Closed>("the state", [&] { h.lease->state(); });
+  }
+
+  // A lease that is dropped leaves its ids and its lock to the cache's next call.
+  void drop(Holder& h) {
+    for (std::uint32_t c = 0; c < rows_.size(); ++c)
+      if (rows_[c].per_page()) {
+        const std::uint64_t private_from = std::max<std::uint64_t>(h.published, h.fronts[c]);
+        dropped_[c] += size(h, c) - std::min<std::uint64_t>(private_from, size(h, c));
+      } else {
+        dropped_[c] += 1 + h.mark.has_value();
+      }
+    left_.insert(front(h, h.published));
+    h.lease.reset();
+    if (choose_.one_in(2)) take_back();
+  }
+  void take_back() {
+    cache_->take_back();
+    collected();
+  }
+  void collected() {
+    std::ranges::fill(dropped_, 0);
+    left_.clear();
+  }
+
+  Choices choose_;
+  const Shape shape_;
+  const std::vector<Component>& rows_ = shape_.rows;
+  Tree tree_;
+  std::vector<std::unique_ptr<Pool>> pools_;
+  std::unique_ptr<Cache> cache_;
+  std::vector<Holder> open_;
+  std::vector<std::vector<Path>> written_;  // by component: what each page and each slot holds
+  std::vector<std::uint64_t> dropped_;      // by component: private ids of leases that were dropped
+  std::set<Path> left_;                     // where their locks end
+  std::map<Path, double> worths_;           // of states, by GreedyDual
+  double worn_ = 0;                         // worth of the last that was evicted
+};
+
+std::vector<Shape> some_shapes(Choices& choose) {
+  std::vector<Shape> shapes;
+  const std::uint32_t page_size = choose.of<std::uint32_t>({1, 2, 4});
+  const Component full{Kind::full}, window{Kind::window, 1 + choose.below(3 * page_size)};
+  const Component state{Kind::state, 0, choose.below(3), choose.one_in(2)};
+  const std::vector<std::vector<Component>> sets{
+      {full, window}, {full, state}, {full, window, state}, {window}, {window, state}};
+  for (const std::vector<Component>& rows : sets)
+    shapes.push_back({rows, page_size, choose.of<std::uint32_t>({10, 20, 40}), !choose.one_in(7), choose.one_in(2)});
+  return shapes;
+}
+
+}  // namespace
+
+void random_components(std::uint64_t seed, std::uint32_t operations) {
+  Choices choose(seed);
+  for (const Shape& shape : some_shapes(choose)) {
+    World world(shape, seed);
+    std::uint32_t done = 0;
+    const auto where = [&] {
+      std::string kinds;
+      for (const Component& row : shape.rows)
+        kinds += row.kind == Kind::full ? "full " : row.kind == Kind::window ? "window " : "state ";
+      return kinds + "cache, seed " + std::to_string(seed) + ", page " + std::to_string(shape.page_size) + ", " +
+             std::to_string(shape.ids) + " ids, operation " + std::to_string(done) + ": ";
+    };
+    try {
+      for (; done < operations; ++done)
+        world.step();
+      world.finish();
+    } catch (const Failure& failure) {
+      throw Failure{where() + failure.what};
+    } catch (const Corrupt& error) {
+      throw Failure{where() + "check: " + error.message};
+    } catch (const WrongOwner& error) {
+      throw Failure{where() + error.message};
+    }
+  }
+}
+
+}  // namespace mainstem

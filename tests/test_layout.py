@@ -1,0 +1,127 @@
+"""Which components and layers a configuration makes, for the families that transformers knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mainstem.components import Component, Full, State, Window
+from mainstem.errors import UnsupportedModel
+from mainstem.runtime.kv import KVShape
+from mainstem.runtime.layout import Layout
+
+CONTEXT = 4096
+SLIDES, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+MAMBA2 = {"num_heads": 8, "head_dim": 16}
+
+
+def configure(family: str, **changes: Any) -> PreTrainedConfig:
+    base = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config: PreTrainedConfig = CONFIG_MAPPING[family](**{**base, "vocab_size": 97, **changes})
+    return config
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "components", "kv_layers", "state_layers"),
+    [
+        ("llama", {}, [Full()], {"full": (0, 1, 2, 3)}, ()),
+        ("gpt2", {}, [Full()], {"full": (0, 1, 2, 3)}, ()),
+        ("mistral", {"sliding_window": 512}, [Window(512)], {"window": (0, 1, 2, 3)}, ()),
+        ("mistral", {"sliding_window": CONTEXT}, [Full()], {"full": (0, 1, 2, 3)}, ()),
+        ("mistral", {"sliding_window": None}, [Full()], {"full": (0, 1, 2, 3)}, ()),
+        ("phi3", {"sliding_window": 512}, [Window(512)], {"window": (0, 1, 2, 3)}, ()),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 3},
+            [Full(), Window(512)],
+            {"full": (0, 1, 2), "window": (3,)},
+            (),
+        ),
+        ("qwen2", {"sliding_window": 512, "max_window_layers": 3}, [Full()], {"full": (0, 1, 2, 3)}, ()),
+        (
+            "gemma3_text",
+            {"layer_types": [SLIDES, SLIDES, FULL, SLIDES], "sliding_window": 512},
+            [Full(), Window(512)],
+            {"full": (2,), "window": (0, 1, 3)},
+            (),
+        ),
+        ("gpt_oss", {}, [Full(), Window(128)], {"full": (1, 3), "window": (0, 2)}, ()),
+        ("qwen3_next", {}, [Full(), State()], {"full": (3,)}, (0, 1, 2)),
+        ("lfm2", {"layer_types": ["conv", FULL, "conv", FULL]}, [Full(), State()], {"full": (1, 3)}, (0, 2)),
+        ("falcon_h1", {}, [Full(), State()], {"full": (0, 1, 2, 3)}, (0, 1, 2, 3)),
+        ("nemotron_h", {"layers_block_type": [LINEAR, "mlp", FULL, "moe"]}, [Full(), State()], {"full": (2,)}, (0,)),
+        ("mamba2", MAMBA2, [Full(), State()], {"full": ()}, (0, 1, 2, 3)),
+        (
+            "recurrent_gemma",
+            {"attention_window_size": 512},
+            [Window(512), State()],
+            {"window": (2,)},
+            (0, 1, 3),
+        ),
+    ],
+)
+def test_layers_are_sorted_by_what_they_keep(
+    family: str,
+    changes: dict[str, Any],
+    components: list[Component],
+    kv_layers: dict[str, tuple[int, ...]],
+    state_layers: tuple[int, ...],
+) -> None:
+    layout = Layout.of(configure(family, **changes), CONTEXT)
+    assert layout.components == tuple(components)
+    assert layout.kv_layers == kv_layers
+    assert layout.state_layers == state_layers
+    assert layout.window == next((c.tokens for c in components if isinstance(c, Window)), None)
+    assert {layer: layout.kv_layers[name][i] for layer, (name, i) in layout.places.items()} == {
+        layer: layer for layers in kv_layers.values() for layer in layers
+    }
+
+
+def test_a_pool_holds_its_own_layers_only() -> None:
+    config = configure("gemma3_text", layer_types=[SLIDES, SLIDES, FULL, SLIDES], sliding_window=512, head_dim=16)
+    layout = Layout.of(config, CONTEXT)
+    assert layout.shapes == {"full": KVShape(1, 2, 16), "window": KVShape(3, 2, 16)}
+    page = 2 * 2 * 16 * 8 * 2
+    assert layout.bytes_per_page(8, torch.bfloat16) == {"full": page, "window": 3 * page}
+
+
+def test_pools_may_differ_in_their_heads() -> None:
+    types = [SLIDES, SLIDES, SLIDES, FULL]
+    config = configure("gemma4_text", layer_types=types, sliding_window=512, head_dim=16, global_head_dim=32)
+    assert Layout.of(config, CONTEXT).shapes == {"full": KVShape(1, 2, 32), "window": KVShape(3, 2, 16)}
+
+
+def test_without_attention_pages_take_no_memory() -> None:
+    assert Layout.of(configure("mamba2", **MAMBA2), CONTEXT).bytes_per_page(16, torch.float32) == {"full": 0}
+
+
+def test_the_text_part_of_a_model_with_images_counts() -> None:
+    config = CONFIG_MAPPING["gemma3"](
+        text_config={"num_hidden_layers": 2, "layer_types": [SLIDES, FULL], "sliding_window": 512}
+    )
+    assert Layout.of(config, CONTEXT).kv_layers == {"full": (1,), "window": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma2", {}, "soft-capped"),
+        ("llama4_text", {"attn_temperature_tuning": False}, "chunked_attention"),
+        ("llama4_text", {"layer_types": [FULL] * 4}, "temperature"),
+        ("deepseek_v3", {}, "latent"),
+        ("gemma3n_text", {"num_kv_shared_layers": 2, "layer_types": [SLIDES, FULL] * 2}, "share the KV"),
+        ("llama", {"per_layer_config": {1: {"num_key_value_heads": 4}}}, "heads of different sizes"),
+        (
+            "mistral",
+            {"sliding_window": 512, "per_layer_config": {1: {"sliding_window": 256}}},
+            r"windows of \[256, 512\]",
+        ),
+    ],
+)
+def test_what_fits_no_pool_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        Layout.of(configure(family, **changes), CONTEXT)

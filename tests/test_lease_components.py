@@ -1,0 +1,838 @@
+"""Leases on full attention, a window and a state: who owns each id, what may be read, and what no eviction may take.
+
+Ids have contents here: a position of a page and a state hold the prefix that was computed into them. So everything that
+a lease may read can be seen to be what a computation without a cache would have left there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lease_model import LeaseModel, ModelLease, Names
+
+from mainstem.cache import Lease, PrefixCache
+from mainstem.components import Component, Full, State, Window
+from mainstem.errors import BadArgument, LeaseClosed, OutOfPages
+from mainstem.keys import Image, TypedKeys
+from mainstem.namespaces import encode_namespace
+from mainstem.policies import NodeStats, Policy
+
+KINDS = ["full", "full window", "full state", "full window state", "window", "full capped", "window state"]
+SPACES = [None, None, None, "a"]
+UNWRITTEN = -1
+
+
+def rows_of(kind: str, window: int, full: int = 24, windows: int = 14, states: int = 7) -> dict[Component, int]:
+    """The components that a kind names, and how many ids each has."""
+    rows: dict[str, tuple[Component, int]] = {
+        "full": (Full(), full),
+        "window": (Window(window), windows),
+        "state": (State(), states),
+        "capped": (State(most_on_path=2, weigh_flops=False), 2 * states),
+    }
+    return dict(rows[name] for name in kind.split())
+
+
+class Youngest:
+    """A rule of its own, so that the tree asks Python for each rank."""
+
+    name = "youngest"
+
+    def rank(self, node: NodeStats) -> tuple[float, float]:
+        return -node.created, 0
+
+
+def some_tokens(rng: random.Random, size: int, pages: int = 6) -> list[int]:
+    """Tokens whose prefixes meet others often and branch: few kinds of page, at times one odd token."""
+    tokens = [token for _ in range(pages) for token in [int(rng.random() < 0.2)] * size]
+    if rng.random() < 0.3:
+        tokens[rng.randrange(len(tokens))] = 2
+    return tokens[: rng.randint(1, pages * size)]
+
+
+# ---------------------------------------------------------------- a cache whose ids have contents
+
+
+@dataclass(eq=False)
+class Run:
+    """One sequence: its lease, the model's, and how many positions are computed."""
+
+    real: Lease
+    model: ModelLease
+    computed: int
+
+
+class World:
+    """A cache and its model, driven together. Every operation ends with what must hold then."""
+
+    def __init__(self, size: int, rows: dict[Component, int], policy: str | Policy = "lru") -> None:
+        self.size, self.names = size, Names()
+        self.content: dict[tuple[str, int], list[int]] = {}
+        self.states: dict[int, int] = {}
+        self.model = LeaseModel(size, rows)
+        has_state = "state" in self.model.rows
+        self.cache = PrefixCache(rows, size, policy=policy, copy_state=self.copy_state if has_state else None)
+        self.pools = self.cache.pools
+        self.runs: list[Run] = []
+
+    def owner(self, row: str, held: int) -> str:
+        return self.pools[row].owner(held)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Into a slot that is nobody's yet."""
+        assert source != target
+        assert self.owner("state", target) == "private"
+        assert target not in [run.model.state for run in self.runs]
+        self.states[target] = self.states[source]
+
+    def table(self, run: Run, row: str) -> list[int]:
+        table = run.real.page_table if row == self.model.first else run.real.window_table
+        assert table is not None
+        return [int(held) for held in table]
+
+    # ---------------------------------------------------------------- operations
+
+    def lease(self, tokens: list[int], space: str | None = None) -> Run | None:
+        """None: there is no slot for its state."""
+        root = self.names.root(encode_namespace(space))
+        names = [root, *self.names.extend(root, tokens)]
+        assert self.cache.peek(tokens, space) == self.model.match(names, len(tokens) - 1)[0]
+        free = self.model.free("state") if "state" in self.model.rows else 0
+        model = self.model.open(names)
+        try:
+            real = self.cache.lease(tokens, space)
+        except OutOfPages:
+            assert "state" in self.model.rows
+            assert self.model.room("state") == 0
+            self.model.close(model)
+            self.settle({})
+            return None
+        assert (real.hit, real.reach) == (model.hit, model.reach)
+        assert (real.published, real.reserved, real.length) == (model.hit, model.hit, len(tokens))
+        self.settle({"state": 1 - free} if "state" in self.model.rows else {})
+        run = Run(real, model, model.hit)
+        self.take_slot(run)
+        self.runs.append(run)
+        return run
+
+    def take_slot(self, run: Run) -> None:
+        slot = run.real.state
+        assert (slot < 0) == ("state" not in self.model.rows)
+        if slot < 0:
+            return
+        assert slot not in self.model.private("state")
+        assert slot not in self.model.held["state"].values()
+        run.model.state = slot
+        if run.model.hit == 0:
+            self.states[slot] = UNWRITTEN
+
+    def settle(self, wanted: dict[str, int]) -> None:
+        """After an operation that evicts so many ids of each component if it must, and no more."""
+        gone = self.model.settle(self.owner)
+        for row, names in gone.items():
+            with_full = gone.get("full", {}) if row != "full" else {}
+            assert len(names.keys() - with_full.keys()) == max(0, wanted.get(row, 0)), f"evicted of {row}"
+
+    def reserve(self, run: Run, positions: int) -> None:
+        model, first = run.model, self.model.first
+        pages = -(-(model.reserved + positions) // self.size)
+        had = len(self.table(run, first))
+        missing = max(0, pages - had) if first == "full" else 0
+        free, room = self.model.free(first), self.model.room(first)
+        try:
+            run.real.reserve(positions)
+        except OutOfPages:
+            assert missing > room
+            assert len(self.table(run, first)) == had
+            return
+        assert missing <= room
+        self.settle({first: missing - free} if missing else {})
+        model.reserved += positions
+        if first == "full":
+            self.take_pages(run, first, set(range(had, pages)))
+
+    def take_pages(self, run: Run, row: str, pages: set[int]) -> None:
+        """Notes new private pages: they were free, or are by now."""
+        table = self.table(run, row)
+        for page in pages:
+            held = table[page]
+            assert held not in self.model.private(row)
+            assert held not in self.model.held[row].values()
+            run.model.own[row][page] = held
+            self.content[row, held] = [UNWRITTEN] * self.size
+
+    def slide(self, run: Run, begin: int, end: int) -> bool:
+        """Whether there were window pages for [begin, end); what is behind the window of `begin` is free then."""
+        if "window" not in self.model.rows:
+            run.real.slide(begin, end)
+            return True
+        own = run.model.own["window"]
+        for page in [page for page in own if page < self.model.first_needed("window", begin)]:
+            del own[page]
+        missing = set(range(begin // self.size, -(-end // self.size))) - own.keys()
+        free, room = self.model.free("window"), self.model.room("window")
+        try:
+            run.real.slide(begin, end)
+        except OutOfPages:
+            assert len(missing) > room
+            self.settle({})
+            return False
+        assert len(missing) <= room
+        self.settle({"window": len(missing) - free} if missing else {})
+        self.take_pages(run, "window", missing)
+        return True
+
+    def compute(self, run: Run, positions: int) -> None:
+        """Writes positions into the pages and the state of a lease, as a forward does."""
+        begin = run.computed
+        end = min(begin + positions, run.real.reserved, run.real.length)
+        if begin >= end or not self.slide(run, begin, end):
+            return
+        names = run.model.names
+        for row in self.model.paged:
+            table = self.table(run, row)
+            for at in range(begin, end):
+                held = table[at // self.size]
+                assert self.owner(row, held) == "private"
+                self.content[row, held][at % self.size] = names[at + 1]
+        if (slot := run.real.state) >= 0:
+            assert self.owner("state", slot) == "private"
+            assert begin == 0 or self.states[slot] == names[begin]
+            self.states[slot] = names[end]
+        run.computed = end
+
+    def stands_at_border(self, run: Run) -> bool:
+        """Whether there is a state, and it can be put aside."""
+        return "state" in self.model.rows and run.computed > 0 and run.computed % self.size == 0
+
+    def checkpoint(self, run: Run, room: bool = True) -> bool:
+        """Puts the state aside; it must stand at a page border. A state that was put aside before is replaced."""
+        model, again = run.model, run.model.mark is not None
+        free, can_be_had = self.model.free("state"), self.model.room("state")
+        done = run.real.checkpoint(run.computed, room)
+        assert done == (again or (can_be_had if room else free) > 0)
+        if done:
+            self.settle({"state": 1 - free} if room and not again else {})
+            slot = model.mark[1] if model.mark else self.new_slot()
+            assert self.states[slot] == model.names[run.computed]
+            model.mark = run.computed, slot
+        return done
+
+    def new_slot(self) -> int:
+        """The slot that the pool gave out and nobody is known to have."""
+        known = set(self.model.private("state"))
+        (slot,) = {slot for slot in range(self.pools["state"].total) if self.owner("state", slot) == "private"} - known
+        return slot
+
+    def publish(self, run: Run, upto: int) -> None:
+        duplicates = self.cache.stats().duplicate_pages
+        run.real.publish(upto)
+        twice, too_many = self.model.publish(run.model, upto)
+        self.settle({"state": too_many})
+        assert run.real.published == run.model.published
+        assert self.cache.stats().duplicate_pages == duplicates + twice
+
+    def append(self, run: Run, tokens: list[int]) -> None:
+        run.real.append(tokens)
+        run.model.names += self.names.extend(run.model.names[-1], tokens)
+        run.model.appended = run.model.appended or bool(tokens)
+
+    def finish(self, run: Run, upto: int | None) -> None:
+        """None: all that has a page, less a last appended token; it must be computed."""
+        model = run.model
+        run.real.finish(upto)
+        _, too_many = self.model.publish(
+            model, min(model.reserved, model.length - model.appended) if upto is None else upto
+        )
+        self.closed(run)
+        self.settle({"state": too_many})
+
+    def abort(self, run: Run) -> None:
+        run.real.abort()
+        self.closed(run)
+
+    def drop(self, run: Run) -> None:
+        """Leaves a lease unfinished."""
+        del run.real
+        self.closed(run)
+
+    def closed(self, run: Run) -> None:
+        self.runs.remove(run)
+        self.model.close(run.model)
+
+    def evict(self, row: str, count: int) -> None:
+        evictable = len(self.model.held[row]) - len(self.model.locked(row))
+        parts = self.cache.tree.evict(count, row)
+        for pool, part in zip(self.pools.values(), parts, strict=True):
+            pool.reclaim(part)
+        assert len(parts[list(self.pools).index(row)]) == min(count, evictable)
+        self.settle({row: min(count, evictable)})
+
+    def flush(self) -> None:
+        self.cache.flush()
+        self.model.settle(self.owner)
+        for row, held in self.model.held.items():
+            assert held.keys() == self.model.locked(row)
+
+    # ---------------------------------------------------------------- what must hold
+
+    def verify(self) -> None:
+        self.cache.check()
+        for at, (row, pool) in enumerate(self.pools.items()):
+            held, private = self.model.held[row], self.model.private(row)
+            assert (pool.free, pool.cached, pool.private) == (self.model.free(row), len(held), len(private))
+            assert len(set(private)) == len(private)
+            assert all(self.owner(row, own) == "private" for own in private)
+            present, locked, _ = self.cache.tree.core.counts(at, 0)
+            assert (present, locked) == (len(held), len(self.model.locked(row)))
+        for run in self.runs:
+            self.verify_run(run)
+
+    def verify_run(self, run: Run) -> None:
+        """All that the next forward of a lease reads is there, is its own or locked, and is what it should be."""
+        for row in self.model.paged:
+            table = self.table(run, row)
+            assert len(table) == max([run.model.published // self.size, *(page + 1 for page in run.model.own[row])])
+            for page in range(self.model.first_needed(row, run.computed), -(-run.computed // self.size)):
+                assert table[page] == self.model.expected_id(run.model, row, page) >= 0
+                names = run.model.names[page * self.size + 1 : min((page + 1) * self.size, run.computed) + 1]
+                assert self.content[row, table[page]][: len(names)] == names
+            for page in range(self.model.first_needed(row, run.model.published)):
+                assert table[page] == -1, "it may be evicted: it must not be named"
+        slot = run.real.state
+        assert slot == run.model.state
+        assert slot < 0 or run.computed == 0 or self.states[slot] == run.model.names[run.computed]
+        if run.model.mark:
+            position, aside = run.model.mark
+            assert self.states[aside] == run.model.names[position]
+
+    def audit(self) -> None:
+        """The tree holds what the model says, where it says, with the right contents."""
+        held: dict[str, dict[int, int]] = {row: {} for row in self.model.rows}
+        ends: dict[int, int] = {}
+        for view in self.cache.tree.nodes():
+            above = ends[view.parent] if view.parent else self.names.root(view.namespace)
+            names = self.names.extend(above, np.frombuffer(view.key, "<i4").tolist())
+            ends[view.node] = names[-1]
+            for row in self.model.rows:
+                cell = view.cells[row, 0]
+                borders = names[self.size - 1 :: self.size] if row in self.model.paged else names[-1:]
+                held[row] |= zip(borders, cell.ids.tolist(), strict=False)
+                assert cell.locks <= view.cells[self.model.first, 0].locks or self.model.first == "window"
+        assert held == self.model.held
+        for row in self.model.rows:
+            for name, at in held[row].items():
+                if row in self.model.paged:
+                    assert self.content[row, at] == self.names.back(name, self.size)
+                else:
+                    assert self.states[at] == name
+
+    def end(self) -> None:
+        """Every lease ends, and every id is free."""
+        while self.runs:
+            self.abort(self.runs[0])
+        self.flush()
+        self.verify()
+        assert all(pool.free == pool.total for pool in self.pools.values())
+        assert self.cache.tree.stats().nodes == 0
+
+
+# ---------------------------------------------------------------- random operations
+
+
+class Chance:
+    """Draws operations on a world."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self.world, self.rng = world, rng
+
+    def step(self) -> None:
+        world, rng, roll = self.world, self.rng, self.rng.random()
+        if not world.runs or (roll < 0.2 and len(world.runs) < 5):
+            world.lease(some_tokens(rng, world.size), rng.choice(SPACES))
+        elif roll < 0.25:
+            world.evict(rng.choice(list(world.model.rows)), rng.randrange(7))
+        elif roll < 0.255:
+            world.flush()
+        else:
+            self.step_run(rng.choice(world.runs), roll)
+
+    def step_run(self, run: Run, roll: float) -> None:
+        world, rng = self.world, self.rng
+        if roll < 0.6:
+            self.advance(run)
+        elif roll < 0.68:
+            self.checkpoint(run)
+        elif roll < 0.78:
+            world.publish(run, rng.choice([run.computed, rng.randint(0, run.computed)]))
+        elif roll < 0.86:
+            world.append(run, some_tokens(rng, world.size, 1))
+        elif roll < 0.93:
+            self.finish(run)
+        elif roll < 0.97:
+            world.abort(run)
+        else:
+            world.drop(run)
+
+    def advance(self, run: Run) -> None:
+        """A chunk of some length; often up to where another prompt branches off, or to a page border."""
+        world, rng = self.world, self.rng
+        if run.computed == run.real.length:
+            world.append(run, some_tokens(rng, world.size, 2))
+        missing = run.real.length - run.real.reserved
+        if missing > 0:
+            world.reserve(run, rng.choice([missing, missing, rng.randrange(3 * world.size)]))
+        to_reach, to_border = run.real.reach - run.computed, -run.computed % world.size + world.size
+        world.compute(run, rng.choice([run.real.length, to_border, rng.randrange(1, 3 * world.size), max(to_reach, 1)]))
+        if rng.random() < 0.4:
+            self.checkpoint(run)
+        if rng.random() < 0.5:
+            world.publish(run, run.computed)
+
+    def checkpoint(self, run: Run) -> None:
+        if self.world.stands_at_border(run):
+            self.world.checkpoint(run, self.rng.random() < 0.7)
+
+    def finish(self, run: Run) -> None:
+        world, rng = self.world, self.rng
+        world.compute(run, run.real.length)
+        whole = run.computed >= min(run.real.reserved, run.real.length)
+        world.finish(run, None if whole and rng.random() < 0.5 else rng.randint(0, run.computed))
+
+
+SETTINGS: list[tuple[int, str | Policy, dict[str, int]]] = [
+    (1, "lru", {}),
+    (2, Youngest(), {"full": 50, "windows": 30, "states": 12}),
+    (4, "slru", {"full": 16, "windows": 9, "states": 5}),
+]
+
+
+@pytest.mark.parametrize(("size", "policy", "ids"), SETTINGS, ids=["1 lru", "2 youngest", "4 slru"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_leases_do_as_the_model(kind: str, size: int, policy: str | Policy, ids: dict[str, int]) -> None:
+    rng = random.Random(f"{kind} {size}")
+    world = World(size, rows_of(kind, rng.choice([1, 2 * size + 1, 3 * size]), **ids), policy)
+    chance = Chance(world, rng)
+    for step in range(3600):
+        chance.step()
+        world.verify()
+        if step % 8 == 0:
+            world.audit()
+    world.audit()
+    world.end()
+
+
+# ---------------------------------------------------------------- the same, shrunk when it fails
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+SMALL: list[dict[Component, int]] = [
+    {Full(): 9},
+    {Full(): 9, Window(2): 5},
+    {Full(): 9, State(): 4},
+    {Full(): 9, Window(3): 6, State(): 4},
+    {Window(3): 6},
+]
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Leases against their model, with operations chosen so that a failure can be made small."""
+
+    @initialize(size=st.integers(1, 3), rows=st.sampled_from(SMALL))
+    def begin(self, size: int, rows: dict[Component, int]) -> None:
+        self.world = World(size, rows)
+
+    @rule(tokens=TOKENS, space=st.sampled_from(SPACES))
+    def lease(self, tokens: list[int], space: str | None) -> None:
+        self.world.lease(tokens, space)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(positions=st.integers(1, 9), publish=st.booleans(), mark=st.booleans(), data=st.data())
+    def compute(self, positions: int, publish: bool, mark: bool, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.world.runs))
+        self.world.reserve(run, positions)
+        self.world.compute(run, positions)
+        if mark and self.world.stands_at_border(run):
+            self.world.checkpoint(run)
+        if publish:
+            self.world.publish(run, run.computed)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(tokens=TOKENS, data=st.data())
+    def append(self, tokens: list[int], data: st.DataObject) -> None:
+        self.world.append(data.draw(st.sampled_from(self.world.runs)), tokens)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.world.runs))
+        self.world.publish(run, data.draw(st.integers(0, run.computed)))
+
+    @precondition(lambda self: self.world.runs)
+    @rule(end=st.sampled_from(["finish", "abort", "drop"]), data=st.data())
+    def end(self, end: str, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.world.runs))
+        if end == "finish":
+            self.world.finish(run, run.computed)
+        else:
+            (self.world.abort if end == "abort" else self.world.drop)(run)
+
+    @rule(count=st.integers(1, 6), data=st.data())
+    def evict(self, count: int, data: st.DataObject) -> None:
+        self.world.evict(data.draw(st.sampled_from(list(self.world.model.rows))), count)
+
+    @invariant()
+    def verified(self) -> None:
+        if hasattr(self, "world"):
+            self.world.verify()
+            self.world.audit()
+
+
+LeaseMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
+TestLeaseMachine = LeaseMachine.TestCase
+
+
+# ---------------------------------------------------------------- each rule by name
+
+
+def advance(world: World, run: Run, upto: int, mark: bool = False) -> None:
+    """Computes and publishes up to a position, with a checkpoint there."""
+    world.reserve(run, max(0, upto - run.real.reserved))
+    world.compute(run, upto - run.computed)
+    assert run.computed == upto
+    if mark:
+        assert world.checkpoint(run)
+    world.publish(run, upto)
+    world.verify()
+
+
+def serve(world: World, tokens: list[int], *marks: int) -> tuple[int, int]:
+    """One request from beginning to end; its hit and its reach."""
+    run = world.lease(tokens)
+    assert run is not None
+    world.verify()
+    for mark in marks:
+        advance(world, run, mark, mark=True)
+    advance(world, run, len(tokens))
+    found = run.real.hit, run.real.reach
+    world.finish(run, len(tokens))
+    world.verify()
+    world.audit()
+    return found
+
+
+def test_a_split_leaves_the_state_with_the_lower_half() -> None:
+    world = World(2, rows_of("full state", window=1))
+    serve(world, [1, 1, 2, 2, 3, 3, 4, 4, 5], 8)
+    assert serve(world, [1, 1, 2, 2, 7, 7]) == (0, 4)
+    assert serve(world, [1, 1, 2, 2, 8, 8]) == (0, 4)
+    assert serve(world, [1, 1, 2, 2, 3, 3, 4, 4, 9]) == (8, 8)
+
+
+def test_a_lease_that_runs_long_holds_a_window_of_pages() -> None:
+    size, window = 4, 10
+    world = World(size, {Full(): 60, Window(window): 8})
+    run = world.lease([token % 7 for token in range(200)])
+    assert run is not None
+    for end in range(6, 200, 6):  # of 50 window pages there are 8
+        advance(world, run, end)
+        locked = world.model.locked("window")
+        assert len(locked) <= -(-window // size) + 1
+        assert len(world.model.private("window")) <= -(-6 // size) + 1
+        world.evict("window", 99)
+        world.evict("full", 99)
+        assert world.model.held["window"].keys() == locked
+        assert len(world.model.held["full"]) == end // size
+    world.finish(run, None)
+    world.end()
+
+
+def test_a_window_lock_goes_with_its_lease() -> None:
+    world = World(1, {Full(): 20, Window(3): 20})
+    serve(world, list(range(9)))
+    first, second = world.lease(list(range(10))), world.lease([*range(5), 99])
+    assert first is not None
+    assert second is not None
+    assert (first.real.hit, second.real.hit) == (9, 5)
+    assert len(world.model.locked("window")) == 6
+    world.evict("window", 99)
+    assert world.table(first, "window")[:6] == [-1] * 6
+    world.abort(first)
+    world.evict("window", 99)
+    assert len(world.model.held["window"]) == 3
+    world.verify()
+    world.end()
+
+
+def test_a_lease_computes_with_a_copy_of_the_state() -> None:
+    world = World(1, rows_of("full state", window=1))
+    serve(world, [1, 2, 3], 2)
+    (slot,) = world.model.held["state"].values()
+    runs = [world.lease([1, 2, token]) for token in (3, 4, 5)]
+    slots = {slot} | {run.real.state for run in runs if run}
+    assert len(slots) == 4
+    for run in runs:
+        assert run is not None
+        assert run.real.hit == 2
+        advance(world, run, 3)
+    assert serve(world, [1, 2, 6]) == (2, 2)
+    world.end()
+
+
+def test_the_state_of_a_lease_goes_on_while_its_copy_waits() -> None:
+    world = World(1, rows_of("full state", window=1))
+    run = world.lease([1, 2, 3, 4, 5])
+    assert run is not None
+    world.reserve(run, 5)
+    world.compute(run, 2)
+    assert world.checkpoint(run)
+    world.compute(run, 2)  # what was put aside stands at 2 still
+    world.publish(run, 4)
+    world.verify()
+    world.finish(run, 4)
+    assert serve(world, [1, 2, 3, 4, 5]) == (2, 4)
+    world.end()
+
+
+def test_a_later_checkpoint_replaces_one_that_was_not_published() -> None:
+    world = World(1, rows_of("full state", window=1))
+    run = world.lease([1, 2, 3, 4, 5])
+    assert run is not None
+    world.reserve(run, 5)
+    for _ in range(4):
+        world.compute(run, 1)
+        assert world.checkpoint(run)
+    assert world.cache.pools["state"].private == 2
+    world.finish(run, 4)
+    assert world.cache.stats().checkpoints == 1
+    assert serve(world, [1, 2, 3, 4, 5]) == (4, 4)
+    world.end()
+
+
+def test_a_checkpoint_without_room_takes_no_slot_of_another() -> None:
+    world = World(1, rows_of("full state", window=1, states=2))
+    serve(world, [1, 2, 3], 2)
+    run = world.lease([7, 8, 9])
+    assert run is not None
+    world.reserve(run, 3)
+    world.compute(run, 2)
+    assert not world.checkpoint(run, room=False)
+    assert world.cache.stats().checkpoints_missed == 1
+    assert len(world.model.held["state"]) == 1
+    assert world.checkpoint(run)
+    world.publish(run, 2)
+    world.verify()
+    assert world.model.held["state"].keys() == {run.model.names[2]}
+    world.end()
+
+
+def test_a_lease_without_a_slot_leaves_nothing_locked() -> None:
+    world = World(1, rows_of("full window state", window=2, states=2))
+    serve(world, [1, 2, 3], 2)
+    first = world.lease([1, 2, 3])  # holds the tree's slot locked, and the other one for itself
+    assert first is not None
+    with pytest.raises(OutOfPages, match="state slots"):
+        world.cache.lease([1, 2, 3])
+    assert world.cache.stats().leases == 1
+    world.verify()
+    world.abort(first)
+    world.end()
+
+
+@pytest.mark.parametrize("row", ["window", "state"])
+def test_a_tombstone_keeps_its_kv_and_is_filled_again(row: str) -> None:
+    world = World(2, rows_of(f"full {row}", window=4))
+    prompt = [1, 1, 2, 2, 3, 3, 4, 4, 5]
+    marks = [8] if row == "state" else []
+    serve(world, prompt, *marks)
+    world.evict(row, 99)
+    assert len(world.model.held["full"]) == 4
+    assert serve(world, prompt, *marks) == (0, 8)
+    assert world.cache.stats().duplicate_pages == 4
+    assert serve(world, prompt, *marks[1:]) == (8, 8)
+    world.end()
+
+
+def test_a_tombstone_in_the_middle_shortens_no_later_hit() -> None:
+    world = World(1, rows_of("full state", window=1))
+    serve(world, [1, 2, 3, 4, 5], 2, 4)
+    held = world.model.held["state"]
+    deep = world.lease([1, 2, 3, 4, 6])  # its lock keeps the lower one
+    world.evict("state", 99)
+    assert deep is not None
+    assert held.keys() == {deep.model.names[4]}
+    assert serve(world, [1, 2, 9]) == (0, 2)
+    assert serve(world, [1, 2, 3, 4, 7]) == (4, 4)
+    world.abort(deep)
+    world.end()
+
+
+@pytest.mark.parametrize("kind", ["full state", "full window state"])
+def test_the_second_request_plants_what_the_third_profits_from(kind: str) -> None:
+    world = World(2, rows_of(kind, window=3))
+    shared = [1, 1, 2, 2, 3, 3]
+    assert serve(world, [*shared, 4, 4, 5], 8) == (0, 0)
+    hit, reach = serve(world, [*shared, 6, 6, 5], 6)
+    assert (hit, reach) == (0, len(shared))
+    assert serve(world, [*shared, 7, 7, 5]) == (reach, reach)
+    world.end()
+
+
+def test_a_window_is_reached_where_it_stands_at_the_branch() -> None:
+    """Full attention reaches the branching point, but the window there has gone."""
+    world = World(1, {Full(): 30, Window(2): 30})
+    serve(world, list(range(8)))
+    last = world.lease(list(range(9)))
+    assert last is not None
+    world.evict("window", 99)
+    assert serve(world, [0, 1, 2, 3, 99]) == (0, 4)
+    assert serve(world, [0, 1, 2, 3, 98]) == (4, 4)
+    world.abort(last)
+    world.end()
+
+
+def test_a_path_keeps_no_more_states_than_it_may() -> None:
+    world = World(1, {Full(): 30, State(most_on_path=2): 9})
+    serve(world, list(range(9)), 2, 4, 6, 8)
+    assert len(world.model.held["state"]) == 2
+    assert world.cache.peek(list(range(9))) == 8
+    serve(world, [0, 1, 50, 51], 3)  # another path has its own
+    assert len(world.model.held["state"]) == 3 - (world.cache.peek([0, 1, 2]) == 2)
+    world.end()
+
+
+def test_where_all_layers_slide_there_is_no_full_page() -> None:
+    world = World(2, {Window(4): 6})
+    run = world.lease([token % 5 for token in range(40)])
+    assert run is not None
+    assert run.real.window_table is None
+    for end in range(3, 41, 3):  # 20 pages' worth, of 6
+        advance(world, run, end)
+    assert len(run.real.page_table) == run.computed // 2 + run.computed % 2
+    world.finish(run, None)
+    assert world.cache.peek([token % 5 for token in range(40)]) == 38
+    world.end()
+
+
+@pytest.mark.parametrize("kind", ["full", "full window", "window"])
+def test_without_states_there_is_no_slot(kind: str) -> None:
+    world = World(1, rows_of(kind, window=2))
+    run = world.lease([1, 2, 3])
+    assert run is not None
+    assert run.real.state == -1
+    assert (run.real.window_table is None) == (kind != "full window")
+
+
+@pytest.mark.parametrize("position", [0, 1, 3, 6])
+def test_a_checkpoint_stands_at_a_border_that_is_reserved_and_not_behind(position: int) -> None:
+    world = World(2, rows_of("full state", window=1))
+    run = world.lease([1, 2, 3, 4, 5, 6, 7])
+    assert run is not None
+    advance(world, run, 5)
+    with pytest.raises(BadArgument, match="position"):
+        run.real.checkpoint(position)
+
+
+def test_states_cannot_be_kept_without_a_copy() -> None:
+    with pytest.raises(BadArgument, match="copy_state"):
+        PrefixCache({Full(): 4, State(): 2})
+
+
+def test_a_copy_that_fails_leaves_everything_as_it_was() -> None:
+    class Broken(Exception):
+        pass
+
+    def copy(source: int, target: int) -> None:
+        if failing:
+            raise Broken
+
+    failing = False
+    cache = PrefixCache({Full(): 8, State(): 3}, 1, copy_state=copy)
+    with cache.lease([1, 2, 3]) as lease:
+        lease.reserve(3)
+        failing = True
+        with pytest.raises(Broken):
+            lease.checkpoint(2)
+        assert cache.stats().pools["state"].private == 1
+        failing = False
+        assert lease.checkpoint(2)
+        lease.finish()
+    failing = True
+    with pytest.raises(Broken):
+        cache.lease([1, 2, 4])
+    cache.check()
+    stats = cache.stats()
+    assert (stats.leases, stats.locked_pages, stats.pools["state"].private) == (0, 0, 0)
+    cache.flush()
+    assert all(pool.free == pool.total for pool in cache.pools.values())
+
+
+def test_a_cache_that_is_off_keeps_neither_window_nor_state() -> None:
+    cache = PrefixCache(rows_of("full window state", window=2), 1, enabled=False, copy_state=never)
+    for _ in range(2):
+        with cache.lease([1, 2, 3, 4]) as lease:
+            assert (lease.hit, lease.reach) == (0, 0)
+            lease.reserve(4)
+            for at in range(4):
+                lease.slide(at, at + 1)
+            assert cache.stats().pools["window"].private == 3
+            assert not lease.checkpoint(4)
+            lease.finish(4)
+        cache.check()
+        assert all(pool.free == pool.total for pool in cache.pools.values())
+
+
+def never(source: int, target: int) -> None:
+    raise AssertionError("there is nothing to copy")
+
+
+def test_a_hit_ends_at_no_state_inside_an_image() -> None:
+    image = Image(bytes(16), 6)
+    cache = PrefixCache({Full(): 30, State(): 5}, 1, keys=TypedKeys(), copy_state=lambda source, target: None)
+    with cache.lease([1, image, 2, 3]) as lease:
+        lease.reserve(9)
+        for position in (1, 4):
+            assert lease.checkpoint(position)
+            lease.publish(position)
+        lease.finish(9)
+    lease = cache.lease([1, image, 4])
+    assert (lease.hit, lease.hit_tokens, lease.reach) == (1, 1, 7)
+    lease.abort()
+    cache.check()
+
+
+def test_a_window_slides_over_what_is_reserved_and_leaves_no_gap() -> None:
+    world = World(2, rows_of("full window", window=2))
+    run = world.lease([1, 2, 3, 4, 5, 6])
+    assert run is not None
+    world.reserve(run, 4)
+    for begin, end in ((0, 5), (2, 4), (2, 1)):
+        with pytest.raises(BadArgument):
+            run.real.slide(begin, end)
+    world.verify()
+    world.end()
+
+
+def test_a_lease_that_has_ended_shows_no_window_and_no_state() -> None:
+    world = World(1, rows_of("full window state", window=2))
+    run = world.lease([1, 2, 3])
+    assert run is not None
+    real = run.real
+    world.abort(run)
+    calls: list[Callable[[], object]] = [
+        lambda: real.window_table,
+        lambda: real.state,
+        lambda: real.slide(0, 0),
+        lambda: real.checkpoint(0),
+    ]
+    for call in calls:
+        with pytest.raises(LeaseClosed):
+            call()

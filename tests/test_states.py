@@ -1,0 +1,370 @@
+"""States in slots: however a sequence is cut, set aside, stacked and restored, its logits are those of the whole."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import HYBRIDS, STEPPED, VOCAB, tiny
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Logits differ from those of the whole sequence by rounding only: fp32, logits up to about 10. Most differ by 2e-5 at
+# most, those of Qwen3-Next by 1.2e-4: its scan inverts matrices of 64 tokens.
+ATOL = 5e-4
+
+# The same as a part of the logits' spread.
+LIMIT = 1e-4
+
+TOKENS = torch.randint(VOCAB, (3, 75), generator=torch.Generator().manual_seed(5))
+CUTS = (0, 8, 13, 14, 40, 75)  # at a border of the scan, off it, one token, over several borders
+KEPT = "states_test_kept"
+
+
+@functools.cache
+def whole(family: str) -> torch.Tensor:
+    """Plain logits [3, 75, vocab] of TOKENS, without a cache."""
+    model = tiny(family, **{**HYBRIDS, **STEPPED}[family])
+    with torch.inference_mode():
+        return torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits for row in TOKENS])
+
+
+class Bench:
+    """A model whose states are in slots and whose keys and values a plain attention function keeps, by sequence."""
+
+    def __init__(self, family: str) -> None:
+        model = tiny(family, **{**HYBRIDS, **STEPPED}[family])
+        shape = StateShape.of(model)
+        assert shape is not None
+        self.model, self.shape = model, shape
+        self.pool = StatePool(shape, 6)
+        for tensor in self.pool.tensors:
+            tensor.fill_(7)  # what is not initialised may be NaN, which equals nothing
+        self.cache = StateCache(model.config, self.pool)
+        self.kept: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        AttentionInterface.register(KEPT, kept_attention)
+        model.set_attn_implementation(KEPT)
+
+    def start(self, tokens: torch.Tensor, slot: int, name: Any) -> torch.Tensor:
+        """Run a sequence's first tokens: logits [n, vocab]."""
+        self.cache.start(1)
+        return self._run(tokens.unsqueeze(0), [0], [slot], [name])[0]
+
+    def go_on(
+        self, tokens: torch.Tensor, starts: Sequence[int], slots: Sequence[int], names: Sequence[Any]
+    ) -> torch.Tensor:
+        """Run tokens [rows, n] behind the states in slots: logits [rows, n, vocab]."""
+        self.cache.load(slots)
+        return self._run(tokens, starts, slots, names)
+
+    def _run(
+        self, tokens: torch.Tensor, starts: Sequence[int], slots: Sequence[int], names: Sequence[Any]
+    ) -> torch.Tensor:
+        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(tokens.shape[1])
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                use_cache=True,
+                kept=(self.kept, names),
+                **{self.shape.argument: self.cache},
+            ).logits
+        self.cache.store(slots)
+        return logits
+
+    def fork(self, name: Any, other: Any) -> None:
+        """Let a sequence have the keys and values of another."""
+        for (owner, layer), pair in list(self.kept.items()):
+            if owner == name:
+                self.kept[other, layer] = pair
+
+    def slot(self, slot: int) -> list[torch.Tensor]:
+        return [tensor[slot].clone() for tensor in self.pool.tensors]
+
+
+def kept_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    kept: tuple[dict[Any, Any], Sequence[Any]],
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of rows of sequences to all that was kept of each."""
+    assert attention_mask is None
+    assert key.shape[-2] == query.shape[-2]  # the new ones only
+    memory, names = kept
+    rows = []
+    for row, name in enumerate(names):
+        place = (name, module.layer_idx)
+        new = (key[row : row + 1], value[row : row + 1])
+        k, v = (
+            (torch.cat(pair, dim=-2) for pair in zip(memory.get(place, ()), new, strict=True))
+            if place in memory
+            else new
+        )
+        memory[place] = (k, v)
+        n, seen = query.shape[-2], k.shape[-2]
+        mask = torch.ones(n, seen, dtype=torch.bool).tril(seen - n)
+        q = query[row : row + 1]
+        rows.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True))
+    return torch.cat(rows).transpose(1, 2), None
+
+
+@pytest.fixture(scope="module", params=[*HYBRIDS, *STEPPED])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def cuts(family: str) -> tuple[int, ...]:
+    return CUTS if family in HYBRIDS else (0, *range(54, 76))
+
+
+def close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+
+
+def test_a_cut_sequence_is_as_the_whole(family: str, cuts: tuple[int, ...]) -> None:
+    bench = Bench(family)
+    tokens, expected = TOKENS[0], whole(family)[0]
+    close(bench.start(tokens[: cuts[1]], 2, "a"), expected[: cuts[1]])
+    for begin, end in itertools.pairwise(cuts[1:]):
+        close(bench.go_on(tokens[None, begin:end], [begin], [2], ["a"])[0], expected[begin:end])
+
+
+def test_one_token_is_a_start_too(family: str) -> None:
+    bench = Bench(family)
+    close(bench.start(TOKENS[0, :1], 0, "a"), whole(family)[0, :1])
+    close(bench.go_on(TOKENS[:1, 1:2], [1], [0], ["a"])[0], whole(family)[0, 1:2])
+
+
+def test_a_restored_state_goes_on_as_the_first_did_and_its_source_stays(family: str, cuts: tuple[int, ...]) -> None:
+    bench = Bench(family)
+    tokens, begin = TOKENS[0], cuts[-4]
+    bench.start(tokens[:begin], 0, "a")
+    bench.pool.copy(0, 5)
+    bench.fork("a", "b")
+    aside = bench.slot(5)
+    ran = []
+    for slot, name in ((0, "a"), (1, "b")):
+        if slot == 1:
+            bench.pool.copy(5, 1)
+        logits = [bench.go_on(tokens[None, b:e], [b], [slot], [name]) for b, e in itertools.pairwise(cuts[-4:])]
+        ran.append((torch.cat(logits, dim=1), bench.slot(slot)))
+    assert torch.equal(ran[0][0], ran[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(ran[0][1], ran[1][1], strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(bench.slot(5), aside, strict=True))
+    assert not any(torch.equal(now, then) for now, then in zip(bench.slot(0), aside, strict=True))
+
+
+def test_a_forward_touches_no_slot_before_it_is_stored(family: str) -> None:
+    bench = Bench(family)
+    bench.start(TOKENS[0, :9], 3, "a")
+    before = [tensor.clone() for tensor in bench.pool.tensors]
+    bench.cache.load([3])
+    bench.cache.store = lambda slots: None  # type: ignore[method-assign]
+    bench._run(TOKENS[:1, 9:10], [9], [3], ["a"])
+    bench.start(TOKENS[1, :5], 3, "b")
+    assert all(torch.equal(now, then) for now, then in zip(bench.pool.tensors, before, strict=True))
+
+
+def test_stacked_sequences_of_any_length_are_as_each_alone(family: str) -> None:
+    bench = Bench(family)
+    slots, starts = [4, 0, 3], [40, 9, 23]
+    for row in range(3):
+        bench.start(TOKENS[row, : starts[row]], slots[row], row)
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 2]):
+        at = [starts[row] for row in order]
+        new = torch.stack([TOKENS[row, starts[row] : starts[row] + 1] for row in order])
+        logits = bench.go_on(new, at, [slots[row] for row in order], order)
+        close(logits[:, 0], torch.stack([whole(family)[row, start] for row, start in zip(order, at, strict=True)]))
+        for row in order:
+            starts[row] += 1
+
+
+def test_nothing_of_a_sequence_is_in_the_slot_of_another(family: str) -> None:
+    after = []
+    for beside in (1, 2):
+        bench = Bench(family)
+        bench.start(TOKENS[0, :11], 0, "a")
+        bench.start(TOKENS[beside, :17], 1, "b")
+        new = torch.stack([TOKENS[0, 11:12], TOKENS[beside, 17:18]])
+        bench.go_on(new, [11, 17], [0, 1], ["a", "b"])
+        after.append((bench.slot(0), bench.slot(1)))
+    for one, other in zip(after[0][0], after[1][0], strict=True):
+        close(one, other)
+    assert not any(torch.equal(one, other) for one, other in zip(after[0][1], after[1][1], strict=True))
+
+
+@functools.cache
+def proof(family: str, dtype: torch.dtype, limit: float) -> str:
+    model = tiny(family, **{**HYBRIDS, **STEPPED}[family]).to(dtype)
+    shape = StateShape.of(model)
+    assert shape is not None
+    return prove(model, shape, limit)
+
+
+def test_the_self_test_tells_what_may_follow_a_state(family: str) -> None:
+    assert proof(family, torch.float32, LIMIT) == ("chunked" if family in HYBRIDS else "stepped")
+
+
+def test_low_precision_hides_no_scan_that_starts_again(family: str) -> None:
+    """In bfloat16 Mamba's error is smaller than what must be allowed for rounding."""
+    assert proof(family, torch.bfloat16, 0.5) == ("chunked" if family in HYBRIDS else "stepped")
+
+
+def test_slots_cost_what_the_tensors_take(family: str) -> None:
+    bench = Bench(family)
+    assert bench.pool.bytes_per_slot * 6 == sum(tensor.nbytes for tensor in bench.pool.tensors)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("falcon_h1", (0, 1, 2)), ("lfm2", (0, 2)), ("nemotron_h", (0,))])
+def test_the_layers_that_keep_a_state_are_known(family: str, layers: tuple[int, ...]) -> None:
+    shape = StateShape.of(tiny(family, **HYBRIDS[family]))
+    assert shape is not None and shape.layers == layers
+
+
+def test_states_of_layers_have_their_own_dtype() -> None:
+    shape = StateShape.of(tiny("mamba2", **HYBRIDS["mamba2"]).to(torch.bfloat16))
+    assert shape is not None
+    assert {place.kind: place.dtype for place in shape.tensors} == {"conv": torch.bfloat16, "recurrent": torch.float32}
+
+
+def test_a_model_without_states_is_not_run() -> None:
+    model = tiny("llama")
+    model.forward = refuse_to_run
+    assert StateShape.of(model) is None
+
+
+def refuse_to_run(*args: object, **others: object) -> None:
+    raise AssertionError("it was run")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("rwkv", {"num_hidden_layers": 2, "hidden_size": 32, "attention_hidden_size": 32}),
+        (
+            "recurrent_gemma",
+            {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2},
+        ),
+        ("minimax", {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_local_experts": 2}),
+    ],
+)
+def test_models_with_a_state_elsewhere_are_refused_and_not_run(family: str, changes: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=VOCAB, **changes))
+    model.forward = refuse_to_run
+    with pytest.raises(UnsupportedModel, match=f"{family} keeps its state in"):
+        StateShape.of(model)
+
+
+def test_a_stateful_model_without_a_place_in_the_cache_is_refused() -> None:
+    model = tiny("llama")
+    model._is_stateful = True
+    with pytest.raises(UnsupportedModel, match="none that transformers' cache has a place for"):
+        StateShape.of(model)
+
+
+def test_a_layer_that_leaves_nothing_in_the_cache_is_refused() -> None:
+    model = broken_lfm2(lambda conv, x, cache, **others: conv(x, past_key_values=None, **others))
+    with pytest.raises(UnsupportedModel, match="keeps the state of layer 0 outside"):
+        StateShape.of(model)
+
+
+def test_a_model_that_wants_another_cache_is_refused() -> None:
+    def fail(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> None:
+        raise ValueError("not my cache")
+
+    with pytest.raises(UnsupportedModel, match="not my cache"):
+        StateShape.of(broken_lfm2(fail))
+
+
+def forget(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
+    """Half of the state is gone at every call."""
+    if cache is not None and cache.has_previous_state(0):
+        cache.layers[0].conv_states[0][:, ::2] = 0
+    out: torch.Tensor = conv(x, past_key_values=cache, **others)
+    return out
+
+
+def mix(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
+    """Each row takes its neighbour's state."""
+    if cache is not None and cache.has_previous_state(0):
+        cache.layers[0].conv_states[0].copy_(cache.layers[0].conv_states[0].roll(1, 0))
+    out: torch.Tensor = conv(x, past_key_values=cache, **others)
+    return out
+
+
+@pytest.mark.parametrize(("breakage", "message"), [(forget, "even token by token"), (mix, "side by side")])
+def test_the_self_test_refuses_what_goes_on_wrongly(breakage: Any, message: str) -> None:
+    model = broken_lfm2(breakage)
+    shape = StateShape.of(model)
+    assert shape is not None
+    with pytest.raises(UnsupportedModel, match=message):
+        prove(model, shape, LIMIT)
+
+
+def broken_lfm2(breakage: Any) -> PreTrainedModel:
+    """A model whose first layer's convolution runs through `breakage`."""
+    model = tiny("lfm2", **HYBRIDS["lfm2"])
+    conv = model.model.layers[0].conv
+    original = conv.forward
+
+    def forward(hidden_states: torch.Tensor, past_key_values: Any = None, **others: Any) -> Any:
+        return breakage(original, hidden_states, past_key_values, **others)
+
+    conv.forward = forward
+    return model
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench("lfm2")
+
+
+@pytest.mark.parametrize(("source", "target", "name"), [(-1, 0, "source"), (6, 0, "source"), (0, 6, "target")])
+def test_copies_of_what_does_not_exist_are_refused(bench: Bench, source: int, target: int, name: str) -> None:
+    with pytest.raises(BadArgument) as caught:
+        bench.pool.copy(source, target)
+    assert caught.value.name == name
+
+
+@pytest.mark.parametrize("slots", [[], [6], [-1], [0, 0]])
+def test_only_different_slots_that_exist_are_stored_to(bench: Bench, slots: list[int]) -> None:
+    bench.cache.start(max(len(slots), 1))
+    before = [tensor.clone() for tensor in bench.pool.tensors]
+    with pytest.raises(BadArgument):
+        bench.cache.store(slots)
+    assert all(torch.equal(now, then) for now, then in zip(bench.pool.tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("slots", [[], [6], [-1]])
+def test_only_slots_that_exist_are_loaded(bench: Bench, slots: list[int]) -> None:
+    with pytest.raises(BadArgument):
+        bench.cache.load(slots)
+
+
+def test_a_forward_has_rows_and_a_pool_has_slots(bench: Bench) -> None:
+    with pytest.raises(BadArgument):
+        bench.cache.start(0)
+    with pytest.raises(BadArgument):
+        StatePool(bench.shape, 0)
+
+
+def test_more_memory_than_there_is_is_refused(bench: Bench) -> None:
+    with pytest.raises(BadArgument, match="state_bytes"):
+        StatePool(bench.shape, 2**50)
