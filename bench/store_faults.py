@@ -40,7 +40,7 @@ from bench.report import Report
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.runtime.engine import Engine, EngineConfig
 from mainstem.runtime.host import SLOT_ALIGNMENT, HostSize
-from mainstem.runtime.kv import bytes_per_page
+from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.tiers import TierConfig
 from mainstem.storage.base import check_options
@@ -250,7 +250,8 @@ def _kind(at: int, documents: int) -> str:
 
 def _config(settings: Settings, loaded: LoadedModel, spec: str | None) -> EngineConfig:
     whole = settings.tokens // PAGE_SIZE  # pages of a document that are copied and stored
-    page_bytes = bytes_per_page(loaded.model.config, PAGE_SIZE, loaded.dtype) + SLOT_ALIGNMENT + HEADER_BYTES
+    layout = Layout.of(loaded.model.config, loaded.max_context)
+    page_bytes = layout.bytes_per_page(PAGE_SIZE, loaded.dtype)["full"] + SLOT_ALIGNMENT + HEADER_BYTES
     host = HostSize(capacity_bytes=page_bytes * (whole + 1) * (settings.documents // 2 + 1))
     return EngineConfig(pages=whole + 6, page_size=PAGE_SIZE, tiers=TierConfig(host, storage=spec))
 

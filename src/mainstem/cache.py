@@ -173,7 +173,9 @@ class PrefixCache:
         symbols = sequence.append(tokens)
         for inside, below in ((self._copy_page is not None, True), (False, False)):
             most = self._longest(symbols, sequence, namespace, inside, below)
-            lease = _KindLease(self._core, namespace, symbols, priority, most, inside, sequence=sequence)
+            lease = _KindLease(
+                self._core, namespace, symbols, priority, most, inside, sequence=sequence, page_size=self.page_size
+            )
             self._copy_inside(lease)
             if sequence.floor(lease.hit) == lease.hit:
                 break
@@ -297,14 +299,22 @@ class _KindLease(Lease):
 
     def __init__(
         self, cache: _core.Cache, ns: bytes, symbols: bytes, priority: int, most: int, inside: bool,
-        *, sequence: Sequence,
+        *, sequence: Sequence, page_size: int,
     ) -> None:  # fmt: skip
         super().__init__(cache, ns, symbols, priority, most, inside)
         self._sequence = sequence
+        self._page_size = page_size
 
     @property
     def hit_tokens(self) -> int:
         return self._sequence.tokens_at(self.hit)
+
+    @property
+    def reach(self) -> int:
+        reach = super().reach
+        while (whole := self._sequence.floor(reach)) % self._page_size or whole != reach:
+            reach = whole // self._page_size * self._page_size
+        return reach
 
     def append(self, tokens: TokenLike) -> None:
         super().append(self._sequence.append(tokens))

@@ -212,7 +212,13 @@ class EngineOptions:
     """How the engine uses memory and batches work.
 
     Args:
-        kv_bytes: Memory for KV pages, cached and running together: bytes, or 500MB, 2GiB and so on.
+        kv_bytes: Memory for KV pages and recurrent states, cached and running together: bytes, or 500MB, 2GiB and so
+            on.
+        window_ratio: Pages of sliding-window layers for each page of full attention; above 0.
+        state_share: Part of the memory that recurrent states have beside KV; above 0 and below 1.
+        checkpoint_tokens: Of a recurrent state a copy is kept about every so many prompt tokens where there is room; 0
+            keeps copies only where prompts part and end.
+        states_per_path: Copies of the state along one sequence at most; 1 or more.
         page_size: Tokens a page, the unit of sharing; 1 or more.
         chunk_tokens: Prompt tokens computed a step, all requests together; 1 or more.
         max_running: Requests computed together; 1 or more.
@@ -222,6 +228,10 @@ class EngineOptions:
     """
 
     kv_bytes: Size = 1 << 30
+    window_ratio: float = 0.5
+    state_share: float = 0.5
+    checkpoint_tokens: int = 1024
+    states_per_path: int = 16
     page_size: int = 16
     chunk_tokens: int = 512
     max_running: int = 16

@@ -561,7 +561,7 @@ const std::vector<std::pair<std::string, std::vector<Component>>> kMixtures{
 // Some prefixes, and a lease that has computed 14 of its 24 positions, 12 of them in a first piece; nothing is
 // published.
 struct Mixture {
-  explicit Mixture(const std::vector<Component>& rows) : rows(rows), tree(4, 2, rows, 1, "lru", 42) {
+  explicit Mixture(const std::vector<Component>& rows) : rows(rows), tree(4, 2, rows, 2, "lru", 42) {
     for (const Component& row : rows)
       pools.push_back(std::make_unique<Pool>(row.per_page() ? 100 : 12));
     std::vector<Pool*> all;
@@ -594,7 +594,25 @@ struct Mixture {
     writer->finish({});
   }
   Pool& last_pool() const { return *pools.back(); }
-  Contents contents() const { return contents_of(tree, rows, 1); }
+  Contents contents() const { return contents_of(tree, rows, 2); }
+  // Takes all that the device has of a prefix to the host, and away; a lease then asks for it and what follows.
+  void send_down(const char* ns, const std::string& key) {
+    const Handle end = tree.locate(ns, bytes_of(key), static_cast<std::uint32_t>(key.size() / tree.page_bytes()));
+    for (const Handle node : tree.lacking(end, 0, 1, 0))
+      for (std::uint32_t c = 0; c < rows.size(); ++c) {
+        Ids ids = tree.own_ids(node, c, 0);
+        if (!ids.empty()) tree.attach(node, c, 1, ids, true);
+      }
+    evict_all(0);
+    other = open(ns, key + symbol(1, 4));
+  }
+  void evict_all(std::uint32_t tier) {
+    for (std::uint32_t c = 0; c < rows.size(); ++c) {
+      const std::vector<Ids> freed = tree.evict(1000, c, tier);
+      for (std::size_t each = 0; each < freed.size() && tier == 0; ++each)
+        pools[each]->move(freed[each], Owner::cached, Owner::free);
+    }
+  }
 
   // Every id is free, the tree's, or of a lease that is open; a state that waits to be published is not to be seen.
   void check() {
@@ -606,8 +624,8 @@ struct Mixture {
       expect(pool.sound(), "the pool is sound");
       expect_equal(pool.owned(Owner::cached), tree.counts(c, 0).present, "cached ids");
       for (const auto& [path, cells] : held)
-        if (cells[c].residency == Residency::present)
-          expect(pool.owner(cells[c].id) == std::string("cached"), "an id of the tree is cached");
+        if (cells[2 * c].residency == Residency::present)
+          expect(pool.owner(cells[2 * c].id) == std::string("cached"), "an id of the tree is cached");
       std::uint64_t seen = 0, waiting = 0;
       for (const Lease* one : {lease.get(), other.get()}) {
         if (!one || one->closed()) continue;
@@ -634,13 +652,13 @@ struct Mixture {
   void close() {
     for (Lease* one : {lease.get(), other.get()})
       if (one) one->finish({});
+    cache->end_load(1);  // if one has begun
     last_pool().move(std::exchange(taken, {}), Owner::privately, Owner::free);
     check();
-    for (std::uint32_t c = 0; c < rows.size(); ++c) {
-      expect_equal(tree.counts(c, 0).locked, 0, "ids locked in the end");
-      const std::vector<Ids> freed = tree.evict(1000, c, 0);
-      for (std::size_t each = 0; each < freed.size(); ++each)
-        pools[each]->move(freed[each], Owner::cached, Owner::free);
+    for (std::uint32_t tier = 0; tier < 2; ++tier) {
+      for (std::uint32_t c = 0; c < rows.size(); ++c)
+        expect_equal(tree.counts(c, tier).locked, 0, "ids locked in the end");
+      evict_all(tier);
     }
     check();
     for (const auto& pool : pools)
@@ -781,6 +799,33 @@ const std::vector<MixedOperation> kMixedOperations{
      }},
 };
 
+// What takes a prefix from the host.
+void send_down(Mixture& m) {
+  m.send_down("b", run_of(40, 7000));
+  expect_equal(m.other->loadable(), 40, "positions on the host");
+}
+void begin_load(Mixture& m) {
+  send_down(m);
+  m.other->begin_load();
+}
+const std::vector<MixedOperation> kMixedLoads{
+    {"a lease with a host", Change::none, send_down, [](Mixture& m) { m.other = m.open("b", run_of(39, 7000)); }},
+    {"begin a load", Change::none, send_down, [](Mixture& m) { m.other->begin_load(); }},
+    {"begin a load without a slot for the tree", Change::none,
+     [](Mixture& m) {
+       send_down(m);
+       if (!m.rows.back().per_page()) fill_last_pool(m);
+     },
+     [](Mixture& m) { m.other->begin_load(); }},
+    {"a load that arrives", Change::more, begin_load, [](Mixture& m) { m.other->end_load(true); }},
+    {"a load that fails", Change::none, begin_load, [](Mixture& m) { m.other->end_load(false); }},
+    {"drop while loading", Change::none, begin_load,
+     [](Mixture& m) {
+       m.other.reset();
+       m.cache->end_load(1);
+     }},
+};
+
 // What evicts of the last component, with none of it free.
 const std::vector<MixedOperation> kShortOperations{
     {"a lease for which there is room made", Change::less, fill_last_pool,
@@ -840,7 +885,7 @@ void states_not_copied(const std::vector<Component>& rows) {
 
 void run_mixtures() {
   for (const auto& [kind, rows] : kMixtures) {
-    for (const std::vector<MixedOperation>* operations : {&kMixedOperations, &kShortOperations})
+    for (const std::vector<MixedOperation>* operations : {&kMixedOperations, &kMixedLoads, &kShortOperations})
       for (const MixedOperation& operation : *operations)
         count(kind + ": " + operation.name, [&](long k) { return fail_in_mixture(operation, rows, k); });
     if (!rows.back().per_page()) states_not_copied(rows);

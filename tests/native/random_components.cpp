@@ -30,7 +30,7 @@ struct Holder {
   std::string ns, key;
   std::uint64_t computed = 0;              // positions
   std::uint64_t published = 0;             // pages
-  std::vector<std::uint32_t> fronts;       // by component: entries before are -1
+  std::vector<std::uint32_t> fronts = {};  // by component: entries before are -1
   std::optional<std::uint64_t> mark = {};  // pages behind which a state waits to be published
 };
 

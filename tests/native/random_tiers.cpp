@@ -447,18 +447,18 @@ class World {
     last_load_ = load.pages.id;
     h.reserved += h.loadable;
     const std::uint64_t first = h.hit / shape_.page_size;
-    expect_equal(load.pages.source.size(), h.loadable / shape_.page_size, "pages to be loaded");
-    for (std::size_t i = 0; i < load.pages.source.size(); ++i) {
+    expect_equal(load.pages.source[0].size(), h.loadable / shape_.page_size, "pages to be loaded");
+    for (std::size_t i = 0; i < load.pages.source[0].size(); ++i) {
       const PageCell there = cell(front(h, first + i + 1), kHost);
-      expect(there == PageCell{Residency::present, load.pages.source[i]}, "a page to be loaded from the host");
-      expect_equal(load.pages.target[i], h.lease->table().from(first)[i], "a page to be loaded to");
-      content(kDevice, load.pages.target[i]) = {};
+      expect(there == PageCell{Residency::present, load.pages.source[0][i]}, "a page to be loaded from the host");
+      expect_equal(load.pages.target[0][i], h.lease->table().from(first)[i], "a page to be loaded to");
+      content(kDevice, load.pages.target[0][i]) = {};
     }
   }
   // The copy: late, so that what should have been locked has had its time to change.
   void copy_up(const Load& load) {
-    for (std::size_t i = 0; i < load.pages.source.size(); ++i)
-      content(kDevice, load.pages.target[i]) = content(kHost, load.pages.source[i]);
+    for (std::size_t i = 0; i < load.pages.source[0].size(); ++i)
+      content(kDevice, load.pages.target[0][i]) = content(kHost, load.pages.source[0][i]);
   }
   void end_load(Holder& h) {
     const bool arrived = !choose_.one_in(3);

@@ -37,6 +37,7 @@ from mainstem.keys import MAX_TOKEN, TokenKeys, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapters, check_name, read_adapter
+from mainstem.runtime.attention import plain_attention
 from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
@@ -690,24 +691,29 @@ class Engine:
 def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     """Pages and slots of the model's components."""
     layout = Layout.of(loaded.model.config, loaded.max_context)
-    shape = StateShape.of(loaded.model) if layout.state_layers else None
     size = config.page_size
     chunk = min(config.chunk_tokens, loaded.max_context)
     need = Need(
-        window_pages=scheduler.window_pages(layout.window or 0, chunk, size, states=shape is not None),
+        window_pages=scheduler.window_pages(layout.window or 0, chunk, size, states=bool(layout.state_layers)),
         context_pages=-(-loaded.max_context // size),
         running=config.max_running,
     )
     sizes = share_out(
         layout.components,
         layout.bytes_per_page(size, loaded.dtype),
-        0 if shape is None else shape.bytes_per_slot,
+        _slot_bytes(loaded) if layout.state_layers else 0,
         config.shares(),
         need,
     )
     return {
         State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
     }
+
+
+def _slot_bytes(loaded: LoadedModel) -> int:
+    with plain_attention(loaded.model):
+        shape = StateShape.of(loaded.model)
+    return 0 if shape is None else shape.bytes_per_slot
 
 
 def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:

@@ -52,11 +52,6 @@ class KVShape(NamedTuple):
         return 2 * math.prod(self) * page_size * dtype.itemsize
 
 
-def bytes_per_page(config: PreTrainedConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one page takes of a model whose layers are all alike."""
-    return KVShape.of(config).bytes_per_page(page_size, dtype)
-
-
 class KVPool:
     """Keys and values of `pages` pages, not initialised: only positions that were written may be read.
 

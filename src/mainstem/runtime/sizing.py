@@ -3,17 +3,25 @@
     memory = full pages x their bytes + window pages x theirs + slots x theirs
     window pages = window_ratio x full pages;  slots x bytes = state_share x memory
 
-Knows bytes and layouts; allocates nothing.
+Which ratio serves best depends on the use: short chats want a window page for each full one, long prompts next to none.
+`best_window_ratio` finds it in a trace.
+
+Knows bytes and ids; allocates no memory for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.cache import PrefixCache
 from mainstem.components import Component, Full, State, Window
-from mainstem.errors import BadArgument
+from mainstem.errors import BadArgument, OutOfPages, check_integer
+from mainstem.keys import MAX_TOKEN, TokenLike
 
 # Full pages of a model without attention take no memory but the tree's: they are as many as its states can need.
 _MOST_MARKS = 1 << 20
@@ -103,8 +111,12 @@ def _slots(
         part = shares.state_share if any(page_bytes.values()) else 1.0
         slots = int(shares.memory * part) // slot_bytes
     # One to compute with, one aside, one that the tree keeps.
-    if slots < 3:
-        raise BadArgument("kv_bytes", shares.memory, f"enough for 3 recurrent states of {slot_bytes} bytes")
+    if slots < 3 and shares.state_slots is not None:
+        raise BadArgument("state_slots", slots, "at least 3")
+    if slots < 3 or (shares.pages is None and slots * slot_bytes > shares.memory):
+        raise BadArgument(
+            "kv_bytes", shares.memory, f"enough for {max(slots, 3)} recurrent states of {slot_bytes} bytes"
+        )
     return slots
 
 
@@ -122,12 +134,11 @@ def _full_pages(
     cost = page_bytes["full"] + (shares.window_ratio * page_bytes["window"] if slides else 0)
     if cost == 0:
         return min(slots * need.context_pages, max(_MOST_MARKS, need.running * need.context_pages))
-    pages = int(memory / cost)
-    if slides:  # the window's least comes first
-        least = need.window_pages
-        pages = min(pages, (memory - least * page_bytes["window"]) // page_bytes["full"])
+    least = need.window_pages * page_bytes["window"] if slides else 0  # comes first
+    pages = min(int(memory / cost), (memory - least) // page_bytes["full"])
     if pages < 1:
-        raise BadArgument("kv_bytes", shares.memory, f"more: a page of each kind takes {math.ceil(cost)} bytes")
+        one, states = max(math.ceil(cost), page_bytes["full"] + least), shares.memory - memory
+        raise BadArgument("kv_bytes", shares.memory, f"{one} or more" + f" beside {states} for states" * (states > 0))
     return pages
 
 
@@ -135,6 +146,140 @@ def _window_pages(full: int | None, page_bytes: int, memory: int, shares: Shares
     if full is not None:
         return max(int(full * shares.window_ratio), need.window_pages)
     pages = shares.pages if shares.pages is not None else memory // page_bytes
+    if pages < need.window_pages and shares.pages is not None:
+        raise BadArgument("pages", pages, f"at least {need.window_pages}: the window and a chunk of one request")
     if pages < need.window_pages:
-        raise BadArgument("kv_bytes", shares.memory, f"enough for {need.window_pages} window pages of {page_bytes} bytes")
+        least = f"enough for {need.window_pages} window pages of {page_bytes} bytes"
+        raise BadArgument("kv_bytes", shares.memory, least)
     return pages
+
+
+# ---- from a trace of use
+
+RATIOS = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A sequence of a trace that has no tokens.
+
+    Args:
+        length: positions, of prompt and answer.
+        like: index of an earlier sequence of the trace.
+        shared: positions from the beginning that are the same in both.
+    """
+
+    length: int
+    like: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one ratio gave: how many pages, and the cached tokens a token of the trace."""
+
+    window_ratio: float
+    full_pages: int
+    window_pages: int
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """What each ratio gave, in the order asked for, and the best: of equals the lowest, which has most full pages."""
+
+    best: Trial
+    all: tuple[Trial, ...]
+
+
+def best_window_ratio(
+    trace: Iterable[TokenLike | Use],
+    *,
+    window: int,
+    page_bytes: Mapping[str, int],
+    memory: int,
+    page_size: int,
+    need: Need,
+    chunk_tokens: int = 512,
+    ratios: Sequence[float] = RATIOS,
+) -> Trials:
+    """Replay a trace through a cache without tensors, once for each ratio: the same trace gives the same answer.
+
+    One sequence at a time: what runs at once shares the pages, which a trace without times cannot say. A sequence that
+    does not fit hits nothing.
+
+    Args:
+        trace: sequences in the order of their use, prompt and answer: their tokens, or what they share.
+        window: positions that the sliding layers see.
+        page_bytes: bytes of a "full" and a "window" page.
+        memory: bytes for both pools.
+        page_size: positions a page.
+        need: as for `share_out`.
+        chunk_tokens: positions that are computed at once.
+        ratios: to try; each above 0.
+
+    Raises:
+        BadArgument: an argument is out of range, the trace is empty, or the memory holds no pages for a ratio.
+        BadTokens: of the trace.
+    """
+    check_integer("chunk_tokens", chunk_tokens, 1, MAX_TOKEN)
+    check_integer("memory", memory, 1, 2**63 - 1)
+    for name in (Full.name, Window.name):
+        check_integer(f"page_bytes of {name}", page_bytes.get(name), 1, 2**63 - 1)
+    if not ratios:
+        raise BadArgument("ratios", ratios, "at least one number above 0")
+    sequences = _sequences(trace)
+    full, slides = Full(), Window(window)
+    asked = [Shares(memory, window_ratio=ratio) for ratio in ratios]
+    sizes = [share_out((full, slides), page_bytes, 0, shares, need) for shares in asked]
+    rates = [_replay(PrefixCache(pages, page_size), sequences, chunk_tokens) for pages in sizes]
+    trials = tuple(
+        Trial(shares.window_ratio, pages[full], pages[slides], rate)
+        for shares, pages, rate in zip(asked, sizes, rates, strict=True)
+    )
+    return Trials(max(trials, key=lambda trial: (trial.hit_rate, -trial.window_ratio)), trials)
+
+
+def _sequences(trace: Iterable[TokenLike | Use]) -> list[TokenLike]:
+    """The trace as tokens: of those that it does not know, no two are the same."""
+    found: list[TokenLike] = []
+    fresh = 0
+    for at, use in enumerate(trace):
+        if isinstance(use, Use):
+            found.append(_tokens_of(use, found, fresh))
+            fresh += use.length
+        elif len(use) == 0:
+            raise BadArgument(f"trace[{at}]", use, "at least one token")
+        else:
+            found.append(use)
+    if not found:
+        raise BadArgument("trace", trace, "at least one sequence")
+    return found
+
+
+def _tokens_of(use: Use, earlier: list[TokenLike], fresh: int) -> NDArray[np.int32]:
+    name = f"trace[{len(earlier)}]"
+    check_integer(f"{name}.length", use.length, 1, MAX_TOKEN)
+    check_integer(f"{name}.like", use.like, 0, max(len(earlier) - 1, 0))
+    known = np.asarray(earlier[use.like], np.int32) if earlier else np.empty(0, np.int32)
+    check_integer(f"{name}.shared", use.shared, 0, min(use.length, len(known)))
+    new = (fresh + np.arange(use.length - use.shared)) % MAX_TOKEN
+    return np.concatenate([known[: use.shared], new.astype(np.int32)])
+
+
+def _replay(cache: PrefixCache, sequences: list[TokenLike], chunk_tokens: int) -> float:
+    """Cached tokens a token."""
+    hit = asked = 0
+    for tokens in sequences:
+        asked += len(tokens)
+        with cache.lease(tokens) as lease:
+            try:
+                lease.reserve(len(tokens) - lease.reserved)
+                for begin in range(lease.hit, len(tokens), chunk_tokens):
+                    end = min(begin + chunk_tokens, len(tokens))
+                    lease.slide(begin, end)
+                    lease.publish(end)
+            except OutOfPages:
+                continue
+            hit += lease.hit
+    return hit / asked

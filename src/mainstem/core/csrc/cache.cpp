@@ -130,6 +130,9 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
     match = cache.tree.match(ns, key.first(most * cache.tree.symbol_bytes()), inside, check_rest);
   else if (check_rest)
     check_rest(0);
+  std::uint32_t reach = match.reach_pages;  // which does not end where a token that must not be cut ends the match
+  if (cache.enabled && held_.size() > 1 && most + 1 < length_)
+    reach = cache.tree.peek(ns, key.first((length_ - 1) * cache.tree.symbol_bytes()), false).reach_pages;
   const Bytes rest = key.subspan(std::size_t{match.pages} * cache.tree.page_bytes());
   key_.assign(rest.begin(), rest.end());
   for (std::uint32_t c = 0; c < held_.size(); ++c)
@@ -158,7 +161,7 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   source_ = match.partial_id;
   donor_ = match.partial_node;
   hit_ = reserved_ = published();
-  reach_ = std::uint64_t{match.reach_pages} * cache.tree.page_size();
+  reach_ = std::uint64_t{reach} * cache.tree.page_size();
   ++cache.counters.leases;
   cache.touched(match.host_pages ? match.host_node : match.node);
   try {
@@ -295,12 +298,8 @@ std::uint32_t Lease::load_from(std::uint32_t component, std::uint32_t end) const
 // Whether the host alone has all that a load needs. With several components a part of it may be on the device only.
 bool Lease::host_has(const MatchResult& match) const {
   const std::uint32_t end = match.pages + match.host_pages;
-  Ids ids;
-  for (std::uint32_t c = 0; held_.size() > 1 && c < held_.size(); ++c) {
-    ids.resize(end - load_from(c, end));
-    cache_.tree.copy_ids(match.host_node, c, 1, load_from(c, end), ids.data());
-    if (std::find(ids.begin(), ids.end(), -1) != ids.end()) return false;
-  }
+  for (std::uint32_t c = 0; held_.size() > 1 && c < held_.size(); ++c)
+    if (!cache_.tree.has(match.host_node, c, 1, load_from(c, end))) return false;
   return true;
 }
 
@@ -331,8 +330,8 @@ PageLoad Lease::begin_load() {
     Holding& own = held_[c];
     if (own.state >= 0) {  // one to compute with, and where a slot is free one for the tree
       load.target[c] = {own.state};
-      if (cache_.pools[c]->owned(Owner::free) > 0) {
-        own.mark = cache_.allocate_slot(c);
+      if (own.mark < 0 && cache_.pools[c]->owned(Owner::free) > 0) own.mark = cache_.allocate_slot(c);
+      if (own.mark >= 0) {
         own.mark_pages = end;
         load.target[c].push_back(own.mark);
       }

@@ -208,13 +208,15 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckR
   const Reach reach = judge(path);
   const std::uint32_t end = reach.best[0];
   const std::uint32_t host = reach.best[tiers_ - 1] - end;
-  if (!partial || !divides_pages()) return {end, host, 0};
+  if (!partial || !divides_pages()) return {end, host, 0, reach.first};
   while (!path.empty() && nodes_[path.back().node].start >= end)
     path.pop_back();
   const Index node = path.empty() ? root : path.back().node;
   const Bytes tail = key.subspan(std::size_t{end} * page_bytes_);
   const bool within = end < nodes_[node].end();
-  return {end, host, within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols};
+  const std::uint32_t inside =
+      within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols;
+  return {end, host, inside, reach.first};
 }
 
 }  // namespace mainstem

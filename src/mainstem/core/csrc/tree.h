@@ -65,6 +65,7 @@ struct PeekResult {
   std::uint32_t pages = 0;
   std::uint32_t host_pages = 0;  // pages more when every tier counts
   std::uint32_t partial = 0;     // symbols of the next page that agree
+  std::uint32_t reach_pages = 0;  // how far the first component alone goes, on tier 0
 };
 
 struct InsertResult {
@@ -159,6 +160,8 @@ class Tree {
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // of the node alone, where present
   Handle next_victim(std::uint32_t component, std::uint32_t tier) const;        // what evict() comes to first, or 0
   std::pair<std::string, std::string> path_key(Handle node) const;              // name of its namespace, all symbols
+  // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
+  bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const;
   // Ids of pages [begin, end of the node); -1 where they are absent.
   void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
   std::vector<std::string> namespaces() const;

@@ -102,6 +102,17 @@ std::pair<std::string, std::string> Tree::path_key(Handle handle_) const {
   return {std::string(text(nodes_[at].key)), std::move(key)};
 }
 
+bool Tree::has(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const {
+  require_tier(tier);
+  require_component(component);
+  const std::size_t s = slot(component, tier);
+  const Index node = resolve(handle);
+  if (!row(s).per_page()) return node != kNone && cell(node, s).present();
+  for (Index at = node; at != kNone && nodes_[at].end() > begin; at = nodes_[at].parent)
+    if (!cell(at, s).present()) return false;
+  return true;
+}
+
 void Tree::copy_ids(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
                     std::int32_t* out) const {
   require_tier(tier);

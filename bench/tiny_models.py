@@ -1,0 +1,147 @@
+"""Tiny random models of many architectures, the same at every run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mainstem.runtime.models import LoadedModel
+
+VOCAB = 97
+CONTEXT = 128
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+    "mistral": {"sliding_window": None},
+    "phi3": {},
+    "gemma": {"head_dim": 32},
+    "olmo2": {},
+    "granite": {},
+    "mixtral": {},
+    "gpt_neox": {"num_key_value_heads": ...},
+    "gpt2": {"num_key_value_heads": ..., "intermediate_size": ...},
+}
+
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+# Models with windows shorter than the prompts of tests: of all layers, or of some.
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "phi3": {"sliding_window": 20},
+    "qwen2": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma3_text": {**_MIXED, "sliding_window": 20, "head_dim": 16},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "head_dim": 16,
+        "global_head_dim": 32,
+    },
+    "gpt_oss": {**_MIXED, "sliding_window": 8, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "cohere2": {**_MIXED, "sliding_window": 20},
+    "olmo3": {**_MIXED, "sliding_window": 8},
+    "exaone4": {**_MIXED, "sliding_window": 8},
+}
+
+
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    """A random model of a family; a change to `...` leaves the argument out."""
+    arguments = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **changes,
+    }
+    config: PreTrainedConfig = CONFIG_MAPPING[family](**{k: v for k, v in arguments.items() if v is not ...})
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # the usual start is so near 0 that attention is uniform and errors do not show
+            torch.nn.init.normal_(parameter, std=0.15)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, mean=1.0)
+    return model.eval()
+
+
+def loaded(model: PreTrainedModel, name: str = "tiny") -> LoadedModel:
+    context = model.config.max_position_embeddings
+    return LoadedModel(model, None, name, torch.float32, context)  # type: ignore[arg-type]
+
+
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 8}
+_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ...}
+
+# Models with recurrent or convolutional layers; scans go by 8 tokens where that can be set, else by 64.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **_DELTA,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5_text": {**_DELTA, "num_hidden_layers": 4},
+    "mamba2": {**_NO_ATTENTION, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
+    "bamba": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**_MAMBA, "head_dim": 16, "mamba_d_ssm": 128},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 8,
+        "time_step_min": 1e-6,  # transformers keeps to it in scans, but not in single steps
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+    },
+    "olmo_hybrid": {"num_hidden_layers": 4},
+}
+
+# Those that take only one token at a time behind a state, in transformers' PyTorch code.
+STEPPED: dict[str, dict[str, Any]] = {
+    "mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},
+    "falcon_mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
+}
