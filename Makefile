@@ -8,7 +8,7 @@ CORE := $(wildcard src/mainstem/core/csrc/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-lmcache lint bench bench-index bench-core bench-tiers bench-store-faults simulate \
+.PHONY: help demo serve test test-lmcache lint bench bench-index bench-core bench-tiers bench-store-faults bench-models simulate \
 	simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -24,6 +24,7 @@ help:
 	@echo "make coverage      which of its lines and branches those tests come to"
 	@echo "make bench-tiers   copies down and up, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
+	@echo "make bench-models  what runs, what it finds again, and how far its logits are from transformers'"
 	@echo "make bench-index  the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
@@ -101,6 +102,9 @@ bench-tiers: $(VENV)/dev
 
 bench-store-faults: $(VENV)/dev
 	$(BIN)/python -m bench store-faults $(ARGS)
+
+bench-models: $(VENV)/dev
+	$(BIN)/python -m bench models $(ARGS)
 
 bench-core: $(VENV)/dev
 	$(BIN)/python -m bench core $(ARGS)

@@ -1,8 +1,9 @@
-"""`python -m bench [index|core|tiers|store-faults|ttft|throughput] [--quick]`: all, or those named."""
+"""`python -m bench [index|core|tiers|store-faults|ttft|throughput|models] [--quick]`: all, or those named."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,21 +13,24 @@ from bench import core, index
 from bench.entries import SYSTEMS
 from bench.report import Report
 
-NAMES = ("index", "core", "tiers", "store-faults", "ttft", "throughput")
+NAMES = ("index", "core", "tiers", "store-faults", "ttft", "throughput", "models")
 WIDTH = 160
 """Columns that the widest table needs."""
 
 
 def main() -> None:
-    """Runs what was asked for, prints its tables, and writes `<name>.json`."""
+    """Runs what was asked for, prints its tables, writes `<name>.json`; fails if something was not as it must be."""
     options = _options()
     console, log = Console(), Console(stderr=True)
     console.width = max(console.width, WIDTH)
+    failures = 0
     for name in options.benchmarks or NAMES:
         report = Report(name, options.date, options.quick, progress=lambda line: log.print(line, style="dim"))
         _run(name, report, options)
         report.show(console)
         console.print(f"written to {report.write(options.out)}", soft_wrap=True)
+        failures += len(report.failures)
+    sys.exit(1 if failures else 0)
 
 
 def _options() -> argparse.Namespace:
@@ -60,11 +64,14 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
     # The others need the runtime; these two run without.
-    from bench import store_faults, throughput, tiers, ttft
+    from bench import models, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
         tiers.run(tiers.QUICK if report.quick else tiers.Settings(), report)
+        return
+    if name == "models":
+        models.run(models.QUICK if report.quick else models.Settings(), report)
         return
 
     if name == "store-faults":

@@ -32,6 +32,7 @@ class Report:
     Attributes:
         rows: of the main table.
         more: further lists of rows, by their names in the JSON.
+        failures: what was not as it must be; with any the process fails.
     """
 
     name: str
@@ -44,13 +45,16 @@ class Report:
     more: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def show(self, console: Console) -> None:
-        """Prints tables and notes."""
+        """Prints tables, notes and failures."""
         for table in self.tables:
             console.print(table)
         for note in self.notes:
             console.print(f"[bold]note[/bold]: {note}")
+        for failure in self.failures:
+            console.print(f"[bold]failed[/bold]: {failure}")
 
     def write(self, folder: Path) -> Path:
         """Writes `<name>.json`; its place."""

@@ -9,6 +9,7 @@ idefics3   attends in one direction; an image is cut in tiles, with text between
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from transformers import (
     Idefics3Processor,
     LlavaConfig,
     LlavaProcessor,
+    PaliGemmaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
     Qwen2VLConfig,
@@ -38,7 +41,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mainstem.runtime.models import images_only
+from mainstem.runtime.models import LoadedModel, images_only
 
 CONTEXT = 512
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<turn>", "<image>", "<begin>", "<end>", "<video>")
@@ -178,6 +181,14 @@ def save(family: str, folder: Path, **changes: Any) -> Path:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def paligemma(llava: LoadedModel) -> LoadedModel:
+    """A model whose prompts attend both ways as a whole, in the clothes of another."""
+    text = {**llava.model.config.text_config.to_dict(), "model_type": "gemma"}
+    config = PaliGemmaConfig(text_config=text, vision_config={**_VISION, "image_size": 24})
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return replace(llava, model=model, name="paligemma")
 
 
 def picture(seed: int, width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:

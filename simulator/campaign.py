@@ -37,6 +37,10 @@ def find_profile(name: str) -> type[Profile]:
         from simulator.leases import Leases
 
         return Leases
+    if name == "hybrid":
+        from simulator.leases import Hybrids
+
+        return Hybrids
     if name == "components":
         from simulator.components import Components
 
@@ -50,7 +54,7 @@ def find_profile(name: str) -> type[Profile]:
     return Requests
 
 
-SHARES = {"cache": 8, "scheduler": 2, "components": 1, "ranks": 1}
+SHARES = {"cache": 8, "hybrid": 2, "scheduler": 2, "components": 1, "ranks": 1}
 """Seeds of each profile in a campaign."""
 
 PROFILES = tuple(SHARES)

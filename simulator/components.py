@@ -20,9 +20,9 @@ from mainstem.pool import Pool
 from mainstem.tiers.controller import HostTier, Tiers, WritePolicy
 from mainstem.tiers.transfer import Move
 from mainstem.tree import Match, Tree
-from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt
+from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt, state_of
 from simulator.leases import Prompts
-from simulator.process import NAMESPACES
+from simulator.process import NAMESPACES, read_tree
 from simulator.world import World, require
 
 Ids = NDArray[np.int32]
@@ -140,7 +140,7 @@ class Components:
         numbers = self._numbers(tokens, namespace)
         if isinstance(self.components[row], State):
             for page in column.tolist():
-                self.memory.write(np.array([page], np.int32), 0, numbers[-self.page_size :], row)
+                self.memory.write(np.array([page], np.int32), 0, state_of(numbers, self.page_size), row)
             return
         for at in np.flatnonzero(column >= 0).tolist():
             part = numbers[at * self.page_size : (at + 1) * self.page_size]
@@ -255,26 +255,18 @@ class Components:
             elif isinstance(component, State):
                 first = len(pages) - 1
             require(bool((pages[first:] >= 0).all()), "a match ends where a component does not", component, pages)
-            self.memory.expect(component.name, pages[first:], numbers[first * self.page_size :], component=row)
+            wanted = numbers[first * self.page_size :]
+            wanted = state_of(numbers, self.page_size) if isinstance(component, State) else wanted
+            self.memory.expect(component.name, pages[first:], wanted, component=row)
 
     def audit(self) -> None:
         """Checks every structure, and every page on either tier."""
         self.tree.check()
         self.tiers.check()
-        paths: dict[int, bytes] = {0: b""}
-        held = [0] * len(self.components)
-        for view in self.tree.nodes():
-            key = paths[view.node] = paths[view.parent] + view.key
-            numbers = self._numbers(np.frombuffer(key, np.int32), view.namespace)[view.start :]
-            for row, component in enumerate(self.components):
-                for tier in (_DEVICE, _HOST):
-                    cell = view.cells[component.name, tier]
-                    if cell.present:
-                        part = numbers[-self.page_size :] if isinstance(component, State) else numbers
-                        self.memory.expect("audit", cell.ids, part, side=tier, component=row)
-                        held[row] += len(cell.ids) if tier == _DEVICE else 0
-        for pool, n in zip(self.pools, held, strict=True):
+        held = read_tree(self.tree, self.memory, lambda namespace, tokens: self._numbers(tokens, namespace))
+        for pool, component in zip(self.pools, self.components, strict=True):
             pool.check()
+            n = held[component.name, _DEVICE]
             require(pool.cached == n, "pages of the tree and of the pool", pool.cached, n)
 
     def _poison(self) -> None:

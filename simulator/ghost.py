@@ -48,6 +48,11 @@ def fingerprints(origin: np.uint64, tokens: ArrayLike) -> Numbers:
     return mixed ^ (mixed >> _SHIFT)
 
 
+def state_of(numbers: Numbers, page_size: int) -> Numbers:
+    """What a slot holds of the state behind a sequence with these numbers."""
+    return np.repeat(numbers[-1:], page_size)
+
+
 class SimTicket:
     """One copy under way. It may take place twice, be late, or fail."""
 
@@ -180,6 +185,14 @@ class SimMemory:
         device = self._sides[_DEVICE][0]
         device[:, target, :positions] = device[:, source, :positions]
         device[:, target, positions:] = POISON
+
+    def copy_state(self, component: int, source: int, target: int) -> None:
+        """A slot of the device, at once."""
+        require((_DEVICE, component, source) not in self._writing, "a state is copied while it is written", source)
+        busy = (_DEVICE, component, target)
+        require(busy not in self._writing and not self._reading[busy], "a state in use is copied over", target)
+        device = self._sides[_DEVICE][component]
+        device[:, target] = device[:, source]
 
     def expect(
         self, what: str, pages: NDArray[np.int32], numbers: Numbers, *, side: int = 0, component: int = 0,

@@ -1,23 +1,26 @@
-"""Profile "cache": requests over `PrefixCache`, `Lease` and `Tiers` themselves, as any engine might use them.
+"""Profiles "cache" and "hybrid": requests over `PrefixCache`, `Lease` and `Tiers` themselves, as any engine might use them.
 
 Several processes share a store. Each has requests at different stages; a step takes one further, or does to it what may
-be done at any moment: it is given up, dropped, its process killed.
+be done at any moment: it is given up, dropped, its process killed. "cache" has full attention and storage; "hybrid" has
+windows and states, and no storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cache import Lease
+from mainstem.components import Component, Full, State, Window
 from mainstem.errors import OutOfPages
 from mainstem.namespaces import Namespace
 from mainstem.tiers.controller import Load, Prefetch
-from simulator.ghost import fingerprints
-from simulator.process import IDENTITY, NAMESPACES, Process, other_identity
+from simulator.ghost import POISON, fingerprints
+from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, other_identity
 from simulator.storage import Disk
 from simulator.world import World, require
 
@@ -69,6 +72,7 @@ class Request:
         self.lease: Lease | None = None
         self.load: Load | None = None
         self.computed = 0
+        self.spoilt = False  # a forward read what did not arrive
 
     # ---------------------------------------------------------------- a step further
 
@@ -88,22 +92,32 @@ class Request:
         world, cache = self.process.world, self.process.cache
         prompt = self.tokens[: self.prompt]
         promised = cache.peek(prompt, self.namespace)
-        self.lease = lease = cache.lease(prompt, self.namespace, priority=self.random.randint(0, 2))
+        try:
+            self.lease = lease = cache.lease(prompt, self.namespace, priority=self.random.randint(0, 2))
+        except OutOfPages:
+            require(self.process.has_states, "a lease takes pages")
+            world.did("lease", self.prompt, "no slot")
+            return
         world.did("lease", self.prompt, lease.hit, lease.loadable)
+        require(lease.reach >= lease.published, "it reaches less far than it hits", lease.reach, lease.published)
         require(max(lease.hit, lease.published + lease.loadable) <= promised, "peek promised less", promised, lease.hit)
         require(lease.hit < self.prompt, "the last token is computed", lease.hit, self.prompt)
         self.computed = lease.hit
         self.read()
+        if self.process.has_states and lease.hit and self._chance(0.1):
+            self.checkpoint()
         if lease.loadable and self._chance(0.9):
             self.load = self.process.tiers.load(lease)
             world.did("load", self.load.pages if self.load else 0)
 
     def read(self) -> None:
-        """Attention over all that is computed."""
-        assert self.lease is not None
-        numbers = self.numbers[: self.computed]
-        table = self.lease.page_table[: -(-self.computed // self.process.cache.page_size)]
-        self.process.memory.expect("attention", table, numbers)
+        """What a forward behind all that is computed reads."""
+        lease = self._open()
+        self.process.read("forward", self._tables(), lease.state, self.numbers[: self.computed])
+
+    def _tables(self) -> tuple[NDArray[np.int32] | None, ...]:
+        lease = self._open()
+        return lease.page_table, lease.window_table
 
     def reserve(self) -> None:
         """Pages for a part of what is to come."""
@@ -130,34 +144,58 @@ class Request:
         if arriving is not None:
             begin = max(begin, lease.published + arriving.pages * self.process.cache.page_size)
         end = min(lease.reserved, lease.length, begin + self.random.choice((1, 3, 100)))
-        if end <= begin:
+        end = self._to_a_border(end) if end > begin else end
+        if end <= begin or self.spoilt or not self._slide(begin, end):
             return
-        if arriving is not None and not self._read_layers(arriving, begin):
-            return
+        numbers = self.numbers[:end]
         if arriving is None:
             self.read()
-        table = lease.page_table
-        self._require_private(table[begin // self.process.cache.page_size : -(-end // self.process.cache.page_size)])
-        self.process.memory.write(table, begin, self.numbers[begin:end])
-        self.computed = end
-        world.did("forward", begin, end)
+        elif not self._read_layers(arriving, begin):
+            numbers = numbers ^ POISON  # a forward does not stop for it: what it leaves is worthless
+        self.process.write(self._tables(), lease.state, begin, numbers)
+        self.spoilt = arriving is not None and arriving.ticket.error is not None
+        self.computed = lease.hit if self.spoilt else end
+        world.did("forward", begin, end, self.spoilt)
+
+    def _to_a_border(self, end: int) -> int:
+        """Where there are states, sometimes the end of a page, where the state can be kept."""
+        if self.process.has_states and self._chance(0.5):
+            return end // self.process.cache.page_size * self.process.cache.page_size
+        return end
+
+    def _slide(self, begin: int, end: int) -> bool:
+        """Window pages for what is computed next."""
+        lease, world = self._open(), self.process.world
+        if not any(isinstance(row, Window) for row in self.process.components):
+            return True
+        try:
+            lease.slide(begin, end)
+        except OutOfPages:
+            world.did("slide", begin, end, "no pages")
+            return False
+        return True
 
     def _read_layers(self, load: Load, end: int) -> bool:
         """Reads each layer as soon as it has arrived; whether all did."""
-        memory, table = self.process.memory, self._open().page_table
-        for layer in range(memory.layers):
+        for layer in range(self.process.memory.layers):
             load.ticket.wait_layer(layer)
             if load.ticket.error is not None:
-                self.computed = self._open().hit
                 return False
-            pages = table[: -(-end // self.process.cache.page_size)]
-            memory.expect("layer", pages, self.numbers[:end], layers=slice(layer, layer + 1))
+            only = slice(layer, layer + 1)
+            self.process.read("layer", self._tables(), self._open().state, self.numbers[:end], only)
         return True
 
-    def _require_private(self, pages: NDArray[np.int32]) -> None:
-        for page in pages.tolist():
-            owner = self.process.cache.pool.owner(page)
-            require(owner == "private", "a page that is not private is written", page, owner)
+    @property
+    def at_a_border(self) -> bool:
+        """Whether the state can be kept as it stands."""
+        computed, lease = self.computed, self._open()
+        border = computed % self.process.cache.page_size == 0 and computed >= max(lease.published, 1)
+        return self.process.has_states and self.load is None and border
+
+    def checkpoint(self) -> None:
+        """Keeps the state as it stands."""
+        kept = self._open().checkpoint(self.computed, room=self._chance(0.7))
+        self.process.world.did("checkpoint", self.computed, kept)
 
     def publish(self) -> None:
         """What is computed, or a part of it."""
@@ -175,7 +213,7 @@ class Request:
             if not self.load.arrived:
                 self.computed = self.lease.hit
             self.computed = max(self.computed, self.lease.hit)
-            self.load = None
+            self.load, self.spoilt = None, False
             self.process.world.did("loaded", self.computed)
             self.read()
 
@@ -226,9 +264,22 @@ class Request:
 
     def leave(self) -> None:
         """Lets go of everything."""
+        self.process.world.seen["left while loading"] += self.load is not None
         if self.prefetch is not None and not self.prefetch.ended:
             self.prefetch.revoke()
         self.prefetch = self.lease = self.load = None
+
+    def check_tables(self) -> None:
+        """What is published is the tree's, the rest is its own, and nothing else is named."""
+        lease, process = self._open(), self.process
+        own, pools = lease.published // process.cache.page_size, list(process.pools(0))
+        for pool, table in zip(pools, self._tables(), strict=False):
+            for at, page in enumerate([] if table is None else table.tolist()):
+                owner = pool.owner(page) if page >= 0 else "nobody"
+                allowed = ("cached" if at < own else "private", "nobody")
+                require(owner in allowed, "a page of a table", at, page, owner, lease.published)
+        if process.has_states:
+            require(pools[-1].owner(lease.state) == "private", "the state of a lease", lease.state)
 
     def _chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -239,25 +290,31 @@ class Request:
 
 
 class Leases:
-    """A run of the profile."""
+    """A run of the profile "cache"."""
+
+    stores: ClassVar = 0.85  # how often there is storage
+    most_processes: ClassVar = 3
 
     def __init__(self, world: World) -> None:
         random = world.random
         self.world = world
         self.page_size = random.choice((1, 1, 2, 2, 3, 4))
         self.disk = Disk(world, random.choice((20, 200, 1000)))
-        self.storage = random.random() < 0.85
-        self.pages = random.choice(((4, 8), (6, 6), (8, 24), (16, 12), (12, 48), (30, 30)))
+        self.storage = random.random() < self.stores
+        self.pages = self._sizes()
         self.most = random.randint(1, 6)  # requests at once
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
-        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(random.randint(1, 3))]
+        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(random.randint(1, self.most_processes))]
         if random.random() < 0.5:
             self.identities[-1] = other_identity(world, self.identities[-1])
-        self.prompts = Prompts(world, min(40, self.page_size * self.pages[0]))
+        self.prompts = Prompts(world, min(40, self.page_size * next(iter(self.pages.values()))[0]))
         self.processes = [self._start(at) for at in range(len(self.identities))]
         self.requests: list[Request] = []
         self.flushes = random.choice((0.0, 0.002, 0.02, 0.06))
         self.kills = random.choice((0.0, 0.02, 0.1, 0.2))
+
+    def _sizes(self) -> Sizes:
+        return {Full(): self.world.random.choice(((4, 8), (6, 6), (8, 24), (16, 12), (12, 48), (30, 30)))}
 
     def _start(self, at: int) -> Process:
         disk = self.disk if self.storage else None
@@ -280,6 +337,7 @@ class Leases:
             self._arrive(process)
         elif self.requests:
             self._advance(random.choice(self.requests))
+        process.count()
 
     def _check_waiting(self, process: Process) -> None:
         """Nobody waits for storage longer than its policy says, whatever storage does."""
@@ -335,6 +393,8 @@ class Leases:
         request.settle()
         if request.load is not None and random.random() < 0.2:
             return request.wait
+        if request.at_a_border and random.random() < 0.4:
+            return request.checkpoint
         fresh = request.computed // self.page_size * self.page_size > lease.published
         steps = [request.publish, request.compute] if fresh else [request.compute]
         if lease.reserved < lease.length:
@@ -372,3 +432,30 @@ class Leases:
     def _last_requests(self) -> Iterator[Request]:
         while self.requests:
             yield self.requests.pop()
+
+
+class Hybrids(Leases):
+    """A run of the profile "hybrid"."""
+
+    stores: ClassVar = 0.0
+    most_processes: ClassVar = 1
+
+    def _sizes(self) -> Sizes:
+        random = self.world.random
+        window, state = Window(random.choice((1, 2, 3, 5, 9))), State(random.choice((None, 1, 2)), random.random() < 0.5)
+        kinds: tuple[tuple[Component, ...], ...] = (
+            (Full(), window), (Full(), state), (Full(), window, state), (window,), (window, state),
+        )  # fmt: skip
+        rows = random.choice(kinds)
+        return {row: (random.choice((6, 12, 16, 30)), random.choice((4, 8, 16, 40))) for row in rows}
+
+    def _seldom(self, process: Process) -> None:
+        if self.world.chance(0.5):
+            process.evict()
+        else:
+            super()._seldom(process)
+
+    def _advance(self, request: Request) -> None:
+        super()._advance(request)
+        if request.lease is not None:
+            request.check_tables()

@@ -435,7 +435,7 @@ def judge(mutant: Mutant, folder: Path, core: Path | None = None, most: int = _M
         done = _run(folder, "pytest", arguments)
         failed = re.search(r"FAILED \S+::(\S+)", done.stdout)
         sight = failed[1] if failed else done.stdout[-200:]
-        return Verdict(done.returncode == 1, None, time.perf_counter() - began_s, sight)
+        return Verdict(failed is not None, None, time.perf_counter() - began_s, sight)
     record = folder / "record.json"
     arguments = ["--profile", mutant.by, "--seeds", "0:", "--until-operations", str(most)]
     done = _run(folder, "simulator", [*arguments, "--processes", "1", "--failures", "1", "--json", str(record)])

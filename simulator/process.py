@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mainstem.cache import PrefixCache
+from mainstem.components import Component, Full, State, Window
 from mainstem.identity import Identity
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.policies import BUILT_IN, NodeStats, Policy, Rank
+from mainstem.pool import Pool
 from mainstem.tiers.controller import Agree, HostTier, Tiers, WritePolicy
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.store import PrefetchPolicy, StorageConfig, Store, StoreCall
-from simulator.ghost import SimMemory, fingerprints, salt
+from mainstem.tree import Tree
+from simulator.ghost import Numbers, SimMemory, fingerprints, salt, state_of
 from simulator.storage import Disk, SimBackend, SimWorkers
 from simulator.world import World, require
 
@@ -26,6 +33,11 @@ _FIELDS = (
     "model", "weights", "dtype", "quantization", "layout", "shape", "rope", "tokenizer", "symbols", "rank", "extra",
 )  # fmt: skip
 SECRET, OTHER_SECRET = b"the secret of those who share", b"what somebody else thinks it is"
+
+
+Ids = NDArray[np.int32]
+Sizes = Mapping[Component, tuple[int, int]]
+_DEVICE, _HOST = 0, 1
 
 
 class OwnPolicy:
@@ -56,7 +68,7 @@ class Process:
         identity: of its pages.
         page_size: positions a page.
         agree: see `HostTier`.
-        pages: of the device and of the host.
+        pages: of the device and of the host; or of each component.
         chance: for its configuration, where several must have the same.
     """
 
@@ -68,14 +80,18 @@ class Process:
         page_size: int,
         *,
         agree: Agree | None = None,
-        pages: tuple[int, int] = (8, 16),
+        pages: tuple[int, int] | Sizes = (8, 16),
         chance: World | None = None,
     ) -> None:
         self.world, self.disk, self.identity = world, disk, identity
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
         self.origin = repr(alike).encode()
         self._origins = {encode_namespace(each): self.origin_of(each) for each in NAMESPACES}
-        self.memory = SimMemory(world, [pages[0]], [pages[1]], page_size, layers=2)
+        sizes = pages if isinstance(pages, Mapping) else {Full(): pages}
+        device = {row: here for row, (here, _) in sizes.items()}
+        below = tuple(there for _, there in sizes.values())
+        self.components = tuple(sizes)
+        self.memory = SimMemory(world, [*device.values()], below, page_size, layers=2)
         random = (chance or world).random
         policies: list[str | Policy] = [*BUILT_IN, OwnPolicy()]
         host = HostTier(
@@ -83,6 +99,7 @@ class Process:
             write=random.choice(get_args(WritePolicy)),
             hits=random.randint(1, 2),
             load_min_tokens=random.choice((1, 1, 4)),
+            pages=below,
             agree=agree,
         )
         config = _storage_config(chance or world)
@@ -94,12 +111,30 @@ class Process:
             sealer = Sealer(identity, SECRET)
             readers, writers = self.workers
             self.store = Store(self.backend, sealer, config, readers=readers, writers=writers, clock=world.clock)
-        copy_page = self.memory.copy_page if self.partial else None
+        copy_state = next((partial(self.memory.copy_state, row) for row, _ in self._rows(State)), None)
         self.cache = PrefixCache(
-            pages[0], page_size, policy=random.choice(policies), copy_page=copy_page, host=host, store=self.store
+            device,
+            page_size,
+            policy=random.choice(policies),
+            copy_page=self.memory.copy_page if self.partial else None,
+            copy_state=copy_state,
+            host=host,
+            store=self.store,
         )
         assert self.cache.tiers is not None
         self.tiers: Tiers = self.cache.tiers
+
+    def _rows(self, *kinds: type[Full | Window | State]) -> list[tuple[int, Component]]:
+        return [(row, each) for row, each in enumerate(self.components) if isinstance(each, kinds)]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence has a state."""
+        return bool(self._rows(State))
+
+    def pools(self, tier: int) -> Sequence[Pool]:
+        """By component."""
+        return self.tiers.host_pools if tier == _HOST else tuple(self.cache.pools.values())
 
     def origin_of(self, namespace: Namespace | str | None) -> np.uint64:
         """What numbers of a namespace begin with; not by the bytes that name it in the tree: they are to be checked."""
@@ -118,11 +153,65 @@ class Process:
         self.tiers.poll()
         self.world.did("poll", self.tiers.counts.total())
 
+    # ---------------------------------------------------------------- what a forward does
+
+    def read(
+        self, what: str, tables: Sequence[Ids | None], state: int, numbers: Numbers, layers: slice = slice(None)
+    ) -> None:
+        """All that is read to compute what comes behind these numbers: pages by the tables, the state in its slot."""
+        end, size = len(numbers), self.cache.page_size
+        for (row, component), table in zip(self._rows(Full, Window), tables, strict=False):
+            first = max(0, end - component.tokens) // size if isinstance(component, Window) else 0
+            assert table is not None
+            pages = table[first : -(-end // size)]
+            require(bool((pages >= 0).all()), "a page that is read lies behind the window", what, component, pages)
+            self.memory.expect(what, pages, numbers[first * size :], component=row, layers=layers)
+        for row, _ in self._rows(State) if end else ():
+            slot = np.array([state], np.int32)
+            self.memory.expect(f"{what}: state", slot, state_of(numbers, size), component=row, layers=layers)
+
+    def write(self, tables: Sequence[Ids | None], state: int, begin: int, numbers: Numbers) -> None:
+        """What was computed for positions [begin, len(numbers)), and the state behind them, to where they belong."""
+        size, pools = self.cache.page_size, self.pools(_DEVICE)
+        for (row, _), table in zip(self._rows(Full, Window), tables, strict=False):
+            assert table is not None
+            for page in table[begin // size : -(-len(numbers) // size)].tolist():
+                owner = pools[row].owner(page)
+                require(owner == "private", "a page that is not private is written", page, owner)
+            self.memory.write(table, begin, numbers[begin:], row)
+        for row, _ in self._rows(State):
+            owner = pools[row].owner(state)
+            require(owner == "private", "a state that is not private is written", state, owner)
+            self.memory.write(np.array([state], np.int32), 0, state_of(numbers, size), row)
+
+    # ---------------------------------------------------------------- what may be done to it
+
+    def evict(self) -> None:
+        """Takes some pages of one component from one tier."""
+        random = self.world.random
+        tier, row, n = random.randrange(2), random.randrange(len(self.components)), random.randint(1, 4)
+        if tier == _DEVICE and self.tiers.host.write == "write_back":
+            self.tiers.make_room(row, n)
+        else:
+            freed = self.cache.tree.evict(n, self.components[row].name, tier)
+            for pool, ids in zip(self.pools(tier), freed, strict=True):
+                pool.reclaim(ids)
+        self.world.did("evict", tier, row, n)
+
     def poison(self) -> None:
         """Free pages hold nothing: who still reads one reads that."""
-        for side, pool in enumerate((self.cache.pool, self.tiers.host_pools[0])):
-            free = [page for page in range(pool.total) if pool.owner(page) == "free"]
-            self.memory.poison(side, 0, free)
+        for tier in (_DEVICE, _HOST):
+            for row, pool in enumerate(self.pools(tier)):
+                self.memory.poison(tier, row, [page for page in range(pool.total) if pool.owner(page) == "free"])
+
+    # ---------------------------------------------------------------- checks
+
+    def count(self) -> None:
+        """Every page of every component has one owner."""
+        for tier in (_DEVICE, _HOST):
+            for pool in self.pools(tier):
+                counted = pool.free + pool.cached + pool.private
+                require(counted == pool.total, "pages do not add up", tier, counted, pool.total)
 
     def audit(self) -> None:
         """Checks every structure and limit, and every page that the tree has on either tier."""
@@ -131,21 +220,14 @@ class Process:
             queued, limit = self.tiers.stats().queued, self.store.config.queue_pages
             alone = len(self.tiers._writes) + self.tiers._writing <= 1
             require(queued <= limit or alone, "more pages wait to be written than may", queued, limit)
-        paths: dict[int, bytes] = {0: b""}
-        size = self.cache.page_size
-        for view in self.cache.tree.nodes():
-            key = paths[view.node] = paths[view.parent] + view.key
-            numbers = fingerprints(self._origins[view.namespace], np.frombuffer(key, np.int32))[view.start :]
-            for tier in range(2):
-                cell = view.cells["full", tier]
-                if cell.present:
-                    self.memory.expect("audit", cell.ids, numbers[: len(cell.ids) * size], side=tier)
+        read_tree(self.cache.tree, self.memory, lambda name, tokens: fingerprints(self._origins[name], tokens))
 
     def tell(self) -> None:
         """Adds its counts to what was seen."""
         seen, stats = self.world.seen, self.cache.stats()
         seen.update(self.tiers.counts)
         seen.update({"hit": stats.hit, "host_hit": stats.host_hit, "partial_hit": stats.partial_hit})
+        seen.update({"checkpoints": stats.checkpoints, "checkpoints_missed": stats.checkpoints_missed})
         if self.store is not None:
             seen.update({f"counted: {cause}": n for cause, n in self.store.faults.items()})
             seen["breaker openings"] += self.store.breaker.openings
@@ -177,10 +259,11 @@ class Process:
         if self.store is not None and self.tiers.host.agree is None and self.world.chance(0.3):
             self._fail_and_recover()
         stats = self.cache.stats()
-        require(stats.leases == 0 and stats.private_pages == 0, "something is held by nobody", stats)
-        require(stats.locked_pages == 0, "something is locked by nobody", stats)
+        private = sum(pool.private for pool in stats.pools.values())
+        require(stats.leases == 0 and private == 0, "something is held by nobody", stats)
+        require(not any(pool.locked for pool in stats.pools.values()), "something is locked by nobody", stats)
         self.cache.flush()
-        for pool in (self.cache.pool, *self.tiers.host_pools):
+        for pool in (*self.pools(_DEVICE), *self.pools(_HOST)):
             require(pool.free == pool.total, "a page is lost", pool.free, pool.cached, pool.private, pool.total)
         require(self.cache.tree.stats().nodes == 0, "a node is left")
         self.tell()
@@ -223,6 +306,23 @@ class Process:
         while not call.done() and self.world.now_s <= end_s:
             self.world.pass_time(0.01)
         return call
+
+
+def read_tree(tree: Tree, memory: SimMemory, numbers_of: Callable[[bytes, Ids], Numbers]) -> Counter[tuple[str, int]]:
+    """Compares all that a tree has on either tier, with the numbers of a namespace and tokens; how many pages it has."""
+    paths: dict[int, bytes] = {0: b""}
+    held: Counter[tuple[str, int]] = Counter()
+    for view in tree.nodes():
+        key = paths[view.node] = paths[view.parent] + view.key
+        numbers = numbers_of(view.namespace, np.frombuffer(key, np.int32))
+        for row, component in enumerate(tree.components):
+            wanted = state_of(numbers, tree.page_size) if isinstance(component, State) else numbers[view.start :]
+            for tier in (_DEVICE, _HOST):
+                cell = view.cells[component.name, tier]
+                if cell.present:
+                    memory.expect(f"audit of {component.name}", cell.ids, wanted, side=tier, component=row)
+                    held[component.name, tier] += len(cell.ids)
+    return held
 
 
 def _storage_config(world: World) -> StorageConfig:

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from mainstem.cache import PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.runtime.request import Completion, Delta, Request, SamplingParams, TokenLogprob, Usage
+from mainstem.runtime.vision import VisionStats
 from mainstem.tiers.controller import TierStats
 
 
@@ -63,6 +65,11 @@ class FakeCacheStats:
     evicted_pages: int = 7
     queried: int = 0
     hit: int = 0
+    checkpoints: int = 5
+    checkpoints_missed: int = 2
+    pools: Mapping[str, PoolStats] = field(
+        default_factory=lambda: {"full": PoolStats(100, 60, 30, 10, 8), "state": PoolStats(9, 2, 4, 3, 1)}
+    )
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ class FakeStats:
     generated_tokens: int = 0
     preemptions: int = 0
     cache: FakeCacheStats = field(default_factory=FakeCacheStats)
+    vision: VisionStats | None = None
+    adapters: int = 0
 
 
 class FakeStream:
@@ -180,6 +189,7 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.closed = False
         self.draining = False
+        self.images: VisionStats | None = None
         self.adapters: tuple[str, ...] = ()
         self.adapter_paths: dict[str, str] = {}
         self._seen: dict[str, list[np.ndarray]] = {}
@@ -213,6 +223,8 @@ class FakeEngine:
             requests=len(self.streams),
             prompt_tokens=asked,
             cached_tokens=hit,
+            vision=self.images,
+            adapters=len(self.adapters),
             cache=FakeCacheStats(queried=asked, hit=hit),
         )
 

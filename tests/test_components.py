@@ -403,3 +403,40 @@ def test_a_match_ends_where_every_component_allows_it(size: int, window: int | N
         world.tree.unlock(node)
     world.tree.flush()
     assert (world.tree.stats().nodes, world.tree.stats().cached_pages) == (0, 0)
+
+
+# ---------------------------------------------------------------- the order in which windows go
+
+
+def grown(tree: Tree, tokens: list[int], first_id: int, part: int) -> None:
+    """Puts a sequence into the tree part by part, as a chunked prefill does."""
+    after = 0
+    for begin in range(0, len(tokens), part):
+        end = min(begin + part, len(tokens))
+        ids = range(first_id + begin, first_id + end)
+        after = tree.insert(tokens[:end], [[*range(first_id, first_id + begin), *ids]] * 2, after=after).node
+
+
+def test_what_lies_behind_all_windows_goes_first_however_young() -> None:
+    tree = Tree(page_size=1, components=(Full(), Window(2)))
+    grown(tree, [1, 2, 3, 4], 0, part=4)
+    grown(tree, list(range(10, 18)), 10, part=2)
+    gone = freed(tree.evict(8, "window"))[1]
+    assert sorted(gone) == [0, 1, 10, 11, 12, 13, 14, 15]
+    assert [tree.match(tokens).length for tokens in ([1, 2, 3, 4], list(range(10, 18)))] == [4, 8]
+    assert freed(tree.evict(2, "window"))[1] == [2, 3], "then the oldest"
+    tree.check()
+
+
+def test_a_window_in_which_a_match_ended_stays_when_its_prefix_grows() -> None:
+    tree = Tree(page_size=1, components=(Full(), Window(2)))
+    grown(tree, [1, 2, 3, 4], 0, part=4)
+    end = tree.match([1, 2, 3, 4, 9]).node
+    tree.lock(end)  # cuts the node where the window begins
+    longer = tree.insert([1, 2, 3, 4, 5, 6, 7], [range(7)] * 2, after=end).node
+    tree.lock(longer)
+    for node in (end, longer):
+        tree.unlock(node)
+    assert sorted(freed(tree.evict(3, "window"))[1]) == [0, 1, 4]
+    assert tree.match([1, 2, 3, 4, 9]).length == 4
+    tree.check()

@@ -836,3 +836,18 @@ def test_a_lease_that_has_ended_shows_no_window_and_no_state() -> None:
     for call in calls:
         with pytest.raises(LeaseClosed):
             call()
+
+def test_one_more_window_is_all_that_a_second_branch_needs() -> None:
+    """Chunks of a prefill leave windows that nobody will look at: they must not push out those that are."""
+    cache = PrefixCache({Full(): 200, Window(4): 13}, 2)
+    shared, found = list(range(100, 140)), []
+    for number in range(6):
+        tokens = shared + [number] * 20
+        with cache.lease(tokens) as lease:
+            found.append(lease.hit)
+            lease.reserve(len(tokens) - lease.hit)
+            for begin in range(lease.hit, len(tokens), 8):
+                lease.slide(begin, min(begin + 8, len(tokens)))
+                lease.publish(min(begin + 8, len(tokens)))
+        cache.check()
+    assert found[2:] == [40] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from mainstem.runtime.request import Delta, Usage
+from mainstem.runtime.vision import VisionStats
 from mainstem.server.app import create_app
 from mainstem.server.metrics import OUTCOMES, Metrics
 
@@ -56,9 +58,42 @@ def test_the_engine_is_read_when_scraped() -> None:
         "mainstem_kv_pages{owner=free}": 60,
         "mainstem_kv_pages{owner=cached}": 30,
         "mainstem_kv_pages{owner=private}": 10,
+        "mainstem_checkpoints_total": 5,
+        "mainstem_checkpoints_missed_total": 2,
+        "mainstem_adapters": 0,
         "mainstem_requests_total{outcome=stop}": 2,
         "mainstem_time_to_first_token_seconds_count": 2,
         "mainstem_e2e_request_latency_seconds_count": 2,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_every_component_has_its_pool() -> None:
+    values = samples(Metrics(FakeEngine()).exposition())  # type: ignore[arg-type]
+    found = {name: value for name, value in values.items() if name.startswith("mainstem_pool_pages")}
+    counts = {
+        "full": {"total": 100, "free": 60, "cached": 30, "private": 10, "locked": 8},
+        "state": {"total": 9, "free": 2, "cached": 4, "private": 3, "locked": 1},
+    }
+    assert found == {
+        f"mainstem_pool_pages{{component={component},owner={owner}}}": count
+        for component, owners in counts.items()
+        for owner, count in owners.items()
+    }
+
+
+def test_adapters_and_images_are_counted(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    metrics = Metrics(engine)  # type: ignore[arg-type]
+    assert not [name for name in samples(metrics.exposition()) if "image" in name]
+    engine.load_adapter("french", tmp_path)
+    engine.images = VisionStats(encoder_runs=3, hits=8, images=2, bytes=4096)
+    values = samples(metrics.exposition())
+    expected = {
+        "mainstem_adapters": 1,
+        "mainstem_image_encoder_runs_total": 3,
+        "mainstem_image_embedding_hits_total": 8,
+        "mainstem_image_embeddings_bytes": 4096,
     }
     assert {name: values[name] for name in expected} == expected
 

@@ -165,7 +165,7 @@ def best(trace: list[object], memory: int = 60_000, page_size: int = 4, **argume
 
 
 def test_short_chats_want_a_window_page_for_each_full_one() -> None:
-    chats = [use for i in range(6) for use in [*[Use(20)] * 40, *(Use(24, 80 * i + j, 20) for j in range(40))]]
+    chats = [use for i in range(6) for use in [*[Use(20)] * 48, *(Use(24, 96 * i + j, 20) for j in range(48))]]
     trials = best(chats)
     assert trials.best.window_ratio == 1.0
     assert trials.best.hit_rate == pytest.approx(20 / 44), "every second turn finds the first one"

@@ -7,6 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
 
-from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny  # noqa: E402
+from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny
 
 __all__ = ["CONTEXT", "FAMILIES", "HYBRIDS", "STEPPED", "VOCAB", "WINDOWED", "loaded", "tiny"]

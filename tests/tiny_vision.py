@@ -7,6 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
 
-from bench.tiny_vision import FAMILIES, picture, save, template, tokenizer  # noqa: E402
+from bench.tiny_vision import CONTEXT, FAMILIES, picture, save, template, tokenizer
 
-__all__ = ["FAMILIES", "picture", "save", "template", "tokenizer"]
+__all__ = ["CONTEXT", "FAMILIES", "picture", "save", "template", "tokenizer"]

@@ -1,6 +1,6 @@
 """Mainstem: a prefix cache for LLM inference. One radix tree over paged KV memory; see `PrefixCache` and `Tree`."""
 
-from mainstem.cache import CacheStats, Lease, PrefixCache
+from mainstem.cache import CacheStats, Lease, PoolStats, PrefixCache
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import (
     BackendUnavailable,
@@ -23,6 +23,7 @@ from mainstem.keys import (
     Image,
     KeyKind,
     Size,
+    Spliced,
     Text,
     TokenKeys,
     TypedKeys,
@@ -66,10 +67,12 @@ __all__ = [
     "OutOfPages",
     "Policy",
     "Pool",
+    "PoolStats",
     "Prefetch",
     "PrefixCache",
     "Sealer",
     "Size",
+    "Spliced",
     "StaleHandle",
     "State",
     "StorageConfig",

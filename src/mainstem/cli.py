@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mainstem.runtime.request import SamplingParams
     from mainstem.runtime.tiers import TierConfig
     from mainstem.server.app import ServerConfig
+    from mainstem.server.images import ImagePolicy
     from mainstem.storage import Backend
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -168,6 +169,9 @@ _FIELDS = {
     "hits": "write_hits",
     "timeout_s": "prefetch_timeout_s",
     "codec": "storage_codec",
+    "allow_files": "image_folder",
+    "max_bytes": "image_max_bytes",
+    "max_pixels": "image_max_pixels",
 }
 
 
@@ -238,6 +242,49 @@ class EngineOptions:
     max_waiting: int = 1024
     policy: str = "lru"
     cache: bool = True
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Where images in chats may come from, beside data URLs, and how large they may be.
+
+    Args:
+        image_http: Fetch images from public addresses by http and https.
+        image_host: Fetch images from this host, wherever it is; may be given several times.
+        image_folder: Read images of file URLs in this folder.
+        image_max_bytes: Largest image as it comes.
+        image_max_pixels: Largest image, decoded; 1 or more.
+        max_images: Images of one request; 1 or more.
+    """
+
+    image_http: bool = False
+    image_host: Several = ()
+    image_folder: Path | None = None
+    image_max_bytes: Size = 20 << 20
+    image_max_pixels: int = 32 << 20
+    max_images: int = 32
+
+    def policy(self) -> ImagePolicy:
+        """The same for the server.
+
+        Raises:
+            BadArgument: a value outside its range.
+        """
+        from mainstem.server.images import ImagePolicy
+
+        if self.image_http and self.image_host:
+            raise BadArgument("image_host", self.image_host, "left out with --image-http, which allows all public ones")
+        try:
+            return ImagePolicy(
+                self.image_host or self.image_http,
+                self.image_folder,
+                self.image_max_bytes,
+                self.image_max_pixels,
+                self.max_images,
+            )
+        except BadArgument as error:
+            raise BadArgument(_FIELDS.get(error.name, error.name), error.value, error.allowed) from None
 
 
 @Parameter(name="*")
@@ -374,6 +421,7 @@ def serve(
     adapter: Several = (),
     engine: EngineOptions = EngineOptions(),
     tiers: TierOptions = TierOptions(),
+    images: ImageOptions = ImageOptions(),
     max_body_bytes: Size = 16 << 20,
     drain_timeout_s: float = 30.0,
 ) -> None:
@@ -399,7 +447,7 @@ def serve(
     from mainstem.server.app import serve as serve_http
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    config = ServerConfig(host, port, api_key, admin_key, max_body_bytes, drain_timeout_s)
+    config = ServerConfig(host, port, api_key, admin_key, max_body_bytes, drain_timeout_s, images.policy())
     below = tiers.config()
     adapters = [_adapter(text) for text in adapter]
     with _bound(config) as listener, _engine(model, dtype, engine, below) as running:

@@ -46,7 +46,7 @@ from mainstem.runtime.runner import ModelRunner
 from mainstem.runtime.sizing import Need, Shares, share_out
 from mainstem.runtime.states import StateShape
 from mainstem.runtime.tiers import TierConfig, build_tiers, close_tiers
-from mainstem.runtime.vision import Vision
+from mainstem.runtime.vision import Vision, VisionStats
 from mainstem.tiers.controller import TierStats
 
 log = logging.getLogger(__name__)
@@ -160,6 +160,8 @@ class EngineStats:
         preemptions: times a running request was set back for want of pages.
         cache: the cache's own.
         tiers: of what lies below the device.
+        vision: of the embeddings of images, where the model reads any.
+        adapters: that requests may ask for.
     """
 
     running: int
@@ -173,6 +175,8 @@ class EngineStats:
     host_tokens: int = 0
     storage_tokens: int = 0
     tiers: TierStats | None = None
+    vision: VisionStats | None = None
+    adapters: int = 0
 
 
 class Stream:
@@ -685,6 +689,8 @@ class Engine:
             host_tokens=totals.host_tokens,
             storage_tokens=totals.storage_tokens,
             tiers=None if self._tiers is None else self._tiers.stats(),
+            vision=None if self.vision is None else self.vision.stats(),
+            adapters=len(self._model.adapters.names),
         )
 
 

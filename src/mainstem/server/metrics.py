@@ -7,17 +7,19 @@ nothing in between. Each `Metrics` has a registry of its own, so that two server
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mainstem.cache import PoolStats
 from mainstem.runtime.request import Delta
 from mainstem.tiers.controller import TierStats
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
+    from mainstem.runtime.vision import VisionStats
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
@@ -48,6 +50,8 @@ class EngineCollector:
             "mainstem_prefix_cache_queries_tokens": ("Prompt tokens looked up in the cache", cache.queried),
             "mainstem_prefix_cache_hits_tokens": ("Prompt tokens found in the cache", cache.hit),
             "mainstem_evicted_pages": ("Pages taken from the cache to make room", cache.evicted_pages),
+            "mainstem_checkpoints": ("Recurrent states put into the cache", cache.checkpoints),
+            "mainstem_checkpoints_missed": ("Recurrent states for which there was no slot", cache.checkpoints_missed),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
@@ -58,6 +62,8 @@ class EngineCollector:
         for owner, count in owners.items():
             pages.add_metric([owner], count)
         yield pages
+        yield _pools(cache.pools)
+        yield GaugeMetricFamily("mainstem_adapters", "LoRA adapters that are loaded", value=stats.adapters)
         tiers = CounterMetricFamily(
             "mainstem_cached_tokens", "Prompt tokens found in the cache, by where they lay", labels=["tier"]
         )
@@ -71,6 +77,28 @@ class EngineCollector:
         yield tiers
         if stats.tiers is not None:
             yield from _tier_metrics(stats.tiers)
+        if stats.vision is not None:
+            yield from _vision_metrics(stats.vision)
+
+
+def _pools(pools: Mapping[str, PoolStats]) -> Metric:
+    family = GaugeMetricFamily(
+        "mainstem_pool_pages",
+        "Pages or slots of each component's pool; locked are some of the cached",
+        labels=["component", "owner"],
+    )
+    for component, pool in pools.items():
+        for owner in ("free", "cached", "private", "locked", "total"):
+            family.add_metric([component, owner], getattr(pool, owner))
+    return family
+
+
+def _vision_metrics(vision: VisionStats) -> Iterator[Metric]:
+    yield CounterMetricFamily("mainstem_image_encoder_runs", "Images that were encoded", value=vision.encoder_runs)
+    yield CounterMetricFamily(
+        "mainstem_image_embedding_hits", "Images whose embeddings were still there", value=vision.hits
+    )
+    yield GaugeMetricFamily("mainstem_image_embeddings_bytes", "Embeddings of images that are kept", value=vision.bytes)
 
 
 def _tier_metrics(tiers: TierStats) -> Iterator[Metric]:

@@ -237,13 +237,14 @@ class Tiers:
         """
         if lease.loadable < self.host.load_min_tokens:
             return None
+        pages = lease.loadable // self.tree.page_size
         try:
             number, pairs = lease.begin_load()
         except OutOfPages:
-            self.counts["load_skipped"] += lease.loadable // self.tree.page_size
+            self.counts["load_skipped"] += pages
             return None
         moves = [Move(row, source, target) for row, (source, target) in enumerate(pairs) if len(source)]
-        return self._add(Load(self, lease, number, self._memory.up(moves), len(pairs[0][0])))
+        return self._add(Load(self, lease, number, self._memory.up(moves), pages))
 
     def prefetch(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
         """Starts looking in storage for what neither device nor host has of a prompt.
@@ -630,7 +631,7 @@ class Load(Pending):
 
     Attributes:
         ticket: of the copy.
-        pages: that are copied.
+        pages: of the sequence that are loaded; where all layers slide, those behind the window are not copied.
         arrived: None while under way; then whether all is there. If not, the lease's hit is as it was before.
     """
 

@@ -473,6 +473,11 @@ void Lease::publish(std::uint64_t upto) {
   const auto pages = static_cast<std::uint32_t>(upto / cache_.tree.page_size());
   for (std::uint32_t c = 0; c < held_.size(); ++c)
     if (held_[c].mark >= 0 && held_[c].mark_pages <= pages) publish_pages(held_[c].mark_pages, c);
+  const auto reach = static_cast<std::uint32_t>(reach_ / cache_.tree.page_size());
+  if (reach_ > hit_ && owned_ < reach && reach <= pages && cache_.tree.rows().size() > 1) {
+    publish_pages(reach, kMaxComponents);  // others part from this sequence there
+    if (owned_ == reach) cache_.tree.keep_window(node_, 0);
+  }
   publish_pages(pages, kMaxComponents);
 }
 
@@ -503,7 +508,7 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
       held_[c].table.own();
     }
   // The key is this lease's own, so its node lies on it: the prefix need not be read again.
-  const InsertResult added = cache_.tree.insert(ns_, node_, {key, {ids.data(), held_.size()}}, priority_, 0, true);
+  const InsertResult added = cache_.tree.insert(ns_, node_, {key, {ids.data(), held_.size()}}, priority_, 0, true, true);
   if (added.pages == owned_) return;
   cache_.tree.move_lock(node_, added.node, 0);
   node_ = added.node;

@@ -86,7 +86,7 @@ void Tree::check_cells(Index node) const {
     if (order.contains(node) != candidate(node, s))
       broken(node, "what can be evicted, and nothing else, is in the order");
     if (!order.contains(node)) continue;
-    const Rank rank = policy_->rank || row(s).weighs ? rank_of(node, s) : order.rank(node);
+    const Rank rank = policy_->rank || row(s).weighs || behind(node, s) ? rank_of(node, s) : order.rank(node);
     if (!order.holds(node, rank, n.start)) broken(node, "the order has the node's rank");
   }
 }

@@ -193,6 +193,10 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     occupy(node, s, std::move(states[c]), ready ? kNone : node);
     result.states |= 1u << c;
   }
+  for (std::uint32_t c = 0; has_worths_ && c < rows_.size(); ++c) {
+    if (from) pass_window(from, slot(c, tier));
+    end_window(node, slot(c, tier), kPutHere);
+  }
   for (std::uint32_t c = 0; c < rows_.size() && !ready; ++c)
     if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);
   if (grown) join(node);

@@ -172,11 +172,14 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
     if (!single_cell_ || &step == &path_.back()) touch(step.node, tick_);  // with one cell, inner nodes have no rank
   }
   const Index node = cut(&path_, result.pages);
-  for (std::size_t s = 0; weighs_ && node != kNone && s < slots_; s += tiers_)  // of the states, only the last was used
-    if (!cell(node, s).absent()) {
-      credit(node, s);
-      refresh(node, s);
-    }
+  for (std::size_t s = 0; has_worths_ && s < slots_; ++s) {
+    const Index end = s % tiers_ ? deepest : node;
+    if (end == kNone) continue;
+    end_window(end, s, kFoundHere);
+    if (!row(s).weighs || cell(end, s).absent()) continue;
+    credit(end, s);  // of the states, only the last was used
+    refresh(end, s);
+  }
   result.host_node = deepest ? handle(deepest) : 0;
   result.node = node ? handle(node) : 0;
   counters_.hit_symbols += std::uint64_t{result.pages} * page_size_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
+#include <limits>
 
 namespace mainstem {
 
@@ -33,7 +34,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
       rows_(std::move(components)),
       slots_(rows_.size() * tiers),
       single_cell_(slots_ == 1 && rows_[0].leaf_only()),
-      weighs_(std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return row.weighs; })),
+      has_worths_(std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return row.has_worth(); })),
       policy_(find_policy(policy)),
       seed_(hash_seed) {
   require(symbol_bytes == 4 || symbol_bytes == 8 || symbol_bytes == 16, "symbol_bytes", symbol_bytes, "4, 8 or 16");
@@ -111,7 +112,7 @@ void Tree::reserve_nodes(std::size_t count) {
   nodes_.reserve(room);
   cells_.reserve(room * slots_);
   pins_.reserve(room * tiers_);
-  if (weighs_) worths_.reserve(room * slots_);
+  if (has_worths_) worths_.reserve(room * slots_);
   free_.reserve(room);
   for (Order& order : orders_)
     order.reserve(room);
@@ -125,7 +126,7 @@ Index Tree::new_node() {
     nodes_.back().generation = 1;
     cells_.resize(nodes_.size() * slots_);
     pins_.resize(nodes_.size() * tiers_);
-    if (weighs_) worths_.resize(nodes_.size() * slots_);
+    if (has_worths_) worths_.resize(nodes_.size() * slots_);
     free_.push_back(static_cast<Index>(nodes_.size() - 1));
   }
   const Index node = free_.back();
@@ -234,6 +235,10 @@ Index Tree::split(Index node, std::uint32_t pages) {
       half.locks = lower.locks;  // 3
       half.residency = lower.residency;
       half.transfer = lower.transfer;                                                       // 4
+      if (has_worths_) {  // 6
+        const bool seen = row(s).first_needed(n.end(), page_size_) < u.end();
+        worth(upper, s) = seen ? worth(node, s) : 0;
+      }
       if (!lower.absent()) half.ids = lower.ids.take_front(pages, std::move(ids_room[s]));  // 1
     } else if (!lower.absent()) {                                                           // 2
       --cell(u.parent, s).holders;
@@ -343,7 +348,8 @@ bool Tree::candidate(Index node, std::size_t slot) const {
 }
 
 Rank Tree::rank_of(Index node, std::size_t slot) const {
-  if (row(slot).weighs) return {worths_[std::size_t{node} * slots_ + slot], number(nodes_[node].accessed)};
+  if (row(slot).weighs) return {worth(node, slot), number(nodes_[node].accessed)};
+  if (behind(node, slot)) return {std::numeric_limits<double>::lowest(), number(nodes_[node].accessed)};
   return policy_->rank ? policy_->rank(nodes_[node]) : Rank{kUnranked, 0};
 }
 
@@ -359,8 +365,41 @@ std::uint32_t Tree::saved_pages(Index node, std::size_t slot) const {
 // worth of the last one that was evicted, so that what is not used ages. States are of one size and what they save
 // grows with the pages, so pages stand for floating-point operations saved a byte.
 void Tree::credit(Index node, std::size_t slot) {
-  if (!row(slot).weighs) return;
-  worths_[std::size_t{node} * slots_ + slot] = worn_[slot] + saved_pages(node, slot);
+  if (row(slot).weighs) worth(node, slot) = worn_[slot] + saved_pages(node, slot);
+}
+
+// What a cell of a window is worth: nothing behind the windows of all prefixes that ended so far (it is evicted before
+// all others, whatever the policy); one in the window of a prefix that was put here, until that grows; two in the window
+// of one that was found here.
+bool Tree::behind(Index node, std::size_t slot) const {
+  return row(slot).begins_late() && worth(node, slot) == 0;
+}
+
+void Tree::end_window(Index node, std::size_t slot, double least) {
+  if (!row(slot).begins_late()) return;
+  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
+  for (; !nodes_[node].root() && nodes_[node].end() > first; node = nodes_[node].parent) {
+    if (worth(node, slot) >= least) continue;
+    worth(node, slot) = least;
+    refresh(node, slot);
+  }
+}
+
+void Tree::pass_window(Index node, std::size_t slot) {
+  if (!row(slot).begins_late()) return;
+  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
+  for (; !nodes_[node].root() && nodes_[node].end() > first; node = nodes_[node].parent) {
+    if (worth(node, slot) != kPutHere) continue;
+    worth(node, slot) = 0;
+    refresh(node, slot);
+  }
+}
+
+void Tree::keep_window(Handle handle, std::uint32_t tier) {
+  require_tier(tier);
+  const Index node = resolve(handle);
+  for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c)
+    end_window(node, slot(c, tier), kFoundHere);
 }
 
 // Called whenever a node or its cell has changed. A rank from outside is dropped, to be asked for anew.
@@ -388,6 +427,7 @@ void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t> ids, Index tra
   }
   const Index parent = nodes_[node].parent;
   ++cell(parent, slot).holders;
+  if (row(slot).begins_late()) worth(node, slot) = 0;
   credit(node, slot);
   refresh(node, slot);
   refresh(parent, slot);

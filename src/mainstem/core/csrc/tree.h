@@ -132,6 +132,8 @@ class Tree {
   bool knows(std::string_view ns, Handle after, Bytes key) const;  // the first page of a tail
   bool lies_on(std::string_view ns, Bytes key, Handle node) const;
 
+  // Prefixes part at the end of this node: its window is worth as much as one where a match ended.
+  void keep_window(Handle node, std::uint32_t tier);
   void lock(Handle node, std::uint32_t tier);
   void unlock(Handle node, std::uint32_t tier);
   void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` lies at or below `from`
@@ -256,7 +258,12 @@ class Tree {
   void refresh(Index node, std::size_t slot);
   bool candidate(Index node, std::size_t slot) const;
   Rank rank_of(Index node, std::size_t slot) const;
+  bool behind(Index node, std::size_t slot) const;
+  double& worth(Index node, std::size_t slot) { return worths_[std::size_t{node} * slots_ + slot]; }
+  double worth(Index node, std::size_t slot) const { return worths_[std::size_t{node} * slots_ + slot]; }
   void credit(Index node, std::size_t slot);
+  void end_window(Index node, std::size_t slot, double worth);
+  void pass_window(Index node, std::size_t slot);
   std::uint32_t saved_pages(Index node, std::size_t slot) const;
   void touch(Index node, std::uint64_t tick);
 
@@ -297,14 +304,14 @@ class Tree {
   const std::size_t slots_;  // cells a node
   std::vector<Component> row_of_slot_;
   const bool single_cell_;  // full attention on one tier: a node has one cell, and only leaves have a rank
-  const bool weighs_;       // some component's states are weighed
+  const bool has_worths_;
   const Policy* policy_;
   const std::uint64_t seed_;
 
   std::vector<Node, LargePages<Node>> nodes_;
   std::vector<Cell, LargePages<Cell>> cells_;
   std::vector<std::uint32_t> pins_;  // locks taken at exactly this node, by tier
-  std::vector<double> worths_;       // as cells_, where states are weighed: see credit()
+  std::vector<double> worths_;       // as cells_, where some component has them: see credit() and end_window()
   std::vector<double> worn_;         // by slot: the worth of the last that was evicted
   std::vector<Index> free_;
   std::size_t room_ = 0;  // nodes for which there is memory everywhere

@@ -1,0 +1,78 @@
+"""A model of three kinds of layers over one cache: full attention, a sliding window, and a recurrent state.
+
+Each kind has memory of its own. Pages of the window come as they are needed and go when nobody looks at them any more;
+a state is kept where prompts end, and where they are seen to part. The answer is the same with and without.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mainstem import Full, Lease, PrefixCache, State, Window
+
+PAGE_SIZE, WINDOW, WIDTH, VOCABULARY = 4, 10, 8, 1000
+SIZES = {Full(): 200, Window(WINDOW): 24, State(): 12}
+embedding = np.random.default_rng(0).normal(size=(VOCABULARY, WIDTH))
+
+
+def attend(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    weights = np.exp(keys @ query / np.sqrt(WIDTH))
+    return weights @ keys / weights.sum()
+
+
+class Engine:
+    """Keys are values, and a state is a sum that fades: enough to be wrong if one page or state is."""
+
+    def __init__(self) -> None:
+        self.full, self.window, self.states = (np.full((n, PAGE_SIZE, WIDTH), np.nan) for n in SIZES.values())
+        self.computed = 0
+        self.cache = PrefixCache(SIZES, PAGE_SIZE, copy_state=self.copy_state)
+
+    def copy_state(self, source: int, target: int) -> None:
+        self.states[target] = self.states[source]
+
+    def answer(self, prompt: list[int]) -> np.ndarray:
+        with self.cache.lease(prompt) as lease:
+            lease.reserve(len(prompt) - lease.hit)
+            if lease.hit == 0:
+                self.states[lease.state] = 0.0
+            last = (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+            begin = lease.hit
+            for end in sorted({lease.reach, last, len(prompt)}):
+                if end <= begin:
+                    continue
+                self.compute(lease, prompt, begin, end)
+                if end in (lease.reach, last):  # where this prompt parts from another, and where it ends
+                    lease.checkpoint(end)
+                lease.publish(end)
+                begin = end
+            return self.read(lease, embedding[prompt[-1]], len(prompt))
+
+    def compute(self, lease: Lease, prompt: list[int], begin: int, end: int) -> None:
+        lease.slide(begin, end)
+        assert lease.window_table is not None
+        for position in range(begin, end):
+            x, (page, offset) = embedding[prompt[position]], divmod(position, PAGE_SIZE)
+            self.full[lease.page_table[page], offset] = x
+            self.window[lease.window_table[page], offset] = x
+            self.states[lease.state] = 0.9 * self.states[lease.state] + x
+        self.computed += end - begin
+
+    def read(self, lease: Lease, query: np.ndarray, length: int) -> np.ndarray:
+        positions = np.arange(length)
+        page, offset = positions // PAGE_SIZE, positions % PAGE_SIZE
+        seen = slice(max(0, length - WINDOW), length)
+        assert lease.window_table is not None
+        full = attend(query, self.full[lease.page_table[page], offset])
+        window = attend(query, self.window[lease.window_table[page[seen]], offset[seen]])
+        return np.concatenate([full, window, self.states[lease.state].sum(axis=0)])
+
+
+document = np.random.default_rng(1).integers(VOCABULARY, size=60).tolist()
+engine = Engine()
+for question in ([1, 2, 3, 4, 5, 6], [4, 5, 6, 7], [7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 8]):
+    before = engine.computed
+    warm = engine.answer(document + question)
+    assert np.allclose(warm, Engine().answer(document + question))
+    print(f"question {question}: {engine.computed - before} of {len(document + question)} tokens computed")
+print({name: f"{pool.cached} of {pool.total}" for name, pool in engine.cache.stats().pools.items()})

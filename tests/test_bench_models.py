@@ -1,0 +1,128 @@
+"""The benchmark of models: it measures what it says, finds what is wrong, and its record is what the documentation shows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # bench/ is no part of the package
+
+from bench import __main__ as command  # noqa: E402
+from bench import models  # noqa: E402
+from bench.models import CASES, QUICK, Case, Settings, markdown, run  # noqa: E402
+from bench.report import Report  # noqa: E402
+
+RECORD = ROOT / "bench" / "results" / "recorded-models.json"
+PAGE = ROOT / "docs" / "models.md"
+
+
+def measured(*names: str) -> Report:
+    report = Report("models", "2026-01-02T03:04:05+00:00", quick=True, progress=lambda line: None)
+    run(Settings(models=names, real=False), report)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("name", "components", "hits"),
+    [
+        ("llama", "full", [0, 64, 64]),
+        ("mistral, sliding", "window(8)", [0, 64, 64]),
+        ("gemma3_text", "full + window(20)", [0, 64, 64]),
+        ("lfm2", "full + state", [0, 0, 64]),
+    ],
+)
+def test_a_row_of_each_kind(name: str, components: str, hits: list[int]) -> None:
+    report = measured(name)
+    assert report.failures == []
+    (row,) = report.rows
+    assert (row["components"], row["hits"], row["tokens_equal"]) == (components, hits, True)
+    assert row["prompts"] == [73, 84, 95]
+    assert 0 < max(row["from_plain"].values()) < 1e-4 * row["spread"]
+    assert len(report.tables) == 1
+
+
+def test_images_and_adapters_have_rows() -> None:
+    report = measured("llava, images", "llama, LoRA")
+    assert report.failures == []
+    images, adapter = report.rows
+    assert "encoder: 2 runs, 0 from its cache" in images["notes"][-1] or "encoder: 2 runs" in images["notes"][-1]
+    assert adapter["hits"] == [0, 64, 64]
+
+
+def test_a_refused_model_has_its_reason() -> None:
+    report = measured("deepseek_v3")
+    assert report.failures == []
+    assert "| refused: its KV is compressed (multi-head latent attention) |" in markdown(report.rows)
+
+
+def altered(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    forward = models.ModelRunner.forward
+
+    def altered_forward(self: Any, segments: Sequence[Any]) -> torch.Tensor:
+        return change(forward(self, segments)) if segments[0].start else forward(self, segments)
+
+    return altered_forward
+
+
+def test_wrong_logits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.ModelRunner, "forward", altered(lambda rows: rows * 1.01))
+    assert [failure.partition(" by ")[0] for failure in measured("llama").failures] == [
+        "llama: logits differ from transformers"
+    ]
+
+
+def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.ModelRunner, "forward", altered(lambda rows: -rows))
+    assert measured("llama").failures[-1] == "llama: tokens differ"
+
+
+def test_a_hit_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_least_hits", lambda *given: [0, 64, 65])
+    assert measured("llama").failures == ["llama: it found [0, 64, 64] tokens, and [0, 64, 65] are the least"]
+
+
+def test_a_model_that_should_not_run_or_should_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "bad", Case(CASES["llama"].build, refused=True))
+    monkeypatch.setitem(CASES, "worse", Case(CASES["gemma2"].build))
+    assert measured("bad", "worse").failures == ["bad: it is not refused", "worse: it is refused"]
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "absent", Case(CASES["llama"].build, needs=("no_such_package", "some-extra")))
+    report = measured("absent")
+    assert report.failures == []
+    assert "not run: pip install 'mainstem[some-extra]'" in markdown(report.rows)
+
+
+def test_the_process_fails_with_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "QUICK", Settings(models=("llama",), real=False))
+    monkeypatch.setattr(sys, "argv", ["bench", "models", "--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert not ended.value.code
+    monkeypatch.setattr(models, "_least_hits", lambda *given: [1, 1, 1])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 1
+    assert json.loads((tmp_path / "models.json").read_text())["rows"][0]["failures"]
+
+
+def test_the_documentation_shows_what_was_recorded() -> None:
+    record, page = json.loads(RECORD.read_text()), PAGE.read_text()
+    assert markdown(record["rows"]) in page
+    assert record["machine"]["cpu"] in page
+    assert not any(row["failures"] for row in record["rows"])
+
+
+def test_every_model_was_recorded() -> None:
+    rows = json.loads(RECORD.read_text())["rows"]
+    assert {row["model"] for row in rows} >= {name for name, case in CASES.items() if not case.real}
+    assert not [row["model"] for row in rows if "missing" in row and not CASES[row["model"]].real]
+    assert QUICK.shared == Settings().shared
