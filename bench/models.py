@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
+from transformers.utils import logging
 
 from bench.report import ROOT, Report
 from bench.tiny_models import FAMILIES, HYBRIDS, REFUSED, STEPPED, VOCAB, WINDOWED, loaded, tiny
@@ -455,15 +456,19 @@ def _failures(row: Mapping[str, Any], tolerance: float) -> Iterator[str]:
 
 @contextmanager
 def _quiet(one_thread: bool) -> Iterator[None]:
-    """Without transformers' warnings; tiny tensors gain nothing from threads."""
-    threads, verbosity = torch.get_num_threads(), transformers_logging.get_verbosity()
+    """Without warnings and bars of others; tiny tensors gain nothing from threads."""
+    threads, verbosity, bars = torch.get_num_threads(), logging.get_verbosity(), logging.is_progress_bar_enabled()
     torch.set_num_threads(1 if one_thread else threads)
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        yield
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):
+            yield
     finally:
         torch.set_num_threads(threads)
-        transformers_logging.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- the table
@@ -494,12 +499,13 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         note = f"refused: {_reason(row)}" if "refused" in row else f"not run: {row['missing']}"
         return (row["model"], *("–",) * (len(_HEADS) - 2), note)
     from_plain = max(row["from_plain"].values())
+    notes = [*row["notes"], *([f"{row['tolerance']:g} is allowed"] if row["tolerance"] != TOLERANCE else [])]
     kv = " + ".join(f"{size:,} {name}" for name, size in row["kv_bytes"].items())
     return (
         row["model"], row["components"], " / ".join(map(str, row["hits"])),
         *(text for by in (row["from_cold"], from_plain) for text in (f"{by:.1e}", f"{by / row['spread']:.1e}")),
         "equal" if row["tokens_equal"] else "differ", kv or "0",
-        f"{row['state_bytes']:,}" if row["state_bytes"] else "–", "; ".join(row["notes"]),
+        f"{row['state_bytes']:,}" if row["state_bytes"] else "–", "; ".join(notes),
     )  # fmt: skip
 
 

@@ -49,12 +49,12 @@ def find_profile(name: str) -> type[Profile]:
         from simulator.ranks import Ranks
 
         return Ranks
-    from simulator.requests import Requests
+    from simulator.requests import HybridRequests, Requests
 
-    return Requests
+    return HybridRequests if name == "hybrid-scheduler" else Requests
 
 
-SHARES = {"cache": 8, "hybrid": 2, "scheduler": 2, "components": 1, "ranks": 1}
+SHARES = {"cache": 8, "hybrid": 2, "scheduler": 2, "hybrid-scheduler": 1, "components": 1, "ranks": 1}
 """Seeds of each profile in a campaign."""
 
 PROFILES = tuple(SHARES)

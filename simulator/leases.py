@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cache import Lease
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Full, Window
 from mainstem.errors import OutOfPages
 from mainstem.namespaces import Namespace
 from mainstem.tiers.controller import Load, Prefetch
 from simulator.ghost import POISON, fingerprints
-from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, other_identity
+from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes, other_identity
 from simulator.storage import Disk
 from simulator.world import World, require
 
@@ -294,6 +294,7 @@ class Leases:
 
     stores: ClassVar = 0.85  # how often there is storage
     most_processes: ClassVar = 3
+    kill_rates: ClassVar = (0.0, 0.02, 0.1, 0.2)
 
     def __init__(self, world: World) -> None:
         random = world.random
@@ -311,7 +312,7 @@ class Leases:
         self.processes = [self._start(at) for at in range(len(self.identities))]
         self.requests: list[Request] = []
         self.flushes = random.choice((0.0, 0.002, 0.02, 0.06))
-        self.kills = random.choice((0.0, 0.02, 0.1, 0.2))
+        self.kills = random.choice(self.kill_rates)
 
     def _sizes(self) -> Sizes:
         return {Full(): self.world.random.choice(((4, 8), (6, 6), (8, 24), (16, 12), (12, 48), (30, 30)))}
@@ -439,15 +440,10 @@ class Hybrids(Leases):
 
     stores: ClassVar = 0.0
     most_processes: ClassVar = 1
+    kill_rates: ClassVar = (0.0, 0.02)  # all is lost with it
 
     def _sizes(self) -> Sizes:
-        random = self.world.random
-        window, state = Window(random.choice((1, 2, 3, 5, 9))), State(random.choice((None, 1, 2)), random.random() < 0.5)
-        kinds: tuple[tuple[Component, ...], ...] = (
-            (Full(), window), (Full(), state), (Full(), window, state), (window,), (window, state),
-        )  # fmt: skip
-        rows = random.choice(kinds)
-        return {row: (random.choice((6, 12, 16, 30)), random.choice((4, 8, 16, 40))) for row in rows}
+        return hybrid_sizes(self.world)
 
     def _seldom(self, process: Process) -> None:
         if self.world.chance(0.5):

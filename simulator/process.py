@@ -189,7 +189,7 @@ class Process:
     def evict(self) -> None:
         """Takes some pages of one component from one tier."""
         random = self.world.random
-        tier, row, n = random.randrange(2), random.randrange(len(self.components)), random.randint(1, 4)
+        tier, row, n = random.randrange(2), random.randrange(len(self.components)), random.choice((1, 2, 4, 99))
         if tier == _DEVICE and self.tiers.host.write == "write_back":
             self.tiers.make_room(row, n)
         else:
@@ -306,6 +306,17 @@ class Process:
         while not call.done() and self.world.now_s <= end_s:
             self.world.pass_time(0.01)
         return call
+
+
+def hybrid_sizes(world: World) -> Sizes:
+    """Windows and states, with or without full attention."""
+    random = world.random
+    window = Window(random.choice((1, 2, 3, 5, 9)))
+    state = State(random.choice((None, None, 1, 2)), random.random() < 0.5)
+    kinds: tuple[tuple[Component, ...], ...] = (
+        (Full(), window), (Full(), state), (Full(), window, state), (window,), (window, state),
+    )  # fmt: skip
+    return {row: (random.choice((6, 8, 12, 20)), random.choice((8, 16, 40, 80))) for row in random.choice(kinds)}
 
 
 def read_tree(tree: Tree, memory: SimMemory, numbers_of: Callable[[bytes, Ids], Numbers]) -> Counter[tuple[str, int]]:

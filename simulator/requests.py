@@ -1,7 +1,8 @@
-"""Profile "scheduler": the real scheduler over a model that knows what every page must hold.
+"""Profiles "scheduler" and "hybrid-scheduler": the real scheduler over a model that knows what every page must hold.
 
 Several processes share a store. Requests arrive, continue earlier ones, are cancelled; forwards fail. Every answer must
-be the one that a request gets without any cache, and once faults have stopped every request must end.
+be the one that a request gets without any cache, and once faults have stopped every request must end. "hybrid-scheduler"
+has windows and states, and no storage.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import random as random_module
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from mainstem.components import Full, Window
 from mainstem.runtime.request import Delta, Request, SamplingParams
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Limits, Scheduler
-from simulator.ghost import fingerprints
+from mainstem.runtime.scheduler import Limits, Scheduler, window_pages
+from simulator.ghost import POISON, fingerprints
 from simulator.leases import Prompts
-from simulator.process import IDENTITY, NAMESPACES, Process, other_identity
+from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes, other_identity
 from simulator.storage import Disk
 from simulator.world import World, require
 
@@ -81,18 +85,24 @@ class GhostRunner:
                     segment.arriving.wait_layer(layer)
                     if segment.arriving.error is not None:
                         continue
-                pages = segment.page_table[: -(-segment.start // size)]
-                memory.expect("forward", pages, expected[: segment.start], layers=slice(layer, layer + 1))
+                only = slice(layer, layer + 1)
+                process.read("forward", _tables(segment), segment.state, expected[: segment.start], only)
         written: set[int] = set()
         for segment, expected in zip(segments, numbers, strict=True):
             own = set(segment.page_table[segment.start // size : -(-segment.end // size)].tolist())
-            owners = {process.cache.pool.owner(page) for page in own}
-            require(owners == {"private"} and not own & written, "a page that is not private is written", own, owners)
+            own |= {-1 - segment.state} if segment.state >= 0 else set()
+            require(not own & written, "two write one page, or one state", own)
             written |= own
-            memory.write(segment.page_table, segment.start, expected[segment.start :])
+            arrived = segment.arriving is None or segment.arriving.error is None
+            left = expected if arrived else expected ^ POISON
+            process.write(_tables(segment), segment.state, segment.start, left)
             process.world.did("share", segment.start, segment.end)
         rows = [next_token(expected[-1]) for segment, expected in zip(segments, numbers, strict=True) if segment.logits]
         return _LOGITS[rows]
+
+
+def _tables(segment: Segment) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+    return segment.page_table, segment.window_table
 
 
 class Server:
@@ -147,20 +157,23 @@ class Server:
 
 
 class Requests:
-    """A run of the profile."""
+    """A run of the profile "scheduler"."""
+
+    stores: ClassVar = 0.85  # how often there is storage
+    most_servers: ClassVar = 2
 
     def __init__(self, world: World) -> None:
         random = world.random
         self.world = world
         self.page_size = random.choice((1, 2, 3, 4))
         self.disk = Disk(world, random.choice((20, 200, 1000)))
-        self.storage = random.random() < 0.85
-        self.pages = random.choice(((6, 6), (8, 24), (16, 12), (12, 48), (30, 30)))
-        longest = min(40, self.page_size * self.pages[0] - 6)
+        self.storage = random.random() < self.stores
+        self.pages = self._sizes()
+        longest = min(40, self.page_size * self._first_pages() - 6)
         self.prompts = Prompts(world, max(longest, 1))
         self.limits = Limits(1000, random.choice((2, 8, 100)), random.randint(1, 6), random.choice((0.1, 1.0, 30.0)))
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
-        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(random.randint(1, 2))]
+        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(random.randint(1, self.most_servers))]
         if random.random() < 0.5:
             self.identities[-1] = other_identity(world, self.identities[-1])
         self.servers = [self._start(at) for at in range(len(self.identities))]
@@ -168,9 +181,25 @@ class Requests:
         self.flushes = random.choice((0.0, 0.005, 0.03))
         self._added = 0
 
+    def _sizes(self) -> Sizes:
+        return {Full(): self.world.random.choice(((6, 6), (8, 24), (16, 12), (12, 48), (30, 30)))}
+
+    def _first_pages(self) -> int:
+        return next(iter(self.pages.values()))[0]
+
     def _start(self, at: int) -> Server:
         disk = self.disk if self.storage else None
-        return Server(Process(self.world, disk, self.identities[at], self.page_size, pages=self.pages), self.limits)
+        pages = self._with_windows(self.pages)
+        return Server(Process(self.world, disk, self.identities[at], self.page_size, pages=pages), self.limits)
+
+    def _with_windows(self, sizes: Sizes) -> Sizes:
+        """With as many window pages as one request needs."""
+        least = {
+            row: window_pages(row.tokens, min(self.limits.chunk_tokens, 40), self.page_size, states=len(sizes) > 1)
+            for row in sizes
+            if isinstance(row, Window)
+        }
+        return {row: (max(here, least.get(row, 0)), there) for row, (here, there) in sizes.items()}
 
     def step(self) -> None:
         """One thing more."""
@@ -198,7 +227,7 @@ class Requests:
         random = self.world.random
         tokens = self.prompts.draw()
         tokens = tokens[: random.randint(max(1, len(tokens) - 3), len(tokens))]
-        most = self.page_size * self.pages[0] - len(tokens)
+        most = self.page_size * self._first_pages() - len(tokens)
         params = SamplingParams(max_tokens=random.randint(1, max(1, min(6, most))), ignore_eos=random.random() < 0.5)
         namespace = self.namespaces[0] if random.random() < 0.5 else random.choice(self.namespaces)
         self._added += 1
@@ -246,3 +275,19 @@ class Requests:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class HybridRequests(Requests):
+    """A run of the profile "hybrid-scheduler"."""
+
+    stores: ClassVar = 0.0
+    most_servers: ClassVar = 1
+
+    def _sizes(self) -> Sizes:
+        return hybrid_sizes(self.world)
+
+    def _seldom(self, server: Server) -> None:
+        if self.world.chance(0.5):
+            server.process.evict()
+        else:
+            super()._seldom(server)

@@ -1,4 +1,4 @@
-"""The benchmark of models: it measures what it says, finds what is wrong, and its record is what the documentation shows."""
+"""The benchmark of models: it measures what it says, finds what is wrong, and the documentation shows its record."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_images_and_adapters_have_rows() -> None:
     report = measured("llava, images", "llama, LoRA")
     assert report.failures == []
     images, adapter = report.rows
-    assert "encoder: 2 runs, 0 from its cache" in images["notes"][-1] or "encoder: 2 runs" in images["notes"][-1]
+    assert images["notes"][-1].startswith("encoder: 2 runs")
     assert adapter["hits"] == [0, 64, 64]
 
 

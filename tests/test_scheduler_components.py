@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
 
 from mainstem.cache import PrefixCache
@@ -343,6 +344,16 @@ def test_a_long_request_holds_its_window_and_a_chunk(window: int, chunk_tokens: 
     assert -(-window // PAGE) <= most <= window_pages(window, chunk_tokens, PAGE, states="state" in kind)
 
 
+def test_where_prompts_part_the_window_stays_in_a_small_pool() -> None:
+    bench = Bench({Full(): 400, Window(6): 24}, chunk_tokens=8)
+    shared = prompt("shared", 32)
+    hits = []
+    for i in range(6):
+        hits.append(bench.hit(bench.one(shared + [i] + prompt(i, 9))))
+        bench.one(prompt(f"other {i}", 90))
+    assert hits[2:] == [32] * 4, "the second one may be too late"
+
+
 @pytest.mark.parametrize("kind", ["full window", "window", "full window state"])
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 def test_a_request_alone_goes_on_with_the_least_window_pages(page_size: int, kind: str) -> None:
@@ -456,6 +467,38 @@ def test_an_image_longer_than_a_chunk_is_computed_at_once(kind: str) -> None:
         if "state" not in kind:
             assert bench.ghost.forwards == forwards
         assert max(max(forward) for forward in bench.ghost.forwards) == (8 if splits else 30)
+
+
+def test_tokens_stand_where_the_request_says_also_when_it_is_resumed() -> None:
+    """M-RoPE: under an image positions do not rise by one; behind the prompt they go on from the highest."""
+    bench = Bench({Full(): 12, State(): 9}, images=True, chunk_tokens=8)
+    seen: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    forward = bench.ghost.forward
+
+    def recorded(segments: Sequence[Segment]) -> torch.Tensor:
+        for segment in segments:
+            if segment.positions is not None:
+                for at, column in enumerate(segment.positions.T.tolist(), segment.start):
+                    seen[at].add(tuple(column))
+        return forward(segments)
+
+    bench.ghost.forward = recorded  # type: ignore[method-assign]
+    positions = np.concatenate([np.arange(6), np.full(14, 6), np.arange(9, 14)])[None, :].repeat(3, 0)
+    request = Request(
+        np.array([*prompt(1, 6), *[3] * 14, *prompt(2, 5)]),
+        SamplingParams(max_tokens=16, ignore_eos=True),
+        images=(image(6, 14, "cat"),),
+        positions=positions,
+    )
+    bench.add(prompt(3, 3), max_tokens=20, ignore_eos=True)
+    bench.step()
+    bench.scheduler.add("placed", request)
+    bench.requests["placed"] = request
+    bench.run()
+    bench.assert_complete()
+    assert bench.scheduler.totals.preemptions > 0
+    expected = [*positions[0].tolist(), *range(14, 29)]
+    assert seen == {at: {(place,) * 3} for at, place in enumerate(expected)}
 
 
 # ---------------------------------------------------------------- the cost of a state

@@ -180,6 +180,15 @@ def test_a_long_document_wants_few_window_pages() -> None:
     assert trials.all[-1].hit_rate == 0, "beside a window page for each full one there is no room for it"
 
 
+def test_two_documents_in_turn_want_few_window_pages() -> None:
+    """A document must not push the window at the other's end out with pages that are behind its own."""
+    turns = [Use(1000), Use(1000), *(Use(1010, i % 2, 1000) for i in range(30))]
+    trials = best(turns)
+    assert trials.best.window_ratio <= 0.125
+    assert trials.best.hit_rate > 0.9
+    assert trials.all[-1].hit_rate < 0.5
+
+
 def test_the_table_has_every_ratio() -> None:
     trials = best([Use(40), Use(900), Use(44, 0, 40)], ratios=(0.5, 0.1, 0.9))
     assert [trial.window_ratio for trial in trials.all] == [0.5, 0.1, 0.9]

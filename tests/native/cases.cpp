@@ -835,8 +835,9 @@ constexpr Component kPaged{Kind::full}, kSliding{Kind::window, 4}, kState{Kind::
 
 // A cache of several components, pages of two symbols, `room` ids of each.
 struct Mixed {
-  explicit Mixed(std::vector<Component> rows = {kPaged, kSliding, kState}, std::uint32_t room = 12, bool enabled = true)
-      : tree(4, 2, rows, 1, "lru", 1), pools(rows.size(), Pool(room)) {
+  explicit Mixed(std::vector<Component> rows = {kPaged, kSliding, kState}, std::uint32_t room = 12, bool enabled = true,
+                 std::uint32_t tiers = 1)
+      : tree(4, 2, rows, tiers, "lru", 1), pools(rows.size(), Pool(room)) {
     std::vector<Pool*> all;
     for (Pool& pool : pools)
       all.push_back(&pool);
@@ -1113,8 +1114,12 @@ void window_of_a_lease() {
   const std::unique_ptr<Lease> shorter = mixed.open({1, 2, 3, 4});
   expect_equal(shorter->hit(), 0, "a hit without its window");
   expect_equal(shorter->reach(), 4, "what full attention reaches");
+  const std::string key = key_of({1, 2, 3, 4, 5, 6, 7, 8, 9});
+  const Lease cut(*mixed.cache, "", 0, bytes_of(key), 4, false, CheckRest());
+  expect_equal(cut.reach(), 8, "what full attention reaches behind the most that is matched");
   lease->abort();
   mixed.give_back(mixed.tree.evict(99, 1, 0));
+  expect_equal(cut.hit(), 0, "a hit without its window");
   expect_equal(mixed.tree.counts(1, 0).present, 0, "window pages");
   expect_equal(mixed.tree.counts(0, 0).present, 4, "pages of full attention");
 }
@@ -1191,6 +1196,79 @@ void weighed_states() {
   expect_equal(mixed.hit({7, 7}), 0, "the hit of who came last and saves least");
   mixed.give_back(mixed.tree.evict(1, 1, 0));
   hits(0, 0, 4);
+}
+
+// Four pages with states behind the second and the fourth, of which the host has `rows`.
+struct MixedTiers : Mixed {
+  explicit MixedTiers(std::initializer_list<std::uint32_t> rows, std::uint32_t room = 12)
+      : Mixed({kPaged, kSliding, kState}, room, true, 2) {
+    const std::unique_ptr<Lease> writer = marked({1, 2, 3, 4, 5, 6, 7, 8}, 4);
+    writer->publish(4);
+    writer->reserve(4);
+    writer->slide(4, 8);
+    writer->checkpoint(8, true);
+    writer->finish(8);
+    const Handle end = tree.locate("", bytes_of(key_of({1, 2, 3, 4, 5, 6, 7, 8})), 4);
+    for (const Handle node : tree.lacking(end, 0, 1, 0))
+      for (const std::uint32_t c : rows)
+        if (const Ids ids = tree.own_ids(node, c, 0); !ids.empty()) tree.attach(node, c, 1, ids, true);
+  }
+};
+
+// A load that fails leaves the lease as it was at its hit, with the state that stands there.
+void mixed_load_fails() {
+  for (const bool arrives : {false, true}) {
+    MixedTiers tiers({0, 1, 2});
+    tiers.give_back(tiers.tree.evict(2, 0, 0));
+    const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8, 9});
+    expect(lease->hit() == 4 && lease->loadable() == 4, "what the device has, and the host");
+    expect(lease->checkpoint(4, true), "a state is put aside at the hit");
+    const PageLoad load = lease->begin_load();
+    expect(load.source[0].size() == 2 && load.source[1].size() == 2, "pages to be loaded");
+    expect(load.target[2].size() == 2 && load.target[2][0] == lease->state(),
+           "a state to compute with, and the tree's");
+    tiers.copies.clear();
+    lease->end_load(arrives);
+    expect_equal(lease->hit(), arrives ? 8 : 4, "the hit");
+    expect_equal(tiers.copies.size(), !arrives, "states copied again");
+    expect_equal(lease->table(1).size(), arrives ? 4 : 2, "window pages");
+    tiers.expect_private(1, 0);
+    tiers.expect_private(2, 1);
+    lease->abort();
+    tiers.expect_nothing_private();
+    expect_equal(tiers.hit({1, 2, 3, 4, 5, 6, 7, 8}), arrives ? 8 : 4, "the hit of who comes later");
+  }
+}
+
+// What lies on both tiers together is on neither: it is not loaded.
+void host_without_all() {
+  MixedTiers tiers({1, 2});
+  tiers.give_back(tiers.tree.evict(9, 1, 0));
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
+  expect(lease->hit() == 0 && lease->loadable() == 0 && lease->reach() == 8, "what is nowhere in one piece");
+  expect_equal(tiers.tree.counts(1, 1).locked, 0, "window pages locked on the host");
+}
+
+// The hook that makes room for one component may take what there was of another.
+void room_lost_while_loading() {
+  MixedTiers tiers({0, 1, 2}, 6);
+  tiers.give_back(tiers.tree.evict(9, 0, 0));
+  const std::unique_ptr<Lease> other = tiers.open({7, 7, 7, 7});
+  other->reserve(4);
+  other->slide(0, 4);
+  other->finish(4);
+  const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
+  Ids pages(3), windows(3);
+  tiers.pools[1].allocate(3, windows.data());
+  tiers.cache->evict = [&](std::uint32_t component, std::uint64_t ids) {
+    tiers.give_back(tiers.tree.evict(ids, component, 0));
+    if (component == 1) tiers.pools[0].allocate(3, pages.data());
+  };
+  thrown<NoPages>("a load whose pages another took", [&] { lease->begin_load(); });
+  expect_equal(lease->reserved(), 0, "positions reserved");
+  tiers.pools[0].move(pages, Owner::privately, Owner::free);
+  tiers.pools[1].move(windows, Owner::privately, Owner::free);
+  tiers.expect_private(0, 0);
 }
 
 // ---------------------------------------------------------------- rows
@@ -1280,6 +1358,9 @@ void run_cases() {
   states_on_a_path();
   thin_leaves_what_is_held();
   weighed_states();
+  mixed_load_fails();
+  host_without_all();
+  room_lost_while_loading();
   copied_rows();
 }
 

@@ -728,7 +728,7 @@ class _Task:
     def append(self, token: int) -> None:
         """A sampled token joins the sequence."""
         assert self._lease is not None and self.pending == 0
-        self._tokens[self.length] = token
+        self._tokens[self.length] = self._symbols[self.length] = token
         self.length += 1
         self._lease.append([token])
 

@@ -295,10 +295,12 @@ std::uint32_t Lease::load_from(std::uint32_t component, std::uint32_t end) const
   return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size())) : end - 1;
 }
 
-// Whether the host alone has all that a load needs. With several components a part of it may be on the device only.
+// Whether the host alone has all that a load needs. Where there is more than full attention a part of it may be on the
+// device only.
 bool Lease::host_has(const MatchResult& match) const {
   const std::uint32_t end = match.pages + match.host_pages;
-  for (std::uint32_t c = 0; held_.size() > 1 && c < held_.size(); ++c)
+  const bool mixed = held_.size() > 1 || slides(0);
+  for (std::uint32_t c = 0; mixed && c < held_.size(); ++c)
     if (!cache_.tree.has(match.host_node, c, 1, load_from(c, end))) return false;
   return true;
 }
