@@ -57,13 +57,7 @@ void Cache::make_room(std::uint64_t n, std::uint32_t component) {
 
 void Cache::allocate(std::uint64_t n, std::uint32_t component, Table* table) {
   table->reserve(table->size() + n);
-  std::int32_t* end = table->extend(n);
-  try {
-    pools[component]->allocate(n, end);
-  } catch (...) {
-    table->drop_back(n);
-    throw;
-  }
+  pools[component]->allocate(n, table->extend(n));
 }
 
 std::int32_t Cache::allocate_slot(std::uint32_t component) {

@@ -95,7 +95,7 @@ class Cache {
 
   // Frees ids of a component until n are free, or throws NoPages and has evicted nothing.
   void make_room(std::uint64_t n, std::uint32_t component = 0);
-  void allocate(std::uint64_t n, std::uint32_t component, Table* table);  // behind its end
+  void allocate(std::uint64_t n, std::uint32_t component, Table* table);  // of free ones, behind its end
   std::int32_t allocate_slot(std::uint32_t component);
   void free(std::uint32_t component, IdSpan private_ids);  // -1 is nobody's
   void give_back(Handle node, std::vector<Holding>& held, std::size_t owned);

@@ -118,12 +118,8 @@ void Tree::check_locks() const {
     }
   }
   for (Index node = 1; node < nodes_.size(); ++node)
-    for (std::size_t s = 0; s < slots_; ++s) {
+    for (std::size_t s = 0; s < slots_; ++s)
       if (cell(node, s).locks != expected[std::size_t{node} * slots_ + s]) broken(node, "locks add up along the path");
-      const Cell& first = cell(node, s % tiers_);
-      if (rows_[0].locks_to_root() && cell(node, s).locks > first.locks)
-        broken(node, "no component has more locks than full attention");
-    }
 }
 
 void Tree::check_counts() const {
