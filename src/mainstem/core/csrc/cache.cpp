@@ -504,7 +504,8 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
       held_[c].table.own();
     }
   // The key is this lease's own, so its node lies on it: the prefix need not be read again.
-  const InsertResult added = cache_.tree.insert(ns_, node_, {key, {ids.data(), held_.size()}}, priority_, 0, true, true);
+  const InsertResult added =
+      cache_.tree.insert(ns_, node_, {key, {ids.data(), held_.size()}}, priority_, 0, true, true);
   if (added.pages == owned_) return;
   cache_.tree.move_lock(node_, added.node, 0);
   node_ = added.node;

@@ -22,7 +22,7 @@ struct Component {
   bool begins_late() const { return kind == Kind::window; }  // may lack the first pages of a prefix
   bool locks_to_root() const { return kind == Kind::full; }
   bool has_worth() const { return weighs || kind == Kind::window; }  // what is evicted first is not the policy's alone
-  bool divides() const { return kind != Kind::state; }  // on split both halves get ids
+  bool divides() const { return kind != Kind::state; }               // on split both halves get ids
 
   std::size_t ids(std::size_t pages) const { return per_page() ? pages : 1; }
 

@@ -234,8 +234,8 @@ Index Tree::split(Index node, std::uint32_t pages) {
     if (row(s).divides()) {
       half.locks = lower.locks;  // 3
       half.residency = lower.residency;
-      half.transfer = lower.transfer;                                                       // 4
-      if (has_worths_) {  // 6
+      half.transfer = lower.transfer;  // 4
+      if (has_worths_) {               // 6
         const bool seen = row(s).first_needed(n.end(), page_size_) < u.end();
         worth(upper, s) = seen ? worth(node, s) : 0;
       }
@@ -369,8 +369,8 @@ void Tree::credit(Index node, std::size_t slot) {
 }
 
 // What a cell of a window is worth: nothing behind the windows of all prefixes that ended so far (it is evicted before
-// all others, whatever the policy); one in the window of a prefix that was put here, until that grows; two in the window
-// of one that was found here.
+// all others, whatever the policy); one in the window of a prefix that was put here, until that grows; two in the
+// window of one that was found here.
 bool Tree::behind(Index node, std::size_t slot) const {
   return row(slot).begins_late() && worth(node, slot) == 0;
 }

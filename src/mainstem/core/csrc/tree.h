@@ -63,8 +63,8 @@ struct MatchResult {
 
 struct PeekResult {
   std::uint32_t pages = 0;
-  std::uint32_t host_pages = 0;  // pages more when every tier counts
-  std::uint32_t partial = 0;     // symbols of the next page that agree
+  std::uint32_t host_pages = 0;   // pages more when every tier counts
+  std::uint32_t partial = 0;      // symbols of the next page that agree
   std::uint32_t reach_pages = 0;  // how far the first component alone goes, on tier 0
 };
 
