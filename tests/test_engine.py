@@ -17,10 +17,10 @@ import torch
 from ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
 from tiny_models import loaded as tiny_loaded
 from tiny_models import tiny
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
-from mainstem.runtime.engine import Engine, EngineConfig, Stream
+from mainstem.runtime.engine import Engine, EngineConfig, Stream, _sizes
 from mainstem.runtime.host import HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Request, SamplingParams
@@ -531,3 +531,19 @@ def test_a_prompt_that_the_pool_can_not_hold_is_told_so(rig: Callable[..., Rig])
     made = rig(pages=8)
     with pytest.raises(RequestTooLong, match="memory for KV holds 8 pages"):
         made.submit(length=40, max_tokens=1)
+
+
+def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
+    shape = Gemma3TextConfig(
+        hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_hidden_layers=2,
+        sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    chats = tuple([chat + 1] * 12 for chat in range(24)) * 3  # windows are all that is asked for again
+    documents = tuple([*range(600), end] for end in range(8))
+
+    def window_pages(trace: tuple[list[int], ...] | None) -> int:
+        config = EngineConfig(kv_bytes=170_000, page_size=4, chunk_tokens=8, window_trace=trace)
+        sizes = _sizes(_loaded(model=SimpleNamespace(config=shape, generation_config=None)), config)
+        return next(n for component, n in sizes.items() if component.name == "window")
+
+    assert window_pages(documents) < window_pages(None) < window_pages(chats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,11 @@ from starlette.testclient import TestClient
 from tiny_vision import FAMILIES, picture, save
 
 from mainstem.runtime.engine import Engine, EngineConfig
-from mainstem.runtime.models import LoadedModel, load_model
-from mainstem.runtime.runner import ModelRunner
-from mainstem.runtime.vision import Vision
+from mainstem.runtime.models import load_model
 from mainstem.server.app import ServerConfig, create_app
 from mainstem.server.images import ImagePolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def seeing(loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> ModelRunner:
-    return ModelRunner(loaded, pages, page_size, Vision(loaded))
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -36,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
     config = EngineConfig(pages=256, page_size=4, chunk_tokens=64)
-    with Engine(load_model(str(folder), dtype="float32"), config, runner=seeing) as made:
+    with Engine(load_model(str(folder), dtype="float32"), config) as made:
         yield made
 
 

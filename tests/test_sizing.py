@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.sizing import RATIOS, Need, Shares, Trials, Use, best_window_ratio, share_out
+from mainstem.runtime.sizing import RATIOS, Need, Shares, Trials, Use, best_window_ratio, read_trace, share_out
 
 NEED = Need(window_pages=4, context_pages=10, running=2)
 ALL = (Full(), Window(8), State())
@@ -253,3 +254,19 @@ def test_wrong_arguments_are_named(changed: dict[str, object], named: str) -> No
 def test_wrong_tokens_are_named() -> None:
     with pytest.raises(BadTokens):
         best([[1, -2]])
+
+
+def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"tokens": [1, 2, 3]}\n\n{"length": 9, "like": 0, "shared": 2}\n')
+    assert read_trace(file) == ([1, 2, 3], Use(9, 0, 2))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"tokens": 3}', '{"length": 3, "shares": 2}'])
+def test_a_line_that_is_no_sequence_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"tokens": [1]}\n' + line)
+    with pytest.raises(BadArgument, match=r"trace.jsonl:2.*tokens.*length"):
+        read_trace(file)
+    with pytest.raises(BadArgument, match="window_trace"):
+        read_trace(tmp_path / "nothing")

@@ -219,6 +219,9 @@ class EngineOptions:
         kv_bytes: Memory for KV pages and recurrent states, cached and running together: bytes, or 500MB, 2GiB and so
             on.
         window_ratio: Pages of sliding-window layers for each page of full attention; above 0.
+        window_trace: A file of sequences as they will be used, a line of JSON each: {"tokens": [...]}, or {"length": n,
+            "like": index of an earlier line, "shared": tokens that both begin with}. The ratio that would have hit most
+            of it is taken instead of --window-ratio.
         state_share: Part of the memory that recurrent states have beside KV; above 0 and below 1.
         checkpoint_tokens: Of a recurrent state a copy is kept about every so many prompt tokens where there is room; 0
             keeps copies only where prompts part and end.
@@ -233,6 +236,7 @@ class EngineOptions:
 
     kv_bytes: Size = 1 << 30
     window_ratio: float = 0.5
+    window_trace: Path | None = None
     state_share: float = 0.5
     checkpoint_tokens: int = 1024
     states_per_path: int = 16
@@ -611,8 +615,12 @@ def _backend(spec: str) -> Iterator[Backend]:
 def _engine(model: str | None, dtype: str, options: EngineOptions, tiers: TierConfig | None = None) -> Iterator[Engine]:
     from mainstem.runtime.engine import Engine, EngineConfig
     from mainstem.runtime.models import load_model
+    from mainstem.runtime.sizing import read_trace
 
-    config = EngineConfig(**asdict(options), tiers=tiers)  # checked before the model is loaded, which takes long
+    settings = asdict(options)  # checked before the model is loaded, which takes long
+    if options.window_trace is not None:
+        settings["window_trace"] = read_trace(options.window_trace)
+    config = EngineConfig(**settings, tiers=tiers)
     with _Bars() as bars:
         loaded = load_model(model, dtype=dtype, progress=bars.update)
     with Engine(loaded, config) as engine:

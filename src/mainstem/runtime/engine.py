@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats, PrefixCache
-from mainstem.components import Component, Full, State
+from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, EngineClosed, EngineFull, UnsupportedModel
-from mainstem.keys import MAX_TOKEN, TokenKeys, TypedKeys
+from mainstem.keys import MAX_TOKEN, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapters, check_name, read_adapter
@@ -43,7 +43,7 @@ from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams, Usage
 from mainstem.runtime.runner import ModelRunner
-from mainstem.runtime.sizing import Need, Shares, share_out
+from mainstem.runtime.sizing import Need, Shares, Use, best_window_ratio, share_out
 from mainstem.runtime.states import StateShape
 from mainstem.runtime.tiers import TierConfig, build_tiers, close_tiers
 from mainstem.runtime.vision import Vision, VisionStats
@@ -92,6 +92,7 @@ class EngineConfig:
         pages: pages of the first pool; None: as many as `kv_bytes` holds.
         kv_bytes: memory for KV and recurrent states.
         window_ratio: pages of sliding-window layers for each page of full attention.
+        window_trace: sequences as they are used; the ratio that would have hit most of them is taken instead.
         state_share: part of the memory that recurrent states have beside KV.
         state_slots: recurrent states instead of a part of the memory.
         checkpoint_tokens: a copy of the state is kept about every so many tokens of a prompt where a slot is free; 0:
@@ -113,6 +114,7 @@ class EngineConfig:
     pages: int | None = None
     kv_bytes: int = 1 << 30
     window_ratio: float = 0.5
+    window_trace: tuple[TokenLike | Use, ...] | None = None
     state_share: float = 0.5
     state_slots: int | None = None
     checkpoint_tokens: int = 1024
@@ -704,13 +706,24 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
         context_pages=-(-loaded.max_context // size),
         running=config.max_running,
     )
-    sizes = share_out(
-        layout.components,
-        layout.bytes_per_page(size, loaded.dtype),
-        _slot_bytes(loaded) if layout.state_layers else 0,
-        config.shares(),
-        need,
-    )
+    page_bytes = layout.bytes_per_page(size, loaded.dtype)
+    slot_bytes = _slot_bytes(loaded) if layout.state_layers else 0
+    shares = config.shares()
+    sizes = share_out(layout.components, page_bytes, slot_bytes, shares, need)
+    if config.window_trace is not None and layout.window is not None and Full() in sizes:
+        memory = sum(sizes.get(row, 0) * page_bytes[row.name] for row in (Full(), Window(layout.window)))
+        found = best_window_ratio(
+            config.window_trace,
+            window=layout.window,
+            page_bytes=page_bytes,
+            memory=memory,
+            page_size=size,
+            need=need,
+            chunk_tokens=chunk,
+        )
+        log.info("of %d ratios %g hits the most of the trace", len(found.all), found.best.window_ratio)
+        shares = replace(shares, window_ratio=found.best.window_ratio)
+        sizes = share_out(layout.components, page_bytes, slot_bytes, shares, need)
     return {
         State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
     }

@@ -11,9 +11,11 @@ Knows bytes and ids; allocates no memory for them.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,6 +240,35 @@ def best_window_ratio(
         for shares, pages, rate in zip(asked, sizes, rates, strict=True)
     )
     return Trials(max(trials, key=lambda trial: (trial.hit_rate, -trial.window_ratio)), trials)
+
+
+def read_trace(path: Path) -> tuple[TokenLike | Use, ...]:
+    """A trace of use from a file: a line of JSON for each sequence, as `best_window_ratio` takes them.
+
+        {"tokens": [1, 2, 3, ...]}
+        {"length": 1200, "like": 0, "shared": 800}
+
+    Raises:
+        BadArgument: the file cannot be read, or a line is neither; names the line.
+    """
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return tuple(_parsed(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArgument("window_trace", str(path), f"a file of lines of JSON ({error})") from error
+
+
+def _parsed(line: str, place: str) -> TokenLike | Use:
+    allowed = 'either {"tokens": [...]} or {"length": ..., "like": ..., "shared": ...}'
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise BadArgument(place, line[:80], f"{allowed}: {error}") from error
+    if isinstance(found, dict) and isinstance(found.get("tokens"), list):
+        return found["tokens"]
+    if not isinstance(found, dict) or "length" not in found or not found.keys() <= {"length", "like", "shared"}:
+        raise BadArgument(place, line[:80], allowed)
+    return Use(**found)
 
 
 def _sequences(trace: Iterable[TokenLike | Use]) -> list[TokenLike]:
