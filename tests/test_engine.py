@@ -542,7 +542,7 @@ def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
     documents = tuple([*range(600), end] for end in range(8))
 
     def window_pages(trace: tuple[list[int], ...] | None) -> int:
-        config = EngineConfig(kv_bytes=170_000, page_size=4, chunk_tokens=8, window_trace=trace)
+        config = EngineConfig(kv_bytes=80_000, page_size=4, chunk_tokens=8, window_trace=trace)
         sizes = _sizes(_loaded(model=SimpleNamespace(config=shape, generation_config=None)), config)
         return next(n for component, n in sizes.items() if component.name == "window")
 

@@ -586,7 +586,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
     [
         ("gemma2", {"sliding_window": CONTEXT}, "soft-capped"),
         ("llama4_text", {}, "chunked_attention"),
-        ("rwkv", {}, "keeps a state"),
+        ("rwkv", {}, "keeps its state in an argument of its own"),
         ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
         ("deepseek_v3", {}, "latent"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic position embedding"),

@@ -25,6 +25,20 @@ from mainstem.runtime.kv import KVShape
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# What keeps its state where nobody else can take or put it. Others are found by what one token leaves in the cache.
+_OUTSIDE = {
+    "minimax": "a cache class of its own",
+    "recurrent_gemma": "its modules",
+    "rwkv": "an argument of its own",
+    "xlstm": "a cache class of its own",
+}
+
+
+def refuse_outside(kind: str) -> None:
+    """Raise UnsupportedModel for a model type whose state nobody else can take or put."""
+    if place := _OUTSIDE.get(kind):
+        raise UnsupportedModel(f"{kind} keeps its state in {place}, not in transformers' cache")
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -56,6 +70,7 @@ class Layout:
                 pools of one kind; says why.
         """
         text = config.get_text_config(decoder=True)
+        refuse_outside(text.model_type)
         _refuse(text)
         kinds = _Kinds.of(text, max_context)
         kv_layers = {Full.name: kinds.full, Window.name: kinds.sliding}

@@ -47,6 +47,7 @@ from transformers.cache_utils import (
 )
 
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.layout import refuse_outside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,14 +56,6 @@ Kind = Literal["conv", "recurrent"]
 
 Continuation = Literal["chunked", "stepped"]
 """How what follows a state may be fed: several tokens a forward, or one."""
-
-# What keeps its state where nobody else can take or put it. Others are found by what one token leaves in the cache.
-_OUTSIDE = {
-    "minimax": "a cache class of its own",
-    "recurrent_gemma": "its modules",
-    "rwkv": "an argument of its own",
-    "xlstm": "a cache class of its own",
-}
 
 # Tokens of the self-test's prompts, and where they are cut: more than one token behind a state, then one, then two.
 _CUTS = (0, 5, 9, 10, 12)
@@ -115,8 +108,7 @@ class StateShape(NamedTuple):
             UnsupportedModel: it keeps a state that is not in transformers' cache object.
         """
         kind = model.config.get_text_config(decoder=True).model_type
-        if place := _OUTSIDE.get(kind):
-            raise UnsupportedModel(f"{kind} keeps its state in {place}, not in transformers' cache")
+        refuse_outside(kind)
         cache = DynamicCache(config=model.config)
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             if getattr(model, "_is_stateful", False):
