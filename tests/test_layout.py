@@ -55,13 +55,6 @@ def configure(family: str, **changes: Any) -> PreTrainedConfig:
         ("falcon_h1", {}, [Full(), State()], {"full": (0, 1, 2, 3)}, (0, 1, 2, 3)),
         ("nemotron_h", {"layers_block_type": [LINEAR, "mlp", FULL, "moe"]}, [Full(), State()], {"full": (2,)}, (0,)),
         ("mamba2", MAMBA2, [Full(), State()], {"full": ()}, (0, 1, 2, 3)),
-        (
-            "recurrent_gemma",
-            {"attention_window_size": 512},
-            [Window(512), State()],
-            {"window": (2,)},
-            (0, 1, 3),
-        ),
     ],
 )
 def test_layers_are_sorted_by_what_they_keep(
