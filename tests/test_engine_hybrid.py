@@ -105,7 +105,6 @@ def test_loads_that_fail_in_the_middle_change_no_answer(family: str, monkeypatch
         assert any(completion.usage.host_tokens for completion in answer(made, family))
 
 
-@pytest.mark.xfail(strict=True, reason="the scheduler asks for pages of all the prompt, though all layers slide")
 def test_a_prompt_longer_than_all_windows_is_loaded() -> None:
     with engine("mistral", pages=12, write="write_through") as made:
         answer(made, "mistral")

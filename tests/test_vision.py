@@ -223,6 +223,22 @@ def test_the_encoder_runs_once_for_an_image(loaded: LoadedModel) -> None:
     assert (stats.encoder_runs, stats.hits, stats.images) == (2, 2, 2)
 
 
+def test_text_between_the_tiles_of_an_image_is_not_kept_as_an_adapter_left_it(models: dict[str, LoadedModel]) -> None:
+    vision = Vision(models["idefics3"])
+    (one,) = vision.prepare(chat(image(picture(1)))).images
+    plain = vision.embed(one)
+    weights = models["idefics3"].model.get_input_embeddings().weight
+    with torch.no_grad():
+        weights.mul_(2)  # as an adapter of the embeddings would
+        adapted = vision.embed(one)
+        weights.div_(2)
+    doubled = (adapted == 2 * plain).all(1)
+    assert doubled.any(), "the text"
+    assert (adapted == plain).all(1)[~doubled].all(), "the image"
+    assert not doubled.all()
+    assert vision.stats().encoder_runs == 1
+
+
 def test_embeddings_are_kept_within_their_bytes_the_least_recent_goes_first(models: dict[str, LoadedModel]) -> None:
     vision = Vision(models["llava"], cache_bytes=2 * 9 * 64 * 4)
     one, two, three = vision.prepare(chat(*(image(picture(seed)) for seed in range(3)))).images

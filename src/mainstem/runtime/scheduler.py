@@ -46,7 +46,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import State, Window
+from mainstem.components import Full, State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Image, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
@@ -494,6 +494,8 @@ class Scheduler:
 
     def _fits(self, task: _Task, lease: Lease) -> bool:
         """Whether all of a request's pages can be had: a load that is thrown away is a load too many."""
+        if Full.name not in self._cache.pools:
+            return True  # window pages come as they are needed
         size = self._cache.page_size
         return -(-task.length // size) - lease.hit // size <= self._room()[0]
 

@@ -168,16 +168,19 @@ class Vision:
         return self._assemble(str(text), pictures)
 
     def embed(self, image: ImageInput) -> torch.Tensor:
-        """The embeddings of an image's span, [length, hidden], in the model's dtype and on its device."""
-        found = self._cached.get(image.identity)
-        if found is not None:
+        """The embeddings of an image's span, [length, hidden], in the model's dtype and on its device.
+
+        Text inside the span is embedded as the model does at the moment: an adapter may have changed that.
+        """
+        rows = self._cached.get(image.identity)
+        if rows is None:
+            self._runs += 1
+            rows = self._encode(image)
+            self._keep(image.identity, rows)
+        else:
             self._hits += 1
             self._cached.move_to_end(image.identity)
-            return found
-        self._runs += 1
-        rows = self._encode(image)
-        self._keep(image.identity, rows)
-        return rows
+        return self._span(image, rows)
 
     def namespace_for(self, images: Sequence[ImageInput], namespace: Namespace | None = None) -> Namespace | None:
         """The namespace of a prompt: with its images where they shape what stands in front of them."""
@@ -284,14 +287,19 @@ class Vision:
             name: value.to(device, self._dtype) if value.is_floating_point() else value.to(device)
             for name, value in image.inputs.items()
         }
-        ids = inputs.pop(_SPAN_IDS, None)
+        inputs.pop(_SPAN_IDS, None)
         with torch.inference_mode():
             given = self._model.get_image_features(**inputs).pooler_output
             parts = given if isinstance(given, (list, tuple)) else [given]
-            rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).to(self._dtype)
-            if ids is None:
-                return rows
-            placed = torch.isin(ids, torch.tensor(self._placeholders, device=device))
+            return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).to(self._dtype)
+
+    def _span(self, image: ImageInput, rows: torch.Tensor) -> torch.Tensor:
+        """The encoder's rows in the places of a span's placeholders, the rest of it as text."""
+        if _SPAN_IDS not in image.inputs:
+            return rows
+        ids = image.inputs[_SPAN_IDS].to(rows.device)
+        with torch.inference_mode():
+            placed = torch.isin(ids, torch.tensor(self._placeholders, device=ids.device))
             span: torch.Tensor = self._model.get_input_embeddings()(ids.masked_fill(placed, 0)).clone()
             span[placed] = rows
         return span
@@ -346,7 +354,7 @@ class _Test:
         with torch.inference_mode():
             tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
             self._rows = self._model.get_input_embeddings()(tokens).clone()
-            self._rows[self._image.start : self._image.end] = vision._encode(self._image)
+            self._rows[self._image.start : self._image.end] = vision._span(self._image, vision._encode(self._image))
 
     def run(self) -> None:
         """Sets what the vision does not know yet. Raises UnsupportedModel."""

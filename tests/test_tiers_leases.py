@@ -1,0 +1,454 @@
+"""Leases of every set of components over the host tier: what is loaded, what a load that fails leaves, who waits for it.
+
+A page of a component behind a prefix, and a state there, hold a number that the component and all tokens of the prefix
+give. Copies go one layer further, or end, when the test says so.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from ghost_memory import GhostMemory, GhostTicket
+from hand_driven import fingerprint
+
+from mainstem.cache import Lease, PrefixCache
+from mainstem.components import Component, Full, State, Window
+from mainstem.errors import BadArgument
+from mainstem.tiers.controller import HostTier, Load
+
+DEVICE, HOST = 0, 1
+KINDS: dict[str, tuple[Component, ...]] = {
+    "full": (Full(),),
+    "full window": (Full(), Window(3)),
+    "full state": (Full(), State()),
+    "full window state": (Full(), Window(3), State()),
+    "window": (Window(3),),
+    "window state": (Window(3), State()),
+}
+STATES = [kind for kind in KINDS if "state" in kind]
+WINDOWS = [kind for kind in KINDS if "window" in kind]
+P = list(range(1, 9))
+SIZE = 2
+
+
+class Rig:
+    """A cache over ghost memory, and an engine that computes a prompt page by page."""
+
+    def __init__(self, kind: str, *, device: int = 24, host: int = 24, slots: int = 8, write: str = "write_through") -> None:
+        self.rows = KINDS[kind]
+        self.names = [row.name for row in self.rows]
+        sizes = {row: slots if isinstance(row, State) else device for row in self.rows}
+        self.memory = GhostMemory([*sizes.values()], [host] * len(sizes), instant=False)
+        tier = HostTier(self.memory, write, load_min_tokens=1, pages=(host,) * len(sizes))  # type: ignore[arg-type]
+        self.cache = PrefixCache(sizes, SIZE, copy_state=self.copy_state, host=tier)
+        assert self.cache.tiers is not None
+        self.tiers = self.cache.tiers
+
+    # content
+
+    def layers(self, name: str, tokens: Sequence[int]) -> list[int]:
+        mark = fingerprint(name, tokens)
+        return [mark * self.memory.layers + layer for layer in range(self.memory.layers)]
+
+    def copy_state(self, source: int, target: int) -> None:
+        slots = self.memory.device[self.names.index("state")]
+        assert self.cache.pools["state"].owner(target) == "private"
+        slots[:, target] = slots[:, source]
+
+    def tables(self, lease: Lease) -> dict[str, list[int]]:
+        names = [name for name in self.names if name != "state"]
+        tables = (lease.page_table, lease.window_table)
+        return {name: [] if table is None else table.tolist() for name, table in zip(names, tables, strict=False)}
+
+    def holds(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """What a forward behind these tokens reads is there."""
+        for name, table in self.tables(lease).items():
+            row = self.names.index(name)
+            component = self.rows[row]
+            first = max(len(tokens) - component.tokens, 0) // SIZE if isinstance(component, Window) else 0
+            for page in range(first, len(tokens) // SIZE):
+                content = self.memory.device[row][:, table[page]].tolist()
+                assert content == self.layers(name, tokens[: (page + 1) * SIZE]), (name, page)
+        if lease.state >= 0 and tokens:
+            assert self.state(lease) == self.layers("state", tokens)
+
+    def state(self, lease: Lease) -> list[int]:
+        slots: list[int] = self.memory.device[self.names.index("state")][:, lease.state].tolist()
+        return slots
+
+    # what an engine does
+
+    def forward(self, lease: Lease, tokens: Sequence[int], begin: int, *, spoilt: bool = False) -> None:
+        """Computes behind `begin`, into pages that are private; what was not there to read spoils it."""
+        lease.slide(begin, len(tokens))
+        for name, table in self.tables(lease).items():
+            row = self.names.index(name)
+            for page in range(begin // SIZE, len(tokens) // SIZE):
+                assert self.cache.pools[name].owner(table[page]) == "private"
+                self.memory.device[row][:, table[page]] = self.layers(name, tokens[: (page + 1) * SIZE])
+        if lease.state >= 0:
+            row = self.names.index("state")
+            self.memory.device[row][:, lease.state] = 0 if spoilt else self.layers("state", tokens)
+
+    def finish(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Computes and publishes page after page, with the state behind each, and ends."""
+        lease.reserve(lease.length - lease.reserved)
+        for begin in range(lease.hit, len(tokens), SIZE):
+            self.holds(lease, tokens[:begin])
+            self.forward(lease, tokens[: begin + SIZE], begin)
+            lease.checkpoint(begin + SIZE)
+            lease.publish(begin + SIZE)
+        lease.finish(len(tokens))
+        self.cache.check()
+
+    def serve(self, tokens: Sequence[int]) -> int:
+        lease = self.lease(tokens)
+        hit = lease.hit
+        self.finish(lease, tokens)
+        return hit
+
+    def lease(self, tokens: Sequence[int]) -> Lease:
+        lease = self.cache.lease([*tokens, 99])
+        self.holds(lease, tokens[: lease.hit])
+        return lease
+
+    def begin(self, tokens: Sequence[int], hit: int = 0) -> tuple[Lease, Load, GhostTicket]:
+        """A lease whose load is under way."""
+        lease = self.lease(tokens)
+        assert (lease.hit, lease.loadable) == (hit, len(tokens) - hit)
+        load = self.tiers.load(lease)
+        assert load is not None and load.arrived is None
+        return lease, load, self.memory.tickets[-1]
+
+    # what the machine does
+
+    def settle(self) -> None:
+        for _ in range(50):
+            for ticket in self.memory.tickets:
+                ticket.wait()
+            self.memory.tickets.clear()
+            self.tiers.poll()
+            self.cache.check()
+            if not self.tiers.busy:
+                return
+        raise AssertionError("never at rest")
+
+    def evict(self, tier: int, *names: str) -> None:
+        """All of the components named, or of all."""
+        pools = tuple(self.cache.pools.values()) if tier == DEVICE else self.tiers.host_pools
+        for name in names or self.names:
+            if tier == DEVICE and self.tiers.host.write == "write_back":
+                self.tiers.make_room(self.names.index(name), 99)
+            else:
+                for pool, ids in zip(pools, self.cache.tree.evict(99, name, tier), strict=True):
+                    pool.reclaim(ids)
+        self.cache.check()
+
+    def below(self, tokens: Sequence[int], *kept: int) -> None:
+        """The host has a prompt with a state behind each page; the device has nothing, or a prefix of it."""
+        self.serve(tokens)
+        self.settle()
+        self.evict(DEVICE)
+        for length in kept:
+            self.serve(tokens[:length])
+            self.settle()
+
+    def close(self) -> None:
+        """At rest, nothing is held by anybody."""
+        self.settle()
+        stats = self.cache.stats()
+        assert stats.leases == 0 and all(pool.private == pool.locked == 0 for pool in stats.pools.values())
+        self.cache.flush()
+        for pool in (*self.cache.pools.values(), *self.tiers.host_pools):
+            assert pool.free == pool.total
+        assert self.cache.tree.stats().nodes == 0
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one(kind: str, write: str) -> None:
+    rig = Rig(kind, write=write)
+    rig.below(P)
+    lease, load, ticket = rig.begin(P)
+    assert load.pages == 4
+    ticket.wait()
+    assert load.wait() and lease.hit == 8
+    rig.holds(lease, P)
+    rig.finish(lease, [*P, 10, 11][:8])
+    assert rig.serve([*P, 10, 11]) == 8
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_device_has_is_not_loaded(kind: str) -> None:
+    rig = Rig(kind)
+    rig.below(P, 4)
+    lease, load, ticket = rig.begin(P, 4)
+    assert load.pages == 2
+    ticket.wait()
+    assert load.wait() and lease.hit == 8
+    rig.holds(lease, P)
+    lease.abort()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_of_a_window_no_more_is_loaded_than_can_be_read(kind: str) -> None:
+    rig = Rig(kind)
+    rig.below(P)
+    lease, _, _ = rig.begin(P)
+    window = rig.tables(lease)["window"]
+    assert [page >= 0 for page in window] == [False, False, True, True]  # the last 3 positions
+    lease.abort()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_the_state_that_is_published_is_the_loaded_one_though_the_forward_has_gone_on(kind: str) -> None:
+    rig = Rig(kind)
+    rig.below(P)
+    lease, load, ticket = rig.begin(P)
+    longer = [*P, 20, 21]
+    lease.reserve(1)
+    for layer in range(rig.memory.layers):
+        ticket.wait_layer(layer)
+    rig.forward(lease, [*P, 20], 8)
+    assert load.wait()
+    assert rig.state(lease) == rig.layers("state", [*P, 20])
+    with rig.lease(longer) as other:
+        assert other.hit == 8  # lease() has looked at what its state holds
+    lease.abort()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_without_a_slot_for_the_tree_a_load_still_serves_who_asked(kind: str) -> None:
+    rig = Rig(kind)
+    rig.below(P)
+    others = [rig.cache.lease([50 + at]) for at in range(7)]  # each has a state of its own
+    lease, load, ticket = rig.begin(P)
+    ticket.wait()
+    assert load.wait() and lease.hit == 8
+    rig.holds(lease, P)
+    for other in (lease, *others):
+        other.abort()
+    assert rig.lease(P).hit == 0
+    gc.collect()
+    rig.close()
+
+
+# ---------------------------------------------------------------- what does not arrive
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["computed with", "settled before"])
+@pytest.mark.parametrize("kept", [0, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_that_fails_leaves_all_as_it_was_at_the_hit(kind: str, kept: int, forward: bool) -> None:
+    rig = Rig(kind)
+    rig.below(P, *([kept] if kept else []))
+    lease, load, ticket = rig.begin(P, kept)
+    lease.reserve(1)
+    ticket.step()  # a layer arrives
+    ticket.fail(RuntimeError("on purpose"))
+    if forward:
+        rig.forward(lease, [*P, 20], 8, spoilt=True)
+    rig.tiers.poll()
+    assert load.arrived is False and not load.wait()
+    assert (lease.hit, lease.published, lease.loadable) == (kept, kept, 0)
+    rig.holds(lease, P[:kept])
+    if "window" in rig.names:
+        assert len(rig.tables(lease)["window"]) == kept // SIZE
+        assert rig.cache.pools["window"].private == 0
+    if "state" in rig.names:
+        assert rig.cache.pools["state"].private == 1, "its own, and no mark"
+    rig.finish(lease, P)
+    assert rig.serve(P) == 8
+    rig.close()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("how", ["abort", "finish", "drop"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lease_that_ends_while_it_is_loaded_is_waited_for(kind: str, how: str, arrives: bool) -> None:
+    rig = Rig(kind)
+    rig.below(P)
+    lease, load, ticket = rig.begin(P)
+    if how == "drop":
+        del lease
+        gc.collect()
+    else:
+        lease.abort() if how == "abort" else lease.finish(lease.published)
+    rig.tiers.poll()
+    for name, pool in rig.cache.pools.items():
+        assert pool.private == {"full": 4, "window": 2, "state": 2}[name], "what is written to is not free"
+    if not arrives:
+        ticket.fail(RuntimeError("on purpose"))
+    ticket.wait()
+    assert load.wait() == arrives
+    del load
+    gc.collect()
+    rig.cache.check()
+    assert all(pool.private == 0 for pool in rig.cache.pools.values())
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_put_aside_before_a_load_is_not_lost(kind: str) -> None:
+    for arrives in (True, False):
+        rig = Rig(kind)
+        rig.below(P, 4)
+        lease = rig.lease(P)
+        assert lease.checkpoint(4)
+        load = rig.tiers.load(lease)
+        assert load is not None
+        if not arrives:
+            rig.memory.tickets[-1].fail(RuntimeError("on purpose"))
+        rig.memory.tickets[-1].wait()
+        assert load.wait() == arrives
+        rig.holds(lease, P[: lease.hit])
+        rig.finish(lease, P)
+        rig.close()
+
+
+# ---------------------------------------------------------------- what is not begun
+
+
+LACKS: list[tuple[str, str]] = [(kind, name) for kind in KINDS if " " in kind for name in kind.split()]
+
+
+@pytest.mark.parametrize(("kind", "lacks"), LACKS)
+def test_what_the_host_has_in_part_is_not_loaded(kind: str, lacks: str) -> None:
+    """The host alone does not have it, though both tiers together do."""
+    rig = Rig(kind)
+    rig.serve(P)
+    rig.settle()
+    rig.evict(HOST, lacks)
+    rig.evict(DEVICE, *(name for name in rig.names if name != lacks))
+    lease = rig.cache.lease([*P, 99])
+    assert (lease.hit, lease.loadable) == (0, 0)
+    assert rig.tiers.load(lease) is None
+    rig.finish(lease, P)
+    assert rig.serve(P) == 8
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded(kind: str) -> None:
+    rig = Rig(kind, write="write_back")
+    rig.serve(P)
+    rig.tiers.make_room(rig.names.index("window"), 3)  # of 4, and the last two are needed
+    lease = rig.cache.lease([*P, 99])
+    assert (lease.hit, lease.loadable) == (0, 0)
+    rig.finish(lease, P)
+    rig.close()
+
+
+def test_without_room_for_one_component_nothing_is_taken_of_another() -> None:
+    rig = Rig("full window", device=8)
+    rig.below(P)
+    holder = rig.cache.lease([*range(60, 74)])
+    holder.reserve(14)
+    holder.slide(0, 14)  # 7 of 8 window pages
+    lease = rig.lease(P)
+    assert lease.loadable == 8 and rig.tiers.load(lease) is None
+    assert rig.tiers.counts["load_skipped"] == 4
+    assert (rig.cache.pools["full"].private, rig.cache.pools["window"].private) == (7, 7)
+    holder.abort()
+    load = rig.tiers.load(lease)
+    assert load is not None
+    rig.settle()
+    rig.holds(lease, P)
+    lease.abort()
+    rig.close()
+
+
+# ---------------------------------------------------------------- what may not be done to it meanwhile
+
+
+@pytest.mark.xfail(strict=True, reason="the mark that the load writes to is taken")
+@pytest.mark.parametrize("kind", STATES)
+def test_no_state_is_put_aside_while_one_is_on_its_way(kind: str) -> None:
+    rig = Rig(kind)
+    rig.below(P, 4)
+    lease, _, _ = rig.begin(P, 4)
+    with pytest.raises(BadArgument, match="position"):
+        lease.checkpoint(4)
+    lease.abort()
+    rig.close()
+
+
+@pytest.mark.xfail(strict=True, reason="pages that the load writes to are given back")
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_pages_on_their_way_stay_though_the_window_goes_on(kind: str) -> None:
+    """An engine may begin the next forward before it looks whether what the last one read has arrived."""
+    rig = Rig(kind)
+    rig.below(P)
+    lease, _, ticket = rig.begin(P)
+    written = {page for page in rig.tables(lease)["window"] if page >= 0}
+    lease.append(list(range(30, 37)))
+    lease.reserve(8)
+    lease.slide(8, 12)
+    lease.slide(12, 16)
+    assert written.isdisjoint(rig.tables(lease)["window"][6:])
+    ticket.wait()
+    lease.abort()
+    rig.close()
+
+
+# ---------------------------------------------------------------- down
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_that_are_evicted_are_written_back(kind: str) -> None:
+    rig = Rig(kind, write="write_back")
+    rig.serve(P)
+    rig.settle()
+    states = rig.tiers.host_pools[-1]
+    assert states.cached == 0
+    rig.evict(DEVICE, "state")
+    assert states.cached == 4  # one behind each page
+    assert rig.cache.pools["state"].free == rig.cache.pools["state"].total
+    rig.evict(DEVICE)
+    lease, load, ticket = rig.begin(P)
+    ticket.wait()
+    assert load.wait() and lease.hit == 8
+    rig.holds(lease, P)
+    lease.abort()
+    rig.close()
+
+
+def test_pages_that_are_loaded_beside_a_state_and_were_there_go_back() -> None:
+    rig = Rig("full state")
+    rig.serve(P)
+    rig.settle()
+    rig.evict(DEVICE, "state")
+    lease, load, ticket = rig.begin(P)
+    loaded = rig.tables(lease)["full"]
+    ticket.wait()
+    assert load.wait()
+    rig.holds(lease, P)
+    assert rig.cache.stats().duplicate_pages == len(loaded) == 4
+    assert set(loaded).isdisjoint(rig.tables(lease)["full"])
+    lease.abort()
+    rig.close()
+
+
+def test_ghosts_tell_a_wrong_state_and_a_wrong_page() -> None:
+    rig = Rig("full window state")
+    rig.serve(P)
+    for name, wrong in (("full", 0), ("window", 3), ("state", 0)):
+        lease = rig.lease(P)
+        table: Any = rig.tables(lease).get(name, [lease.state])
+        rig.memory.device[rig.names.index(name)][1, table[wrong]] += np.uint64(1)
+        with pytest.raises(AssertionError):
+            rig.holds(lease, P)
+        rig.memory.device[rig.names.index(name)][1, table[wrong]] -= np.uint64(1)
+        lease.abort()
+    rig.settle()
