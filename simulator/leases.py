@@ -1,4 +1,4 @@
-"""Profiles "cache" and "hybrid": requests over `PrefixCache`, `Lease` and `Tiers` themselves, as any engine might use them.
+"""Profiles "cache" and "hybrid": requests over `PrefixCache`, `Lease` and `Tiers` themselves, as any engine uses them.
 
 Several processes share a store. Each has requests at different stages; a step takes one further, or does to it what may
 be done at any moment: it is given up, dropped, its process killed. "cache" has full attention and storage; "hybrid" has
@@ -294,7 +294,7 @@ class Leases:
 
     stores: ClassVar = 0.85  # how often there is storage
     most_processes: ClassVar = 3
-    kill_rates: ClassVar = (0.0, 0.02, 0.1, 0.2)
+    kill_rates: ClassVar[tuple[float, ...]] = (0.0, 0.02, 0.1, 0.2)
 
     def __init__(self, world: World) -> None:
         random = world.random
@@ -305,7 +305,8 @@ class Leases:
         self.pages = self._sizes()
         self.most = random.randint(1, 6)  # requests at once
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
-        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(random.randint(1, self.most_processes))]
+        processes = random.randint(1, self.most_processes)
+        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(processes)]
         if random.random() < 0.5:
             self.identities[-1] = other_identity(world, self.identities[-1])
         self.prompts = Prompts(world, min(40, self.page_size * next(iter(self.pages.values()))[0]))
@@ -440,7 +441,7 @@ class Hybrids(Leases):
 
     stores: ClassVar = 0.0
     most_processes: ClassVar = 1
-    kill_rates: ClassVar = (0.0, 0.02)  # all is lost with it
+    kill_rates: ClassVar[tuple[float, ...]] = (0.0, 0.02)  # all is lost with it
 
     def _sizes(self) -> Sizes:
         return hybrid_sizes(self.world)

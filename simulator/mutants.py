@@ -237,6 +237,26 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
+        "states that are evicted are not written back", "-", _TIERS,
+        "if self.back_up(victim):", "if row == 0 and self.back_up(victim):",
+        "tests/test_tiers_leases.py::test_states_that_are_evicted_are_written_back",
+    ),
+    _mutant(
+        "where all layers slide, a hit on the host counts as what was copied", "here", _TIERS,
+        "self._memory.up(moves), pages))", "self._memory.up(moves), len(pairs[0][0])))",
+        "tests/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
+    ),
+    _mutant(
+        "behind a load that failed a request computes on with its state", "-", _SCHEDULER,
+        "        self.computed = self._lease.hit\n        return False", "        return False",
+        "hybrid-scheduler",
+    ),
+    _mutant(
+        "where all layers slide, pages of all the prompt must fit for a load", "here", _SCHEDULER,
+        "        if Full.name not in self._cache.pools:\n            return True  #", "        #",
+        "tests/test_engine_hybrid.py::test_a_prompt_longer_than_all_windows_is_loaded",
+    ),
+    _mutant(
         "a page is hit inside without the copy", "LMCache-Ascend#270", "cache.py",
         "                self._copy_page(*copy)\n", "",
     ),
@@ -406,6 +426,45 @@ NATIVE: tuple[Mutant, ...] = (
         "begin - std::min<std::uint64_t>(row.window, begin);",
         "begin - std::min<std::uint64_t>(row.window / 2, begin);",
         _LEASES + "test_leases_do_as_the_model",
+    ),
+    # ---------------------------------------------------------------- windows and states from the host
+    _mutant(
+        "behind a load that failed the state is not what it was at the hit", "-", _CORE + "cache.cpp",
+        "      if (node_) cache_.copy_state(state_at_node(c), own.state);\n", "",
+        "hybrid",
+    ),
+    _mutant(
+        "the state of a load is published as the forward has left it", "-", _CORE + "cache.cpp",
+        "  cache_.counters.host_hit += positions;\n",
+        "  cache_.counters.host_hit += positions;\n"
+        "  for (Holding& own : held_)\n    if (own.mark >= 0) cache_.copy_state(own.state, own.mark);\n",
+        "hybrid",
+    ),
+    _mutant(
+        "the state of a load that failed is published", "-", _CORE + "cache.cpp",
+        "      cache_.free(c, {&own.mark, 1});\n      own.mark = -1;\n      if (node_)", "      if (node_)",
+        "hybrid",
+    ),
+    _mutant(
+        "window pages of a load that failed are kept", "-", _CORE + "cache.cpp",
+        "    } else if (slides(c)) {\n      std::int32_t* ids", "    } else if (false) {\n      std::int32_t* ids",
+        "hybrid",
+    ),
+    _mutant(
+        "what the host has in part is loaded", "-", _CORE + "cache.cpp",
+        "const bool mixed = held_.size() > 1 || slides(0);", "const bool mixed = false;",
+        "hybrid",
+    ),
+    _mutant(
+        "where all layers slide, what the host has in part is loaded", "here", _CORE + "cache.cpp",
+        "const bool mixed = held_.size() > 1 || slides(0);", "const bool mixed = held_.size() > 1;",
+        "tests/test_tiers_leases.py::test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded",
+    ),
+    _mutant(
+        "a load leaves the first page of the window out", "-", _CORE + "cache.cpp",
+        "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size())) : end - 1;",
+        "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size()) + 1) : end - 1;",
+        "hybrid",
     ),
 )
 # fmt: on

@@ -320,7 +320,7 @@ def hybrid_sizes(world: World) -> Sizes:
 
 
 def read_tree(tree: Tree, memory: SimMemory, numbers_of: Callable[[bytes, Ids], Numbers]) -> Counter[tuple[str, int]]:
-    """Compares all that a tree has on either tier, with the numbers of a namespace and tokens; how many pages it has."""
+    """Compares all that a tree has on either tier with the numbers of namespace and tokens; how many pages it has."""
     paths: dict[int, bytes] = {0: b""}
     held: Counter[tuple[str, int]] = Counter()
     for view in tree.nodes():

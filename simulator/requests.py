@@ -1,8 +1,8 @@
 """Profiles "scheduler" and "hybrid-scheduler": the real scheduler over a model that knows what every page must hold.
 
 Several processes share a store. Requests arrive, continue earlier ones, are cancelled; forwards fail. Every answer must
-be the one that a request gets without any cache, and once faults have stopped every request must end. "hybrid-scheduler"
-has windows and states, and no storage.
+be the one that a request gets without any cache, and once faults have stopped every request must end.
+"hybrid-scheduler" has windows and states, and no storage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.components import Full, Window
+from mainstem.components import Component, Full, State, Window
 from mainstem.runtime.request import Delta, Request, SamplingParams
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.scheduler import Limits, Scheduler, window_pages
@@ -173,7 +173,8 @@ class Requests:
         self.prompts = Prompts(world, max(longest, 1))
         self.limits = Limits(1000, random.choice((2, 8, 100)), random.randint(1, 6), random.choice((0.1, 1.0, 30.0)))
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
-        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(random.randint(1, self.most_servers))]
+        servers = random.randint(1, self.most_servers)
+        self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(servers)]
         if random.random() < 0.5:
             self.identities[-1] = other_identity(world, self.identities[-1])
         self.servers = [self._start(at) for at in range(len(self.identities))]
@@ -194,12 +195,12 @@ class Requests:
 
     def _with_windows(self, sizes: Sizes) -> Sizes:
         """With as many window pages as one request needs."""
-        least = {
-            row: window_pages(row.tokens, min(self.limits.chunk_tokens, 40), self.page_size, states=len(sizes) > 1)
-            for row in sizes
-            if isinstance(row, Window)
-        }
-        return {row: (max(here, least.get(row, 0)), there) for row, (here, there) in sizes.items()}
+        chunk, states = min(self.limits.chunk_tokens, 40), any(isinstance(row, State) for row in sizes)
+        pages: dict[Component, tuple[int, int]] = {}
+        for row, (here, there) in sizes.items():
+            least = window_pages(row.tokens, chunk, self.page_size, states=states) if isinstance(row, Window) else 1
+            pages[row] = max(here, least), there
+        return pages
 
     def step(self) -> None:
         """One thing more."""

@@ -11,6 +11,7 @@ import pytest
 
 from mainstem import _core
 from mainstem.cache import Lease, PrefixCache
+from mainstem.components import Full, State, Window
 from mainstem.errors import BadArgument, BadTokens, LeaseClosed, OutOfPages
 from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
 from mainstem.namespaces import Namespace
@@ -744,3 +745,20 @@ def test_duplicate_pages_are_counted() -> None:
 def test_pages_that_were_never_made_show_nothing() -> None:
     with pytest.raises(BufferError):
         memoryview(_core._Pages.__new__(_core._Pages))
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [{}, {State(): 4}, {Full: 3}, {"full": 3}, {None: 3}, {Window(2): 3, Window(3): 3}, {Full(): 0}, {Full(): 3.5}],
+    ids=str,
+)
+def test_pools_that_cannot_be_are_refused(pages: Any) -> None:
+    with pytest.raises(BadArgument, match="pages"):
+        PrefixCache(pages, 4, copy_state=lambda source, target: None)
+
+
+def test_components_come_in_the_order_of_the_tree_however_they_are_given() -> None:
+    cache = PrefixCache({State(): 3, Window(6): 10, Full(): 20}, 4, copy_state=lambda source, target: None)
+    assert list(cache.pools) == ["full", "window", "state"]
+    with pytest.raises(BadArgument, match="copy_state"):
+        PrefixCache({Full(): 20, State(): 3})

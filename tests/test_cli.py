@@ -237,21 +237,35 @@ def test_a_failed_generation_is_a_failure(machine: Machine, capsys: pytest.Captu
 # --- serve and demo -----------------------------------------------------------------------------------------------
 
 
-def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"tokens": [1, 2]}')
     served: list[Any] = []
     monkeypatch.setattr(server_app, "serve", lambda engine, config, listener: served.append((engine, config)))
     monkeypatch.setenv("MAINSTEM_API_KEY", "from-the-environment")
     engine_options = "--kv-bytes 1.5GiB --page-size 32 --chunk-tokens 64 --max-running 2 --max-waiting 3 --no-cache"
+    hybrid_options = (
+        f"--window-ratio 0.25 --window-trace {trace} --state-share 0.3 --checkpoint-tokens 0 --states-per-path 4"
+    )
+    image_options = f"--image-host a.test --image-host b.test --image-folder {trace.parent} --max-images 2"
     server_options = "--host 0.0.0.0 --port 0 --max-body-bytes 2MB --drain-timeout-s 1"
-    assert run("serve", "a-model", "--policy", "lfu", *engine_options.split(), *server_options.split()) == 0
+    options = f"{engine_options} {hybrid_options} {image_options} {server_options}"
+    assert run("serve", "a-model", "--policy", "lfu", *options.split()) == 0
     engine, config = served[0]
     assert engine is machine.engine
     assert engine.closed
     assert (config.host, config.port, config.max_body_bytes, config.drain_timeout_s) == ("0.0.0.0", 0, 2_000_000, 1.0)
     assert config.api_keys == ("from-the-environment",)
+    assert (config.images.allow_http, config.images.max_images) == (("a.test", "b.test"), 2)
+    assert config.images.allow_files == tmp_path
     assert machine.loaded == [("a-model", "auto")]
     assert machine.options == {
         "kv_bytes": 3 << 29,
+        "window_ratio": 0.25,
+        "window_trace": ([1, 2],),
+        "state_share": 0.3,
+        "checkpoint_tokens": 0,
+        "states_per_path": 4,
         "page_size": 32,
         "chunk_tokens": 64,
         "max_running": 2,

@@ -1,6 +1,6 @@
 """Models with windows and states answer the same whether their prompts are computed, on the device or on the host.
 
-The answers are those of plain transformers, computed without a cache: equal greedy tokens, logprobs within 1e-3, float32.
+The answers are those of plain transformers, computed without a cache: equal greedy tokens, logprobs within 1e-3.
 """
 
 from __future__ import annotations

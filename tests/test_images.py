@@ -104,6 +104,9 @@ def test_a_bomb_is_refused_by_its_head(side: int, monkeypatch: pytest.MonkeyPatc
 def test_a_picture_of_just_the_pixels_is_taken() -> None:
     Pictures(ImagePolicy(max_pixels=48)).load(data_url(png()), AT)
     assert refused(ImagePolicy(max_pixels=47), data_url(png()))[1] == "image_too_large"
+    Pictures(ImagePolicy(max_pixels=96)).load(data_url(png()), AT, taken=48)
+    with pytest.raises(ApiError, match="96 are taken, of all images together"):
+        Pictures(ImagePolicy(max_pixels=96)).load(data_url(png()), AT, taken=49)
 
 
 def test_a_picture_is_turned_as_its_orientation_says() -> None:

@@ -1,4 +1,4 @@
-"""Leases of every set of components over the host tier: what is loaded, what a load that fails leaves, who waits for it.
+"""Leases of every set of components over the host tier: what is loaded, what a failed load leaves, who waits for it.
 
 A page of a component behind a prefix, and a state there, hold a number that the component and all tokens of the prefix
 give. Copies go one layer further, or end, when the test says so.
@@ -38,7 +38,9 @@ SIZE = 2
 class Rig:
     """A cache over ghost memory, and an engine that computes a prompt page by page."""
 
-    def __init__(self, kind: str, *, device: int = 24, host: int = 24, slots: int = 8, write: str = "write_through") -> None:
+    def __init__(
+        self, kind: str, *, device: int = 24, host: int = 24, slots: int = 8, write: str = "write_through"
+    ) -> None:
         self.rows = KINDS[kind]
         self.names = [row.name for row in self.rows]
         sizes = {row: slots if isinstance(row, State) else device for row in self.rows}

@@ -17,7 +17,7 @@ from functools import partial
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
-from mainstem.components import Component, Full, State
+from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.keys import KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
@@ -119,8 +119,7 @@ class PrefixCache:
         host: HostTier | None = None,
         store: Store | None = None,
     ) -> None:
-        sizes = pages if isinstance(pages, Mapping) else {Full(): pages}
-        sizes = {row: check_integer(f"pages of {row.name}", n, 1, 2**31 - 1) for row, n in sizes.items()}
+        sizes = _sizes(pages)
         for name, function in (("copy_page", copy_page), ("copy_state", copy_state)):
             if function is not None and not callable(function):
                 raise BadArgument(name, function, "a function, or None")
@@ -287,6 +286,18 @@ class PrefixCache:
                 raise CorruptTree(f"{name} {wrong[:8]} are in the tree, but not cached in the pool")
             if len(held) != pool.cached:
                 raise CorruptTree(f"the tree holds {len(held)} of {name}, but the pool has {pool.cached} cached")
+
+
+def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
+    """Pages or slots by component, in the order of the tree's rows."""
+    given: Mapping[Component, int] = pages if isinstance(pages, Mapping) else {Full(): pages}
+    order = (Full, Window, State)
+    if not all(isinstance(row, order) for row in given):
+        raise BadArgument("pages", pages, "a number, or a number for each of Full(), Window(...) and State()")
+    rows = sorted(given, key=lambda row: order.index(type(row)))
+    if not rows or isinstance(rows[0], State) or len({type(row) for row in rows}) < len(rows):
+        raise BadArgument("pages", pages, "those of Full() or Window(...), and at most one of each kind")
+    return {row: check_integer(f"pages of {row.name}", given[row], 1, 2**31 - 1) for row in rows}
 
 
 def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int) -> None:

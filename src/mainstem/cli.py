@@ -258,7 +258,7 @@ class ImageOptions:
         image_host: Fetch images from this host, wherever it is; may be given several times.
         image_folder: Read images of file URLs in this folder.
         image_max_bytes: Largest image as it comes.
-        image_max_pixels: Largest image, decoded; 1 or more.
+        image_max_pixels: Pixels of all images of a request together; 1 or more.
         max_images: Images of one request; 1 or more.
     """
 

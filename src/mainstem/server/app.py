@@ -497,9 +497,11 @@ class _Service:
                 400, f"messages: at most {self._max_images} images", param="messages", code="too_many_images"
             )
         loaded: dict[str, Any] = {}
+        pixels = 0
         for part in images:
             if part["url"] not in loaded:
-                loaded[part["url"]] = self._pictures.load(part["url"], part["at"])
+                loaded[part["url"]] = picture = self._pictures.load(part["url"], part["at"], pixels)
+                pixels += picture.width * picture.height
             part["image"] = loaded[part["url"]]
 
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:

@@ -58,7 +58,7 @@ class ImagePolicy:
         allow_http: False: from nowhere; True: from public addresses; host names: from these, wherever they are.
         allow_files: the folder that `file:` URLs may name files of; None: no files.
         max_bytes: of a picture as it comes.
-        max_pixels: of a picture, decoded.
+        max_pixels: of all pictures of one request together, decoded.
         max_images: of one request.
         timeout_s: for one picture to come over HTTP.
 
@@ -96,18 +96,19 @@ class Pictures:
         self._policy = policy
         self._resolve = resolve or _addresses
 
-    def load(self, url: str, at: str) -> Image:
+    def load(self, url: str, at: str, taken: int = 0) -> Image:
         """The picture behind a URL.
 
         Args:
             url: of the schemes above.
             at: the path of the field, for errors.
+            taken: pixels of the request's other pictures.
 
         Raises:
             ApiError: 400; says what is wrong or not allowed.
         """
         try:
-            return self._decode(self._fetch(url))
+            return self._decode(self._fetch(url), self._policy.max_pixels - taken)
         except _Refused as error:
             raise ApiError(400, f"{at}: {error}", param=at, code=error.code) from error
 
@@ -231,12 +232,12 @@ class Pictures:
         if size > self._policy.max_bytes:
             raise _Refused(f"an image may have at most {self._policy.max_bytes} bytes", "image_too_large")
 
-    def _decode(self, data: bytes) -> Image:
+    def _decode(self, data: bytes, most: int) -> Image:
         from PIL import Image, ImageOps
 
         try:
             picture = Image.open(io.BytesIO(data), formats=_FORMATS)
-            self._check_shape(picture)
+            self._check_shape(picture, most)
             picture.load()
             return ImageOps.exif_transpose(picture)
         except Image.DecompressionBombError as error:
@@ -244,12 +245,13 @@ class Pictures:
         except _BROKEN as error:
             raise _Refused(f"not a whole image of the formats {', '.join(_FORMATS)}", "invalid_image") from error
 
-    def _check_shape(self, picture: Image) -> None:
+    def _check_shape(self, picture: Image, most: int) -> None:
         """By the file's head alone; nothing is unpacked yet."""
         width, height = picture.size
-        if width * height > self._policy.max_pixels:
+        if width * height > most:
             limit = self._policy.max_pixels
-            raise _Refused(f"the image has {width} x {height} pixels: at most {limit} are taken", "image_too_large")
+            message = f"the image has {width} x {height} pixels: at most {limit} are taken, of all images together"
+            raise _Refused(message, "image_too_large")
         if getattr(picture, "is_animated", False):
             raise _Refused("the image has several frames", "invalid_image")
 

@@ -33,6 +33,8 @@ Cache::Cache(Tree& tree_, std::vector<Pool*> pools_, bool enabled_)
     : tree(tree_), pools(std::move(pools_)), enabled(enabled_) {
   require(pools.size() == tree.rows().size(), "pools", pools.size(), "one for each component");
   require(tree.rows()[0].per_page(), "components", 0, "first one with an id for each page");
+  for (std::size_t c = 1; c < pools.size(); ++c)
+    require(tree.rows()[c].kind != Kind::full, "components", c, "full attention first");
 }
 
 void Cache::make_room(std::uint64_t n, std::uint32_t component) {
@@ -202,6 +204,7 @@ std::int32_t Lease::state_at_node(std::uint32_t component) const {
 bool Lease::checkpoint(std::uint64_t position, bool room) {
   require_open();
   const std::uint32_t page_size = cache_.tree.page_size();
+  require(!load_, "position", position, "none while a state is on its way");
   require(position % page_size == 0, "position", position, "the end of a page");
   require(position >= std::max<std::uint64_t>(published(), 1), "position", position, "not before what is published");
   require(position <= publishable(), "position", position, "at most what is reserved, and what is known");
@@ -438,7 +441,7 @@ void Lease::slide(std::uint64_t begin, std::uint64_t end) {
     const std::uint64_t covered = std::uint64_t{table.size()} * cache_.tree.page_size();
     require(begin <= covered, "begin", begin, "at most what has window pages");
     const std::uint64_t seen = begin - std::min<std::uint64_t>(row.window, begin);
-    forget_behind(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));
+    if (!load_) forget_behind(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));  // they are written to
     while (pages_of(end) > table.size() && pages_of(end) - table.size() > cache_.pools[c]->owned(Owner::free)) {
       cache_.make_room(pages_of(end) - table.size(), c);
       require_open();  // that may have run anybody's code
