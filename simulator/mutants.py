@@ -461,6 +461,16 @@ NATIVE: tuple[Mutant, ...] = (
         "tests/test_tiers_leases.py::test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded",
     ),
     _mutant(
+        "window pages that a load writes to are given back", "here", _CORE + "cache.cpp",
+        "    if (!load_) forget_behind(c, ", "    forget_behind(c, ",
+        "tests/test_tiers_leases.py::test_pages_on_their_way_stay_though_the_window_goes_on",
+    ),
+    _mutant(
+        "a state is put aside where a load writes to", "here", _CORE + "cache.cpp",
+        "  require(!load_, \"position\", position, \"none while a state is on its way\");\n", "",
+        "tests/test_tiers_leases.py::test_no_state_is_put_aside_while_one_is_on_its_way",
+    ),
+    _mutant(
         "a load leaves the first page of the window out", "-", _CORE + "cache.cpp",
         "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size())) : end - 1;",
         "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size()) + 1) : end - 1;",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, tiny
 from transformers import PreTrainedModel
 
@@ -236,6 +237,18 @@ def test_damaged_weights(model: PreTrainedModel, saved: dict[str, Path], tmp_pat
     refused(model, copy, BadArgument, "undamaged")
 
 
+def test_weights_that_are_no_numbers(model: PreTrainedModel, saved: dict[str, Path], tmp_path: Path) -> None:
+    file = shutil.copytree(saved["a"], tmp_path / "copy") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, file)
+    refused(model, file.parent, UnsupportedModel, "no number")
+
+
+def test_a_path_that_no_file_can_have(model: PreTrainedModel) -> None:
+    refused(model, Path("a\0b"), BadArgument, "null")
+
+
 def test_virtual_tokens_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
@@ -264,7 +277,11 @@ def test_virtual_tokens_are_refused(model: PreTrainedModel, tmp_path: Path) -> N
         ({"target_modules": ["nowhere"]}, "nowhere"),
         ({"target_modules": ["q_proj", "v_proj"]}, "no layer for"),
         ({"target_modules": ["q_proj", "v_proj", "down_proj", "o_proj"]}, "lacks"),
-        ({"r": "four"}, "fit"),
+        ({"r": "four"}, "ranks"),
+        ({"r": 10**9}, "ranks"),
+        ({"rank_pattern": {"q_proj": 10**9}}, "ranks"),
+        ({"lora_alpha": float("inf")}, "lora_alpha"),
+        ({"target_modules": "("}, "fit"),
     ],
 )
 def test_settings_that_are_refused(

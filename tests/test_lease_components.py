@@ -837,6 +837,7 @@ def test_a_lease_that_has_ended_shows_no_window_and_no_state() -> None:
         with pytest.raises(LeaseClosed):
             call()
 
+
 def test_one_more_window_is_all_that_a_second_branch_needs() -> None:
     """Chunks of a prefill leave windows that nobody will look at: they must not push out those that are."""
     cache = PrefixCache({Full(): 200, Window(4): 13}, 2)
@@ -851,3 +852,22 @@ def test_one_more_window_is_all_that_a_second_branch_needs() -> None:
                 lease.publish(min(begin + 8, len(tokens)))
         cache.check()
     assert found[2:] == [40] * 4
+
+
+@pytest.mark.parametrize(
+    "sizes", [{Full(): 700, Window(8): 700}, {Full(): 700, Window(8): 12}, {Window(8): 12}], ids=str
+)
+def test_a_long_answer_leaves_few_nodes_behind_its_window(sizes: dict[Component, int]) -> None:
+    cache = PrefixCache(sizes, 1)
+    with cache.lease([1]) as lease:
+        lease.reserve(1)
+        for end in range(1, 601):
+            lease.slide(end - 1, end)
+            lease.publish(end)
+            lease.append([end % 7])
+            lease.reserve(1)
+        assert cache.stats().nodes <= 8 + 4
+        lease.finish(600)
+    cache.check()
+    tokens = [1, *(end % 7 for end in range(1, 601))]
+    assert cache.peek(tokens) == 600

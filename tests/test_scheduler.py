@@ -580,6 +580,25 @@ def test_a_failed_forward_ends_its_requests_and_no_others() -> None:
     assert bench.scheduler.totals.errors == 2
 
 
+def test_one_request_without_numbers_ends_alone() -> None:
+    bench = Bench()
+    forward = bench.ghost.forward
+    lost, spared = bench.add(prompt(1, 20), max_tokens=6), bench.add(prompt(2, 20), max_tokens=6)
+    bench.step()
+
+    def broken(segments: list[Segment]) -> torch.Tensor:
+        logits = forward(segments)
+        logits[0] = float("nan")
+        return logits
+
+    bench.ghost.forward = broken  # type: ignore[method-assign]
+    bench.step()
+    bench.ghost.forward = forward  # type: ignore[method-assign]
+    bench.run()
+    assert bench.output(lost)[2] == "error"
+    bench.assert_complete(spared)
+
+
 def test_nothing_of_a_failed_step_is_published() -> None:
     bench = Bench()
     forward = bench.ghost.forward
@@ -590,7 +609,7 @@ def test_nothing_of_a_failed_step_is_published() -> None:
     bench.ghost.forward = broken  # type: ignore[method-assign]
     failed = bench.add(prompt(1, 20), max_tokens=2)
     bench.step()
-    assert bench.output(failed)[2] == "error" and "ArithmeticError" in str(bench.last(failed).error)
+    assert bench.output(failed)[2] == "error" and "NaN" in str(bench.last(failed).error)
     assert bench.cache.pool.free == bench.cache.pool.total
     bench.ghost.forward = forward  # type: ignore[method-assign]
     again = bench.add(prompt(1, 20), max_tokens=2)

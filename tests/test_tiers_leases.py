@@ -374,7 +374,6 @@ def test_without_room_for_one_component_nothing_is_taken_of_another() -> None:
 # ---------------------------------------------------------------- what may not be done to it meanwhile
 
 
-@pytest.mark.xfail(strict=True, reason="the mark that the load writes to is taken")
 @pytest.mark.parametrize("kind", STATES)
 def test_no_state_is_put_aside_while_one_is_on_its_way(kind: str) -> None:
     rig = Rig(kind)
@@ -386,7 +385,6 @@ def test_no_state_is_put_aside_while_one_is_on_its_way(kind: str) -> None:
     rig.close()
 
 
-@pytest.mark.xfail(strict=True, reason="pages that the load writes to are given back")
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_pages_on_their_way_stay_though_the_window_goes_on(kind: str) -> None:
     """An engine may begin the next forward before it looks whether what the last one read has arrived."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # How training began; the other ways change the base model's weights.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
+
+# What PEFT raises when settings and model do not fit.
+_FAULTS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, re.error)
 
 _LORA_KEY = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 
@@ -146,7 +150,7 @@ class Adapters:
             return former
         try:
             places = self._fit(files)
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:  # PEFT's, of all kinds
+        except _FAULTS as error:
             raise UnsupportedModel(f"adapter {name}: it does not fit the model: {_shortened(error)}") from error
         adapter = Adapter(name, files.digest, places)
         self._by_name = {**self._by_name, name: adapter}
@@ -250,6 +254,8 @@ def read_adapter(path: str | Path) -> AdapterFiles:
     if foreign := sorted(key for key in tensors if not _LORA_KEY.search(key)):
         raise UnsupportedModel(f"the adapter in {folder} cannot be served: it replaces weights, such as {foreign[0]}")
     honoured = {key: settings[key] for key in _HONOURED if settings.get(key) is not None}
+    if reasons := list(_bad_numbers(honoured, tensors)):
+        raise UnsupportedModel(f"the adapter in {folder} cannot be served: {'; '.join(reasons)}")
     return AdapterFiles(_digest(config, weights), honoured, tensors)
 
 
@@ -263,8 +269,8 @@ def _require_peft() -> None:
 def _read(folder: Path, name: str) -> bytes:
     try:
         return (folder / name).read_bytes()
-    except OSError as error:
-        allowed = f"a folder with {_CONFIG} and {_WEIGHTS} ({name}: {error.strerror})"
+    except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
+        allowed = f"a folder with {_CONFIG} and {_WEIGHTS} ({name}: {getattr(error, 'strerror', None) or error})"
         if name == _WEIGHTS and (folder / "adapter_model.bin").exists():
             allowed += "; adapter_model.bin is a pickle, which could run anything, and is not read"
         raise BadArgument("path", str(folder), allowed) from error
@@ -290,6 +296,25 @@ def _refusals(settings: Mapping[str, Any]) -> Iterator[str]:
         asks = value not in _NEUTRAL.get(name, ()) and value not in (None, False, 0, "", [], {})
         if asks and name not in _HARMLESS and name not in _HONOURED:
             yield f"{name} = {json.dumps(value)} is not supported"
+
+
+def _bad_numbers(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What would take the memory of a much larger adapter, or make others' answers of no number."""
+    import torch
+
+    ranks = {0, *(min(tensor.shape) for key, tensor in tensors.items() if ".lora_" in key and tensor.dim() > 1)}
+    patterns = [settings.get(name, {}) for name in ("rank_pattern", "alpha_pattern")]
+    given = [settings.get("r", 8), *(patterns[0].values() if isinstance(patterns[0], dict) else [patterns[0]])]
+    if any(type(rank) is not int or not 1 <= rank <= max(ranks) for rank in given):
+        yield f"its ranks are {given}, but those of its weights at most {max(ranks)}"
+    scales = [
+        settings.get("lora_alpha", 8),
+        *(patterns[1].values() if isinstance(patterns[1], dict) else [patterns[1]]),
+    ]
+    if any(type(scale) not in (int, float) or not math.isfinite(scale) for scale in scales):
+        yield f"its lora_alpha is {scales}, which is no number"
+    if wrong := next((key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None):
+        yield f"its weights hold what is no number, in {wrong}"
 
 
 def _digest(config: bytes, weights: bytes) -> str:

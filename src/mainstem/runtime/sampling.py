@@ -69,29 +69,26 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return chances
 
 
-def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int, TokenLogprob | None]]:
+def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int, TokenLogprob | None] | None]:
     """The next token of every request of a batch.
 
     Args:
-        logits: float32 [rows, vocab], finite or -inf.
+        logits: float32 [rows, vocab].
         samplers: one a row.
 
     Returns:
-        One (token, its logprob where asked for) a row.
-
-    Raises:
-        ArithmeticError: the row whose logits hold NaN or +inf; no sampler has moved.
+        One (token, its logprob where asked for) a row; None for a row that holds NaN or +inf.
     """
     assert logits.shape[0] == len(samplers)
     if not samplers:
         return []
     best = logits.max(dim=-1)
     peaks, greedy = best.values.tolist(), best.indices.tolist()
-    for row, peak in enumerate(peaks):
-        if not math.isfinite(peak):
-            raise ArithmeticError(f"the largest logit of row {row} is {peak}")
-    picked: list[tuple[int, TokenLogprob | None]] = []
+    picked: list[tuple[int, TokenLogprob | None] | None] = []
     for row, sampler in enumerate(samplers):
+        if not math.isfinite(peaks[row]):
+            picked.append(None)
+            continue
         token = greedy[row] if sampler.params.temperature == 0 else sampler.draw(logits[row])
         alternatives = sampler.params.logprobs
         picked.append((token, None if alternatives is None else _logprob(logits[row], token, alternatives)))

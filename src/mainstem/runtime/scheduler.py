@@ -68,6 +68,7 @@ _POLL_S = 0.001  # between looks at transfers that nobody can do anything withou
 _IDLE_POLL_S = 0.01  # the same, when nobody waits
 
 _NOTHING = Delta("")
+_NOT_ASKED = (0, None)
 
 Event = tuple[str, Delta | Progress]
 """What happened to which request."""
@@ -466,13 +467,20 @@ class Scheduler:
             for task, _ in shares:
                 self._end(task, "error", error=f"{type(error).__name__}: {error}")
             return
+        given = dict(zip(sampled, picked, strict=True))
         for task, n in shares:
             self.totals.computed_tokens += n
+            if given.get(task, _NOT_ASKED) is None:  # what it has computed is not worth keeping
+                self._end(task, "error", error="the model's logits hold NaN or infinity")
+                continue
             was_prefilling = task.prefilling
             task.advance(n)
             if was_prefilling:
                 self._tell_progress(task)
-        for task, (token, logprob) in zip(sampled, picked, strict=True):
+        for task, choice in given.items():
+            if choice is None:
+                continue
+            token, logprob = choice
             try:
                 self._take(task, token, () if logprob is None else (logprob,))
             except Exception as error:  # such as a tokenizer that cannot decode a token: the others go on

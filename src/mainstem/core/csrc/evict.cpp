@@ -56,7 +56,12 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   if (!row.from_tail()) {
     if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
     take_cell(node, slot(component, tier), &(*freed)[component]);
-    reap(node);
+    if (dead(node)) {
+      reap(node);
+    } else if (!single_cell_) {
+      join(node);
+      release_border(node);
+    }
     return;
   }
   if (want < pages) {

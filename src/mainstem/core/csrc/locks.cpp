@@ -101,6 +101,8 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
   ++pins(to, tier);
   --pins(from, tier);
   release_border(from);
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    join_behind(to, slot(c, tier));
 }
 
 void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready) {

@@ -6,6 +6,7 @@
 #include <array>
 #include <cassert>
 #include <limits>
+#include <utility>
 
 namespace mainstem {
 
@@ -262,17 +263,25 @@ void Tree::take_place(Index node, Index of) {
   (n.next == kNone ? p.last_child : nodes_[n.next].previous) = node;
 }
 
-// Whether nobody can tell if an only child is joined to its parent: both hold the same cells, and no lock ends between
-// them. (With windows and states eviction could tell: it comes to inner nodes, too.)
+// Whether nobody can tell if an only child is joined to its parent: both hold the same cells, no lock ends between
+// them, no state stands there, and of windows both lie behind all ends.
 bool Tree::joins(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
-  if (!divides_pages() || !ranks_itself() || u.root() || u.children != 1) return false;
+  if (!ranks_itself() || u.root() || u.children != 1) return false;
   if (u.hits != l.hits || u.priority != l.priority || u.key.size() + l.key.size() > kJoinedBytes) return false;
   for (std::uint32_t tier = 0; tier < tiers_; ++tier)
     if (pins(upper, tier)) return false;
-  for (std::size_t s = 0; s < slots_; ++s)
-    if (cell(upper, s).in_flight() || cell(upper, s).residency != cell(lower, s).residency) return false;
+  for (std::size_t s = 0; s < slots_; ++s) {
+    const Cell& first = cell(upper, s);
+    const Cell& second = cell(lower, s);
+    if (!row(s).divides()) {
+      if (!first.absent()) return false;
+      continue;
+    }
+    if (first.in_flight() || first.residency != second.residency || first.locks != second.locks) return false;
+    if (row(s).begins_late() && first.present() && !(behind(upper, s) && behind(lower, s))) return false;
+  }
   return true;
 }
 
@@ -283,8 +292,10 @@ void Tree::join(Index lower) noexcept {
   if (!joins(upper, lower)) return;
   Node& l = nodes_[lower];
   Node& u = nodes_[upper];
-  u.accessed = std::max(u.accessed, l.accessed);  // see vacate()
-  if (rank_of(upper, 0) != rank_of(lower, 0)) return;
+  const std::uint64_t accessed = std::exchange(u.accessed, std::max(u.accessed, l.accessed));  // see vacate()
+  const bool told = rank_of(upper, 0) != rank_of(lower, 0);
+  u.accessed = accessed;
+  if (told) return;
   try {
     u.key.reserve_back(l.key.size(), kJoinedBytes);
     for (std::size_t s = 0; s < slots_; ++s)
@@ -295,18 +306,35 @@ void Tree::join(Index lower) noexcept {
   table_.erase(hash(upper, l.key.data()), lower);
   table_.replace(hash(u.parent, u.key.data()), upper, lower);
   take_place(lower, upper);
+  l.accessed = std::max(u.accessed, l.accessed);
   u.key.append(l.key);
   l.key = std::move(u.key);
   l.start = u.start;
   l.pages += u.pages;
   for (std::size_t s = 0; s < slots_; ++s) {
     Cell& half = cell(upper, s);
-    assert(half.locks == cell(lower, s).locks && !orders_[s].contains(upper));
+    if (orders_[s].contains(upper)) orders_[s].remove(upper);
+    if (!row(s).divides()) {  // the state at the end stays
+      if (!cell(lower, s).absent()) ++cell(l.parent, s).holders;
+      refresh(lower, s);
+      continue;
+    }
     half.ids.append(cell(lower, s).ids);
     cell(lower, s).ids = std::move(half.ids);
     refresh(lower, s);
   }
   free_node(upper);
+}
+
+// What has come to lie behind the window that ends at a node may be joined.
+void Tree::join_behind(Index node, std::size_t slot) {
+  if (!row(slot).begins_late()) return;
+  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
+  while (!nodes_[node].root() && nodes_[node].start > first)
+    node = nodes_[node].parent;
+  if (nodes_[node].root()) return;
+  node = nodes_[node].parent;
+  if (!nodes_[node].root()) join(node);
 }
 
 // A lock that ended at this node is gone: the node may be joined to what follows.

@@ -239,6 +239,7 @@ class Tree {
   void join(Index lower) noexcept;
   bool joins(Index upper, Index lower) const;
   void release_border(Index node);
+  void join_behind(Index node, std::size_t slot);
   void take_place(Index node, Index of);
   void link(Index parent, Index node);
   void unlink(Index node);
