@@ -119,6 +119,9 @@ class Ghost:
         rows = [logits(end) for segment, end in zip(segments, last, strict=True) if segment.logits]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
+    def embed(self, segment: Segment) -> None:
+        """A ghost sees images by their identity."""
+
     def copy_page(self, source: int, target: int, positions: int) -> None:
         assert source != target and 0 < positions < self.page_size
         self._hash[target, :positions] = self._hash[source, :positions]

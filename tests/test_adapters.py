@@ -242,7 +242,7 @@ def test_weights_that_are_no_numbers(model: PreTrainedModel, saved: dict[str, Pa
     tensors = load_file(file)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, file)
-    refused(model, file.parent, UnsupportedModel, "no number")
+    refused(model, file.parent, UnsupportedModel, "NaN or infinity")
 
 
 def test_a_path_that_no_file_can_have(model: PreTrainedModel) -> None:

@@ -441,6 +441,23 @@ def test_images_that_differ_are_never_shared_and_the_same_image_is(kind: str, sp
     assert bench.output(first) == bench.output(second) != bench.output(other)
 
 
+def test_an_image_that_cannot_be_encoded_ends_its_own_request_only() -> None:
+    bench = Bench(some_rows("full"), images=True)
+
+    def embed(segment: Segment) -> None:
+        if any(one.identity == image(0, 8, "too large").identity for one in segment.images):
+            raise RuntimeError("no memory")
+
+    bench.ghost.embed = embed  # type: ignore[method-assign]
+    params = {"max_tokens": 3, "ignore_eos": True}
+    lost = bench.add(**illustrated("too large", "a"), **params)
+    spared = [bench.add(**illustrated("cat", "a"), **params), bench.add(prompt("text", 20), **params)]
+    bench.run()
+    assert bench.output(lost)[2] == "error" and "no memory" in str(bench.last(lost).error)
+    bench.assert_complete(*spared)
+    bench.check_at_rest()
+
+
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_part_behind_an_image_share_its_state(kind: str, splits: bool) -> None:

@@ -57,6 +57,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 # What PEFT raises when settings and model do not fit.
 _FAULTS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, re.error)
 
+# More than any adapter has: PEFT makes room for what the settings say before it looks at the weights.
+_MOST_RANKS = 1024
+
+_LORA_A_KEY = re.compile(r"\.lora_(embedding_)?A(\.|$)")
 _LORA_KEY = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 
 
@@ -302,19 +306,21 @@ def _bad_numbers(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
     """What would take the memory of a much larger adapter, or make others' answers of no number."""
     import torch
 
-    ranks = {0, *(min(tensor.shape) for key, tensor in tensors.items() if ".lora_" in key and tensor.dim() > 1)}
-    patterns = [settings.get(name, {}) for name in ("rank_pattern", "alpha_pattern")]
-    given = [settings.get("r", 8), *(patterns[0].values() if isinstance(patterns[0], dict) else [patterns[0]])]
-    if any(type(rank) is not int or not 1 <= rank <= max(ranks) for rank in given):
-        yield f"its ranks are {given}, but those of its weights at most {max(ranks)}"
-    scales = [
-        settings.get("lora_alpha", 8),
-        *(patterns[1].values() if isinstance(patterns[1], dict) else [patterns[1]]),
-    ]
-    if any(type(scale) not in (int, float) or not math.isfinite(scale) for scale in scales):
-        yield f"its lora_alpha is {scales}, which is no number"
+    most = max([_MOST_RANKS, *(tensor.shape[0] for key, tensor in tensors.items() if _LORA_A_KEY.search(key))])
+    ranks = _all_of(settings, "r", "rank_pattern")
+    if any(type(rank) is not int or not 1 <= rank <= most for rank in ranks):
+        yield f"its ranks are {ranks}: must be integers from 1 to {most}"
+    scales = _all_of(settings, "lora_alpha", "alpha_pattern")
+    if not all(isinstance(scale, (int, float)) and math.isfinite(scale) for scale in scales):
+        yield f"its lora_alpha is {scales}: must be a finite number"
     if wrong := next((key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None):
-        yield f"its weights hold what is no number, in {wrong}"
+        yield f"its weights hold NaN or infinity, in {wrong}"
+
+
+def _all_of(settings: Mapping[str, Any], name: str, pattern: str) -> list[object]:
+    """A setting and the exceptions from it, by layer."""
+    exceptions = settings.get(pattern, {})
+    return [settings.get(name, 8), *(exceptions.values() if isinstance(exceptions, dict) else [exceptions])]
 
 
 def _digest(config: bytes, weights: bytes) -> str:

@@ -455,6 +455,8 @@ class Engine:
         request = replace(request, namespace=namespace, adapter=adapter)
         if request.images and self.vision is None:
             raise BadArgument("images", f"{len(request.images)} images", "none: the model takes text only")
+        if request.positions is not None and not (self.vision is not None and self.vision.m_rope):
+            raise BadArgument("positions", "given", "None: the model counts positions itself")
         return request
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams = _DEFAULTS) -> list[Completion]:

@@ -152,6 +152,7 @@ class ModelRunner:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._like = torch.empty(0, dtype=loaded.dtype, device=model.device)
         self._page_size = page_size
+        self._embedded: dict[tuple[bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
             self._shape = StateShape.of(model) if self.layout.state_layers else None
@@ -179,7 +180,26 @@ class ModelRunner:
                 Nothing is written.
         """
         self._check(segments)
-        return self._run(segments, self._pools)
+        try:
+            return self._run(segments, self._pools)
+        finally:
+            self._embedded.clear()
+
+    def embed(self, segment: Segment) -> None:
+        """Run the encoder for the images of a segment that are not kept yet.
+
+        Raises:
+            BadArgument: the encoder makes another number of embeddings than an image has positions.
+        """
+        if self.vision is None:
+            return
+        with torch.inference_mode(), self.adapters.select(segment.adapter):
+            for image in _inside(segment):
+                rows = self.vision.embed(image)
+                if len(rows) != image.length:
+                    allowed = f"{len(rows)}, as many as the encoder makes"
+                    raise BadArgument("images", f"{image.length} positions", allowed)
+                self._embedded[image.identity, segment.adapter] = rows
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
         """Host pages for the pools', a component each in their order.
@@ -295,8 +315,9 @@ class ModelRunner:
             for image in _inside(segment):
                 begin, end = max(image.start, segment.start), min(image.end, segment.end)
                 shift = row - segment.start
-                span = self.vision.embed(image)[begin - image.start : end - image.start]
-                flat[begin + shift : end + shift] = span
+                rows = self._embedded.get((image.identity, segment.adapter))
+                rows = self.vision.embed(image) if rows is None else rows
+                flat[begin + shift : end + shift] = rows[begin - image.start : end - image.start]
             row += len(segment.tokens)
         return embeddings
 

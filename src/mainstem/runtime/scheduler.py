@@ -80,6 +80,9 @@ class Runner(Protocol):
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         """float32 [rows, vocab]: one row for each segment that wants one, in order."""
 
+    def embed(self, segment: Segment) -> None:
+        """Makes ready the images that a segment computes; asked for only where there are images."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -457,6 +460,9 @@ class Scheduler:
         self.totals.storage_tokens += task.storage_tokens
 
     def _forward(self, shares: list[tuple[_Task, int]]) -> None:
+        shares = [(task, n) for task, n in shares if not task.request.images or self._embeds(task, n)]
+        if not shares:
+            return
         sampled = [task for task, n in shares if n == task.pending]
         try:
             logits = self._runner.forward([task.segment(n) for task, n in shares])
@@ -486,6 +492,16 @@ class Scheduler:
             except Exception as error:  # such as a tokenizer that cannot decode a token: the others go on
                 log.exception("request %s failed and ends", task.id)
                 self._end(task, "error", error=f"{type(error).__name__}: {error}")
+
+    def _embeds(self, task: _Task, n: int) -> bool:
+        """Whether the images of a share can be encoded: one that cannot ends its own request, and no other."""
+        try:
+            self._runner.embed(task.segment(n))
+        except Exception as error:
+            log.exception("the images of request %s cannot be encoded; it ends", task.id)
+            self._end(task, "error", error=f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     def _drop_failed_loads(
         self, shares: list[tuple[_Task, int]], sampled: list[_Task], logits: torch.Tensor
