@@ -313,7 +313,7 @@ def _bad_numbers(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
     scales = _all_of(settings, "lora_alpha", "alpha_pattern")
     if not all(isinstance(scale, (int, float)) and math.isfinite(scale) for scale in scales):
         yield f"its lora_alpha is {scales}: must be a finite number"
-    if wrong := next((key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None):
+    if wrong := next((key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor.float()).all())), None):
         yield f"its weights hold NaN or infinity, in {wrong}"
 
 
