@@ -237,6 +237,19 @@ def test_damaged_weights(model: PreTrainedModel, saved: dict[str, Path], tmp_pat
     refused(model, copy, BadArgument, "undamaged")
 
 
+@pytest.mark.parametrize("pattern", ["(", "(([a-z._0-9]+)+)+X", r".*\.(q_proj|v_proj|down_proj)"])
+def test_a_regular_expression_is_not_run_the_weights_say_where_they_belong(
+    pattern: str, model: PreTrainedModel, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    plain, described = Adapters(model), Adapters(model)
+    folder = change_settings(shutil.copytree(saved["a"], tmp_path / "copy"), target_modules=pattern)
+    tokens = torch.arange(12).unsqueeze(0)
+    with plain.select(plain.load("a", saved["a"])):
+        wanted = model(tokens).logits
+    with described.select(described.load("a", folder)):
+        assert torch.equal(model(tokens).logits, wanted)
+
+
 def test_weights_that_are_no_numbers(model: PreTrainedModel, saved: dict[str, Path], tmp_path: Path) -> None:
     file = shutil.copytree(saved["a"], tmp_path / "copy") / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -281,7 +294,9 @@ def test_virtual_tokens_are_refused(model: PreTrainedModel, tmp_path: Path) -> N
         ({"r": 10**9}, "ranks"),
         ({"rank_pattern": {"q_proj": 10**9}}, "ranks"),
         ({"lora_alpha": float("inf")}, "lora_alpha"),
-        ({"target_modules": "("}, "fit"),
+        ({"rank_pattern": {"(": 4}}, "plain name"),
+        ({"alpha_pattern": {"(a+)+": 4}}, "plain name"),
+        ({"exclude_modules": "(.*)*"}, "plain name"),
     ],
 )
 def test_settings_that_are_refused(

@@ -456,7 +456,10 @@ def serve(
     adapters = [_adapter(text) for text in adapter]
     with _bound(config) as listener, _engine(model, dtype, engine, below) as running:
         for name, path in adapters:
-            running.load_adapter(name, path)
+            try:
+                running.load_adapter(name, path)
+            except BadArgument as error:
+                raise BadArgument("adapter", f"{name}={path}", error.allowed) from None
         serve_http(running, config, listener)
 
 
@@ -530,8 +533,8 @@ def demo(
 def _adapter(text: str) -> tuple[str, str]:
     """An adapter's name and path."""
     name, _, path = text.partition("=")
-    if not name or not path:
-        raise BadArgument("adapter", text, "NAME=PATH")
+    if not name or not path or " " in name or not (name.isascii() and name.isprintable()):
+        raise BadArgument("adapter", text, "NAME=PATH, the name of printable ASCII characters without spaces")
     return name, path
 
 

@@ -54,12 +54,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 
-# What PEFT raises when settings and model do not fit.
-_FAULTS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, re.error)
-
 # More than any adapter has: PEFT makes room for what the settings say before it looks at the weights.
 _MOST_RANKS = 1024
 
+_PLAIN = re.compile(r"[\w.\-]+")
 _LORA_A_KEY = re.compile(r"\.lora_(embedding_)?A(\.|$)")
 _LORA_KEY = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 
@@ -154,7 +152,7 @@ class Adapters:
             return former
         try:
             places = self._fit(files)
-        except _FAULTS as error:
+        except Exception as error:  # PEFT's, of all kinds; `_fit` has put everything back
             raise UnsupportedModel(f"adapter {name}: it does not fit the model: {_shortened(error)}") from error
         adapter = Adapter(name, files.digest, places)
         self._by_name = {**self._by_name, name: adapter}
@@ -258,7 +256,8 @@ def read_adapter(path: str | Path) -> AdapterFiles:
     if foreign := sorted(key for key in tensors if not _LORA_KEY.search(key)):
         raise UnsupportedModel(f"the adapter in {folder} cannot be served: it replaces weights, such as {foreign[0]}")
     honoured = {key: settings[key] for key in _HONOURED if settings.get(key) is not None}
-    if reasons := list(_bad_numbers(honoured, tensors)):
+    _targets(honoured, tensors)
+    if reasons := [*_bad_patterns(honoured), *_bad_numbers(honoured, tensors)]:
         raise UnsupportedModel(f"the adapter in {folder} cannot be served: {'; '.join(reasons)}")
     return AdapterFiles(_digest(config, weights), honoured, tensors)
 
@@ -300,6 +299,22 @@ def _refusals(settings: Mapping[str, Any]) -> Iterator[str]:
         asks = value not in _NEUTRAL.get(name, ()) and value not in (None, False, 0, "", [], {})
         if asks and name not in _HARMLESS and name not in _HONOURED:
             yield f"{name} = {json.dumps(value)} is not supported"
+
+
+def _bad_patterns(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Regular expressions, which PEFT would run over the names of layers: one may take for ever."""
+    for name in ("rank_pattern", "alpha_pattern", "layers_pattern", "exclude_modules"):
+        given = settings.get(name, ())
+        for pattern in [given] if isinstance(given, str) else given:
+            if not isinstance(pattern, str) or not _PLAIN.fullmatch(pattern):
+                yield f"{name} holds {pattern!r}, which is no plain name of a layer"
+
+
+def _targets(settings: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Takes the layers that there are weights for where the file describes them by a regular expression."""
+    if isinstance(settings.get("target_modules"), str):
+        names = {_LORA_KEY.split(key)[0].removeprefix("base_model.model.") for key in tensors}
+        settings["target_modules"] = sorted(names)
 
 
 def _bad_numbers(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -334,25 +334,7 @@ class Engine:
             raise BadArgument("storage", config.tiers.storage, "None: it holds the pages of full attention only")
         self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
         self.vision = model.vision
-        host, store = (
-            (None, None) if config.tiers is None else build_tiers(config.tiers, model, loaded, config.page_size, clock)
-        )
-        try:
-            self._cache = PrefixCache(
-                sizes,
-                config.page_size,
-                keys=TokenKeys(model.vocab_size) if self.vision is None else TypedKeys(model.vocab_size),
-                policy=config.policy,
-                enabled=config.cache,
-                copy_page=model.copy_page,
-                copy_state=model.copy_state,
-                host=host,
-                store=store,
-            )
-        except BaseException:
-            if host is not None:
-                close_tiers(host, store)
-            raise
+        self._cache = _cache(loaded, config, model, sizes, clock)
         self._tiers = self._cache.tiers
         self._remembered_s = clock()
         if self._tiers is not None and config.tiers is not None and config.tiers.warm:
@@ -452,9 +434,11 @@ class Engine:
         if isinstance(namespace, Namespace) and namespace.adapter is not None:
             adapter = self._model.adapters.get(namespace.adapter)
             namespace = replace(namespace, adapter=adapter.namespace)
-        request = replace(request, namespace=namespace, adapter=adapter)
-        if request.images and self.vision is None:
+        if self.vision is not None:
+            namespace = self.vision.namespace_for(request.images, namespace)
+        elif request.images:
             raise BadArgument("images", f"{len(request.images)} images", "none: the model takes text only")
+        request = replace(request, namespace=namespace, adapter=adapter)
         if request.positions is not None and not (self.vision is not None and self.vision.m_rope):
             raise BadArgument("positions", "given", "None: the model counts positions itself")
         return request
@@ -729,6 +713,35 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     return {
         State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
     }
+
+
+def _cache(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    model: Runner,
+    sizes: Mapping[Component, int],
+    clock: Callable[[], float],
+) -> PrefixCache:
+    """The cache over a runner's pools, and what lies below; nothing of it is left behind if it cannot be made."""
+    host, store = (
+        (None, None) if config.tiers is None else build_tiers(config.tiers, model, loaded, config.page_size, clock)
+    )
+    try:
+        return PrefixCache(
+            sizes,
+            config.page_size,
+            keys=TokenKeys(model.vocab_size) if model.vision is None else TypedKeys(model.vocab_size),
+            policy=config.policy,
+            enabled=config.cache,
+            copy_page=model.copy_page,
+            copy_state=model.copy_state,
+            host=host,
+            store=store,
+        )
+    except BaseException:
+        if host is not None:
+            close_tiers(host, store)
+        raise
 
 
 def _slot_bytes(loaded: LoadedModel) -> int:

@@ -25,6 +25,7 @@ from mainstem.components import Full, Window
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.adapters import Adapter, Adapters
 from mainstem.runtime.attention import (
+    TOLERANCE,
     Attention,
     BatchPlan,
     Extent,
@@ -46,10 +47,6 @@ from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-# Largest difference from plain attention that the self-test takes for rounding, as a part of the logits' spread. With
-# SmolLM2's 30 layers it is 1.3e-6 in float32, 1.8e-3 in float16 and 1.2e-2 in bfloat16; deeper models round more often.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 _TEST_TOKENS = 12
 # The self-test's prompts reach behind windows of up to so many positions; longer ones would take long to test.

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace
+from mainstem.runtime.attention import TOLERANCE
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import ImageInput, PreparedPrompt
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 # Differences from plain attention that count as rounding, as a part of the logits' spread; see the runner's.
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # Below it logits have not moved at all: a row that does not see another is computed alike, whatever the other holds.
 _STILL = 1e-7
@@ -182,12 +182,14 @@ class Vision:
             self._cached.move_to_end(image.identity)
         return self._span(image, rows)
 
-    def namespace_for(self, images: Sequence[ImageInput], namespace: Namespace | None = None) -> Namespace | None:
+    def namespace_for(
+        self, images: Sequence[ImageInput], namespace: Namespace | str | None = None
+    ) -> Namespace | str | None:
         """The namespace of a prompt: with its images where they shape what stands in front of them."""
         if not images or not self.first_token_sees_image:
             return namespace
         named = tuple(f"image:{image.identity.hex()}" for image in images)
-        given = namespace or Namespace()
+        given = Namespace(extra=(f"namespace:{namespace}",)) if isinstance(namespace, str) else namespace or Namespace()
         return replace(given, extra=given.extra + named)
 
     def stats(self) -> VisionStats:
@@ -339,7 +341,7 @@ class _Test:
         self._vision = vision
         self._model: Any = loaded.model
         self._name = loaded.name
-        self._tolerance = _TOLERANCE[loaded.dtype]
+        self._tolerance = TOLERANCE[loaded.dtype]
         self._image = prompt.images[0]
         device = loaded.model.device
         taken = inspect.signature(self._model.forward).parameters

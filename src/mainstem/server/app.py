@@ -507,8 +507,6 @@ class _Service:
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
         """One request a choice; without a seed of their own the choices ask for the same."""
         room = self._engine.max_context - len(prompt.tokens)
-        if prompt.images and self._engine.vision is not None:
-            namespace = self._engine.vision.namespace_for(prompt.images, namespace)
 
         def request(choice: int) -> Request:
             given = (ask.params(room, choice), namespace, ask.priority or 0)
