@@ -330,6 +330,32 @@ PYTHON: tuple[Mutant, ...] = (
         "self._prefetch.looked(self._call.value[: outcome - 1])", "self._prefetch.looked(self._call.value)",
         "ranks",
     ),
+    # ---------------------------------------------------------------- images and adapters
+    _mutant(
+        "the shape of an image is not in its identity", "CVE-2025-46722", "runtime/vision.py",
+        "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([mode, pixels.dtype.str])",
+        "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
+    ),
+    _mutant(
+        "the mode of an image is not in its identity", "CVE-2025-46722", "runtime/vision.py",
+        "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([pixels.dtype.str, pixels.shape])",
+        "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
+    ),
+    _mutant(
+        "a hit ends inside an image", "-", "keys.py",
+        "return start if inside else min(position, self._length)", "return min(position, self._length)",
+        "tests/test_keys.py",
+    ),
+    _mutant(
+        "a chunk ends inside an image", "-", "runtime/checkpoints.py",
+        "    if span is None:\n        return end\n", "    return end\n",
+        "tests/test_checkpoints.py",
+    ),
+    _mutant(
+        "an adapter's prefixes are the base model's", "here", "runtime/engine.py",
+        "namespace = replace(namespace, adapter=adapter.namespace)", "namespace = replace(namespace, adapter=None)",
+        "tests/test_adapters.py",
+    ),
     # ---------------------------------------------------------------- the file store
     _mutant(
         "the index is believed after a restart", "LMCache#562", "storage/file.py",
