@@ -19,6 +19,7 @@ LAYERS = [
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
     ("cache", ["cache"]),
+    ("replay", ["replay"]),
     ("runtime", ["runtime"]),
     ("server", ["server"]),
     ("cli", ["cli", "demo", "__main__"]),
@@ -59,6 +60,17 @@ def test_a_lower_layer_never_imports_a_higher_one(module: Path) -> None:
     name = ".".join(module.parts).removesuffix(".__init__")
     for imported in imports(PACKAGE / module.with_suffix(".py")):
         assert layer(imported) <= layer(name), f"{name} imports {imported}"
+
+
+def test_replay_needs_no_torch() -> None:
+    modules = [".".join(path.parts).removesuffix(".__init__") for path in MODULES if path.parts[0] == "replay"]
+    code = (
+        f"import sys; from importlib import import_module; [import_module('mainstem.' + name) for name in {modules}]; "
+        "heavy = {'torch', 'transformers', 'starlette'} & set(sys.modules); "
+        "sys.exit(', '.join(heavy) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_no_module_is_named_after_nothing() -> None:

@@ -348,3 +348,40 @@ def copy_rows(target: numpy.typing.NDArray[numpy.uint8], targets: numpy.typing.N
 
     No row may be written twice in a call, or read and written. Raises BadArgument.
     """
+
+class Replay:
+    """
+    Serves the requests of a trace by real trees, which are its own from then on; see src/mainstem/core/csrc/replay.h.
+    """
+
+    def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None:
+        """
+        A tree a replica, a capacity a tier. Where a tree's policy is written in Python, evict(pages, tier) evicts.
+        """
+
+    def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
+        """
+        Serves requests; the blocks that each hit, [requests * tiers], and the replica that served it.
+        """
+
+    def totals(self, replica: int, tier: int) -> tuple[int, int, int, int, int, list[int], list[int], list[int], list[int]]:
+        """
+        Blocks hit, loaded, written, evicted and expired; of those evicted age and idle time, in accesses and in seconds: [0] counts zeros, [i] numbers in [2**(i-1), 2**i).
+        """
+
+    def bytes(self) -> int:
+        """Memory held beside the trees."""
+
+class Optimum:
+    """The offline optimum; see src/mainstem/core/csrc/optimum.h."""
+
+    def __init__(self) -> None: ...
+
+    def add(self, offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> None:
+        """The next requests."""
+
+    def finish(self) -> None:
+        """Those were all: `run` may be called, from several threads."""
+
+    def run(self, capacity: int) -> tuple[numpy.typing.NDArray[numpy.int32], int]:
+        """The blocks that each request hits, and how many blocks are evicted."""

@@ -1,4 +1,4 @@
-"""The `mainstem` command: serve, generate, demo, storage.
+"""The `mainstem` command: serve, generate, demo, storage, replay, plan, trace.
 
 Argument parsing and printing, nothing else. What is heavy (torch, transformers, starlette) is imported inside the
 commands, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mainstem.runtime.tiers import TierConfig
     from mainstem.server.app import ServerConfig
     from mainstem.server.images import ImagePolicy
+    from mainstem.server.recording import RecordConfig
     from mainstem.storage import Backend
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -76,6 +77,7 @@ Examples:
   MAINSTEM_API_KEY=secret mainstem serve --host 0.0.0.0
   mainstem serve ./my-model --adapter french=./french-lora --adapter legal=./legal-lora
   mainstem serve --kv-bytes 64MB --host-bytes 256MB --storage 'file:./kv?capacity=8GiB'
+  mainstem serve --record requests.jsonl
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
@@ -178,7 +180,7 @@ _FIELDS = {
 def _option(name: str) -> str:
     """The option that gives an argument, or the argument's own name where no option does."""
     flag = f"--{name.replace('_', '-')}"
-    commands = [app[command] for command in ("serve", "generate", "demo")]
+    commands = [app[command] for command in ("serve", "generate", "demo", "replay", "plan")]
     arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
     return flag if any(flag in argument.names for argument in arguments) else name
 
@@ -289,6 +291,42 @@ class ImageOptions:
             )
         except BadArgument as error:
             raise BadArgument(_FIELDS.get(error.name, error.name), error.value, error.allowed) from None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """What is recorded of requests, to be replayed.
+
+    Args:
+        record: File to which a line is added for each request: times, token counts, and its prompt as hashes under a
+            secret.
+        record_secret: What prompts and clients are hashed under: at least 16 characters; recordings under the same
+            secret can be joined. Default: a random one, which is forgotten.
+        record_text: Also write prompts and answers as they are.
+        record_block_size: Tokens a hash; 1 or more.
+    """
+
+    record: Path | None = None
+    record_secret: Annotated[str | None, Parameter(env_var="MAINSTEM_RECORD_SECRET")] = None
+    record_text: Annotated[bool, Parameter(negative="")] = False
+    record_block_size: int = 16
+
+    def config(self) -> RecordConfig | None:
+        """The same for the server; None: nothing is recorded.
+
+        Raises:
+            BadArgument: a value outside its range, or one that does nothing without a file.
+        """
+        if self.record is None:
+            for name in ("record_text", "record_block_size"):
+                if getattr(self, name) != getattr(RecordOptions(), name):
+                    raise BadArgument(name, getattr(self, name), "left out without --record")
+            return None
+        from mainstem.server.recording import RecordConfig
+
+        secret = None if self.record_secret is None else self.record_secret.encode("utf-8", "surrogateescape")
+        return RecordConfig(self.record, secret, self.record_text, self.record_block_size)
 
 
 @Parameter(name="*")
@@ -426,6 +464,7 @@ def serve(
     engine: EngineOptions = EngineOptions(),
     tiers: TierOptions = TierOptions(),
     images: ImageOptions = ImageOptions(),
+    record: RecordOptions = RecordOptions(),
     max_body_bytes: Size = 16 << 20,
     drain_timeout_s: float = 30.0,
 ) -> None:
@@ -451,7 +490,9 @@ def serve(
     from mainstem.server.app import serve as serve_http
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    config = ServerConfig(host, port, api_key, admin_key, max_body_bytes, drain_timeout_s, images.policy())
+    config = ServerConfig(
+        host, port, api_key, admin_key, max_body_bytes, drain_timeout_s, images.policy(), record.config()
+    )
     below = tiers.config()
     adapters = [_adapter(text) for text in adapter]
     with _bound(config) as listener, _engine(model, dtype, engine, below) as running:
@@ -557,6 +598,12 @@ storage = cyclopts.App(
     help_format="plaintext",
 )
 app.command(storage)
+# What belongs to the replay is imported when it is asked for.
+app.command(
+    "mainstem.replay.replay_command:replay", name="replay", help="See what a cache of each size would have done."
+)
+app.command("mainstem.replay.plan_command:plan", name="plan", help="Find out what memory a trace of requests pays for.")
+app.command("mainstem.replay.commands:trace", name="trace", help="Look at traces of requests, convert and make them.")
 Spec = Annotated[str, Parameter(help="Such as file:./kv?capacity=8GiB or redis://127.0.0.1:6379/0; docs/storage.md.")]
 
 

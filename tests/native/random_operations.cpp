@@ -75,6 +75,7 @@ void run_threads(std::uint64_t seeds, std::uint32_t operations) {
       random_cache(seed * kThreads + thread, operations);
       random_components(seed * kThreads + thread, operations);
       random_tiers(seed * kThreads + thread, operations);
+      random_replay(seed * kThreads + thread, operations);
     });
     random_peeks(seed, operations);
   }
@@ -87,6 +88,7 @@ void run(std::uint64_t seeds, std::uint32_t operations) {
     random_cache(seed, operations);
     random_components(seed, operations);
     random_tiers(seed, operations);
+    random_replay(seed, operations);
   }
 }
 

@@ -20,10 +20,10 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -49,6 +49,7 @@ from mainstem.server import protocol
 from mainstem.server.images import ImagePolicy, Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Head
+from mainstem.server.recording import Kind, RecordConfig, Recorder
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine, Stream
@@ -75,6 +76,7 @@ class ServerConfig:
         max_body_bytes: the largest body that is read.
         drain_timeout_s: how long running requests may take to end when the server is told to stop.
         images: where images of requests may come from, and how large they may be.
+        record: what is recorded of requests; None: nothing.
 
     Raises:
         BadArgument: a value outside its range.
@@ -87,6 +89,7 @@ class ServerConfig:
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0
     images: ImagePolicy = field(default_factory=ImagePolicy)
+    record: RecordConfig | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -107,6 +110,7 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
     secret: Callable[[int], bytes] | None = None,
+    recorder: Recorder | None = None,
 ) -> Starlette:
     """The ASGI application over one engine.
 
@@ -114,13 +118,14 @@ def create_app(
 
     Args:
         engine: stays the caller's to close.
-        config: host, port and drain_timeout_s matter to `serve` only.
+        config: host, port, drain_timeout_s and record matter to `serve` only.
         clock: seconds, monotonic; for latencies.
         now: seconds since the epoch; for the `created` fields.
         secret: that many random bytes; API keys are known by digests under such a secret, drawn once. None: from the
             engine's storage secret if it has one, so that tenants find what they stored before a restart.
+        recorder: records every request that the engine takes; stays the caller's to close.
     """
-    service = _Service(engine, config, clock, now, secret or _tenant_secret(engine))
+    service = _Service(engine, config, clock, now, secret or _tenant_secret(engine), recorder)
     app = Starlette(
         routes=service.routes(),
         middleware=[Middleware(_Envelope)],
@@ -167,22 +172,33 @@ def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None
         listener: of `bind`; it is closed at the end.
 
     Raises:
+        BadArgument: `config.record` names a file that is no recording, or that another server writes.
         EngineClosed: the engine failed; another process has to take over.
-        OSError: another server has begun to listen on the port since it was bound.
+        OSError: another server has begun to listen on the port since it was bound, or the recording cannot be written.
     """
-    app = create_app(engine, config)
+    with listener, _recorder(engine, config.record) as recorder:
+        _serve(engine, config, listener, recorder)
+    if engine.failure is not None:
+        raise EngineClosed(f"the engine failed: {type(engine.failure).__name__}: {engine.failure}")
+
+
+def _recorder(engine: Engine, config: RecordConfig | None) -> AbstractContextManager[Recorder | None]:
+    if config is None:
+        return nullcontext()
+    return Recorder(config, engine.name, lambda tokens: str(engine.tokenizer.decode(list(tokens))))
+
+
+def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, recorder: Recorder | None) -> None:
+    app = create_app(engine, config, recorder=recorder)
     # Without a log configuration of its own, uvicorn logs wherever the program has its logs go.
     settings = uvicorn.Config(
         app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
     )
-    with listener:
-        listener.listen()
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        url = f"http://{host}:{listener.getsockname()[1]}/v1"
-        log.info("%s is served at %s: %s", engine.name, url, _described(engine))
-        _DrainingServer(settings, engine, app.state.service, config.drain_timeout_s).run(sockets=[listener])
-    if engine.failure is not None:
-        raise EngineClosed(f"the engine failed: {type(engine.failure).__name__}: {engine.failure}")
+    listener.listen()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{listener.getsockname()[1]}/v1"
+    log.info("%s is served at %s: %s", engine.name, url, _described(engine))
+    _DrainingServer(settings, engine, app.state.service, config.drain_timeout_s).run(sockets=[listener])
 
 
 def _described(engine: Engine) -> str:
@@ -242,19 +258,36 @@ class _Kind:
     parse: Callable[[bytes], Ask]
     reply: type[CompletionReply | ChatReply]
     id_prefix: str
+    name: Kind
 
 
-_COMPLETION = _Kind(protocol.parse_completion, CompletionReply, "cmpl")
-_CHAT = _Kind(protocol.parse_chat, ChatReply, "chatcmpl")
+_COMPLETION = _Kind(protocol.parse_completion, CompletionReply, "cmpl", "completion")
+_CHAT = _Kind(protocol.parse_chat, ChatReply, "chatcmpl", "chat")
+
+
+class _Watcher(Protocol):
+    """What follows one generation beside the client."""
+
+    def see(self, delta: Delta) -> None:
+        """Takes one event into account."""
+
+    def close(self) -> None:
+        """No more events come; the last one may have been among them."""
 
 
 class _Run:
-    """The choices of one HTTP request, from submit to their last events; what is left unfinished is cancelled."""
+    """The choices of one HTTP request, from submit to their last events; what is left unfinished is cancelled.
 
-    def __init__(self, streams: Sequence[Stream], choices: int, metrics: Metrics) -> None:
+    Args:
+        streams: of the engine.
+        choices: of each prompt.
+        watchers: those of each stream.
+    """
+
+    def __init__(self, streams: Sequence[Stream], choices: int, watchers: Sequence[Sequence[_Watcher]]) -> None:
         self._streams = streams
         self._choices = choices
-        self._metrics = metrics
+        self._watchers = watchers
         self.answers: list[list[Delta]] = [[] for _ in streams]
         self.failure: ApiError | None = None
 
@@ -293,10 +326,11 @@ class _Run:
     async def _follow_one(
         self, index: int, handle: Callable[[int, Delta], Awaitable[None]], scope: anyio.CancelScope
     ) -> None:
-        meter = self._metrics.meter()
+        watchers = self._watchers[index]
         try:
             async for delta in self._streams[index]:
-                meter.see(delta)
+                for watcher in watchers:
+                    watcher.see(delta)
                 self.answers[index].append(delta)
                 if delta.finish_reason in ("error", "cancelled"):
                     self.failure = _failure(delta)
@@ -309,7 +343,8 @@ class _Run:
         except OSError:  # how servers of ASGI 2.4 tell that the client is gone
             scope.cancel()
         finally:
-            meter.close()
+            for watcher in watchers:
+                watcher.close()
 
 
 def _failure(delta: Delta) -> ApiError:
@@ -372,6 +407,7 @@ class _Service:
         clock: Callable[[], float],
         now: Callable[[], float],
         secret: Callable[[int], bytes],
+        recorder: Recorder | None,
     ) -> None:
         self.draining = False
         self._engine = engine
@@ -382,7 +418,9 @@ class _Service:
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
-        self._metrics = Metrics(engine, clock)
+        self._metrics = Metrics(engine, clock, recorder)
+        self._recorder = recorder
+        self._shown_keys = dict(zip(self._keys, config.api_keys, strict=True))
         self._pictures = Pictures(config.images)
         self._max_images = config.images.max_images
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
@@ -412,11 +450,10 @@ class _Service:
 
     async def _generate(self, http: HttpRequest, kind: _Kind) -> Response:
         try:
-            ask, streams = await self._admit(http, kind)
+            ask, run = await self._admit(http, kind)
         except (ApiError, MainstemError) as error:
             self._metrics.refused(_shown(error).status)
             raise
-        run = _Run(streams, ask.choices, self._metrics)
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
         reply = kind.reply(head, self._prompts.spell, ask.include_usage)
         if ask.stream:
@@ -426,7 +463,7 @@ class _Service:
                 raise run.failure or ClientDisconnect()
         return await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
 
-    async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, list[Stream]]:
+    async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, _Run]:
         """Everything that may refuse a request, the cheapest first."""
         tenant = self._tenant(http)
         if self.draining:
@@ -434,7 +471,19 @@ class _Service:
         body = await self._body(http)
         limiter = self._seeing if b'"image_url"' in body else self._parsing
         ask, requests = await anyio.to_thread.run_sync(lambda: self._prepare(kind.parse(body), tenant), limiter=limiter)
-        return ask, self._submit(requests)
+        watchers = [self._watchers(ask, request, kind, tenant) for request in requests]
+        return ask, _Run(self._submit(requests), ask.choices, watchers)
+
+    def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[_Watcher]:
+        meter = self._metrics.meter()
+        if self._recorder is None:
+            return [meter]
+        vision = self._engine.vision
+        shaping = request.images if vision is not None and vision.first_token_sees_image else ()
+        adapter = None if ask.model == self._engine.name else ask.model
+        scope = Namespace(adapter, ask.cache_salt, tuple(image.identity.hex() for image in shaping))
+        key = None if tenant is None else self._shown_keys[tenant]
+        return [meter, self._recorder.note(request, kind.name, scope, key)]
 
     async def _body(self, http: HttpRequest) -> bytes:
         """The body, never more than the limit in memory.

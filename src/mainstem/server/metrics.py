@@ -20,6 +20,7 @@ from mainstem.tiers.controller import TierStats
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
     from mainstem.runtime.vision import VisionStats
+    from mainstem.server.recording import Recorder
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
@@ -129,18 +130,44 @@ def _tier_metrics(tiers: TierStats) -> Iterator[Metric]:
     )
 
 
+class RecorderCollector:
+    """Turns the counts of a recorder into a metric family at scrape time.
+
+    Args:
+        recorder: whose counts are read.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        """One reading."""
+        stats = self._recorder.stats()
+        family = CounterMetricFamily(
+            "mainstem_recorded_requests", "Requests of the recording, by what became of them", labels=["outcome"]
+        )
+        for outcome in ("written", "dropped", "failed"):
+            family.add_metric([outcome], getattr(stats, outcome))
+        yield family
+
+
 class Metrics:
     """All metrics of one server.
 
     Args:
         engine: whose statistics are exported.
         clock: seconds, monotonic; for the time between tokens.
+        recorder: whose counts are exported, if there is one.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engine: Engine, clock: Callable[[], float] = time.monotonic, recorder: Recorder | None = None
+    ) -> None:
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(engine))
+        if recorder is not None:
+            self._registry.register(RecorderCollector(recorder))
         self._requests = Counter(
             "mainstem_requests", "Requests by how they ended", ["outcome"], registry=self._registry
         )

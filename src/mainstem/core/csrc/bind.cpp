@@ -357,6 +357,7 @@ NB_MODULE(_core, m) {
 
   bind_cache(m);
   bind_copy(m);
+  bind_replay(m);
 }
 
 }  // namespace mainstem

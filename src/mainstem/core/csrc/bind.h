@@ -34,5 +34,6 @@ inline std::string_view view(const nb::bytes& bytes) {
 
 void bind_cache(nb::module_& m);
 void bind_copy(nb::module_& m);
+void bind_replay(nb::module_& m);
 
 }  // namespace mainstem

@@ -1,0 +1,310 @@
+"""The commands about traces, as `mainstem.cli` mounts them. Arguments and printing, nothing else.
+
+Results go to standard output, progress to standard error. What is heavy is imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+from mainstem.errors import BadArgument
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mainstem.replay.info import Group, TraceInfo
+    from mainstem.replay.trace import Trace
+
+_TRACE_EXAMPLES = """\
+Examples:
+
+  mainstem trace info conversation_trace.jsonl.xz
+  mainstem trace info requests.jsonl --format openai --tokenizer ./my-model
+  zcat log.gz | mainstem trace info - --on-bad skip --json
+  mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
+  mainstem trace generate chat=3,agents=1 --requests 50000 --seed 1 --set agents.steps=40 -o mix.mstrace
+
+A trace is lines of JSON: as Mooncake or Qwen-Bailian publish them, with
+token ids, with bodies of OpenAI requests, or a recording that
+`mainstem serve --record` made; or a .mstrace file. It may be compressed
+with xz, gzip or zstd."""
+
+Json = Annotated[bool, Parameter(negative="")]
+TracePath = Annotated[str, Parameter(help="The trace; - is standard input.", allow_leading_hyphen=True)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TraceOptions:
+    """How a trace is read.
+
+    Args:
+        format: What the lines are; auto tells by the first ones.
+        block_size: Tokens a block; by default 512 for mooncake, as a recording says, 16 for others.
+        on_bad: Whether a bad line stops the command, or is left out and counted.
+        tokenizer: For requests as text: name or folder of a tokenizer; without one, bytes are counted as tokens.
+    """
+
+    format: Literal["auto", "mooncake", "bailian", "tokens", "openai", "recording", "mstrace"] = "auto"
+    block_size: int | None = None
+    on_bad: Literal["stop", "skip"] = "stop"
+    tokenizer: str | None = None
+
+
+_DEFAULTS = TraceOptions()
+
+
+def read_trace(path: str, options: TraceOptions = _DEFAULTS) -> Trace:
+    """Opens a trace, with a progress bar. Raises as `open_trace` does."""
+    from mainstem.replay.readers import open_trace
+
+    with bar(f"reading {os.path.basename(path)}") as progress:
+        return open_trace(path, **asdict(options), progress=progress)
+
+
+@contextmanager
+def bar(stage: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, told what is done, and of how much (0: unknown); none without a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(stage, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total or None)
+
+
+trace = cyclopts.App(
+    name="trace",
+    help="Look at traces of requests, convert and make them.",
+    help_epilogue=_TRACE_EXAMPLES,
+    help_format="plaintext",
+)
+
+
+@trace.command(name="info")
+def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
+    """Show what a trace is like: requests, blocks, what a cache could find at best, how soon blocks are used again.
+
+    Args:
+        json: Print one JSON object.
+    """
+    from mainstem.replay.info import info
+
+    found = info(read_trace(path, options))
+    if json:
+        print(dumps(asdict(found), ensure_ascii=False))
+    else:
+        _show(found)
+
+
+@trace.command(name="convert")
+def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
+    """Write a trace in the compact format that is opened at once.
+
+    Args:
+        target: The file to write, .mstrace.
+        json: Print one JSON object.
+    """
+    from mainstem.replay.trace import SUFFIX
+
+    if target.suffix != SUFFIX:
+        raise BadArgument("target", str(target), f"a file that ends in {SUFFIX}")
+    read = read_trace(path, options)
+    read.save(target)
+    done = {"trace": read.name, "requests": len(read), "blocks": len(read.whole.blocks), "bytes": target.stat().st_size}
+    if json:
+        print(dumps({**done, "notes": read.notes}, ensure_ascii=False))
+    else:
+        print(f"{target}: {done['requests']:,} requests, {done['blocks']:,} blocks, {done['bytes']:,} bytes")
+        print("\n".join(read.notes), end="\n" if read.notes else "")
+
+
+@trace.command(name="generate")
+def trace_generate(
+    kind: str,
+    *,
+    requests: int,
+    output: Annotated[Path, Parameter(name=["--output", "-o"])],
+    seed: int = 0,
+    block_size: int = 64,
+    set: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    json: Json = False,
+) -> None:
+    """Make a trace of a synthetic workload; the same options give the same trace.
+
+    Args:
+        kind: chat, agents, documents, prompts, best-of-n or tenants; or several, with the share of the sessions that
+            each has: chat=3,agents=1.
+        requests: How many; 1 or more.
+        output: The file to write, .mstrace.
+        seed: Another one gives another trace; 0 or more.
+        block_size: Tokens a block; 1 or more.
+        set: A parameter as NAME=VALUE, in a mix KIND.NAME=VALUE; may be given several times. `mainstem trace kinds`
+            lists them.
+        json: Print one JSON object.
+    """
+    from mainstem.replay.generate import generate, parse_workload
+    from mainstem.replay.trace import SUFFIX
+
+    if output.suffix != SUFFIX:
+        raise BadArgument("output", str(output), f"a file that ends in {SUFFIX}")
+    made = generate(parse_workload(kind, dict(map(_setting, set))), requests, seed=seed, block_size=block_size)
+    made.save(output)
+    facts = {
+        "trace": made.name,
+        "requests": len(made),
+        "span_s": round(float(made.whole.time_s[-1]), 3),
+        "blocks": len(made.whole.blocks),
+        "distinct_blocks": made.distinct_blocks,
+        "notes": made.notes,
+    }
+    if json:
+        print(dumps(facts, ensure_ascii=False))
+    else:
+        print(f"{output}: {len(made):,} requests, {facts['blocks']:,} blocks, {facts['distinct_blocks']:,} distinct")
+
+
+@trace.command(name="kinds")
+def trace_kinds(*, json: Json = False) -> None:
+    """List the synthetic workloads, with their parameters and defaults.
+
+    Args:
+        json: Print one JSON object.
+    """
+    from mainstem.replay.generate import WORKLOADS
+
+    known = {name: {each.name: each.default for each in fields(kind)} for name, kind in WORKLOADS.items()}
+    if json:
+        print(dumps({name: {key: str(value) for key, value in kind.items()} for name, kind in known.items()}))
+        return
+    for name, parameters in known.items():
+        print(f"{name}: {(WORKLOADS[name].__doc__ or '').splitlines()[0]}")
+        print("".join(f"  {key:16} {value}\n" for key, value in parameters.items()))
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise BadArgument("set", text, "NAME=VALUE")
+    return name, value
+
+
+def _show(found: TraceInfo) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for table in _tables(found):
+        console.print(table)
+    for note in found.notes:
+        console.print(_printable(note), markup=False)
+
+
+def _tables(found: TraceInfo) -> Iterator[Table]:
+    yield _table("", ["", ""], _totals(found))
+    exact = "" if found.sampled == 1 else f" (by 1 block in {round(1 / found.sampled)})"
+    if found.reuses:
+        rows = [
+            (f"{row.high:,}", f"{row.uses:,}", *_share(row.lru_hit_rate)) for row in found.reuses if row.lru_hit_rate
+        ]
+        yield _table(f"Reuse distances{exact}", ["LRU with room for blocks", "finds more", "in all", ""], rows)
+        most = max(row.uses for row in found.waits) or 1
+        waits = [(f"{row.high_s:,.0f} s", f"{row.uses:,}", _strip(row.uses / most)) for row in found.waits]
+        yield _table(f"Time until a block is used again{exact}", ["below", "uses", ""], waits)
+    depths = [
+        (f"{row.low:,}", f"{row.uses:,}", f"{row.distinct_blocks:,}", f"{row.sharing:,.2f}") for row in found.depths
+    ]
+    yield _table("Sharing by depth", ["blocks above, at least", "uses", "distinct", "requests a block"], depths)
+    for name, groups in (("Tenant", found.tenants), ("Kind", found.kinds), ("Turn", found.turns)):
+        if groups:
+            yield _table("", [name, "requests", "input tokens", "output tokens", "blocks", "found"], _groups(groups))
+
+
+def _totals(found: TraceInfo) -> list[tuple[str, str]]:
+    prompt, answer = found.prompt_tokens, found.answer_tokens
+    rows = [
+        ("trace", found.trace),
+        ("requests", f"{found.requests:,} in {found.span_s:,.0f} s"),
+        ("input tokens", f"{found.input_tokens:,}"),
+        (
+            "of a request",
+            f"mean {prompt.mean:,.0f}, median {prompt.p50:,.0f}, p90 {prompt.p90:,.0f}, max {prompt.max:,.0f}",
+        ),
+        ("output tokens", f"{found.output_tokens:,}"),
+        (
+            "of a request",
+            f"mean {answer.mean:,.0f}, median {answer.p50:,.0f}, p90 {answer.p90:,.0f}, max {answer.max:,.0f}",
+        ),
+        ("blocks", f"{found.blocks:,} of {found.block_size} tokens"),
+        ("distinct blocks", f"{found.distinct_blocks:,}"),
+        ("ideal hit rate", f"{found.block_hit_rate:.2%} of blocks, {found.token_hit_rate:.2%} of tokens"),
+    ]
+    if found.chat_requests is not None:
+        chats = found.chat_requests
+        rows.append(
+            ("conversations", f"{found.chats:,}, requests of one: mean {chats.mean:,.2f}, max {chats.max:,.0f}")
+        )
+    return rows
+
+
+_GROUPS_SHOWN = 10
+_STRIP = 30
+
+
+def _groups(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        (
+            group.name or "(none)",
+            f"{group.requests:,}",
+            f"{group.input_tokens:,}",
+            f"{group.output_tokens:,}",
+            f"{group.blocks:,}",
+            f"{group.block_hit_rate:.2%}",
+        )
+        for group in groups[:_GROUPS_SHOWN]
+    ]
+    left = len(groups) - len(rows)
+    return [*rows, (f"and {left:,} more; --json has all", *[""] * 5)] if left > 0 else rows
+
+
+def _share(part: float) -> tuple[str, str]:
+    return f"{part:.2%}", _strip(part)
+
+
+def _strip(part: float) -> str:
+    return "█" * round(part * _STRIP)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column is words or edges, whose last may be strips, and which has numbers between."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, show_header=any(headings))
+    for at, heading in enumerate(headings):
+        words = at == 0 and heading not in _NUMBERED
+        table.add_column(heading, justify="left" if words or not heading else "right", no_wrap=bool(heading) and at > 0)
+    for row in rows:
+        table.add_row(*(Text(_printable(cell)) for cell in row))
+    return table
+
+
+def _printable(text: str) -> str:
+    """Without what could steer a terminal: names come from files of others."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+_NUMBERED = ("LRU with room for blocks", "below", "blocks above, at least", "Turn")

@@ -1,0 +1,373 @@
+"""From a model's config.json to its shape: which layer is of which kind, and how large.
+
+    full, sliding, chunked    attention over all positions, or the last ones        GQA, MHA, or MLA by kv_lora_rank
+    delta, mamba2, mamba1     a recurrent state of fixed size                       conv: a short convolution alone
+    both                      attention and mamba2 side by side (Falcon-H1)         mlp, moe: no memory (Nemotron-H)
+
+Fields are found by their names, not by families; the few defaults that published files leave out stand in tables here.
+Formulas of states: Dao & Gu 2024, "Transformers are SSMs" (Mamba 2); Yang et al. 2024, "Gated Delta Networks"; Gu & Dao
+2023, "Mamba". MLA: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A convolution keeps as many positions as its kernel,
+as this runtime does; some engines keep one fewer.
+
+Reads JSON; needs neither torch nor transformers. A field that is missing is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mainstem.errors import BadArgument
+from mainstem.replay.costs import Layer, ModelShape
+
+_KINDS = {
+    "full_attention": "full",
+    "attention": "full",
+    "*": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear",
+    "mamba": "linear",
+    "mamba2": "linear",
+    "M": "linear",
+    "hybrid": "both",
+    "conv": "conv",
+    "mlp": "mlp",
+    "-": "mlp",
+    "moe": "moe",
+    "E": "moe",
+}
+# What published files leave out because it is their family's default.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window_pattern": 2},
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window_pattern": 6,
+    },
+    "cohere2": {"sliding_window_pattern": 4},
+    "gpt_oss": {"sliding_window_pattern": 2},
+    "qwen2": {"use_sliding_window": False},
+    "qwen2_moe": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    "qwen3_moe": {"use_sliding_window": False},
+    "qwen3_next": {"full_attention_interval": 4},
+}
+_TIED = ("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "gpt2", "lfm2")
+_UNGATED = ("gpt2", "gpt_neox", "opt", "phi", "falcon", "starcoder2", "nemotron", "nemotron_h", "bloom", "gptj")
+_GATED_QUERIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_ONE_BLOCK_A_LAYER = ("nemotron_h", "mamba", "mamba2", "falcon_mamba")  # a mixer or an MLP, not both
+_MAMBA1 = ("mamba", "falcon_mamba", "jamba")
+_QUANTISED = {"fp8": "fp8", "mxfp4": "mxfp4", "compressed-tensors": "fp8"}
+
+
+def well_known() -> tuple[str, ...]:
+    """Names that `read_shape` knows without a file."""
+    return tuple(_models())
+
+
+def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
+    """The shape of a model.
+
+    Args:
+        model: a config.json or its folder, what stands in one, or a well-known name such as llama-3.1-8b.
+
+    Raises:
+        BadArgument: there is no such file or name; or the configuration lacks a field, or has layers of a kind that is
+            not known: says which.
+    """
+    if isinstance(model, Mapping):
+        return _shape(_Fields(str(model.get("_name_or_path") or model.get("model_type") or "configuration"), model))
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return _shape(_Fields(str(model), _read(path)))
+    name = str(model).rpartition("/")[2].lower()
+    known = _models()
+    found = next((each for each in (name, name.removesuffix("-instruct")) if each in known), None)
+    if found is None:
+        raise BadArgument(
+            "model", str(model), f"a folder with a config.json, such a file, or one of {', '.join(known)}"
+        )
+    return _shape(_Fields(found, known[found]))
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    known: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text("utf-8"))
+    return known
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadArgument("model", str(path), f"a readable file of JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise BadArgument("model", str(path), "a configuration: a JSON object")
+    return config
+
+
+class _Fields:
+    """A configuration, asked by any of the names that families have for one thing."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), None)
+        inner = {**config, **text} if isinstance(text, Mapping) else dict(config)
+        self.name = name
+        self.family = str(inner.get("model_type", ""))
+        self._config = {**_DEFAULTS.get(self.family, {}), **{k: v for k, v in inner.items() if v is not None}}
+
+    def get(self, *names: str) -> Any:
+        """The first of these fields that is set, or None."""
+        return next((self._config[name] for name in names if name in self._config), None)
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of these that is set, as a whole number; without a default one of them must be."""
+        value = self.get(*names)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < 0:
+            what = "without" if value is None else f"with {value!r} as"
+            raise BadArgument(
+                "model", f"{self.name}, {what} {names[0]}", "a configuration whose sizes are whole numbers"
+            )
+        return value
+
+    def at(self, layer: int) -> _Fields:
+        """The same for one layer, where that differs."""
+        own = (self.get("per_layer_config") or {}).get(str(layer))
+        return self if own is None else _Fields(self.name, {**self._config, **own})
+
+    def unknown(self, what: str) -> BadArgument:
+        return BadArgument("model", f"{self.name}, {what}", "a configuration with layers of known kinds")
+
+
+def _shape(c: _Fields) -> ModelShape:
+    kinds = _kinds(c)
+    shared = c.integer("num_kv_shared_layers", default=0)  # the last layers read the KV of earlier ones
+    layers = []
+    for i, kind in enumerate(kinds):
+        layer = _layer(c.at(i), kind, i)
+        layers.append(replace(layer, kv_numbers=0) if i >= len(kinds) - shared else layer)
+    quantised = c.get("quantization_config")
+    method = str(quantised.get("quant_method")) if isinstance(quantised, Mapping) else ""
+    tied = c.get("tie_word_embeddings", "tie_embedding")
+    return ModelShape(
+        name=c.name,
+        layers=tuple(layers),
+        hidden_size=_hidden(c),
+        vocab_size=c.integer("vocab_size"),
+        tied=c.family in _TIED if tied is None else bool(tied),
+        weights_dtype=_QUANTISED.get(method, "fp32" if c.get("dtype", "torch_dtype") == "float32" else "bf16"),
+    )
+
+
+def _hidden(c: _Fields) -> int:
+    return c.integer("hidden_size", "n_embd", "d_model")
+
+
+# ---- kinds of layers
+
+
+def _kinds(c: _Fields) -> list[str]:
+    """What each layer is, one of the words above."""
+    named = c.get("layer_types", "layers_block_type", "hybrid_override_pattern")
+    if named is None:
+        return [_kind_by_rule(c, i) for i in range(c.integer("num_hidden_layers", "n_layer", "n_layers"))]
+    if unknown := sorted(set(named) - set(_KINDS)):
+        raise c.unknown(f"with layers of the kind {unknown[0]}")
+    kinds = [_KINDS[kind] for kind in named]
+    if c.family == "falcon_h1":
+        return ["both"] * len(kinds)
+    return [_recurrent_kind(c) if kind == "linear" else kind for kind in kinds]
+
+
+def _kind_by_rule(c: _Fields, i: int) -> str:
+    """Of a configuration that gives a rule instead of a list."""
+    if c.family == "falcon_h1":
+        return "both"
+    if c.family in ("mamba", "mamba2", "falcon_mamba"):
+        return _recurrent_kind(c)
+    attends = _attends(c, i)
+    if attends is None:
+        return _window_kind(c, i)
+    return "full" if attends else "conv" if c.family.startswith("lfm2") else _recurrent_kind(c)
+
+
+def _attends(c: _Fields, i: int) -> bool | None:
+    """Whether layer i of a hybrid model has attention; None if the model is none."""
+    if (interval := c.get("full_attention_interval")) is not None:
+        return (i + 1) % int(interval) == 0
+    if (period := c.get("attn_layer_period")) is not None:
+        return i % int(period) == c.integer("attn_layer_offset")
+    if (indices := c.get("attn_layer_indices", "full_attn_idxs")) is not None:
+        return i in indices
+    return None
+
+
+def _window_kind(c: _Fields, i: int) -> str:
+    if not c.get("sliding_window") or c.get("use_sliding_window") is False:
+        return "full"
+    if (pattern := c.get("sliding_window_pattern", "_sliding_window_pattern")) is not None:
+        if isinstance(pattern, str):  # such as LLLG
+            return "sliding" if pattern[i % len(pattern)] == "L" else "full"
+        return "sliding" if (i + 1) % int(pattern) else "full"
+    return "sliding" if i >= c.integer("max_window_layers", default=0) else "full"
+
+
+def _recurrent_kind(c: _Fields) -> str:
+    if c.get("linear_key_head_dim") is not None:
+        return "delta"
+    return "mamba1" if c.family in _MAMBA1 else "mamba2"
+
+
+# ---- sizes of layers
+
+
+def _layer(c: _Fields, kind: str, i: int) -> Layer:
+    mixers = {"full": ("full",), "both": ("full", "mamba2"), "mlp": (), "moe": ()}.get(kind, (kind,))
+    parts = [_MIXERS[mixer](c) if mixer in _MIXERS else _attention(c, mixer) for mixer in mixers]
+    if kind in ("mlp", "moe") or c.family not in _ONE_BLOCK_A_LAYER:
+        parts.append(_experts(c) if kind == "moe" or (kind != "mlp" and _is_sparse(c, i)) else _dense(c))
+    return _together(parts)
+
+
+def _together(parts: list[Layer]) -> Layer:
+    names = [name for name in Layer.__slots__ if name != "window"]
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return Layer(**sums, window=next((part.window for part in parts if part.window is not None), None))
+
+
+def _matrices(parameters: int, active: int | None = None, **rest: Any) -> Layer:
+    return Layer(parameters=parameters, active_parameters=parameters if active is None else active, **rest)
+
+
+def _attention(c: _Fields, kind: str) -> Layer:
+    if c.get("kv_lora_rank") is not None:
+        return _latent(c)
+    hidden, heads = _hidden(c), c.integer("num_attention_heads", "n_head", "n_heads")
+    wide = kind == "full"  # some families have larger heads where nothing slides
+    size = c.integer(*["global_head_dim"] * wide, "head_dim", default=hidden // max(heads, 1))
+    kv_heads = c.integer(*["num_global_key_value_heads"] * wide, "num_key_value_heads", "n_head_kv", default=heads)
+    queries = heads * size * (2 if c.family in _GATED_QUERIES or c.get("attn_output_gate") else 1)
+    window = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind)
+    return _matrices(
+        hidden * (queries + heads * size + 2 * kv_heads * size),
+        kv_numbers=2 * kv_heads * size,
+        window=c.integer(window) if window else None,
+        pair_flops=4 * heads * size,
+    )
+
+
+def _latent(c: _Fields) -> Layer:
+    """Multi-head latent attention: what is kept is the latent and one rotated key for all heads."""
+    hidden, heads, rank = _hidden(c), c.integer("num_attention_heads"), c.integer("kv_lora_rank")
+    rope, nope, value = c.integer("qk_rope_head_dim"), c.integer("qk_nope_head_dim"), c.integer("v_head_dim")
+    queries = heads * (nope + rope)
+    query_rank = c.integer("q_lora_rank", default=0)
+    query_matrices = query_rank * (hidden + queries) if query_rank else hidden * queries
+    expand = rank * heads * (nope + value)
+    return _matrices(
+        query_matrices + hidden * (rank + rope) + expand + heads * value * hidden,
+        kv_numbers=rank + rope,
+        pair_flops=2 * heads * (nope + rope + value),
+        past_flops=2 * expand,
+    )
+
+
+def _delta(c: _Fields) -> Layer:
+    hidden, key_heads, heads = _hidden(c), c.integer("linear_num_key_heads"), c.integer("linear_num_value_heads")
+    key, value = c.integer("linear_key_head_dim"), c.integer("linear_value_head_dim")
+    channels, kernel = 2 * key_heads * key + heads * value, c.integer("linear_conv_kernel_dim")
+    state = heads * key * value
+    return _matrices(
+        hidden * (channels + 2 * heads * value + 2 * heads),  # queries, keys, values; gate and output; beta and decay
+        conv_numbers=channels * kernel,
+        recurrent_numbers=state,
+        token_flops=7 * state + 2 * channels * kernel,  # decay 1, read 2, write 2, answer 2
+    )
+
+
+def _mamba2(c: _Fields) -> Layer:
+    hidden, heads = _hidden(c), c.integer("mamba_n_heads", "mamba_num_heads", "num_heads")
+    groups, size = c.integer("mamba_n_groups", "n_groups"), c.integer("mamba_d_state", "ssm_state_size", "state_size")
+    kernel, inner = c.integer("mamba_d_conv", "conv_kernel"), heads * _mamba2_head(c, heads)
+    channels, state = inner + 2 * groups * size, inner * size
+    return _matrices(
+        hidden * (inner + channels + heads) + inner * hidden,
+        conv_numbers=channels * kernel,
+        recurrent_numbers=state,
+        token_flops=5 * state + 2 * channels * kernel,  # decay 1, write 2, answer 2
+    )
+
+
+def _mamba2_head(c: _Fields, heads: int) -> int:
+    if c.get("mamba_d_head") == "auto":
+        return c.integer("mamba_d_ssm", default=c.integer("mamba_expand", default=2) * _hidden(c)) // heads
+    return c.integer("mamba_d_head", "mamba_head_dim", "head_dim")
+
+
+def _mamba1(c: _Fields) -> Layer:
+    hidden, size = _hidden(c), c.integer("mamba_d_state", "state_size")
+    inner = hidden * c.integer("mamba_expand", "expand", default=2)
+    if c.family == "falcon_mamba":
+        inner = c.integer("intermediate_size")
+    rank = c.get("mamba_dt_rank", "time_step_rank")
+    rank = rank if isinstance(rank, int) else -(-hidden // 16)
+    kernel, state = c.integer("mamba_d_conv", "conv_kernel"), inner * size
+    return _matrices(
+        3 * hidden * inner + inner * (rank + 2 * size) + rank * inner,
+        conv_numbers=inner * kernel,
+        recurrent_numbers=state,
+        token_flops=6 * state + 2 * inner * kernel,  # decay and its product 2, write 2, answer 2
+    )
+
+
+def _short_convolution(c: _Fields) -> Layer:
+    hidden, kernel = _hidden(c), c.integer("conv_L_cache")
+    return _matrices(4 * hidden * hidden, conv_numbers=hidden * kernel, token_flops=2 * hidden * kernel)
+
+
+_MIXERS = {"delta": _delta, "mamba2": _mamba2, "mamba1": _mamba1, "conv": _short_convolution}
+
+
+def _mlp(c: _Fields, inner: int) -> int:
+    return _hidden(c) * inner * (2 if c.family in _UNGATED else 3)
+
+
+def _dense(c: _Fields) -> Layer:
+    inner = c.integer("intermediate_size_mlp", "intermediate_size", "n_inner", default=4 * _hidden(c))
+    if c.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, in whole multiples
+        multiple, factor = c.integer("block_multiple_of"), c.get("block_ffn_dim_multiplier") or 1
+        inner = -(-int(factor * (2 * inner // 3)) // multiple) * multiple
+    return _matrices(_mlp(c, c.integer("shared_intermediate_size", default=inner)))
+
+
+def _is_sparse(c: _Fields, i: int) -> bool:
+    """Whether the MLP of layer i is a mixture of experts."""
+    if not c.get("num_experts", "num_local_experts", "n_routed_experts"):
+        return False
+    if i < c.integer("first_k_dense_replace", default=0) or i in (c.get("mlp_only_layers") or ()):
+        return False
+    if (period := c.get("expert_layer_period")) is not None:
+        return i % int(period) == c.integer("expert_layer_offset")
+    return (i + 1) % c.integer("decoder_sparse_step", "interleave_moe_layer_step", default=1) == 0
+
+
+def _experts(c: _Fields) -> Layer:
+    count = c.integer("num_experts", "num_local_experts", "n_routed_experts")
+    used = c.integer("num_experts_per_tok", "experts_per_token", "top_k_experts")
+    inner = c.integer("moe_intermediate_size", "intermediate_size")
+    shared_inner = c.integer(
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size", default=0
+    )
+    shared = _mlp(c, shared_inner or inner * c.integer("n_shared_experts", default=0))
+    router, one = _hidden(c) * count, _mlp(c, inner)
+    return _matrices(count * one + router + shared, used * one + router + shared)

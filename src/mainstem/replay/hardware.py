@@ -1,0 +1,92 @@
+"""What devices can do: arithmetic, memory and links, as their makers state them. A table; nothing is measured here.
+
+Rates are peaks without sparsity; how much of them prefill reaches is an assumption of the plan, not of this table. A
+link is one direction of what connects a device to its host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mainstem.errors import BadArgument
+
+_PCIE4, _PCIE5 = 32e9, 64e9  # 16 lanes, one direction
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator.
+
+    Args:
+        name: as on the command line.
+        memory_bytes: its own.
+        memory_bytes_per_s: of that memory.
+        bf16_flops_per_s: dense, with sums in fp32.
+        fp8_flops_per_s: the same of 8 bits; None: it has none.
+        host_bytes_per_s: to host memory, one direction.
+        source: where the figures are from.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float | None
+    host_bytes_per_s: float
+    source: str
+
+    def flops_per_s(self, weights_dtype: str) -> float:
+        """Peak rate of matrices whose weights are of that type; what is narrower than fp8 is widened to bf16."""
+        eight = weights_dtype == "fp8" and self.fp8_flops_per_s is not None
+        rate = self.fp8_flops_per_s if eight else self.bf16_flops_per_s
+        assert rate is not None
+        return rate
+
+
+_NVIDIA = "NVIDIA {} data sheet, figures without sparsity"
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        device.name: device
+        for device in (
+            Device("a10", 24e9, 600e9, 125e12, None, _PCIE4, _NVIDIA.format("A10")),
+            Device("a100-40gb", 40e9, 1.555e12, 312e12, None, _PCIE4, _NVIDIA.format("A100")),
+            Device("a100-80gb", 80e9, 2.039e12, 312e12, None, _PCIE4, _NVIDIA.format("A100 (SXM)")),
+            Device("l4", 24e9, 300e9, 121e12, 242e12, _PCIE4, _NVIDIA.format("L4")),
+            Device("l40s", 48e9, 864e9, 362e12, 733e12, _PCIE4, _NVIDIA.format("L40S")),
+            Device("h100", 80e9, 3.35e12, 989e12, 1979e12, _PCIE5, _NVIDIA.format("H100 (SXM)")),
+            Device("h200", 141e9, 4.8e12, 989e12, 1979e12, _PCIE5, _NVIDIA.format("H200 (SXM)")),
+            Device("gh200", 96e9, 4.0e12, 989e12, 1979e12, 450e9, _NVIDIA.format("GH200 (96 GB; NVLink-C2C)")),
+            Device("b200", 180e9, 8.0e12, 2250e12, 4500e12, _PCIE5, _NVIDIA.format("HGX B200")),
+            Device("mi300x", 192e9, 5.3e12, 1307e12, 2615e12, _PCIE5, "AMD Instinct MI300X data sheet"),
+            Device("mi325x", 256e9, 6.0e12, 1307e12, 2615e12, _PCIE5, "AMD Instinct MI325X data sheet"),
+            Device("rtx4090", 24e9, 1.008e12, 165e12, 330e12, _PCIE4, "NVIDIA Ada GPU architecture paper, appendix A"),
+            Device("rtx5090", 32e9, 1.792e12, 209e12, 419e12, _PCIE5, "NVIDIA RTX Blackwell GPU architecture paper"),
+            Device(
+                "cpu",
+                256e9,
+                307e9,
+                117e12,
+                None,
+                307e9,
+                "60 cores with AMX at 1.9 GHz, 1,024 bf16 operations a core and cycle; 8 channels of DDR5-4800",
+            ),
+        )
+    }
+)
+"""Devices by name."""
+
+
+def find_device(device: str | Device) -> Device:
+    """The device of that name, or the object itself.
+
+    Raises:
+        BadArgument: there is none of that name.
+    """
+    if isinstance(device, Device):
+        return device
+    if device.lower() not in DEVICES:
+        raise BadArgument("gpu", device, f"one of {', '.join(DEVICES)}")
+    return DEVICES[device.lower()]

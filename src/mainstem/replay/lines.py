@@ -1,0 +1,175 @@
+"""Lines of a file or of standard input, compressed (xz, gzip, zstd) or not, with their numbers; never all at once.
+
+How a file is compressed is told by its first bytes, not by its name. Knows nothing of what a line says.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import lzma
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import IO, Any
+
+from mainstem.errors import BackendUnavailable
+from mainstem.replay.trace import TraceError
+
+MAX_LINE_BYTES = 64 << 20
+"""A line is read no further than that: a prompt of a million tokens has some 8 MB."""
+
+Progress = Callable[[int, int], None]
+"""Told now and then: bytes of the file read, and all of them; 0 where that is unknown."""
+
+_BOM = b"\xef\xbb\xbf"
+_ZSTD_INPUT = 4096  # decompressed in one go, so not more: a few hundred bytes can become a megabyte
+
+
+class Source:
+    """A file that is read once, from its front.
+
+    Args:
+        path: of the file; "-" is standard input.
+        progress: see `Progress`.
+
+    Raises:
+        OSError: it cannot be opened.
+        BackendUnavailable: it is compressed with zstd, and the package for it is missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
+        self.name = os.fspath(path)
+        self._progress = progress
+        self._read = 0
+        with ExitStack() as undo:
+            self._file = sys.stdin.buffer if self.name == "-" else undo.enter_context(open(self.name, "rb"))
+            self._size = 0 if self.name == "-" else os.fstat(self._file.fileno()).st_size
+            self._unpack()
+            self._close = undo.pop_all()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close.close()
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Lines with their numbers, from 1; blank ones are left out. One that is too long is cut there.
+
+        Raises:
+            TraceError: the compressed data is damaged or cut short.
+            OSError: it cannot be read.
+        """
+        number = 0
+        while line := self._guarded(number, lambda: self._stream.readline(MAX_LINE_BYTES + 1)):
+            number += 1
+            rest = line
+            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = self._guarded(number, lambda: self._stream.readline(MAX_LINE_BYTES + 1))
+            if line := line.removeprefix(_BOM).strip():
+                yield number, line
+
+    def copy(self, target: IO[bytes]) -> None:
+        """Writes all of it, decompressed. Raises as `lines` does."""
+        while data := self._guarded(0, lambda: self._stream.read(1 << 20)):
+            target.write(data)
+
+    def _unpack(self) -> None:
+        head, rest = _front(_Raw(self._take))
+        unpack = next((unpack for magic, unpack in _COMPRESSED.items() if head.startswith(magic)), None)
+        self.plain = unpack is None and self.name != "-"
+        try:
+            self.head, self._stream = (head, rest) if unpack is None else _front(unpack(rest))
+        except _DAMAGE as error:
+            raise self._damaged(0, error) from error
+
+    def _take(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._read += len(data)
+        if self._progress is not None:
+            self._progress(self._read, self._size)
+        return data
+
+    def _guarded(self, number: int, read: Callable[[], bytes]) -> bytes:
+        try:
+            return read()
+        except _DAMAGE as error:
+            raise self._damaged(number, error) from error
+
+    def _damaged(self, number: int, error: Exception) -> TraceError:
+        where = f" behind line {number}" if number else ""
+        return TraceError(f"{self.name} is damaged or cut short{where}: {error}", number or None)
+
+
+class _Raw(io.RawIOBase):
+    """A stream made of a function that gives up to so many bytes, and none at the end; pushed-back bytes first."""
+
+    def __init__(self, take: Callable[[int], bytes], pushed: bytes = b"") -> None:
+        self._take = take
+        self._pushed = pushed
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._pushed or self._take(len(buffer))
+        data, self._pushed = data[: len(buffer)], data[len(buffer) :]
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Zstd:
+    """Decompresses frame after frame, and says so when the last one is not whole."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+        self._zstd = _zstandard()
+        self._frame: Any = None
+
+    def take(self, size: int) -> bytes:
+        """The next bytes, however many; none at the end."""
+        del size
+        out = b""
+        while not out and (data := self._source.read(_ZSTD_INPUT)):
+            while data:
+                self._frame = self._frame or self._zstd.ZstdDecompressor().decompressobj()
+                out += self._decompress(data)
+                data = self._frame.unused_data if self._frame.eof else b""
+                self._frame = None if self._frame.eof else self._frame
+        if not out and self._frame is not None:
+            raise EOFError("the last frame is not whole")
+        return out
+
+    def _decompress(self, data: bytes) -> bytes:
+        try:
+            return bytes(self._frame.decompress(data))
+        except self._zstd.ZstdError as error:
+            raise zlib.error(str(error)) from error
+
+
+def _zstandard() -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise BackendUnavailable("a file in zstd needs the package zstandard: pip install 'mainstem[zstd]'") from error
+
+
+def _front(raw: io.RawIOBase | IO[bytes]) -> tuple[bytes, IO[bytes]]:
+    """The first 8 bytes of a stream, and the stream with them."""
+    head = b""
+    while len(head) < 8 and (data := raw.read(8 - len(head))):
+        head += data
+    return head, io.BufferedReader(_Raw(lambda size: raw.read(size) or b"", head), 1 << 16)
+
+
+_COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
+    b"\xfd7zXZ\0": lzma.LZMAFile,
+    b"\x1f\x8b": lambda source: gzip.GzipFile(fileobj=source),
+    b"\x28\xb5\x2f\xfd": lambda source: _Raw(_Zstd(source).take),
+}
+
+_DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)

@@ -1,0 +1,499 @@
+"""What to buy: a trace, a model and a device, and what each mix of memory would have given.
+
+    reach of a tier    write_through    device    max(device, host)    max(device, host, storage)    below lie copies
+    in bytes           write_back       device    device + host        device + host + storage       below lies the rest
+
+    a request           |<- device hits ->|<- host hits ->|<- storage hits ->|<- computed ------->|
+                         0                 loaded          loaded             prefill              first token
+
+One replay of the real tree at each reach says how long a prefix of each request is found within it; what the next tier
+finds beyond that is that tier's. This is exact for lru, where a larger cache holds all that a smaller one does.
+
+    time to first token = overhead + bytes loaded / bandwidth + max(FLOPs / (peak x mfu), weights / memory bandwidth)
+
+The knee of the curve of FLOPs saved over memory bought is where saved - price x memory is largest: no amount of memory
+beyond it brings more than the price a gigabyte, on average (a point of the upper hull, where the slope falls below it).
+
+Left out: decoding and what it takes from prefill, batching of prompts, transfers that overlap with computing, networks
+between replicas, KV of answers. Knows `ModelShape` and `Device`, and of the simulation only how many blocks each
+request hits at a capacity.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.errors import BadArgument
+from mainstem.replay.assumptions import MOST_GPUS, Assumptions, Memory
+from mainstem.replay.costs import Floats, ModelShape, dtype_bytes
+from mainstem.replay.hardware import Device
+from mainstem.replay.trace import Trace
+
+Int64s: TypeAlias = NDArray[np.int64]
+Hits: TypeAlias = Callable[[int], Int64s]
+"""Blocks that each request of a trace finds in a cache of so many blocks."""
+
+_CURVE_POINTS = 24  # a factor of the square root of 2 apart
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A model on its devices, in the figures that the plan reckons with; rates are those reached.
+
+    Args:
+        gpus: of a replica.
+        cache_bytes: left for KV on all devices together.
+        flops_per_s: of a replica.
+        weights_s: that reading the weights which a token meets takes, once.
+        host_bytes_per_s: from host memory, all devices of a replica together.
+        storage_bytes_per_s: 0 without storage.
+        token_bytes: that loading a cached token brings.
+        end_bytes: that loading brings once: the windows' and states' part.
+        block_bytes: that a cached block takes, its share of windows and states included.
+    """
+
+    gpus: int
+    cache_bytes: float
+    flops_per_s: float
+    weights_s: float
+    host_bytes_per_s: float
+    storage_bytes_per_s: float
+    token_bytes: float
+    end_bytes: float
+    block_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One mix of tiers. Rates and shares lie between 0 and 1; hit rates are of input tokens.
+
+    Args:
+        host_bytes: bought.
+        storage_bytes: bought.
+        device_hit_rate: found on the device.
+        host_hit_rate: found in host memory and not above.
+        storage_hit_rate: found in storage and not above.
+        token_hit_rate: all three.
+        block_hit_rate: of block accesses, as `mainstem replay` counts.
+        ttft_mean_s: time to first token.
+        ttft_p90_s: nine requests in ten have theirs sooner.
+        slo_share: requests whose first token comes in time; None without a limit.
+        flops: of all prefills.
+        flops_saved_share: of what they are without a cache.
+        gpu_hours: of all prefills, at the rate reached.
+        gpu_hours_saved: of those without a cache.
+        busy: part of the trace's span that a replica computes; above 1 it cannot keep up. None: the trace has no span.
+        gain_per_gb: percent of all FLOPs that a gigabyte bought saves, beside the device alone; None: nothing bought.
+    """
+
+    host_bytes: int
+    storage_bytes: int
+    device_hit_rate: float
+    host_hit_rate: float
+    storage_hit_rate: float
+    token_hit_rate: float
+    block_hit_rate: float
+    ttft_mean_s: float
+    ttft_p90_s: float
+    slo_share: float | None
+    flops: float
+    flops_saved_share: float
+    gpu_hours: float
+    gpu_hours_saved: float
+    busy: float | None
+    gain_per_gb: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """Where memory stops to pay.
+
+    Args:
+        memory_bytes: to buy below the device; 0: none pays.
+        saved_share: of prefill FLOPs there.
+        most_saved_share: with all memory that was offered.
+        endless_saved_share: with memory for every block of the trace.
+        curve: bytes bought and share saved, rising.
+    """
+
+    memory_bytes: int
+    saved_share: float
+    most_saved_share: float
+    endless_saved_share: float
+    curve: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer, and what was asked.
+
+    Args:
+        trace: its name.
+        requests, input_tokens, distinct_blocks, block_size, span_s: of the trace.
+        model, device, memory, given: as given.
+        slo_ttft_s: as given.
+        engine: the model on the devices.
+        bare: without any cache.
+        rows: the device alone first, then host memory and storage rising.
+        knee: see there.
+    """
+
+    trace: str
+    requests: int
+    input_tokens: int
+    distinct_blocks: int
+    block_size: int
+    span_s: float
+    model: ModelShape
+    device: Device
+    memory: Memory
+    given: Assumptions
+    slo_ttft_s: float | None
+    engine: Engine
+    bare: PlanRow
+    rows: tuple[PlanRow, ...]
+    knee: Knee
+
+
+def plan(
+    trace: Trace,
+    model: ModelShape,
+    device: Device,
+    memory: Memory,
+    given: Assumptions,
+    *,
+    slo_ttft_s: float | None = None,
+    hits: Hits | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """What each mix of tiers up to `memory` would have given.
+
+    Args:
+        trace: of requests, of one or more.
+        model: its shape.
+        device: what computes.
+        memory: at most.
+        given: what else is taken for granted.
+        slo_ttft_s: when a first token is in time.
+        hits: what replays the trace; None: the real tree with the policy of `given`.
+        progress: told after each replay: how many are done, of how many.
+
+    Raises:
+        BadArgument: the trace is empty, or the weights do not fit the devices.
+    """
+    if len(trace) == 0:
+        raise BadArgument("trace", trace.name, "a trace of 1 request or more")
+    load = _Load.of(trace)
+    engine = _engine(load, model, device, memory, given)
+    enough = load.distinct_blocks * engine.block_bytes
+    sizes = _curve_sizes(memory, given.write_policy, enough)
+    reaches = _Reaches(hits or _replays(trace, given.policy), load, engine, given.write_policy)
+    mixes = [mix for mix in _mixes(memory, given.steps, enough) if reaches.pays(mix)]
+    reaches.replay([*mixes, *(Mix(size, 0) for size in sizes)], progress)
+    study = _Study(load, model, engine, given, slo_ttft_s)
+    bare = study.row(Mix(0, 0), (reaches.none,) * 3)
+    alone = study.row(Mix(0, 0), reaches.of(Mix(0, 0)), bare)
+    rows = tuple(study.row(mix, reaches.of(mix), bare, alone) for mix in mixes)
+    curve = tuple((size, study.saved(reaches.of(Mix(size, 0))[2], bare)) for size in sizes)
+    return Plan(
+        trace=trace.name,
+        requests=len(trace),
+        input_tokens=int(load.tokens.sum()),
+        distinct_blocks=load.distinct_blocks,
+        block_size=load.block_size,
+        span_s=load.span_s,
+        model=model,
+        device=device,
+        memory=memory,
+        given=given,
+        slo_ttft_s=slo_ttft_s,
+        engine=engine,
+        bare=bare,
+        rows=rows,
+        knee=_knee(curve, given.gain, study.saved(reaches.endless, bare)),
+    )
+
+
+def _replays(trace: Trace, policy: str) -> Hits:
+    from mainstem.replay.simulate import hit_blocks
+
+    return lambda capacity_blocks: hit_blocks(trace, policy, capacity_blocks)
+
+
+# ---- the trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What the requests of a trace ask for, a row each."""
+
+    time_s: Floats
+    tokens: Int64s
+    blocks: Int64s
+    block_size: int
+    distinct_blocks: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Load:
+        batches = list(trace.batches())
+        return cls(
+            np.concatenate([batch.time_s for batch in batches]),
+            np.maximum(np.concatenate([batch.input_tokens for batch in batches]), 1),
+            np.concatenate([np.diff(batch.offsets) for batch in batches]),
+            trace.block_size,
+            trace.distinct_blocks,
+        )
+
+    @property
+    def span_s(self) -> float:
+        return float(self.time_s[-1] - self.time_s[0])
+
+    def tokens_of(self, blocks: Int64s) -> Int64s:
+        """Tokens of the first so many blocks of each; the last block may be partial."""
+        return np.minimum(blocks * self.block_size, self.tokens)
+
+
+# ---- memory
+
+
+class Mix(NamedTuple):
+    """Bytes bought below the device."""
+
+    host_bytes: int
+    storage_bytes: int
+
+
+def _halves(most: int, steps: int, enough: float) -> list[int]:
+    """Nothing, and halves of `most` from the smallest that is enough for the whole trace down."""
+    while most / 2 >= enough:
+        most //= 2
+    return sorted({0, *(most >> i for i in range(steps))})
+
+
+def _mixes(memory: Memory, steps: int, enough: float) -> list[Mix]:
+    """Nothing first. Storage lies below host memory: where that is offered, there is some wherever there is storage."""
+    return [
+        Mix(host, storage)
+        for host in _halves(memory.host_bytes, steps, enough)
+        for storage in _halves(memory.storage_bytes, steps, enough)
+        if host or not storage or not memory.host_bytes
+    ]
+
+
+def _curve_sizes(memory: Memory, write_policy: str, enough: float) -> list[int]:
+    """Sizes of all memory that is bought, as one tier: of copies only the largest counts."""
+    sizes = memory.host_bytes, memory.storage_bytes
+    most = min(max(sizes) if write_policy == "write_through" else sum(sizes), enough)
+    return sorted({0, *(math.ceil(most * 2 ** (-i / 2)) for i in range(_CURVE_POINTS))})
+
+
+class _Reaches:
+    """How many blocks of each request are found within the reach of each tier; each capacity is replayed once."""
+
+    def __init__(self, hits: Hits, load: _Load, engine: Engine, write_policy: str) -> None:
+        self._hits, self._engine = hits, engine
+        self._copies = write_policy == "write_through"
+        self._most = load.distinct_blocks
+        self._found: dict[int, Int64s] = {0: np.zeros(len(load.tokens), np.int64)}
+
+    @property
+    def none(self) -> Int64s:
+        return self._found[0]
+
+    @property
+    def endless(self) -> Int64s:
+        return self._at(self._most)
+
+    def replay(self, mixes: Iterable[Mix], progress: Callable[[int, int], None] | None) -> None:
+        """Everything that will be asked for, so that progress can be told."""
+        capacities = {size for mix in mixes for size in self._capacities(mix)} | {self._most}
+        todo = sorted(capacities - set(self._found))
+        for done, capacity in enumerate(todo, 1):
+            self._at(capacity)
+            if progress is not None:
+                progress(done, len(todo))
+
+    def pays(self, mix: Mix) -> bool:
+        """Whether the storage of a mix, if it has any, reaches further than its host memory."""
+        *_, host, storage = self._capacities(mix)
+        return storage > host or not mix.storage_bytes
+
+    def of(self, mix: Mix) -> tuple[Int64s, Int64s, Int64s]:
+        """Blocks within the device, within host memory too, and within storage too; each at least the one before."""
+        device, host, storage = (self._at(capacity) for capacity in self._capacities(mix))
+        host = np.maximum(device, host)
+        return device, host, np.maximum(host, storage)
+
+    def _capacities(self, mix: Mix) -> tuple[int, int, int]:
+        """Blocks of each reach, never more than there are."""
+        device = self._engine.cache_bytes
+        host = max(device, mix.host_bytes) if self._copies else device + mix.host_bytes
+        storage = max(host, mix.storage_bytes) if self._copies else host + mix.storage_bytes
+        device, host, storage = (
+            min(int(size // self._engine.block_bytes), self._most) for size in (device, host, storage)
+        )
+        return device, host, storage
+
+    def _at(self, capacity: int) -> Int64s:
+        if capacity not in self._found:
+            self._found[capacity] = self._hits(capacity)
+        return self._found[capacity]
+
+
+# ---- the engine
+
+
+def _engine(load: _Load, model: ModelShape, device: Device, memory: Memory, given: Assumptions) -> Engine:
+    weights = model.weights_bytes(given.weights_dtype)
+    usable = (given.device_memory or device.memory_bytes) * given.memory_share
+    gpus = given.gpus or _fewest(weights, usable, model.name, device.name)
+    if gpus * usable <= weights:
+        raise BadArgument("gpus", gpus, f"enough for {weights / 1e9:.0f} GB of weights: {usable / 1e9:.0f} GB fit each")
+    dtype = given.weights_dtype or model.weights_dtype
+    peak = given.flops or device.flops_per_s(dtype)
+    active = model.active_parameters * dtype_bytes("weights_dtype", dtype)
+    token_bytes, end_bytes, block_bytes = _cached_bytes(load, model, given)
+    return Engine(
+        gpus=gpus,
+        cache_bytes=given.replicas * (gpus * usable - weights),
+        flops_per_s=peak * given.mfu * gpus,
+        weights_s=active / ((given.bandwidth_device or device.memory_bytes_per_s) * gpus),
+        host_bytes_per_s=(given.bandwidth_host or device.host_bytes_per_s * given.link_share) * gpus,
+        storage_bytes_per_s=memory.storage_bytes_per_s,
+        token_bytes=token_bytes,
+        end_bytes=end_bytes,
+        block_bytes=block_bytes,
+    )
+
+
+def _fewest(weights: float, usable: float, model: str, device: str) -> int:
+    """Devices that hold the weights and leave a tenth as much for KV."""
+    gpus = 1
+    while gpus * usable < 1.1 * weights:
+        gpus *= 2
+    if gpus > MOST_GPUS:
+        raise BadArgument("model", model, f"one whose weights fit {MOST_GPUS} of {device}")
+    return gpus
+
+
+def _cached_bytes(load: _Load, model: ModelShape, given: Assumptions) -> tuple[float, float, float]:
+    """Bytes of a token, of an end, and of a block with its share of ends.
+
+    The end of each request keeps its windows and a checkpoint of the states; blocks have as many ends as the trace has
+    requests for each distinct block, at most one each.
+    """
+    if given.bytes_per_token is not None:
+        return given.bytes_per_token, 0.0, given.bytes_per_token * load.block_size
+    token = model.kv_bytes_per_token(given.kv_dtype)
+    windows = model.window_bytes(int(load.tokens.mean()), given.kv_dtype)
+    states = model.state_bytes(given.kv_dtype, given.state_dtype)
+    ends = min(1.0, len(load.tokens) / max(load.distinct_blocks, 1))
+    window_share = min(ends * windows, load.block_size * model.window_bytes_per_token(given.kv_dtype))
+    return token, windows + states, max(load.block_size * token + window_share + ends * states, 1.0)
+
+
+# ---- what requests take
+
+
+@dataclass(frozen=True, slots=True)
+class _Study:
+    """A trace on an engine: what hits are worth."""
+
+    load: _Load
+    model: ModelShape
+    engine: Engine
+    given: Assumptions
+    slo_ttft_s: float | None
+
+    def row(
+        self, mix: Mix, found: tuple[Int64s, Int64s, Int64s], bare: PlanRow | None = None, alone: PlanRow | None = None
+    ) -> PlanRow:
+        """What one mix gives.
+
+        Args:
+            found: blocks within the reach of each tier.
+            bare: without a cache; None: this is it.
+            alone: the device alone; None: this is it.
+        """
+        device, host, storage = (self.load.tokens_of(blocks) for blocks in found)
+        flops = self._flops(storage)
+        computing = np.maximum(flops / self.engine.flops_per_s, self.engine.weights_s)
+        ttft = self.given.overhead_s + self._loading(device, host, storage) + computing
+        if self.given.queue:
+            ttft = ttft + waits(self.load.time_s, ttft, self.given.replicas)
+        total, tokens = float(flops.sum()), float(self.load.tokens.sum())
+        hours = float(computing.sum()) * self.engine.gpus / 3600
+        saved = 0.0 if bare is None else 1 - total / bare.flops
+        span = self.load.span_s
+        bought = (mix.host_bytes + mix.storage_bytes) / 1e9
+        return PlanRow(
+            host_bytes=mix.host_bytes,
+            storage_bytes=mix.storage_bytes,
+            device_hit_rate=float(device.sum()) / tokens,
+            host_hit_rate=float((host - device).sum()) / tokens,
+            storage_hit_rate=float((storage - host).sum()) / tokens,
+            token_hit_rate=float(storage.sum()) / tokens,
+            block_hit_rate=float(found[2].sum()) / max(float(self.load.blocks.sum()), 1.0),
+            ttft_mean_s=float(ttft.mean()),
+            ttft_p90_s=float(np.quantile(ttft, 0.9)),
+            slo_share=None if self.slo_ttft_s is None else float((ttft <= self.slo_ttft_s).mean()),
+            flops=total,
+            flops_saved_share=saved,
+            gpu_hours=hours,
+            gpu_hours_saved=0.0 if bare is None else bare.gpu_hours - hours,
+            busy=float(computing.sum()) / span / self.given.replicas if span > 0 else None,
+            gain_per_gb=100 * (saved - alone.flops_saved_share) / bought if alone is not None and bought else None,
+        )
+
+    def saved(self, blocks: Int64s, bare: PlanRow) -> float:
+        """Share of prefill FLOPs that hits on so many blocks of each request save."""
+        return 1 - float(self._flops(self.load.tokens_of(blocks)).sum()) / bare.flops
+
+    def _flops(self, known: Int64s) -> Floats:
+        """Of each prefill; the last token is always computed, for its logits."""
+        known = np.minimum(known, self.load.tokens - 1)
+        return self.model.prefill_flops(self.load.tokens - known, known)
+
+    def _loading(self, device: Int64s, host: Int64s, storage: Int64s) -> Floats:
+        """Seconds that hits below the device take; what lies in storage streams through host memory."""
+        link = self.engine.host_bytes_per_s
+        stream = min(link, self.engine.storage_bytes_per_s) or link
+        seconds: Floats = self._bytes(device, host, storage > host) / link + self._bytes(host, storage) / stream
+        return seconds
+
+    def _bytes(self, above: Int64s, below: Int64s, ends_deeper: NDArray[np.bool_] | bool = False) -> Floats:
+        """Bytes of the tokens between, and of what the end keeps where it lies there."""
+        ends_here = (below > above) & ~np.asarray(ends_deeper)
+        loaded: Floats = (below - above) * self.engine.token_bytes + ends_here * self.engine.end_bytes
+        return loaded
+
+
+def waits(arrivals_s: Floats, services_s: Floats, servers: int) -> Floats:
+    """How long each request waits for the first free server, first come first served.
+
+    Args:
+        arrivals_s: rising.
+        services_s: how long each takes.
+        servers: 1 or more.
+    """
+    free = [float(arrivals_s[0])] * servers
+    waited = np.empty(len(arrivals_s))
+    for i, (arrival, service) in enumerate(zip(arrivals_s.tolist(), services_s.tolist(), strict=True)):
+        start = max(arrival, free[0])
+        heapq.heapreplace(free, start + service)
+        waited[i] = start - arrival
+    return waited
+
+
+def _knee(curve: tuple[tuple[int, float], ...], gain: float, endless: float) -> Knee:
+    """Of equals the smallest."""
+    net = [saved - gain / 100 * size / 1e9 for size, saved in curve]
+    best = max(range(len(net)), key=net.__getitem__)
+    return Knee(curve[best][0], curve[best][1], curve[-1][1], endless, curve)

@@ -1,0 +1,154 @@
+"""`mainstem plan`: its options, and what it prints. Argument parsing and printing, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from json import dumps
+from typing import TYPE_CHECKING, Literal
+
+from cyclopts import Parameter
+
+from mainstem.replay.commands import Json, TraceOptions, TracePath, bar, read_trace
+from mainstem.replay.units import parse_duration, parse_rate, parse_store
+from mainstem.storage.base import parse_bytes
+
+if TYPE_CHECKING:
+    from mainstem.replay.assumptions import Assumptions, Memory
+
+PLAN_EXAMPLES = """\
+Examples:
+
+  mainstem plan trace.jsonl.xz --model llama-3.1-8b --gpu h200 --host-memory 1TB --storage 8TB@7GB/s --slo-ttft 500ms
+  mainstem plan trace.mstrace --model ./my-model --gpu l40s --gpus 4 --host-memory 512GB --kv-dtype fp8
+  mainstem plan trace.mstrace --model deepseek-v3 --gpu b200 --storage 30TB@20GB/s --json > plan.json
+
+docs/planning.md says how to read the table, and where the formulas are from."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is taken for granted; everything is printed below the table.
+
+    Args:
+        gpus: Devices of one replica. Without it, the fewest that hold the weights.
+        replicas: Copies of the model, which share one cache.
+        mfu: Part of the peak rate that prefill reaches; above 0, up to 1.
+        memory_share: Part of a device's memory for weights and KV; the rest is for activations.
+        link_share: Part of the host link's peak that transfers reach.
+        flops: FLOPs a second of one device at its peak, instead of the table's.
+        device_memory: Memory of one device, such as 141GB, instead of the table's.
+        bandwidth_device: What a device reads its memory at, such as 4.8TB/s, instead of the table's.
+        bandwidth_host: What one device reads host memory at, such as 50GB/s, instead of a part of the table's link.
+        kv_dtype: Of KV: bf16, fp8, fp16, int8, fp32 and so on.
+        state_dtype: Of recurrent states.
+        weights_dtype: Of weights. Without it, as the model is published.
+        bytes_per_token: Memory of a cached token, all in all, instead of what follows from the model.
+        write_policy: Lower tiers hold copies of what is above (write_through), or only what was evicted (write_back).
+        policy: What is evicted first.
+        overhead: Of a request, beside computing and loading, such as 20ms.
+        queue: Count how long requests wait for a free replica.
+        gain: Percent of prefill FLOPs that a gigabyte must save at the knee.
+        steps: Sizes of host memory and of storage that are tried, each half of the next.
+    """
+
+    gpus: int | None = None
+    replicas: int = 1
+    mfu: float = 0.4
+    memory_share: float = 0.9
+    link_share: float = 0.8
+    flops: float | None = None
+    device_memory: str | None = None
+    bandwidth_device: str | None = None
+    bandwidth_host: str | None = None
+    kv_dtype: str = "bf16"
+    state_dtype: str = "fp32"
+    weights_dtype: str | None = None
+    bytes_per_token: float | None = None
+    write_policy: Literal["write_through", "write_back"] = "write_through"
+    policy: str = "lru"
+    overhead: str = "0ms"
+    queue: bool = False
+    gain: float = 0.01
+    steps: int = 3
+
+    def assumptions(self) -> Assumptions:
+        """The same for the plan.
+
+        Raises:
+            BadArgument: a value outside its range.
+        """
+        from mainstem.replay.assumptions import Assumptions
+
+        return Assumptions(
+            gpus=self.gpus,
+            replicas=self.replicas,
+            mfu=self.mfu,
+            memory_share=self.memory_share,
+            link_share=self.link_share,
+            flops=self.flops,
+            device_memory=None if self.device_memory is None else parse_bytes("device_memory", self.device_memory),
+            bandwidth_device=_rate("bandwidth_device", self.bandwidth_device),
+            bandwidth_host=_rate("bandwidth_host", self.bandwidth_host),
+            kv_dtype=self.kv_dtype,
+            state_dtype=self.state_dtype,
+            weights_dtype=self.weights_dtype,
+            bytes_per_token=self.bytes_per_token,
+            write_policy=self.write_policy,
+            policy=self.policy,
+            overhead_s=parse_duration("overhead", self.overhead),
+            queue=self.queue,
+            gain=self.gain,
+            steps=self.steps,
+        )
+
+
+def _rate(name: str, text: str | None) -> float | None:
+    return None if text is None else parse_rate(name, text)
+
+
+def _memory(host_memory: str, storage: str | None) -> Memory:
+    from mainstem.replay.assumptions import Memory
+
+    store = (0, 0.0) if storage is None else parse_store("storage", storage)
+    return Memory(parse_bytes("host_memory", host_memory), *store)
+
+
+_TRACE, _PLAN = TraceOptions(), PlanOptions()
+
+
+def plan(
+    path: TracePath,
+    *,
+    model: str,
+    gpu: str,
+    host_memory: str = "0",
+    storage: str | None = None,
+    slo_ttft: str | None = None,
+    options: PlanOptions = _PLAN,
+    reading: TraceOptions = _TRACE,
+    json: Json = False,
+) -> None:
+    """What to buy: what each mix of memory would have given on a trace of requests.
+
+    Args:
+        path: The trace; - is standard input.
+        model: A folder with a config.json, such a file, or a name such as llama-3.1-8b or deepseek-v3.
+        gpu: What computes: h200, h100, a100-80gb, l40s, b200, mi300x, rtx4090, cpu and so on.
+        host_memory: Host memory at most, such as 1TB.
+        storage: Storage at most, and what it is read at, such as 8TB@7GB/s.
+        slo_ttft: When a first token is in time, such as 500ms.
+        json: Print one JSON object.
+    """
+    from mainstem.replay.configs import read_shape
+    from mainstem.replay.hardware import find_device
+    from mainstem.replay.plan import plan as make
+    from mainstem.replay.plan_words import plan_as_dict, show_plan
+
+    shape, device, memory = read_shape(model), find_device(gpu), _memory(host_memory, storage)
+    given = options.assumptions()
+    limit_s = None if slo_ttft is None else parse_duration("slo_ttft", slo_ttft)
+    requests = read_trace(path, reading)
+    with bar("replaying") as progress:
+        found = make(requests, shape, device, memory, given, slo_ttft_s=limit_s, progress=progress)
+    print(dumps(plan_as_dict(found), ensure_ascii=False) if json else show_plan(found))

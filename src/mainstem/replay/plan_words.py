@@ -1,0 +1,280 @@
+"""A plan in words: the table, what it says one should buy, every assumption with its option; and the same as JSON.
+
+Knows numbers and how people read them; computes nothing that is not a ratio of two of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from mainstem.replay.plan import Plan, PlanRow
+from mainstem.replay.units import show_bytes, show_duration
+
+
+class Stated(NamedTuple):
+    """One assumption.
+
+    Args:
+        what: it is.
+        value: as reckoned with, in bytes, seconds and bytes or FLOPs a second.
+        shown: the same for people.
+        option: of the command line that changes it; empty: none.
+        source: where it is from.
+    """
+
+    what: str
+    value: float | str
+    shown: str
+    option: str
+    source: str
+
+
+def assumptions(plan: Plan) -> tuple[Stated, ...]:
+    """Everything that the figures of a plan rest on."""
+    return tuple(_of_the_model(plan) + _of_the_device(plan) + _of_the_cache(plan))
+
+
+def _of_the_model(plan: Plan) -> list[Stated]:
+    given, model, engine = plan.given, plan.model, plan.engine
+    dtype = given.weights_dtype or model.weights_dtype
+    size = model.weights_bytes(dtype)
+    token, end, block = engine.token_bytes, engine.end_bytes, engine.block_bytes
+    asked = given.bytes_per_token is not None
+    in_all = f"{show_bytes(block)} a block of {plan.block_size}"
+    kept = (
+        "as given" if asked else "with a window and a state for each request of the trace" if end else "full attention"
+    )
+    return [
+        Stated(
+            "weights", size, f"{show_bytes(size)} in {dtype}", "--weights-dtype", f"{model.parameters:.3g} parameters"
+        ),
+        Stated("parameters a token meets", model.active_parameters, f"{model.active_parameters:.3g}", "", "its layers"),
+        Stated("KV of a token", token, f"{show_bytes(token)} in {given.kv_dtype}", "--kv-dtype", "its layers"),
+        Stated(
+            "windows and states", end, f"{show_bytes(end)} a prompt", "--state-dtype", f"states in {given.state_dtype}"
+        ),
+        Stated("a cached block", block, in_all, "--bytes-per-token", kept),
+    ]
+
+
+def _of_the_device(plan: Plan) -> list[Stated]:
+    given, device, engine = plan.given, plan.device, plan.engine
+    peak = given.flops or device.flops_per_s(given.weights_dtype or plan.model.weights_dtype)
+    memory = given.device_memory or device.memory_bytes
+    rate = given.bandwidth_device or device.memory_bytes_per_s
+    link = given.bandwidth_host or device.host_bytes_per_s * given.link_share
+    fewest = "the fewest that hold the weights" if given.gpus is None else "as given"
+    share = f"{given.link_share:g} of the link's peak (--link-share)" if given.bandwidth_host is None else "as given"
+
+    def source(value: float | None) -> str:
+        return device.source if value is None else "as given"
+
+    return [
+        Stated("devices of a replica", engine.gpus, f"{engine.gpus} x {device.name}", "--gpus", fewest),
+        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "share one cache"),
+        Stated("memory", memory, show_bytes(memory), "--device-memory", source(given.device_memory)),
+        Stated(
+            "for weights and KV",
+            given.memory_share,
+            f"{given.memory_share:g} of it",
+            "--memory-share",
+            "rest: activations",
+        ),
+        Stated("KV on all devices", engine.cache_bytes, show_bytes(engine.cache_bytes), "", "what the weights leave"),
+        Stated("peak rate", peak, f"{peak / 1e12:.4g} TFLOP/s", "--flops", source(given.flops)),
+        Stated("reached in prefill", given.mfu, f"{given.mfu:g} of it", "--mfu", "Llama 3 in training: 0.38 to 0.43"),
+        Stated("memory rate", rate, f"{show_bytes(rate)}/s", "--bandwidth-device", source(given.bandwidth_device)),
+        Stated("from host memory", link, f"{show_bytes(link)}/s a device", "--bandwidth-host", share),
+    ]
+
+
+def _of_the_cache(plan: Plan) -> list[Stated]:
+    given, rate = plan.given, plan.engine.storage_bytes_per_s
+    held = "copies of what is above" if given.write_policy == "write_through" else "what was evicted from above"
+    queue = ("counted", "--no-queue") if given.queue else ("not counted", "--queue")
+    price = f"{given.gain:g} % of prefill FLOPs a GB"
+    return [
+        Stated("from storage", rate, f"{show_bytes(rate)}/s" if rate else "none", "--storage", "as given"),
+        Stated("lower tiers hold", given.write_policy, given.write_policy, "--write-policy", held),
+        Stated("eviction", given.policy, given.policy, "--policy", "exact by tier for lru"),
+        Stated(
+            "overhead of a request", given.overhead_s, show_duration(given.overhead_s), "--overhead", "beside the rest"
+        ),
+        Stated("waiting for a replica", queue[0], *queue, "first come, first served"),
+        Stated("price at the knee", given.gain, price, "--gain", "a convention"),
+    ]
+
+
+# ---- what to do
+
+_A_POINT = 0.01
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """What the table does not say by itself, a sentence or two each."""
+    return tuple(_knee(plan)) + tuple(_in_time(plan)) + tuple(_warnings(plan))
+
+
+def _knee(plan: Plan) -> Iterator[str]:
+    knee, gain = plan.knee, plan.given.gain
+    alone = plan.rows[0].flops_saved_share
+    everything = plan.distinct_blocks * plan.engine.block_bytes
+    if knee.memory_bytes:
+        rate = 100 * (knee.saved_share - alone) / (knee.memory_bytes / 1e9)
+        yield (
+            f"Knee: {_purchase(plan)} saves {knee.saved_share:.1%} of prefill FLOPs ({alone:.1%} with the device "
+            f"alone), {rate:.2g} % a GB; beyond it a GB buys {gain:g} % at most."
+        )
+        if knee.memory_bytes == knee.curve[-1][0] < int(everything):
+            yield "All that was offered still pays: offer more to see where it ends."
+    elif len(knee.curve) > 1:
+        yield f"Knee: the device alone, {alone:.1%} of prefill FLOPs: no amount offered buys more than {gain:g} % a GB."
+    yield (
+        f"Memory without end would save {knee.endless_saved_share:.1%}; all that the trace ever asks for takes "
+        f"{show_bytes(everything)}."
+    )
+
+
+def _purchase(plan: Plan) -> str:
+    """The knee as tiers: host memory first, storage for what it does not reach."""
+    size, host = plan.knee.memory_bytes, plan.memory.host_bytes
+    if size <= host:
+        return f"{show_bytes(size)} of host memory"
+    if not host:
+        return f"{show_bytes(size)} of storage"
+    storage = size if plan.given.write_policy == "write_through" else size - host
+    return f"{show_bytes(host)} of host memory and {show_bytes(storage)} of storage"
+
+
+def _in_time(plan: Plan) -> Iterator[str]:
+    if plan.slo_ttft_s is None:
+        return
+    best = max(row.slo_share or 0.0 for row in plan.rows)
+    near = [row for row in plan.rows if (row.slo_share or 0.0) >= best - _A_POINT]
+    enough = min(near, key=lambda row: row.host_bytes + row.storage_bytes)
+    yield (
+        f"In {show_duration(plan.slo_ttft_s)}: {plan.bare.slo_share or 0:.1%} of first tokens without a cache, "
+        f"{best:.1%} at best; {_tiers(enough)} comes within a point of that."
+    )
+
+
+def _tiers(row: PlanRow) -> str:
+    bought = [(row.host_bytes, "host memory"), (row.storage_bytes, "storage")]
+    return " and ".join(f"{show_bytes(size)} of {tier}" for size, tier in bought if size) or "the device alone"
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    engine, given, rows = plan.engine, plan.given, plan.rows
+    if plan.bare.busy is not None and rows[-1].busy is not None and plan.bare.busy > 1:
+        busy, least = plan.bare.busy * given.replicas, rows[-1].busy * given.replicas
+        yield (
+            f"Prefill keeps {busy:.1f} replicas busy without a cache and {least:.1f} in the last row; there "
+            f"{'is' if given.replicas == 1 else 'are'} {given.replicas} (--replicas)."
+        )
+    if given.write_policy == "write_through" and any(0 < row.host_bytes <= engine.cache_bytes for row in rows):
+        yield (
+            f"Host memory up to {show_bytes(engine.cache_bytes)}, as much as KV has on the devices, adds nothing: it "
+            "holds the same (--write-policy write_back changes that)."
+        )
+    yield from _slow_tiers(plan)
+    if engine.end_bytes:
+        yield (
+            "Hits are taken to end anywhere; a running cache keeps windows and states where prompts end or part, so "
+            "the hit rates of this model are the most that is possible."
+        )
+
+
+def _slow_tiers(plan: Plan) -> Iterator[str]:
+    engine = plan.engine
+    computing = plan.bare.flops / plan.input_tokens / engine.flops_per_s
+    for tier, rate in (("host memory", engine.host_bytes_per_s), ("storage", engine.storage_bytes_per_s)):
+        loading = engine.token_bytes / rate if rate else 0.0
+        if loading > computing:
+            yield (
+                f"Loading a token from {tier} takes {show_duration(loading)}, computing it {show_duration(computing)}: "
+                "hits there save FLOPs, but first tokens come later."
+            )
+
+
+# ---- the page
+
+_HEAD = (
+    ("memory bought", ("host", "storage")),
+    ("prompt tokens found in", ("any", "device", "host", "storage")),
+    ("first token", ("mean", "p90", "in time")),
+    ("saved", ("FLOPs", "GPU-h", "% a GB")),
+    ("GPUs", ("busy",)),
+)
+
+
+def show_plan(plan: Plan) -> str:
+    """The whole answer as text of a terminal."""
+    span = f" in {show_duration(plan.span_s)}" if plan.span_s else ""
+    head = (
+        f"{plan.trace}: {plan.requests:,} requests{span}, {plan.input_tokens:,} prompt tokens\n"
+        f"{plan.model.name} on {plan.engine.gpus * plan.given.replicas} x {plan.device.name}"
+    )
+    rows = [("no cache", "", *_cells(plan.bare)[2:]), *(_cells(row) for row in plan.rows)]
+    stated = [(each.what, each.shown, each.option, each.source) for each in assumptions(plan)]
+    title = "Assumptions, and the options that change them:\n"
+    return "\n\n".join((head, _table(rows), "\n".join(notes(plan)), title + _aligned(stated, left=4)))
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    hits = (row.token_hit_rate, row.device_hit_rate, row.host_hit_rate, row.storage_hit_rate)
+    return (
+        show_bytes(row.host_bytes) if row.host_bytes else "-",
+        show_bytes(row.storage_bytes) if row.storage_bytes else "-",
+        *(f"{rate:.1%}" for rate in hits),
+        show_duration(row.ttft_mean_s),
+        show_duration(row.ttft_p90_s),
+        "-" if row.slo_share is None else f"{row.slo_share:.1%}",
+        f"{row.flops_saved_share:.1%}",
+        f"{row.gpu_hours_saved:.3g}",
+        "-" if row.gain_per_gb is None else f"{row.gain_per_gb:.2g}",
+        "-" if row.busy is None else f"{row.busy:.0%}",
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Numbers under two lines of titles: groups, each over its columns, and columns."""
+    lines = _aligned([tuple(name for _, names in _HEAD for name in names), *rows]).split("\n")
+    groups, column, place = "", 0, 0
+    ends = _ends(lines[0])
+    for title, names in _HEAD:
+        column += len(names)
+        groups += title.rjust(ends[column - 1] - place)
+        place = max(len(groups), ends[column - 1])
+    return "\n".join((groups, *lines))
+
+
+def _ends(line: str) -> list[int]:
+    """Where the words of a line end."""
+    return [match.end() for match in re.finditer(r"\S+(?: \S+)*", line)]
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
+    """Columns two spaces apart; the first `left` begin at the left, the others end at the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """For JSON: `rows` has one entry a mix of tiers, `knee`, `assumptions` and `notes` what the text says."""
+    found = asdict(replace(plan, model=replace(plan.model, layers=())))
+    found["model"] = plan.model.name
+    found["device"] = plan.device.name
+    found["options"] = found.pop("given")
+    found["assumptions"] = [stated._asdict() for stated in assumptions(plan)]
+    found["notes"] = list(notes(plan))
+    return found

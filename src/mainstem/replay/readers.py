@@ -1,0 +1,287 @@
+"""Opens traces in the formats that people have: lines of JSON (`mainstem.replay.formats`), or ready-made (`.mstrace`).
+
+- A bad line stops it, or is left out and counted, as asked.
+- A time that goes back is not bad, as servers write what ends first: requests are sorted by time, and the trace says
+  how many had to be. A request without a time comes with the one before it; if the first has none, all come at once.
+- Names of blocks are chained: they cover all ids before them and the model, whether the ids did so or not. Equal names
+  mean equal paths, by 64 bits: good for replay, no protection against whoever makes up ids that collide.
+
+Reads a file once, a batch at a time, into a file of columns. Knows no policies and no caches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.errors import BadArgument, check_integer
+from mainstem.replay.formats import FORMATS, RECORDING, BadLine, Format, Line, Reading, Request, Tokenize, hashed
+from mainstem.replay.lines import MAX_LINE_BYTES, Progress, Source
+from mainstem.replay.texts import Tokenizer, as_bytes
+from mainstem.replay.trace import MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
+
+MAX_BLOCK_SIZE = 2**31 - 1
+SHOWN = 20
+"""Bad lines that are told of; all are counted."""
+
+OnBad = Literal["stop", "skip"]
+
+_FIRST_LINES = 16  # that a format is told by
+_BATCH = 1 << 17  # requests and blocks in memory at once, about
+_SHOWN_BYTES = 160
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: SplitMix64's step
+_CODES = {  # types of columns, as `array` has them
+    "time_s": "d",
+    "input_tokens": "q",
+    "output_tokens": "q",
+    "chat": "q",
+    "tenant": "i",
+    "kind": "i",
+    "turn": "i",
+    "length": "q",
+    "seed": "Q",
+    "blocks": "Q",
+}
+
+
+def open_trace(
+    path: str | os.PathLike[str],
+    *,
+    format: str = "auto",
+    block_size: int | None = None,
+    on_bad: OnBad = "stop",
+    tokenizer: str | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """A trace from a file of any format, compressed or not, or from standard input. It is read once.
+
+    Args:
+        path: of the file; "-" is standard input.
+        format: one of `FORMATS`, "mstrace", or "auto": told by the first lines.
+        block_size: tokens a block; None: as the format has it.
+        on_bad: whether a bad line ends it, or is left out, counted and told of in `Trace.notes`.
+        tokenizer: for requests as text: name or folder of a tokenizer of `transformers`; None takes bytes for tokens.
+        progress: told bytes read, and bytes of the file (0: unknown).
+
+    Raises:
+        TraceError: the file is no trace, is damaged, has a bad line, or not one good one.
+        BadArgument: an argument is outside its range, or does not go with the format.
+        BackendUnavailable: a package is missing for a compression or a tokenizer.
+        OSError: the file cannot be read.
+    """
+    _check(format, block_size, on_bad)
+    with Source(path, progress) as source:
+        if format == "mstrace" or (format == "auto" and source.head == MAGIC):
+            return _ready_made(source, block_size, tokenizer)
+        return _Reader(source, format, block_size, on_bad, tokenizer).trace()
+
+
+def _check(format: str, block_size: int | None, on_bad: str) -> None:
+    names = ["auto", *(row.name for row in FORMATS), "mstrace"]
+    if format not in names:
+        raise BadArgument("format", format, f"one of {', '.join(names)}")
+    if block_size is not None:
+        check_integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
+    if on_bad not in ("stop", "skip"):
+        raise BadArgument("on_bad", on_bad, "stop or skip")
+
+
+def _ready_made(source: Source, block_size: int | None, tokenizer: str | None) -> Trace:
+    with tempfile.TemporaryFile() as file:
+        if source.plain:
+            trace = Trace.open(source.name)
+        else:
+            source.copy(file)
+            file.flush()
+            trace = Trace.read(file, source.name)
+    if block_size not in (None, trace.block_size):
+        raise BadArgument("block_size", block_size, f"{trace.block_size}, as the file says, or left out")
+    _refuse_tokenizer(tokenizer, "mstrace")
+    return trace
+
+
+def _refuse_tokenizer(tokenizer: str | None, format: str) -> None:
+    if tokenizer is not None:
+        raise BadArgument("tokenizer", tokenizer, f"left out: a trace of format {format} has no text")
+
+
+class _Reader:
+    """Reads the lines of one source."""
+
+    def __init__(
+        self, source: Source, format: str, block_size: int | None, on_bad: OnBad, tokenizer: str | None
+    ) -> None:
+        self._source = source
+        self._skips = on_bad == "skip"
+        self._decode = _decoder()
+        self._lines = source.lines()
+        self._first = list(islice(self._lines, _FIRST_LINES))
+        self._format = self._told() if format == "auto" else next(row for row in FORMATS if row.name == format)
+        self._notes: list[str] = []
+        self._bad: list[str] = []
+        self._bad_lines = 0
+        self._reading = Reading(block_size or self._format.block_size or self._said(), self._tokenizer(tokenizer))
+
+    def trace(self) -> Trace:
+        columns = _Columns()
+        trace = Trace.of(
+            self._batches(columns),
+            block_size=self._reading.block_size,
+            name=os.path.basename(self._source.name).partition(".")[0] or self._source.name,
+            tenants=columns.tenants,
+            kinds=columns.kinds,
+            notes=self._notes,
+        )
+        if len(trace) == 0:
+            raise TraceError(f"{self._source.name} has no request{self._instead()}")
+        return trace
+
+    def _batches(self, columns: _Columns) -> Iterator[Batch]:
+        for number, line in chain(self._first, self._lines):
+            request = self._request(number, line)
+            if request is not None and columns.add(request) >= _BATCH:
+                yield columns.take()
+        yield columns.take()
+        if not columns.timed:
+            self._notes.append("The first request has no time, so all are taken to come at once, in their order.")
+        if self._bad_lines:
+            more = ", and more" if self._bad_lines > len(self._bad) else ""
+            self._notes.append(f"Bad lines, left out: {self._bad_lines} ({'; '.join(self._bad)}{more}).")
+
+    def _request(self, number: int, line: bytes) -> Request | None:
+        try:
+            return self._format.read(self._object(line), self._reading)
+        except BadLine as bad:
+            if not self._skips:
+                raise TraceError(
+                    f"{self._source.name}, line {number}: {bad}. Expected of {self._format.name}: "
+                    f"{self._format.expected}. The line: {_shown(line)}",
+                    number,
+                ) from bad
+            self._bad_lines += 1
+            if len(self._bad) < SHOWN:
+                self._bad.append(f"line {number}: {bad}")
+            return None
+
+    def _object(self, line: bytes) -> Line:
+        if len(line) > MAX_LINE_BYTES:
+            raise BadLine(f"it is longer than {MAX_LINE_BYTES} bytes")
+        try:
+            found = self._decode(line)
+        except (ValueError, RecursionError) as error:
+            raise BadLine(f"no JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise BadLine("no JSON object")
+        return found
+
+    def _objects(self) -> Iterator[Line]:
+        """Those of the first lines that are objects."""
+        for _, line in self._first:
+            with suppress(BadLine):
+                yield self._object(line)
+
+    def _told(self) -> Format:
+        found = next((row for line in self._objects() for row in FORMATS if row.fits(line)), None)
+        if found is None:
+            raise TraceError(f"{self._source.name} is no trace that can be told by its first lines{self._instead()}")
+        return found
+
+    def _instead(self) -> str:
+        rows = "; ".join(f"{row.name}: {row.expected}" for row in FORMATS)
+        shown = f"Line {self._first[0][0]} is: {_shown(self._first[0][1])}" if self._first else "It is empty"
+        return f". Expected: one JSON object a line, such as {rows}. {shown}"
+
+    def _said(self) -> int:
+        """The block size by the first line."""
+        header: Line = next(self._objects(), {})
+        size = header.get("block_size")
+        if header.get("format") != RECORDING or type(size) is not int or not 1 <= size <= MAX_BLOCK_SIZE:
+            raise TraceError(f"{self._source.name} does not begin with the header of a recording{self._instead()}", 1)
+        return size
+
+    def _tokenizer(self, name: str | None) -> Tokenize:
+        if self._format.name != "openai":
+            _refuse_tokenizer(name, self._format.name)
+            return as_bytes
+        self._notes.append(f"Tokens are those of {name}." if name else "Tokens are bytes, not those of a model.")
+        return as_bytes if name is None else Tokenizer(name)
+
+
+def _shown(line: bytes) -> str:
+    text = line[:_SHOWN_BYTES].decode(errors="replace")
+    return ascii(text)[1:-1] + ("..." if len(line) > _SHOWN_BYTES else "")
+
+
+def _decoder() -> Callable[[bytes], Any]:
+    try:
+        return cast("Callable[[bytes], Any]", importlib.import_module("msgspec.json").Decoder().decode)
+    except ImportError:
+        return partial(json.loads, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+class _Columns:
+    """Collects requests, and makes batches of them."""
+
+    def __init__(self) -> None:
+        self.tenants = {"": 0}
+        self.kinds = {"": 0}
+        self._now_s: float | None = None
+        self.timed = True
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _CODES.items()}
+
+    def add(self, request: Request) -> int:
+        """Adds one; how many requests and blocks there are now."""
+        columns = self._columns
+        columns["time_s"].append(self._time(request.time_s))
+        columns["input_tokens"].append(request.input_tokens)
+        columns["output_tokens"].append(request.output_tokens)
+        columns["chat"].append(request.chat)
+        columns["turn"].append(request.turn)
+        columns["tenant"].append(self.tenants.setdefault(request.tenant, len(self.tenants)))
+        columns["kind"].append(self.kinds.setdefault(request.kind, len(self.kinds)))
+        columns["length"].append(len(request.blocks))
+        columns["seed"].append(hashed(request.model) if request.model else 0)
+        columns["blocks"].extend(request.blocks)
+        return len(columns["time_s"]) + len(columns["blocks"])
+
+    def _time(self, given_s: float | None) -> float:
+        if self._now_s is None:
+            self._now_s, self.timed = given_s or 0.0, given_s is not None
+        elif given_s is not None and self.timed:
+            self._now_s = given_s
+        return self._now_s
+
+    def take(self) -> Batch:
+        """A batch of what was added since the last one."""
+        found: dict[str, NDArray[Any]] = {name: np.array(column) for name, column in self._columns.items()}
+        self._clear()
+        offsets = np.concatenate([[0], np.cumsum(found.pop("length"))]).astype(np.int64)
+        blocks = _chained(found.pop("blocks"), offsets, found.pop("seed"))
+        return Batch(offsets=offsets, blocks=blocks, **found)
+
+
+def _chained(ids: Uint64s, offsets: Int64s, seeds: Uint64s) -> Uint64s:
+    """Names that cover all ids from the request's first one on, and where they stand: sums of mixed 64 bits."""
+    lengths = np.diff(offsets)
+    depths = (np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)).astype(np.uint64)
+    sums = np.cumsum(mix(ids ^ mix((depths + np.uint64(1)) * _GOLDEN)), dtype=np.uint64)
+    before = np.concatenate([np.zeros(1, np.uint64), sums])[offsets[:-1]]
+    return mix(sums - np.repeat(before - seeds, lengths))

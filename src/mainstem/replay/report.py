@@ -1,0 +1,443 @@
+"""One page about a replay: pictures with their numbers below, in one file that needs no network and no script.
+
+Pictures are drawn twice, for wide and for narrow screens, and the page shows one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+
+from mainstem import __version__
+from mainstem.errors import BadArgument
+from mainstem.replay import optimum, series
+from mainstem.replay.info import Reuse, TraceInfo
+from mainstem.replay.markup import Markup, join, tag
+from mainstem.replay.rows import Row
+from mainstem.replay.series import Look, Measure
+from mainstem.replay.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
+from mainstem.replay.units import show_bytes, show_duration
+
+_WIDE, _NARROW = 880, 400
+_CAPTION = "share of blocks hit"
+
+
+def write_report(path: str | PathLike[str], info: TraceInfo, rows: Sequence[Row]) -> None:
+    """Writes the page.
+
+    Args:
+        path: the file, .html.
+        info: of the trace that was replayed.
+        rows: one or more, as `sweep` gives them.
+
+    Raises:
+        BadArgument: there are no rows.
+        OSError: the file cannot be written.
+    """
+    Path(path).write_text(page(info, rows), encoding="utf-8", errors="backslashreplace")
+
+
+def page(info: TraceInfo, rows: Sequence[Row]) -> str:
+    """The page as HTML, see `write_report`."""
+    if not rows:
+        raise BadArgument("rows", rows, "one row or more")
+    title = f"Replay of {info.trace}"
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("title", title),
+        tag("style", Markup(_STYLE)),
+    )
+    sections = [_hit_rates, _over_time, _tiers, _reuse, _groups]
+    body = tag(
+        "body",
+        tag("h1", title),
+        _facts(info, rows),
+        *(part for section in sections for part in section(info, rows)),
+        tag("footer", f"mainstem {__version__}"),
+    )
+    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+
+
+# --- sections -----------------------------------------------------------------------------------------------------
+
+
+def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
+    first = rows[0]
+    facts = {
+        "Requests": f"{info.requests:,} in {show_duration(info.span_s)}",
+        "Prompts": f"{info.input_tokens:,} tokens, {info.prompt_tokens.mean:,.0f} in the mean",
+        "Blocks": f"{info.blocks:,} of {info.block_size:,} tokens, {info.distinct_blocks:,} distinct",
+        "A cache without limit": f"hits {_percent(info.block_hit_rate)} of blocks",
+        "Policies": ", ".join(series.looks(rows)),
+    }
+    if first.replicas > 1:
+        facts["Replicas"] = f"{first.replicas}, routing by {first.routing}"
+    if first.ttl_s is not None:
+        facts["Time to live"] = show_duration(first.ttl_s)
+    entries = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts.items())
+    return tag("dl", *entries)
+
+
+def _hit_rates(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
+    yield tag("h2", "Hit rate by capacity")
+    best = " opt is the offline optimum: no policy can hit more blocks." if optimum.NAME in series.looks(rows) else ""
+    yield tag("p", f"What each policy finds in the cache of what was asked for.{best}")
+    panels = []
+    for measure in series.measures(info, rows):
+        lines = _rate_lines(info, rows, measure)
+        panels.append((measure.name, join(_legend(lines), _rate_chart(info, rows, measure, lines))))
+        panels[-1] = (measure.name, join(panels[-1][1], _rate_table(info, rows, measure)))
+    yield _tabs("rate", panels)
+    yield tag("details", tag("summary", "All numbers"), _rows_table(info, rows))
+
+
+def _rate_lines(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> list[Line]:
+    low, high = series.domain(rows)
+    lines = []
+    if measure.ideal is not None:
+        lines.append(Line("cache without limit", series.LIMIT, [(low, measure.ideal), (high, measure.ideal)]))
+    exact = [point for point in series.lru_curve(info, rows) if low <= point[0] <= high]
+    if exact and measure.name == "Blocks":
+        lines.append(Line("lru by reuse distances", series.BACKGROUND, exact, width=5))
+    for policy, look in _behind(series.looks(rows)):
+        points = series.curve(rows, policy, measure)
+        tips = [f"{policy} at {x:,.0f} blocks: {_percent(y)}" for x, y in points]
+        lines.append(Line(policy, look, points, tips))
+    return lines
+
+
+def _behind(looks: dict[str, Look]) -> list[tuple[str, Look]]:
+    """The optimum first, so that it is drawn behind the others where they meet."""
+    return sorted(looks.items(), key=lambda item: item[0] != optimum.NAME)
+
+
+def _rate_chart(info: TraceInfo, rows: Sequence[Row], measure: Measure, lines: Sequence[Line]) -> Markup:
+    ticks = tuple(
+        Tick(capacity, (f"{capacity:,}", series.marked(capacity, info))) for capacity in series.by_capacity(rows)
+    )
+    label = "capacity in blocks, and of all distinct blocks (log scale)"
+    low, high = series.domain(rows)
+    highest = max(y for line in lines for _, y in line.points if y is not None)
+    x, y = Axis(label, low, high, ticks, math.log), percents(f"share of {measure.name.lower()} hit", highest)
+    return _both(lambda width: line_chart(f"{measure.name} hit by capacity", x, y, lines, width=width, height=400))
+
+
+def _rate_table(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Markup:
+    capacities = list(series.by_capacity(rows))
+    cells = []
+    for policy in series.looks(rows):
+        found = dict(series.curve(rows, policy, measure))
+        cells.append([policy, *(_percent(found[at]) if at in found else "" for at in capacities)])
+    heads = [f"{capacity:,} ({series.marked(capacity, info)})" for capacity in capacities]
+    return _table(f"{measure.name} hit, by capacity in blocks", ["policy", *heads], cells)
+
+
+def _rows_table(info: TraceInfo, rows: Sequence[Row]) -> Markup:
+    best = {row.capacity_blocks: row.block_hits for row in rows if row.policy == optimum.NAME}
+    heads = ["policy", "blocks", "of distinct", "blocks hit", "of optimum", "tokens hit", "evicted", "expired"]
+    cells = [
+        [
+            row.policy,
+            f"{row.capacity_blocks:,}",
+            series.marked(row.capacity_blocks, info),
+            _percent(row.block_hit_rate),
+            _percent(row.block_hits / max(1, best[row.capacity_blocks])) if row.capacity_blocks in best else "",
+            _percent(row.token_hit_rate),
+            f"{row.evicted_blocks:,}",
+            f"{row.tiers[0].expired_blocks:,}",
+        ]
+        for row in rows
+    ]
+    return _table("One line a policy and capacity", heads, cells)
+
+
+def _over_time(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
+    if not rows[0].timeline.block_accesses:
+        return
+    timeline = series.merged(rows[0].timeline)
+    unit_s, unit = series.time_unit(timeline.width_s * len(timeline.block_accesses))
+    yield tag("h2", "Hits over time")
+    yield tag("p", f"Each point stands for {show_duration(timeline.width_s)}. A cache starts empty.")
+    highest = max(rate or 0.0 for row in rows for _, rate in series.rates(series.merged(row.timeline)))
+    y = percents(_CAPTION, highest)
+    span = timeline.width_s * len(timeline.block_accesses) / unit_s
+    x = linear(f"time since the trace began, {unit}", span, lambda at: f"{at:g}", most=8, nice=False)
+    panels = []
+    for capacity, same in series.by_capacity(rows).items():
+        lines = [
+            Line(
+                policy, look, [(at / unit_s, rate) for at, rate in series.rates(series.merged(row.timeline))], width=1.8
+            )
+            for policy, look in _behind(series.looks(rows))
+            for row in same
+            if row.policy == policy
+        ]
+        chart = _both(_time_chart(f"Hits over time at {capacity:,} blocks", x, y, lines))
+        panels.append((_capacity(capacity, info), join(_legend(lines), chart, _time_table(same, unit_s, unit))))
+    yield _tabs("time", panels)
+    yield _load(x, [count / timeline.width_s for count in timeline.block_accesses], timeline.width_s / unit_s)
+
+
+def _time_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> Callable[[int], Markup]:
+    return lambda width: line_chart(title, x, y, lines, width=width, height=340)
+
+
+def _load(x: Axis, rates: Sequence[float], width: float) -> Markup:
+    bars = [
+        Bar(at * width, min(x.high, (at + 1) * width), rate, f"{rate:,.1f} blocks a second")
+        for at, rate in enumerate(rates)
+    ]
+    y = linear("blocks asked for a second", max(rates), lambda rate: f"{rate:,g}", most=3)
+    title = "Blocks asked for over time"
+    return _both(lambda width: bar_chart(title, x, y, bars, width=width, height=170, colour="#b5b5b5"))
+
+
+def _time_table(rows: Sequence[Row], unit_s: float, unit: str) -> Markup:
+    timelines = [series.merged(row.timeline) for row in rows]
+    first = timelines[0]
+    cells = [
+        [
+            f"{at * first.width_s / unit_s:,.1f}",
+            f"{accesses:,}",
+            *(_percent(one.block_hits[at] / accesses) if accesses else "" for one in timelines),
+        ]
+        for at, accesses in enumerate(first.block_accesses)
+    ]
+    table = _table("Blocks hit", [f"from, {unit}", "blocks asked for", *(row.policy for row in rows)], cells)
+    return tag("details", tag("summary", "Numbers"), table)
+
+
+def _tiers(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
+    yield tag("h2", "Where blocks came from")
+    names = dict.fromkeys(name for row in rows for name, _ in series.tier_shares(row))
+    yield tag("p", "Shares of all blocks asked for: found on a tier, and on none above it, or computed.")
+    yield tag("div", *(tag("span", _swatch(name), name) for name in names), class_="legend")
+    for capacity, same in series.by_capacity(rows).items():
+        yield tag("h3", f"Device of {_capacity(capacity, info)}")
+        yield tag("div", *map(_split, same), class_="splits")
+    yield tag("details", tag("summary", "Numbers"), _tier_table(rows))
+
+
+def _swatch(name: str) -> Markup:
+    return tag("i", class_="swatch", style=f"background:{series.TIER_COLOURS.get(name, series.COMPUTED_COLOUR)}")
+
+
+def _split(row: Row) -> Markup:
+    shares = series.tier_shares(row)
+    parts = [
+        tag(
+            "i",
+            title=f"{name}: {_percent(share)}",
+            style=f"width:{100 * share:.3f}%;background:{series.TIER_COLOURS.get(name, series.COMPUTED_COLOUR)}",
+        )
+        for name, share in shares
+    ]
+    words = ", ".join(f"{name} {_percent(share)}" for name, share in shares[:-1])
+    return join(tag("b", row.policy), tag("div", *parts, class_="split", role="img", aria_label=words), tag("u", words))
+
+
+def _tier_table(rows: Sequence[Row]) -> Markup:
+    heads = ["policy", "device", "tier", "its blocks", "hits", "of all", "written", "loaded", "evicted", "expired"]
+    cells = [
+        [
+            row.policy,
+            f"{row.capacity_blocks:,}",
+            tier.name,
+            f"{tier.capacity_blocks:,}",
+            f"{tier.block_hits:,}",
+            _percent(tier.block_hits / max(1, row.block_accesses)),
+            _moved(tier.written_blocks, tier.written_bytes),
+            _moved(tier.loaded_blocks, tier.loaded_bytes),
+            f"{tier.evicted_blocks:,}",
+            f"{tier.expired_blocks:,}",
+        ]
+        for row in rows
+        for tier in row.tiers
+    ]
+    return _table("Blocks by tier", heads, cells)
+
+
+def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
+    if not info.reuses:
+        return
+    yield tag("h2", "Reuse distances")
+    sampled = "" if info.sampled == 1 else f" Counted by 1 block in {round(1 / info.sampled)}."
+    again = sum(reuse.uses for reuse in info.reuses) / max(1, info.blocks)
+    yield tag(
+        "p",
+        f"How many other blocks were used before a block was used again: LRU needs room for more than these. "
+        f"{_percent(again)} of blocks asked for were used before; the others are new, and no cache has them. "
+        f"Dashed: the capacities replayed.{sampled}",
+    )
+    x, y = _distances(info), percents("share of blocks asked for", max(map(_uses(info), info.reuses)), most=5)
+    bars = [
+        Bar(_log(reuse.low), _log(reuse.high), _uses(info)(reuse), f"{_range(reuse)}: {reuse.uses:,}")
+        for reuse in info.reuses
+    ]
+    marks = [
+        Tick(_log(capacity), (series.marked(capacity, info),))
+        for capacity in series.by_capacity(rows)
+        if _log(capacity) <= x.high
+    ]
+    yield _both(lambda width: bar_chart("Reuse distances", x, y, bars, width=width, height=340, marks=marks))
+    cells = [
+        [_range(reuse), f"{reuse.uses:,}", _percent(_uses(info)(reuse)), _percent(reuse.lru_hit_rate)]
+        for reuse in info.reuses
+    ]
+    heads = ["blocks between", "uses", "of all", "LRU with this room hits"]
+    yield tag("details", tag("summary", "Numbers"), _table("Uses by reuse distance", heads, cells))
+
+
+def _uses(info: TraceInfo) -> Callable[[Reuse], float]:
+    return lambda reuse: reuse.uses / max(1, info.blocks)
+
+
+def _range(reuse: Reuse) -> str:
+    return f"{reuse.low:,}" if reuse.high == reuse.low + 1 else f"{reuse.low:,} to {reuse.high - 1:,}"
+
+
+def _log(distance: float) -> float:
+    """0 to 1 for distances below 1; then each doubling is as wide."""
+    return math.log2(distance) + 1 if distance >= 1 else distance
+
+
+def _distances(info: TraceInfo) -> Axis:
+    high = max(_log(reuse.high) for reuse in info.reuses)
+    powers = range(math.floor((high - 1) * math.log10(2)) + 1)
+    ticks = (Tick(0.0, ("0",)), *(Tick(_log(10.0**power), (f"{10**power:,}",)) for power in powers))
+    return Axis("other blocks used in between (log scale)", 0.0, high, ticks)
+
+
+def _groups(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
+    """Tenants and kinds, where the trace has them."""
+    for title, name in (("tenant", "tenants"), ("kind", "kinds")):
+        shares = [(row, share) for row in rows for share in getattr(row, name)]
+        if not shares:
+            continue
+        cells = [
+            [
+                share.name or "(none)",
+                row.policy,
+                f"{row.capacity_blocks:,}",
+                f"{share.requests:,}",
+                f"{share.block_accesses:,}",
+                _percent(share.block_hits / max(1, share.block_accesses)),
+                _percent(share.token_hits / max(1, share.input_tokens)),
+            ]
+            for row, share in sorted(shares, key=lambda both: (-both[1].block_accesses, both[1].name))[:_MOST_GROUPS]
+        ]
+        left = f"; {len(shares) - len(cells):,} more lines are in the rows" if len(shares) > len(cells) else ""
+        heads = [title, "policy", "blocks", "requests", "blocks asked for", "blocks hit", "tokens hit"]
+        yield tag("h2", f"By {title}")
+        yield tag("details", tag("summary", f"Numbers{left}"), _table(f"Hits by {title}", heads, cells))
+
+
+_MOST_GROUPS = 500
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+def _both(draw: Callable[[int], Markup]) -> Markup:
+    """A picture for wide screens, and one for narrow ones."""
+    return join(tag("figure", draw(_WIDE), class_="wide"), tag("figure", draw(_NARROW), class_="narrow"))
+
+
+def _legend(lines: Iterable[Line]) -> Markup:
+    entries = (tag("span", sample(line.look, marks=bool(line.tips), width=line.width), line.name) for line in lines)
+    return tag("div", *entries, class_="legend")
+
+
+def _tabs(group: str, panels: Sequence[tuple[str, Markup]]) -> Markup:
+    """One panel at a time, by radio buttons; a single one has none."""
+    if len(panels) == 1:
+        return panels[0][1]
+    parts = []
+    for at, (name, panel) in enumerate(panels):
+        checked = {"checked": ""} if at == 0 else {}
+        parts.append(tag("input", type="radio", name=group, id=f"{group}{at}", **checked))
+        parts.append(tag("label", name, for_=f"{group}{at}"))
+        parts.append(tag("div", panel, class_="panel"))
+    return tag("div", *parts, class_="tabs")
+
+
+def _table(caption: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Markup:
+    """Cells that begin with a letter or a bracket are words, the others are numbers."""
+    head = tag("tr", *(tag("th", text, scope="col", **_aligned(at == 0)) for at, text in enumerate(heads)))
+    body = (tag("tr", *(tag("td", text, **_aligned(_is_word(text))) for text in line)) for line in lines)
+    table = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body))
+    return tag("div", table, class_="scroll")
+
+
+def _aligned(left: bool) -> dict[str, str]:
+    return {"class_": "left"} if left else {}
+
+
+def _is_word(text: str) -> bool:
+    return not text[:1].isdigit()
+
+
+def _capacity(capacity: int, info: TraceInfo) -> str:
+    return f"{capacity:,} blocks ({series.marked(capacity, info)})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _moved(blocks: int, size: int | None) -> str:
+    return f"{blocks:,}" if size is None else f"{blocks:,} ({show_bytes(size)})"
+
+
+_STYLE = """
+:root { color-scheme: light; }
+body { margin: 0 auto; padding: 16px 20px 40px; max-width: 920px; background: #fff; color: #222;
+  font: 16px/1.45 system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif; }
+h1 { font-size: 26px; margin: 12px 0; overflow-wrap: anywhere; }
+h2 { font-size: 20px; margin: 36px 0 4px; }
+h3 { font-size: 15px; margin: 16px 0 4px; }
+p { margin: 4px 0 12px; max-width: 46em; }
+dl { display: flex; flex-wrap: wrap; gap: 10px 32px; margin: 0; }
+dt { font-size: 13px; color: #555; }
+dd { margin: 0; }
+figure { margin: 4px 0 8px; }
+svg { display: block; max-width: 100%; height: auto; font-size: 13px; fill: #222; }
+figure svg { width: 100%; }
+.narrow { display: none; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 6px 0; font-size: 14px; }
+.legend span { display: inline-flex; align-items: center; gap: 6px; overflow-wrap: anywhere; }
+.swatch { width: 16px; height: 12px; }
+.tabs { display: flex; flex-wrap: wrap; align-items: center; }
+.tabs > input { margin: 0 6px 0 0; }
+.tabs > label { margin: 4px 18px 4px 0; font-size: 14px; }
+.tabs > .panel { order: 1; width: 100%; min-width: 0; display: none; }
+.tabs > input:checked + label { font-weight: 600; }
+.tabs > input:checked + label + .panel { display: block; }
+.splits { display: grid; grid-template-columns: minmax(3em, max-content) 1fr max-content; gap: 4px 12px;
+  align-items: center; font-size: 14px; }
+.splits b { font-weight: 400; overflow-wrap: anywhere; }
+.splits u { text-decoration: none; text-align: right; font-variant-numeric: tabular-nums; }
+.split { display: flex; height: 16px; }
+.split i { display: block; height: 100%; }
+.scroll { overflow-x: auto; margin: 4px 0; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-size: 13px; color: #555; padding: 2px 0; }
+th, td { padding: 3px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3; }
+th { font-weight: 600; border-bottom-color: #888; }
+.left { text-align: left; padding-left: 0; }
+summary { cursor: pointer; font-size: 14px; margin: 6px 0; }
+footer { margin-top: 40px; font-size: 13px; color: #555; }
+@media (max-width: 640px) {
+  body { padding: 12px 12px 32px; }
+  .wide { display: none; }
+  .narrow { display: block; }
+  .splits { grid-template-columns: minmax(3em, max-content) 1fr; gap: 2px 10px; }
+  .splits u { grid-column: 2; text-align: left; margin-bottom: 6px; }
+}
+"""

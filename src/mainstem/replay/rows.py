@@ -1,0 +1,280 @@
+"""What a replay counts: one `Row` a policy and capacity, summed up by a `Tally` as batches are served.
+
+Knows traces and numbers of blocks; no trees, no policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.replay.trace import Batch, Trace
+
+Flops: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
+"""FLOPs of computing `tokens` tokens, 1 or more of each prompt, behind `past` cached ones: `flops(tokens, past)`,
+element by element, as `ModelShape.prefill_flops`."""
+
+_MOST_SPANS = 256  # of a timeline; half of it at least, once a trace is that long
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The requests of one tenant, or of one kind."""
+
+    name: str
+    requests: int
+    block_accesses: int
+    block_hits: int
+    input_tokens: int
+    token_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """One tier of a row, all replicas together.
+
+    Attributes:
+        name: device, host or storage.
+        capacity_blocks: of one replica.
+        block_hits: blocks found here, and on no tier above.
+        token_hits: their tokens.
+        loaded_blocks: blocks that came up to it from a tier below.
+        written_blocks: blocks that were computed, or were found above, and written to it.
+        evicted_blocks: blocks that made room.
+        expired_blocks: blocks not used for longer than the time to live.
+        loaded_bytes, written_bytes: the same in bytes; None: nobody knows what a token takes.
+        age_accesses: of blocks evicted, how many block accesses after they came: [0] counts zeros, [i] the numbers in
+            [2**(i-1), 2**i).
+        idle_accesses: the same since they were last used.
+        age_s, idle_s: the same two in whole seconds.
+    """
+
+    name: str
+    capacity_blocks: int
+    block_hits: int
+    token_hits: int
+    loaded_blocks: int
+    written_blocks: int
+    evicted_blocks: int
+    expired_blocks: int
+    loaded_bytes: int | None
+    written_bytes: int | None
+    age_accesses: tuple[int, ...]
+    idle_accesses: tuple[int, ...]
+    age_s: tuple[int, ...]
+    idle_s: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Hits over time: entry i counts the requests of [i * width_s, (i + 1) * width_s)."""
+
+    width_s: float
+    block_accesses: tuple[int, ...]
+    block_hits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one capacity.
+
+    Attributes:
+        trace: its name.
+        policy: its name; "opt" is the offline optimum.
+        capacity_blocks: of the device; with several replicas, of each.
+        block_hits: blocks that no one computed again, whatever tier they came from.
+        evicted_blocks: blocks that left the device to make room.
+        ttl_s: the time to live; None: for ever.
+        tiers: from the device down.
+        tenants, kinds: those that had requests, if the trace has any.
+        prefill_flops, saved_flops: of all prompts without a cache, and what the cache saved of it; None: not asked for.
+    """
+
+    trace: str
+    policy: str
+    capacity_blocks: int
+    replicas: int
+    routing: str
+    ttl_s: float | None
+    requests: int
+    block_accesses: int
+    input_tokens: int
+    block_hits: int
+    token_hits: int
+    block_hit_rate: float
+    token_hit_rate: float
+    evicted_blocks: int
+    prefill_flops: float | None
+    saved_flops: float | None
+    tiers: tuple[TierRow, ...]
+    tenants: tuple[Share, ...]
+    kinds: tuple[Share, ...]
+    replica_requests: tuple[int, ...]
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """What a tier counts itself, over all replicas; see `TierRow`."""
+
+    loaded: int = 0
+    written: int = 0
+    evicted: int = 0
+    expired: int = 0
+    histograms: tuple[tuple[int, ...], ...] = ((), (), (), ())
+
+
+@dataclass(slots=True)
+class Tally:
+    """The sums of a row in the making.
+
+    Args:
+        trace: whose batches come.
+        tiers: names and capacities in blocks, from the device down.
+        replicas: how many.
+        flops: counts prefill work where it is given.
+    """
+
+    trace: Trace
+    tiers: Sequence[tuple[str, int]]
+    replicas: int = 1
+    flops: Flops | None = None
+    _requests: int = 0
+    _accesses: int = 0
+    _tokens: int = 0
+    _prefill: float = 0.0
+    _saved: float = 0.0
+    _hits: NDArray[np.int64] = field(init=False)
+    _token_hits: NDArray[np.int64] = field(init=False)
+    _tenants: NDArray[np.int64] = field(init=False)
+    _kinds: NDArray[np.int64] = field(init=False)
+    _served: NDArray[np.int64] = field(init=False)
+    _time: _Spans = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._hits = np.zeros(len(self.tiers), np.int64)
+        self._token_hits = np.zeros(len(self.tiers), np.int64)
+        self._tenants = np.zeros((len(self.trace.tenants), 5), np.int64)
+        self._kinds = np.zeros((len(self.trace.kinds), 5), np.int64)
+        self._served = np.zeros(self.replicas, np.int64)
+        self._time = _Spans()
+
+    def add(self, batch: Batch, hits: NDArray[np.int32], replica: NDArray[np.int32] | None = None) -> None:
+        """Counts a batch.
+
+        Args:
+            batch: requests.
+            hits: [requests, tiers] blocks that each found on each tier.
+            replica: [requests] who served it; None: there is one only.
+        """
+        blocks = batch.lengths
+        found = np.cumsum(hits, axis=1, dtype=np.int64)
+        upto = np.minimum(found * self.trace.block_size, batch.input_tokens[:, None])
+        columns = np.stack([np.ones_like(blocks), blocks, found[:, -1], batch.input_tokens, upto[:, -1]], axis=1)
+        self._requests += len(blocks)
+        self._accesses += int(blocks.sum())
+        self._tokens += int(batch.input_tokens.sum())
+        self._hits += hits.sum(axis=0, dtype=np.int64)
+        self._token_hits += np.diff(upto, axis=1, prepend=0).sum(axis=0)
+        np.add.at(self._tenants, batch.tenant, columns)
+        np.add.at(self._kinds, batch.kind, columns)
+        self._served += np.bincount(np.zeros_like(batch.kind) if replica is None else replica, minlength=self.replicas)
+        self._time.add(batch.time_s, blocks, found[:, -1])
+        if self.flops is not None:
+            self._count_flops(self.flops, batch.input_tokens, upto[:, -1])
+
+    def _count_flops(self, flops: Flops, tokens: NDArray[np.int64], hits: NDArray[np.int64]) -> None:
+        """The last token of a prompt is always computed, or there would be nothing to go on from."""
+        asked = tokens > 0
+        tokens = tokens[asked]
+        past = np.minimum(hits[asked], tokens - 1)
+        whole = float(flops(tokens, np.zeros_like(past)).sum())
+        self._prefill += whole
+        self._saved += whole - float(flops(tokens - past, past).sum())
+
+    def row(
+        self,
+        policy: str,
+        counts: Sequence[TierCounts],
+        *,
+        routing: str = "",
+        ttl_s: float | None = None,
+        block_bytes: float | None = None,
+    ) -> Row:
+        """The row of what was counted, and of what the tiers counted themselves."""
+        hits, token_hits = int(self._hits.sum()), int(self._token_hits.sum())
+        return Row(
+            trace=self.trace.name,
+            policy=policy,
+            capacity_blocks=self.tiers[0][1],
+            replicas=self.replicas,
+            routing=routing,
+            ttl_s=ttl_s,
+            requests=self._requests,
+            block_accesses=self._accesses,
+            input_tokens=self._tokens,
+            block_hits=hits,
+            token_hits=token_hits,
+            block_hit_rate=hits / max(1, self._accesses),
+            token_hit_rate=token_hits / max(1, self._tokens),
+            evicted_blocks=counts[0].evicted,
+            prefill_flops=None if self.flops is None else self._prefill,
+            saved_flops=None if self.flops is None else self._saved,
+            tiers=tuple(self._tier(tier, count, block_bytes) for tier, count in enumerate(counts)),
+            tenants=_shares(self.trace.tenants, self._tenants),
+            kinds=_shares(self.trace.kinds, self._kinds),
+            replica_requests=tuple(self._served.tolist()),
+            timeline=self._time.timeline(),
+        )
+
+    def _tier(self, tier: int, counts: TierCounts, block_bytes: float | None) -> TierRow:
+        name, capacity = self.tiers[tier]
+        return TierRow(
+            name,
+            capacity,
+            int(self._hits[tier]),
+            int(self._token_hits[tier]),
+            counts.loaded,
+            counts.written,
+            counts.evicted,
+            counts.expired,
+            None if block_bytes is None else round(counts.loaded * block_bytes),
+            None if block_bytes is None else round(counts.written * block_bytes),
+            *counts.histograms,
+        )
+
+
+class _Spans:
+    """Counts over time in spans of equal width, which is doubled when there are too many."""
+
+    def __init__(self) -> None:
+        self._width_s = 1.0
+        self._counts = np.zeros((2, _MOST_SPANS), np.int64)
+        self._used = 0
+
+    def add(self, time_s: NDArray[np.float64], blocks: NDArray[np.int64], hits: NDArray[np.int64]) -> None:
+        if not len(time_s):
+            return
+        while time_s[-1] >= _MOST_SPANS * self._width_s:
+            self._width_s *= 2
+            halves = self._counts.reshape(2, _MOST_SPANS // 2, 2).sum(axis=2)
+            self._counts = np.concatenate([halves, np.zeros_like(halves)], axis=1)
+        at = (time_s // self._width_s).astype(np.int64)
+        np.add.at(self._counts[0], at, blocks)
+        np.add.at(self._counts[1], at, hits)
+        self._used = int(at[-1]) + 1
+
+    def timeline(self) -> Timeline:
+        blocks, hits = self._counts[:, : self._used].tolist()
+        return Timeline(self._width_s, tuple(blocks), tuple(hits))
+
+
+def _shares(names: Sequence[str], counts: NDArray[np.int64]) -> tuple[Share, ...]:
+    """One for each name that had requests; none where there are no names."""
+    if len(names) < 2:
+        return ()
+    return tuple(Share(name, *row) for name, row in zip(names, counts.tolist(), strict=True) if row[0])

@@ -1,0 +1,148 @@
+"""What the pictures of a replay show: curves and how they look, counted from rows. Draws nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from mainstem.replay import optimum
+from mainstem.replay.info import TraceInfo
+from mainstem.replay.rows import Row, Timeline
+
+Point = tuple[float, float]
+
+MOST_SPANS = 60
+"""Points of a curve over time."""
+
+TIER_COLOURS = {"device": "#0072B2", "host": "#E69F00", "storage": "#009E73"}
+COMPUTED_COLOUR = "#dddddd"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a curve is drawn. Colours are told apart by the colour-blind, too (Okabe and Ito, "Color Universal Design",
+    2008), and no two looks differ in colour alone.
+
+    Args:
+        colour: as #rrggbb.
+        dash: lengths on and off; empty: a line without gaps.
+        marker: circle, square, triangle or diamond.
+    """
+
+    colour: str
+    dash: tuple[int, ...] = ()
+    marker: str = "circle"
+
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_DASHES: tuple[tuple[int, ...], ...] = ((), (2, 3), (8, 3, 2, 3))
+_MARKERS = ("circle", "square", "triangle", "diamond")
+_OPTIMUM = Look("#111111", (6, 4), "square")
+BACKGROUND = Look("#999999")
+LIMIT = Look("#777777", (2, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A share that each row has.
+
+    Args:
+        name: what it is the share of.
+        of: of a row.
+        ideal: of a cache without limit; None: nobody counted it.
+    """
+
+    name: str
+    of: Callable[[Row], float]
+    ideal: float | None
+
+
+def measures(info: TraceInfo, rows: Sequence[Row]) -> list[Measure]:
+    """Those that all rows have."""
+    found = [
+        Measure("Blocks", lambda row: row.block_hit_rate, info.block_hit_rate),
+        Measure("Tokens", lambda row: row.token_hit_rate, info.token_hit_rate),
+    ]
+    if all(row.prefill_flops for row in rows):
+        found.append(Measure("Prefill FLOPs", lambda row: (row.saved_flops or 0.0) / (row.prefill_flops or 1.0), None))
+    return found
+
+
+def looks(rows: Sequence[Row]) -> dict[str, Look]:
+    """Of each policy, in the order of the rows."""
+    names = [name for name in dict.fromkeys(row.policy for row in rows) if name != optimum.NAME]
+    found = {name: _look(at) for at, name in enumerate(names)}
+    return {name: found.get(name, _OPTIMUM) for name in dict.fromkeys(row.policy for row in rows)}
+
+
+def _look(at: int) -> Look:
+    colours = len(_COLOURS)
+    return Look(_COLOURS[at % colours], _DASHES[at // colours % len(_DASHES)], _MARKERS[at % len(_MARKERS)])
+
+
+def by_capacity(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """Capacities in blocks, the smallest first; of each, rows in their order."""
+    ordered = sorted(rows, key=lambda row: row.capacity_blocks)
+    return {capacity: list(same) for capacity, same in groupby(ordered, lambda row: row.capacity_blocks)}
+
+
+def curve(rows: Sequence[Row], policy: str, measure: Measure) -> list[Point]:
+    """Of one policy: capacity in blocks, and the measure."""
+    own = {row.capacity_blocks: measure.of(row) for row in rows if row.policy == policy}
+    return [(float(capacity), own[capacity]) for capacity in sorted(own)]
+
+
+def lru_curve(info: TraceInfo, rows: Sequence[Row]) -> list[Point]:
+    """LRU's block hit rate at powers of two, from reuse distances; empty where the rows are of more than one cache."""
+    if any(row.replicas > 1 or len(row.tiers) > 1 or row.ttl_s is not None for row in rows):
+        return []
+    return [(float(reuse.high), reuse.lru_hit_rate) for reuse in info.reuses]
+
+
+def domain(rows: Sequence[Row]) -> Point:
+    """The least and the largest capacity to show, with room around those that there are."""
+    capacities = [row.capacity_blocks for row in rows]
+    low, high = min(capacities), max(capacities)
+    room = 1.5 if high > low else 8.0
+    return low / room, high * room
+
+
+def marked(blocks: int, info: TraceInfo) -> str:
+    """A capacity as a share of the distinct blocks."""
+    return f"{100 * blocks / max(1, info.distinct_blocks):.3g} %"
+
+
+def merged(timeline: Timeline, most: int = MOST_SPANS) -> Timeline:
+    """The same in wider spans, `most` of them at most."""
+    step = max(1, -(-len(timeline.block_accesses) // most))
+    starts = range(0, len(timeline.block_accesses), step)
+    accesses, hits = (
+        tuple(sum(counts[at : at + step]) for at in starts) for counts in (timeline.block_accesses, timeline.block_hits)
+    )
+    return Timeline(timeline.width_s * step, accesses, hits)
+
+
+def rates(timeline: Timeline) -> list[tuple[float, float | None]]:
+    """Of each span its middle in seconds, and the share of blocks hit; None: there was no request."""
+    return [
+        ((at + 0.5) * timeline.width_s, hits / accesses if accesses else None)
+        for at, (accesses, hits) in enumerate(zip(timeline.block_accesses, timeline.block_hits, strict=True))
+    ]
+
+
+def time_unit(span_s: float) -> tuple[float, str]:
+    """Seconds of the unit that this span is shown in, and its name."""
+    units: Mapping[float, str] = {1.0: "s", 60.0: "min", 3600.0: "h", 86400.0: "days"}
+    fitting = [seconds for seconds in units if span_s >= 3 * seconds]
+    seconds = max(fitting, default=1.0)
+    return seconds, units[seconds]
+
+
+def tier_shares(row: Row) -> list[tuple[str, float]]:
+    """Where a row's blocks came from, as shares of all; what was computed comes last."""
+    accesses = max(1, row.block_accesses)
+    return [
+        *((tier.name, tier.block_hits / accesses) for tier in row.tiers),
+        ("computed", (row.block_accesses - row.block_hits) / accesses),
+    ]

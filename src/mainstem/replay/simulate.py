@@ -1,0 +1,369 @@
+"""Replays a trace: what a cache of this size, policy and set of tiers would have done with these requests.
+
+Nothing simulates a cache here. Real trees serve the requests, one after another, by their own policies, driven by a
+loop in the core (core/csrc/replay.h). The whole path of a request is looked up, and what lies before the first missing
+block is hit; then what is missing is stored, and each tier is trimmed to its capacity, block by block, leaves only, the
+request just served included.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise, product
+from threading import Event, Lock
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem import _core
+from mainstem.errors import BadArgument, check_integer
+from mainstem.keys import HashKeys
+from mainstem.policies import Policy, find_policy
+from mainstem.replay import optimum
+from mainstem.replay.rows import Flops, Row, Share, Tally, TierCounts, TierRow, Timeline
+from mainstem.replay.trace import Batch, Trace
+from mainstem.storage.base import parse_bytes
+from mainstem.tree import Tree
+
+__all__ = [
+    "Flops",
+    "Row",
+    "Setup",
+    "Share",
+    "TierRow",
+    "Timeline",
+    "parse_capacities",
+    "parse_tiers",
+    "replay",
+    "sweep",
+]
+
+Routing = Literal["round-robin", "prefix", "hash"]
+Progress = Callable[[int, int], None]
+"""Told of requests served, and of all there are."""
+
+TIERS = ("device", "host", "storage")
+_MOST_BLOCKS = 2**62
+_EXAMPLES = "5%, 1000 (blocks), 2Mtok or 10GB"
+_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What there is beside one cache on the device.
+
+    Args:
+        host_blocks: capacity of a tier in host memory; None: there is none. All that the device gets is written to it,
+            too, and what it alone has is loaded up when it is hit.
+        storage_blocks: the same below the host, or below the device.
+        ttl_s: blocks that were not used for longer are gone; None: they stay.
+        replicas: independent caches of the same capacities.
+        routing: who gets a request. "round-robin": each in turn. "prefix": who has the longest prefix of it; of equals,
+            who had the fewest prompt tokens of late (halved every 60 s). "hash": by its first block.
+
+    Raises:
+        BadArgument: a value outside its range.
+    """
+
+    host_blocks: int | None = None
+    storage_blocks: int | None = None
+    ttl_s: float | None = None
+    replicas: int = 1
+    routing: Routing = "prefix"
+
+    def __post_init__(self) -> None:
+        for name in ("host_blocks", "storage_blocks"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1, _MOST_BLOCKS)
+        if self.ttl_s is not None and not 0 <= self.ttl_s < math.inf:
+            raise BadArgument("ttl_s", self.ttl_s, "0 or more seconds")
+        check_integer("replicas", self.replicas, 1, 1024)
+        if self.routing not in get_args(Routing):
+            raise BadArgument("routing", self.routing, f"one of {', '.join(get_args(Routing))}")
+
+    def tiers(self, capacity_blocks: int) -> list[tuple[str, int]]:
+        """Names and capacities, from the device down.
+
+        Raises:
+            BadArgument: a tier is smaller than the one above it, all of whose blocks it is to have.
+        """
+        check_integer("capacity_blocks", capacity_blocks, 1, _MOST_BLOCKS)
+        sizes = zip(TIERS, (capacity_blocks, self.host_blocks, self.storage_blocks), strict=True)
+        tiers = [(name, size) for name, size in sizes if size is not None]
+        for (above, larger), (name, size) in pairwise(tiers):
+            if size < larger:
+                raise BadArgument("tiers", f"{name}={size}", f"at least as many blocks as {above}: {larger}")
+        return tiers
+
+
+ONE_CACHE = Setup()
+
+
+def replay(
+    trace: Trace,
+    policy: str | Policy,
+    capacity_blocks: int,
+    *,
+    setup: Setup = ONE_CACHE,
+    flops: Flops | None = None,
+    bytes_per_token: float | None = None,
+    progress: Progress | None = None,
+) -> Row:
+    """One policy at one capacity.
+
+    Args:
+        trace: read once.
+        policy: a name, as `mainstem.policies` has them, or "opt", the offline optimum; or an object with one rule. With
+            several replicas, each has a copy of the object.
+        capacity_blocks: of the device.
+        setup: lower tiers, replicas, time to live.
+        flops: what prefill costs, to count what is saved.
+        bytes_per_token: to count bytes moved.
+        progress: called now and then.
+
+    Raises:
+        BadArgument: no such policy, a capacity out of range, or "opt" with a setup that it does not know.
+
+    >>> from mainstem.replay.trace import Batch
+    >>> trace = Trace.of(Batch.of([[1, 2], [1, 3], [1, 2]]))
+    >>> replay(trace, "lru", 3).block_hits
+    3
+    """
+    if policy == optimum.NAME:
+        _refuse_setup(setup)
+        row = optimum.Optimum(trace).replay(capacity_blocks, flops=flops)
+        if progress is not None:
+            progress(len(trace), len(trace))
+        return row
+    caches = _Caches(policy, setup.tiers(capacity_blocks), setup)
+    tally = Tally(trace, caches.tiers, setup.replicas, flops)
+    done = 0
+    for batch in trace.batches():
+        tally.add(batch, *caches.feed(batch))
+        done += len(batch)
+        if progress is not None:
+            progress(done, len(trace))
+    return tally.row(
+        caches.policy,
+        caches.counts(),
+        routing=setup.routing if setup.replicas > 1 else "",
+        ttl_s=setup.ttl_s,
+        block_bytes=None if bytes_per_token is None else bytes_per_token * trace.block_size,
+    )
+
+
+def hit_blocks(
+    trace: Trace, policy: str | Policy, capacity_blocks: int, *, setup: Setup = ONE_CACHE
+) -> NDArray[np.int64]:
+    """[requests] blocks that each request finds, on any tier; else as `replay`."""
+    if policy == optimum.NAME:
+        _refuse_setup(setup)
+        return optimum.Optimum(trace).hit_blocks(capacity_blocks)
+    caches = _Caches(policy, setup.tiers(capacity_blocks), setup)
+    found = [caches.feed(batch)[0].sum(axis=1, dtype=np.int64) for batch in trace.batches()]
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def sweep(
+    trace: Trace,
+    policies: Sequence[str | Policy],
+    capacities: Sequence[int],
+    *,
+    setup: Setup = ONE_CACHE,
+    flops: Flops | None = None,
+    bytes_per_token: float | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Each policy at each capacity, policies first. The core's loop leaves the interpreter to others while it runs, so
+    that threads use all CPU cores; only policies written in Python wait for each other.
+
+    Args:
+        policies: as in `replay`; an object is copied for each capacity.
+        capacities: blocks of the device.
+        workers: threads; None: one for each CPU core.
+        progress: called now and then, from any of the threads, but never twice at once.
+
+    Raises:
+        BadArgument: see `replay`.
+    """
+    workers = os.cpu_count() or 1 if workers is None else check_integer("workers", workers, 1, 1024)
+    for capacity in capacities:
+        setup.tiers(capacity)
+    for policy in policies:
+        _refuse_setup(setup) if policy == optimum.NAME else find_policy(policy)
+    best = optimum.Optimum(trace) if optimum.NAME in policies else None
+    cells = list(product(policies, capacities))
+    watch = _Watch(progress, len(trace) * len(cells))
+
+    def one(policy: str | Policy, capacity: int) -> Row:
+        told = watch.follow()
+        if policy == optimum.NAME and best is not None:
+            row = best.replay(capacity, flops=flops)
+            told(len(trace), len(trace))
+            return row
+        own = copy.deepcopy(policy)
+        return replay(trace, own, capacity, setup=setup, flops=flops, bytes_per_token=bytes_per_token, progress=told)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="replay") as pool:
+        running = [pool.submit(one, policy, capacity) for policy, capacity in cells]
+        try:
+            for future in wait(running, return_when=FIRST_EXCEPTION).done:
+                future.result()
+            return [future.result() for future in running]
+        except BaseException:
+            watch.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Stopped(Exception):
+    """Another cell has failed, or the user has had enough."""
+
+
+class _Watch:
+    """Adds up the progress of several replays, and stops them."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._lock = Lock()
+        self._stopped = Event()
+
+    def follow(self) -> Progress:
+        """A progress callback for one replay."""
+        before = 0
+
+        def told(done: int, _: int) -> None:
+            nonlocal before
+            if self._stopped.is_set():
+                raise _Stopped
+            with self._lock:
+                self._done += done - before
+                before = done
+                if self._progress is not None:
+                    self._progress(self._done, self._total)
+
+        return told
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+class _Caches:
+    """The replicas of one setup, and the loop that feeds them."""
+
+    def __init__(self, policy: str | Policy, tiers: list[tuple[str, int]], setup: Setup) -> None:
+        self.tiers = tiers
+        self.policy = find_policy(policy).name
+        self._replicas = setup.replicas
+        trees = [
+            Tree(1, HashKeys(8), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
+            for number in range(setup.replicas)
+        ]
+        self._core = _core.Replay(
+            [tree.core for tree in trees],
+            [capacity for _, capacity in tiers],
+            math.inf if setup.ttl_s is None else setup.ttl_s,
+            setup.routing,
+            [_evictor(tree) if tree.ranks_outside else None for tree in trees],
+        )
+
+    def feed(self, batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """[requests, tiers] blocks found, and [requests] who served."""
+        hits, replicas = self._core.feed(batch.time_s, batch.input_tokens, batch.offsets, batch.blocks)
+        return hits.reshape(len(batch), len(self.tiers)), replicas
+
+    def counts(self) -> list[TierCounts]:
+        """Of each tier, over all replicas."""
+        return [_sum([self._core.totals(r, tier) for r in range(self._replicas)]) for tier in range(len(self.tiers))]
+
+
+def _evictor(tree: Tree) -> Callable[[int, int], list[NDArray[np.int32]]]:
+    return lambda pages, tier: tree.evict(pages, tier=tier)
+
+
+_Totals: TypeAlias = tuple[int, int, int, int, int, list[int], list[int], list[int], list[int]]
+
+
+def _sum(totals: Sequence[_Totals]) -> TierCounts:
+    _, loaded, written, evicted, expired = (sum(column) for column in zip(*(one[:5] for one in totals), strict=True))
+    histograms = map(_sum_histograms, zip(*(one[5:] for one in totals), strict=True))
+    return TierCounts(loaded, written, evicted, expired, tuple(histograms))
+
+
+def _sum_histograms(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    longest = max(map(len, histograms))
+    return tuple(sum(one[i] for one in histograms if i < len(one)) for i in range(longest))
+
+
+def _refuse_setup(setup: Setup) -> None:
+    if setup != ONE_CACHE:
+        raise BadArgument(
+            "policy", optimum.NAME, "left out with tiers, replicas and a time to live: the optimum knows one cache only"
+        )
+
+
+# --- capacities ---------------------------------------------------------------------------------------------------
+
+
+def parse_capacities(text: str, trace: Trace, bytes_per_token: float | None = None) -> list[int]:
+    """Capacities as people write them, in blocks.
+
+    Args:
+        text: a list with commas, of blocks (1000, 20k), tokens (2Mtok), bytes (10GB, 4GiB), and percents of the trace's
+            distinct blocks (5%). What is no whole number of blocks is rounded down.
+        bytes_per_token: what bytes are divided by.
+
+    Raises:
+        BadArgument: an entry is none of these, is less than a block, or has bytes and nobody said what a token takes.
+    """
+    return [_blocks("capacity", entry.strip(), trace, bytes_per_token) for entry in text.split(",")]
+
+
+def parse_tiers(text: str, trace: Trace, bytes_per_token: float | None = None) -> dict[str, int]:
+    """Tiers as people write them, device=5%,host=20%,storage=1TB: name to blocks, see `parse_capacities`.
+
+    Raises:
+        BadArgument: an unknown or repeated name, or a capacity as above.
+    """
+    tiers: dict[str, int] = {}
+    for entry in text.split(","):
+        name, given, capacity = entry.strip().partition("=")
+        if name not in TIERS or name in tiers or not given:
+            raise BadArgument("tiers", text, f"NAME=CAPACITY, with names among {', '.join(TIERS)}, each at most once")
+        tiers[name] = _blocks("tiers", capacity, trace, bytes_per_token)
+    return tiers
+
+
+def _blocks(name: str, text: str, trace: Trace, bytes_per_token: float | None) -> int:
+    blocks = math.floor(_exact_blocks(name, text, trace, bytes_per_token))
+    if not 1 <= blocks <= _MOST_BLOCKS:
+        distinct = f"the trace has {trace.distinct_blocks} of {trace.block_size} tokens"
+        raise BadArgument(name, text, f"at least one block, and at most 2**62; {distinct}")
+    return blocks
+
+
+def _exact_blocks(name: str, text: str, trace: Trace, bytes_per_token: float | None) -> Fraction:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:(%)|([kmg]?)(tok|tokens|blocks|)|[kmgt]i?b|b)", text.strip().lower())
+    if not found or (found[3] and not found[4]):  # of what, 10k?
+        raise BadArgument(name, text, f"a capacity, such as {_EXAMPLES}")
+    if found[2]:
+        return Fraction(found[1]) * trace.distinct_blocks / 100
+    if found[4] is not None:
+        number = Fraction(found[1]) * _MULTIPLES[found[3]]
+        return number / trace.block_size if found[4].startswith("tok") else number
+    if bytes_per_token is None or not bytes_per_token > 0:
+        raise BadArgument(
+            name, text, "blocks, tokens or a percentage, if --bytes-per-token does not say what a token takes"
+        )
+    return parse_bytes(name, text) / (Fraction(bytes_per_token) * trace.block_size)

@@ -1,0 +1,79 @@
+"""Tokens of the text of a request: bytes, or those of a model's tokenizer. Knows nothing of traces."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.replay.formats import BadLine, Line, short, text_of
+
+_MESSAGE, _CONTENT, _MORE, _TOOLS = 256, 257, 258, 259
+
+
+def as_bytes(body: Line) -> list[int]:
+    """UTF-8, with numbers above all bytes, so that no text looks like the border of a message."""
+    if "prompt" in body:
+        prompt = _prompt(body)
+        return prompt if isinstance(prompt, list) else list(_utf8(prompt))
+    tokens: list[int] = []
+    if body.get("tools"):
+        tokens += [_TOOLS, *_utf8(json.dumps(body["tools"], sort_keys=True))]
+    for message in _messages(body):
+        rest = {key: value for key, value in message.items() if key not in ("role", "content")}
+        tokens += [_MESSAGE, *_utf8(text_of(message, "role")), _CONTENT, *_utf8(_content(message.get("content")))]
+        tokens += [_MORE, *_utf8(json.dumps(rest, sort_keys=True))] if rest else []
+    return tokens
+
+
+def _prompt(body: Line) -> str | list[int]:
+    prompt = body["prompt"]
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+        return prompt
+    raise BadLine(f"prompt is neither a text nor a list of token ids: {short(prompt)}")
+
+
+def _messages(body: Line) -> list[Line]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise BadLine("neither prompt nor messages, a list of objects, is there")
+    return messages
+
+
+def _content(content: object) -> str:
+    return content if isinstance(content, str) else "" if content is None else json.dumps(content, sort_keys=True)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise BadLine("a text is no Unicode") from error
+
+
+class Tokenizer:
+    """Tokens as an engine makes them of the body of a request: with the model's chat template."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            transformers = importlib.import_module("transformers")
+            self._template_error: type[Exception] = importlib.import_module("jinja2").TemplateError
+        except ImportError as error:
+            raise BackendUnavailable("a tokenizer needs transformers: pip install 'mainstem[runtime]'") from error
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise BadArgument("tokenizer", name, f"the name or folder of a tokenizer: {error}") from error
+
+    def __call__(self, body: Line) -> list[int]:
+        try:
+            if "prompt" in body:
+                prompt = _prompt(body)
+                return prompt if isinstance(prompt, list) else list(self._tokenizer.encode(prompt))
+            return list(
+                self._tokenizer.apply_chat_template(
+                    _messages(body), tools=body.get("tools"), add_generation_prompt=True, return_dict=False
+                )
+            )
+        except (self._template_error, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise BadLine(f"it cannot be tokenized: {error}") from error

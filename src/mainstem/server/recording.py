@@ -1,0 +1,449 @@
+"""Records what requests ask of the cache, to be replayed later: lines of JSON, with prompts as keyed hashes.
+
+Knows requests and what came of them. Does not know HTTP, nor who reads the file (`mainstem.replay.readers` does).
+Nothing here waits: what ended is queued, and one thread hashes and writes it.
+
+    Note.see, Note.close  ->  queue, bounded in tokens  ->  writer thread: hash, encode, append
+                              '- full: dropped, counted     '- disk full: counted, the file stays whole
+
+The format, version 1: UTF-8, an object a line. A header stands first, and again wherever a server took the file up:
+
+    {"format": "mainstem-recording", "version": 1,
+     "block_size": 16,              tokens a block
+     "server": "0.1.0",             version of mainstem
+     "model": "SmolLM2-135M",       the base model
+     "started": 1760000000.123,     seconds since the epoch
+     "key": "9f86d081884c7d65"}     names the secret: where keys and block sizes are equal, blocks are comparable
+
+then a line for each prompt that the engine took, once for every choice, in the order in which they **ended**: readers
+sort by `time`.
+
+    {"time": 1760000001.25,         seconds since the epoch, when it came to the engine
+     "kind": "chat",                or "completion"
+     "model": "SmolLM2-135M",       as asked for: the base model, or an adapter
+     "tenant": "03ac674216f3e15c",  of the API key and the cache salt; "" without both
+     "input_tokens": 100,
+     "output_tokens": 13,
+     "cached": {"device": 48, "host": 0, "storage": 0},     tokens found; null for a request that was cut off
+     "ttft_s": 0.02, "e2e_s": 0.04,                         seconds from `time`; null for the same
+     "finish": "stop",              "length", "error", or "cancelled"
+     "blocks": "e3b0c44298fc1c14..."}   16 hex digits a block, ceil(input_tokens / block_size) of them
+
+and with `text` also "prompt" and "answer". Unknown fields are to be ignored.
+
+A block is its 8-byte BLAKE2b hash (RFC 7693) over the hash of the block before it and its own tokens, 4 bytes each,
+little endian; the last one may be partial. Where an image lies, the tokens are made of its identity. The hash's key is
+of the file's secret, the model, the adapter, the salt and the API key, so blocks that could not share KV differ, and
+nobody without the secret can try prompts against them. An adapter is known by its name here, whatever its weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import mainstem
+from mainstem.errors import BadArgument, check_integer
+from mainstem.keys import MAX_TOKEN, Image
+from mainstem.namespaces import Namespace
+from mainstem.runtime.request import Delta, Request, Usage
+
+log = logging.getLogger(__name__)
+
+FORMAT = "mainstem-recording"
+VERSION = 1
+HASH_BYTES = 8
+
+_SECRET_BYTES = 16  # at least, for a secret that is given
+_QUEUED_TOKENS = 16 << 20  # 64 MiB of prompts at most
+_LINE_TOKENS = 256  # what a queued line counts for beside its tokens
+_CLOSING_S = 10.0  # how long what is queued may take to be written at the end
+_START = f'{{"format":"{FORMAT}"'.encode()
+
+Kind = Literal["chat", "completion"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordConfig:
+    """What is recorded, and where.
+
+    Args:
+        path: a new file, or a recording that is gone on with; only its owner can read a new one.
+        secret: what prompts and tenants are hashed under, at least 16 bytes: recordings under one secret can be joined.
+            None: a random one that nobody keeps, so that the file tells nothing but what is equal within it.
+        text: also write prompts and answers as they are.
+        block_size: tokens a block; 1 or more.
+
+    Raises:
+        BadArgument: a value outside its range.
+    """
+
+    path: Path
+    secret: bytes | None = field(default=None, repr=False)
+    text: bool = False
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        check_integer("record_block_size", self.block_size, 1, MAX_TOKEN - 1)
+        if self.secret is not None and len(self.secret) < _SECRET_BYTES:
+            raise BadArgument("record_secret", "(not shown)", f"at least {_SECRET_BYTES} bytes")
+
+
+class _Header(msgspec.Struct):
+    format: str
+    version: int
+    block_size: int
+    server: str
+    model: str
+    started: float
+    key: str
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    time: float
+    kind: Kind
+    model: str
+    tenant: str
+    input_tokens: int
+    output_tokens: int
+    cached: dict[str, int] | None
+    ttft_s: float | None
+    e2e_s: float | None
+    finish: str
+    blocks: str
+    prompt: str | None = None
+    answer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStats:
+    """Lines, by what became of them: written; dropped, as the queue was full; failed, as the file took no more."""
+
+    written: int
+    dropped: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What is kept of a request until it is written: no pixels."""
+
+    time_s: float
+    kind: Kind
+    model: str
+    tokens: NDArray[np.int32]
+    images: tuple[tuple[int, Image], ...]
+    scope: Namespace
+    tenant: Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    prompt: _Prompt
+    finish: str
+    output_tokens: int
+    usage: Usage | None
+    answer: str
+
+
+class Note:
+    """Watches the events of one generation, and has it recorded at its end. Made by `Recorder.note`."""
+
+    def __init__(self, recorder: Recorder, prompt: _Prompt, text: bool) -> None:
+        self._recorder = recorder
+        self._prompt = prompt
+        self._answer: list[str] | None = [] if text else None
+        self._tokens = 0
+        self._ended = False
+
+    def see(self, delta: Delta) -> None:
+        """Takes one event into account."""
+        self._tokens += len(delta.tokens)
+        if self._answer is not None:
+            self._answer.append(delta.text)
+        if delta.finish_reason is not None:
+            self._end(delta.finish_reason, delta.usage)
+
+    def close(self) -> None:
+        """No more events come: without a last one the request was cut off. Calling it again does nothing."""
+        self._end("cancelled", None)
+
+    def _end(self, finish: str, usage: Usage | None) -> None:
+        if not self._ended:
+            self._ended = True
+            self._recorder._put(_Ended(self._prompt, finish, self._tokens, usage, "".join(self._answer or ())))
+
+
+class Recorder:
+    """Writes one recording. Usable from any thread; a context manager, which closes it.
+
+    Args:
+        config: what is recorded, and where.
+        model: name of the base model.
+        decode: the text of tokens, for `config.text`.
+        now: seconds since the epoch.
+        random: that many random bytes, for a secret where none is given.
+        queued_tokens: prompt tokens that may wait to be written; more are dropped.
+        write: as `os.write`.
+
+    Raises:
+        BadArgument: the path is no recording and not empty, or another server writes it.
+        OSError: the file cannot be opened or written.
+    """
+
+    def __init__(
+        self,
+        config: RecordConfig,
+        model: str,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        now: Callable[[], float] = time.time,
+        random: Callable[[int], bytes] = secrets.token_bytes,
+        queued_tokens: int = _QUEUED_TOKENS,
+        write: Callable[[int, bytes], int] = os.write,
+    ) -> None:
+        self._model = model
+        self._text = config.text
+        self._now = now
+        self._lines = _Lines(config, model, decode, random)
+        self._room = queued_tokens
+        self._queue: deque[_Ended] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._written = self._dropped = self._failed = 0
+        self._file = _File(config, write)
+        with ExitStack() as undo:
+            undo.callback(self._file.close)
+            self._file.append(self._lines.header(now()))
+            undo.pop_all()
+        self._writer = threading.Thread(target=self._run, name="mainstem-recording", daemon=True)
+        self._writer.start()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def note(self, request: Request, kind: Kind, scope: Namespace, api_key: str | None = None) -> Note:
+        """A note of a request that comes now.
+
+        Args:
+            request: what goes to the engine.
+            kind: how it was asked for.
+            scope: what must be equal before any prefix may be shared, beside the model and the API key.
+            api_key: the client's, if it showed one.
+        """
+        owner = () if api_key is None else (f"key:{api_key}",)
+        images = tuple((image.start, Image(image.identity, image.length)) for image in request.images)
+        prompt = _Prompt(
+            time_s=self._now(),
+            kind=kind,
+            model=self._model if scope.adapter is None else scope.adapter,
+            tokens=request.tokens,
+            images=images,
+            scope=replace(scope, extra=(f"model:{self._model}", *owner, *scope.extra)),
+            tenant=Namespace(salt=scope.salt, extra=owner),
+        )
+        return Note(self, prompt, self._text)
+
+    def stats(self) -> RecordStats:
+        """Counts since it was opened."""
+        return RecordStats(self._written, self._dropped, self._failed)
+
+    def close(self) -> None:
+        """Writes what is queued, and closes the file; waits some seconds at the most. Calling it again does nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._writer.join(_CLOSING_S)
+        if self._writer.is_alive():
+            log.warning("the recording is not written to its end: %d lines are lost", len(self._queue))
+
+    def _put(self, ended: _Ended) -> None:
+        with self._changed:
+            size = _size(ended)
+            if self._closed or size > self._room:
+                self._dropped += 1
+                first = self._dropped == 1
+            else:
+                self._room -= size
+                self._queue.append(ended)
+                self._changed.notify()
+                return
+        if first:
+            log.warning("the recording cannot keep up: requests are left out of it, see mainstem_recorded_requests")
+
+    def _run(self) -> None:
+        while (ended := self._take()) is not None:
+            self._append(self._lines.line(ended))
+            with self._changed:
+                self._room += _size(ended)
+        self._file.close()
+
+    def _take(self) -> _Ended | None:
+        """The next that ended; None once there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            return self._queue.popleft() if self._queue else None
+
+    def _append(self, line: bytes) -> None:
+        try:
+            self._file.append(line)
+            self._written += 1
+        except OSError as error:
+            self._failed += 1
+            if self._failed == 1:
+                log.error("a request could not be recorded, and others may follow: %s", error)
+
+
+def _size(ended: _Ended) -> int:
+    return len(ended.prompt.tokens) + _LINE_TOKENS
+
+
+class _Lines:
+    """Writes what ended as lines, under one secret."""
+
+    def __init__(
+        self,
+        config: RecordConfig,
+        model: str,
+        decode: Callable[[Sequence[int]], str],
+        random: Callable[[int], bytes],
+    ) -> None:
+        secret = random(32) if config.secret is None else config.secret
+        self._key = hashlib.blake2b(secret, digest_size=32, person=b"mainstem record").digest()
+        self._step = 4 * config.block_size
+        self._model = model
+        self._decode = decode if config.text else None
+
+    def header(self, started_s: float) -> bytes:
+        name = self._keyed(b"name", b"", HASH_BYTES).hex()
+        header = _Header(FORMAT, VERSION, self._step // 4, mainstem.__version__, self._model, started_s, name)
+        return msgspec.json.encode(header) + b"\n"
+
+    def line(self, ended: _Ended) -> bytes:
+        prompt, usage = ended.prompt, ended.usage
+        line = _Line(
+            time=round(prompt.time_s, 6),
+            kind=prompt.kind,
+            model=prompt.model,
+            tenant=self._tenant(prompt.tenant),
+            input_tokens=len(prompt.tokens),
+            output_tokens=ended.output_tokens,
+            cached=None if usage is None else _by_tier(usage),
+            ttft_s=None if usage is None else round(usage.ttft_s, 6),
+            e2e_s=None if usage is None else round(usage.duration_s, 6),
+            finish=ended.finish,
+            blocks=self._blocks(prompt),
+        )
+        if self._decode is not None:
+            line.prompt, line.answer = self._decode(prompt.tokens.tolist()), ended.answer
+        return msgspec.json.encode(line) + b"\n"
+
+    def _tenant(self, tenant: Namespace) -> str:
+        return "" if tenant == Namespace() else self._keyed(b"tenant", tenant.encode(), HASH_BYTES).hex()
+
+    def _blocks(self, prompt: _Prompt) -> str:
+        data = _symbols(prompt).tobytes()
+        key = self._keyed(b"blocks", prompt.scope.encode(), 32)
+        hashes = []
+        parent = b""
+        for start in range(0, len(data), self._step):
+            block = parent + data[start : start + self._step]
+            parent = hashlib.blake2b(block, digest_size=HASH_BYTES, key=key).digest()
+            hashes.append(parent)
+        return b"".join(hashes).hex()
+
+    def _keyed(self, person: bytes, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size, key=self._key, person=person).digest()
+
+
+def _symbols(prompt: _Prompt) -> NDArray[Any]:
+    """The tokens, those of images made of the images' identities; no token of a text is as high as these."""
+    if not prompt.images:
+        return prompt.tokens.astype("<u4", copy=False)
+    symbols = prompt.tokens.astype("<u4")
+    for start, image in prompt.images:
+        symbols[start : start + image.kv_length] = image.symbols()
+    return symbols
+
+
+def _by_tier(usage: Usage) -> dict[str, int]:
+    below = usage.host_tokens + usage.storage_tokens
+    return {"device": usage.cached_tokens - below, "host": usage.host_tokens, "storage": usage.storage_tokens}
+
+
+class _File:
+    """A file of whole lines, to which only this process appends."""
+
+    def __init__(self, config: RecordConfig, write: Callable[[int, bytes], int]) -> None:
+        self._write = write
+        self._fd = os.open(config.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with ExitStack() as undo:
+            undo.callback(os.close, self._fd)
+            _take_over(self._fd, config)
+            undo.pop_all()
+
+    def append(self, line: bytes) -> None:
+        """Appends a line, or raises OSError and leaves the file as it was."""
+        end = os.fstat(self._fd).st_size
+        try:
+            rest = line
+            while rest:
+                rest = rest[self._write(self._fd, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._fd, end)
+            raise
+
+    def close(self) -> None:
+        """Gives the file back."""
+        os.close(self._fd)
+
+
+def _take_over(fd: int, config: RecordConfig) -> None:
+    """Locks the file, and cuts off a line that a killed server left unfinished."""
+    path = str(config.path)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise BadArgument("record", path, "a regular file")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadArgument("record", path, "a file that no other server writes") from None
+    if os.fstat(fd).st_size == 0:
+        return
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as held:
+        if held[: len(_START)] != _START:
+            raise BadArgument("record", path, "a new file, or a recording to go on with")
+        whole = held.rfind(b"\n") + 1
+        if whole:
+            _check_header(held[: held.find(b"\n")], config)
+    os.ftruncate(fd, whole)
+
+
+def _check_header(line: bytes, config: RecordConfig) -> None:
+    try:
+        header = msgspec.json.decode(line, type=_Header)
+    except msgspec.MsgspecError:
+        raise BadArgument("record", str(config.path), "a new file, or a recording to go on with") from None
+    if (header.version, header.block_size) != (VERSION, config.block_size):
+        held = f"version {header.version} and blocks of {header.block_size} tokens"
+        raise BadArgument("record", str(config.path), f"a recording of the same kind; it has {held}")

@@ -1,0 +1,117 @@
+"""`mainstem replay`: rows as JSON and CSV, the tables, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mainstem import cli
+from mainstem.replay.simulate import replay
+from mainstem.replay.trace import Batch, Trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    paths = [[turn % 7, *range(100 * (turn % 7), 100 * (turn % 7) + turn % 11)] for turn in range(200)]
+    path = tmp_path_factory.mktemp("traces") / "small.mstrace"
+    batch = Batch.of(paths, block_size=16, tenant=[1 + turn % 2 for turn in range(200)])
+    Trace.of(batch, block_size=16, tenants=["", "a", "b"], name="small").save(path)
+    return path
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[dict[str, Any]]:
+    assert cli.main(["replay", *map(str, arguments), "--json"]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def test_a_row_a_policy_and_capacity(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, trace, "--capacity", "10%,30,480tok", "--policy", "lru,slru,opt")
+    distinct = Trace.open(trace).distinct_blocks
+    assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [
+        (policy, blocks) for policy in ("lru", "slru", "opt") for blocks in (distinct // 10, 30, 30)
+    ]
+    for row in rows:
+        assert row["trace"] == "small"
+        assert 0 <= row["block_hit_rate"] <= 1
+        assert 0 <= row["token_hit_rate"] <= 1
+        assert [tenant["name"] for tenant in row["tenants"]] == ["a", "b"]
+    assert rows[1]["block_hits"] == replay(Trace.open(trace), "lru", 30).block_hits
+
+
+def test_without_options(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, trace)
+    assert [row["policy"] for row in rows] == ["lru"] * 5 + ["opt"] * 5
+    assert [row["policy"] for row in rows_of(capsys, trace, "--ttl", "5s")] == ["lru"] * 5
+
+
+def test_tiers_replicas_and_a_model(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--tiers", "device=5,host=20,storage=10GB", "--model", "llama-3.1-8b", "--ttl", "2m"]
+    (row,) = rows_of(capsys, trace, *options, "--replicas", "2", "--routing", "hash")
+    assert [tier["name"] for tier in row["tiers"]] == ["device", "host", "storage"]
+    assert row["tiers"][2]["capacity_blocks"] == 10**10 // (131_072 * 16)
+    assert row["tiers"][0]["written_bytes"] == row["tiers"][0]["written_blocks"] * 131_072 * 16
+    assert 0 < row["saved_flops"] < row["prefill_flops"]
+    assert (row["replicas"], row["routing"], row["ttl_s"]) == (2, "hash", 120.0)
+    (cheap,) = rows_of(capsys, trace, "--capacity", "10MB", "--bytes-per-token", "1000", "--policy", "fifo")
+    assert cheap["capacity_blocks"] == 625
+
+
+def test_csv(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    rows = rows_of(capsys, trace, "--capacity", "5,9", "--policy", "lru", "--tiers", "host=20", "--csv", path)
+    with open(path, newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [int(line["block_hits"]) for line in lines] == [row["block_hits"] for row in rows]
+    assert [int(line["host_block_hits"]) for line in lines] == [row["tiers"][1]["block_hits"] for row in rows]
+    assert not any("age" in name for name in lines[0])
+
+
+def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(trace), "--capacity", "5%,20%", "--policy", "lru,opt"]) == 0
+    shown = capsys.readouterr()
+    assert "small: 200 requests" in shown.out
+    assert "100.0%" in shown.out
+    assert shown.err == ""
+    assert cli.main(["replay", str(trace), "--tiers", "device=5,host=9", "--ttl", "3"]) == 0
+    words = capsys.readouterr().out.split()
+    assert {"device", "host", "expired"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--policy", "nonsense"], "--policy nonsense"),
+        (["--policy", "opt", "--replicas", "2"], "--policy opt"),
+        (["--capacity", "10k"], "--capacity 10k"),
+        (["--capacity", "1GB"], "--bytes-per-token"),
+        (["--capacity", "5", "--tiers", "device=5"], "--capacity 5"),
+        (["--capacity", "50", "--tiers", "host=20"], "--tiers host=20"),
+        (["--tiers", "disk=20"], "--tiers disk=20"),
+        (["--ttl", "soon"], "--ttl soon"),
+        (["--replicas", "0"], "--replicas 0"),
+        (["--bytes-per-token", "0"], "--bytes-per-token 0.0"),
+        (["--model", "llama-3.1-8b", "--kv-dtype", "q4"], "--kv-dtype q4"),
+        (["--workers", "0"], "--workers 0"),
+        (["--routing", "random"], "--routing"),
+    ],
+)
+def test_what_is_refused(trace: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(trace), *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert says in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "mainstem replay" in shown
+    assert "Examples:" in shown
+    for argument in cli.app["replay"].assemble_argument_collection(parse_docstring=True):
+        assert argument.parameter.help or not argument.show, argument.name

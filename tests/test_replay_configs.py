@@ -1,0 +1,132 @@
+"""Configurations as people publish them, as transformers writes them, and broken ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from mainstem.errors import BadArgument
+from mainstem.replay.configs import read_shape, well_known
+from mainstem.replay.costs import ModelShape
+from mainstem.runtime.layout import Layout
+
+SMALL: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAR = 1 << 20
+FAMILIES = {
+    **{f"{name}": changes for name, changes in tiny_models.FAMILIES.items()},
+    **{f"{name} with windows": changes for name, changes in tiny_models.WINDOWED.items()},
+    **{f"{name} with states": changes for name, changes in tiny_models.HYBRIDS.items()},
+}
+
+
+def looked_up(parameter: str) -> bool:
+    """Positions and embeddings of layers, and what comes with the latter: rows are looked up, not multiplied."""
+    return "wpe" in parameter or "per_layer" in parameter
+
+
+def windows(shape: ModelShape) -> list[int | None]:
+    return [layer.window for layer in shape.layers]
+
+
+def test_a_model_is_named_or_lies_in_a_folder_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    given = [read_shape(source) for source in (SMALL, tmp_path, tmp_path / "config.json", str(tmp_path))]
+    assert {shape.kv_bytes_per_token() for shape in given} == {2 * 2 * 2 * 16 * 2}
+    assert read_shape("meta-llama/Llama-3.1-8B-Instruct") == read_shape("llama-3.1-8b")
+    assert {"llama-3.1-405b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b"} <= set(well_known())
+    assert all(read_shape(name).parameters > 1e8 for name in well_known())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_runtime_reads_the_same_from_what_transformers_writes(name: str) -> None:
+    model = tiny_models.tiny(name.partition(" ")[0], **FAMILIES[name])
+    layout = Layout.of(model.config, FAR)
+    shape = read_shape(json.loads(model.config.to_json_string(use_diff=False)))
+    pages = layout.bytes_per_page(1, torch.bfloat16)
+    assert shape.kv_bytes_per_token() == pages.get("full", 0)
+    assert shape.window_bytes_per_token() == pages.get("window", 0)
+    assert {window for window in windows(shape) if window} == ({layout.window} if layout.window else set())
+    stateful = tuple(i for i, layer in enumerate(shape.layers) if layer.conv_numbers + layer.recurrent_numbers)
+    assert stateful == layout.state_layers
+    matrices = sum(p.numel() for key, p in model.named_parameters() if p.dim() > 1 and not looked_up(key))
+    assert shape.parameters == pytest.approx(matrices, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sliding_window": 8}, [8, 8]),
+        ({"sliding_window": None}, [None, None]),
+        ({"sliding_window": 8, "use_sliding_window": False}, [None, None]),
+        ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}, [None, None]),
+        ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1, "use_sliding_window": True}, [None, 8]),
+        ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, None]),
+        ({"sliding_window": 8, "sliding_window_pattern": "LG"}, [8, None]),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, [None, 8]),
+        ({"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 16}, [None, 16]),
+    ],
+)
+def test_windows_by_list_and_by_rule(changes: dict[str, Any], expected: list[int | None]) -> None:
+    assert windows(read_shape({**SMALL, **changes})) == expected
+
+
+def test_experts_that_a_token_does_not_meet_are_parameters_but_not_work() -> None:
+    dense, sparse = read_shape(SMALL), read_shape({**SMALL, **MOE})
+    one = 3 * 64 * 32
+    attention = dense.layers[0].parameters - 3 * 64 * 96
+    assert sparse.layers[0].parameters == attention + 4 * one + 64 * 4
+    assert sparse.layers[0].active_parameters == attention + 2 * one + 64 * 4
+    first_dense = read_shape({**SMALL, **MOE, "first_k_dense_replace": 1, "n_shared_experts": 1})
+    assert first_dense.layers[0] == dense.layers[0]
+    assert first_dense.layers[1].active_parameters == attention + 3 * one + 64 * 4
+
+
+def test_layers_that_share_keys_keep_none() -> None:
+    shape = read_shape({**SMALL, "num_kv_shared_layers": 1})
+    assert [layer.kv_numbers for layer in shape.layers] == [64, 0]
+    assert shape.layers[1].pair_flops == shape.layers[0].pair_flops
+
+
+def test_what_is_inside_a_vision_model_is_its_text_model() -> None:
+    nested = {"model_type": "llava", "vision_config": {"hidden_size": 9}, "text_config": SMALL}
+    assert read_shape(nested).layers == read_shape(SMALL).layers
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**SMALL, "hidden_size": None}, "without hidden_size"),
+        ({**SMALL, "vocab_size": "many"}, "with 'many' as vocab_size"),
+        ({**SMALL, "layer_types": ["full_attention", "retention"]}, "layers of the kind retention"),
+        ({**SMALL, "layer_types": ["sliding_attention"] * 2}, "without sliding_window"),
+        ({}, "without num_hidden_layers"),
+    ],
+)
+def test_what_is_missing_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadArgument, match=message):
+        read_shape(config)
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match=r"one of .*llama-3\.1-8b"):
+        read_shape("llama-9")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadArgument, match="a readable file of JSON"):
+        read_shape(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(BadArgument, match="a JSON object"):
+        read_shape(tmp_path)

@@ -1,0 +1,405 @@
+"""What a plan says, on traces small enough to work out by hand, and beside the replay of real tiers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mainstem.errors import BadArgument
+from mainstem.replay.assumptions import Assumptions, Memory
+from mainstem.replay.configs import read_shape, well_known
+from mainstem.replay.costs import Layer, ModelShape
+from mainstem.replay.hardware import DEVICES, Device, find_device
+from mainstem.replay.plan import Hits, Plan, plan, waits
+from mainstem.replay.plan_words import assumptions, notes, plan_as_dict, show_plan
+from mainstem.replay.simulate import Setup, hit_blocks, replay
+from mainstem.replay.trace import Batch, Trace
+from mainstem.replay.units import parse_duration, parse_rate, parse_store, show_bytes, show_duration
+
+# One layer: 8 numbers a token in bf16 are 16 bytes; 100 parameters; no cost of attention; logits of 2 x 4 x 5 FLOPs.
+SHAPE = ModelShape("tiny", (Layer(kv_numbers=8, parameters=100, active_parameters=100),), 4, 5, tied=True)
+# 240 bytes hold the weights, 2 x 120 bytes; 640 are left for KV: 4 blocks of 10 tokens.
+DEVICE = Device("toy", 880.0, 1e12, 1000.0, None, 160.0, "made up")
+PLAIN: dict[str, Any] = {"mfu": 1.0, "memory_share": 1.0, "link_share": 1.0}
+BLOCK = 160  # bytes
+
+
+def traced(paths: list[list[int]], **columns: Any) -> Trace:
+    return Trace.of(Batch.of(paths, block_size=10, **columns), block_size=10, name="made up")
+
+
+def slow_lru(trace: Trace) -> Hits:
+    """A cache as a list of names, the most recent last."""
+    batch = trace.whole
+    paths = [batch.blocks[a:b].tolist() for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
+
+    def hits(capacity: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        held: OrderedDict[int, None] = OrderedDict()
+        found = []
+        for path in paths:
+            found.append(next((i for i, block in enumerate(path) if block not in held), len(path)))
+            for block in reversed(path):
+                held[block] = None
+                held.move_to_end(block)
+            while len(held) > capacity:
+                held.popitem(last=False)
+        return np.array(found, np.int64)
+
+    return hits
+
+
+def planned(trace: Trace, memory: Memory, shape: ModelShape = SHAPE, device: Device = DEVICE, **given: Any) -> Plan:
+    limit = given.pop("slo_ttft_s", None)
+    return plan(trace, shape, device, memory, Assumptions(**{**PLAIN, **given}), slo_ttft_s=limit, hits=slow_lru(trace))
+
+
+def chats(seed: int = 0, requests: int = 400) -> Trace:
+    """Conversations that grow by a block a turn, of a few at a time."""
+    rng = np.random.default_rng(seed)
+    turns: dict[int, int] = {}
+    paths = []
+    for i in range(requests):
+        chat = int(rng.integers(max(0, i // 4 - 12), i // 4 + 1))
+        turns[chat] = turns.get(chat, 2) + 1
+        paths.append([1, *(1000 * (chat + 1) + turn for turn in range(turns[chat]))])
+    return traced(paths, time_s=np.arange(requests) * 2.0)
+
+
+def test_one_prompt_twice_is_worked_out_by_hand() -> None:
+    found = planned(traced([[1, 2], [1, 2]], time_s=[0, 10]), Memory(), slo_ttft_s=1.0)
+    whole = 2 * 100 * 20 + 2 * 4 * 5  # tokens, and logits
+    last = 2 * 100 * 1 + 2 * 4 * 5  # of a prompt that is known the last token is computed, nothing else
+    assert found.engine.cache_bytes == 640
+    assert found.engine.block_bytes == BLOCK
+    assert found.bare.flops == 2 * whole
+    assert found.bare.ttft_mean_s == whole / 1000
+    row = found.rows[0]
+    assert row.flops == whole + last
+    assert row.flops_saved_share == 1 - (whole + last) / (2 * whole)
+    assert row.ttft_mean_s == (whole + last) / 2 / 1000
+    assert row.ttft_p90_s == pytest.approx((last + 0.9 * (whole - last)) / 1000)
+    assert (row.token_hit_rate, row.device_hit_rate, row.block_hit_rate) == (0.5, 0.5, 0.5)
+    assert row.gpu_hours_saved == (whole - last) / 1000 / 3600
+    assert row.busy == (whole + last) / 1000 / 10
+    assert (found.bare.slo_share, row.slo_share) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "host", "expected"),
+    [
+        ("write_back", 2 * BLOCK, (4 / 6, 2 / 6)),  # four blocks on the device, two below
+        ("write_through", 2 * BLOCK, (4 / 6, 0.0)),  # copies of what is above
+        ("write_through", 6 * BLOCK, (4 / 6, 2 / 6)),
+    ],
+)
+def test_lower_tiers_hold_copies_or_what_was_evicted(policy: str, host: int, expected: tuple[float, float]) -> None:
+    trace = traced([[1, 2, 3, 4, 5, 6]] * 1000, time_s=np.arange(1000))
+    row = planned(trace, Memory(host), write_policy=policy, steps=1).rows[-1]
+    assert row.host_bytes == host
+    assert (row.device_hit_rate, row.host_hit_rate) == pytest.approx(expected, abs=1e-3)
+
+
+def test_loading_takes_as_long_as_the_slowest_link() -> None:
+    trace = traced([[1, 2, 3, 4, 5, 6, 7, 8]] * 2, time_s=[0, 100])
+    found = planned(trace, Memory(6 * BLOCK, 8 * BLOCK, 80.0), steps=1)
+    whole, last = (2 * 100 * tokens + 40 for tokens in (80, 1))
+    host = found.rows[1]
+    assert host.host_hit_rate * 160 == 20
+    assert host.ttft_mean_s == pytest.approx((whole + 2 * 100 * 20 + 40 + 1000 * 20 * 16 / 160) / 2 / 1000)
+    both = found.rows[2]
+    assert both.storage_hit_rate * 160 == 20
+    assert both.ttft_mean_s == pytest.approx((whole + last + 1000 * (20 * 16 / 160 + 20 * 16 / 80)) / 2 / 1000)
+    fast = planned(trace, Memory(6 * BLOCK, 8 * BLOCK, 1e9), steps=1).rows[2]
+    assert fast.ttft_mean_s == pytest.approx((whole + last + 1000 * 40 * 16 / 160) / 2 / 1000), (
+        "through the host's link"
+    )
+
+
+def test_windows_and_states_are_kept_and_loaded_once_a_prompt() -> None:
+    layers = (Layer(kv_numbers=8), Layer(kv_numbers=4, window=5), Layer(conv_numbers=6, recurrent_numbers=7))
+    shape = ModelShape("hybrid", layers, 4, 5, tied=True)
+    trace = traced([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [9, 8, 7, 6]], time_s=[0, 1, 2, 3])
+    end = 5 * 4 * 2 + 6 * 2 + 7 * 4
+    found = planned(trace, Memory(10**6), shape, device_memory=100.0, steps=1)
+    assert (found.engine.token_bytes, found.engine.end_bytes) == (16, end)
+    assert found.engine.block_bytes == 10 * 16 + 4 / 8 * end
+    assert found.rows[0].token_hit_rate == 0, "nothing fits the device"
+    loading = 2 * (40 * 16 + end) / 160 / 4
+    computing = found.rows[1].gpu_hours * 3600 / 4
+    assert found.rows[1].ttft_mean_s == pytest.approx(loading + computing)
+    deep = planned(trace, Memory(400, 10**6, 80.0), shape, device_memory=100.0, steps=1).rows[2]
+    assert deep.host_hit_rate > 0 and deep.storage_hit_rate > 0
+    from_host, from_storage = (rate * 160 * 16 for rate in (deep.host_hit_rate, deep.storage_hit_rate))
+    loading = (from_host / 160 + (from_storage + 2 * end) / 80) / 4
+    assert deep.ttft_mean_s == pytest.approx(loading + deep.gpu_hours * 3600 / 4), "ends come from where they lie"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hits_by_tier_are_those_of_real_tiers(seed: int) -> None:
+    trace = chats(seed)
+    given = Assumptions(**PLAIN, steps=1)
+    row = plan(trace, SHAPE, DEVICE, Memory(40 * BLOCK, 90 * BLOCK, 1e9), given).rows[-1]
+    real = replay(trace, "lru", 4, setup=Setup(host_blocks=40, storage_blocks=90))
+    tokens = [
+        round(rate * real.input_tokens) for rate in (row.device_hit_rate, row.host_hit_rate, row.storage_hit_rate)
+    ]
+    assert tokens == [tier.token_hits for tier in real.tiers]
+    assert (row.token_hit_rate, row.block_hit_rate) == (real.token_hit_rate, real.block_hit_rate)
+
+
+def test_the_real_tree_hits_what_a_slow_one_does() -> None:
+    trace = chats(3)
+    slow = slow_lru(trace)
+    for capacity in (1, 5, 30, 200, 5000):
+        assert hit_blocks(trace, "lru", capacity).tolist() == slow(capacity).tolist()
+
+
+def test_more_memory_never_saves_less() -> None:
+    found = planned(chats(), Memory(64 * BLOCK, 512 * BLOCK, 1e9), steps=4)
+    assert len(found.rows) > 8
+    for row in found.rows:
+        smaller = [x for x in found.rows if x.host_bytes <= row.host_bytes and x.storage_bytes <= row.storage_bytes]
+        assert all(x.flops_saved_share <= row.flops_saved_share for x in smaller)
+    saved = [share for _, share in found.knee.curve]
+    assert saved == sorted(saved)
+    assert found.knee.endless_saved_share >= saved[-1]
+
+
+@pytest.mark.parametrize("gain", [0.0, 1e3, 1e5, 1e6, 3e6, 1e9])
+def test_beyond_the_knee_no_amount_is_worth_its_price(gain: float) -> None:
+    knee = planned(chats(), Memory(4096 * BLOCK), gain=gain).knee
+
+    def rate(less: tuple[int, float], more: tuple[int, float]) -> float:
+        return 100 * (more[1] - less[1]) / ((more[0] - less[0]) / 1e9)
+
+    at = (knee.memory_bytes, knee.saved_share)
+    assert all(rate(at, point) <= gain for point in knee.curve if point[0] > at[0])
+    assert all(rate(point, at) > gain for point in knee.curve if point[0] < at[0])
+    if gain == 1e9:
+        assert knee.memory_bytes == 0
+    if gain == 0:
+        assert knee.saved_share == knee.most_saved_share
+
+
+def test_requests_wait_for_the_first_free_replica() -> None:
+    arrivals, services = np.array([0.0, 1, 2, 20]), np.array([10.0, 10, 10, 1])
+    assert waits(arrivals, services, 1).tolist() == [0, 9, 18, 10]
+    assert waits(arrivals, services, 2).tolist() == [0, 0, 8, 0]
+    assert waits(arrivals, services, 3).tolist() == [0, 0, 0, 0]
+    trace = traced([[1, 2], [3, 4], [5, 6]], time_s=[0, 0, 0])
+    one = (2 * 100 * 20 + 40) / 1000
+    assert planned(trace, Memory(), queue=True).bare.ttft_mean_s == pytest.approx(2 * one)
+    assert planned(trace, Memory(), queue=True, replicas=3).bare.ttft_mean_s == pytest.approx(one)
+
+
+def test_every_assumption_changes_what_it_says() -> None:
+    trace = chats()
+    memory = Memory(64 * BLOCK)
+    plain = planned(trace, memory)
+
+    def changed(**given: Any) -> Plan:
+        return planned(trace, memory, **given)
+
+    assert changed(mfu=0.5).bare.ttft_mean_s == pytest.approx(2 * plain.bare.ttft_mean_s)
+    assert changed(flops=2000.0).bare.gpu_hours == pytest.approx(plain.bare.gpu_hours / 2)
+    assert changed(gpus=2).engine.cache_bytes == 2 * 880 - 240
+    assert changed(gpus=2).bare.gpu_hours == pytest.approx(plain.bare.gpu_hours)
+    assert changed(replicas=3).engine.cache_bytes == 3 * 640
+    assert changed(replicas=3).bare.busy == pytest.approx((plain.bare.busy or 0) / 3)
+    assert changed(memory_share=0.5).engine.cache_bytes == 200
+    assert changed(device_memory=400.0).engine.cache_bytes == 160
+    assert changed(kv_dtype="fp8").engine.block_bytes == BLOCK / 2
+    assert changed(weights_dtype="fp32").engine.cache_bytes == 400
+    assert changed(bytes_per_token=1.0).engine.block_bytes == 10
+    assert changed(bandwidth_host=1.0).rows[-1].ttft_mean_s > plain.rows[-1].ttft_mean_s
+    assert changed(link_share=0.5).engine.host_bytes_per_s == 80
+    assert changed(bandwidth_device=1.0).engine.weights_s == 2 * 120
+    assert changed(overhead_s=5.0).bare.ttft_mean_s == pytest.approx(plain.bare.ttft_mean_s + 5)
+    assert changed(gain=1e9).knee.memory_bytes == 0
+    assert len(changed(steps=5).rows) == 6
+
+
+def test_the_words_say_what_the_numbers_say() -> None:
+    found = planned(chats(), Memory(64 * BLOCK, 512 * BLOCK, 50.0), gain=1e4, slo_ttft_s=20.0)
+    text = show_plan(found)
+    for row in found.rows:
+        assert f"{row.token_hit_rate:.1%}" in text and f"{row.flops_saved_share:.1%}" in text
+    for stated in assumptions(found):
+        assert stated.what in text and stated.option in text and stated.shown in text
+    options = {stated.option for stated in assumptions(found)}
+    fields = {name.removesuffix("_s") for name in Assumptions.__slots__} - {"link_share", "steps"}
+    assert {"--" + name.replace("_", "-") for name in fields} <= options
+    assert "--link-share" in text
+    assert any("Loading a token from storage takes" in note for note in notes(found))
+    assert any(note.startswith("Knee: ") and " of host memory" in note for note in notes(found))
+    assert any(note.startswith("In 20 s: ") for note in notes(found))
+    assert max(map(len, text.splitlines())) < 200
+    found_again = json.loads(json.dumps(plan_as_dict(found)))
+    assert [row["token_hit_rate"] for row in found_again["rows"]] == [row.token_hit_rate for row in found.rows]
+    assert found_again["knee"]["memory_bytes"] == found.knee.memory_bytes
+    assert len(found_again["assumptions"]) == len(assumptions(found)) and found_again["notes"]
+
+
+def test_a_knee_below_the_host_is_named_as_host_and_storage() -> None:
+    offered = Memory(8 * BLOCK, 512 * BLOCK, 1e9)
+    for policy, counted in (("write_through", 0), ("write_back", 8 * BLOCK)):
+        found = planned(chats(), offered, gain=0.0, write_policy=policy)
+        storage = show_bytes(found.knee.memory_bytes - counted)
+        assert f"Knee: {show_bytes(8 * BLOCK)} of host memory and {storage} of storage" in notes(found)[0]
+    alone = planned(chats(), Memory(0, 512 * BLOCK, 1e9), gain=0.0)
+    assert f"Knee: {show_bytes(alone.knee.memory_bytes)} of storage saves" in notes(alone)[0]
+    none = notes(planned(chats(), offered, gain=1e9))[0]
+    assert "the device alone" in none
+
+
+def test_progress_is_told_after_each_replay() -> None:
+    told: list[tuple[int, int]] = []
+    trace = chats()
+    given = Assumptions(**PLAIN)
+    plan(
+        trace, SHAPE, DEVICE, Memory(64 * BLOCK), given, hits=slow_lru(trace), progress=lambda *pair: told.append(pair)
+    )
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert {total for _, total in told} == {len(told)}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"mfu": 0.0}, "mfu"),
+        ({"mfu": 1.5}, "mfu"),
+        ({"memory_share": -1.0}, "memory_share"),
+        ({"flops": 0.0}, "flops"),
+        ({"bandwidth_host": float("nan")}, "bandwidth_host"),
+        ({"overhead_s": -1.0}, "overhead_s"),
+        ({"gain": float("inf")}, "gain"),
+        ({"replicas": 0}, "replicas"),
+        ({"gpus": 0}, "gpus"),
+        ({"steps": 99}, "steps"),
+        ({"kv_dtype": "int3"}, "kv_dtype"),
+        ({"weights_dtype": "int3"}, "weights_dtype"),
+        ({"write_policy": "write"}, "write_policy"),
+    ],
+)
+def test_what_cannot_be_assumed_is_named(given: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadArgument, match=name):
+        Assumptions(**given)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    trace = traced([[1]])
+    with pytest.raises(BadArgument, match="gpus = 1: must be enough for"):
+        planned(trace, Memory(), device_memory=200.0, gpus=1)
+    assert planned(trace, Memory(), device_memory=200.0).engine.gpus == 2
+    with pytest.raises(BadArgument, match="one whose weights fit"):
+        planned(trace, Memory(), device_memory=0.01)
+    with pytest.raises(BadArgument, match="8TB@7GB/s"):
+        Memory(0, 100)
+    with pytest.raises(BadArgument, match="1 request or more"):
+        planned(traced([]), Memory())
+    with pytest.raises(BadArgument, match=r"one of .*h200"):
+        find_device("voodoo2")
+
+
+def test_devices_are_what_their_makers_say() -> None:
+    h200 = find_device("H200")
+    assert (h200.memory_bytes, h200.memory_bytes_per_s, h200.flops_per_s("bf16")) == (141e9, 4.8e12, 989e12)
+    assert h200.flops_per_s("fp8") == 1979e12
+    assert h200.flops_per_s("int4") == 989e12
+    assert find_device("a100-80gb").flops_per_s("fp8") == 312e12
+    for device in DEVICES.values():
+        assert device.source and device.fp8_flops_per_s in (None, pytest.approx(2 * device.bf16_flops_per_s, rel=0.02))
+
+
+def test_units() -> None:
+    assert parse_rate("storage", "7GB/s") == 7e9
+    assert parse_store("storage", "8TB@7GB/s") == (8 * 10**12, 7e9)
+    assert parse_store("storage", "1 TiB @ 512 MiB/s") == (1 << 40, float(1 << 29))
+    assert [parse_duration("slo", text) for text in ("500ms", "1.5s", "2", "3m", "250us")] == [
+        0.5,
+        1.5,
+        2,
+        180,
+        0.00025,
+    ]
+    assert [show_bytes(size) for size in (0, 999, 131072, 1.5e12, 999.9e9)] == [
+        "0 B",
+        "999 B",
+        "131 KB",
+        "1.5 TB",
+        "1 TB",
+    ]
+    assert [show_duration(s) for s in (0, 0.0451, 1.234, 3600, 86400)] == [
+        "0 ms",
+        "45.1 ms",
+        "1.23 s",
+        "60 min",
+        "24 h",
+    ]
+    for parse, text in ((parse_rate, "7GB"), (parse_rate, "0GB/s"), (parse_store, "8TB"), (parse_duration, "soon")):
+        with pytest.raises(BadArgument, match="storage"):
+            parse("storage", text)
+
+
+def test_the_command_prints_the_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cyclopts = pytest.importorskip("cyclopts", reason="cyclopts is not installed")
+    from mainstem.replay.plan_command import plan as command
+
+    trace = chats()
+    trace.save(tmp_path / "chats.mstrace")
+    app = cyclopts.App()
+    app.command(command)
+    plain = {"--model": "smollm2-135m", "--gpu": "rtx4090", "--device-memory": "400MB"}
+    offered = {"--host-memory": "1GB", "--storage": "8GB@7GB/s", "--slo-ttft": "1ms", "--bandwidth-host": "20GB/s"}
+
+    def output(options: dict[str, str], *flags: str) -> str:
+        line = [word for pair in {**plain, **options}.items() for word in pair]
+        app(["plan", str(tmp_path / "chats.mstrace"), *line, *flags], exit_on_error=False, result_action="return_value")
+        return capsys.readouterr().out
+
+    assert "smollm2-135m on 1 x rtx4090" in output({})
+    assert "20 GB/s a device" in output(offered)
+    found = json.loads(output(offered, "--json"))
+    assert found["model"] == "smollm2-135m" and found["requests"] == len(trace)
+    assert all(0 <= row["token_hit_rate"] <= 1 and 0 <= row["slo_share"] <= 1 for row in found["rows"])
+    for option, wrong in (("--storage", "8TB"), ("--gpu", "abacus"), ("--slo-ttft", "soon"), ("--model", "llama-0")):
+        with pytest.raises(BadArgument, match=option.strip("-").replace("-", "_")):
+            output({option: wrong})
+
+
+def test_planning_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from mainstem.replay import configs, plan, plan_words; configs.read_shape('deepseek-v3'); "
+        "sys.exit(', '.join({'torch', 'transformers', 'cyclopts', 'rich'} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_page_has_every_option_and_the_figures_of_the_code() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text("utf-8")
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")
+    ]
+    rows = {row[0].partition(" ")[0]: row[1:] for row in cells}
+    for name, device in DEVICES.items():
+        memory, _, bf16, fp8, link = rows[name]
+        assert (memory, link) == (f"{device.memory_bytes / 1e9:.0f} GB", f"{device.host_bytes_per_s / 1e9:.0f} GB/s")
+        assert (bf16, fp8) == tuple(
+            f"{rate / 1e12:,.0f}" if rate else "" for rate in (device.bf16_flops_per_s, device.fp8_flops_per_s)
+        )
+    shown = {name for name in rows if name in well_known()}
+    assert len(shown) >= 10
+    for name in shown:
+        shape = read_shape(name)
+        sizes = [show_bytes(size) if size else "" for size in (shape.window_bytes(1 << 20), shape.state_bytes())]
+        assert rows[name] == [f"{shape.kv_bytes_per_token():,}", *sizes]
+    for field in Assumptions.__slots__:
+        assert f"--{field.removesuffix('_s').replace('_', '-')}" in page, field

@@ -1,0 +1,434 @@
+"""Replay: what real trees do with a trace, beside an obvious model of the same rules, block by block."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from mainstem import _core
+from mainstem.errors import BadArgument
+from mainstem.keys import HashKeys
+from mainstem.policies import NodeStats
+from mainstem.replay.simulate import Row, Setup, hit_blocks, parse_capacities, parse_tiers, replay, sweep
+from mainstem.replay.trace import Batch, Trace
+from mainstem.tree import Tree
+
+Path = tuple[int, ...]
+
+# By created, hits and last use of a block, in requests.
+RULES: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
+    "lru": lambda created, hits, used: (used,),
+    "lfu": lambda created, hits, used: (hits, used),
+    "fifo": lambda created, hits, used: (created,),
+    "mru": lambda created, hits, used: (-used,),
+    "filo": lambda created, hits, used: (-created,),
+    "slru": lambda created, hits, used: (hits >= 2, used),
+    "priority": lambda created, hits, used: (used,),
+}
+
+
+class Block:
+    def __init__(self, created: int) -> None:
+        self.created = created
+        self.hits = 0
+        self.used = created
+        self.used_s = 0.0
+
+
+class Model:
+    """A cache as sets of paths, one a tier. Everything is looked for everywhere, every time."""
+
+    def __init__(self, policy: str, capacities: Sequence[int], ttl_s: float = math.inf) -> None:
+        self.rule = RULES[policy]
+        self.capacities = capacities
+        self.ttl_s = ttl_s
+        self.blocks: dict[Path, Block] = {}
+        self.tiers: list[dict[Path, int]] = [{} for _ in capacities]  # when a block came, in accesses
+        self.used: dict[Path, int] = {}
+        self.hits = [0] * len(capacities)
+        self.written = [0] * len(capacities)
+        self.loaded = [0] * len(capacities)
+        self.evicted = [0] * len(capacities)
+        self.expired = [0] * len(capacities)
+        self.ages: list[Counter[int]] = [Counter() for _ in capacities]
+        self.idle: list[Counter[int]] = [Counter() for _ in capacities]
+        self.requests = 0
+        self.accesses = 0
+
+    def serve(self, time_s: float, path: Path) -> int:
+        self.expire(time_s)
+        self.requests += 1
+        self.accesses += len(path)
+        prefixes = [path[: i + 1] for i in range(len(path))]
+        held = [sum(prefix in tier for prefix in prefixes) for tier in self.tiers]
+        found = max(held)
+        self.count(held, len(path))
+        for prefix in prefixes[:found]:
+            self.blocks[prefix].hits += 1
+        for prefix in prefixes:
+            block = self.blocks.setdefault(prefix, Block(self.requests))
+            block.used, block.used_s = self.requests, time_s
+            self.used[prefix] = self.accesses
+            for tier in self.tiers:
+                tier.setdefault(prefix, self.accesses)
+        for number in range(len(self.tiers)):
+            self.trim(number)
+        return found
+
+    def count(self, held: list[int], n: int) -> None:
+        for tier, own in enumerate(held):
+            best = max(held[: tier + 1])
+            self.hits[tier] += best - max([0, *held[:tier]])
+            self.loaded[tier] += max(held) - best
+            self.written[tier] += n - max(held) + best - own
+
+    def trim(self, number: int) -> None:
+        tier = self.tiers[number]
+        while len(tier) > self.capacities[number]:
+            inner = {path[:-1] for path in tier}
+            leaves = [path for path in tier if path not in inner]
+            victim = min(
+                leaves, key=lambda p: self.rule(self.blocks[p].created, self.blocks[p].hits, self.blocks[p].used)
+            )
+            self.ages[number][(self.accesses - tier[victim]).bit_length()] += 1
+            self.idle[number][(self.accesses - self.used[victim]).bit_length()] += 1
+            self.evicted[number] += 1
+            self.drop(number, victim)
+
+    def expire(self, time_s: float) -> None:
+        for number, tier in enumerate(self.tiers):
+            for path in [path for path in tier if time_s - self.blocks[path].used_s > self.ttl_s]:
+                self.expired[number] += 1
+                self.drop(number, path)
+
+    def drop(self, number: int, path: Path) -> None:
+        del self.tiers[number][path]
+        if not any(path in tier for tier in self.tiers):
+            del self.blocks[path]
+
+
+def some_paths(seed: int, requests: int = 60) -> list[Path]:
+    """Prompts that share beginnings, some of them longer versions of earlier ones."""
+    choose = random.Random(seed)
+    paths: list[Path] = []
+    for _ in range(requests):
+        begin = choose.choice(paths)[: choose.randrange(8)] if paths and choose.random() < 0.6 else ()
+        path = begin + tuple(choose.randrange(3) for _ in range(choose.randrange(1, 6)))
+        paths.append(choose.choice(paths) if paths and choose.random() < 0.2 else path)
+    return paths
+
+
+def some_trace(seed: int, block_size: int = 4, **columns: Any) -> tuple[Trace, list[Path], list[float]]:
+    choose = random.Random(seed)
+    paths = some_paths(seed)
+    times = [0.0]
+    for _ in paths[1:]:
+        times.append(times[-1] + choose.choice([0.0, 0.5, 1.0, 3.25]))
+    tokens = [len(path) * block_size - choose.randrange(block_size) for path in paths]
+    batch = Batch.of(paths, block_size=block_size, time_s=times, input_tokens=tokens, **columns)
+    return Trace.of(batch, block_size=block_size, name="some"), paths, times
+
+
+def histogram(counts: Counter[int]) -> tuple[int, ...]:
+    return tuple(counts[i] for i in range(max(counts, default=-1) + 1))
+
+
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("seed", range(8))
+def test_each_policy_does_what_the_model_does(policy: str, seed: int) -> None:
+    trace, paths, times = some_trace(seed)
+    for capacity in (1, 2, 5, 11, 30, 1000):
+        model = Model(policy, [capacity])
+        found = [model.serve(time, path) for time, path in zip(times, paths, strict=True)]
+        row = replay(trace, policy, capacity)
+        tokens = sum(min(hit * 4, int(n)) for hit, n in zip(found, trace.whole.input_tokens, strict=True))
+        assert (row.block_hits, row.token_hits) == (sum(found), tokens)
+        assert hit_blocks(trace, policy, capacity).tolist() == found
+        tier = row.tiers[0]
+        assert (tier.written_blocks, tier.evicted_blocks) == (model.written[0], model.evicted[0])
+        assert (tier.age_accesses, tier.idle_accesses) == (histogram(model.ages[0]), histogram(model.idle[0]))
+        assert sum(tier.age_s) == sum(tier.idle_s) == row.evicted_blocks
+        assert row.block_accesses - row.block_hits - row.evicted_blocks == len(model.tiers[0])
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "mru", "slru"])
+@pytest.mark.parametrize("seed", range(6))
+def test_tiers(policy: str, seed: int) -> None:
+    trace, paths, times = some_trace(seed)
+    for sizes in ((2, 5), (3, 9, 20), (1, 2, 3), (5, 5, 1000)):
+        model = Model(policy, sizes)
+        for time, path in zip(times, paths, strict=True):
+            model.serve(time, path)
+        row = replay(trace, policy, sizes[0], setup=Setup(*sizes[1:]), bytes_per_token=10)
+        assert [tier.block_hits for tier in row.tiers] == model.hits
+        assert [tier.loaded_blocks for tier in row.tiers] == model.loaded
+        assert [tier.written_blocks for tier in row.tiers] == model.written
+        assert [tier.evicted_blocks for tier in row.tiers] == model.evicted
+        assert [tier.age_accesses for tier in row.tiers] == list(map(histogram, model.ages))
+        assert row.block_hits == sum(model.hits)
+        assert row.token_hits == sum(tier.token_hits for tier in row.tiers)
+        assert [tier.loaded_bytes for tier in row.tiers] == [blocks * 40 for blocks in model.loaded]
+
+
+def test_what_a_lower_tier_has_need_not_fit_the_device() -> None:
+    trace = Trace.of(Batch.of([[1, 2, 3], [4, 5, 6], [1, 2, 3]]))
+    row = replay(trace, "lru", 1, setup=Setup(host_blocks=2, storage_blocks=9))
+    assert [(tier.name, tier.block_hits) for tier in row.tiers] == [("device", 0), ("host", 0), ("storage", 3)]
+    assert [tier.loaded_blocks for tier in row.tiers] == [3, 3, 0]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "mru"])
+@pytest.mark.parametrize("seed", range(6))
+def test_time_to_live(policy: str, seed: int) -> None:
+    trace, paths, times = some_trace(seed)
+    for ttl, sizes in ((0.0, (20,)), (0.5, (20,)), (3.25, (8,)), (6.0, (1000,)), (2.0, (3, 9)), (9.0, (4, 9, 30))):
+        model = Model(policy, sizes, ttl)
+        for time, path in zip(times, paths, strict=True):
+            model.serve(time, path)
+        row = replay(trace, policy, sizes[0], setup=Setup(*sizes[1:], ttl_s=ttl))
+        assert [tier.block_hits for tier in row.tiers] == model.hits, (ttl, sizes)
+        assert [tier.expired_blocks for tier in row.tiers] == model.expired
+        assert [tier.evicted_blocks for tier in row.tiers] == model.evicted
+        assert row.ttl_s == ttl
+
+
+class Recent:
+    """Least recently used, in Python."""
+
+    name = "recent"
+
+    def rank(self, node: NodeStats) -> tuple[float, float]:
+        return (node.last_access, 0)
+
+
+def test_a_policy_in_python_is_asked() -> None:
+    trace, _, _ = some_trace(3)
+    for setup in (Setup(), Setup(host_blocks=9), Setup(ttl_s=3.0), Setup(replicas=2)):
+        ours, built_in = replay(trace, Recent(), 5, setup=setup), replay(trace, "lru", 5, setup=setup)
+        assert ours.policy == "recent"
+        assert (ours.tiers, ours.replica_requests) == (built_in.tiers, built_in.replica_requests)
+
+
+def test_a_policy_that_fails_is_heard_of() -> None:
+    class Broken:
+        name = "broken"
+
+        def rank(self, node: NodeStats) -> tuple[float, float]:
+            raise ZeroDivisionError
+
+    trace, _, _ = some_trace(1)
+    with pytest.raises(ZeroDivisionError):
+        replay(trace, Broken(), 5)
+    with pytest.raises(ZeroDivisionError):
+        sweep(trace, ["lru", Broken()], [5, 6])
+
+
+# --- replicas -----------------------------------------------------------------------------------------------------
+
+
+def test_round_robin_is_so_many_caches() -> None:
+    trace, paths, times = some_trace(5)
+    models = [Model("lru", [6]) for _ in range(3)]
+    hits = sum(models[i % 3].serve(times[i], path) for i, path in enumerate(paths))
+    row = replay(trace, "lru", 6, setup=Setup(replicas=3, routing="round-robin"))
+    assert (row.block_hits, row.evicted_blocks) == (hits, sum(model.evicted[0] for model in models))
+    assert row.replica_requests == (20, 20, 20)
+
+
+def test_by_hash_all_that_begins_alike_meets() -> None:
+    trace, paths, _ = some_trace(5)
+    infinite = replay(trace, "lru", 1000)
+    row = replay(trace, "lru", 1000, setup=Setup(replicas=3, routing="hash"))
+    assert row.block_hits == infinite.block_hits
+    assert len(row.replica_requests) == 3
+    assert sum(row.replica_requests) == len(paths)
+
+
+def test_by_prefix_the_longest_wins_and_then_the_idlest() -> None:
+    batch = Batch.of(
+        [[1, 2], [3], [1, 5], [3, 1, 2], [7], [8]],
+        time_s=[0, 0, 1, 2, 3, 3],
+        input_tokens=[200, 100, 200, 300, 100, 100],
+    )
+    replay_of = _core.Replay([Tree(1, HashKeys(8)).core for _ in range(2)], [100], math.inf, "prefix", [None, None])
+    tokens = batch.input_tokens.copy()
+    hits, replicas = replay_of.feed(batch.time_s, tokens, batch.offsets, batch.blocks)
+    #        idle: 0   1: idler  prefix  prefix  0 and 1 have 400: the first, then the other
+    assert replicas.tolist() == [0, 1, 0, 1, 0, 1]
+    assert hits.tolist() == [0, 0, 1, 1, 0, 0]
+
+
+def test_load_is_forgotten_in_time() -> None:
+    batch = Batch.of([[1], [2], [3]], time_s=[0, 600, 600], input_tokens=[1000, 10, 10])
+    row = replay(Trace.of(batch, block_size=1000), "lru", 9, setup=Setup(replicas=2))
+    assert row.replica_requests == (2, 1)  # ten half-lives later 1000 tokens weigh less than 10
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_by_tenant_kind_and_time() -> None:
+    batch = Batch.of(
+        [[1, 2], [1, 2], [1, 3], [9]], time_s=[0, 1, 1, 700], tenant=[1, 2, 1, 0], kind=[0, 0, 0, 0], block_size=4
+    )
+    trace = Trace.of(batch, block_size=4, tenants=["", "a", "b", "c"], name="small")
+    row = replay(trace, "lru", 100, flops=lambda tokens, past: 2.0 * tokens + past)
+    assert [
+        (s.name, s.requests, s.block_accesses, s.block_hits, s.input_tokens, s.token_hits) for s in row.tenants
+    ] == [
+        ("", 1, 1, 0, 4, 0),
+        ("a", 2, 4, 1, 16, 4),
+        ("b", 1, 2, 2, 8, 8),
+    ]
+    assert row.kinds == ()
+    assert (row.trace, row.policy, row.capacity_blocks, row.requests) == ("small", "lru", 100, 4)
+    assert (row.block_hit_rate, row.token_hit_rate) == (3 / 7, 12 / 28)
+    assert (row.prefill_flops, row.saved_flops) == (
+        56.0,
+        11.0,
+    )  # past tokens cost half; of a whole hit, one is computed
+    assert row.timeline.width_s == 4.0
+    assert (row.timeline.block_accesses[0], row.timeline.block_hits[0]) == (6, 3)
+    assert (len(row.timeline.block_hits), row.timeline.block_accesses[-1]) == (176, 1)
+
+
+def test_an_empty_trace_and_empty_prompts() -> None:
+    row = replay(Trace.of(Batch.of([])), "lru", 5)
+    assert (row.requests, row.block_hit_rate, row.timeline.block_hits) == (0, 0.0, ())
+    row = replay(Trace.of(Batch.of([[], [1], []])), "lru", 5, setup=Setup(replicas=2, routing="hash"))
+    assert (row.requests, row.block_accesses, row.block_hits) == (3, 1, 0)
+
+
+def test_batches_make_no_difference() -> None:
+    trace, paths, _ = some_trace(2)
+    caches = [_core.Replay([Tree(1, HashKeys(8)).core], [7], math.inf, "prefix", [None]) for _ in range(2)]
+    whole = trace.whole
+    once, _ = caches[0].feed(whole.time_s, whole.input_tokens, whole.offsets, whole.blocks)
+    often = []
+    for start, stop in pairwise([0, 1, 9, 40, len(paths)]):
+        part = whole.slice(start, stop)
+        often += caches[1].feed(part.time_s, part.input_tokens, part.offsets, part.blocks)[0].tolist()
+    assert once.tolist() == often
+    assert caches[0].totals(0, 0) == caches[1].totals(0, 0)
+
+
+def test_a_sweep_is_its_cells_in_order() -> None:
+    trace, _, _ = some_trace(4)
+    told: list[tuple[int, int]] = []
+    rows = sweep(trace, ["lru", "opt", Recent()], [3, 9], workers=3, progress=lambda *args: told.append(args))
+    assert [(row.policy, row.capacity_blocks) for row in rows] == [
+        ("lru", 3), ("lru", 9), ("opt", 3), ("opt", 9), ("recent", 3), ("recent", 9)
+    ]  # fmt: skip
+    assert rows == sweep(trace, ["lru", "opt", Recent()], [3, 9], workers=1)
+    assert rows[0] == replay(trace, "lru", 3)
+    assert rows[3] == replay(trace, "opt", 9)
+    assert told[-1] == (6 * 60, 6 * 60)
+    assert told == sorted(told)
+
+
+def test_memory_is_counted() -> None:
+    choose = random.Random(1)
+    paths = [[choose.randrange(2**60) for _ in range(20)] for _ in range(2000)]
+    batch = Batch.of(paths)
+    tree = Tree(1, HashKeys(8))
+    core = _core.Replay([tree.core], [10**6], math.inf, "prefix", [None])
+    core.feed(batch.time_s, batch.input_tokens, batch.offsets, batch.blocks)
+    assert 20 < (tree.held_bytes() + core.bytes()) / 40_000 < 64
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Setup(ttl_s=-1),
+        lambda: Setup(ttl_s=math.nan),
+        lambda: Setup(replicas=0),
+        lambda: Setup(routing="random"),  # type: ignore[arg-type]
+        lambda: Setup(host_blocks=0),
+        lambda: Setup(host_blocks=5).tiers(6),
+        lambda: Setup(host_blocks=5, storage_blocks=4).tiers(3),
+    ],
+)
+def test_setups_out_of_range(make: Callable[[], object]) -> None:
+    with pytest.raises(BadArgument):
+        make()
+
+
+def test_bad_replays() -> None:
+    trace, _, _ = some_trace(1)
+    for policy, capacity, setup in (
+        ("nonsense", 5, Setup()),
+        ("lru", 0, Setup()),
+        ("opt", 0, Setup()),
+        ("opt", 5, Setup(replicas=2)),
+    ):
+        with pytest.raises(BadArgument):
+            replay(trace, policy, capacity, setup=setup)
+    with pytest.raises(BadArgument):
+        sweep(trace, ["opt"], [5], setup=Setup(ttl_s=4))
+    with pytest.raises(BadArgument):
+        sweep(trace, ["lru"], [5], workers=0)
+
+
+def test_the_core_checks_its_columns() -> None:
+    batch = Batch.of([[1, 2], [3]])
+    core = _core.Replay([Tree(1, HashKeys(8)).core], [7], math.inf, "prefix", [None])
+    for offsets in ([0, 2], [1, 2, 3], [0, 3, 2], [0, 2, 4], []):
+        broken = batch.offsets[:0] if not offsets else Batch.of([[]] * (len(offsets) - 1)).offsets.copy()
+        broken[:] = offsets
+        with pytest.raises(BadArgument):
+            core.feed(batch.time_s, batch.input_tokens, broken, batch.blocks)
+    with pytest.raises(BadArgument):
+        _core.Replay([Tree(4, HashKeys(8)).core], [7], math.inf, "prefix", [None])
+    with pytest.raises(BadArgument):
+        _core.Replay([Tree(1, HashKeys(8)).core], [7, 8], math.inf, "prefix", [None])
+    with pytest.raises(BadArgument):
+        _core.Replay([], [7], math.inf, "prefix", [])
+
+
+# --- capacities ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thousand() -> Trace:
+    return Trace.of(Batch.of([[i] for i in range(1037)], block_size=16), block_size=16)
+
+
+def test_capacities(thousand: Trace) -> None:
+    assert parse_capacities("1%, 2.5%,50%,100%", thousand) == [10, 25, 518, 1037]
+    assert parse_capacities("1000,20kblocks,2Mtok,100 tokens", thousand) == [1000, 20_000, 125_000, 6]
+    assert parse_capacities("1MB,1MiB,3.2KB", thousand, bytes_per_token=100) == [625, 655, 2]
+    assert parse_tiers("device=1%,host=20%,storage=1MB", thousand, 100) == {"device": 10, "host": 207, "storage": 625}
+
+
+def test_percents_are_exact() -> None:
+    trace = Trace.of(Batch.of([[i] for i in range(100)]))
+    assert parse_capacities(",".join(f"{share}%" for share in range(1, 101)), trace) == list(range(1, 101))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1%,", "0", "-5", "0.01%", "ten", "10k", "10G", "5 GB", "1e3", "3tok", "5%%", "nan"]
+)
+def test_no_capacities(text: str, thousand: Trace) -> None:
+    with pytest.raises(BadArgument):
+        parse_capacities(text, thousand)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host=", "disk=5", "host=5,host=6", "host=5;storage=6"])
+def test_no_tiers(text: str, thousand: Trace) -> None:
+    with pytest.raises(BadArgument):
+        parse_tiers(text, thousand)
+
+
+def test_a_row_can_be_told_by_eye() -> None:
+    row: Row = replay(Trace.of(Batch.of([[1, 2, 3], [1, 2, 4], [5], [1, 2, 3]])), "lru", 3)
+    # 1 2 3 | 1 2 4 (3 goes) | 5 1 2 (4 goes) | 1 2 3 (5 goes)
+    assert (row.block_hits, row.evicted_blocks) == (0 + 2 + 0 + 2, 3)
