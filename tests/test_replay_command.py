@@ -16,7 +16,8 @@ from mainstem.replay.trace import Batch, Trace
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    paths = [[turn % 7, *range(100 * (turn % 7), 100 * (turn % 7) + turn % 11)] for turn in range(200)]
+    starts = [100 * (turn % 29) for turn in range(200)]
+    paths = [list(range(start, start + 1 + turn % 11)) for turn, start in enumerate(starts)]
     path = tmp_path_factory.mktemp("traces") / "small.mstrace"
     batch = Batch.of(paths, block_size=16, tenant=[1 + turn % 2 for turn in range(200)])
     Trace.of(batch, block_size=16, tenants=["", "a", "b"], name="small").save(path)

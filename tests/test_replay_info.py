@@ -171,7 +171,10 @@ def test_standard_input_is_a_trace_too(requests: Path, capsys: pytest.CaptureFix
     assert said_by(capsys)["trace"] == "-"
 
 
-def test_info_as_tables_names_what_was_found(requests: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_as_tables_names_what_was_found(
+    requests: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     run("info", requests)
     out = capsys.readouterr().out
     for part in ("28.57% of blocks", "Reuse distances", "Sharing by depth", "[bold]?[2Ja", "Turn", "16 tokens"):

@@ -205,7 +205,7 @@ def _table(lines: Sequence[Mapping[str, str]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     names = list(dict.fromkeys(name for line in lines for name in line))
     for name in names:
         table.add_column(name, justify="left" if name in ("policy", "tier") else "right")

@@ -21,7 +21,6 @@ from mainstem.replay.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, li
 from mainstem.replay.units import show_bytes, show_duration
 
 _WIDE, _NARROW = 880, 400
-_CAPTION = "share of blocks hit"
 
 
 def write_report(path: str | PathLike[str], info: TraceInfo, rows: Sequence[Row]) -> None:
@@ -91,8 +90,8 @@ def _hit_rates(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     panels = []
     for measure in series.measures(info, rows):
         lines = _rate_lines(info, rows, measure)
-        panels.append((measure.name, join(_legend(lines), _rate_chart(info, rows, measure, lines))))
-        panels[-1] = (measure.name, join(panels[-1][1], _rate_table(info, rows, measure)))
+        chart = _rate_chart(info, rows, measure, lines)
+        panels.append((measure.name, join(_legend(lines), chart, _rate_table(info, rows, measure))))
     yield _tabs("rate", panels)
     yield tag("details", tag("summary", "All numbers"), _rows_table(info, rows))
 
@@ -164,27 +163,24 @@ def _over_time(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     unit_s, unit = series.time_unit(timeline.width_s * len(timeline.block_accesses))
     yield tag("h2", "Hits over time")
     yield tag("p", f"Each point stands for {show_duration(timeline.width_s)}. A cache starts empty.")
-    highest = max(rate or 0.0 for row in rows for _, rate in series.rates(series.merged(row.timeline)))
-    y = percents(_CAPTION, highest)
     span = timeline.width_s * len(timeline.block_accesses) / unit_s
     x = linear(f"time since the trace began, {unit}", span, lambda at: f"{at:g}", most=8, nice=False)
-    panels = []
+    panels, looks = [], _behind(series.looks(rows))
     for capacity, same in series.by_capacity(rows).items():
-        lines = [
-            Line(
-                policy, look, [(at / unit_s, rate) for at, rate in series.rates(series.merged(row.timeline))], width=1.8
-            )
-            for policy, look in _behind(series.looks(rows))
-            for row in same
-            if row.policy == policy
-        ]
-        chart = _both(_time_chart(f"Hits over time at {capacity:,} blocks", x, y, lines))
+        lines = [_time_line(row, look, unit_s) for name, look in looks for row in same if row.policy == name]
+        chart = _both(_time_chart(f"Hits over time at {capacity:,} blocks", x, lines))
         panels.append((_capacity(capacity, info), join(_legend(lines), chart, _time_table(same, unit_s, unit))))
     yield _tabs("time", panels)
     yield _load(x, [count / timeline.width_s for count in timeline.block_accesses], timeline.width_s / unit_s)
 
 
-def _time_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> Callable[[int], Markup]:
+def _time_line(row: Row, look: Look, unit_s: float) -> Line:
+    points = [(at / unit_s, rate) for at, rate in series.rates(series.merged(row.timeline))]
+    return Line(row.policy, look, points, width=1.8)
+
+
+def _time_chart(title: str, x: Axis, lines: Sequence[Line]) -> Callable[[int], Markup]:
+    y = percents("share of blocks hit", max(rate or 0.0 for line in lines for _, rate in line.points))
     return lambda width: line_chart(title, x, y, lines, width=width, height=340)
 
 
@@ -413,11 +409,13 @@ figure svg { width: 100%; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 6px 0; font-size: 14px; }
 .legend span { display: inline-flex; align-items: center; gap: 6px; overflow-wrap: anywhere; }
 .swatch { width: 16px; height: 12px; }
-.tabs { display: flex; flex-wrap: wrap; align-items: center; }
-.tabs > input { margin: 0 6px 0 0; }
-.tabs > label { margin: 4px 18px 4px 0; font-size: 14px; }
+.tabs { position: relative; display: flex; flex-wrap: wrap; align-items: center; }
+.tabs > input { position: absolute; opacity: 0; pointer-events: none; }
+.tabs > label { margin: 3px 6px 3px 0; padding: 3px 10px; font-size: 14px; border: 1px solid #999; border-radius: 4px;
+  cursor: pointer; }
 .tabs > .panel { order: 1; width: 100%; min-width: 0; display: none; }
-.tabs > input:checked + label { font-weight: 600; }
+.tabs > input:checked + label { background: #222; border-color: #222; color: #fff; }
+.tabs > input:focus-visible + label { outline: 3px solid #56B4E9; }
 .tabs > input:checked + label + .panel { display: block; }
 .splits { display: grid; grid-template-columns: minmax(3em, max-content) 1fr max-content; gap: 4px 12px;
   align-items: center; font-size: 14px; }

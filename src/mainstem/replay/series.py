@@ -39,7 +39,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES: tuple[tuple[int, ...], ...] = ((), (2, 3), (8, 3, 2, 3))
 _MARKERS = ("circle", "square", "triangle", "diamond")
 _OPTIMUM = Look("#111111", (6, 4), "square")
-BACKGROUND = Look("#999999")
+BACKGROUND = Look("#c4c4c4")
 LIMIT = Look("#777777", (2, 4))
 
 

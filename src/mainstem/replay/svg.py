@@ -121,7 +121,7 @@ class _Frame:
         self._x, self._y = x, y
         self._width, self._height = width, height
         below = 16 * max((len(tick.lines) for tick in x.ticks), default=1)
-        self._bottom = height - below - (26 if x.label else 8)
+        self._bottom = height - below - (32 if x.label else 8)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         return (
