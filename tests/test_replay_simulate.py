@@ -264,6 +264,19 @@ def test_by_prefix_the_longest_wins_and_then_the_idlest() -> None:
     assert hits.tolist() == [0, 0, 1, 1, 0, 0]
 
 
+def test_by_prefix_the_busy_are_passed_over() -> None:
+    same = [[1, 10 + i] for i in range(66)]  # all begin alike
+    for requests, served in ((65, (65, 0)), (66, (65, 1))):
+        batch = Batch.of(same[:requests], time_s=[0.0] * requests)
+        assert replay(Trace.of(batch), "lru", 99, setup=Setup(replicas=2)).replica_requests == served
+
+
+def test_by_prefix_less_than_half_does_not_count() -> None:
+    prompts = [[1, 10 + i, 20 + i] for i in range(9)]  # all begin alike
+    row = replay(Trace.of(Batch.of(prompts, time_s=[0.0] * 9)), "lru", 99, setup=Setup(replicas=3))
+    assert row.replica_requests == (3, 3, 3)
+
+
 def test_load_is_forgotten_in_time() -> None:
     batch = Batch.of([[1], [2], [3]], time_s=[0, 600, 600], input_tokens=[1000, 10, 10])
     row = replay(Trace.of(batch, block_size=1000), "lru", 9, setup=Setup(replicas=2))

@@ -28,6 +28,7 @@ Examples:
 
   mainstem replay conversation_trace.jsonl.xz
   mainstem replay trace.mstrace --capacity 1%,2%,5%,10% --policy lru,slru,opt --csv rows.csv
+  mainstem replay trace.mstrace --policy lru,slru,lfu,opt --report out.html --plot out.png
   mainstem replay trace.mstrace --capacity 40GB --tiers host=1TB,storage=8TB --model llama-3.1-8b
   mainstem replay trace.mstrace --capacity 2Mtok --ttl 5m --replicas 4 --routing prefix --json
 
@@ -49,7 +50,8 @@ class CacheOptions:
         tiers: Lower tiers, which have all that is above: host=20%,storage=8TB; device=5% stands for --capacity.
         ttl: Blocks that were not used for longer are gone: 300s, 5m.
         replicas: Independent caches of this capacity; 1 or more.
-        routing: Which replica gets a request: each in turn; the one with the longest prefix of it; by its first block.
+        routing: Which replica gets a request: each in turn; who has the longest prefix of it and is not busy; by its
+            first block.
         model: What a token takes and costs: a folder with a config.json, such a file, or a name such as llama-3.1-8b.
         kv_dtype: Of the model's KV: bf16, fp8, fp16, int8, fp32 and so on.
         bytes_per_token: Memory of a cached token, if no model says it.
@@ -122,6 +124,8 @@ def replay_trace(
     reading: TraceOptions = _TRACE,
     json: Json = False,
     csv: Annotated[Path | None, Parameter(negative="")] = None,
+    report: Annotated[Path | None, Parameter(negative="")] = None,
+    plot: Annotated[Path | None, Parameter(negative="")] = None,
 ) -> None:
     """What a cache of each size and policy would have done with a trace of requests.
 
@@ -129,10 +133,15 @@ def replay_trace(
         path: The trace; - is standard input.
         json: Print a list of rows, one a policy and capacity.
         csv: Write the same rows to this file, without histograms.
+        report: Write a page with pictures and numbers to this file, .html; it needs no network.
+        plot: Draw the pictures into this file, .png, .svg or .pdf; needs mainstem[plot].
     """
     from mainstem.replay.configs import read_shape
+    from mainstem.replay.plot import check_plot
     from mainstem.replay.simulate import sweep
 
+    if plot is not None:
+        check_plot(plot)
     shape = None if caches.model is None else read_shape(caches.model)
     token_bytes = caches.token_bytes(shape)
     trace = read_trace(path, reading)
@@ -152,6 +161,8 @@ def replay_trace(
         )
     if csv is not None:
         _write_csv(csv, rows)
+    if report is not None or plot is not None:
+        _draw(trace, rows, report, plot)
     if json:
         print(dumps([asdict(row) for row in rows], ensure_ascii=False))
     else:
@@ -174,6 +185,18 @@ def flat(row: Row) -> dict[str, object]:
             if name != "name" and not isinstance(value, tuple)
         }
     return columns
+
+
+def _draw(trace: Trace, rows: Sequence[Row], report: Path | None, plot: Path | None) -> None:
+    from mainstem.replay.info import info
+    from mainstem.replay.plot import write_plot
+    from mainstem.replay.report import write_report
+
+    found = info(trace)
+    if report is not None:
+        write_report(report, found, rows)
+    if plot is not None:
+        write_plot(plot, found, rows)
 
 
 def _write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -16,7 +16,7 @@ from mainstem.replay import optimum, series
 from mainstem.replay.info import Reuse, TraceInfo
 from mainstem.replay.markup import Markup, join, tag
 from mainstem.replay.rows import Row
-from mainstem.replay.series import Look, Measure
+from mainstem.replay.series import Look, Measure, behind, doublings
 from mainstem.replay.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
 from mainstem.replay.units import show_bytes, show_duration
 
@@ -86,7 +86,8 @@ def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
 def _hit_rates(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     yield tag("h2", "Hit rate by capacity")
     best = " opt is the offline optimum: no policy can hit more blocks." if optimum.NAME in series.looks(rows) else ""
-    yield tag("p", f"What each policy finds in the cache of what was asked for.{best}")
+    grey = " Grey is LRU at each doubling of the capacity." if series.lru_curve(info, rows) else ""
+    yield tag("p", f"What each policy finds in the cache of what was asked for.{best}{grey}")
     panels = []
     for measure in series.measures(info, rows):
         lines = _rate_lines(info, rows, measure)
@@ -100,20 +101,15 @@ def _rate_lines(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> list[
     low, high = series.domain(rows)
     lines = []
     if measure.ideal is not None:
-        lines.append(Line("cache without limit", series.LIMIT, [(low, measure.ideal), (high, measure.ideal)]))
+        lines.append(Line(series.LIMIT_LINE, series.LIMIT, [(low, measure.ideal), (high, measure.ideal)]))
     exact = [point for point in series.lru_curve(info, rows) if low <= point[0] <= high]
     if exact and measure.name == "Blocks":
-        lines.append(Line("lru by reuse distances", series.BACKGROUND, exact, width=5))
-    for policy, look in _behind(series.looks(rows)):
+        lines.append(Line(series.LRU_LINE, series.BACKGROUND, exact, width=5))
+    for policy, look in behind(series.looks(rows)):
         points = series.curve(rows, policy, measure)
         tips = [f"{policy} at {x:,.0f} blocks: {_percent(y)}" for x, y in points]
         lines.append(Line(policy, look, points, tips))
     return lines
-
-
-def _behind(looks: dict[str, Look]) -> list[tuple[str, Look]]:
-    """The optimum first, so that it is drawn behind the others where they meet."""
-    return sorted(looks.items(), key=lambda item: item[0] != optimum.NAME)
 
 
 def _rate_chart(info: TraceInfo, rows: Sequence[Row], measure: Measure, lines: Sequence[Line]) -> Markup:
@@ -123,8 +119,8 @@ def _rate_chart(info: TraceInfo, rows: Sequence[Row], measure: Measure, lines: S
     label = "capacity in blocks, and of all distinct blocks (log scale)"
     low, high = series.domain(rows)
     highest = max(y for line in lines for _, y in line.points if y is not None)
-    x, y = Axis(label, low, high, ticks, math.log), percents(f"share of {measure.name.lower()} hit", highest)
-    return _both(lambda width: line_chart(f"{measure.name} hit by capacity", x, y, lines, width=width, height=400))
+    x, y = Axis(label, low, high, ticks, math.log), percents(measure.label, highest)
+    return _both(lambda width: line_chart(f"{measure.label}, by capacity", x, y, lines, width=width, height=400))
 
 
 def _rate_table(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Markup:
@@ -134,7 +130,7 @@ def _rate_table(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Marku
         found = dict(series.curve(rows, policy, measure))
         cells.append([policy, *(_percent(found[at]) if at in found else "" for at in capacities)])
     heads = [f"{capacity:,} ({series.marked(capacity, info)})" for capacity in capacities]
-    return _table(f"{measure.name} hit, by capacity in blocks", ["policy", *heads], cells)
+    return _table(f"{measure.label.capitalize()}, by capacity in blocks", ["policy", *heads], cells)
 
 
 def _rows_table(info: TraceInfo, rows: Sequence[Row]) -> Markup:
@@ -165,7 +161,7 @@ def _over_time(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     yield tag("p", f"Each point stands for {show_duration(timeline.width_s)}. A cache starts empty.")
     span = timeline.width_s * len(timeline.block_accesses) / unit_s
     x = linear(f"time since the trace began, {unit}", span, lambda at: f"{at:g}", most=8, nice=False)
-    panels, looks = [], _behind(series.looks(rows))
+    panels, looks = [], behind(series.looks(rows))
     for capacity, same in series.by_capacity(rows).items():
         lines = [_time_line(row, look, unit_s) for name, look in looks for row in same if row.policy == name]
         chart = _both(_time_chart(f"Hits over time at {capacity:,} blocks", x, lines))
@@ -205,7 +201,7 @@ def _time_table(rows: Sequence[Row], unit_s: float, unit: str) -> Markup:
         ]
         for at, accesses in enumerate(first.block_accesses)
     ]
-    table = _table("Blocks hit", [f"from, {unit}", "blocks asked for", *(row.policy for row in rows)], cells)
+    table = _table("Blocks hit", [f"from, {unit}", "blocks asked for", *(row.policy for row in rows)], cells, words=0)
     return tag("details", tag("summary", "Numbers"), table)
 
 
@@ -239,12 +235,12 @@ def _split(row: Row) -> Markup:
 
 
 def _tier_table(rows: Sequence[Row]) -> Markup:
-    heads = ["policy", "device", "tier", "its blocks", "hits", "of all", "written", "loaded", "evicted", "expired"]
+    heads = ["policy", "tier", "device blocks", "blocks", "hits", "of all", "written", "loaded", "evicted", "expired"]
     cells = [
         [
             row.policy,
-            f"{row.capacity_blocks:,}",
             tier.name,
+            f"{row.capacity_blocks:,}",
             f"{tier.capacity_blocks:,}",
             f"{tier.block_hits:,}",
             _percent(tier.block_hits / max(1, row.block_accesses)),
@@ -256,7 +252,7 @@ def _tier_table(rows: Sequence[Row]) -> Markup:
         for row in rows
         for tier in row.tiers
     ]
-    return _table("Blocks by tier", heads, cells)
+    return _table("Blocks by tier", heads, cells, words=2)
 
 
 def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
@@ -273,13 +269,13 @@ def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     )
     x, y = _distances(info), percents("share of blocks asked for", max(map(_uses(info), info.reuses)), most=5)
     bars = [
-        Bar(_log(reuse.low), _log(reuse.high), _uses(info)(reuse), f"{_range(reuse)}: {reuse.uses:,}")
+        Bar(doublings(reuse.low), doublings(reuse.high), _uses(info)(reuse), f"{_range(reuse)}: {reuse.uses:,}")
         for reuse in info.reuses
     ]
     marks = [
-        Tick(_log(capacity), (series.marked(capacity, info),))
+        Tick(doublings(capacity), (series.marked(capacity, info),))
         for capacity in series.by_capacity(rows)
-        if _log(capacity) <= x.high
+        if doublings(capacity) <= x.high
     ]
     yield _both(lambda width: bar_chart("Reuse distances", x, y, bars, width=width, height=340, marks=marks))
     cells = [
@@ -287,7 +283,7 @@ def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
         for reuse in info.reuses
     ]
     heads = ["blocks between", "uses", "of all", "LRU with this room hits"]
-    yield tag("details", tag("summary", "Numbers"), _table("Uses by reuse distance", heads, cells))
+    yield tag("details", tag("summary", "Numbers"), _table("Uses by reuse distance", heads, cells, words=0))
 
 
 def _uses(info: TraceInfo) -> Callable[[Reuse], float]:
@@ -298,15 +294,9 @@ def _range(reuse: Reuse) -> str:
     return f"{reuse.low:,}" if reuse.high == reuse.low + 1 else f"{reuse.low:,} to {reuse.high - 1:,}"
 
 
-def _log(distance: float) -> float:
-    """0 to 1 for distances below 1; then each doubling is as wide."""
-    return math.log2(distance) + 1 if distance >= 1 else distance
-
-
 def _distances(info: TraceInfo) -> Axis:
-    high = max(_log(reuse.high) for reuse in info.reuses)
-    powers = range(math.floor((high - 1) * math.log10(2)) + 1)
-    ticks = (Tick(0.0, ("0",)), *(Tick(_log(10.0**power), (f"{10**power:,}",)) for power in powers))
+    high = max(doublings(reuse.high) for reuse in info.reuses)
+    ticks = (Tick(0.0, ("0",)), *(Tick(place, (text,)) for place, text in series.decades(info)))
     return Axis("other blocks used in between (log scale)", 0.0, high, ticks)
 
 
@@ -331,7 +321,7 @@ def _groups(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
         left = f"; {len(shares) - len(cells):,} more lines are in the rows" if len(shares) > len(cells) else ""
         heads = [title, "policy", "blocks", "requests", "blocks asked for", "blocks hit", "tokens hit"]
         yield tag("h2", f"By {title}")
-        yield tag("details", tag("summary", f"Numbers{left}"), _table(f"Hits by {title}", heads, cells))
+        yield tag("details", tag("summary", f"Numbers{left}"), _table(f"Hits by {title}", heads, cells, words=2))
 
 
 _MOST_GROUPS = 500
@@ -363,20 +353,15 @@ def _tabs(group: str, panels: Sequence[tuple[str, Markup]]) -> Markup:
     return tag("div", *parts, class_="tabs")
 
 
-def _table(caption: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Markup:
-    """Cells that begin with a letter or a bracket are words, the others are numbers."""
-    head = tag("tr", *(tag("th", text, scope="col", **_aligned(at == 0)) for at, text in enumerate(heads)))
-    body = (tag("tr", *(tag("td", text, **_aligned(_is_word(text))) for text in line)) for line in lines)
-    table = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body))
-    return tag("div", table, class_="scroll")
+def _table(caption: str, heads: Sequence[str], lines: Iterable[Sequence[str]], *, words: int = 1) -> Markup:
+    """A table whose first columns are words; the others are numbers."""
 
+    def line(cell: str, texts: Sequence[str]) -> Markup:
+        left = (tag(cell, text, class_="left") for text in texts[:words])
+        return tag("tr", *left, *(tag(cell, text) for text in texts[words:]))
 
-def _aligned(left: bool) -> dict[str, str]:
-    return {"class_": "left"} if left else {}
-
-
-def _is_word(text: str) -> bool:
-    return not text[:1].isdigit()
+    body = tag("tbody", *(line("td", texts) for texts in lines))
+    return tag("div", tag("table", tag("caption", caption), tag("thead", line("th", heads)), body), class_="scroll")
 
 
 def _capacity(capacity: int, info: TraceInfo) -> str:
@@ -425,10 +410,12 @@ figure svg { width: 100%; }
 .split i { display: block; height: 100%; }
 .scroll { overflow-x: auto; margin: 4px 0; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-size: 13px; color: #555; padding: 2px 0; }
+caption { text-align: left; white-space: nowrap; font-size: 13px; color: #555; padding: 2px 0; }
 th, td { padding: 3px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3; }
 th { font-weight: 600; border-bottom-color: #888; }
-.left { text-align: left; padding-left: 0; }
+.left { text-align: left; }
+.left:first-child { padding-left: 0; position: sticky; left: 0; background: #fff;
+  background-clip: padding-box; }
 summary { cursor: pointer; font-size: 14px; margin: 6px 0; }
 footer { margin-top: 40px; font-size: 13px; color: #555; }
 @media (max-width: 640px) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,8 @@ MOST_SPANS = 60
 
 TIER_COLOURS = {"device": "#0072B2", "host": "#E69F00", "storage": "#009E73"}
 COMPUTED_COLOUR = "#dddddd"
+LIMIT_LINE = "cache without limit"
+LRU_LINE = "lru by reuse distances"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,13 @@ class Measure:
 
     Args:
         name: what it is the share of.
+        label: of an axis.
         of: of a row.
         ideal: of a cache without limit; None: nobody counted it.
     """
 
     name: str
+    label: str
     of: Callable[[Row], float]
     ideal: float | None
 
@@ -61,12 +66,16 @@ class Measure:
 def measures(info: TraceInfo, rows: Sequence[Row]) -> list[Measure]:
     """Those that all rows have."""
     found = [
-        Measure("Blocks", lambda row: row.block_hit_rate, info.block_hit_rate),
-        Measure("Tokens", lambda row: row.token_hit_rate, info.token_hit_rate),
+        Measure("Blocks", "share of blocks hit", lambda row: row.block_hit_rate, info.block_hit_rate),
+        Measure("Tokens", "share of tokens hit", lambda row: row.token_hit_rate, info.token_hit_rate),
     ]
     if all(row.prefill_flops for row in rows):
-        found.append(Measure("Prefill FLOPs", lambda row: (row.saved_flops or 0.0) / (row.prefill_flops or 1.0), None))
+        found.append(Measure("Prefill FLOPs", "share of prefill FLOPs saved", _saved, None))
     return found
+
+
+def _saved(row: Row) -> float:
+    return (row.saved_flops or 0.0) / (row.prefill_flops or 1.0)
 
 
 def looks(rows: Sequence[Row]) -> dict[str, Look]:
@@ -74,6 +83,11 @@ def looks(rows: Sequence[Row]) -> dict[str, Look]:
     names = [name for name in dict.fromkeys(row.policy for row in rows) if name != optimum.NAME]
     found = {name: _look(at) for at, name in enumerate(names)}
     return {name: found.get(name, _OPTIMUM) for name in dict.fromkeys(row.policy for row in rows)}
+
+
+def behind(looks: Mapping[str, Look]) -> list[tuple[str, Look]]:
+    """The optimum first, so that it is drawn behind the others where they meet."""
+    return sorted(looks.items(), key=lambda item: item[0] != optimum.NAME)
 
 
 def _look(at: int) -> Look:
@@ -110,7 +124,19 @@ def domain(rows: Sequence[Row]) -> Point:
 
 def marked(blocks: int, info: TraceInfo) -> str:
     """A capacity as a share of the distinct blocks."""
-    return f"{100 * blocks / max(1, info.distinct_blocks):.3g} %"
+    percent = 100 * blocks / max(1, info.distinct_blocks)
+    return f"{round(percent, 1):,g} %" if percent >= 0.095 else f"{percent:.2g} %"
+
+
+def doublings(distance: float) -> float:
+    """Where a reuse distance is: 0 to 1 below a distance of 1; from there on each doubling is as wide."""
+    return math.log2(distance) + 1 if distance >= 1 else distance
+
+
+def decades(info: TraceInfo) -> list[tuple[float, str]]:
+    """Powers of ten among the reuse distances: where they are, and how they are written."""
+    highest = max((reuse.high for reuse in info.reuses), default=1)
+    return [(doublings(10.0**power), f"{10**power:,}") for power in range(len(str(highest)))]
 
 
 def merged(timeline: Timeline, most: int = MOST_SPANS) -> Timeline:

@@ -66,8 +66,9 @@ class Setup:
         storage_blocks: the same below the host, or below the device.
         ttl_s: blocks that were not used for longer are gone; None: they stay.
         replicas: independent caches of the same capacities.
-        routing: who gets a request. "round-robin": each in turn. "prefix": who has the longest prefix of it; of equals,
-            who had the fewest prompt tokens of late (halved every 60 s). "hash": by its first block.
+        routing: who gets a request. "round-robin": each in turn. "hash": by its first block. "prefix": who has the
+            longest prefix of it, if anyone has half of it; of equals, who had the fewest prompt tokens of late (halved
+            every 60 s). Passed over is who had more than 1.5 times the mean, and 32 average requests above it.
 
     Raises:
         BadArgument: a value outside its range.

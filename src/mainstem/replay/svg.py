@@ -80,6 +80,7 @@ def linear(label: str, high: float, show: Callable[[float], str], *, most: int =
 
 def percents(label: str, high: float, *, most: int = 6) -> Axis:
     """The same for shares, with as many digits as they need."""
+    high = high if high > 0 else 1.0
     digits = 0 if high > 0.05 else 1 if high > 0.005 else 2
     return linear(label, high, lambda share: f"{100 * share:.{digits}f} %", most=most)
 

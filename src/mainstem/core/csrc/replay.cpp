@@ -221,15 +221,29 @@ std::uint32_t Replay::route(double now_s, Blocks blocks) {
   if (n == 1) return 0;
   if (routing_ == Routing::round_robin || blocks.empty()) return static_cast<std::uint32_t>(served_ % n);
   if (routing_ == Routing::hash) return static_cast<std::uint32_t>(fold(blocks[0], 0x9E3779B97F4A7C15ull) % n);
-  std::uint32_t best = 0;
-  std::uint32_t longest = 0;
-  for (std::uint32_t i = 0; i < n; ++i) {
+  return route_by_prefix(now_s, blocks);
+}
+
+// A prefix counts from half of the request on, and a busy replica is passed over: what all prompts begin with would
+// bring them all to one replica otherwise.
+std::uint32_t Replay::route_by_prefix(double now_s, Blocks blocks) {
+  const double n = number(replicas_.size());
+  double mean = 0;
+  for (const Load& load : loads_)
+    mean += load.at(now_s) / n;
+  const double request = number(tokens_) / number(std::max<std::uint64_t>(served_, 1));
+  const double most = std::max(kBusy * mean, mean + kBusyRequests * request);
+  std::uint32_t best = 0, longest = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (std::uint32_t i = 0; i < replicas_.size(); ++i) {
     replicas_[i].expire(now_s);
-    const std::uint32_t found = replicas_[i].peek(blocks);
-    const bool idler = loads_[i].at(now_s) < loads_[best].at(now_s);
-    if (i > 0 && (found < longest || (found == longest && !idler))) continue;
+    const std::uint32_t peeked = replicas_[i].peek(blocks);
+    const std::uint32_t found = peeked * kWorth < blocks.size() ? 0 : peeked;
+    const double load = loads_[i].at(now_s);
+    if (load > most || found < longest || (found == longest && load >= least)) continue;
     best = i;
     longest = found;
+    least = load;
   }
   return best;
 }
@@ -238,6 +252,7 @@ std::uint32_t Replay::serve(double now_s, std::uint64_t tokens, Blocks blocks, s
   const std::uint32_t replica = route(now_s, blocks);
   loads_[replica] = {loads_[replica].at(now_s) + static_cast<double>(tokens), now_s};
   ++served_;
+  tokens_ += tokens;
   replicas_[replica].serve(now_s, blocks, hits);
   return replica;
 }

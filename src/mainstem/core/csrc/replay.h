@@ -100,7 +100,10 @@ enum class Routing { round_robin, prefix, hash };
 // Independent caches, and who gets which request.
 class Replay {
  public:
-  static constexpr double kHalfLife_s = 60;  // of a replica's load
+  static constexpr double kHalfLife_s = 60;   // of a replica's load
+  static constexpr std::uint32_t kWorth = 2;  // a prefix counts from this part of a request on: a half
+  // By prefix, a replica is passed over whose load is above both: so many times the mean, and so many requests more.
+  static constexpr double kBusy = 1.5, kBusyRequests = 32;
 
   Replay(std::vector<Replica> replicas, Routing routing)
       : replicas_(std::move(replicas)), loads_(replicas_.size()), routing_(routing) {}
@@ -116,11 +119,12 @@ class Replay {
     double at(double now_s) const;
   };
   std::uint32_t route(double now_s, Blocks blocks);
+  std::uint32_t route_by_prefix(double now_s, Blocks blocks);
 
   std::vector<Replica> replicas_;
   std::vector<Load> loads_;
   Routing routing_;
-  std::uint64_t served_ = 0;
+  std::uint64_t served_ = 0, tokens_ = 0;
 };
 
 }  // namespace mainstem
