@@ -141,10 +141,13 @@ def _draw_reuse(axes: Axes, info: TraceInfo) -> None:
 
 
 def _shares(axes: Axes, title: str, label: str) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    highest = float(axes.dataLim.y1)
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(axis="y", color="#e3e3e3")
     axes.set_axisbelow(True)
 

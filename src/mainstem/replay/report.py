@@ -79,6 +79,8 @@ def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
         facts["Replicas"] = f"{first.replicas}, routing by {first.routing}"
     if first.ttl_s is not None:
         facts["Time to live"] = show_duration(first.ttl_s)
+    if info.notes:
+        facts["Notes"] = " ".join(info.notes)
     entries = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts.items())
     return tag("dl", *entries)
 
@@ -86,8 +88,9 @@ def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
 def _hit_rates(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     yield tag("h2", "Hit rate by capacity")
     best = " opt is the offline optimum: no policy can hit more blocks." if optimum.NAME in series.looks(rows) else ""
+    tiers = " Hits are those of all tiers together." if any(len(row.tiers) > 1 for row in rows) else ""
     grey = " Grey is LRU at each doubling of the capacity." if series.lru_curve(info, rows) else ""
-    yield tag("p", f"What each policy finds in the cache of what was asked for.{best}{grey}")
+    yield tag("p", f"What each policy finds in the cache of what was asked for.{best}{tiers}{grey}")
     panels = []
     for measure in series.measures(info, rows):
         lines = _rate_lines(info, rows, measure)
@@ -116,7 +119,8 @@ def _rate_chart(info: TraceInfo, rows: Sequence[Row], measure: Measure, lines: S
     ticks = tuple(
         Tick(capacity, (f"{capacity:,}", series.marked(capacity, info))) for capacity in series.by_capacity(rows)
     )
-    label = "capacity in blocks, and of all distinct blocks (log scale)"
+    device = "capacity" if all(len(row.tiers) == 1 for row in rows) else "device"
+    label = f"{device} in blocks, and of all distinct blocks (log scale)"
     low, high = series.domain(rows)
     highest = max(y for line in lines for _, y in line.points if y is not None)
     x, y = Axis(label, low, high, ticks, math.log), percents(measure.label, highest)
@@ -135,21 +139,25 @@ def _rate_table(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Marku
 
 def _rows_table(info: TraceInfo, rows: Sequence[Row]) -> Markup:
     best = {row.capacity_blocks: row.block_hits for row in rows if row.policy == optimum.NAME}
-    heads = ["policy", "blocks", "of distinct", "blocks hit", "of optimum", "tokens hit", "evicted", "expired"]
-    cells = [
-        [
-            row.policy,
-            f"{row.capacity_blocks:,}",
-            series.marked(row.capacity_blocks, info),
-            _percent(row.block_hit_rate),
-            _percent(row.block_hits / max(1, best[row.capacity_blocks])) if row.capacity_blocks in best else "",
-            _percent(row.token_hit_rate),
-            f"{row.evicted_blocks:,}",
-            f"{row.tiers[0].expired_blocks:,}",
-        ]
-        for row in rows
-    ]
+    lines = [dict(_row_cells(info, row, best.get(row.capacity_blocks))) for row in rows]
+    heads = list(dict.fromkeys(head for line in lines for head in line))
+    cells = [[line.get(head, "") for head in heads] for line in lines]
     return _table("One line a policy and capacity", heads, cells)
+
+
+def _row_cells(info: TraceInfo, row: Row, best: int | None) -> Iterator[tuple[str, str]]:
+    yield "policy", row.policy
+    yield "blocks", f"{row.capacity_blocks:,}"
+    yield "of distinct", series.marked(row.capacity_blocks, info)
+    yield "blocks hit", _percent(row.block_hit_rate)
+    if best is not None:
+        yield "of optimum", _percent(row.block_hits / max(1, best))
+    yield "tokens hit", _percent(row.token_hit_rate)
+    if row.saved_flops is not None and row.prefill_flops:
+        yield "FLOPs saved", _percent(row.saved_flops / row.prefill_flops)
+    yield "evicted", f"{row.evicted_blocks:,}"
+    if row.ttl_s is not None:
+        yield "expired", f"{row.tiers[0].expired_blocks:,}"
 
 
 def _over_time(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
