@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from policy_models import MODELS
 
 from mainstem.cache import PrefixCache
+from mainstem.components import Window
 from mainstem.core.reference import POLICIES, ReferenceTree
 from mainstem.errors import BadArgument
+from mainstem.policies import BUILT_IN
 from mainstem.tree import Tree
 
 
@@ -173,3 +176,154 @@ def test_a_policy_is_asked_again_when_a_split_or_a_cut_changed_the_leaf() -> Non
     assert tree.evict(1)[0].tolist() in ([22], [29])  # depth 2 goes before depth 0
     tree.match(range(8))  # leaves [8, 10), at depth 8
     assert tree.evict(1)[0].tolist() == [9]
+
+
+def accesses(seed: str, count: int) -> list[int]:
+    """Blocks of which some are popular, some come in a row as in a scan, and some are new."""
+    rng = random.Random(seed)
+    found: list[int] = []
+    new = 1000
+    while len(found) < count:
+        kind = rng.random()
+        if kind < 0.7:
+            found.append(int(rng.paretovariate(0.8)) % 100)
+        elif kind < 0.8:
+            first = rng.randrange(100)
+            found.extend(range(first, first + rng.randrange(30)))
+        else:
+            found.append(new := new + 1)
+    return found
+
+
+def use(tree: Tree, block: int, page: int, capacity: int, room_first: bool) -> list[int]:
+    """Looks a block up and lets it in; the pages that it drove out. It is in use until there is room."""
+    if tree.match([block]).length:
+        return []
+    full = tree.stats().cached_pages == capacity
+    gone = tree.evict(1)[0].tolist() if full and room_first else []
+    node = tree.insert([block], [page]).node
+    if full and not room_first:
+        tree.lock(node)
+        gone = tree.evict(1)[0].tolist()
+        tree.unlock(node)
+    return gone
+
+
+@pytest.mark.parametrize("capacity", [5, 20, 61])
+@pytest.mark.parametrize("policy", sorted(MODELS))
+def test_on_lone_blocks_each_policy_is_that_of_its_paper(policy: str, capacity: int) -> None:
+    tree, model = Tree(page_size=1, policy=policy), MODELS[policy](capacity)
+    block_of: dict[int, int] = {}
+    for page, block in enumerate(accesses(f"{policy} {capacity}", 3000)):
+        gone = [block_of[each] for each in use(tree, block, page, capacity, room_first=policy == "gdsf")]
+        victim = model.access(block)
+        assert gone == [victim] * (victim is not None), f"access {page}"
+        block_of[page] = block
+    tree.check()
+
+
+def test_length_aware_takes_what_stands_late_in_prompts_first() -> None:
+    tree = Tree(page_size=1, policy="length-aware")
+    for first, length in ((10, 3), (20, 5), (30, 4)):
+        tree.insert(range(first, first + length), np.arange(first, first + length, dtype=np.int32))
+        other = [*range(first, first + length - 1), 99]
+        tree.insert(other, np.arange(first + 200, first + 200 + length, dtype=np.int32))
+    tree.match(range(20, 25))
+    assert tree.evict(1)[0].tolist() == [224]  # depth 4
+    assert sorted(tree.evict(2)[0].tolist()) == [33, 233]  # depth 3
+    assert sorted(tree.evict(2)[0].tolist()) == [12, 212]  # depth 2: what is deeper was hit
+    tree.check()
+
+
+@pytest.mark.parametrize("policy", sorted(MODELS))
+def test_a_policy_that_remembers_is_sound_on_any_tree(policy: str) -> None:
+    rng = random.Random(policy)
+    tree = Tree(page_size=2, tiers=2, policy=policy)
+    page, locked = 0, []
+    for _ in range(400):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(24))]
+        tree.match(tokens, rng.choice(("a", "b")))
+        pages = np.arange(page, page + len(tokens) // 2, dtype=np.int32)
+        page += len(pages)
+        node = tree.insert(tokens, pages, rng.choice(("a", "b"))).node
+        if rng.random() < 0.3:
+            tree.lock(node)
+            locked.append((node, tree.pages(node).tolist()))
+        if len(locked) > 4:
+            tree.unlock(locked.pop(rng.randrange(len(locked)))[0])
+        stats, count = tree.stats(), rng.randrange(12)
+        first = tree.pages(victim)[-1:].tolist() if (victim := tree.next_victim()) else []
+        tree.check()
+        gone = tree.evict(count)[0].tolist()
+        assert count == 0 or set(first) <= set(gone)
+        assert len(gone) == min(count, stats.evictable_pages)
+        assert not set(gone).intersection(*[pages for _, pages in locked] or [[]])
+        for held, pages in locked:
+            assert tree.pages(held).tolist() == pages
+        tree.check()
+    for node, _ in locked:
+        tree.unlock(node)
+    assert len(tree.flush()[0]) == stats.cached_pages - len(gone)
+    assert tree.stats().nodes == 0
+    tree.check()
+
+
+@pytest.mark.parametrize("policy", sorted(MODELS))
+def test_a_policy_that_remembers_is_sound_with_a_window_alone(policy: str) -> None:
+    rng = random.Random(policy)
+    tree = Tree(page_size=2, components=(Window(6),), policy=policy)
+    page = 0
+    for _ in range(200):
+        tokens = [rng.randrange(2) for _ in range(2 * rng.randrange(1, 12))]
+        tree.match(tokens)
+        tree.insert(tokens, np.arange(page, page := page + len(tokens) // 2, dtype=np.int32))
+        tree.next_victim("window")
+        tree.check()
+        tree.evict(rng.randrange(6), "window")
+        tree.check()
+    tree.flush()
+    assert tree.stats().nodes == 0
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+def test_the_same_calls_give_the_same_evictions(policy: str) -> None:
+    def evictions() -> list[list[int]]:
+        rng = random.Random(1)
+        tree = Tree(page_size=1, policy=policy)
+        gone = []
+        for page in range(0, 2000, 10):
+            tokens = [rng.randrange(3) for _ in range(rng.randrange(10))]
+            tree.match(tokens)
+            tree.insert(tokens, np.arange(page, page + len(tokens), dtype=np.int32))
+            gone.append(tree.evict(rng.randrange(8))[0].tolist())
+        return gone
+
+    assert evictions() == evictions()
+
+
+@pytest.mark.parametrize("policy", sorted(MODELS))
+def test_what_a_policy_remembers_is_bounded(policy: str) -> None:
+    tree = Tree(page_size=1, policy=policy)
+    sizes = []
+    for page in range(20_000):
+        tree.insert([page], [page])
+        tree.evict(max(0, tree.stats().cached_pages - 100))
+        if page in (2_000, 19_999):
+            sizes.append(tree.held_bytes())
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("policy", ["arc", "2q", "s3-fifo"])
+def test_what_comes_back_is_told_from_what_comes_for_the_first_time(policy: str) -> None:
+    tree = Tree(page_size=1, policy=policy)
+    for prompt in range(12):
+        tree.insert([prompt * 100 + at for at in range(10)], np.arange(prompt * 10, prompt * 10 + 10, dtype=np.int32))
+    for prompt in range(6):
+        tree.match(range(prompt * 100, prompt * 100 + 10))
+    tree.evict(20)
+    nodes = tree.stats().nodes
+    back = next(prompt * 100 for prompt in range(12) if not tree.peek([prompt * 100]))
+    tree.insert([*range(back, back + 10), 5000, 5001], np.arange(500, 512, dtype=np.int32))
+    assert tree.stats().nodes == nodes + 2
+    assert tree.evict(2)[0].tolist() != [511, 510]
+    tree.check()

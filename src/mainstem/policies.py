@@ -1,8 +1,9 @@
-"""Eviction policies. A policy is one rule: rank a leaf; the lowest rank is evicted first.
+"""Eviction policies: which leaf goes first.
 
-The built-in rules also stand in core/csrc/order.h, where the tree applies them without asking Python; a test compares
-the two. A policy of your own is any object with `name` and `rank`; the tree asks it about a leaf whenever the leaf has
-changed. Knows nothing of trees.
+The simple ones are one rule: rank a leaf; the lowest rank is evicted first. They also stand in core/csrc/policy.h,
+where the tree applies them without asking Python; a test compares the two. Those that remember more (queues, second
+chances, what was evicted) are in core/csrc/policies, one file each. A policy of your own is any object with `name` and
+`rank`; the tree asks it about a leaf whenever the leaf has changed. Knows nothing of trees.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A rule that the core knows by its name."""
+    """A policy that the core knows by its name.
+
+    `source` says where it was published; "" for those that have no author. `rank` is its rule in Python; None: it
+    remembers more than one leaf says, and the core alone has it (core/csrc/policies).
+    """
 
     name: str
-    rule: Callable[[NodeStats], Rank]
-
-    def rank(self, node: NodeStats) -> Rank:
-        """See `Policy.rank`."""
-        return self.rule(node)
+    rank: Callable[[NodeStats], Rank] | None = None
+    source: str = ""
 
 
 BUILT_IN = {
@@ -65,12 +67,21 @@ BUILT_IN = {
         BuiltIn("filo", lambda n: (-n.created, 0)),
         BuiltIn("slru", lambda n: (n.hits >= SLRU_PROTECTED_HITS, n.last_access)),
         BuiltIn("priority", lambda n: (n.priority, n.last_access)),
+        BuiltIn("length-aware", lambda n: (n.hits, -n.depth_pages), "Qin et al., Mooncake, arXiv:2407.00079"),
+        BuiltIn("lru-2", source="O'Neil, O'Neil and Weikum, SIGMOD 1993"),
+        BuiltIn("2q", source="Johnson and Shasha, VLDB 1994"),
+        BuiltIn("arc", source="Megiddo and Modha, FAST 2003"),
+        BuiltIn("s3-fifo", source="Yang et al., SOSP 2023"),
+        BuiltIn("sieve", source="Zhang et al., NSDI 2024"),
+        BuiltIn("w-tinylfu", source="Einziger, Friedman and Manes, ACM ToS 2017"),
+        BuiltIn("gdsf", source="Cherkasova, HP Labs 1998"),
+        BuiltIn("flop-aware", source="Pan et al., Marconi, MLSys 2025, arXiv:2411.19379"),
     )
 }
 """The built-in policies by name."""
 
 
-def find_policy(policy: str | Policy) -> Policy:
+def find_policy(policy: str | Policy) -> Policy | BuiltIn:
     """The policy of that name, or the object itself.
 
     Raises:

@@ -151,7 +151,8 @@ class Tree:
         self.tiers = check_integer("tiers", tiers, 1, 4)
         self.policy = find_policy(policy)
         self._token_limit = self.keys.token_limit
-        self.ranks_outside = not isinstance(self.policy, BuiltIn)
+        self._ranks = None if isinstance(self.policy, BuiltIn) else self.policy
+        self.ranks_outside = self._ranks is not None
         # The seed moves places in a hash table and nothing else: it changes no result.
         self.core = _core.Tree(
             self.keys.symbol_bytes,
@@ -295,11 +296,11 @@ class Tree:
 
     def _rank_waiting(self, row: int, tier: int) -> bool:
         """Asks the policy about every candidate that has changed; whether anything can be evicted."""
-        while (waiting := self.core.waiting(row, tier)) is not None:
+        while self._ranks is not None and (waiting := self.core.waiting(row, tier)) is not None:
             stats = NodeStats(*waiting)
-            major, minor = self.policy.rank(stats)
+            major, minor = self._ranks.rank(stats)
             if not (math.isfinite(major) and math.isfinite(minor)):
-                raise BadArgument(f"rank of policy {self.policy.name}", (major, minor), "two finite numbers")
+                raise BadArgument(f"rank of policy {self._ranks.name}", (major, minor), "two finite numbers")
             self.core.rank(stats.node, row, tier, float(major), float(minor))
         present, locked, _ = self.core.counts(row, tier)
         return present > locked

@@ -1308,6 +1308,28 @@ void copied_rows() {
 
 }  // namespace
 
+// What a policy remembers is counted in the bytes of its tree, and stays as large when it is used again and again.
+void memories() {
+  for (const Policy& policy : kPolicies) {
+    if (!policy.make) continue;
+    Tree tree(4, 1, kFull, 1, policy.name, 1);
+    Tree plain(4, 1, kFull, 1, "lru", 1);
+    std::size_t bytes = 0;
+    for (std::uint32_t round = 0; round < 40; ++round) {
+      for (std::uint32_t page = 0; page < 20; ++page)
+        for (Tree* const each : {&tree, &plain}) {
+          each->match("", bytes_of(key_of({page})), false);
+          insert(*each, key_of({page}), static_cast<std::int32_t>(20 * round + page));
+          if (each->counts(0, 0).present > 15) each->evict(1, 0, 0);
+        }
+      if (round == 20) bytes = tree.bytes();
+    }
+    tree.check();
+    expect_equal(tree.bytes(), bytes, "bytes of a tree whose policy remembers");
+    expect(bytes > plain.bytes(), "what a policy remembers is counted");
+  }
+}
+
 void run_cases() {
   bad_settings();
   bad_keys();
@@ -1332,6 +1354,7 @@ void run_cases() {
   gap();
   locate_splits();
   next_victims();
+  memories();
   commit_joins();
   load_arrives();
   load_fails();

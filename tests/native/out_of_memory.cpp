@@ -60,8 +60,12 @@ std::string parted(std::uint32_t length, std::uint32_t at, std::uint32_t first =
 
 // ---------------------------------------------------------------- the tree
 
+const char* policy = "lru";
+
 struct Forest {
-  explicit Forest(const std::vector<Component>& rows) : rows(rows), tree(4, 1, rows, 2, "lru", 42) {
+  explicit Forest(const std::vector<Component>& rows) : rows(rows), tree(4, 1, rows, 2, policy, 42) {
+    insert("b", run_of(30));
+    tree.evict(10, 0, 0);  // there is something to remember
     node = insert("a", run_of(300));
     for (std::uint32_t i = 0; i < 6; ++i)
       insert("b", run_of(20 + 10 * i, 1000 * i));
@@ -899,10 +903,13 @@ void run() {
       {"full and state", {{Kind::full}, {Kind::state}}},
   };
   for (const auto& [kind, rows] : kinds) {
-    for (const Operation& operation : kOperations) {
-      const Contents before = prepared(operation, rows);
-      count(kind + ": " + operation.name, [&](long k) { return fail_in_tree(operation, rows, before, k); });
-    }
+    for (const char* const each : {"arc", "w-tinylfu", "lru"})
+      for (const Operation& operation : kOperations) {
+        policy = each;
+        const Contents before = prepared(operation, rows);
+        const std::string name = kind + ", " + policy + ": " + operation.name;
+        count(name, [&](long k) { return fail_in_tree(operation, rows, before, k); });
+      }
     for (const Operation& refusal : kRefusals) {
       const Contents before = prepared(refusal, rows);
       count(kind + ": refused: " + refusal.name, [&](long k) { return fail_in_refusal(refusal, rows, before, k); });

@@ -559,7 +559,8 @@ class World {
     if (next) {
       const Ids own = tree_.own_ids(next, c, tier);
       const std::int32_t first = rows_[c].from_tail() ? own.back() : own.front();
-      if (rows_[c].begins_late()) victim = first;  // what lies behind all windows goes before the policy's first
+      // What lies behind all windows goes before the policy's first; a policy that remembers goes by more than a rank.
+      if (rows_[c].begins_late() || (remembers() && c == 0)) victim = first;
       expect_equal(first, victim, "the next victim");
     }
     const std::vector<Ids> freed = tree_.evict(want, c, tier);
@@ -599,15 +600,20 @@ class World {
     const auto found = std::min_element(candidates.begin(), candidates.end(), first);
     return found == candidates.end() ? -1 : found->id;
   }
+  bool remembers() const {
+    return std::any_of(std::begin(kPolicies), std::end(kPolicies),
+                       [&](const Policy& policy) { return policy.name == shape_.policy && policy.make; });
+  }
   // The policies once more, as a sentence each.
   Rank rank(const NodeStats& n) const {
     const auto accessed = static_cast<double>(n.accessed);
-    if (shape_.policy == "lru") return {accessed, 0};
+    if (shape_.policy == "lru" || remembers()) return {accessed, 0};
     if (shape_.policy == "mru") return {-accessed, 0};
     if (shape_.policy == "fifo") return {static_cast<double>(n.created), 0};
     if (shape_.policy == "filo") return {-static_cast<double>(n.created), 0};
     if (shape_.policy == "lfu") return {static_cast<double>(n.hits), accessed};
     if (shape_.policy == "slru") return {n.hits >= 2 ? 1.0 : 0.0, accessed};
+    if (shape_.policy == "length-aware") return {static_cast<double>(n.hits), -static_cast<double>(n.start)};
     return {static_cast<double>(n.priority), accessed};
   }
 

@@ -18,6 +18,7 @@ void Tree::check() const {
     (nodes_[node].root() ? roots : below_roots) += 1;
     check_node(node);
     check_cells(node);
+    if (remembers_) check_name(node);
   }
   if (below_roots + roots != table_.size()) broken(kNone, "the child table holds each node once");
   if (roots != roots_) broken(kNone, "roots are counted");
@@ -82,13 +83,21 @@ void Tree::check_cells(Index node) const {
     if (holders != c.holders) broken(node, "the children that hold a cell are counted");
     if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root())
       broken(node, "a child is held only with its parent");
-    const Order& order = orders_[s];
+    const Queues order = queues(s);
     if (order.contains(node) != candidate(node, s))
       broken(node, "what can be evicted, and nothing else, is in the order");
     if (!order.contains(node)) continue;
-    const Rank rank = policy_->rank || row(s).weighs || behind(node, s) ? rank_of(node, s) : order.rank(node);
-    if (!order.holds(node, rank, n.start)) broken(node, "the order has the node's rank");
+    const bool known = policy_->rank || row(s).weighs || behind(node, s);
+    if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))
+      broken(node, "the order has the node's rank");
   }
+}
+
+void Tree::check_name(Index node) const {
+  const Node& n = nodes_[node];
+  const std::uint64_t name = n.root() ? Identity::mix(n.key.data(), n.key.size())
+                                      : Identity::of(names_[n.parent], n.key.data(), n.pages, page_bytes_);
+  if (names_[node] != name) broken(node, "a node has the name of its last page");
 }
 
 // Locks again from nothing: what pins and transfers hold must be what the cells count.
@@ -126,17 +135,21 @@ void Tree::check_counts() const {
   for (std::size_t s = 0; s < slots_; ++s) {
     CellCounts sum;
     std::size_t candidates = 0;
+    std::array<std::uint64_t, kQueues> pages{};
     for (Index node = 1; node < nodes_.size(); ++node) {
       const Cell& c = cell(node, s);
       if (c.in_flight()) sum.in_flight += c.ids.size();
       if (c.present()) sum.present += c.ids.size();
       if (c.present() && c.locks) sum.locked += c.ids.size();
-      candidates += orders_[s].contains(node);
+      candidates += queues(s).contains(node);
+      if (c.present() && replacement(s)) pages[replacement(s)->queue(node)] += c.ids.size();
     }
+    for (std::uint32_t queue = 0; replacement(s) && queue < kQueues; ++queue)
+      if (pages[queue] != replacement(s)->size(queue)) broken(kNone, "the pages of each queue are counted");
     const CellCounts& kept = counts_[s];
     if (sum.present != kept.present || sum.locked != kept.locked || sum.in_flight != kept.in_flight)
       broken(kNone, "pages are counted");
-    if (!orders_[s].sound() || orders_[s].size() != candidates) broken(kNone, "the order is a heap");
+    if (!queues(s).sound() || queues(s).size() != candidates) broken(kNone, "the order is a heap");
   }
 }
 

@@ -1,4 +1,6 @@
 // Eviction: candidates leave in the order of the policy, exactly as many ids as are asked for.
+#include <algorithm>
+
 #include "tree.h"
 
 namespace mainstem {
@@ -40,7 +42,10 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
     (*freed)[c].insert((*freed)[c].end(), end - pages, end);
     at.ids.drop_back(pages);
     counts_[s].present -= pages;
+    if (remembers_) note_gone(node, pages, s);
   }
+  const std::size_t kept = std::size_t{n.pages - pages} * page_bytes_;
+  if (remembers_) names_[node] = Identity::above(names_[node], n.key.data() + kept, pages, page_bytes_);
   n.key.drop_back(std::size_t{pages} * page_bytes_);
   n.pages -= pages;
   n.generation = n.generation == 0x7fffffff ? 1 : n.generation + 1;
@@ -77,24 +82,52 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   reap(node);
 }
 
+// The first candidate; none: kNone.
+inline Index Tree::victim(std::size_t slot) {
+  if (remembers_) return spare_and_choose(slot);
+  return orders_[slot].empty() ? kNone : orders_[slot].top();
+}
+
+// The same behind all that get a second chance.
+Index Tree::spare_and_choose(std::size_t slot) {
+  const Queues candidates = queues(slot);
+  if (candidates.empty()) return kNone;
+  Replacement* const at = replacement(slot);
+  if (!at || (!candidates.empty(0) && behind(candidates.top(), slot))) return candidates.top();
+  for (;;) {
+    const Index node = candidates.top(at->choose(candidates));
+    if (!at->spares(node)) return node;
+    refresh(node, slot);
+  }
+}
+
+Handle Tree::next_victim(std::uint32_t component, std::uint32_t tier) {
+  require_tier(tier);
+  require_component(component);
+  const Index node = victim(slot(component, tier));
+  return node == kNone || queues(slot(component, tier)).rank(node).major == kUnranked ? 0 : handle(node);
+}
+
 std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier) {
   require_tier(tier);
   require_component(component);
   std::vector<Ids> freed(rows_.size());
   Ids& asked = freed[component];
-  Order& order = orders_[slot(component, tier)];
-  while (asked.size() < want && !order.empty()) {
-    const Index node = order.top();
-    if (order.rank(node).major == kUnranked) break;
-    if (rows_[component].weighs) worn_[slot(component, tier)] = order.rank(node).major;
+  const std::size_t s = slot(component, tier);
+  const std::uint64_t at_once = replacement(s) ? replacement(s)->at_once() : want;
+  while (asked.size() < want) {
+    const Index node = victim(s);
+    if (node == kNone || (!ranks_itself() && orders_[s].rank(node).major == kUnranked)) break;
+    if (rows_[component].weighs) worn_[s] = orders_[s].rank(node).major;
     try {
-      evict_one(node, want - asked.size(), component, tier, &freed);
+      evict_one(node, std::min(at_once, want - asked.size()), component, tier, &freed);
     } catch (const std::bad_alloc&) {
       if (asked.empty()) throw;
       break;  // what was freed before must not be lost
     }
   }
   counters_.evicted_pages += asked.size();
+  if (replacement(s) && !asked.empty()) replacement(s)->settle(counts_[s].present, queues(s));
   return freed;
 }
 
@@ -142,7 +175,7 @@ void Tree::rank(Handle handle, std::uint32_t component, std::uint32_t tier, Rank
   if (node == kNone || !order.contains(node))
     throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
   if (!(rank.major > kUnranked)) throw BadValue{"rank", std::to_string(rank.major), "a number above -infinity"};
-  order.put(node, rank, nodes_[node].start);
+  order.put(node, {rank}, nodes_[node].start);
 }
 
 }  // namespace mainstem

@@ -101,12 +101,29 @@ void Tree::note_fills(Index node, Index top, const Tail& tail, std::uint32_t tie
   }
 }
 
-// The rest of the tail behind its first `at` pages as new nodes: one, or more where a window's ids begin.
-void Tree::cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool locked,
+// How many of the first pages of a key, behind the one of that name, the policy remembers, or does not remember.
+std::uint32_t Tree::remembered_alike(std::uint64_t name, Bytes key, std::size_t slot) const {
+  const std::uint32_t pages = whole_pages(key);
+  bool first = false;
+  for (std::uint32_t page = 0; page < pages; ++page) {
+    name = Identity::after(name, key.data() + std::size_t{page} * page_bytes_, page_bytes_);
+    const bool remembered = replacements_[slot]->remembers(name);
+    if (page == 0) first = remembered;
+    if (remembered != first) return page;
+  }
+  return pages;
+}
+
+// The rest of the tail, whose pages begin at `begin`, behind a node, as new nodes: one, or more where a window's ids
+// begin, or where those end that the policy remembers.
+void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::uint32_t tier, bool locked,
                       std::vector<Piece>* pieces) const {
+  std::uint32_t at = nodes_[node].end() - begin;
+  std::uint32_t alike = 0;
+  if (remembers_) alike = at + remembered_alike(names_[node], tail.key.subspan(std::size_t{at} * page_bytes_), tier);
   for (const std::uint32_t pages = whole_pages(tail.key); at < pages; at = pieces->back().end) {
     Piece& piece = pieces->emplace_back();
-    piece.end = pages;
+    piece.end = at < alike ? alike : pages;
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].begins_late()) {
         if (tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
@@ -170,7 +187,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     for (std::uint32_t c = 0; c < rows_.size() && locked; ++c)
       if (rows_[c].begins_late()) cut_border(node, rows_[c].first_needed(end, page_size_));
     note_fills(node, top, tail, tier, &fills);
-    if (!stopped) cut_pieces(begin, nodes_[node].end() - begin, tail, locked, &pieces_);
+    if (!stopped) cut_pieces(node, begin, tail, tier, locked, &pieces_);
     for (std::uint32_t c = 0; c < rows_.size() && !stopped; ++c)
       if (!rows_[c].per_page() && !tail.ids[c].empty()) states[c] = Run<std::int32_t>(tail.ids[c].data(), 1);
     if (!pieces_.empty()) {

@@ -150,6 +150,12 @@ Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
   return best;
 }
 
+void Tree::note_uses() {
+  for (const Step& step : path_)
+    for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+      if (cell(step.node, tier).present()) replacements_[tier]->used(step.node);
+}
+
 MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) {
   const std::uint32_t pages = whole_pages(key);
   const Index root = find_root(ns);
@@ -166,6 +172,7 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   result.reach_pages = reach.first;
   result.pending_pages = reach.pending;
   const Index deepest = cut(&path_, result.pages + result.host_pages);
+  if (remembers_) note_uses();
   for (const Step& step : path_) {
     ++nodes_[step.node].hits;
     nodes_[step.node].accessed = tick_;

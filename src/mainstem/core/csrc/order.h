@@ -1,10 +1,9 @@
-// Eviction order: policies as ranks, and one indexed heap of candidates for each component and tier.
+// Eviction order: the candidates of one component on one tier, in indexed heaps by rank.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <string_view>
 #include <vector>
 
 #include "node.h"
@@ -18,30 +17,19 @@ struct Rank {
   auto operator<=>(const Rank&) const = default;
 };
 
-struct Policy {
-  std::string_view name;
-  Rank (*rank)(const Node&);  // null: ranks come from outside, see Tree::waiting()
+// Where a candidate stands: its rank in one of the queues of its order.
+struct Place {
+  Rank rank;
+  std::uint32_t queue = 0;
+  bool operator==(const Place&) const = default;
 };
 
-inline constexpr std::uint32_t kSlruProtectedHits = 2;
+inline constexpr std::uint32_t kQueues = 3;                                    // at most
 inline constexpr double kUnranked = -std::numeric_limits<double>::infinity();  // waits for a rank from outside
 
 inline double number(std::uint64_t n) {
   return static_cast<double>(n);
 }
-
-// clang-format off
-inline constexpr Policy kPolicies[] = {
-    {"lru",      [](const Node& n) { return Rank{number(n.accessed), 0}; }},
-    {"lfu",      [](const Node& n) { return Rank{number(n.hits), number(n.accessed)}; }},
-    {"fifo",     [](const Node& n) { return Rank{number(n.created), 0}; }},
-    {"mru",      [](const Node& n) { return Rank{-number(n.accessed), 0}; }},
-    {"filo",     [](const Node& n) { return Rank{-number(n.created), 0}; }},
-    {"slru",     [](const Node& n) { return Rank{n.hits >= kSlruProtectedHits ? 1.0 : 0.0, number(n.accessed)}; }},
-    {"priority", [](const Node& n) { return Rank{static_cast<double>(n.priority), number(n.accessed)}; }},
-    {"external", nullptr},
-};
-// clang-format on
 
 // A 4-ary min-heap that knows where each node is. Equal ranks fall to the lower depth, then to the lower index, so that
 // the same calls give the same evictions everywhere.
@@ -143,6 +131,51 @@ class Order {
 
   std::vector<Entry> heap_;
   std::vector<std::uint32_t> place_;  // by node
+};
+
+// The orders of one cell, one a queue; they lie `stride` apart.
+class Queues {
+ public:
+  Queues(Order* first, std::size_t stride, std::uint32_t count) : first_(first), stride_(stride), count_(count) {}
+
+  const Order& at(std::uint32_t queue) const { return first_[queue * stride_]; }
+  bool empty(std::uint32_t queue) const { return at(queue).empty(); }
+  Index top(std::uint32_t queue = 0) const { return at(queue).top(); }
+  bool empty() const { return size() == 0; }
+  std::size_t size() const {
+    std::size_t total = 0;
+    for (std::uint32_t queue = 0; queue < count_; ++queue)
+      total += at(queue).size();
+    return total;
+  }
+  bool contains(Index node) const { return queue(node) < count_; }
+  std::uint32_t queue(Index node) const {  // the number of queues, if it is in none
+    std::uint32_t queue = 0;
+    while (queue < count_ && !at(queue).contains(node))
+      ++queue;
+    return queue;
+  }
+  Rank rank(Index node) const { return at(queue(node)).rank(node); }
+  bool holds(Index node, Place place, std::uint32_t depth) const {
+    return queue(node) == place.queue && at(place.queue).holds(node, place.rank, depth);
+  }
+  bool sound() const {
+    bool all = true;
+    for (std::uint32_t queue = 0; queue < count_; ++queue)
+      all = all && at(queue).sound();
+    return all;
+  }
+
+  void put(Index node, Place place, std::uint32_t depth) noexcept {
+    if (const std::uint32_t before = queue(node); before < count_ && before != place.queue) remove(node);
+    first_[place.queue * stride_].put(node, place.rank, depth);
+  }
+  void remove(Index node) { first_[queue(node) * stride_].remove(node); }
+
+ private:
+  Order* first_;
+  std::size_t stride_;
+  std::uint32_t count_;
 };
 
 }  // namespace mainstem

@@ -37,6 +37,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
       single_cell_(slots_ == 1 && rows_[0].leaf_only()),
       has_worths_(std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return row.has_worth(); })),
       policy_(find_policy(policy)),
+      remembers_(policy_->make && !rows_.empty() && rows_[0].per_page()),
       seed_(hash_seed) {
   require(symbol_bytes == 4 || symbol_bytes == 8 || symbol_bytes == 16, "symbol_bytes", symbol_bytes, "4, 8 or 16");
   require(page_size >= 1 && page_size <= (1u << 20), "page_size", page_size, "1 to 1048576");
@@ -44,7 +45,13 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
   require(!rows_.empty() && rows_.size() <= kMaxComponents, "components", rows_.size(), "1 to 8 of them");
   for (std::size_t s = 0; s < slots_; ++s)
     row_of_slot_.push_back(rows_[s / tiers_]);
-  orders_.resize(slots_);
+  replacements_.resize(slots_);
+  const bool has_states = std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return !row.divides(); });
+  const Surroundings around{nodes_, names_, tick_, page_bytes_, page_tokens(symbol_bytes_, page_size_), has_states};
+  for (std::uint32_t tier = 0; remembers_ && tier < tiers_; ++tier)
+    replacements_[slot(0, tier)] = policy_->make(around);
+  if (remembers_) queue_count_ = replacements_[0]->queues();
+  orders_.resize(queue_count_ * slots_);
   counts_.resize(slots_);
   worn_.resize(slots_);
   new_node();  // index 0 is nobody
@@ -101,6 +108,39 @@ bool Tree::divides_pages() const {
   return rows_.size() == 1 && rows_[0].leaf_only();
 }
 
+// ---------------------------------------------------------------- orders
+
+// Policies that remember have functions of their own: the others must not pay for them.
+inline void Tree::put(Index node, std::size_t slot) {
+  if (remembers_) [[unlikely]]
+    put_in_queue(node, slot);
+  else
+    orders_[slot].put(node, rank_of(node, slot), nodes_[node].start);
+}
+
+inline void Tree::remove(Index node, std::size_t slot) {
+  if (remembers_) [[unlikely]]
+    remove_from_queue(node, slot);
+  else if (orders_[slot].contains(node))
+    orders_[slot].remove(node);
+}
+
+[[gnu::noinline]] void Tree::put_in_queue(Index node, std::size_t slot) {
+  queues(slot).put(node, place_of(node, slot), nodes_[node].start);
+}
+
+[[gnu::noinline]] void Tree::remove_from_queue(Index node, std::size_t slot) {
+  if (queues(slot).contains(node)) queues(slot).remove(node);
+}
+
+[[gnu::noinline]] void Tree::note_came(Index node, std::size_t slot) {
+  if (replacement(slot)) replacement(slot)->came(node);
+}
+
+[[gnu::noinline]] void Tree::note_gone(Index node, std::uint32_t pages, std::size_t slot) {
+  if (replacement(slot)) replacement(slot)->gone(node, pages);
+}
+
 // ---------------------------------------------------------------- structure
 
 // Room for so many new nodes, after which making them, linking them and giving them cells cannot fail.
@@ -117,6 +157,9 @@ void Tree::reserve_nodes(std::size_t count) {
   free_.reserve(room);
   for (Order& order : orders_)
     order.reserve(room);
+  if (remembers_) names_.reserve(room);
+  for (const auto& replacement : replacements_)
+    if (replacement) replacement->reserve(room);
   room_ = room;
 }
 
@@ -128,6 +171,7 @@ Index Tree::new_node() {
     cells_.resize(nodes_.size() * slots_);
     pins_.resize(nodes_.size() * tiers_);
     if (has_worths_) worths_.resize(nodes_.size() * slots_);
+    if (remembers_) names_.resize(nodes_.size());
     free_.push_back(static_cast<Index>(nodes_.size() - 1));
   }
   const Index node = free_.back();
@@ -150,6 +194,7 @@ Index Tree::make_root(std::string_view ns) {
   Run<std::uint8_t> name(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
   const Index root = new_node();  // nothing below can fail
   nodes_[root].key = std::move(name);
+  if (remembers_) names_[root] = Identity::mix(nodes_[root].key.data(), nodes_[root].key.size());
   table_.insert(hash(ns), root);
   ++roots_;
   return root;
@@ -193,6 +238,7 @@ Index Tree::add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority
   n.key = std::move(key);
   n.priority = priority;
   n.created = n.accessed = tick_;
+  if (remembers_) names_[node] = Identity::of(names_[parent], n.key.data(), n.pages, page_bytes_);
   table_.insert(hash(parent, n.key.data()), node);
   link(parent, node);
   return node;
@@ -223,6 +269,8 @@ Index Tree::split(Index node, std::uint32_t pages) {
   u.hits = n.hits;
   u.priority = n.priority;
 
+  if (remembers_) names_[upper] = Identity::above(names_[node], n.key.data(), n.pages, page_bytes_);
+
   take_place(upper, node);
   table_.replace(from_parent, node, upper);
   link(upper, node);
@@ -241,6 +289,7 @@ Index Tree::split(Index node, std::uint32_t pages) {
         worth(upper, s) = seen ? worth(node, s) : 0;
       }
       if (!lower.absent()) half.ids = lower.ids.take_front(pages, std::move(ids_room[s]));  // 1
+      if (lower.present() && replacement(s)) replacement(s)->split(upper, node);            // 5
     } else if (!lower.absent()) {                                                           // 2
       --cell(u.parent, s).holders;
     }
@@ -281,6 +330,7 @@ bool Tree::joins(Index upper, Index lower) const {
     }
     if (first.in_flight() || first.residency != second.residency || first.locks != second.locks) return false;
     if (row(s).begins_late() && first.present() && !(behind(upper, s) && behind(lower, s))) return false;
+    if (replacement(s) && first.present() && !replacement(s)->alike(upper, lower)) return false;
   }
   return true;
 }
@@ -293,7 +343,9 @@ void Tree::join(Index lower) noexcept {
   Node& l = nodes_[lower];
   Node& u = nodes_[upper];
   const std::uint64_t accessed = std::exchange(u.accessed, std::max(u.accessed, l.accessed));  // see vacate()
-  const bool told = rank_of(upper, 0) != rank_of(lower, 0);
+  bool told = !remembers_ && rank_of(upper, 0) != rank_of(lower, 0);
+  for (std::size_t s = 0; remembers_ && s < tiers_; ++s)
+    if (cell(upper, s).present()) told = told || place_of(upper, s) != place_of(lower, s);
   u.accessed = accessed;
   if (told) return;
   try {
@@ -313,7 +365,7 @@ void Tree::join(Index lower) noexcept {
   l.pages += u.pages;
   for (std::size_t s = 0; s < slots_; ++s) {
     Cell& half = cell(upper, s);
-    if (orders_[s].contains(upper)) orders_[s].remove(upper);
+    remove(upper, s);
     if (!row(s).divides()) {  // the state at the end stays
       if (!cell(lower, s).absent()) ++cell(l.parent, s).holders;
       refresh(lower, s);
@@ -381,6 +433,11 @@ Rank Tree::rank_of(Index node, std::size_t slot) const {
   return policy_->rank ? policy_->rank(nodes_[node]) : Rank{kUnranked, 0};
 }
 
+Place Tree::place_of(Index node, std::size_t slot) const {
+  const Replacement* const at = replacement(slot);
+  return at && !behind(node, slot) ? at->place(node) : Place{rank_of(node, slot)};
+}
+
 // Pages that need not be computed again because a state stands here: those behind the one above.
 std::uint32_t Tree::saved_pages(Index node, std::size_t slot) const {
   Index above = nodes_[node].parent;
@@ -432,11 +489,10 @@ void Tree::keep_window(Handle handle, std::uint32_t tier) {
 
 // Called whenever a node or its cell has changed. A rank from outside is dropped, to be asked for anew.
 void Tree::refresh(Index node, std::size_t slot) {
-  Order& order = orders_[slot];
   if (candidate(node, slot))
-    order.put(node, rank_of(node, slot), nodes_[node].start);
-  else if (order.contains(node))
-    order.remove(node);
+    put(node, slot);
+  else
+    remove(node, slot);
 }
 
 // Puts ids into an absent cell. With `transfer` the cell is in flight, under that node's name.
@@ -452,6 +508,8 @@ void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t> ids, Index tra
   } else {
     counts_[slot].present += n;
     if (c.locks) counts_[slot].locked += n;
+    if (remembers_) [[unlikely]]
+      note_came(node, slot);
   }
   const Index parent = nodes_[node].parent;
   ++cell(parent, slot).holders;
@@ -470,6 +528,8 @@ Run<std::int32_t> Tree::vacate(Index node, std::size_t slot) {
   } else {
     counts_[slot].present -= n;
     assert(c.locks == 0);
+    if (remembers_) [[unlikely]]
+      note_gone(node, nodes_[node].pages, slot);
   }
   c.residency = Residency::absent;
   c.transfer = kNone;
@@ -491,13 +551,14 @@ void Tree::settle(Index node, std::size_t slot) {
   if (c.locks) counts_[slot].locked += n;
   c.residency = Residency::present;
   c.transfer = kNone;
+  if (remembers_) note_came(node, slot);
   refresh(node, slot);
 }
 
 void Tree::touch(Index node, std::uint64_t tick) {
   nodes_[node].accessed = tick;
   for (std::size_t s = 0; s < slots_; ++s)
-    if (candidate(node, s)) orders_[s].put(node, rank_of(node, s), nodes_[node].start);
+    if (candidate(node, s)) put(node, s);
 }
 
 }  // namespace mainstem

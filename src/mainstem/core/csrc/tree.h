@@ -18,6 +18,7 @@
 #include "memory.h"
 #include "node.h"
 #include "order.h"
+#include "policy.h"
 
 namespace mainstem {
 
@@ -160,8 +161,9 @@ class Tree {
   // Nodes present on a tier, those with the most hits first, then those used last.
   std::vector<Handle> hottest(std::size_t most, std::uint32_t tier) const;
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // of the node alone, where present
-  Handle next_victim(std::uint32_t component, std::uint32_t tier) const;        // what evict() comes to first, or 0
-  std::pair<std::string, std::string> path_key(Handle node) const;              // name of its namespace, all symbols
+  // What evict() comes to first, or 0; the policy gives out the second chances that come before it.
+  Handle next_victim(std::uint32_t component, std::uint32_t tier);
+  std::pair<std::string, std::string> path_key(Handle node) const;  // name of its namespace, all symbols
   // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
   bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const;
   // Ids of pages [begin, end of the node); -1 where they are absent.
@@ -259,6 +261,17 @@ class Tree {
   void refresh(Index node, std::size_t slot);
   bool candidate(Index node, std::size_t slot) const;
   Rank rank_of(Index node, std::size_t slot) const;
+  Place place_of(Index node, std::size_t slot) const;
+  Replacement* replacement(std::size_t slot) const { return remembers_ ? replacements_[slot].get() : nullptr; }
+  Queues queues(std::size_t slot) const { return {const_cast<Order*>(&orders_[slot]), slots_, queue_count_}; }
+  void put(Index node, std::size_t slot);
+  void remove(Index node, std::size_t slot);
+  void put_in_queue(Index node, std::size_t slot);
+  void remove_from_queue(Index node, std::size_t slot);
+  void note_came(Index node, std::size_t slot);
+  void note_gone(Index node, std::uint32_t pages, std::size_t slot);
+  Index victim(std::size_t slot);
+  Index spare_and_choose(std::size_t slot);
   bool behind(Index node, std::size_t slot) const;
   double& worth(Index node, std::size_t slot) { return worths_[std::size_t{node} * slots_ + slot]; }
   double worth(Index node, std::size_t slot) const { return worths_[std::size_t{node} * slots_ + slot]; }
@@ -272,6 +285,7 @@ class Tree {
   void walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path, const CheckRest& check_rest) const;
   Reach judge(const std::vector<Step>& path) const;
   Index cut(std::vector<Step>* path, std::uint32_t pages);
+  void note_uses();
   std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
   Inside look_inside(Index node, Bytes tail) const;
   bool divides_pages() const;  // whether a match may end inside a page
@@ -281,8 +295,9 @@ class Tree {
   void check_tail(const Tail& tail, std::uint32_t pages) const;
   std::pair<Index, bool> descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority, bool ready);
   void note_fills(Index node, Index top, const Tail& tail, std::uint32_t tier, std::vector<Fill>* fills) const;
-  void cut_pieces(std::uint32_t begin, std::uint32_t at, const Tail& tail, bool locked,
+  void cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::uint32_t tier, bool locked,
                   std::vector<Piece>* pieces) const;
+  std::uint32_t remembered_alike(std::uint64_t name, Bytes key, std::size_t slot) const;
   Index hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready);
   bool blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready) const;
   void reserve_freed(Index node, std::vector<Ids>* freed) const;
@@ -295,6 +310,7 @@ class Tree {
   void check_free() const;
   void check_node(Index node) const;
   void check_cells(Index node) const;
+  void check_name(Index node) const;
   void check_locks() const;
   void check_counts() const;
   void check_pages() const;
@@ -307,18 +323,22 @@ class Tree {
   const bool single_cell_;  // full attention on one tier: a node has one cell, and only leaves have a rank
   const bool has_worths_;
   const Policy* policy_;
+  const bool remembers_;  // the policy has objects of its own
   const std::uint64_t seed_;
 
   std::vector<Node, LargePages<Node>> nodes_;
   std::vector<Cell, LargePages<Cell>> cells_;
-  std::vector<std::uint32_t> pins_;  // locks taken at exactly this node, by tier
-  std::vector<double> worths_;       // as cells_, where some component has them: see credit() and end_window()
-  std::vector<double> worn_;         // by slot: the worth of the last that was evicted
+  std::vector<std::uint32_t> pins_;   // locks taken at exactly this node, by tier
+  std::vector<double> worths_;        // as cells_, where some component has them: see credit() and end_window()
+  std::vector<double> worn_;          // by slot: the worth of the last that was evicted
+  std::vector<std::uint64_t> names_;  // by node, where the policy remembers: the identity of its last page
   std::vector<Index> free_;
   std::size_t room_ = 0;  // nodes for which there is memory everywhere
   ChildTable table_;
   std::size_t roots_ = 0;      // of the nodes in the table
-  std::vector<Order> orders_;  // by slot
+  std::vector<Order> orders_;  // by queue, then by slot
+  std::uint32_t queue_count_ = 1;
+  std::vector<std::unique_ptr<Replacement>> replacements_;  // by slot; null: ranks
   std::vector<CellCounts> counts_;
   Counters counters_;
   std::uint64_t tick_ = 0;

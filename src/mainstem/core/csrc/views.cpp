@@ -82,13 +82,6 @@ Ids Tree::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) cons
   return c.present() ? Ids(c.ids.data(), c.ids.data() + c.ids.size()) : Ids{};
 }
 
-Handle Tree::next_victim(std::uint32_t component, std::uint32_t tier) const {
-  require_tier(tier);
-  require_component(component);
-  const Order& order = orders_[slot(component, tier)];
-  return order.empty() || order.rank(order.top()).major == kUnranked ? 0 : handle(order.top());
-}
-
 std::pair<std::string, std::string> Tree::path_key(Handle handle_) const {
   const Index node = resolve(handle_);
   if (node == kNone) return {};
@@ -179,6 +172,9 @@ std::size_t Tree::bytes() const {
                       (pins_.capacity() + free_.capacity()) * sizeof(std::uint32_t);
   for (const Order& order : orders_)
     total += order.bytes();
+  total += names_.capacity() * sizeof(std::uint64_t);
+  for (const auto& replacement : replacements_)
+    if (replacement) total += replacement->bytes();
   for (const Node& n : nodes_)
     total += n.key.held();
   for (const Cell& c : cells_)

@@ -1,0 +1,58 @@
+// The policies by name: a rank that the node itself gives, or an object that remembers more (policies/).
+#pragma once
+
+#include <memory>
+#include <string_view>
+
+#include "policies/arc.h"
+#include "policies/flop_aware.h"
+#include "policies/gdsf.h"
+#include "policies/lru2.h"
+#include "policies/s3_fifo.h"
+#include "policies/sieve.h"
+#include "policies/two_queues.h"
+#include "policies/w_tiny_lfu.h"
+
+namespace mainstem {
+
+struct Policy {
+  std::string_view name;
+  Rank (*rank)(const Node&);  // null: ranks come from outside, see Tree::waiting()
+  // For the first component; the others then go by the rank.
+  std::unique_ptr<Replacement> (*make)(const Surroundings&) = nullptr;
+};
+
+inline constexpr std::uint32_t kSlruProtectedHits = 2;
+
+inline Rank by_recency(const Node& n) {
+  return {number(n.accessed), 0};
+}
+template <class Kind>
+std::unique_ptr<Replacement> make(const Surroundings& around) {
+  return std::make_unique<Kind>(around);
+}
+
+// clang-format off
+inline constexpr Policy kPolicies[] = {
+    {"lru",      by_recency},
+    {"lfu",      [](const Node& n) { return Rank{number(n.hits), number(n.accessed)}; }},
+    {"fifo",     [](const Node& n) { return Rank{number(n.created), 0}; }},
+    {"mru",      [](const Node& n) { return Rank{-number(n.accessed), 0}; }},
+    {"filo",     [](const Node& n) { return Rank{-number(n.created), 0}; }},
+    {"slru",     [](const Node& n) { return Rank{n.hits >= kSlruProtectedHits ? 1.0 : 0.0, number(n.accessed)}; }},
+    {"priority", [](const Node& n) { return Rank{static_cast<double>(n.priority), number(n.accessed)}; }},
+    // LengthAwareCache: as lfu, but what stands later in prompts first (Qin et al., "Mooncake", arXiv:2407.00079).
+    {"length-aware", [](const Node& n) { return Rank{number(n.hits), -number(n.start)}; }},
+    {"lru-2",      by_recency, make<Lru2>},
+    {"2q",         by_recency, make<TwoQueues>},
+    {"arc",        by_recency, make<Arc>},
+    {"s3-fifo",    by_recency, make<S3Fifo>},
+    {"sieve",      by_recency, make<Sieve>},
+    {"w-tinylfu",  by_recency, make<WTinyLfu>},
+    {"gdsf",       by_recency, make<Gdsf>},
+    {"flop-aware", by_recency, make<FlopAware>},
+    {"external", nullptr},
+};
+// clang-format on
+
+}  // namespace mainstem

@@ -1,0 +1,135 @@
+// Replacement: a policy that remembers more of a node than the node says: queues, second chances, what was evicted.
+//
+// One object serves one component on one tier, hears what happens to the nodes that are present there, and names the
+// place of each: a queue and a rank. Events come before the tree asks for the new place. A node's pages have one
+// record; they part when the node is split. Nothing here can fail once reserve() has returned: what there is no memory
+// to remember is forgotten. It knows no locks and no children: the tree puts only candidates into the order.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "identity.h"
+#include "memory.h"
+#include "node.h"
+#include "order.h"
+
+namespace mainstem {
+
+// What a policy may look at.
+struct Surroundings {
+  const std::vector<Node, LargePages<Node>>& nodes;
+  const std::vector<std::uint64_t>& names;  // by node: the identity of its last page
+  const std::uint64_t& tick;
+  std::size_t page_bytes;
+  double page_tokens;  // see cost.h
+  bool has_states;     // the model is a hybrid
+
+  // The identities of the last `pages` pages of a node, the last one first.
+  template <class Each>
+  void each_page(Index node, std::uint32_t pages, Each each) const {
+    std::uint64_t name = names[node];
+    const std::uint8_t* end = nodes[node].key.data() + nodes[node].key.size();
+    for (; pages > 0; --pages) {
+      each(name);
+      end -= page_bytes;
+      name = Identity::before(name, end, page_bytes);
+    }
+  }
+};
+
+class Replacement {
+ public:
+  virtual ~Replacement() = default;
+  virtual std::uint32_t queues() const { return 1; }
+  virtual void reserve(std::size_t nodes) = 0;
+  virtual std::size_t bytes() const = 0;
+
+  virtual Place place(Index node) const = 0;
+  virtual std::uint32_t queue(Index node) const = 0;
+  virtual bool alike(Index upper, Index lower) const = 0;        // whether one record says both
+  virtual bool remembers(std::uint64_t) const { return false; }  // a page that was evicted
+
+  virtual void came(Index node) noexcept = 0;                       // all its pages are present now
+  virtual void used(Index node) noexcept = 0;                       // a match went through it
+  virtual void gone(Index node, std::uint32_t pages) noexcept = 0;  // its last so many pages are being evicted
+  virtual void split(Index upper, Index lower) noexcept = 0;        // the upper is new
+
+  // Which queue gives the next victim; one that is not empty. Asked again after each node that was spared.
+  virtual std::uint32_t choose(const Queues&) { return 0; }
+  // Whether the victim gets another chance: it has a new place then.
+  virtual bool spares(Index) { return false; }
+
+  // How many pages of a victim go before the next one is chosen.
+  virtual std::uint64_t at_once() const { return ~std::uint64_t{0}; }
+
+  // So many pages are left behind an eviction: this is how the capacity is learned.
+  void settle(std::uint64_t present, const Queues& queues) noexcept {
+    capacity_ = present;
+    bound(queues);
+  }
+  std::uint64_t size(std::uint32_t queue) const { return sizes_[queue]; }
+
+ protected:
+  virtual void bound(const Queues&) noexcept {}  // forgets what is too much to remember
+
+  // Before the first eviction: as if one page were too many.
+  std::uint64_t capacity() const {
+    const std::uint64_t present = sizes_[0] + sizes_[1] + sizes_[2];
+    return capacity_ ? capacity_ : present - std::min<std::uint64_t>(present, 1);
+  }
+
+  std::array<std::uint64_t, kQueues> sizes_{};  // pages by queue
+  std::uint64_t capacity_ = 0;
+};
+
+// The records of a policy by node. A record has at least a queue.
+struct Mark {
+  std::uint8_t queue = 0;
+  bool operator==(const Mark&) const = default;
+};
+
+template <class Record>
+class Remembering : public Replacement {
+ public:
+  explicit Remembering(const Surroundings& around) : around_(around) {}
+
+  void reserve(std::size_t nodes) override { records_.resize(nodes); }
+  std::size_t bytes() const override { return records_.capacity() * sizeof(Record); }
+  std::uint32_t queue(Index node) const override { return records_[node].queue; }
+  bool alike(Index upper, Index lower) const override { return records_[upper] == records_[lower]; }
+  void split(Index upper, Index lower) noexcept override { records_[upper] = records_[lower]; }
+  void gone(Index node, std::uint32_t pages) noexcept override { sizes_[records_[node].queue] -= pages; }
+
+ protected:
+  const Node& node(Index index) const { return around_.nodes[index]; }
+
+  void enter(Index index, Record record) noexcept {
+    records_[index] = record;
+    sizes_[record.queue] += node(index).pages;
+    if (newest_ != around_.tick) newcomers_ = 0;
+    newest_ = around_.tick;
+    if (record.queue == 0) newcomers_ += node(index).pages;
+  }
+  void move(Index index, std::uint8_t queue) noexcept {
+    sizes_[records_[index].queue] -= node(index).pages;
+    sizes_[queue] += node(index).pages;
+    records_[index].queue = queue;
+  }
+  // Pages in the first queue without those that have just come: papers choose the victim before they let these in.
+  std::uint64_t settled() const { return sizes_[0] - (newest_ == around_.tick ? std::min(newcomers_, sizes_[0]) : 0); }
+  static std::uint32_t either(const Queues& queues, std::uint32_t queue) {
+    return queues.empty(queue) ? 1 - queue : queue;
+  }
+
+  Surroundings around_;
+  std::vector<Record> records_;
+
+ private:
+  std::uint64_t newest_ = 0, newcomers_ = 0;
+};
+
+}  // namespace mainstem
