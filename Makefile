@@ -8,8 +8,8 @@ CORE := $(wildcard src/mainstem/core/csrc/*.* src/mainstem/core/csrc/policies/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-lmcache lint bench bench-index bench-core bench-tiers bench-store-faults bench-models simulate \
-	simulate-campaign mutants native coverage instructions stub clean
+.PHONY: help demo serve test test-lmcache lint bench bench-index bench-core bench-policies bench-tiers bench-store-faults \
+	bench-models simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -22,6 +22,7 @@ help:
 	@echo "make instructions  its instruction counts beside the kept ones (ARGS=--write keeps the new ones)"
 	@echo "make native        its random tests, with address, undefined-behaviour and thread sanitizers"
 	@echo "make coverage      which of its lines and branches those tests come to"
+	@echo "make bench-policies  what each policy gains and loses beside lru (ARGS=\"--trace FILE\" for yours, too)"
 	@echo "make bench-tiers   copies down and up, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  what runs, what it finds again, and how far its logits are from transformers'"
@@ -111,6 +112,9 @@ bench-core: $(VENV)/dev
 
 instructions: $(VENV)/dev
 	$(BIN)/python -m bench.native.instructions $(ARGS)
+
+bench-policies: $(VENV)/dev
+	$(BIN)/python -m bench policies $(ARGS)
 
 stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi

@@ -1,9 +1,10 @@
-"""`python -m bench [index|core|tiers|store-faults|ttft|throughput|models] [--quick]`: all, or those named."""
+"""`python -m bench [index|core|policies|tiers|store-faults|ttft|throughput|models] [--quick]`: all, or those named."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from bench import core, index
 from bench.entries import SYSTEMS
 from bench.report import Report
 
-NAMES = ("index", "core", "tiers", "store-faults", "ttft", "throughput", "models")
+NAMES = ("index", "core", "policies", "tiers", "store-faults", "ttft", "throughput", "models")
 WIDTH = 160
 """Columns that the widest table needs."""
 
@@ -46,6 +47,7 @@ def _options() -> argparse.Namespace:
         metavar="SYSTEM",
         help="of index: these besides Mainstem's leases",
     )
+    parser.add_argument("--trace", nargs="+", default=[], metavar="FILE", help="of policies: these traces, too")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="written into the JSON")
     options = parser.parse_args()
@@ -63,7 +65,13 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
     if name == "core":
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
-    # The others need the runtime; these two run without.
+    if name == "policies":
+        from bench import policies  # which needs what reads traces
+
+        chosen = policies.QUICK if report.quick else policies.Settings()
+        policies.run(replace(chosen, traces=tuple(options.trace)), report)
+        return
+    # The others need the runtime; these three run without.
     from bench import models, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,63 @@ def test_tiers_replicas_and_a_model(trace: Path, capsys: pytest.CaptureFixture[s
     assert cheap["capacity_blocks"] == 625
 
 
+def test_standard_input(trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(trace.read_bytes())))
+    (row,) = rows_of(capsys, "-", "--capacity", "5", "--policy", "lru")
+    assert row["block_hits"] == replay(Trace.open(trace), "lru", 5).block_hits
+
+
+def test_a_small_trace_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n, paths in enumerate([[[]], [[1]], [[1, 2], [1, 2, 3]]]):
+        Trace.of(Batch.of(paths), name="tiny").save(tmp_path / f"{n}.mstrace")
+        rows = rows_of(capsys, tmp_path / f"{n}.mstrace")
+        assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [("lru", 1), ("opt", 1)]
+
+
+def test_who_routes_to_one_replica_does_not_matter(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rows_of(capsys, trace, "--routing", "hash") == rows_of(capsys, trace)
+
+
+def test_times_and_tiers_as_people_write_them(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows_of(capsys, trace, "--ttl", "2d", "--tiers", " device = 5, host =20 ")
+    assert row["ttl_s"] == 172_800
+    assert [tier["capacity_blocks"] for tier in row["tiers"]] == [5, 20]
+
+
+def test_names_that_no_terminal_should_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = tmp_path / "evil.mstrace"
+    batch = Batch.of([[1], [1]], tenant=[1, 2])
+    Trace.of(batch, tenants=["", "\x1b[31m[bold]", "b"], name="a\x1b[2J\udcff", notes=["\x1b[1m"]).save(evil)
+    assert cli.main(["replay", str(evil), "--capacity", "1"]) == 0
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out + shown.err
+    assert "a?[2J?: 2 requests" in shown.out
+    assert "?[31m[bold]" in shown.out
+    assert rows_of(capsys, evil, "--csv", tmp_path / "rows.csv")[0]["trace"] == "a\x1b[2J\udcff"
+    assert (tmp_path / "rows.csv").read_text(encoding="utf-8").count("\\udcff") == 2
+    assert cli.main(["replay", str(evil), "--json"]) == 0
+    assert capsys.readouterr().out.isascii()
+
+
+def test_tables_have_room_where_no_terminal_is(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "llama-3.1-8b", "--ttl", "3s", "--tiers", "host=50%,storage=80TB"]
+    assert cli.main(["replay", str(trace), "--capacity", "5", "--policy", "length-aware", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "length-aware" in shown
+    assert "median idle" in shown
+    assert "…" not in shown
+
+
+def test_tenants_are_counted_apart(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows_of(capsys, trace, "--capacity", "9", "--policy", "lru")
+    assert cli.main(["replay", str(trace), "--capacity", "9", "--policy", "lru"]) == 0
+    shown = capsys.readouterr().out
+    for tenant in row["tenants"]:
+        assert f"{tenant['block_hits'] / tenant['block_accesses']:.2%}" in shown
+    assert cli.main(["replay", str(trace), "--policy", "lru,slru,fifo,opt,lfu"]) == 0
+    assert "and 10 more lines; --json has all" in capsys.readouterr().out
+
+
 def test_csv(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
     rows = rows_of(capsys, trace, "--capacity", "5,9", "--policy", "lru", "--tiers", "host=20", "--csv", path)
@@ -86,7 +146,9 @@ def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--policy", "nonsense"], "--policy nonsense"),
+        (["--policy", "nonsense"], "--policy nonsense: must be opt (the offline optimum), one of lru,"),
+        (["--policy", "lru,"], "--policy (empty)"),
+        (["--capacity", ""], "--capacity (empty)"),
         (["--policy", "opt", "--replicas", "2"], "--policy opt"),
         (["--capacity", "10k"], "--capacity 10k"),
         (["--capacity", "1GB"], "--bytes-per-token"),
@@ -107,6 +169,41 @@ def test_what_is_refused(trace: Path, arguments: list[str], says: str, capsys: p
     assert shown.out == ""
     assert says in shown.err
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--csv", "--report", "--plot"])
+def test_files_that_cannot_be_written_are_refused_before_the_trace_is_read(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "absent.png"
+    for target, says in ((tmp_path / "no" / "out.png", "a folder that exists"), (trace, "another file than the trace")):
+        assert cli.main(["replay", str(trace), option, str(target)]) == 2
+        assert says in capsys.readouterr().err
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert cli.main(["replay", str(trace), option, str(folder)]) == 2
+    assert f"{option} {folder}: must be a file, not a folder" in capsys.readouterr().err
+
+
+def test_two_results_are_two_files(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out.html")
+    assert cli.main(["replay", str(trace), "--csv", out, "--report", out]) == 2
+    assert "--report" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_others(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "theirs").mkdir(0o555)
+    assert cli.main(["replay", str(trace), "--csv", str(tmp_path / "theirs" / "rows.csv")]) == 2
+    assert "may be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--policy", "nonsense"], ["--ttl", "soon"], ["--replicas", "0"]])
+def test_what_needs_no_trace_is_refused_before_it_is_read(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["replay", str(tmp_path / "absent"), *options]) == 2
+    assert " ".join(options) in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import tiny_models
 import torch
 
 from mainstem.errors import BadArgument
+from mainstem.replay import configs
 from mainstem.replay.configs import read_shape, well_known
 from mainstem.replay.costs import ModelShape
 from mainstem.runtime.layout import Layout
@@ -113,12 +115,55 @@ def test_what_is_inside_a_vision_model_is_its_text_model() -> None:
         ({**SMALL, "vocab_size": "many"}, "with 'many' as vocab_size"),
         ({**SMALL, "layer_types": ["full_attention", "retention"]}, "layers of the kind retention"),
         ({**SMALL, "layer_types": ["sliding_attention"] * 2}, "without sliding_window"),
-        ({}, "without num_hidden_layers"),
+        ({}, "without model_type"),
+        ({"model_type": "llama"}, "without num_hidden_layers"),
+        ({**SMALL, "intermediate_size": None}, "without intermediate_size"),
+        ({**SMALL, "hidden_size": 0}, "with 0 as hidden_size"),
+        ({**SMALL, "num_hidden_layers": 10**9}, "with 1000000000 layers"),
+        ({**SMALL, "moe_intermediate_size": 32}, "without num_experts"),
+        ({**SMALL, **MOE, "num_experts_per_tok": 5}, "5 of 4 experts"),
+        ({**SMALL, "sliding_window": 8, "sliding_window_pattern": 0}, "with 0 as sliding_window_pattern"),
+        ({**SMALL, "full_attention_interval": 0}, "with 0 as full_attention_interval"),
+        ({**SMALL, "hybrid_override_pattern": 3}, "with 3 as layers"),
+        ({**SMALL, "quantization_config": {"quant_method": "magic"}}, "quantised by magic"),
     ],
 )
 def test_what_is_missing_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(BadArgument, match=message):
         read_shape(config)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma-3-27b", "nemotron-h-8b", "qwen3-next-80b-a3b", "gpt-oss-20b"])
+def test_a_damaged_configuration_is_refused_or_has_sizes(name: str) -> None:
+    whole = json.loads((Path(configs.__file__).with_name("models.json")).read_text("utf-8"))[name]
+    for field in whole:
+        for damage in (None, 0, -1, "x", 1.5, True, [], [None], {}, {"a": 1}):
+            with suppress(BadArgument):
+                shape = read_shape({**whole, field: damage})
+                assert shape.parameters > 0 and shape.prefix_bytes(100) > 0, (field, damage)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "dtype"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4}}}}, "int4"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            "fp8",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    ],
+)
+def test_quantised_weights_are_as_narrow_as_they_are_published(quantised: dict[str, Any], dtype: str) -> None:
+    assert read_shape({**SMALL, "quantization_config": quantised}).weights_dtype == dtype
 
 
 def test_no_such_model(tmp_path: Path) -> None:

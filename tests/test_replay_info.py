@@ -205,6 +205,18 @@ def test_convert_writes_what_info_reads_alike(
     assert "Bad lines, left out: 1 (line 3" in capsys.readouterr().out
 
 
+def test_a_file_in_no_folder_is_refused_before_the_trace_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "no" / "out.mstrace"
+    for arguments in (
+        ["convert", str(tmp_path / "absent"), str(target)],
+        ["generate", "chat", "--requests", "1", "-o", str(target)],
+    ):
+        with pytest.raises(BadArgument, match="a folder that exists"):
+            command(arguments, exit_on_error=False)
+
+
 def test_convert_writes_no_other_kind_of_file(requests: Path, tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match=r"\.mstrace"):
         run("convert", requests, tmp_path / "t.jsonl")

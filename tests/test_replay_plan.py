@@ -17,7 +17,7 @@ from mainstem.replay.assumptions import Assumptions, Memory
 from mainstem.replay.configs import read_shape, well_known
 from mainstem.replay.costs import Layer, ModelShape
 from mainstem.replay.hardware import DEVICES, Device, find_device
-from mainstem.replay.plan import Hits, Plan, plan, waits
+from mainstem.replay.plan import Hits, Knee, Plan, PlanRow, plan, waits
 from mainstem.replay.plan_words import assumptions, notes, plan_as_dict, show_plan
 from mainstem.replay.simulate import Setup, hit_blocks, replay
 from mainstem.replay.trace import Batch, Trace
@@ -58,6 +58,14 @@ def slow_lru(trace: Trace) -> Hits:
 def planned(trace: Trace, memory: Memory, shape: ModelShape = SHAPE, device: Device = DEVICE, **given: Any) -> Plan:
     limit = given.pop("slo_ttft_s", None)
     return plan(trace, shape, device, memory, Assumptions(**{**PLAIN, **given}), slo_ttft_s=limit, hits=slow_lru(trace))
+
+
+def tiers(of: PlanRow | Knee) -> tuple[int, int]:
+    return of.host_bytes, of.storage_bytes
+
+
+def mixed(found: Plan, host_bytes: int, storage_bytes: int) -> PlanRow:
+    return next(row for row in found.rows if tiers(row) == (host_bytes, storage_bytes))
 
 
 def chats(seed: int = 0, requests: int = 400) -> Trace:
@@ -110,13 +118,13 @@ def test_loading_takes_as_long_as_the_slowest_link() -> None:
     trace = traced([[1, 2, 3, 4, 5, 6, 7, 8]] * 2, time_s=[0, 100])
     found = planned(trace, Memory(6 * BLOCK, 8 * BLOCK, 80.0), steps=1)
     whole, last = (2 * 100 * tokens + 40 for tokens in (80, 1))
-    host = found.rows[1]
+    host = mixed(found, 6 * BLOCK, 0)
     assert host.host_hit_rate * 160 == 20
     assert host.ttft_mean_s == pytest.approx((whole + 2 * 100 * 20 + 40 + 1000 * 20 * 16 / 160) / 2 / 1000)
-    both = found.rows[2]
+    both = mixed(found, 6 * BLOCK, 8 * BLOCK)
     assert both.storage_hit_rate * 160 == 20
     assert both.ttft_mean_s == pytest.approx((whole + last + 1000 * (20 * 16 / 160 + 20 * 16 / 80)) / 2 / 1000)
-    fast = planned(trace, Memory(6 * BLOCK, 8 * BLOCK, 1e9), steps=1).rows[2]
+    fast = mixed(planned(trace, Memory(6 * BLOCK, 8 * BLOCK, 1e9), steps=1), 6 * BLOCK, 8 * BLOCK)
     assert fast.ttft_mean_s == pytest.approx((whole + last + 1000 * 40 * 16 / 160) / 2 / 1000), (
         "through the host's link"
     )
@@ -134,7 +142,8 @@ def test_windows_and_states_are_kept_and_loaded_once_a_prompt() -> None:
     loading = 2 * (40 * 16 + end) / 160 / 4
     computing = found.rows[1].gpu_hours * 3600 / 4
     assert found.rows[1].ttft_mean_s == pytest.approx(loading + computing)
-    deep = planned(trace, Memory(400, 10**6, 80.0), shape, device_memory=100.0, steps=1).rows[2]
+    offered = Memory(400, 10**6, 80.0)
+    deep = next(row for row in planned(trace, offered, shape, device_memory=100.0, steps=1).rows if all(tiers(row)))
     assert deep.host_hit_rate > 0 and deep.storage_hit_rate > 0
     from_host, from_storage = (rate * 160 * 16 for rate in (deep.host_hit_rate, deep.storage_hit_rate))
     loading = (from_host / 160 + (from_storage + 2 * end) / 80) / 4
@@ -142,7 +151,7 @@ def test_windows_and_states_are_kept_and_loaded_once_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_hits_by_tier_are_those_of_real_tiers(seed: int) -> None:
+def test_hits_by_tier_are_those_of_realtiers(seed: int) -> None:
     trace = chats(seed)
     given = Assumptions(**PLAIN, steps=1)
     row = plan(trace, SHAPE, DEVICE, Memory(40 * BLOCK, 90 * BLOCK, 1e9), given).rows[-1]
@@ -220,7 +229,11 @@ def test_every_assumption_changes_what_it_says() -> None:
     assert changed(bytes_per_token=1.0).engine.block_bytes == 10
     assert changed(bandwidth_host=1.0).rows[-1].ttft_mean_s > plain.rows[-1].ttft_mean_s
     assert changed(link_share=0.5).engine.host_bytes_per_s == 80
-    assert changed(bandwidth_device=1.0).engine.weights_s == 2 * 120
+    assert changed(bandwidth_device=1.0).bare.ttft_mean_s == 2 * 120  # 120 parameters that every token meets
+    assert changed(gpus=2, kv_copies=2).engine.cache_bytes == (2 * 880 - 240) / 2
+    assert changed(gpus=2, kv_copies=2).engine.host_bytes_per_s == plain.engine.host_bytes_per_s
+    assert (changed(most_busy=1.0).bare.replicas, changed(most_busy=0.25).bare.replicas) == (7, 26)
+    assert [changed(slo_ttft_s=9.0, slo_share=share).rows[-1].slo_met for share in (0.001, 1.0)] == [True, False]
     assert changed(overhead_s=5.0).bare.ttft_mean_s == pytest.approx(plain.bare.ttft_mean_s + 5)
     assert changed(gain=1e9).knee.memory_bytes == 0
     assert len(changed(steps=5).rows) == 6
@@ -234,12 +247,13 @@ def test_the_words_say_what_the_numbers_say() -> None:
     for stated in assumptions(found):
         assert stated.what in text and stated.option in text and stated.shown in text
     options = {stated.option for stated in assumptions(found)}
-    fields = {name.removesuffix("_s") for name in Assumptions.__slots__} - {"link_share", "steps"}
+    fields = {name.removesuffix("_s") for name in Assumptions.__slots__} - {"link_share"}
     assert {"--" + name.replace("_", "-") for name in fields} <= options
     assert "--link-share" in text
     assert any("Loading a token from storage takes" in note for note in notes(found))
-    assert any(note.startswith("Knee: ") and " of host memory" in note for note in notes(found))
+    assert any(note.startswith("Knee: ") and " of storage" in note for note in notes(found))
     assert any(note.startswith("In 20 s: ") for note in notes(found))
+    assert notes(found)[0].startswith("Buy: ")
     assert max(map(len, text.splitlines())) < 200
     found_again = json.loads(json.dumps(plan_as_dict(found)))
     assert [row["token_hit_rate"] for row in found_again["rows"]] == [row.token_hit_rate for row in found.rows]
@@ -247,16 +261,98 @@ def test_the_words_say_what_the_numbers_say() -> None:
     assert len(found_again["assumptions"]) == len(assumptions(found)) and found_again["notes"]
 
 
-def test_a_knee_below_the_host_is_named_as_host_and_storage() -> None:
-    offered = Memory(8 * BLOCK, 512 * BLOCK, 1e9)
-    for policy, counted in (("write_through", 0), ("write_back", 8 * BLOCK)):
-        found = planned(chats(), offered, gain=0.0, write_policy=policy)
-        storage = show_bytes(found.knee.memory_bytes - counted)
-        assert f"Knee: {show_bytes(8 * BLOCK)} of host memory and {storage} of storage" in notes(found)[0]
-    alone = planned(chats(), Memory(0, 512 * BLOCK, 1e9), gain=0.0)
-    assert f"Knee: {show_bytes(alone.knee.memory_bytes)} of storage saves" in notes(alone)[0]
-    none = notes(planned(chats(), offered, gain=1e9))[0]
-    assert "the device alone" in none
+def test_the_knee_is_named_as_tiers_and_stands_in_the_table() -> None:
+    host, most = 8 * BLOCK, 512 * BLOCK
+    for policy in ("write_through", "write_back"):
+        found = planned(chats(), Memory(host, most, 1e9), gain=0.0, write_policy=policy)
+        knee = found.knee
+        assert knee.host_bytes + knee.storage_bytes == knee.memory_bytes
+        assert knee.host_bytes == (0 if policy == "write_through" else host), "copies of host memory reach no further"
+        row = next(each for each in found.rows if tiers(each) == tiers(knee))
+        assert row.flops_saved_share == knee.saved_share
+        said = next(note for note in notes(found) if note.startswith("Knee: "))
+        above = f"{show_bytes(host)} of host memory and " if knee.host_bytes else ""
+        assert said.startswith(f"Knee: {above}{show_bytes(knee.storage_bytes)} of storage saves")
+        assert "knee" in next(line for line in show_plan(found).splitlines() if "<-" in line and "knee" in line)
+    none = planned(chats(), Memory(host, most, 1e9), gain=1e9)
+    assert none.knee.memory_bytes == 0
+    assert any("Knee: the device alone" in note for note in notes(none))
+
+
+def test_no_row_of_the_table_is_worth_more_than_the_knee() -> None:
+    for gain in (3e4, 1e5, 3e5, 1e6):
+        for policy in ("write_through", "write_back"):
+            offered = Memory(100 * BLOCK, 384 * BLOCK, 1e9)
+            found = planned(chats(), offered, gain=gain, write_policy=policy, steps=5)
+            assert sum(tiers(found.buy)) == found.knee.memory_bytes, (gain, policy)
+
+
+def test_what_to_buy_is_worth_its_price_most() -> None:
+    found = planned(chats(), Memory(64 * BLOCK, 512 * BLOCK, 1e9), gain=3e5)
+    worth = {row: row.flops_saved_share - 3e5 / 100 * (row.host_bytes + row.storage_bytes) / 1e9 for row in found.rows}
+    assert worth[found.buy] == max(worth.values())
+    assert 0 < found.buy.host_bytes + found.buy.storage_bytes < 576 * BLOCK
+    line = next(line for line in show_plan(found).splitlines() if "<- buy" in line)
+    assert f"{found.buy.token_hit_rate:.1%}" in line
+    assert show_bytes(found.buy.host_bytes or found.buy.storage_bytes) in notes(found)[0]
+
+
+def test_no_memory_is_bought_that_makes_first_tokens_later() -> None:
+    found = planned(chats(), Memory(0, 512 * BLOCK, 1.0), gain=0.0)
+    assert found.rows[-1].flops_saved_share > found.rows[0].flops_saved_share
+    assert found.buy == found.rows[0]
+    assert notes(found)[0].startswith("Buy: no memory below the device")
+    assert notes(planned(chats(), Memory()))[0].startswith("Buy: nothing was offered")
+
+
+def test_with_a_limit_the_mix_to_buy_is_one_that_meets_it() -> None:
+    trace, memory = chats(), Memory(64 * BLOCK, 512 * BLOCK, 1e9)
+    loose = planned(trace, memory, gain=1e9, slo_ttft_s=1e6)
+    assert loose.buy == loose.rows[0], "all are in time, and nothing is worth this price"
+    limit = (loose.buy.ttft_p90_s + min(row.ttft_p90_s for row in loose.rows)) / 2
+    tight = planned(trace, memory, gain=1e9, slo_ttft_s=limit)
+    assert tight.buy.slo_met and not tight.rows[0].slo_met
+    least = min(sum(tiers(row)) for row in tight.rows if row.slo_met)
+    assert sum(tiers(tight.buy)) == least, "the price is so high that nothing else counts"
+    assert any("The least that reaches the 0.9 asked for is" in note for note in notes(tight))
+    never = planned(trace, memory, slo_ttft_s=1e-9)
+    assert not any(row.slo_met for row in never.rows)
+    assert any("No mix reaches the 0.9 asked for. Nearest comes" in note for note in notes(never))
+
+
+def test_replicas_are_as_many_as_keep_up() -> None:
+    found = planned(chats(), Memory(64 * BLOCK))
+    for row in found.rows:
+        assert row.busy is not None and row.replicas is not None
+        assert row.busy / row.replicas <= 0.7 < row.busy / (row.replicas - 1)
+    assert notes(found)[1].startswith(f"Prefill takes {found.buy.replicas} toy with that")
+    assert any(f"Plan again with --replicas {found.buy.replicas}" in note for note in notes(found))
+    assert not any("Plan again" in note for note in notes(planned(chats(), Memory(), replicas=20)))
+
+
+def test_storage_that_is_asked_for_more_than_it_can_read_is_named() -> None:
+    slow = planned(chats(), Memory(0, 512 * BLOCK, 60.0))
+    read = sum(row * 16 for row in [slow.rows[-1].storage_hit_rate * slow.input_tokens])
+    assert slow.rows[-1].storage_busy == pytest.approx(read / 60 / slow.span_s)
+    assert slow.rows[0].storage_busy == 0
+    assert any("storage is read" in note for note in notes(slow))
+    assert not any("storage is read" in note for note in notes(planned(chats(), Memory(0, 512 * BLOCK, 1e9))))
+
+
+def test_weights_are_read_that_any_of_the_tokens_meets() -> None:
+    layer = Layer(kv_numbers=8, parameters=900, active_parameters=100, routed=1 / 9)
+    sparse = ModelShape("sparse", (layer,), 4, 5, tied=True)
+    found = planned(traced([[1, 2]]), Memory(), sparse, flops=1e9, bandwidth_device=1.0, device_memory=1e4)
+    assert found.bare.ttft_mean_s == pytest.approx(2 * (20 + 100 + 800 * (1 - (8 / 9) ** 19)))
+
+
+def test_replicas_that_share_nothing_have_a_part_of_every_tier_each() -> None:
+    trace, given = chats(), Assumptions(**PLAIN, replicas=4, routing="hash", steps=1)
+    row = plan(trace, SHAPE, DEVICE, Memory(160 * BLOCK), given).rows[-1]
+    real = replay(trace, "lru", 4, setup=Setup(host_blocks=40, replicas=4, routing="hash"))
+    assert row.token_hit_rate == real.token_hit_rate
+    together = planned(trace, Memory(160 * BLOCK), replicas=4, steps=1).rows[-1]
+    assert together.token_hit_rate >= row.token_hit_rate
 
 
 def test_progress_is_told_after_each_replay() -> None:
@@ -283,6 +379,14 @@ def test_progress_is_told_after_each_replay() -> None:
         ({"replicas": 0}, "replicas"),
         ({"gpus": 0}, "gpus"),
         ({"steps": 99}, "steps"),
+        ({"mfu": 1e-300}, "mfu"),
+        ({"flops": 1e-300}, "flops"),
+        ({"bytes_per_token": 1e-300}, "bytes_per_token"),
+        ({"bytes_per_token": 1e300}, "bytes_per_token"),
+        ({"routing": "sticky"}, "routing"),
+        ({"kv_copies": 0}, "kv_copies"),
+        ({"slo_share": 0.0}, "slo_share"),
+        ({"most_busy": 2.0}, "most_busy"),
         ({"kv_dtype": "int3"}, "kv_dtype"),
         ({"weights_dtype": "int3"}, "weights_dtype"),
         ({"write_policy": "write"}, "write_policy"),
@@ -299,9 +403,13 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planned(trace, Memory(), device_memory=200.0, gpus=1)
     assert planned(trace, Memory(), device_memory=200.0).engine.gpus == 2
     with pytest.raises(BadArgument, match="one whose weights fit"):
-        planned(trace, Memory(), device_memory=0.01)
+        planned(trace, Memory(), device_memory=0.02)
     with pytest.raises(BadArgument, match="8TB@7GB/s"):
         Memory(0, 100)
+    with pytest.raises(BadArgument, match=r"slo_ttft = 0\.0: must be a time above 0"):
+        planned(trace, Memory(), slo_ttft_s=0.0)
+    with pytest.raises(BadArgument, match="kv_copies = 2: must be as many as the devices"):
+        planned(trace, Memory(), gpus=1, kv_copies=2)
     with pytest.raises(BadArgument, match="1 request or more"):
         planned(traced([]), Memory())
     with pytest.raises(BadArgument, match=r"one of .*h200"):

@@ -255,6 +255,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "zstd": lambda data: zstandard.ZstdCompressor().compress(data),
     "two gzip members": lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:]),
     "two xz streams": lambda data: lzma.compress(data[:100]) + lzma.compress(data[100:]),
+    "xz with padding": lambda data: lzma.compress(data[:100]) + bytes(4) + lzma.compress(data[100:]) + bytes(8),
     "two zstd frames": lambda data: b"".join(zstandard.ZstdCompressor().compress(d) for d in (data[:99], data[99:])),
 }
 
@@ -294,6 +295,14 @@ def test_compressed_data_that_is_cut_short_or_damaged_is_refused(
             open_trace(path, on_bad="skip")
     path.write_bytes(data[:50] + bytes(200) + data[250:])
     with pytest.raises(TraceError):
+        open_trace(path)
+
+
+@pytest.mark.parametrize("pack", list(PACKED.values())[1:4], ids=list(PACKED)[1:4])
+def test_what_stands_behind_compressed_data_is_not_passed_over(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = write(tmp_path / "t", *MOONCAKE)
+    path.write_bytes(pack(path.read_bytes()) + b'{"timestamp": 9, "input_length": 0, "hash_ids": []}')
+    with pytest.raises(TraceError, match="damaged or cut short"):
         open_trace(path)
 
 

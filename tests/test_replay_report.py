@@ -17,10 +17,11 @@ from mainstem import cli
 from mainstem.errors import BadArgument
 from mainstem.replay.info import TraceInfo, info
 from mainstem.replay.report import page, write_report
-from mainstem.replay.rows import Row
-from mainstem.replay.series import looks
+from mainstem.replay.rows import Row, median_below
+from mainstem.replay.series import looks, marked
 from mainstem.replay.simulate import Setup, sweep
 from mainstem.replay.trace import Batch, Trace
+from mainstem.replay.units import show_duration
 
 POLICIES = ["lru", "lfu", "opt"]
 CAPACITIES = [10, 40, 160]
@@ -89,6 +90,40 @@ def test_hits_over_time_at_each_capacity(found: tuple[TraceInfo, list[Row]]) -> 
     assert {policy: long[policy] for policy in POLICIES} == dict.fromkeys(POLICIES, 2 * len(CAPACITIES))
 
 
+def test_of_one_capacity_there_are_bars_and_no_curves() -> None:
+    trace = make_trace()
+    rows = sweep(trace, POLICIES, [40])
+    read = Page(page(info(trace), rows))
+    assert not any(0 < points < 30 for _, points in read.curves())
+    assert {f"Hit rate at 40 blocks ({marked(40, info(trace))})", "cache without limit"} <= set(read.words)
+    for row in rows:
+        assert read.words.count(f"{100 * row.block_hit_rate:.2f} %") >= 2, "beside the bar, and in the table"
+
+
+def test_a_name_in_the_legend_goes_with_its_curve(found: tuple[TraceInfo, list[Row]]) -> None:
+    text = page(*found)
+    legend = re.findall(r'<span data-at="(\d+)" tabindex="0"><svg.*?</svg>([^<]*)</span>', text)
+    curves = re.findall(r'class="curve" data-at="(\d+)" data-name="([^"]*)"', text)
+    assert set(legend) == set(curves)
+    assert {name for _, name in curves} >= set(POLICIES)
+    for at, _ in curves:
+        assert f'.curve:not([data-at="{at}"])' in text
+
+
+def test_what_was_asked_for_twice_is_shown_once() -> None:
+    trace = make_trace()
+    once, twice = (page(info(trace), sweep(trace, ["lru"] * n, [10, 40] * n)) for n in (1, 2))
+    assert Page(once).curves() == Page(twice).curves()
+
+
+def test_age_and_idle_time_stand_there(found: tuple[TraceInfo, list[Row]]) -> None:
+    words = Page(page(*found)).words
+    assert {"median age", "median idle"} <= set(words)
+    for row in found[1]:
+        if idle := median_below(row.tiers[0].idle_s):
+            assert f"under {show_duration(idle)}" in words
+
+
 def test_the_numbers_stand_below(found: tuple[TraceInfo, list[Row]]) -> None:
     words = Page(page(*found)).words
     for row in found[1]:
@@ -112,7 +147,7 @@ def test_shares_of_tiers_are_all_blocks() -> None:
     widths = [
         float(found[1])
         for _, attributes in read.elements
-        if (found := re.match(r"width:([\d.]+)%", attributes.get("style") or ""))
+        if attributes.get("title") and (found := re.match(r"width:([\d.]+)%", attributes.get("style") or ""))
     ]
     hits = [tier.block_hits for tier in rows[0].tiers]
     expected = [100 * blocks / rows[0].block_accesses for blocks in [*hits, rows[0].block_accesses - sum(hits)]]

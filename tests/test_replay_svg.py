@@ -61,7 +61,7 @@ def test_a_line_has_gaps_and_marks_on_its_points_only() -> None:
     found = re.search(r'data-name="a&lt;b"><path d="([^"]*)"[^>]*stroke-dasharray="2 3"', chart)
     assert found
     assert re.sub("[^ML]", "", found[1]) == "MLM"
-    assert re.findall("<title>(.*?)</title>", chart) == ["p", "q", "r"]
+    assert re.findall("<title>(.*?)</title>", chart) == ["a&lt;b", "p", "q", "r"]
 
 
 def test_bars_stand_on_the_axis_and_are_as_high_as_their_values() -> None:

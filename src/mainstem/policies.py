@@ -76,6 +76,7 @@ BUILT_IN = {
         BuiltIn("w-tinylfu", source="Einziger, Friedman and Manes, ACM ToS 2017"),
         BuiltIn("gdsf", source="Cherkasova, HP Labs 1998"),
         BuiltIn("flop-aware", source="Pan et al., Marconi, MLSys 2025, arXiv:2411.19379"),
+        BuiltIn("gittins", source="docs/research/learned-policy.md; the index: Gittins, J. R. Stat. Soc. B, 1979"),
     )
 }
 """The built-in policies by name."""

@@ -20,6 +20,7 @@ from cyclopts import Parameter
 from mainstem.errors import BadArgument
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from mainstem.replay.info import Group, TraceInfo
@@ -38,6 +39,8 @@ A trace is lines of JSON: as Mooncake or Qwen-Bailian publish them, with
 token ids, with bodies of OpenAI requests, or a recording that
 `mainstem serve --record` made; or a .mstrace file. It may be compressed
 with xz, gzip or zstd."""
+
+_FILE_WIDTH = 160  # of tables that no terminal shows
 
 Json = Annotated[bool, Parameter(negative="")]
 TracePath = Annotated[str, Parameter(help="The trace; - is standard input.", allow_leading_hyphen=True)]
@@ -86,6 +89,34 @@ def bar(stage: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: shown.update(task, completed=done, total=total or None)
 
 
+def results() -> Console:
+    """Standard output. What is no terminal has room for every number."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+
+
+def check_output(name: str, path: Path, *others: str | Path) -> None:
+    """Whether a file can be written, before hours are spent on what it shows.
+
+    Args:
+        name: the option.
+        path: the file.
+        others: files that it must not be: it would end them.
+
+    Raises:
+        BadArgument: it cannot, or is one of the others.
+    """
+    if path.is_dir():
+        raise BadArgument(name, str(path), "a file, not a folder")
+    if not path.parent.is_dir():
+        raise BadArgument(name, str(path), "a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadArgument(name, str(path), "a file that may be written")
+    if any(path.resolve() == Path(other).resolve() for other in others):
+        raise BadArgument(name, str(path), "another file than the trace and other results")
+
+
 trace = cyclopts.App(
     name="trace",
     help="Look at traces of requests, convert and make them.",
@@ -105,7 +136,7 @@ def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json
 
     found = info(read_trace(path, options))
     if json:
-        print(dumps(asdict(found), ensure_ascii=False))
+        print(dumps(asdict(found)))
     else:
         _show(found)
 
@@ -122,14 +153,15 @@ def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = _DEF
 
     if target.suffix != SUFFIX:
         raise BadArgument("target", str(target), f"a file that ends in {SUFFIX}")
+    check_output("target", target)
     read = read_trace(path, options)
     read.save(target)
     done = {"trace": read.name, "requests": len(read), "blocks": len(read.whole.blocks), "bytes": target.stat().st_size}
     if json:
-        print(dumps({**done, "notes": read.notes}, ensure_ascii=False))
+        print(dumps({**done, "notes": read.notes}))
     else:
         print(f"{target}: {done['requests']:,} requests, {done['blocks']:,} blocks, {done['bytes']:,} bytes")
-        print("\n".join(read.notes), end="\n" if read.notes else "")
+        print("".join(f"{printable(note)}\n" for note in read.notes), end="")
 
 
 @trace.command(name="generate")
@@ -161,6 +193,7 @@ def trace_generate(
 
     if output.suffix != SUFFIX:
         raise BadArgument("output", str(output), f"a file that ends in {SUFFIX}")
+    check_output("output", output)
     made = generate(parse_workload(kind, dict(map(_setting, set))), requests, seed=seed, block_size=block_size)
     made.save(output)
     facts = {
@@ -172,7 +205,7 @@ def trace_generate(
         "notes": made.notes,
     }
     if json:
-        print(dumps(facts, ensure_ascii=False))
+        print(dumps(facts))
     else:
         print(f"{output}: {len(made):,} requests, {facts['blocks']:,} blocks, {facts['distinct_blocks']:,} distinct")
 
@@ -203,13 +236,11 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def _show(found: TraceInfo) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = results()
     for table in _tables(found):
         console.print(table)
     for note in found.notes:
-        console.print(_printable(note), markup=False)
+        console.print(printable(note), markup=False, soft_wrap=True)
 
 
 def _tables(found: TraceInfo) -> Iterator[Table]:
@@ -298,12 +329,12 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
         words = at == 0 and heading not in _NUMBERED
         table.add_column(heading, justify="left" if words or not heading else "right", no_wrap=bool(heading) and at > 0)
     for row in rows:
-        table.add_row(*(Text(_printable(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
-def _printable(text: str) -> str:
-    """Without what could steer a terminal: names come from files of others."""
+def printable(text: str) -> str:
+    """A text without what could steer a terminal: names come from files of others."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

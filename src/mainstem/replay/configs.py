@@ -52,19 +52,29 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
     },
     "cohere2": {"sliding_window_pattern": 4},
+    "falcon": {"multi_query": True},
+    "gpt_bigcode": {"multi_query": True},
     "gpt_oss": {"sliding_window_pattern": 2},
+    "llama4_text": {"no_rope_layer_interval": 4, "n_shared_experts": 1},
     "qwen2": {"use_sliding_window": False},
     "qwen2_moe": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
     "qwen3_moe": {"use_sliding_window": False},
     "qwen3_next": {"full_attention_interval": 4},
 }
-_TIED = ("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "gpt2", "lfm2")
-_UNGATED = ("gpt2", "gpt_neox", "opt", "phi", "falcon", "starcoder2", "nemotron", "nemotron_h", "bloom", "gptj")
+_TIED = (
+    *("bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "lfm2"),
+    "mpt",
+)
+_UNGATED = (
+    *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "nemotron_h", "opt", "phi"),
+    "starcoder2",
+)
 _GATED_QUERIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ONE_BLOCK_A_LAYER = ("nemotron_h", "mamba", "mamba2", "falcon_mamba")  # a mixer or an MLP, not both
 _MAMBA1 = ("mamba", "falcon_mamba", "jamba")
-_QUANTISED = {"fp8": "fp8", "mxfp4": "mxfp4", "compressed-tensors": "fp8"}
+_BITS = {4: "int4", 8: "int8"}
+_MOST_LAYERS, _MOST = 10_000, 1 << 32
 
 
 def well_known() -> tuple[str, ...]:
@@ -120,6 +130,8 @@ class _Fields:
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), None)
         inner = {**config, **text} if isinstance(text, Mapping) else dict(config)
+        for part in ("attn_config", "ffn_config"):  # MPT and DBRX
+            inner |= inner[part] if isinstance(inner.get(part), Mapping) else {}
         self.name = name
         self.family = str(inner.get("model_type", ""))
         self._config = {**_DEFAULTS.get(self.family, {}), **{k: v for k, v in inner.items() if v is not None}}
@@ -128,36 +140,47 @@ class _Fields:
         """The first of these fields that is set, or None."""
         return next((self._config[name] for name in names if name in self._config), None)
 
-    def integer(self, *names: str, default: int | None = None) -> int:
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """The first of these that is set, as a whole number; without a default one of them must be."""
         value = self.get(*names)
         if value is None and default is not None:
             return default
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not least <= value < _MOST:
             what = "without" if value is None else f"with {value!r} as"
-            raise BadArgument(
-                "model", f"{self.name}, {what} {names[0]}", "a configuration whose sizes are whole numbers"
-            )
+            field = next((name for name in names if name in self._config), names[0])
+            whole = "a configuration whose sizes are whole numbers"
+            raise BadArgument("model", f"{self.name}, {what} {field}", whole)
         return value
+
+    def layers(self, *names: str) -> list[int] | None:
+        """The first of these that is set, as whole numbers: indices of layers, or a mark of each."""
+        value = self.get(*names)
+        if value is not None and not (isinstance(value, list) and all(isinstance(each, int) for each in value)):
+            raise self.unknown(f"with {value!r} as {names[0]}")
+        return value
+
+    def share(self, name: str, default: int = 0) -> int:
+        """A number that may be 0: of layers at the start, of experts for all."""
+        return self.integer(name, default=default, least=0)
 
     def at(self, layer: int) -> _Fields:
         """The same for one layer, where that differs."""
         own = (self.get("per_layer_config") or {}).get(str(layer))
         return self if own is None else _Fields(self.name, {**self._config, **own})
 
-    def unknown(self, what: str) -> BadArgument:
-        return BadArgument("model", f"{self.name}, {what}", "a configuration with layers of known kinds")
+    def unknown(self, what: str, known: str = "layers of known kinds") -> BadArgument:
+        return BadArgument("model", f"{self.name}, {what}", f"a configuration with {known}")
 
 
 def _shape(c: _Fields) -> ModelShape:
+    if not c.family:
+        raise BadArgument("model", f"{c.name}, without model_type", "a configuration that says what model it is of")
     kinds = _kinds(c)
-    shared = c.integer("num_kv_shared_layers", default=0)  # the last layers read the KV of earlier ones
+    shared = c.share("num_kv_shared_layers")  # the last layers read the KV of earlier ones
     layers = []
     for i, kind in enumerate(kinds):
         layer = _layer(c.at(i), kind, i)
         layers.append(replace(layer, kv_numbers=0) if i >= len(kinds) - shared else layer)
-    quantised = c.get("quantization_config")
-    method = str(quantised.get("quant_method")) if isinstance(quantised, Mapping) else ""
     tied = c.get("tie_word_embeddings", "tie_embedding")
     return ModelShape(
         name=c.name,
@@ -165,8 +188,32 @@ def _shape(c: _Fields) -> ModelShape:
         hidden_size=_hidden(c),
         vocab_size=c.integer("vocab_size"),
         tied=c.family in _TIED if tied is None else bool(tied),
-        weights_dtype=_QUANTISED.get(method, "fp32" if c.get("dtype", "torch_dtype") == "float32" else "bf16"),
+        weights_dtype=_weights_dtype(c),
     )
+
+
+def _weights_dtype(c: _Fields) -> str:
+    quantised = c.get("quantization_config")
+    if not isinstance(quantised, Mapping):
+        return "fp32" if c.get("dtype", "torch_dtype") == "float32" else "bf16"
+    method = str(quantised.get("quant_method", "")).lower()
+    if method in ("fp8", "mxfp4", "fbgemm_fp8"):
+        return method.removeprefix("fbgemm_")
+    if dtype := _BITS.get(_bits(quantised)):
+        return "fp8" if dtype == "int8" and "float" in str(quantised) else dtype
+    if "fp8" in str(quantised).lower():
+        return "fp8"
+    raise c.unknown(f"quantised by {method or 'no method'} to no width that is known", "weights of known types")
+
+
+def _bits(quantised: Mapping[str, Any]) -> Any:
+    """Of a weight: as GPTQ and AWQ say it, as bitsandbytes does, or as the groups of compressed-tensors do."""
+    groups = quantised.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
+            return group["weights"].get("num_bits")
+    named = 4 if quantised.get("load_in_4bit") else 8 if quantised.get("load_in_8bit") else None
+    return quantised.get("bits", quantised.get("w_bit", named))
 
 
 def _hidden(c: _Fields) -> int:
@@ -179,9 +226,14 @@ def _hidden(c: _Fields) -> int:
 def _kinds(c: _Fields) -> list[str]:
     """What each layer is, one of the words above."""
     named = c.get("layer_types", "layers_block_type", "hybrid_override_pattern")
+    count = c.integer("num_hidden_layers", "n_layer", "n_layers", default=None if named is None else 1)
+    if count > _MOST_LAYERS:
+        raise c.unknown(f"with {count} layers", f"{_MOST_LAYERS} layers at most")
     if named is None:
-        return [_kind_by_rule(c, i) for i in range(c.integer("num_hidden_layers", "n_layer", "n_layers"))]
-    if unknown := sorted(set(named) - set(_KINDS)):
+        return [_kind_by_rule(c, i) for i in range(count)]
+    if not isinstance(named, list | tuple | str) or not named:
+        raise c.unknown(f"with {named!r} as layers")
+    if unknown := sorted({str(kind) for kind in named} - set(_KINDS)):
         raise c.unknown(f"with layers of the kind {unknown[0]}")
     kinds = [_KINDS[kind] for kind in named]
     if c.family == "falcon_h1":
@@ -195,6 +247,8 @@ def _kind_by_rule(c: _Fields, i: int) -> str:
         return "both"
     if c.family in ("mamba", "mamba2", "falcon_mamba"):
         return _recurrent_kind(c)
+    if c.family == "llama4_text":
+        return _chunked_kind(c, i)
     attends = _attends(c, i)
     if attends is None:
         return _window_kind(c, i)
@@ -203,13 +257,20 @@ def _kind_by_rule(c: _Fields, i: int) -> str:
 
 def _attends(c: _Fields, i: int) -> bool | None:
     """Whether layer i of a hybrid model has attention; None if the model is none."""
-    if (interval := c.get("full_attention_interval")) is not None:
-        return (i + 1) % int(interval) == 0
-    if (period := c.get("attn_layer_period")) is not None:
-        return i % int(period) == c.integer("attn_layer_offset")
-    if (indices := c.get("attn_layer_indices", "full_attn_idxs")) is not None:
+    if c.get("full_attention_interval") is not None:
+        return (i + 1) % c.integer("full_attention_interval") == 0
+    if c.get("attn_layer_period") is not None:
+        return i % c.integer("attn_layer_period") == c.integer("attn_layer_offset", least=0)
+    if (indices := c.layers("attn_layer_indices", "full_attn_idxs")) is not None:
         return i in indices
     return None
+
+
+def _chunked_kind(c: _Fields, i: int) -> str:
+    """Of Llama 4: layers with rotated positions see a chunk, those without see everything."""
+    marks = c.layers("no_rope_layers")
+    rotated = marks[i] if marks and i < len(marks) else (i + 1) % c.integer("no_rope_layer_interval")
+    return "chunked" if rotated and c.get("attention_chunk_size") else "full"
 
 
 def _window_kind(c: _Fields, i: int) -> str:
@@ -218,8 +279,8 @@ def _window_kind(c: _Fields, i: int) -> str:
     if (pattern := c.get("sliding_window_pattern", "_sliding_window_pattern")) is not None:
         if isinstance(pattern, str):  # such as LLLG
             return "sliding" if pattern[i % len(pattern)] == "L" else "full"
-        return "sliding" if (i + 1) % int(pattern) else "full"
-    return "sliding" if i >= c.integer("max_window_layers", default=0) else "full"
+        return "sliding" if (i + 1) % c.integer("sliding_window_pattern", "_sliding_window_pattern") else "full"
+    return "sliding" if i >= c.share("max_window_layers") else "full"
 
 
 def _recurrent_kind(c: _Fields) -> str:
@@ -255,15 +316,23 @@ def _attention(c: _Fields, kind: str) -> Layer:
     hidden, heads = _hidden(c), c.integer("num_attention_heads", "n_head", "n_heads")
     wide = kind == "full"  # some families have larger heads where nothing slides
     size = c.integer(*["global_head_dim"] * wide, "head_dim", default=hidden // max(heads, 1))
-    kv_heads = c.integer(*["num_global_key_value_heads"] * wide, "num_key_value_heads", "n_head_kv", default=heads)
     queries = heads * size * (2 if c.family in _GATED_QUERIES or c.get("attn_output_gate") else 1)
     window = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind)
+    kv_heads = _kv_heads(c, heads, wide)
     return _matrices(
         hidden * (queries + heads * size + 2 * kv_heads * size),
         kv_numbers=2 * kv_heads * size,
+        kv_parts=kv_heads,
         window=c.integer(window) if window else None,
         pair_flops=4 * heads * size,
     )
+
+
+def _kv_heads(c: _Fields, heads: int, wide: bool) -> int:
+    if c.get("multi_query") is True and not c.get("new_decoder_architecture"):
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
+    return c.integer(*["num_global_key_value_heads"] * wide, *names, default=heads)
 
 
 def _latent(c: _Fields) -> Layer:
@@ -271,12 +340,13 @@ def _latent(c: _Fields) -> Layer:
     hidden, heads, rank = _hidden(c), c.integer("num_attention_heads"), c.integer("kv_lora_rank")
     rope, nope, value = c.integer("qk_rope_head_dim"), c.integer("qk_nope_head_dim"), c.integer("v_head_dim")
     queries = heads * (nope + rope)
-    query_rank = c.integer("q_lora_rank", default=0)
+    query_rank = c.share("q_lora_rank")
     query_matrices = query_rank * (hidden + queries) if query_rank else hidden * queries
     expand = rank * heads * (nope + value)
     return _matrices(
         query_matrices + hidden * (rank + rope) + expand + heads * value * hidden,
         kv_numbers=rank + rope,
+        kv_parts=1,
         pair_flops=2 * heads * (nope + rope + value),
         past_flops=2 * expand,
     )
@@ -343,31 +413,39 @@ def _mlp(c: _Fields, inner: int) -> int:
 
 
 def _dense(c: _Fields) -> Layer:
-    inner = c.integer("intermediate_size_mlp", "intermediate_size", "n_inner", default=4 * _hidden(c))
+    wide = 4 * _hidden(c) if c.family in _UNGATED else None
+    inner = c.integer("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size", default=wide)
     if c.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, in whole multiples
         multiple, factor = c.integer("block_multiple_of"), c.get("block_ffn_dim_multiplier") or 1
         inner = -(-int(factor * (2 * inner // 3)) // multiple) * multiple
-    return _matrices(_mlp(c, c.integer("shared_intermediate_size", default=inner)))
+    return _matrices(_mlp(c, c.share("shared_intermediate_size", default=inner)))
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _is_sparse(c: _Fields, i: int) -> bool:
     """Whether the MLP of layer i is a mixture of experts."""
-    if not c.get("num_experts", "num_local_experts", "n_routed_experts"):
+    if not c.get(*_EXPERTS) and c.get("moe_intermediate_size") is None:
         return False
-    if i < c.integer("first_k_dense_replace", default=0) or i in (c.get("mlp_only_layers") or ()):
+    if i < c.share("first_k_dense_replace") or i in (c.layers("mlp_only_layers") or ()):
         return False
-    if (period := c.get("expert_layer_period")) is not None:
-        return i % int(period) == c.integer("expert_layer_offset")
+    if c.get("expert_layer_period") is not None:
+        return i % c.integer("expert_layer_period") == c.integer("expert_layer_offset", least=0)
     return (i + 1) % c.integer("decoder_sparse_step", "interleave_moe_layer_step", default=1) == 0
 
 
 def _experts(c: _Fields) -> Layer:
-    count = c.integer("num_experts", "num_local_experts", "n_routed_experts")
-    used = c.integer("num_experts_per_tok", "experts_per_token", "top_k_experts")
-    inner = c.integer("moe_intermediate_size", "intermediate_size")
+    count = c.integer(*_EXPERTS)
+    used = c.integer("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k")
+    inner = c.integer("moe_intermediate_size", "intermediate_size", "ffn_hidden_size")
     shared_inner = c.integer(
-        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size", default=0
+        *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
+        default=0,
+        least=0,
     )
-    shared = _mlp(c, shared_inner or inner * c.integer("n_shared_experts", default=0))
+    shared = _mlp(c, shared_inner or inner * c.share("n_shared_experts"))
     router, one = _hidden(c) * count, _mlp(c, inner)
-    return _matrices(count * one + router + shared, used * one + router + shared)
+    if used > count:
+        raise c.unknown(f"with {used} of {count} experts for a token", "as many experts as it uses")
+    return _matrices(count * one + router + shared, used * one + router + shared, routed=used / count)

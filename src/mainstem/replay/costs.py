@@ -54,22 +54,26 @@ class Layer:
 
     Args:
         kv_numbers: kept of each position: key and value of all KV heads, or the latent of MLA.
+        kv_parts: that devices can share it by: its KV heads; the latent of MLA is one.
         window: positions that it sees and keeps, a query's own among them; None: all.
         conv_numbers: of the convolution's part of a recurrent state.
         recurrent_numbers: of the rest of that state.
         parameters: of its matrices.
         active_parameters: those that one token meets.
+        routed: part of the experts that a token is sent to; 0: there are none.
         pair_flops: of a query with one position that it sees.
         token_flops: of a token beside matrices and pairs: what a recurrence does.
         past_flops: of each cached position, once a prefill: MLA makes keys and values from the latent again.
     """
 
     kv_numbers: int = 0
+    kv_parts: int = 0
     window: int | None = None
     conv_numbers: int = 0
     recurrent_numbers: int = 0
     parameters: int = 0
     active_parameters: int = 0
+    routed: float = 0
     pair_flops: int = 0
     token_flops: int = 0
     past_flops: int = 0
@@ -142,6 +146,32 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Those that one token meets, logits included."""
         return self.hidden_size * self.vocab_size + sum(layer.active_parameters for layer in self.layers)
+
+    def met_parameters(self, tokens: ArrayLike) -> Floats:
+        """Those that so many tokens meet together, logits included; element by element.
+
+        Of experts, those that one token or another is sent to, as if each drew its own: all but (1 - routed) ** tokens.
+
+        Args:
+            tokens: 1 or more of each prompt.
+        """
+        n = np.asarray(tokens, np.float64)
+        met = np.full(n.shape, float(self.active_parameters))
+        idle = Counter[float]()
+        for layer in self.layers:
+            idle[layer.routed] += layer.parameters - layer.active_parameters
+        for routed, parameters in idle.items():
+            met += parameters * (1 - (1 - routed) ** (n - 1))
+        return met
+
+    def kv_copies(self, devices: int) -> int:
+        """How often tensor parallelism over so many devices keeps the same KV: more than they have parts, repeat.
+
+        Args:
+            devices: 1 or more.
+        """
+        parts = min((layer.kv_parts for layer in self.layers if layer.kv_parts), default=devices)
+        return -(-devices // parts)
 
     def weights_bytes(self, dtype: str | None = None) -> int:
         """Bytes of all weights.

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 """Told now and then: bytes of the file read, and all of them; 0 where that is unknown."""
 
 _BOM = b"\xef\xbb\xbf"
-_ZSTD_INPUT = 4096  # decompressed in one go, so not more: a few hundred bytes can become a megabyte
+_FRAME_INPUT = 4096  # decompressed in one go, so not more: a few hundred bytes can become a megabyte
 
 
 class Source:
@@ -122,40 +122,49 @@ class _Raw(io.RawIOBase):
         return len(data)
 
 
-class _Zstd:
-    """Decompresses frame after frame, and says so when the last one is not whole."""
+class _Frames:
+    """Decompresses frame after frame, and says so when the last one is not whole, or is none."""
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, source: IO[bytes], begin: Callable[[], Any], padding: bytes = b"") -> None:
         self._source = source
-        self._zstd = _zstandard()
+        self._begin = begin
+        self._padding = padding  # what may stand between frames
         self._frame: Any = None
 
     def take(self, size: int) -> bytes:
         """The next bytes, however many; none at the end."""
         del size
         out = b""
-        while not out and (data := self._source.read(_ZSTD_INPUT)):
-            while data:
-                self._frame = self._frame or self._zstd.ZstdDecompressor().decompressobj()
-                out += self._decompress(data)
+        while not out and (data := self._source.read(_FRAME_INPUT)):
+            while data := data if self._frame else data.lstrip(self._padding):
+                self._frame = self._frame or self._begin()
+                out += self._frame.decompress(data)
                 data = self._frame.unused_data if self._frame.eof else b""
                 self._frame = None if self._frame.eof else self._frame
         if not out and self._frame is not None:
             raise EOFError("the last frame is not whole")
         return out
 
-    def _decompress(self, data: bytes) -> bytes:
-        try:
-            return bytes(self._frame.decompress(data))
-        except self._zstd.ZstdError as error:
-            raise zlib.error(str(error)) from error
+
+def _xz(source: IO[bytes]) -> io.RawIOBase:
+    """`lzma.LZMAFile` takes what stands behind the last frame for nothing, whatever it is."""
+    return _Raw(_Frames(source, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=b"\0").take)
 
 
-def _zstandard() -> Any:
+def _zstd(source: IO[bytes]) -> io.RawIOBase:
     try:
-        return importlib.import_module("zstandard")
+        zstandard = importlib.import_module("zstandard")
     except ImportError as error:
         raise BackendUnavailable("a file in zstd needs the package zstandard: pip install 'mainstem[zstd]'") from error
+    frames = _Frames(source, lambda: zstandard.ZstdDecompressor().decompressobj())
+
+    def take(size: int) -> bytes:
+        try:
+            return frames.take(size)
+        except zstandard.ZstdError as error:
+            raise zlib.error(str(error)) from error
+
+    return _Raw(take)
 
 
 def _front(raw: io.RawIOBase | IO[bytes]) -> tuple[bytes, IO[bytes]]:
@@ -167,9 +176,9 @@ def _front(raw: io.RawIOBase | IO[bytes]) -> tuple[bytes, IO[bytes]]:
 
 
 _COMPRESSED: dict[bytes, Callable[[IO[bytes]], Any]] = {
-    b"\xfd7zXZ\0": lzma.LZMAFile,
+    b"\xfd7zXZ\0": _xz,
     b"\x1f\x8b": lambda source: gzip.GzipFile(fileobj=source),
-    b"\x28\xb5\x2f\xfd": lambda source: _Raw(_Zstd(source).take),
+    b"\x28\xb5\x2f\xfd": _zstd,
 }
 
 _DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)

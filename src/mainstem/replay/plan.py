@@ -49,10 +49,12 @@ class Engine:
 
     Args:
         gpus: of a replica.
-        cache_bytes: left for KV on all devices together.
+        kv_copies: devices of a replica that keep the same KV.
+        cache_bytes: left for KV on all devices together, each copy but one taken off.
         flops_per_s: of a replica.
-        weights_s: that reading the weights which a token meets takes, once.
-        host_bytes_per_s: from host memory, all devices of a replica together.
+        weight_bytes: of a parameter.
+        weights_bytes_per_s: from the devices' own memory, all of a replica together.
+        host_bytes_per_s: from host memory, all devices of a replica together, each copy but one taken off.
         storage_bytes_per_s: 0 without storage.
         token_bytes: that loading a cached token brings.
         end_bytes: that loading brings once: the windows' and states' part.
@@ -60,9 +62,11 @@ class Engine:
     """
 
     gpus: int
+    kv_copies: int
     cache_bytes: float
     flops_per_s: float
-    weights_s: float
+    weight_bytes: float
+    weights_bytes_per_s: float
     host_bytes_per_s: float
     storage_bytes_per_s: float
     token_bytes: float
@@ -85,11 +89,14 @@ class PlanRow:
         ttft_mean_s: time to first token.
         ttft_p90_s: nine requests in ten have theirs sooner.
         slo_share: requests whose first token comes in time; None without a limit.
+        slo_met: whether these are as many as asked for.
         flops: of all prefills.
         flops_saved_share: of what they are without a cache.
         gpu_hours: of all prefills, at the rate reached.
         gpu_hours_saved: of those without a cache.
         busy: part of the trace's span that a replica computes; above 1 it cannot keep up. None: the trace has no span.
+        replicas: that it takes for none to be busier than asked for, at these hits.
+        storage_busy: part of the span that reading storage takes; above 1 it cannot keep up.
         gain_per_gb: percent of all FLOPs that a gigabyte bought saves, beside the device alone; None: nothing bought.
     """
 
@@ -103,11 +110,14 @@ class PlanRow:
     ttft_mean_s: float
     ttft_p90_s: float
     slo_share: float | None
+    slo_met: bool | None
     flops: float
     flops_saved_share: float
     gpu_hours: float
     gpu_hours_saved: float
     busy: float | None
+    replicas: int | None
+    storage_busy: float | None
     gain_per_gb: float | None
 
 
@@ -117,6 +127,8 @@ class Knee:
 
     Args:
         memory_bytes: to buy below the device; 0: none pays.
+        host_bytes: of it; host memory comes first.
+        storage_bytes: of it.
         saved_share: of prefill FLOPs there.
         most_saved_share: with all memory that was offered.
         endless_saved_share: with memory for every block of the trace.
@@ -124,6 +136,8 @@ class Knee:
     """
 
     memory_bytes: int
+    host_bytes: int
+    storage_bytes: int
     saved_share: float
     most_saved_share: float
     endless_saved_share: float
@@ -141,8 +155,9 @@ class Plan:
         slo_ttft_s: as given.
         engine: the model on the devices.
         bare: without any cache.
-        rows: the device alone first, then host memory and storage rising.
+        rows: the device alone first, then host memory and storage rising; the knee is among them.
         knee: see there.
+        buy: the row that is worth its price most, of those in time, if any is; never one that makes first tokens later.
     """
 
     trace: str
@@ -160,6 +175,7 @@ class Plan:
     bare: PlanRow
     rows: tuple[PlanRow, ...]
     knee: Knee
+    buy: PlanRow
 
 
 def plan(
@@ -186,22 +202,26 @@ def plan(
         progress: told after each replay: how many are done, of how many.
 
     Raises:
-        BadArgument: the trace is empty, or the weights do not fit the devices.
+        BadArgument: the trace is empty, the weights do not fit the devices, or the limit is not above 0.
     """
     if len(trace) == 0:
         raise BadArgument("trace", trace.name, "a trace of 1 request or more")
+    if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
+        raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
     load = _Load.of(trace)
     engine = _engine(load, model, device, memory, given)
-    enough = load.distinct_blocks * engine.block_bytes
-    sizes = _curve_sizes(memory, given.write_policy, enough)
-    reaches = _Reaches(hits or _replays(trace, given.policy), load, engine, given.write_policy)
+    enough = everything(load.distinct_blocks, engine, given)
+    reaches = _Reaches(hits or _replays(trace, given), load, engine, given)
     mixes = [mix for mix in _mixes(memory, given.steps, enough) if reaches.pays(mix)]
+    sizes = _curve_sizes(memory, mixes, given.write_policy, enough)
     reaches.replay([*mixes, *(Mix(size, 0) for size in sizes)], progress)
     study = _Study(load, model, engine, given, slo_ttft_s)
     bare = study.row(Mix(0, 0), (reaches.none,) * 3)
     alone = study.row(Mix(0, 0), reaches.of(Mix(0, 0)), bare)
-    rows = tuple(study.row(mix, reaches.of(mix), bare, alone) for mix in mixes)
     curve = tuple((size, study.saved(reaches.of(Mix(size, 0))[2], bare)) for size in sizes)
+    knee = _knee(curve, memory, given, study.saved(reaches.endless, bare))
+    mixes = sorted({*mixes, Mix(knee.host_bytes, knee.storage_bytes)})
+    rows = tuple(study.row(mix, reaches.of(mix), bare, alone) for mix in mixes)
     return Plan(
         trace=trace.name,
         requests=len(trace),
@@ -217,14 +237,42 @@ def plan(
         engine=engine,
         bare=bare,
         rows=rows,
-        knee=_knee(curve, given.gain, study.saved(reaches.endless, bare)),
+        knee=knee,
+        buy=_worth_most(rows, given.gain),
     )
 
 
-def _replays(trace: Trace, policy: str) -> Hits:
-    from mainstem.replay.simulate import hit_blocks
+def everything(distinct_blocks: int, engine: Engine, given: Assumptions) -> float:
+    """Bytes that hold all a trace ever asks for: once, or for each replica."""
+    return distinct_blocks * engine.block_bytes * _parts(given)
 
-    return lambda capacity_blocks: hit_blocks(trace, policy, capacity_blocks)
+
+def _parts(given: Assumptions) -> int:
+    return 1 if given.routing == "shared" else given.replicas
+
+
+def _replays(trace: Trace, given: Assumptions) -> Hits:
+    from mainstem.replay.simulate import ONE_CACHE, Setup, hit_blocks
+
+    if given.routing == "shared" or given.replicas == 1:
+        setup = ONE_CACHE
+    else:
+        setup = Setup(replicas=given.replicas, routing=given.routing)
+    return lambda capacity_blocks: hit_blocks(trace, given.policy, capacity_blocks, setup=setup)
+
+
+def _worth_most(rows: tuple[PlanRow, ...], gain: float) -> PlanRow:
+    """Of equals the one whose first tokens come sooner."""
+
+    def worth(row: PlanRow) -> tuple[float, float]:
+        return row.flops_saved_share - _price(row.host_bytes + row.storage_bytes, gain), -row.ttft_mean_s
+
+    no_later = [row for row in rows if row.ttft_mean_s <= rows[0].ttft_mean_s]
+    return max([row for row in no_later if row.slo_met] or no_later, key=worth)
+
+
+def _price(size: int, gain: float) -> float:
+    return gain / 100 * size / 1e9
 
 
 # ---- the trace
@@ -278,28 +326,28 @@ def _halves(most: int, steps: int, enough: float) -> list[int]:
 
 
 def _mixes(memory: Memory, steps: int, enough: float) -> list[Mix]:
-    """Nothing first. Storage lies below host memory: where that is offered, there is some wherever there is storage."""
+    """Nothing first."""
     return [
         Mix(host, storage)
         for host in _halves(memory.host_bytes, steps, enough)
         for storage in _halves(memory.storage_bytes, steps, enough)
-        if host or not storage or not memory.host_bytes
     ]
 
 
-def _curve_sizes(memory: Memory, write_policy: str, enough: float) -> list[int]:
-    """Sizes of all memory that is bought, as one tier: of copies only the largest counts."""
-    sizes = memory.host_bytes, memory.storage_bytes
-    most = min(max(sizes) if write_policy == "write_through" else sum(sizes), enough)
-    return sorted({0, *(math.ceil(most * 2 ** (-i / 2)) for i in range(_CURVE_POINTS))})
+def _curve_sizes(memory: Memory, mixes: list[Mix], write_policy: str, enough: float) -> list[int]:
+    """Sizes of all memory that is bought, as one tier, the mixes' among them: of copies only the largest counts."""
+    whole = max if write_policy == "write_through" else sum
+    most = min(whole((memory.host_bytes, memory.storage_bytes)), math.ceil(enough))
+    return sorted({whole(mix) for mix in mixes} | {math.ceil(most * 2 ** (-i / 2)) for i in range(_CURVE_POINTS)} | {0})
 
 
 class _Reaches:
     """How many blocks of each request are found within the reach of each tier; each capacity is replayed once."""
 
-    def __init__(self, hits: Hits, load: _Load, engine: Engine, write_policy: str) -> None:
+    def __init__(self, hits: Hits, load: _Load, engine: Engine, given: Assumptions) -> None:
         self._hits, self._engine = hits, engine
-        self._copies = write_policy == "write_through"
+        self._copies = given.write_policy == "write_through"
+        self._block_bytes = engine.block_bytes * _parts(given)
         self._most = load.distinct_blocks
         self._found: dict[int, Int64s] = {0: np.zeros(len(load.tokens), np.int64)}
 
@@ -332,13 +380,11 @@ class _Reaches:
         return device, host, np.maximum(host, storage)
 
     def _capacities(self, mix: Mix) -> tuple[int, int, int]:
-        """Blocks of each reach, never more than there are."""
+        """Blocks of each reach, of a replica where each has its own; never more than there are."""
         device = self._engine.cache_bytes
         host = max(device, mix.host_bytes) if self._copies else device + mix.host_bytes
         storage = max(host, mix.storage_bytes) if self._copies else host + mix.storage_bytes
-        device, host, storage = (
-            min(int(size // self._engine.block_bytes), self._most) for size in (device, host, storage)
-        )
+        device, host, storage = (min(int(size // self._block_bytes), self._most) for size in (device, host, storage))
         return device, host, storage
 
     def _at(self, capacity: int) -> Int64s:
@@ -358,14 +404,18 @@ def _engine(load: _Load, model: ModelShape, device: Device, memory: Memory, give
         raise BadArgument("gpus", gpus, f"enough for {weights / 1e9:.0f} GB of weights: {usable / 1e9:.0f} GB fit each")
     dtype = given.weights_dtype or model.weights_dtype
     peak = given.flops or device.flops_per_s(dtype)
-    active = model.active_parameters * dtype_bytes("weights_dtype", dtype)
+    copies = given.kv_copies or model.kv_copies(gpus)
+    if copies > gpus:
+        raise BadArgument("kv_copies", copies, f"as many as the devices of a replica at most, which are {gpus}")
     token_bytes, end_bytes, block_bytes = _cached_bytes(load, model, given)
     return Engine(
         gpus=gpus,
-        cache_bytes=given.replicas * (gpus * usable - weights),
+        kv_copies=copies,
+        cache_bytes=given.replicas * (gpus * usable - weights) / copies,
         flops_per_s=peak * given.mfu * gpus,
-        weights_s=active / ((given.bandwidth_device or device.memory_bytes_per_s) * gpus),
-        host_bytes_per_s=(given.bandwidth_host or device.host_bytes_per_s * given.link_share) * gpus,
+        weight_bytes=dtype_bytes("weights_dtype", dtype),
+        weights_bytes_per_s=(given.bandwidth_device or device.memory_bytes_per_s) * gpus,
+        host_bytes_per_s=(given.bandwidth_host or device.host_bytes_per_s * given.link_share) * gpus / copies,
         storage_bytes_per_s=memory.storage_bytes_per_s,
         token_bytes=token_bytes,
         end_bytes=end_bytes,
@@ -424,7 +474,8 @@ class _Study:
         """
         device, host, storage = (self.load.tokens_of(blocks) for blocks in found)
         flops = self._flops(storage)
-        computing = np.maximum(flops / self.engine.flops_per_s, self.engine.weights_s)
+        computing = np.maximum(flops / self.engine.flops_per_s, self._weights_s(storage))
+        stored = self._bytes(host, storage)
         ttft = self.given.overhead_s + self._loading(device, host, storage) + computing
         if self.given.queue:
             ttft = ttft + waits(self.load.time_s, ttft, self.given.replicas)
@@ -433,6 +484,9 @@ class _Study:
         saved = 0.0 if bare is None else 1 - total / bare.flops
         span = self.load.span_s
         bought = (mix.host_bytes + mix.storage_bytes) / 1e9
+        busy = float(computing.sum()) / span if span > 0 else None
+        in_time = None if self.slo_ttft_s is None else float((ttft <= self.slo_ttft_s).mean())
+        rate = self.engine.storage_bytes_per_s
         return PlanRow(
             host_bytes=mix.host_bytes,
             storage_bytes=mix.storage_bytes,
@@ -443,12 +497,15 @@ class _Study:
             block_hit_rate=float(found[2].sum()) / max(float(self.load.blocks.sum()), 1.0),
             ttft_mean_s=float(ttft.mean()),
             ttft_p90_s=float(np.quantile(ttft, 0.9)),
-            slo_share=None if self.slo_ttft_s is None else float((ttft <= self.slo_ttft_s).mean()),
+            slo_share=in_time,
+            slo_met=None if in_time is None else in_time >= self.given.slo_share,
             flops=total,
             flops_saved_share=saved,
             gpu_hours=hours,
             gpu_hours_saved=0.0 if bare is None else bare.gpu_hours - hours,
-            busy=float(computing.sum()) / span / self.given.replicas if span > 0 else None,
+            busy=None if busy is None else busy / self.given.replicas,
+            replicas=None if busy is None else max(math.ceil(busy / self.given.most_busy), 1),
+            storage_busy=float(stored.sum()) / rate / span if rate and span > 0 else None,
             gain_per_gb=100 * (saved - alone.flops_saved_share) / bought if alone is not None and bought else None,
         )
 
@@ -460,6 +517,11 @@ class _Study:
         """Of each prefill; the last token is always computed, for its logits."""
         known = np.minimum(known, self.load.tokens - 1)
         return self.model.prefill_flops(self.load.tokens - known, known)
+
+    def _weights_s(self, known: Int64s) -> Floats:
+        """Seconds that reading the weights takes which the computed tokens meet, once."""
+        met = self.model.met_parameters(np.maximum(self.load.tokens - known, 1))
+        return met * self.engine.weight_bytes / self.engine.weights_bytes_per_s
 
     def _loading(self, device: Int64s, host: Int64s, storage: Int64s) -> Floats:
         """Seconds that hits below the device take; what lies in storage streams through host memory."""
@@ -492,8 +554,17 @@ def waits(arrivals_s: Floats, services_s: Floats, servers: int) -> Floats:
     return waited
 
 
-def _knee(curve: tuple[tuple[int, float], ...], gain: float, endless: float) -> Knee:
+def _knee(curve: tuple[tuple[int, float], ...], memory: Memory, given: Assumptions, endless: float) -> Knee:
     """Of equals the smallest."""
-    net = [saved - gain / 100 * size / 1e9 for size, saved in curve]
+    net = [saved - _price(size, given.gain) for size, saved in curve]
     best = max(range(len(net)), key=net.__getitem__)
-    return Knee(curve[best][0], curve[best][1], curve[-1][1], endless, curve)
+    size, saved = curve[best]
+    return Knee(size, *_purchase(size, memory, given.write_policy), saved, curve[-1][1], endless, curve)
+
+
+def _purchase(size: int, memory: Memory, write_policy: str) -> Mix:
+    """So much memory as tiers: host memory first; where storage holds copies of that, one of them alone."""
+    if size <= memory.host_bytes:
+        return Mix(size, 0)
+    host = 0 if write_policy == "write_through" else memory.host_bytes
+    return Mix(host, size - host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from json import dumps
 from typing import TYPE_CHECKING, Literal
@@ -32,7 +33,10 @@ class PlanOptions:
 
     Args:
         gpus: Devices of one replica. Without it, the fewest that hold the weights.
-        replicas: Copies of the model, which share one cache.
+        replicas: Copies of the model; memory and storage are for all of them together.
+        routing: Replicas find what any of them keeps (shared); or each has its part of every tier, and gets requests of
+            which it has the longest prefix, by their first block, or in turn.
+        kv_copies: Devices of a replica that keep the same KV. Without it, as tensor parallelism repeats KV heads.
         mfu: Part of the peak rate that prefill reaches; above 0, up to 1.
         memory_share: Part of a device's memory for weights and KV; the rest is for activations.
         link_share: Part of the host link's peak that transfers reach.
@@ -50,10 +54,14 @@ class PlanOptions:
         queue: Count how long requests wait for a free replica.
         gain: Percent of prefill FLOPs that a gigabyte must save at the knee.
         steps: Sizes of host memory and of storage that are tried, each half of the next.
+        slo_share: Part of the first tokens that must come within --slo-ttft.
+        most_busy: Part of the time that a replica may prefill; the rest is for decoding and for bursts.
     """
 
     gpus: int | None = None
     replicas: int = 1
+    routing: Literal["shared", "prefix", "hash", "round-robin"] = "shared"
+    kv_copies: int | None = None
     mfu: float = 0.4
     memory_share: float = 0.9
     link_share: float = 0.8
@@ -71,6 +79,8 @@ class PlanOptions:
     queue: bool = False
     gain: float = 0.01
     steps: int = 3
+    slo_share: float = 0.9
+    most_busy: float = 0.7
 
     def assumptions(self) -> Assumptions:
         """The same for the plan.
@@ -83,6 +93,8 @@ class PlanOptions:
         return Assumptions(
             gpus=self.gpus,
             replicas=self.replicas,
+            routing=self.routing,
+            kv_copies=self.kv_copies,
             mfu=self.mfu,
             memory_share=self.memory_share,
             link_share=self.link_share,
@@ -100,6 +112,8 @@ class PlanOptions:
             queue=self.queue,
             gain=self.gain,
             steps=self.steps,
+            slo_share=self.slo_share,
+            most_busy=self.most_busy,
         )
 
 
@@ -135,7 +149,7 @@ def plan(
         path: The trace; - is standard input.
         model: A folder with a config.json, such a file, or a name such as llama-3.1-8b or deepseek-v3.
         gpu: What computes: h200, h100, a100-80gb, l40s, b200, mi300x, rtx4090, cpu and so on.
-        host_memory: Host memory at most, such as 1TB.
+        host_memory: Host memory at most, all replicas together, such as 1TB.
         storage: Storage at most, and what it is read at, such as 8TB@7GB/s.
         slo_ttft: When a first token is in time, such as 500ms.
         json: Print one JSON object.
@@ -149,6 +163,8 @@ def plan(
     given = options.assumptions()
     limit_s = None if slo_ttft is None else parse_duration("slo_ttft", slo_ttft)
     requests = read_trace(path, reading)
+    for note in requests.notes:
+        print(note, file=sys.stderr)
     with bar("replaying") as progress:
         found = make(requests, shape, device, memory, given, slo_ttft_s=limit_s, progress=progress)
     print(dumps(plan_as_dict(found), ensure_ascii=False) if json else show_plan(found))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from mainstem.replay.plan import Plan, PlanRow
+from mainstem.replay.plan import Knee, Plan, PlanRow, everything
 from mainstem.replay.units import show_bytes, show_duration
 
 
@@ -74,7 +74,9 @@ def _of_the_device(plan: Plan) -> list[Stated]:
 
     return [
         Stated("devices of a replica", engine.gpus, f"{engine.gpus} x {device.name}", "--gpus", fewest),
-        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "share one cache"),
+        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "all memory is for all of them"),
+        Stated("who finds what", given.routing, given.routing, "--routing", _SHARING[given.routing == "shared"]),
+        Stated("devices with the same KV", engine.kv_copies, str(engine.kv_copies), "--kv-copies", _copies(plan)),
         Stated("memory", memory, show_bytes(memory), "--device-memory", source(given.device_memory)),
         Stated(
             "for weights and KV",
@@ -91,6 +93,15 @@ def _of_the_device(plan: Plan) -> list[Stated]:
     ]
 
 
+_SHARING = ("each replica has its part of every tier", "every replica finds what any of them keeps")
+
+
+def _copies(plan: Plan) -> str:
+    if plan.given.kv_copies is not None:
+        return "as given"
+    return "KV heads for all devices" if plan.engine.kv_copies == 1 else "tensor parallelism, with fewer KV heads"
+
+
 def _of_the_cache(plan: Plan) -> list[Stated]:
     given, rate = plan.given, plan.engine.storage_bytes_per_s
     held = "copies of what is above" if given.write_policy == "write_through" else "what was evicted from above"
@@ -104,76 +115,102 @@ def _of_the_cache(plan: Plan) -> list[Stated]:
             "overhead of a request", given.overhead_s, show_duration(given.overhead_s), "--overhead", "beside the rest"
         ),
         Stated("waiting for a replica", queue[0], *queue, "first come, first served"),
-        Stated("price at the knee", given.gain, price, "--gain", "a convention"),
+        Stated("price of memory", given.gain, price, "--gain", "a convention"),
+        Stated("sizes tried", given.steps, f"{given.steps} of each tier", "--steps", "each half of the next"),
+        Stated("busy with prefill", given.most_busy, f"{given.most_busy:g} at most", "--most-busy", "a convention"),
+        Stated("in time", given.slo_share, f"{given.slo_share:g} of requests", "--slo-share", "with --slo-ttft"),
     ]
 
 
 # ---- what to do
 
-_A_POINT = 0.01
-
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """What the table does not say by itself, a sentence or two each."""
-    return tuple(_knee(plan)) + tuple(_in_time(plan)) + tuple(_warnings(plan))
+    """What the table does not say by itself, a sentence or two each; the first is what to buy."""
+    return _buy(plan), *_replicas(plan), *_in_time(plan), *_knee(plan), *_warnings(plan)
+
+
+def _buy(plan: Plan) -> str:
+    best, alone = plan.buy, plan.rows[0]
+    if len(plan.rows) == 1:
+        return "Buy: nothing was offered to choose from (--host-memory, --storage)."
+    if best == alone:
+        return f"Buy: no memory below the device, which saves {alone.flops_saved_share:.1%} of prefill FLOPs by itself."
+    return (
+        f"Buy: {_tiers(best)}. It saves {best.flops_saved_share:.1%} of prefill FLOPs ({alone.flops_saved_share:.1%} "
+        f"with the device alone); first tokens come in {show_duration(best.ttft_mean_s)} on average "
+        f"({show_duration(alone.ttft_mean_s)}), nine in ten in {show_duration(best.ttft_p90_s)} "
+        f"({show_duration(alone.ttft_p90_s)})."
+    )
+
+
+def _replicas(plan: Plan) -> Iterator[str]:
+    """How many devices it takes, and what to think of these figures if there are fewer."""
+    given, gpus = plan.given, plan.engine.gpus
+    needed = [row.replicas * gpus for row in (plan.buy, plan.rows[0], plan.bare) if row.replicas is not None]
+    if not needed:
+        return
+    yield (
+        f"Prefill takes {needed[0]:,} {plan.device.name} with that, {needed[1]:,} with the device alone and {needed[2]:,} "
+        f"without a cache, so that none is busy more than {given.most_busy:.0%} of the time."
+    )
+    if needed[0] > given.replicas * gpus:
+        there = f"There {'is' if given.replicas == 1 else 'are'} {given.replicas * gpus}"
+        times = "" if given.queue else ", and the times above are of requests that find a replica free"
+        yield f"{there}{times}. Plan again with --replicas {needed[0] // gpus}: more devices keep more, too."
 
 
 def _knee(plan: Plan) -> Iterator[str]:
     knee, gain = plan.knee, plan.given.gain
     alone = plan.rows[0].flops_saved_share
-    everything = plan.distinct_blocks * plan.engine.block_bytes
+    whole = everything(plan.distinct_blocks, plan.engine, plan.given)
     if knee.memory_bytes:
         rate = 100 * (knee.saved_share - alone) / (knee.memory_bytes / 1e9)
         yield (
-            f"Knee: {_purchase(plan)} saves {knee.saved_share:.1%} of prefill FLOPs ({alone:.1%} with the device "
+            f"Knee: {_tiers(knee)} saves {knee.saved_share:.1%} of prefill FLOPs ({alone:.1%} with the device "
             f"alone), {rate:.2g} % a GB; beyond it a GB buys {gain:g} % at most."
         )
-        if knee.memory_bytes == knee.curve[-1][0] < int(everything):
+        if knee.memory_bytes == knee.curve[-1][0] < int(whole):
             yield "All that was offered still pays: offer more to see where it ends."
     elif len(knee.curve) > 1:
         yield f"Knee: the device alone, {alone:.1%} of prefill FLOPs: no amount offered buys more than {gain:g} % a GB."
     yield (
         f"Memory without end would save {knee.endless_saved_share:.1%}; all that the trace ever asks for takes "
-        f"{show_bytes(everything)}."
+        f"{show_bytes(whole)}."
     )
-
-
-def _purchase(plan: Plan) -> str:
-    """The knee as tiers: host memory first, storage for what it does not reach."""
-    size, host = plan.knee.memory_bytes, plan.memory.host_bytes
-    if size <= host:
-        return f"{show_bytes(size)} of host memory"
-    if not host:
-        return f"{show_bytes(size)} of storage"
-    storage = size if plan.given.write_policy == "write_through" else size - host
-    return f"{show_bytes(host)} of host memory and {show_bytes(storage)} of storage"
 
 
 def _in_time(plan: Plan) -> Iterator[str]:
     if plan.slo_ttft_s is None:
         return
-    best = max(row.slo_share or 0.0 for row in plan.rows)
-    near = [row for row in plan.rows if (row.slo_share or 0.0) >= best - _A_POINT]
-    enough = min(near, key=lambda row: row.host_bytes + row.storage_bytes)
+    asked, alone = f"{plan.given.slo_share:.4g} asked for", plan.rows[0]
     yield (
         f"In {show_duration(plan.slo_ttft_s)}: {plan.bare.slo_share or 0:.1%} of first tokens without a cache, "
-        f"{best:.1%} at best; {_tiers(enough)} comes within a point of that."
+        f"{alone.slo_share or 0:.1%} with the device alone, {plan.buy.slo_share or 0:.1%} with what to buy."
     )
+    if met := [row for row in plan.rows if row.slo_met]:
+        least = min(met, key=lambda row: (_bought(row), row.ttft_mean_s))
+        yield f"The least that reaches the {asked} is {_tiers(least)}, with {least.slo_share or 0:.1%}."
+    else:
+        most = max(plan.rows, key=lambda row: (row.slo_share or 0.0, -_bought(row)))
+        yield (
+            f"No mix reaches the {asked}. Nearest comes {_tiers(most)}, with {most.slo_share or 0:.1%}; "
+            "what is missing takes faster or more devices for each replica (--gpus)."
+        )
 
 
-def _tiers(row: PlanRow) -> str:
+def _bought(row: PlanRow) -> int:
+    return row.host_bytes + row.storage_bytes
+
+
+def _tiers(row: PlanRow | Knee) -> str:
     bought = [(row.host_bytes, "host memory"), (row.storage_bytes, "storage")]
     return " and ".join(f"{show_bytes(size)} of {tier}" for size, tier in bought if size) or "the device alone"
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
     engine, given, rows = plan.engine, plan.given, plan.rows
-    if plan.bare.busy is not None and rows[-1].busy is not None and plan.bare.busy > 1:
-        busy, least = plan.bare.busy * given.replicas, rows[-1].busy * given.replicas
-        yield (
-            f"Prefill keeps {busy:.1f} replicas busy without a cache and {least:.1f} in the last row; there "
-            f"{'is' if given.replicas == 1 else 'are'} {given.replicas} (--replicas)."
-        )
+    yield from _overload(plan)
     if given.write_policy == "write_through" and any(0 < row.host_bytes <= engine.cache_bytes for row in rows):
         yield (
             f"Host memory up to {show_bytes(engine.cache_bytes)}, as much as KV has on the devices, adds nothing: it "
@@ -184,6 +221,16 @@ def _warnings(plan: Plan) -> Iterator[str]:
         yield (
             "Hits are taken to end anywhere; a running cache keeps windows and states where prompts end or part, so "
             "the hit rates of this model are the most that is possible."
+        )
+
+
+def _overload(plan: Plan) -> Iterator[str]:
+    """Where more is asked of storage than it can do."""
+    slow = max(plan.rows, key=lambda row: row.storage_busy or 0.0)
+    if (slow.storage_busy or 0.0) > plan.given.most_busy:
+        yield (
+            f"With {_tiers(slow)}, storage is read {slow.storage_busy:.0%} of the time: several requests wait for it, "
+            "which these times leave out."
         )
 
 
@@ -206,7 +253,7 @@ _HEAD = (
     ("prompt tokens found in", ("any", "device", "host", "storage")),
     ("first token", ("mean", "p90", "in time")),
     ("saved", ("FLOPs", "GPU-h", "% a GB")),
-    ("GPUs", ("busy",)),
+    ("GPUs", ("busy", "take")),
 )
 
 
@@ -217,13 +264,24 @@ def show_plan(plan: Plan) -> str:
         f"{plan.trace}: {plan.requests:,} requests{span}, {plan.input_tokens:,} prompt tokens\n"
         f"{plan.model.name} on {plan.engine.gpus * plan.given.replicas} x {plan.device.name}"
     )
-    rows = [("no cache", "", *_cells(plan.bare)[2:]), *(_cells(row) for row in plan.rows)]
+    gpus = plan.engine.gpus
+    rows = [("no cache", "", *_cells(plan.bare, gpus)[2:]), *(_cells(row, gpus) for row in plan.rows)]
+    marks = ["", "", "", *(_mark(row, plan) for row in plan.rows)]
+    lines = zip(_table(rows).split("\n"), marks, strict=True)
+    table = "\n".join(f"{line}  {mark}".rstrip() for line, mark in lines)
     stated = [(each.what, each.shown, each.option, each.source) for each in assumptions(plan)]
     title = "Assumptions, and the options that change them:\n"
-    return "\n\n".join((head, _table(rows), "\n".join(notes(plan)), title + _aligned(stated, left=4)))
+    return "\n\n".join((head, table, "\n".join(notes(plan)), title + _aligned(stated, left=4)))
 
 
-def _cells(row: PlanRow) -> tuple[str, ...]:
+def _mark(row: PlanRow, plan: Plan) -> str:
+    knee, size = plan.knee, _bought(row)
+    at_knee = size and (row.host_bytes, row.storage_bytes) == (knee.host_bytes, knee.storage_bytes)
+    marks = {"buy": size and row == plan.buy, "knee": at_knee}
+    return "<- " + ", ".join(mark for mark, is_so in marks.items() if is_so) if any(marks.values()) else ""
+
+
+def _cells(row: PlanRow, gpus: int) -> tuple[str, ...]:
     hits = (row.token_hit_rate, row.device_hit_rate, row.host_hit_rate, row.storage_hit_rate)
     return (
         show_bytes(row.host_bytes) if row.host_bytes else "-",
@@ -236,6 +294,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         f"{row.gpu_hours_saved:.3g}",
         "-" if row.gain_per_gb is None else f"{row.gain_per_gb:.2g}",
         "-" if row.busy is None else f"{row.busy:.0%}",
+        "-" if row.replicas is None else f"{row.replicas * gpus:,}",
     )
 
 

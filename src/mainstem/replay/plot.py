@@ -63,11 +63,12 @@ def write_plot(path: str | PathLike[str], info: TraceInfo, rows: Sequence[Row]) 
         capacities = series.by_capacity(rows)
         middle = list(capacities)[(len(capacities) - 1) // 2]
         at = f" at {middle:,} blocks ({series.marked(middle, info)})"
-        _draw_rates(rates, info, rows)
+        draw_rates = _draw_rates if len(capacities) > 1 else _draw_rate
+        draw_rates(rates, info, rows)
         _draw_time(time, series.looks(rows), capacities[middle], at)
         _draw_tiers(tiers, capacities[middle], at)
         _draw_reuse(reuse, info)
-        lines, names = rates.get_legend_handles_labels()
+        lines, names = (rates if len(capacities) > 1 else time).get_legend_handles_labels()
         figure.legend(lines, names, loc="outside lower center", ncols=6, frameon=False)
         figure.savefig(path)
 
@@ -91,6 +92,23 @@ def _draw_rates(axes: Axes, info: TraceInfo, rows: Sequence[Row]) -> None:
     _shares(axes, "Hit rate by capacity", blocks.label)
 
 
+def _draw_rate(axes: Axes, info: TraceInfo, rows: Sequence[Row]) -> None:
+    """Of one capacity there is no curve."""
+    blocks = series.measures(info, rows)[0]
+    (capacity,) = series.by_capacity(rows)
+    shares = {policy: dict(series.curve(rows, policy, blocks))[capacity] for policy in series.looks(rows)}
+    shares[series.LIMIT_LINE] = info.block_hit_rate
+    colours = ["#56B4E9"] * (len(shares) - 1) + [series.BACKGROUND.colour]
+    bars = axes.barh(range(len(shares)), list(shares.values()), height=0.7, color=colours)
+    axes.bar_label(bars, [f"{share:.2%}" for share in shares.values()], padding=3, fontsize=9)
+    axes.set_yticks(range(len(shares)), list(shares))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(shares.values()) or 1)
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set_xlabel(blocks.label)
+    axes.set_title(f"Hit rate at {capacity:,} blocks ({series.marked(capacity, info)})", loc="left", fontsize=11)
+
+
 def _spaced(capacities: Sequence[int], room: float) -> list[int]:
     """Those that are far enough from the ones before, in logarithms, to be written below the axis."""
     kept = [capacities[0]]
@@ -107,7 +125,8 @@ def _draw_time(axes: Axes, looks: dict[str, series.Look], rows: Sequence[Row], a
     for row in sorted(rows, key=lambda row: row.policy != optimum.NAME):
         look, points = looks[row.policy], series.rates(series.merged(row.timeline))
         xs, ys = [at / unit_s for at, _ in points], [float("nan") if rate is None else rate for _, rate in points]
-        axes.plot(xs, ys, color=look.colour, linestyle=(0, look.dash) if look.dash else "-", linewidth=1.5)
+        style = (0, look.dash) if look.dash else "-"
+        axes.plot(xs, ys, color=look.colour, linestyle=style, linewidth=1.5, label=_label(row.policy))
     axes.set_xlim(0, max(1.0, span_s / unit_s))
     axes.set_xlabel(f"time since the trace began, {unit}")
     _shares(axes, f"Hits over time{at}", "share of blocks hit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv as csv_format
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,13 +14,23 @@ import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
-from mainstem.replay.commands import Json, TraceOptions, bar, read_trace
+from mainstem.replay.commands import (
+    Json,
+    TraceOptions,
+    TracePath,
+    bar,
+    check_output,
+    printable,
+    read_trace,
+    results,
+)
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from mainstem.replay.costs import ModelShape
-    from mainstem.replay.simulate import Row, Setup, TierRow
+    from mainstem.replay.simulate import Row, Setup, Share, TierRow
     from mainstem.replay.trace import Trace
 
 _EXAMPLES = """\
@@ -35,7 +45,7 @@ Examples:
 Capacities are blocks (1000), tokens (2Mtok), bytes (10GB, with --model or --bytes-per-token) or percents of the trace's
 distinct blocks (5%). "opt" is the offline optimum: no policy can hit more."""
 
-_CAPACITIES = "1%,5%,10%,25%,50%"
+_PERCENTS = (1, 5, 10, 25, 50)
 
 
 @Parameter(name="*")
@@ -44,7 +54,7 @@ class CacheOptions:
     """What is replayed.
 
     Args:
-        capacity: Of the cache; several with commas. Default: 1%,5%,10%,25%,50%.
+        capacity: Of the cache; several with commas. Default: 1%,5%,10%,25%,50%, a block at least.
         policy: What is evicted first; several with commas: lru, slru and so on, and opt, the offline optimum. Default:
             lru,opt, or lru alone with tiers, replicas or a time to live.
         tiers: Lower tiers, which have all that is above: host=20%,storage=8TB; device=5% stands for --capacity.
@@ -79,10 +89,22 @@ class CacheOptions:
 
         if self.bytes_per_token is not None and not 0 < self.bytes_per_token < float("inf"):
             raise BadArgument("bytes_per_token", self.bytes_per_token, "above 0")
+        dtype_bytes("kv_dtype", self.kv_dtype)
         if self.bytes_per_token is not None or shape is None:
             return self.bytes_per_token
-        dtype_bytes("kv_dtype", self.kv_dtype)
         return float(shape.kv_bytes_per_token(self.kv_dtype)) or None
+
+    def setup(self) -> Setup:
+        """What there is beside one cache, but for lower tiers: they need a trace.
+
+        Raises:
+            BadArgument: a value outside its range.
+        """
+        from mainstem.replay.simulate import Setup
+        from mainstem.replay.units import parse_duration
+
+        ttl_s = None if self.ttl is None else parse_duration("ttl", self.ttl)
+        return Setup(ttl_s=ttl_s, replicas=self.replicas, routing=self.routing)
 
     def caches(self, trace: Trace, bytes_per_token: float | None) -> tuple[list[int], Setup]:
         """Capacities of the device in blocks, and what there is beside it.
@@ -90,26 +112,33 @@ class CacheOptions:
         Raises:
             BadArgument: a value outside its range, or two that say the same.
         """
-        from mainstem.replay.simulate import Setup, parse_capacities, parse_tiers
-        from mainstem.replay.units import parse_duration
+        from mainstem.replay.simulate import parse_capacities, parse_tiers
 
         tiers = {} if self.tiers is None else parse_tiers(self.tiers, trace, bytes_per_token)
         if "device" in tiers and self.capacity is not None:
             raise BadArgument("capacity", self.capacity, "left out where --tiers gives the device's")
-        capacities = (
-            [tiers["device"]]
-            if "device" in tiers
-            else parse_capacities(self.capacity or _CAPACITIES, trace, bytes_per_token)
-        )
-        ttl_s = None if self.ttl is None else parse_duration("ttl", self.ttl)
-        setup = Setup(tiers.get("host"), tiers.get("storage"), ttl_s, self.replicas, self.routing)
-        return capacities, setup
+        if "device" in tiers:
+            capacities = [tiers["device"]]
+        elif self.capacity is not None:
+            capacities = parse_capacities(self.capacity, trace, bytes_per_token)
+        else:
+            capacities = list(dict.fromkeys(max(1, trace.distinct_blocks * percent // 100) for percent in _PERCENTS))
+        return capacities, replace(self.setup(), host_blocks=tiers.get("host"), storage_blocks=tiers.get("storage"))
 
     def policies(self) -> list[str]:
-        """Names of policies."""
-        if self.policy is not None:
-            return [name.strip() for name in self.policy.split(",")]
-        return ["lru", "opt"] if self.tiers is None and self.ttl is None and self.replicas == 1 else ["lru"]
+        """Names of policies.
+
+        Raises:
+            BadArgument: there is no such policy.
+        """
+        from mainstem.replay.simulate import check_policy
+
+        alone = self.tiers is None and self.ttl is None and self.replicas == 1
+        default = "lru,opt" if alone else "lru"
+        names = [name.strip() for name in (default if self.policy is None else self.policy).split(",")]
+        for name in names:
+            check_policy(name, self.setup())
+        return names
 
 
 _TRACE, _CACHES = TraceOptions(), CacheOptions()
@@ -118,7 +147,7 @@ replay = cyclopts.App(name="replay", help_epilogue=_EXAMPLES, help_format="plain
 
 @replay.default
 def replay_trace(
-    path: str,
+    path: TracePath,
     *,
     caches: CacheOptions = _CACHES,
     reading: TraceOptions = _TRACE,
@@ -142,16 +171,17 @@ def replay_trace(
 
     if plot is not None:
         check_plot(plot)
+    _check_outputs(path, csv=csv, report=report, plot=plot)
     shape = None if caches.model is None else read_shape(caches.model)
-    token_bytes = caches.token_bytes(shape)
+    token_bytes, policies = caches.token_bytes(shape), caches.policies()
     trace = read_trace(path, reading)
     for note in trace.notes:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     capacities, setup = caches.caches(trace, token_bytes)
     with bar("replaying") as progress:
         rows = sweep(
             trace,
-            caches.policies(),
+            policies,
             capacities,
             setup=setup,
             flops=None if shape is None else shape.prefill_flops,
@@ -159,14 +189,22 @@ def replay_trace(
             workers=caches.workers,
             progress=progress,
         )
+    if json:
+        print(dumps([asdict(row) for row in rows]), flush=True)
+    else:
+        _show(trace, rows)
     if csv is not None:
         _write_csv(csv, rows)
     if report is not None or plot is not None:
         _draw(trace, rows, report, plot)
-    if json:
-        print(dumps([asdict(row) for row in rows], ensure_ascii=False))
-    else:
-        _show(trace, rows)
+
+
+def _check_outputs(trace: str, **outputs: Path | None) -> None:
+    others: list[str | Path] = [] if trace == "-" else [trace]
+    for name, path in outputs.items():
+        if path is not None:
+            check_output(name, path, *others)
+            others.append(path)
 
 
 _FLAT = ("tiers", "tenants", "kinds", "timeline", "replica_requests")  # what is no column by itself
@@ -202,7 +240,7 @@ def _draw(trace: Trace, rows: Sequence[Row], report: Path | None, plot: Path | N
 def _write_csv(path: Path, rows: Sequence[Row]) -> None:
     columns = [flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in columns for name in row))
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv_format.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(columns)
@@ -212,33 +250,70 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _show(trace: Trace, rows: Sequence[Row]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = results()
     blocks = f"{len(trace.whole.blocks):,} blocks of {trace.block_size} tokens, {trace.distinct_blocks:,} distinct"
-    console.print(f"{trace.name}: {len(trace):,} requests, {blocks}", markup=False, soft_wrap=True)
+    console.print(f"{printable(trace.name)}: {len(trace):,} requests, {blocks}", markup=False, soft_wrap=True)
     best = {row.capacity_blocks: row.block_hits for row in rows if row.policy == "opt"}
     console.print(_table([dict(_cells(trace, row, best.get(row.capacity_blocks))) for row in rows]))
     if any(len(row.tiers) > 1 for row in rows):
         console.print(_table([dict(line) for row in rows for line in _tiers(row)]))
+    for title, name in (("tenant", "tenants"), ("type", "kinds")):
+        _show_groups(console, title, [(row, getattr(row, name)) for row in rows])
+
+
+_MOST_LINES = 40  # of a table of tenants or types
+_MOST_GROUPS = 10  # of one row
+
+
+def _show_groups(console: Console, title: str, shares: Sequence[tuple[Row, Sequence[Share]]]) -> None:
+    """Tenants or types with the most blocks, where the trace has them."""
+    chosen = [
+        dict(_share_cells(title, row, share))
+        for row, groups in shares
+        for share in sorted(groups, key=lambda share: -share.block_accesses)[:_MOST_GROUPS]
+    ]
+    if all(len(groups) < 2 for _, groups in shares):
+        return
+    console.print(_table(chosen[:_MOST_LINES]))
+    if left := sum(len(groups) for _, groups in shares) - min(len(chosen), _MOST_LINES):
+        console.print(f"and {left:,} more lines; --json has all")
+
+
+def _share_cells(title: str, row: Row, share: Share) -> Iterator[tuple[str, str]]:
+    yield "policy", row.policy
+    yield "blocks", f"{row.capacity_blocks:,}"
+    yield title, printable(share.name) or "(none)"
+    yield "requests", f"{share.requests:,}"
+    yield "blocks asked for", f"{share.block_accesses:,}"
+    yield "block hits", f"{share.block_hits / max(1, share.block_accesses):.2%}"
+    yield "token hits", f"{share.token_hits / max(1, share.input_tokens):.2%}"
 
 
 def _table(lines: Sequence[Mapping[str, str]]) -> Table:
     """Lines of named cells; a rule where the first cell changes."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     names = list(dict.fromkeys(name for line in lines for name in line))
     for name in names:
-        table.add_column(name, justify="left" if name in ("policy", "tier") else "right")
+        words = name in _WORDS
+        longest = max(len(line.get(name, "")) for line in lines)
+        table.add_column(
+            name, justify="left" if words else "right", overflow="fold", min_width=min(longest, _MOST_LETTERS)
+        )
     before = ""
     for line in lines:
         if before not in ("", line["policy"]):
             table.add_section()
         before = line["policy"]
-        table.add_row(*(line.get(name, "") for name in names))
+        table.add_row(*(Text(line.get(name, "")) for name in names))
     return table
+
+
+_WORDS = ("policy", "tier", "tenant", "type")
+_MOST_LETTERS = 20  # of a cell that are never broken
 
 
 def _cells(trace: Trace, row: Row, best: int | None) -> Iterator[tuple[str, str]]:
@@ -248,7 +323,7 @@ def _cells(trace: Trace, row: Row, best: int | None) -> Iterator[tuple[str, str]
     yield "block hits", f"{row.block_hit_rate:.2%}"
     yield "token hits", f"{row.token_hit_rate:.2%}"
     if best is not None:
-        yield "of opt", f"{row.block_hits / max(1, best):.1%}"
+        yield "of opt", f"{row.block_hits / best:.1%}" if best else ""
     if row.prefill_flops is not None and row.saved_flops is not None:
         yield "FLOPs saved", f"{row.saved_flops / max(1.0, row.prefill_flops):.2%}"
     yield "evicted", f"{row.evicted_blocks:,}"
@@ -280,10 +355,8 @@ def _moved(blocks: int, size: int | None) -> str:
 
 
 def _median(histogram: Sequence[int]) -> str:
-    """A time, a power of two, below which half of the blocks were idle when they were evicted."""
-    half, seen = sum(histogram) / 2, 0
-    for power, count in enumerate(histogram):
-        seen += count
-        if seen >= half:
-            return f"<{2**power:,}s"
-    return ""
+    """A time below which half of the blocks were idle when they were evicted."""
+    from mainstem.replay.rows import median_below
+
+    bound = median_below(histogram)
+    return "" if bound is None else f"<{bound:,}s"

@@ -15,7 +15,7 @@ from mainstem.errors import BadArgument
 from mainstem.replay import optimum, series
 from mainstem.replay.info import Reuse, TraceInfo
 from mainstem.replay.markup import Markup, join, tag
-from mainstem.replay.rows import Row
+from mainstem.replay.rows import Row, median_below
 from mainstem.replay.series import Look, Measure, behind, doublings
 from mainstem.replay.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
 from mainstem.replay.units import show_bytes, show_duration
@@ -50,7 +50,7 @@ def page(info: TraceInfo, rows: Sequence[Row]) -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("title", title),
-        tag("style", Markup(_STYLE)),
+        tag("style", Markup(_STYLE + _highlights(len(series.looks(rows)) + _BACKGROUND_LINES))),
     )
     sections = [_hit_rates, _over_time, _tiers, _reuse, _groups]
     body = tag(
@@ -86,18 +86,39 @@ def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
 
 
 def _hit_rates(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
-    yield tag("h2", "Hit rate by capacity")
+    many = len(series.by_capacity(rows)) > 1
+    yield tag("h2", "Hit rate by capacity" if many else f"Hit rate at {_capacity(rows[0].capacity_blocks, info)}")
     best = " opt is the offline optimum: no policy can hit more blocks." if optimum.NAME in series.looks(rows) else ""
     tiers = " Hits are those of all tiers together." if any(len(row.tiers) > 1 for row in rows) else ""
-    grey = " Grey is LRU at each doubling of the capacity." if series.lru_curve(info, rows) else ""
-    yield tag("p", f"What each policy finds in the cache of what was asked for.{best}{tiers}{grey}")
-    panels = []
-    for measure in series.measures(info, rows):
-        lines = _rate_lines(info, rows, measure)
-        chart = _rate_chart(info, rows, measure, lines)
-        panels.append((measure.name, join(_legend(lines), chart, _rate_table(info, rows, measure))))
-    yield _tabs("rate", panels)
+    grey = " Grey is LRU at each doubling of the capacity." if many and series.lru_curve(info, rows) else ""
+    yield tag(
+        "p", f"What each policy finds in the cache of what was asked for.{best}{tiers}{grey}{_HINT if many else ''}"
+    )
+    draw = _rate_panel if many else _rate_bars
+    yield _tabs("rate", [(measure.name, draw(info, rows, measure)) for measure in series.measures(info, rows)])
     yield tag("details", tag("summary", "All numbers"), _rows_table(info, rows))
+
+
+def _rate_panel(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Markup:
+    lines = _rate_lines(info, rows, measure)
+    return join(_chart(lines, _rate_chart(info, rows, measure, lines)), _rate_table(info, rows, measure))
+
+
+def _rate_bars(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Markup:
+    """Of one capacity there is no curve."""
+    shares = [(row.policy, measure.of(row), "#56B4E9") for row in series.by_capacity(rows)[rows[0].capacity_blocks]]
+    if measure.ideal is not None:
+        shares.append((series.LIMIT_LINE, measure.ideal, series.BACKGROUND.colour))
+    most = max(share for _, share, _ in shares) or 1.0
+    bars = (
+        join(
+            tag("b", name),
+            tag("div", tag("i", style=f"width:{100 * share / most:.3f}%;background:{colour}"), class_="split"),
+            tag("u", _percent(share)),
+        )
+        for name, share, colour in shares
+    )
+    return join(tag("p", measure.label.capitalize()), tag("div", *bars, class_="splits"))
 
 
 def _rate_lines(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> list[Line]:
@@ -166,14 +187,14 @@ def _over_time(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     timeline = series.merged(rows[0].timeline)
     unit_s, unit = series.time_unit(timeline.width_s * len(timeline.block_accesses))
     yield tag("h2", "Hits over time")
-    yield tag("p", f"Each point stands for {show_duration(timeline.width_s)}. A cache starts empty.")
+    yield tag("p", f"Each point stands for {show_duration(timeline.width_s)}. A cache starts empty.{_HINT}")
     span = timeline.width_s * len(timeline.block_accesses) / unit_s
     x = linear(f"time since the trace began, {unit}", span, lambda at: f"{at:g}", most=8, nice=False)
     panels, looks = [], behind(series.looks(rows))
     for capacity, same in series.by_capacity(rows).items():
         lines = [_time_line(row, look, unit_s) for name, look in looks for row in same if row.policy == name]
         chart = _both(_time_chart(f"Hits over time at {capacity:,} blocks", x, lines))
-        panels.append((_capacity(capacity, info), join(_legend(lines), chart, _time_table(same, unit_s, unit))))
+        panels.append((_capacity(capacity, info), join(_chart(lines, chart), _time_table(same, unit_s, unit))))
     yield _tabs("time", panels)
     yield _load(x, [count / timeline.width_s for count in timeline.block_accesses], timeline.width_s / unit_s)
 
@@ -216,11 +237,15 @@ def _time_table(rows: Sequence[Row], unit_s: float, unit: str) -> Markup:
 def _tiers(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     yield tag("h2", "Where blocks came from")
     names = dict.fromkeys(name for row in rows for name, _ in series.tier_shares(row))
-    yield tag("p", "Shares of all blocks asked for: found on a tier, and on none above it, or computed.")
+    yield tag(
+        "p",
+        "Shares of all blocks asked for: found on a tier, and on none above it, or computed; by capacity of the device.",
+    )
     yield tag("div", *(tag("span", _swatch(name), name) for name in names), class_="legend")
-    for capacity, same in series.by_capacity(rows).items():
-        yield tag("h3", f"Device of {_capacity(capacity, info)}")
-        yield tag("div", *map(_split, same), class_="splits")
+    capacities = series.by_capacity(rows).items()
+    yield _tabs(
+        "tier", [(_capacity(at, info), tag("div", *map(_split, same), class_="splits")) for at, same in capacities]
+    )
     yield tag("details", tag("summary", "Numbers"), _tier_table(rows))
 
 
@@ -244,6 +269,7 @@ def _split(row: Row) -> Markup:
 
 def _tier_table(rows: Sequence[Row]) -> Markup:
     heads = ["policy", "tier", "device blocks", "blocks", "hits", "of all", "written", "loaded", "evicted", "expired"]
+    heads += ["median age", "median idle"]
     cells = [
         [
             row.policy,
@@ -256,11 +282,19 @@ def _tier_table(rows: Sequence[Row]) -> Markup:
             _moved(tier.loaded_blocks, tier.loaded_bytes),
             f"{tier.evicted_blocks:,}",
             f"{tier.expired_blocks:,}",
+            _median(tier.age_s),
+            _median(tier.idle_s),
         ]
         for row in rows
         for tier in row.tiers
     ]
     return _table("Blocks by tier", heads, cells, words=2)
+
+
+def _median(histogram: Sequence[int]) -> str:
+    """Of blocks evicted: half of them were younger, or had been idle for less."""
+    bound = median_below(histogram)
+    return "" if bound is None else f"under {show_duration(bound)}"
 
 
 def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
@@ -329,10 +363,13 @@ def _groups(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
         left = f"; {len(shares) - len(cells):,} more lines are in the rows" if len(shares) > len(cells) else ""
         heads = [title, "policy", "blocks", "requests", "blocks asked for", "blocks hit", "tokens hit"]
         yield tag("h2", f"By {title}")
-        yield tag("details", tag("summary", f"Numbers{left}"), _table(f"Hits by {title}", heads, cells, words=2))
+        shown = {"open": ""} if len(cells) <= _SHOWN_GROUPS else {}
+        table = _table(f"Hits by {title}", heads, cells, words=2)
+        yield tag("details", tag("summary", f"Numbers{left}"), table, **shown)
 
 
 _MOST_GROUPS = 500
+_SHOWN_GROUPS = 24  # lines that stand there without a click
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
@@ -343,9 +380,27 @@ def _both(draw: Callable[[int], Markup]) -> Markup:
     return join(tag("figure", draw(_WIDE), class_="wide"), tag("figure", draw(_NARROW), class_="narrow"))
 
 
-def _legend(lines: Iterable[Line]) -> Markup:
-    entries = (tag("span", sample(line.look, marks=bool(line.tips), width=line.width), line.name) for line in lines)
-    return tag("div", *entries, class_="legend")
+_BACKGROUND_LINES = 2  # of a chart, beside those of policies
+_HINT = " Point at a name to see its curve alone."
+
+
+def _chart(lines: Sequence[Line], picture: Markup) -> Markup:
+    """A picture of lines and its legend, in which pointing at a name, or touching it, fades the other lines."""
+    entries = (
+        tag(
+            "span", sample(line.look, marks=bool(line.tips), width=line.width), line.name, data_at=str(at), tabindex="0"
+        )
+        for at, line in enumerate(lines)
+    )
+    return tag("div", tag("div", *entries, class_="legend"), picture, class_="chart")
+
+
+def _highlights(lines: int) -> str:
+    return "".join(
+        f'.chart:has([data-at="{at}"]:is(span:hover, span:focus, .curve:hover)) .curve:not([data-at="{at}"]) '
+        "{ opacity: 0.1; }\n"
+        for at in range(lines)
+    )
 
 
 def _tabs(group: str, panels: Sequence[tuple[str, Markup]]) -> Markup:
@@ -390,7 +445,6 @@ body { margin: 0 auto; padding: 16px 20px 40px; max-width: 920px; background: #f
   font: 16px/1.45 system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif; }
 h1 { font-size: 26px; margin: 12px 0; overflow-wrap: anywhere; }
 h2 { font-size: 20px; margin: 36px 0 4px; }
-h3 { font-size: 15px; margin: 16px 0 4px; }
 p { margin: 4px 0 12px; max-width: 46em; }
 dl { display: flex; flex-wrap: wrap; gap: 10px 32px; margin: 0; }
 dt { font-size: 13px; color: #555; }
@@ -411,7 +465,7 @@ figure svg { width: 100%; }
 .tabs > input:focus-visible + label { outline: 3px solid #56B4E9; }
 .tabs > input:checked + label + .panel { display: block; }
 .splits { display: grid; grid-template-columns: minmax(3em, max-content) 1fr max-content; gap: 4px 12px;
-  align-items: center; font-size: 14px; }
+  align-items: center; margin: 6px 0; font-size: 14px; }
 .splits b { font-weight: 400; overflow-wrap: anywhere; }
 .splits u { text-decoration: none; text-align: right; font-variant-numeric: tabular-nums; }
 .split { display: flex; height: 16px; }

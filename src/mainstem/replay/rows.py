@@ -273,6 +273,16 @@ class _Spans:
         return Timeline(self._width_s, tuple(blocks), tuple(hits))
 
 
+def median_below(histogram: Sequence[int]) -> int | None:
+    """The least power of two that half of what a histogram of `TierRow` counts is below; None: it counts nothing."""
+    half, seen = sum(histogram) / 2, 0
+    for power, count in enumerate(histogram):
+        seen += count
+        if seen and seen >= half:
+            return int(2**power)
+    return None
+
+
 def _shares(names: Sequence[str], counts: NDArray[np.int64]) -> tuple[Share, ...]:
     """One for each name that had requests; none where there are no names."""
     if len(names) < 2:

@@ -96,8 +96,9 @@ def _look(at: int) -> Look:
 
 
 def by_capacity(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """Capacities in blocks, the smallest first; of each, rows in their order."""
-    ordered = sorted(rows, key=lambda row: row.capacity_blocks)
+    """Capacities in blocks, the smallest first; of each, one row a policy, in their order."""
+    once = {(row.policy, row.capacity_blocks): row for row in rows}
+    ordered = sorted(once.values(), key=lambda row: row.capacity_blocks)
     return {capacity: list(same) for capacity, same in groupby(ordered, lambda row: row.capacity_blocks)}
 
 
@@ -117,9 +118,7 @@ def lru_curve(info: TraceInfo, rows: Sequence[Row]) -> list[Point]:
 def domain(rows: Sequence[Row]) -> Point:
     """The least and the largest capacity to show, with room around those that there are."""
     capacities = [row.capacity_blocks for row in rows]
-    low, high = min(capacities), max(capacities)
-    room = 1.5 if high > low else 8.0
-    return low / room, high * room
+    return min(capacities) / 1.5, max(capacities) * 1.5
 
 
 def marked(blocks: int, info: TraceInfo) -> str:

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise, product
 from threading import Event, Lock
@@ -40,6 +40,7 @@ __all__ = [
     "Share",
     "TierRow",
     "Timeline",
+    "check_policy",
     "parse_capacities",
     "parse_tiers",
     "replay",
@@ -138,8 +139,8 @@ def replay(
     >>> replay(trace, "lru", 3).block_hits
     3
     """
+    check_policy(policy, setup)
     if policy == optimum.NAME:
-        _refuse_setup(setup)
         row = optimum.Optimum(trace).replay(capacity_blocks, flops=flops)
         if progress is not None:
             progress(len(trace), len(trace))
@@ -165,8 +166,8 @@ def hit_blocks(
     trace: Trace, policy: str | Policy, capacity_blocks: int, *, setup: Setup = ONE_CACHE
 ) -> NDArray[np.int64]:
     """[requests] blocks that each request finds, on any tier; else as `replay`."""
+    check_policy(policy, setup)
     if policy == optimum.NAME:
-        _refuse_setup(setup)
         return optimum.Optimum(trace).hit_blocks(capacity_blocks)
     caches = _Caches(policy, setup.tiers(capacity_blocks), setup)
     found = [caches.feed(batch)[0].sum(axis=1, dtype=np.int64) for batch in trace.batches()]
@@ -200,7 +201,7 @@ def sweep(
     for capacity in capacities:
         setup.tiers(capacity)
     for policy in policies:
-        _refuse_setup(setup) if policy == optimum.NAME else find_policy(policy)
+        check_policy(policy, setup)
     best = optimum.Optimum(trace) if optimum.NAME in policies else None
     cells = list(product(policies, capacities))
     watch = _Watch(progress, len(trace) * len(cells))
@@ -307,11 +308,24 @@ def _sum_histograms(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(one[i] for one in histograms if i < len(one)) for i in range(longest))
 
 
-def _refuse_setup(setup: Setup) -> None:
-    if setup != ONE_CACHE:
-        raise BadArgument(
-            "policy", optimum.NAME, "left out with tiers, replicas and a time to live: the optimum knows one cache only"
-        )
+def check_policy(policy: str | Policy, setup: Setup = ONE_CACHE) -> None:
+    """Whether there is such a policy, before anything is replayed.
+
+    Raises:
+        BadArgument: there is none, or it is "opt" with a setup that it does not know.
+    """
+    if policy == optimum.NAME:
+        if replace(setup, routing=ONE_CACHE.routing) != ONE_CACHE:  # nobody chooses among one replica
+            raise BadArgument(
+                "policy",
+                policy,
+                "left out with tiers, replicas and a time to live: the optimum knows one cache only",
+            )
+        return
+    try:
+        find_policy(policy)
+    except BadArgument as error:
+        raise BadArgument("policy", policy, f"{optimum.NAME} (the offline optimum), {error.allowed}") from None
 
 
 # --- capacities ---------------------------------------------------------------------------------------------------
@@ -339,7 +353,7 @@ def parse_tiers(text: str, trace: Trace, bytes_per_token: float | None = None) -
     """
     tiers: dict[str, int] = {}
     for entry in text.split(","):
-        name, given, capacity = entry.strip().partition("=")
+        name, given, capacity = map(str.strip, entry.partition("="))
         if name not in TIERS or name in tiers or not given:
             raise BadArgument("tiers", text, f"NAME=CAPACITY, with names among {', '.join(TIERS)}, each at most once")
         tiers[name] = _blocks("tiers", capacity, trace, bytes_per_token)

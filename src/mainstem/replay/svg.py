@@ -88,7 +88,7 @@ def percents(label: str, high: float, *, most: int = 6) -> Axis:
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], *, width: int, height: int) -> Markup:
     """Lines, the later ones above."""
     frame = _Frame(x, y, width, height)
-    return frame.svg(title, *(_line(frame, line) for line in lines))
+    return frame.svg(title, *(_line(frame, line, at) for at, line in enumerate(lines)))
 
 
 def bar_chart(
@@ -167,7 +167,7 @@ class _Frame:
                 yield tick
 
 
-def _line(frame: _Frame, line: Line) -> Markup:
+def _line(frame: _Frame, line: Line, number: int) -> Markup:
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in line.points:
         if y is None:
@@ -176,6 +176,7 @@ def _line(frame: _Frame, line: Line) -> Markup:
             pieces[-1].append(frame.at(x, y))
     path = tag(
         "path",
+        tag("title", line.name),
         d="".join(map(_path, filter(None, pieces))),
         fill="none",
         stroke=line.look.colour,
@@ -186,7 +187,7 @@ def _line(frame: _Frame, line: Line) -> Markup:
     )
     shown = [point for piece in pieces for point in piece]
     marks = (_marker(line.look, *point, tip) for point, tip in zip(shown, line.tips, strict=False))
-    return tag("g", path, *marks, class_="curve", data_name=line.name)
+    return tag("g", path, *marks, class_="curve", data_at=str(number), data_name=line.name)
 
 
 def _bar(frame: _Frame, bar: Bar, colour: str) -> Markup:

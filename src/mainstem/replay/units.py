@@ -7,7 +7,7 @@ import re
 from mainstem.errors import BadArgument
 from mainstem.storage.base import parse_bytes
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_rate(name: str, text: str) -> float:
@@ -47,7 +47,7 @@ def parse_duration(name: str, text: str) -> float:
     Raises:
         BadArgument: it is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|)", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d|)", text.strip().lower())
     if not found:
         raise BadArgument(name, text, "a time, such as 500ms or 2s")
     return float(found[1]) * _SECONDS[found[2]]

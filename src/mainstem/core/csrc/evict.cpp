@@ -95,7 +95,7 @@ Index Tree::spare_and_choose(std::size_t slot) {
   Replacement* const at = replacement(slot);
   if (!at || (!candidates.empty(0) && behind(candidates.top(), slot))) return candidates.top();
   for (;;) {
-    const Index node = candidates.top(at->choose(candidates));
+    const Index node = at->victim(candidates);
     if (!at->spares(node)) return node;
     refresh(node, slot);
   }
@@ -114,12 +114,12 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   std::vector<Ids> freed(rows_.size());
   Ids& asked = freed[component];
   const std::size_t s = slot(component, tier);
-  const std::uint64_t at_once = replacement(s) ? replacement(s)->at_once() : want;
   while (asked.size() < want) {
     const Index node = victim(s);
     if (node == kNone || (!ranks_itself() && orders_[s].rank(node).major == kUnranked)) break;
     if (rows_[component].weighs) worn_[s] = orders_[s].rank(node).major;
     try {
+      const std::uint64_t at_once = replacement(s) ? replacement(s)->at_once(node) : want;
       evict_one(node, std::min(at_once, want - asked.size()), component, tier, &freed);
     } catch (const std::bad_alloc&) {
       if (asked.empty()) throw;
@@ -129,6 +129,17 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   counters_.evicted_pages += asked.size();
   if (replacement(s) && !asked.empty()) replacement(s)->settle(counts_[s].present, queues(s));
   return freed;
+}
+
+Ids Tree::drop(Handle handle, std::uint64_t pages, std::uint32_t tier) {
+  require_tier(tier);
+  const Index node = resolve(handle);
+  if (node == kNone || !candidate(node, slot(0, tier)))
+    throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
+  std::vector<Ids> freed(rows_.size());
+  if (pages) evict_one(node, pages, 0, tier, &freed);
+  counters_.evicted_pages += freed[0].size();
+  return std::move(freed[0]);
 }
 
 Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t most) {

@@ -101,29 +101,16 @@ void Tree::note_fills(Index node, Index top, const Tail& tail, std::uint32_t tie
   }
 }
 
-// How many of the first pages of a key, behind the one of that name, the policy remembers, or does not remember.
-std::uint32_t Tree::remembered_alike(std::uint64_t name, Bytes key, std::size_t slot) const {
-  const std::uint32_t pages = whole_pages(key);
-  bool first = false;
-  for (std::uint32_t page = 0; page < pages; ++page) {
-    name = Identity::after(name, key.data() + std::size_t{page} * page_bytes_, page_bytes_);
-    const bool remembered = replacements_[slot]->remembers(name);
-    if (page == 0) first = remembered;
-    if (remembered != first) return page;
-  }
-  return pages;
-}
-
 // The rest of the tail, whose pages begin at `begin`, behind a node, as new nodes: one, or more where a window's ids
-// begin, or where those end that the policy remembers.
+// begin, or where pages have different pasts.
 void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::uint32_t tier, bool locked,
                       std::vector<Piece>* pieces) const {
   std::uint32_t at = nodes_[node].end() - begin;
-  std::uint32_t alike = 0;
-  if (remembers_) alike = at + remembered_alike(names_[node], tail.key.subspan(std::size_t{at} * page_bytes_), tier);
+  std::uint64_t name = remembers_ ? names_[node] : 0;
   for (const std::uint32_t pages = whole_pages(tail.key); at < pages; at = pieces->back().end) {
+    const Bytes rest{tail.key.data() + std::size_t{at} * page_bytes_, std::size_t{pages - at} * page_bytes_};
     Piece& piece = pieces->emplace_back();
-    piece.end = at < alike ? alike : pages;
+    piece.end = remembers_ ? at + replacements_[tier]->alike_pages(name, begin + at, rest) : pages;
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].begins_late()) {
         if (tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
@@ -132,7 +119,8 @@ void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::ui
         if (locked && first > begin + at) piece.end = std::min(piece.end, first - begin);
       }
     const std::uint32_t length = piece.end - at;
-    piece.key = Run<std::uint8_t>(tail.key.data() + std::size_t{at} * page_bytes_, std::size_t{length} * page_bytes_);
+    if (remembers_) name = Identity::of(name, rest.data(), length, page_bytes_);
+    piece.key = Run<std::uint8_t>(rest.data(), std::size_t{length} * page_bytes_);
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].per_page() && tail.ids[c][at] >= 0)
         piece.ids[c] = Run<std::int32_t>(tail.ids[c].data() + at, length);

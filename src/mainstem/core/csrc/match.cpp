@@ -150,7 +150,11 @@ Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
   return best;
 }
 
-void Tree::note_uses() {
+void Tree::note_uses(std::uint64_t root, Bytes key) {
+  const Index deepest = path_.empty() ? kNone : path_.back().node;
+  key = key.first(std::size_t{whole_pages(key)} * page_bytes_);
+  for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+    replacements_[tier]->asked(root, deepest, key);
   for (const Step& step : path_)
     for (std::uint32_t tier = 0; tier < tiers_; ++tier)
       if (cell(step.node, tier).present()) replacements_[tier]->used(step.node);
@@ -165,14 +169,17 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   ++tick_;
   ++counters_.match_calls;
   counters_.queried_symbols += key.size() / symbol_bytes_;
-  if (root == kNone) return result;
+  if (root == kNone) {
+    if (remembers_) note_uses(root_name(ns), key);
+    return result;
+  }
   const Reach reach = judge(path_);
   result.pages = reach.best[0];
   result.host_pages = reach.best[tiers_ - 1] - result.pages;
   result.reach_pages = reach.first;
   result.pending_pages = reach.pending;
   const Index deepest = cut(&path_, result.pages + result.host_pages);
-  if (remembers_) note_uses();
+  if (remembers_) note_uses(names_[root], key);
   for (const Step& step : path_) {
     ++nodes_[step.node].hits;
     nodes_[step.node].accessed = tick_;

@@ -7,6 +7,7 @@
 #include "policies/arc.h"
 #include "policies/flop_aware.h"
 #include "policies/gdsf.h"
+#include "policies/gittins.h"
 #include "policies/lru2.h"
 #include "policies/s3_fifo.h"
 #include "policies/sieve.h"
@@ -51,6 +52,7 @@ inline constexpr Policy kPolicies[] = {
     {"w-tinylfu",  by_recency, make<WTinyLfu>},
     {"gdsf",       by_recency, make<Gdsf>},
     {"flop-aware", by_recency, make<FlopAware>},
+    {"gittins",    by_recency, make<Gittins>},
     {"external", nullptr},
 };
 // clang-format on

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,8 @@
 #include "order.h"
 
 namespace mainstem {
+
+using Bytes = std::span<const std::uint8_t>;
 
 // What a policy may look at.
 struct Surroundings {
@@ -50,21 +53,27 @@ class Replacement {
 
   virtual Place place(Index node) const = 0;
   virtual std::uint32_t queue(Index node) const = 0;
-  virtual bool alike(Index upper, Index lower) const = 0;        // whether one record says both
-  virtual bool remembers(std::uint64_t) const { return false; }  // a page that was evicted
+  virtual bool alike(Index upper, Index lower) const = 0;  // whether one record says both
+  // How many of the first pages that are to come, behind the one of that name at that depth, have one past.
+  virtual std::uint32_t alike_pages(std::uint64_t before, std::uint32_t depth, Bytes pages) noexcept = 0;
 
+  // A request looked pages up, from a root of that name; it found what leads to this node, on some tier.
+  virtual void asked(std::uint64_t, Index, Bytes) noexcept {}
+  virtual void used(Index) noexcept {}                              // a match went through it
   virtual void came(Index node) noexcept = 0;                       // all its pages are present now
-  virtual void used(Index node) noexcept = 0;                       // a match went through it
   virtual void gone(Index node, std::uint32_t pages) noexcept = 0;  // its last so many pages are being evicted
   virtual void split(Index upper, Index lower) noexcept = 0;        // the upper is new
+  virtual void joined(Index, Index) noexcept {}                     // the upper becomes a part of the lower
+  virtual void offered(Index) noexcept {}                           // it is a candidate, has changed, and has its place
+  virtual void withdrawn(Index) noexcept {}
 
-  // Which queue gives the next victim; one that is not empty. Asked again after each node that was spared.
-  virtual std::uint32_t choose(const Queues&) { return 0; }
+  // The next victim; there is a candidate. Asked again after each one that was spared.
+  virtual Index victim(const Queues& queues) { return queues.top(choose(queues)); }
   // Whether the victim gets another chance: it has a new place then.
   virtual bool spares(Index) { return false; }
-
   // How many pages of a victim go before the next one is chosen.
-  virtual std::uint64_t at_once() const { return ~std::uint64_t{0}; }
+  virtual std::uint64_t at_once(Index) const { return ~std::uint64_t{0}; }
+  virtual bool offers(Index, bool candidate) const { return candidate; }  // for check()
 
   // So many pages are left behind an eviction: this is how the capacity is learned.
   void settle(std::uint64_t present, const Queues& queues) noexcept {
@@ -74,7 +83,8 @@ class Replacement {
   std::uint64_t size(std::uint32_t queue) const { return sizes_[queue]; }
 
  protected:
-  virtual void bound(const Queues&) noexcept {}  // forgets what is too much to remember
+  virtual std::uint32_t choose(const Queues&) { return 0; }  // which queue the victim is in; it is not empty
+  virtual void bound(const Queues&) noexcept {}              // forgets what is too much to remember
 
   // Before the first eviction: as if one page were too many.
   std::uint64_t capacity() const {
@@ -101,10 +111,23 @@ class Remembering : public Replacement {
   std::size_t bytes() const override { return records_.capacity() * sizeof(Record); }
   std::uint32_t queue(Index node) const override { return records_[node].queue; }
   bool alike(Index upper, Index lower) const override { return records_[upper] == records_[lower]; }
+  std::uint32_t alike_pages(std::uint64_t before, std::uint32_t, Bytes pages) noexcept override {
+    const std::uint8_t* at = pages.data();
+    const auto next_is_known = [&] {
+      before = Identity::after(before, std::exchange(at, at + around_.page_bytes), around_.page_bytes);
+      return remembers(before);
+    };
+    const bool known = next_is_known();
+    std::uint32_t alike = 1;
+    while (at != pages.data() + pages.size() && next_is_known() == known)
+      ++alike;
+    return alike;
+  }
   void split(Index upper, Index lower) noexcept override { records_[upper] = records_[lower]; }
   void gone(Index node, std::uint32_t pages) noexcept override { sizes_[records_[node].queue] -= pages; }
 
  protected:
+  virtual bool remembers(std::uint64_t) const { return false; }  // a page that was evicted
   const Node& node(Index index) const { return around_.nodes[index]; }
 
   void enter(Index index, Record record) noexcept {

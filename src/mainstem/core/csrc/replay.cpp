@@ -198,9 +198,8 @@ void Replica::expire_run(std::uint32_t t) {
   auto depth = static_cast<std::uint32_t>(blocks.size());
   while (run > 0) {
     const Handle node = tree_->locate("", key_of(blocks), depth);
-    tree_->rank(node, 0, t, {std::numeric_limits<double>::lowest(), 0});
     const std::uint64_t pages = std::min<std::uint64_t>(run, depth - tree_->start(node));
-    for (const std::int32_t page : evict_(pages, t)) {
+    for (const std::int32_t page : tree_->drop(node, pages, t)) {
       require(expired(tier, page), "page expired", static_cast<std::uint64_t>(page), "one used longest ago");
       retire(&tier, page);
     }

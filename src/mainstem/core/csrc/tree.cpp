@@ -127,10 +127,13 @@ inline void Tree::remove(Index node, std::size_t slot) {
 
 [[gnu::noinline]] void Tree::put_in_queue(Index node, std::size_t slot) {
   queues(slot).put(node, place_of(node, slot), nodes_[node].start);
+  if (replacement(slot)) replacement(slot)->offered(node);
 }
 
 [[gnu::noinline]] void Tree::remove_from_queue(Index node, std::size_t slot) {
-  if (queues(slot).contains(node)) queues(slot).remove(node);
+  if (!queues(slot).contains(node)) return;
+  queues(slot).remove(node);
+  if (replacement(slot)) replacement(slot)->withdrawn(node);
 }
 
 [[gnu::noinline]] void Tree::note_came(Index node, std::size_t slot) {
@@ -194,7 +197,7 @@ Index Tree::make_root(std::string_view ns) {
   Run<std::uint8_t> name(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
   const Index root = new_node();  // nothing below can fail
   nodes_[root].key = std::move(name);
-  if (remembers_) names_[root] = Identity::mix(nodes_[root].key.data(), nodes_[root].key.size());
+  if (remembers_) names_[root] = root_name(ns);
   table_.insert(hash(ns), root);
   ++roots_;
   return root;
@@ -371,6 +374,7 @@ void Tree::join(Index lower) noexcept {
       refresh(lower, s);
       continue;
     }
+    if (half.present() && replacement(s)) replacement(s)->joined(upper, lower);
     half.ids.append(cell(lower, s).ids);
     cell(lower, s).ids = std::move(half.ids);
     refresh(lower, s);

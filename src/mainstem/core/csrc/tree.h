@@ -24,7 +24,6 @@ namespace mainstem {
 
 using Handle = std::int64_t;  // generation << 32 | index; 0 is the root of whatever namespace
 using Ids = std::vector<std::int32_t>;
-using Bytes = std::span<const std::uint8_t>;
 using IdSpan = std::span<const std::int32_t>;
 using CheckRest = std::function<void(std::size_t)>;
 
@@ -142,6 +141,8 @@ class Tree {
   void commit(Handle node, std::uint32_t tier);
   std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
   std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
+  // The last pages of the first component of one candidate, whatever its place; this says nothing of the capacity.
+  Ids drop(Handle node, std::uint64_t pages, std::uint32_t tier);
   // Takes states off the path above a node until at most `most` stand on it, with the node's own; first those that save
   // the least. Locked ones stay.
   Ids thin(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t most);
@@ -285,7 +286,10 @@ class Tree {
   void walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path, const CheckRest& check_rest) const;
   Reach judge(const std::vector<Step>& path) const;
   Index cut(std::vector<Step>* path, std::uint32_t pages);
-  void note_uses();
+  static std::uint64_t root_name(std::string_view ns) {
+    return Identity::mix(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
+  }
+  void note_uses(std::uint64_t root, Bytes key);
   std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
   Inside look_inside(Index node, Bytes tail) const;
   bool divides_pages() const;  // whether a match may end inside a page
@@ -297,7 +301,6 @@ class Tree {
   void note_fills(Index node, Index top, const Tail& tail, std::uint32_t tier, std::vector<Fill>* fills) const;
   void cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::uint32_t tier, bool locked,
                   std::vector<Piece>* pieces) const;
-  std::uint32_t remembered_alike(std::uint64_t name, Bytes key, std::size_t slot) const;
   Index hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready);
   bool blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready) const;
   void reserve_freed(Index node, std::vector<Ids>* freed) const;

@@ -28,7 +28,7 @@ class Sieve final : public Remembering<SieveRecord> {
     turn(queues);
     return 0;
   }
-  std::uint64_t at_once() const override { return 1; }  // the hand goes on, not up to the page before
+  std::uint64_t at_once(Index) const override { return 1; }  // the hand goes on, not up to the page before
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
     if (position(index) == hand_) ++hand_.second;

@@ -1,0 +1,357 @@
+// Gittins: learns for each kind of page when it is used again, and evicts what is worth least for the time that it must
+// be held (reuse_index.h); but as LRU does until there is enough to learn from, and whenever it may come to have lost
+// too much against it (lru_shadow.h). docs/research/learned-policy.md says how it was found and what each part brings.
+//
+// Time is counted in pages asked for. A page's kind is how often it was used, whether a known prefix led to it, and how
+// many pages of its last request had never been seen: set whenever it is used. Evicted pages are remembered sparsely:
+// a request uses a path from its root, so the last one of a run speaks for all above it.
+#pragma once
+
+#include <bit>
+
+#include "../replacement.h"
+#include "age_lists.h"
+#include "lru_shadow.h"
+#include "recall.h"
+#include "reuse_index.h"
+
+namespace mainstem {
+
+struct GittinsRecord : Mark, Aged {
+  std::uint8_t reuses = 0, kind = 0;
+  bool here = false;
+  bool tail = false;     // its last page was the last of its request, and not used since
+  bool covered = false;  // a page below it is remembered, and speaks for it
+};
+
+class Gittins final : public Remembering<GittinsRecord> {
+ public:
+  explicit Gittins(const Surroundings& around) : Remembering(around), leaves_(&records_) {}
+  std::size_t bytes() const override {
+    return Remembering::bytes() + leaves_.bytes() + shadow_.bytes() + marks_.bytes() + given_up_.bytes() +
+           followed_.bytes() + path_.capacity() * sizeof(Index) + coming_.capacity() * sizeof(Past);
+  }
+
+  Place place(Index index) const override { return {{number(node(index).accessed), 0}}; }  // LRU's
+  bool alike(Index upper, Index lower) const override {
+    const GittinsRecord &u = records_[upper], &l = records_[lower];
+    return u.reuses == l.reuses && u.kind == l.kind && !u.tail;
+  }
+  void joined(Index upper, Index lower) noexcept override {
+    reuse_at(upper, records_[lower].last);
+    records_[upper].here = false;
+  }
+  void split(Index upper, Index lower) noexcept override {
+    GittinsRecord& record = records_[upper] = records_[lower];
+    record.last += node(lower).pages;
+    record.tail = record.covered = false;
+    record.list = Aged::kNoList;
+  }
+  void asked(std::uint64_t root, Index deepest, Bytes key) noexcept override;
+  std::uint32_t alike_pages(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept override;
+  void came(Index index) noexcept override;
+  void gone(Index index, std::uint32_t pages) noexcept override;
+
+  void offered(Index index) noexcept override {
+    leaves_.remove(index);
+    leaves_.put(index, kind_of_end(records_[index]), now(), index_);
+  }
+  void withdrawn(Index index) noexcept override { leaves_.remove(index); }
+  bool offers(Index index, bool) const override { return records_[index].list != Aged::kNoList; }
+  Index victim(const Queues& queues) override {
+    as_lru_ = !ripe_ || lost_ + may_lose_yet() > may_lose();
+    return as_lru_ ? queues.top() : leaves_.lowest();
+  }
+  std::uint64_t at_once(Index victim) const override { return records_[victim].tail ? 1 : kAtOnce; }
+
+ private:
+  static constexpr std::uint64_t kFollowed = 16;  // one page in so many is followed, to learn from
+  static constexpr std::size_t kMarks = 1, kGivenUp = 1, kFollowing = 2;  // capacities: what each may remember
+  static constexpr std::uint32_t kMark = 8;     // each so-manieth page of a path is remembered whatever is below it
+  static constexpr std::uint64_t kAtOnce = 16;  // pages between two looks at what may be lost
+  static constexpr std::uint8_t kMostReuses = 250;
+  // Of all pages asked for, what may be lost against LRU; and what pages that LRU would have may still lose.
+  static constexpr double kMayLose = 0.0015, kMostLoss = 0.05, kLossOfHits = 0.25;
+  static constexpr double kMostGained = 10, kLeastGained = 0.05;  // gains count up to this: bad times must be noticed
+  static constexpr std::uint64_t kLesson = 2048;                  // pages at least from one lesson to the next
+
+  struct Past {  // of a page that is not here
+    std::uint64_t name;
+    std::uint32_t last = 0;
+    std::int16_t reuses = -1;  // -1: it was never seen
+  };
+
+  std::uint32_t now() const { return static_cast<std::uint32_t>(now_); }
+  std::uint64_t when(std::uint32_t last) const { return now_ - (now() - last); }
+  static std::uint8_t one_more(std::uint8_t reuses) { return reuses < kMostReuses ? reuses + 1 : reuses; }
+  static std::uint8_t kind(std::uint8_t reuses, bool behind_known, std::uint32_t fresh) {
+    const int group = reuses == 0   ? (behind_known ? 2 : 1)
+                      : reuses <= 2 ? reuses + 2
+                      : reuses <= 4 ? 5
+                      : reuses <= 8 ? 6
+                                    : 7;
+    const int size = fresh < 2 ? 0 : std::min(5, static_cast<int>(std::bit_width(fresh)) / 2);
+    return static_cast<std::uint8_t>(group * ReuseIndex::kKindsInGroup + size);
+  }
+  // Most requests end inside a page; such a page never comes again, and if it does, it was used.
+  static int kind_of_end(const GittinsRecord& record) {
+    return record.tail ? record.kind % ReuseIndex::kKindsInGroup : record.kind;
+  }
+
+  double requests_share() const { return requests_ ? number(now_) / number(requests_) / kFollowed : 1; }
+  double may_lose() const { return kMayLose * (number(now_) + 2.0 * number(capacity())); }
+  double may_lose_yet() const {
+    return std::min(kMostLoss, kLossOfHits * number(lru_hits_) / number(now_)) * number(shadow_.given_up());
+  }
+
+  void begin(std::uint32_t depth, std::uint64_t pages) noexcept;
+  void look(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept;
+  void look_alone(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept;
+  bool foreseen(Index index) const;
+  std::uint32_t lru_has() const;
+  void judge(std::uint32_t hits) noexcept;
+  void use(Index index) noexcept;
+  void reuse_at(Index index, std::uint32_t last) noexcept;
+  void recall(Index index) noexcept;
+  void follow(Index index) noexcept;
+  void learn() noexcept;
+
+  ReuseIndex index_;
+  AgeLists<GittinsRecord> leaves_;
+  LruShadow shadow_;
+  Recall marks_;     // evicted pages that speak for a run
+  Recall given_up_;  // evicted pages that LRU would have
+  Recall followed_;  // by kind
+
+  std::uint64_t now_ = 0, requests_ = 0, lesson_ = 0, next_lesson_ = 0, lru_hits_ = 0;
+  double lost_ = 0;  // hits that LRU had and we had not
+  bool ripe_ = false, as_lru_ = true;
+
+  // The request at work.
+  std::vector<Index> path_;   // what it found
+  std::vector<Past> coming_;  // what it did not find
+  std::uint32_t coming_at_ = 0, known_ = 0, end_ = 0;  // depths in pages: of coming_, of what was ever seen, of its end
+  bool announced_ = false;                             // by a look-up
+  std::uint32_t base_ = 0;                             // a page that ends at depth d is used at base - d
+};
+
+// So many pages are asked for; time goes on by their number.
+inline void Gittins::begin(std::uint32_t depth, std::uint64_t pages) noexcept {
+  shadow_.begin(now_, capacity());
+  now_ += pages;
+  base_ = now() + depth;
+}
+
+// What is remembered of the pages of a key that are not here.
+inline void Gittins::look(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept {
+  const std::size_t pages = key.size() / around_.page_bytes;
+  coming_.clear();
+  coming_at_ = known_ = depth;
+  end_ = depth + static_cast<std::uint32_t>(pages);
+  try {
+    coming_.reserve(pages);
+  } catch (const std::bad_alloc&) {
+    return;
+  }
+  for (std::size_t page = 0; page < pages; ++page) {
+    before = Identity::after(before, key.data() + page * around_.page_bytes, around_.page_bytes);
+    coming_.push_back({before});
+  }
+  std::uint32_t age = 0;
+  std::int16_t reuses = -1;
+  for (std::size_t page = pages; page-- > 0;) {
+    Recall::Entry found;
+    if (given_up_.find(coming_[page].name, &found) || marks_.find(coming_[page].name, &found)) {
+      age = reuses < 0 ? now() - found.time : std::min(age, now() - found.time);
+      reuses = std::max<std::int16_t>(reuses, found.note);
+      known_ = std::max(known_, depth + static_cast<std::uint32_t>(page) + 1);
+    }
+    if (reuses < 0) continue;
+    coming_[page].reuses = reuses;
+    coming_[page].last = now() - age;
+    if (age) --age;  // the page above was used one later
+  }
+}
+
+// An insertion that no request announced.
+inline void Gittins::look_alone(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept {
+  begin(depth, key.size() / around_.page_bytes);
+  look(before, depth, key);
+  announced_ = false;
+}
+
+inline bool Gittins::foreseen(Index index) const {
+  const std::uint32_t end = node(index).end();
+  return node(index).start >= coming_at_ && end <= coming_at_ + coming_.size() &&
+         coming_[end - 1 - coming_at_].name == around_.names[index];
+}
+
+// How many pages of the request at work LRU would have.
+inline std::uint32_t Gittins::lru_has() const {
+  const std::uint64_t edge = shadow_.edge();
+  for (const Index index : path_) {
+    const std::uint64_t last = when(records_[index].last);
+    if (last >= edge) continue;
+    const std::uint64_t pages = node(index).pages;
+    return node(index).end() - static_cast<std::uint32_t>(std::min(pages, edge - last));
+  }
+  for (std::size_t page = 0; page < coming_.size(); ++page)
+    if (coming_[page].reuses < 0 || when(coming_[page].last) < edge)
+      return coming_at_ + static_cast<std::uint32_t>(page);
+  return end_;
+}
+
+inline void Gittins::judge(std::uint32_t hits) noexcept {
+  const std::uint32_t as_lru = lru_has();
+  lru_hits_ += as_lru;
+  const double most = std::max(kMostGained * may_lose(), kLeastGained * number(capacity()));
+  lost_ = std::max(lost_ + as_lru - number(hits), -most);
+  if (!ripe_) ripe_ = now_ >= 2 * capacity() && ReuseIndex::enough(index_.reuses(), requests_share());
+}
+
+// A request looks a key up: from its root down to a node everything is there, on some tier.
+inline void Gittins::asked(std::uint64_t root, Index deepest, Bytes key) noexcept {
+  path_.clear();
+  try {
+    for (Index at = deepest; at != kNone && !node(at).root(); at = node(at).parent)
+      if (records_[at].here) path_.push_back(at);
+  } catch (const std::bad_alloc&) {
+    path_.clear();
+  }
+  std::reverse(path_.begin(), path_.end());
+  const std::uint32_t hits = path_.empty() ? 0 : node(path_.back()).end();
+  ++requests_;
+  begin(0, key.size() / around_.page_bytes);
+  look(path_.empty() ? root : around_.names[path_.back()], hits, key.subspan(std::size_t{hits} * around_.page_bytes));
+  announced_ = true;
+  judge(hits);
+  for (const Index index : path_)
+    use(index);
+  if (now_ >= next_lesson_) learn();
+  leaves_.age(now(), index_);
+}
+
+inline void Gittins::use(Index index) noexcept {
+  GittinsRecord& record = records_[index];
+  reuse_at(index, base_ - node(index).end());
+  record.reuses = one_more(record.reuses);
+  record.kind = kind(record.reuses, known_ > 1, end_ - known_);
+  record.tail = record.covered = false;
+  follow(index);
+}
+
+inline void Gittins::reuse_at(Index index, std::uint32_t last) noexcept {
+  GittinsRecord& record = records_[index];
+  shadow_.forget(when(record.last), node(index).pages, true);
+  record.last = last;
+  shadow_.use(when(last), node(index).pages);
+}
+
+// Of what comes, pages with one past make one node.
+inline std::uint32_t Gittins::alike_pages(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept {
+  const std::size_t pages = key.size() / around_.page_bytes;
+  const std::uint64_t first = Identity::after(before, key.data(), around_.page_bytes);
+  const auto announced = [&] {
+    return depth >= coming_at_ && depth - coming_at_ + pages <= coming_.size() &&
+           coming_[depth - coming_at_].name == first;
+  };
+  if (!announced()) look_alone(before, depth, key);
+  if (coming_.empty()) return static_cast<std::uint32_t>(pages);  // there was no memory
+  const Past* const past = &coming_[depth - coming_at_];
+  std::size_t alike = 1;
+  while (alike < pages && past[alike].reuses == past[0].reuses)
+    ++alike;
+  return static_cast<std::uint32_t>(alike);
+}
+
+inline void Gittins::came(Index index) noexcept {
+  const Node& n = node(index);
+  if (!foreseen(index))
+    look_alone(Identity::above(around_.names[index], n.key.data(), n.pages, around_.page_bytes), n.start,
+               {n.key.data(), n.key.size()});
+  enter(index, {});
+  GittinsRecord& record = records_[index];
+  GittinsRecord& above = records_[n.parent];
+  record.here = true;
+  record.last = base_ - n.end();
+  if (!coming_.empty()) recall(index);
+  shadow_.use(when(record.last), n.pages);
+  above.tail = false;
+  record.tail = record.reuses == 0 && n.end() == end_;
+  const bool as_above = !announced_ && above.here && above.reuses == record.reuses;
+  record.kind = as_above ? above.kind : kind(record.reuses, known_ > 1, end_ - known_);
+  follow(index);
+}
+
+inline void Gittins::recall(Index index) noexcept {
+  const Past* const past = &coming_[node(index).start - coming_at_];
+  if (past->reuses < 0) return;
+  records_[index].reuses = one_more(static_cast<std::uint8_t>(past->reuses));
+  for (std::uint32_t page = 0; page < node(index).pages; ++page) {
+    given_up_.remove(past[page].name);
+    marks_.remove(past[page].name);
+    shadow_.forget(when(past[page].last), 1, false);
+  }
+}
+
+inline void Gittins::gone(Index index, std::uint32_t pages) noexcept {
+  Remembering::gone(index, pages);
+  const Node& n = node(index);
+  GittinsRecord& record = records_[index];
+  shadow_.evicted(when(record.last), pages);
+  std::uint32_t depth = n.end(), last = record.last;
+  bool speaks = !record.covered;
+  around_.each_page(index, pages, [&](std::uint64_t page) {
+    const Recall::Entry entry{page, last, record.reuses};
+    if (when(last) >= shadow_.edge()) given_up_.add(entry, kGivenUp * capacity());
+    if (speaks || depth % kMark == 0) marks_.add(entry, kMarks * capacity());
+    speaks = record.tail && depth == n.end();
+    --depth;
+    ++last;
+  });
+  if (pages < n.pages) {
+    record.last = last;
+    record.covered = !record.tail || pages > 1;
+    record.tail = false;
+    return;
+  }
+  record.here = false;
+  GittinsRecord& above = records_[n.parent];
+  if (!above.here) return;
+  above.covered = above.reuses == record.reuses && above.last == last && !(record.tail && pages == 1);
+  if (static_cast<std::int32_t>(record.last - above.last) >= 0) reuse_at(n.parent, last);  // who uses a page uses those above
+}
+
+inline void Gittins::follow(Index index) noexcept {
+  const GittinsRecord& record = records_[index];
+  const auto live = [&](const Recall::Entry& entry) {
+    const std::uint64_t since = when(entry.time);
+    index_.lived(entry.note, since < lesson_ ? static_cast<std::uint32_t>(lesson_ - since) : 0, now() - entry.time);
+  };
+  bool end = true;
+  around_.each_page(index, node(index).pages, [&](std::uint64_t page) {
+    const int kind = end ? kind_of_end(record) : record.kind;
+    end = false;
+    if (page * 0xD6E8FEB86659FD93ull >> 32 & (kFollowed - 1)) return;
+    Recall::Entry entry;
+    if (followed_.find(page, &entry)) {
+      live(entry);
+      index_.reused(entry.note, now() - entry.time);
+      followed_.remove(page);
+    }
+    followed_.add({page, now(), static_cast<std::uint8_t>(kind)}, kFollowing * std::max<std::uint64_t>(capacity(), 1), live);
+  });
+}
+
+inline void Gittins::learn() noexcept {
+  followed_.each([&](const Recall::Entry& entry) {
+    const std::uint64_t since = when(entry.time);
+    index_.lived(entry.note, since < lesson_ ? static_cast<std::uint32_t>(lesson_ - since) : 0, now() - entry.time);
+  });
+  index_.learn(requests_share());
+  leaves_.reorder(index_);
+  lesson_ = now_;
+  next_lesson_ = now_ + std::max({kLesson, capacity() / 4, std::uint64_t{followed_.size()}});
+}
+
+}  // namespace mainstem

@@ -1,0 +1,135 @@
+// Recall: pages by their identities, with a time and a small number each, in the order in which they were noted; the
+// oldest are forgotten. It takes 24 bytes an entry or less, and what it has no memory for it forgets.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <limits>
+#include <new>
+#include <vector>
+
+namespace mainstem {
+
+class Recall {
+ public:
+  struct Entry {
+    std::uint64_t page;
+    std::uint32_t time;
+    std::uint8_t note;
+  };
+
+  std::size_t size() const { return size_; }
+  std::size_t bytes() const {
+    return pages_.capacity() * (sizeof(std::uint64_t) + 2 * sizeof(std::uint32_t) + 1) +
+           table_.capacity() * sizeof(std::uint32_t);
+  }
+
+  bool find(std::uint64_t page, Entry* entry) const noexcept {
+    const std::uint32_t at = place(page);
+    if (at == kNowhere) return false;
+    *entry = entry_at(at);
+    return true;
+  }
+  bool remove(std::uint64_t page) noexcept {
+    const std::uint32_t at = place(page);
+    if (at != kNowhere) erase(at);
+    return at != kNowhere;
+  }
+  // Notes a page that is not there; `forgotten` gets what had to go for it, of at most `most`.
+  template <class Forgotten>
+  void add(Entry entry, std::size_t most, Forgotten forgotten) noexcept {
+    while (size_ && size_ >= most)
+      forget_oldest(forgotten);
+    if (most == 0) return;
+    if (used_ == pages_.size() && !make_room(most)) {
+      if (size_ == 0) return;
+      forget_oldest(forgotten);
+    }
+    const std::size_t at = (first_ + used_++) % pages_.size();
+    pages_[at] = entry.page;
+    times_[at] = entry.time;
+    notes_[at] = entry.note;
+    std::uint32_t& head = bucket(entry.page);
+    next_[at] = head;
+    head = static_cast<std::uint32_t>(at);
+    ++size_;
+  }
+  void add(Entry entry, std::size_t most) noexcept {
+    add(entry, most, [](const Entry&) {});
+  }
+  // The oldest first.
+  template <class Each>
+  void each(Each each) const {
+    for (std::size_t i = 0; i < used_; ++i)
+      if (const std::size_t at = (first_ + i) % pages_.size(); notes_[at] != kErased) each(entry_at(at));
+  }
+
+ private:
+  static constexpr std::uint32_t kNowhere = std::numeric_limits<std::uint32_t>::max();
+  static constexpr std::uint8_t kErased = 255;
+
+  Entry entry_at(std::size_t at) const { return {pages_[at], times_[at], notes_[at]}; }
+  std::uint32_t& bucket(std::uint64_t page) { return table_[page * 0x9E3779B97F4A7C15ull >> shift_]; }
+  std::uint32_t place(std::uint64_t page) const {
+    if (table_.empty()) return kNowhere;
+    std::uint32_t at = table_[page * 0x9E3779B97F4A7C15ull >> shift_];
+    while (at != kNowhere && pages_[at] != page)
+      at = next_[at];
+    return at;
+  }
+  void erase(std::uint32_t at) noexcept {
+    std::uint32_t* link = &bucket(pages_[at]);
+    while (*link != at)
+      link = &next_[*link];
+    *link = next_[at];
+    notes_[at] = kErased;
+    --size_;
+    drop_erased();
+  }
+  void drop_erased() noexcept {
+    for (; used_ && notes_[first_] == kErased; --used_)
+      first_ = (first_ + 1) % pages_.size();
+  }
+  template <class Forgotten>
+  void forget_oldest(Forgotten forgotten) noexcept {
+    const Entry oldest = entry_at(first_);
+    erase(static_cast<std::uint32_t>(first_));
+    forgotten(oldest);
+  }
+
+  // What was erased between others takes room until the entries are packed: that is done when it is an eighth of them.
+  bool make_room(std::size_t most) noexcept {
+    const std::size_t enough = most + most / 8 + 8;
+    const std::size_t larger = std::min(enough, std::max<std::size_t>(16, pages_.size() * 2));
+    const bool sparse = size_ + size_ / 8 < used_ || larger <= pages_.size();
+    return rebuild(sparse ? pages_.size() : larger) && used_ < pages_.size();
+  }
+  bool rebuild(std::size_t room) noexcept {
+    Recall other;
+    try {
+      other.pages_.resize(room);
+      other.times_.resize(room);
+      other.notes_.resize(room, kErased);
+      other.next_.resize(room);
+      other.table_.resize(std::bit_floor(std::max<std::size_t>(room, 2)), kNowhere);
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+    other.shift_ = 64 - std::countr_zero(other.table_.size());
+    each([&](const Entry& entry) { other.add(entry, room); });
+    *this = std::move(other);
+    return true;
+  }
+
+  std::vector<std::uint64_t> pages_;  // a ring, as the three that follow
+  std::vector<std::uint32_t> times_;
+  std::vector<std::uint8_t> notes_;
+  std::vector<std::uint32_t> next_;   // in its bucket
+  std::vector<std::uint32_t> table_;  // the first entry of each bucket
+  std::size_t first_ = 0, used_ = 0;  // of the ring; with what was erased
+  std::size_t size_ = 0;
+  int shift_ = 63;
+};
+
+}  // namespace mainstem
