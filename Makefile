@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo serve test test-lmcache lint bench bench-index bench-core bench-policies bench-tiers bench-store-faults \
-	bench-models simulate simulate-campaign mutants native coverage instructions stub clean
+	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-tiers   copies down and up, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  what runs, what it finds again, and how far its logits are from transformers'"
+	@echo "make bench-plan    the planner's estimate of a prefill beside the clock, on this CPU"
 	@echo "make bench-index  the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
@@ -106,6 +107,9 @@ bench-store-faults: $(VENV)/dev
 
 bench-models: $(VENV)/dev
 	$(BIN)/python -m bench models $(ARGS)
+
+bench-plan: $(VENV)/dev
+	$(BIN)/python -m bench plan $(ARGS)
 
 bench-core: $(VENV)/dev
 	$(BIN)/python -m bench core $(ARGS)

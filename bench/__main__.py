@@ -1,4 +1,4 @@
-"""`python -m bench [index|core|policies|tiers|store-faults|ttft|throughput|models] [--quick]`: all, or those named."""
+"""`python -m bench [index|core|policies|tiers|store-faults|ttft|throughput|models|plan] [--quick]`: all, or those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench import core, index
 from bench.entries import SYSTEMS
 from bench.report import Report
 
-NAMES = ("index", "core", "policies", "tiers", "store-faults", "ttft", "throughput", "models")
+NAMES = ("index", "core", "policies", "tiers", "store-faults", "ttft", "throughput", "models", "plan")
 WIDTH = 160
 """Columns that the widest table needs."""
 
@@ -71,8 +71,8 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         chosen = policies.QUICK if report.quick else policies.Settings()
         policies.run(replace(chosen, traces=tuple(options.trace)), report)
         return
-    # The others need the runtime; these three run without.
-    from bench import models, store_faults, throughput, tiers, ttft
+    # The others need the runtime; those above run without.
+    from bench import models, plan, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
@@ -80,6 +80,9 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         return
     if name == "models":
         models.run(models.QUICK if report.quick else models.Settings(), report)
+        return
+    if name == "plan":
+        plan.run(plan.QUICK if report.quick else plan.Settings(), report)
         return
 
     if name == "store-faults":

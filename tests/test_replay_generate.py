@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,37 @@ def test_tenants_have_prompts_of_their_own_by_zipfs_law() -> None:
     counts = np.bincount(batch.tenant, minlength=51)[1:]
     wanted = 1 / np.arange(1, 51)
     assert np.abs(counts / counts.sum() - wanted / wanted.sum()).max() < 0.01
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "make",
+    [lambda zipf: Documents(zipf=zipf, documents=50), lambda zipf: Tenants(zipf=zipf, prompts=50)],
+    ids=["documents", "tenants"],
+)
+def test_the_exponent_of_popularity_is_the_one_stated(make: Callable[[float], Workload], exponent: float) -> None:
+    drawn = make(exponent).requests(np.random.SeedSequence(9), 60_000)
+    place = 1 if drawn.contents.shape[1] == 3 else 0
+    counts = np.sort(np.unique(drawn.contents[drawn.turn == 1, place], return_counts=True)[1])[::-1]
+    ranks = np.log(np.arange(1, len(counts) + 1))
+    tried = np.arange(0, 3, 0.01)
+    likelihood = [-s * (counts * ranks).sum() - counts.sum() * np.log(np.exp(-s * ranks).sum()) for s in tried]
+    assert abs(tried[int(np.argmax(likelihood))] - exponent) < 0.08  # sorted counts look less equal than they are
+
+
+def test_numbers_of_turns_are_geometric() -> None:
+    batch = generate(Chat(turns=4.0, think_s=0.1), 40_000, seed=11).whole
+    turns = np.bincount(np.unique(batch.chat, return_counts=True)[1], minlength=9)[1:9] / len(np.unique(batch.chat))
+    assert np.abs(turns - 0.25 * 0.75 ** np.arange(8)).max() < 0.01
+
+
+def test_a_trace_says_how_it_was_made() -> None:
+    note = generate(Chat(turns=7.0), 50, seed=3).notes[0]
+    assert "seed 3" in note and np.__version__ in note
+    assert all(f"{field.name}=" in note for field in fields(Chat)) and "turns=7.0" in note
+    mix = Mix(rate_per_s=2.0, parts=((Chat(), 3.0), (Agents(rate_per_s=50.0), 1.0)))
+    stated = generate(mix, 50, seed=3).notes[0]
+    assert "Chat(rate_per_s=1.5," in stated and "Agents(rate_per_s=0.5," in stated, "the rates that count"
 
 
 def test_popularity_drifts() -> None:

@@ -346,6 +346,16 @@ def test_weights_are_read_that_any_of_the_tokens_meets() -> None:
     assert found.bare.ttft_mean_s == pytest.approx(2 * (20 + 100 + 800 * (1 - (8 / 9) ** 19)))
 
 
+def test_one_latent_on_eight_devices_leaves_an_eighth_of_their_room() -> None:
+    shape, device, trace = read_shape("deepseek-v3"), find_device("h200"), traced([[1, 2]])
+    repeated, split = (plan(trace, shape, device, Memory(), Assumptions(kv_copies=copies)) for copies in (None, 1))
+    assert (repeated.engine.gpus, repeated.engine.kv_copies) == (8, 8)
+    assert repeated.engine.cache_bytes == split.engine.cache_bytes / 8
+    assert repeated.engine.host_bytes_per_s == split.engine.host_bytes_per_s / 8, (
+        "each reads all of it, over its own link"
+    )
+
+
 def test_replicas_that_share_nothing_have_a_part_of_every_tier_each() -> None:
     trace, given = chats(), Assumptions(**PLAIN, replicas=4, routing="hash", steps=1)
     row = plan(trace, SHAPE, DEVICE, Memory(160 * BLOCK), given).rows[-1]
@@ -412,7 +422,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planned(trace, Memory(), gpus=1, kv_copies=2)
     with pytest.raises(BadArgument, match="1 request or more"):
         planned(traced([]), Memory())
-    with pytest.raises(BadArgument, match=r"one of .*h200"):
+    with pytest.raises(BadArgument, match=r"one of .*h200.*; for another, .*--flops"):
         find_device("voodoo2")
 
 
@@ -477,6 +487,13 @@ def test_the_command_prints_the_table_or_json(tmp_path: Path, capsys: pytest.Cap
     found = json.loads(output(offered, "--json"))
     assert found["model"] == "smollm2-135m" and found["requests"] == len(trace)
     assert all(0 <= row["token_hit_rate"] <= 1 and 0 <= row["slo_share"] <= 1 for row in found["rows"])
+    lines = [json.dumps({"timestamp": at, "tokens": [1, 2, 3, at]}) for at in range(3)]
+    (tmp_path / "bad.jsonl").write_text("\n".join([*lines, '{"timestamp": 4}']))
+    line = [word for pair in plain.items() for word in pair]
+    skipping = ["plan", str(tmp_path / "bad.jsonl"), *line, "--on-bad", "skip", "--json"]
+    app(skipping, exit_on_error=False, result_action="return_value")
+    out, err = capsys.readouterr()
+    assert json.loads(out)["requests"] == 3 and "line 4" in err, "standard output is JSON alone"
     for option, wrong in (("--storage", "8TB"), ("--gpu", "abacus"), ("--slo-ttft", "soon"), ("--model", "llama-0")):
         with pytest.raises(BadArgument, match=option.strip("-").replace("-", "_")):
             output({option: wrong})

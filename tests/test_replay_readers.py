@@ -6,8 +6,10 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,13 @@ def test_openai_as_bytes(tmp_path: Path) -> None:
     assert first[0] != tools[0]
 
 
+def test_what_is_null_is_not_there(tmp_path: Path) -> None:
+    bodies = open_trace(write(tmp_path / "t", CHAT, {"prompt": None, "user": None, **CHAT}))
+    assert bodies.distinct_blocks * 2 == bodies.whole.lengths.sum()
+    tokens = open_trace(write(tmp_path / "t", {"tokens": [1, 2]}, {"tokens": None, "prompt_token_ids": [1, 2]}))
+    assert tokens.distinct_blocks == 1 and len(tokens) == 2
+
+
 def test_no_text_looks_like_the_border_of_a_message(tmp_path: Path) -> None:
     rows: list[Line] = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
@@ -193,6 +202,23 @@ def test_openai_with_a_tokenizer(tokenizer: str, tmp_path: Path) -> None:
     assert "line 4: it cannot be tokenized" in trace.notes[-1]
 
 
+def test_parts_of_text_are_one_text(tokenizer: str, tmp_path: Path) -> None:
+    def row(content: object) -> Line:
+        return {"messages": [{"role": "user", "content": content}]}
+
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "you"}]
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    path = write(
+        tmp_path / "t", row("Hello\nyou"), row(parts), row([*parts, image]), row([{"type": "text", "text": 5}])
+    )
+    as_bytes = open_trace(path, on_bad="skip")
+    one, same, other = (as_bytes.whole.slice(at, at + 1).blocks.tolist() for at in range(3))
+    assert one == same and one[0] != other[0]
+    assert "line 4: text is no text: 5" in as_bytes.notes[-1]
+    tokens = open_trace(path, tokenizer=tokenizer, on_bad="skip")
+    assert tokens.whole.input_tokens.tolist() == [3, 3]
+
+
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the package transformers is not installed")
     with pytest.raises(BadArgument, match="tokenizer"):
@@ -224,6 +250,13 @@ def test_a_recording(tmp_path: Path) -> None:
     assert [trace.tenants[at] for at in trace.whole.tenant] == ["ab", "", ""]
     assert [trace.kinds[at] for at in trace.whole.kind] == ["chat", "chat", "completion"]
     assert "sorted by time: 1" in trace.notes[0]
+
+
+def test_recordings_under_several_secrets_say_so(tmp_path: Path) -> None:
+    rows = [HEADER, recorded(1, [1]), {**HEADER, "key": "01"}, recorded(2, [2]), HEADER, recorded(3, [1])]
+    (note,) = open_trace(write(tmp_path / "t", *rows)).notes
+    assert note.startswith("Recorded under 2 secrets")
+    assert open_trace(write(tmp_path / "t", *rows[:2])).notes == ()
 
 
 def test_a_recording_of_other_blocks_or_another_version_does_not_go_on(tmp_path: Path) -> None:
@@ -279,6 +312,27 @@ def test_any_compression(
         assert np.array_equal(getattr(trace.whole, name), getattr(expected.whole, name))
     for _ in range(2):  # read once, and there again and again
         assert sum(len(batch) for batch in trace.batches()) == 3
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["jsonl", "mstrace"])
+def test_a_pipe_is_read_once(ready: bool, tmp_path: Path) -> None:
+    path = write(tmp_path / "plain", *MOONCAKE)
+    expected = open_trace(path)
+    if ready:
+        expected.save(path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(path.read_bytes()))
+    writer.start()
+    trace = open_trace(pipe)
+    writer.join()
+    assert np.array_equal(trace.whole.blocks, expected.whole.blocks)
+
+
+def test_standard_input_may_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(TraceError, match="standard input is closed"):
+        open_trace("-")
 
 
 @pytest.mark.parametrize("pack", list(PACKED.values())[1:4], ids=list(PACKED)[1:4])

@@ -121,7 +121,7 @@ def test_age_and_idle_time_stand_there(found: tuple[TraceInfo, list[Row]]) -> No
     assert {"median age", "median idle"} <= set(words)
     for row in found[1]:
         if idle := median_below(row.tiers[0].idle_s):
-            assert f"under {show_duration(idle)}" in words
+            assert f"< {show_duration(idle)}" in words
 
 
 def test_the_numbers_stand_below(found: tuple[TraceInfo, list[Row]]) -> None:

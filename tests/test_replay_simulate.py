@@ -14,7 +14,7 @@ import pytest
 from mainstem import _core
 from mainstem.errors import BadArgument
 from mainstem.keys import HashKeys
-from mainstem.policies import NodeStats
+from mainstem.policies import BUILT_IN, NodeStats
 from mainstem.replay.simulate import Row, Setup, hit_blocks, parse_capacities, parse_tiers, replay, sweep
 from mainstem.replay.trace import Batch, Trace
 from mainstem.tree import Tree
@@ -196,6 +196,21 @@ def test_time_to_live(policy: str, seed: int) -> None:
         assert [tier.expired_blocks for tier in row.tiers] == model.expired
         assert [tier.evicted_blocks for tier in row.tiers] == model.evicted
         assert row.ttl_s == ttl
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_every_policy_knows_a_time_to_live(policy: str) -> None:
+    trace, paths, times = some_trace(2)
+    endless = Model("lru", [1000], 3.0)  # where nothing must make room, all find the same
+    for time, path in zip(times, paths, strict=True):
+        endless.serve(time, path)
+    row = replay(trace, policy, 1000, setup=Setup(ttl_s=3.0))
+    assert (row.block_hits, row.tiers[0].expired_blocks) == (endless.hits[0], endless.expired[0])
+    for ttl, sizes in ((0.0, (20,)), (3.0, (6,)), (2.0, (3, 9)), (9.0, (4, 9, 30))):
+        row = replay(trace, policy, sizes[0], setup=Setup(*sizes[1:], ttl_s=ttl, replicas=2, routing="hash"))
+        for tier in row.tiers:
+            stay = tier.written_blocks + tier.loaded_blocks - tier.evicted_blocks - tier.expired_blocks
+            assert 0 <= stay <= 2 * tier.capacity_blocks
 
 
 class Recent:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +127,15 @@ def test_what_is_saved_is_opened_again(trace: Trace, tmp_path: Path) -> None:
     assert len(again) == len(trace) == sum(len(batch) for batch in again.batches())
     again.save(path)  # onto the file that it lies in
     assert equal(Trace.open(path).whole, trace.whole)
+
+
+def test_a_file_is_for_whom_the_user_says(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        named().save(tmp_path / "t.mstrace")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "t.mstrace").stat().st_mode) == 0o600
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -68,11 +68,13 @@ class Reading:
         block_size: tokens a block.
         tokenize: tokens of the body of a request.
         roots: of each chat that was seen, the one that its conversation began with.
+        keys: names of the secrets that it was recorded under.
     """
 
     block_size: int
     tokenize: Tokenize
     roots: dict[int, int] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def _bailian(line: Line, reading: Reading) -> Request:
 
 
 def _tokens(line: Line, reading: Reading) -> Request:
-    tokens = line["tokens"] if "tokens" in line else line.get("prompt_token_ids")
+    tokens = next((line[key] for key in ("tokens", "prompt_token_ids") if line.get(key) is not None), None)
     if not isinstance(tokens, list):
         raise BadLine("neither tokens nor prompt_token_ids is a list")
     return Request(
@@ -200,6 +202,7 @@ def _check_header(line: Line, reading: Reading) -> None:
         raise BadLine(
             f"blocks of {short(line.get('block_size'))} tokens in a trace with blocks of {reading.block_size}"
         )
+    reading.keys.add(text_of(line, "key"))
 
 
 FORMATS = (

@@ -147,6 +147,11 @@ class Workload:
         """Names of kinds of requests, of which the first is "": none."""
         return ("", self.kind)
 
+    @property
+    def in_full(self) -> Workload:
+        """The same with every parameter as it counts: what a trace says of itself."""
+        return self
+
     @abstractmethod
     def requests(self, seed: np.random.SeedSequence, count: int) -> Requests:
         """The earliest requests of endless sessions, in the order of time."""
@@ -567,14 +572,21 @@ class Mix(Workload):
         """See `Workload.kinds`."""
         return ("", *(name for part, _ in self.parts for name in part.kinds[1:]))
 
+    @property
+    def in_full(self) -> Mix:
+        """See `Workload.in_full`: each part with its share of the rate."""
+        total = sum(weight for _, weight in self.parts)
+        shares = [(part, weight, self.rate_per_s * weight / total) for part, weight in self.parts]
+        return replace(
+            self, parts=tuple((replace(part, rate_per_s=rate).in_full, weight) for part, weight, rate in shares)
+        )
+
     def requests(self, seed: np.random.SeedSequence, count: int) -> Requests:
         """See `Workload.requests`."""
-        total = sum(weight for _, weight in self.parts)
         drawn: list[Requests] = []
         tenants = kinds = chats = 0
-        for (part, weight), own in zip(self.parts, seed.spawn(len(self.parts)), strict=True):
-            share = replace(part, rate_per_s=self.rate_per_s * weight / total).requests(own, count)
-            drawn.append(_numbered_from(share, tenants, kinds, chats))
+        for (part, _), own in zip(self.in_full.parts, seed.spawn(len(self.parts)), strict=True):
+            drawn.append(_numbered_from(part.requests(own, count), tenants, kinds, chats))
             tenants, kinds = tenants + len(part.tenants) - 1, kinds + len(part.kinds) - 1
             chats = max(chats, int(drawn[-1].chat.max()) + 1)
         return _joined(drawn).first(count)
@@ -679,7 +691,7 @@ def generate(workload: Workload, requests: int, *, seed: int = 0, block_size: in
         name=f"{workload.kind}, seed {seed}",
         tenants=workload.tenants,
         kinds=workload.kinds,
-        notes=(f"Made up, not recorded: {workload}.",),
+        notes=(f"Made up, not recorded, with seed {seed} and NumPy {np.__version__}: {workload.in_full}.",),
     )
 
 

@@ -88,5 +88,6 @@ def find_device(device: str | Device) -> Device:
     if isinstance(device, Device):
         return device
     if device.lower() not in DEVICES:
-        raise BadArgument("gpu", device, f"one of {', '.join(DEVICES)}")
+        own = "for another, the nearest of them with --flops, --device-memory, --bandwidth-device and --bandwidth-host"
+        raise BadArgument("gpu", device, f"one of {', '.join(DEVICES)}; {own}")
     return DEVICES[device.lower()]

@@ -10,6 +10,7 @@ import importlib
 import io
 import lzma
 import os
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Source:
 
     Raises:
         OSError: it cannot be opened.
+        TraceError: it is damaged, or standard input is closed.
         BackendUnavailable: it is compressed with zstd, and the package for it is missing.
     """
 
@@ -46,8 +48,10 @@ class Source:
         self._progress = progress
         self._read = 0
         with ExitStack() as undo:
-            self._file = sys.stdin.buffer if self.name == "-" else undo.enter_context(open(self.name, "rb"))
-            self._size = 0 if self.name == "-" else os.fstat(self._file.fileno()).st_size
+            self._file = _standard_input() if self.name == "-" else undo.enter_context(open(self.name, "rb"))
+            status = None if self.name == "-" else os.fstat(self._file.fileno())
+            self._size = 0 if status is None else status.st_size
+            self._again = status is not None and stat.S_ISREG(status.st_mode)  # it can be opened once more
             self._unpack()
             self._close = undo.pop_all()
 
@@ -81,7 +85,7 @@ class Source:
     def _unpack(self) -> None:
         head, rest = _front(_Raw(self._take))
         unpack = next((unpack for magic, unpack in _COMPRESSED.items() if head.startswith(magic)), None)
-        self.plain = unpack is None and self.name != "-"
+        self.plain = unpack is None and self._again
         try:
             self.head, self._stream = (head, rest) if unpack is None else _front(unpack(rest))
         except _DAMAGE as error:
@@ -103,6 +107,12 @@ class Source:
     def _damaged(self, number: int, error: Exception) -> TraceError:
         where = f" behind line {number}" if number else ""
         return TraceError(f"{self.name} is damaged or cut short{where}: {error}", number or None)
+
+
+def _standard_input() -> IO[bytes]:
+    if sys.stdin is None:
+        raise TraceError("standard input is closed")
+    return sys.stdin.buffer
 
 
 class _Raw(io.RawIOBase):

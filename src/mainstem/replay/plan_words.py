@@ -151,8 +151,8 @@ def _replicas(plan: Plan) -> Iterator[str]:
     if not needed:
         return
     yield (
-        f"Prefill takes {needed[0]:,} {plan.device.name} with that, {needed[1]:,} with the device alone and {needed[2]:,} "
-        f"without a cache, so that none is busy more than {given.most_busy:.0%} of the time."
+        f"Prefill takes {needed[0]:,} {plan.device.name} with that, {needed[1]:,} with the device alone and "
+        f"{needed[2]:,} without a cache, so that none is busy more than {given.most_busy:.0%} of the time."
     )
     if needed[0] > given.replicas * gpus:
         there = f"There {'is' if given.replicas == 1 else 'are'} {given.replicas * gpus}"

@@ -155,6 +155,8 @@ class _Reader:
         yield columns.take()
         if not columns.timed:
             self._notes.append("The first request has no time, so all are taken to come at once, in their order.")
+        if (secrets := len(self._reading.keys)) > 1:
+            self._notes.append(f"Recorded under {secrets} secrets: prompts under different ones share no block.")
         if self._bad_lines:
             more = ", and more" if self._bad_lines > len(self._bad) else ""
             self._notes.append(f"Bad lines, left out: {self._bad_lines} ({'; '.join(self._bad)}{more}).")
@@ -166,7 +168,7 @@ class _Reader:
             if not self._skips:
                 raise TraceError(
                     f"{self._source.name}, line {number}: {bad}. Expected of {self._format.name}: "
-                    f"{self._format.expected}. The line: {_shown(line)}",
+                    f"{self._format.expected}. The line: {_shown(line)} (--on-bad skip leaves bad lines out)",
                     number,
                 ) from bad
             self._bad_lines += 1

@@ -253,6 +253,8 @@ def _show(trace: Trace, rows: Sequence[Row]) -> None:
     console = results()
     blocks = f"{len(trace.whole.blocks):,} blocks of {trace.block_size} tokens, {trace.distinct_blocks:,} distinct"
     console.print(f"{printable(trace.name)}: {len(trace):,} requests, {blocks}", markup=False, soft_wrap=True)
+    if rows[0].replicas > 1:
+        console.print(f"{rows[0].replicas:,} replicas of each capacity, routing by {rows[0].routing}")
     best = {row.capacity_blocks: row.block_hits for row in rows if row.policy == "opt"}
     console.print(_table([dict(_cells(trace, row, best.get(row.capacity_blocks))) for row in rows]))
     if any(len(row.tiers) > 1 for row in rows):

@@ -76,7 +76,7 @@ def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
         "Policies": ", ".join(series.looks(rows)),
     }
     if first.replicas > 1:
-        facts["Replicas"] = f"{first.replicas}, routing by {first.routing}"
+        facts["Replicas"] = f"{first.replicas:,} of each capacity, routing by {first.routing}"
     if first.ttl_s is not None:
         facts["Time to live"] = show_duration(first.ttl_s)
     if info.notes:
@@ -239,7 +239,7 @@ def _tiers(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     names = dict.fromkeys(name for row in rows for name, _ in series.tier_shares(row))
     yield tag(
         "p",
-        "Shares of all blocks asked for: found on a tier, and on none above it, or computed; by capacity of the device.",
+        "Shares of all blocks asked for: found on a tier, and on none above, or computed; by capacity of the device.",
     )
     yield tag("div", *(tag("span", _swatch(name), name) for name in names), class_="legend")
     capacities = series.by_capacity(rows).items()
@@ -294,7 +294,7 @@ def _tier_table(rows: Sequence[Row]) -> Markup:
 def _median(histogram: Sequence[int]) -> str:
     """Of blocks evicted: half of them were younger, or had been idle for less."""
     bound = median_below(histogram)
-    return "" if bound is None else f"under {show_duration(bound)}"
+    return "" if bound is None else f"< {show_duration(bound)}"
 
 
 def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
@@ -473,8 +473,8 @@ figure svg { width: 100%; }
 .scroll { overflow-x: auto; margin: 4px 0; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 caption { text-align: left; white-space: nowrap; font-size: 13px; color: #555; padding: 2px 0; }
-th, td { padding: 3px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3; }
-th { font-weight: 600; border-bottom-color: #888; }
+th, td { padding: 3px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e3e3; }
+th { font-weight: 600; border-bottom-color: #888; white-space: normal; vertical-align: bottom; }
 .left { text-align: left; }
 .left:first-child { padding-left: 0; position: sticky; left: 0; background: #fff;
   background-clip: padding-box; }

@@ -13,7 +13,7 @@ _MESSAGE, _CONTENT, _MORE, _TOOLS = 256, 257, 258, 259
 
 def as_bytes(body: Line) -> list[int]:
     """UTF-8, with numbers above all bytes, so that no text looks like the border of a message."""
-    if "prompt" in body:
+    if body.get("prompt") is not None:
         prompt = _prompt(body)
         return prompt if isinstance(prompt, list) else list(_utf8(prompt))
     tokens: list[int] = []
@@ -37,7 +37,15 @@ def _messages(body: Line) -> list[Line]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BadLine("neither prompt nor messages, a list of objects, is there")
-    return messages
+    return list(map(_plain, messages))
+
+
+def _plain(message: Line) -> Line:
+    """With parts that are all text as one, as the server gives them to templates."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return message
+    return {**message, "content": "\n".join(text_of(part, "text") for part in parts)}
 
 
 def _content(content: object) -> str:
@@ -67,7 +75,7 @@ class Tokenizer:
 
     def __call__(self, body: Line) -> list[int]:
         try:
-            if "prompt" in body:
+            if body.get("prompt") is not None:
                 prompt = _prompt(body)
                 return prompt if isinstance(prompt, list) else list(self._tokenizer.encode(prompt))
             return list(

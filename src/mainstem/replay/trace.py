@@ -25,6 +25,7 @@ import hashlib
 import json
 import mmap
 import os
+import secrets
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -295,16 +296,17 @@ class Trace:
             OSError: the file cannot be written.
         """
         header, target = self._header, Path(path)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+        head = _Header(header.block_size, header.n, header.m, self.distinct_blocks, header.text).encode()
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        with open(part, "xb") as file:
             try:
-                file.write(_Header(header.block_size, header.n, header.m, self.distinct_blocks, header.text).encode())
+                file.write(head)
                 with memoryview(self._buffer) as view, view[header.columns_at :] as columns:
                     file.write(columns)
                 file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, target)
+                os.replace(part, target)
             except BaseException:
-                os.unlink(file.name)
+                part.unlink()
                 raise
 
 
