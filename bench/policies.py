@@ -6,8 +6,8 @@ A cell is a workload at a capacity.
     closed    the same as a share of the gap between `lru` and the optimum, where there is one of half a point or more
     cost      CPU time of all its replays over that of `lru`'s: of looking up and storing, too
 
-The workloads are those of `mainstem.replay.generate`, the bare shapes of `shapes.py`, and traces that are given. All but
-cost follows from the seed.
+The workloads are those of `mainstem.replay.generate`, the bare shapes of `shapes.py`, and traces that are given. All
+but cost follows from the seed.
 """
 
 from __future__ import annotations
@@ -128,8 +128,10 @@ def run(settings: Settings, report: Report) -> None:
     others = [policy for policy in settings.policies if policy != LRU]
     with ThreadPoolExecutor(settings.workers or cpu_count()) as pool:
         cells = []
-        for own in pool.map(lambda each: measure(*each, others, settings.percents), named):
-            report.progress(f"policies: {own[0]['workload']}" if own else "policies: a trace too short for any capacity")
+        for own in pool.map(lambda each: measure(each[0], each[1], others, settings.percents), named):
+            report.progress(
+                f"policies: {own[0]['workload']}" if own else "policies: a trace too short for any capacity"
+            )
             cells += own
     report.settings.update(asdict(settings))
     report.rows.extend(summarise(cells))

@@ -38,7 +38,8 @@ def loop(requests: int, items: int) -> Items:
 def popular(rng: np.random.Generator, requests: int, items: int, zipf: float) -> Items:
     """Item k in proportion to 1 / (k + 1) ** zipf."""
     chances = np.cumsum(np.arange(1, items + 1, dtype=np.float64) ** -zipf)
-    return np.searchsorted(chances, rng.random(requests) * chances[-1], side="right").astype(np.int64)
+    wanted: Items = np.searchsorted(chances, rng.random(requests) * chances[-1], side="right").astype(np.int64)
+    return wanted
 
 
 def recent(rng: np.random.Generator, requests: int, new: float) -> Items:

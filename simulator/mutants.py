@@ -463,7 +463,8 @@ NATIVE: tuple[Mutant, ...] = (
         "the state of a load is published as the forward has left it", "-", _CORE + "cache.cpp",
         "  cache_.counters.host_hit += positions;\n",
         "  cache_.counters.host_hit += positions;\n"
-        "  for (Holding& own : held_)\n    if (own.mark >= 0) cache_.copy_state(own.state, own.mark);\n",
+        "  for (const std::uint32_t c : cache_.states)\n"
+        "    if (held_[c].mark >= 0) cache_.copy_state(held_[c].state, held_[c].mark);\n",
         "hybrid",
     ),
     _mutant(

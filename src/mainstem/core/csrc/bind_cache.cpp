@@ -60,10 +60,6 @@ PyType_Slot kCacheSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_
                              {Py_tp_clear, reinterpret_cast<void*>(&clear_cache)},
                              {0, nullptr}};
 
-PyCache& cache_of(nb::handle object) {
-  return nb::cast<PyCache&>(object);
-}
-
 // A table's memory for NumPy to look at; keeps it alive.
 struct Pages {
   Table::Memory memory;
@@ -71,6 +67,10 @@ struct Pages {
 };
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  if (flags & PyBUF_WRITABLE) {  // NumPy asks for that first: what it clears at once need not be put into words
+    PyErr_SetNone(PyExc_BufferError);
+    return -1;
+  }
   if (!nb::inst_ready(self)) {
     PyErr_SetString(PyExc_BufferError, "these pages were never made");
     return -1;
@@ -84,10 +84,11 @@ PyType_Slot kPagesSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buff
 
 class PyLease {
  public:
-  PyLease(nb::object owner, std::string_view ns, const Key& key, std::int32_t priority, std::uint64_t most, bool inside)
-      : owner_(owner), lease(cache_of(owner).cache, ns, priority, key.bytes(), most, inside, [&](std::size_t from) {
-          key.check(from);
-        }) {}
+  PyLease(nb::handle owner, PyCache& cache, std::string_view ns, const Key& key, std::int32_t priority,
+          std::uint64_t most, bool inside)
+      : owner_(nb::borrow(owner)),
+        cache_(cache),
+        lease(cache.cache, ns, priority, key.bytes(), most, inside, [&](std::size_t from) { key.check(from); }) {}
   // The garbage collector may do this on any thread, in the middle of anything: the pages stay where the cache finds
   // them at its next call.
   ~PyLease() {
@@ -100,10 +101,10 @@ class PyLease {
   PyLease& operator=(const PyLease&) = delete;
 
   nb::handle owner() const { return owner_; }
-  std::size_t components() const { return cache_of(owner_).cache.pools.size(); }
+  std::size_t components() const { return cache_.cache.pools.size(); }
 
   void append(nb::handle tokens) {
-    const Key more(tokens, cache_of(owner_).token_limit);
+    const Key more(tokens, cache_.token_limit);
     more.check(0);
     lease.append(more.bytes());
   }
@@ -111,9 +112,8 @@ class PyLease {
   nb::object page_table() { return view_of(lease.table(0), &views_[0]); }
   // Of the window where it is not the first component.
   nb::object window_table() {
-    const std::vector<Component>& rows = cache_of(owner_).cache.tree.rows();
-    for (std::uint32_t c = 1; c < rows.size(); ++c)
-      if (rows[c].begins_late()) return view_of(lease.table(c), &views_[1]);
+    for (const std::uint32_t c : cache_.cache.windows)
+      if (c > 0) return view_of(lease.table(c), &views_[1]);
     lease.require_open();
     return nb::none();
   }
@@ -135,6 +135,7 @@ class PyLease {
   }
 
   nb::object owner_;  // before the lease: it must live longer
+  PyCache& cache_;
   View views_[2];
 
  public:
@@ -149,16 +150,16 @@ int traverse_lease(PyObject* self, visitproc visit, void* arg) {
 
 PyType_Slot kLeaseSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_lease)}, {0, nullptr}};
 
-void make_lease(PyLease* self, nb::object owner, const nb::bytes& ns, nb::handle tokens, nb::handle priority,
+void make_lease(PyLease* self, nb::handle owner, const nb::bytes& ns, nb::handle tokens, nb::handle priority,
                 std::optional<std::uint64_t> most, bool inside) {
   const auto rank =
       integer(priority, "priority", std::numeric_limits<std::int32_t>::min(), std::numeric_limits<std::int32_t>::max());
-  const PyCache& cache = cache_of(owner);
+  PyCache& cache = nb::cast<PyCache&>(owner);
   const Key key(tokens, cache.token_limit);
   const std::uint64_t length = key.bytes().size() / cache.cache.tree.symbol_bytes();
   if (length == 0) throw BadTokens{"the prompt is empty: a lease needs at least one position"};
-  new (self) PyLease(owner, view(ns), key, static_cast<std::int32_t>(rank), std::min(most.value_or(length), length - 1),
-                     inside);
+  new (self) PyLease(owner, cache, view(ns), key, static_cast<std::int32_t>(rank),
+                     std::min(most.value_or(length), length - 1), inside);
 }
 
 std::uint64_t position(nb::handle value, const char* name, std::uint64_t most) {

@@ -27,10 +27,23 @@ const char* what(const Component& row) {
   return row.kind == Kind::window ? "window pages" : "pages";
 }
 
+template <class Which>
+std::vector<std::uint32_t> those(const std::vector<Component>& rows, Which which) {
+  std::vector<std::uint32_t> found;
+  for (std::uint32_t c = 0; c < rows.size(); ++c)
+    if (which(rows[c])) found.push_back(c);
+  return found;
+}
+
 }  // namespace
 
 Cache::Cache(Tree& tree_, std::vector<Pool*> pools_, bool enabled_)
-    : tree(tree_), pools(std::move(pools_)), enabled(enabled_) {
+    : tree(tree_),
+      pools(std::move(pools_)),
+      enabled(enabled_),
+      paged(those(tree.rows(), std::mem_fn(&Component::per_page))),
+      windows(those(tree.rows(), std::mem_fn(&Component::begins_late))),
+      states(those(tree.rows(), std::not_fn(&Component::per_page))) {
   require(pools.size() == tree.rows().size(), "pools", pools.size(), "one for each component");
   require(tree.rows()[0].per_page(), "components", 0, "first one with an id for each page");
   for (std::size_t c = 1; c < pools.size(); ++c)
@@ -57,11 +70,6 @@ void Cache::make_room(std::uint64_t n, std::uint32_t component) {
   }
 }
 
-void Cache::allocate(std::uint64_t n, std::uint32_t component, Table* table) {
-  table->reserve(table->size() + n);
-  pools[component]->allocate(n, table->extend(n));
-}
-
 std::int32_t Cache::allocate_slot(std::uint32_t component) {
   std::int32_t slot;
   pools[component]->allocate(1, &slot);
@@ -69,22 +77,24 @@ std::int32_t Cache::allocate_slot(std::uint32_t component) {
 }
 
 void Cache::free(std::uint32_t component, IdSpan ids) {
-  const auto first = std::find_if(ids.begin(), ids.end(), [](std::int32_t id) { return id >= 0; });
-  pools[component]->move(ids.subspan(static_cast<std::size_t>(first - ids.begin())), Owner::privately, Owner::free);
+  while (!ids.empty() && ids.front() < 0)
+    ids = ids.subspan(1);
+  pools[component]->move(ids, Owner::privately, Owner::free);
 }
 
-void Cache::give_back(Handle node, std::vector<Holding>& held, std::size_t owned) {
+void Cache::give_back(Handle node, Holdings& held, std::size_t owned) {
   tree.unlock(node, 0);
-  for (std::uint32_t c = 0; c < held.size(); ++c) {
+  for (const std::uint32_t c : paged)
+    if (held[c].table.size() > owned) free(c, held[c].table.from(owned));
+  for (const std::uint32_t c : states) {
     Holding& own = held[c];
-    if (own.table.size() > owned) free(c, own.table.from(owned));
     free(c, {&own.state, 1});
     free(c, {&own.mark, 1});
   }
   --counters.leases;
 }
 
-void Cache::take_back() {
+void Cache::end_abandoned() {
   for (std::size_t at = abandoned_.size(); at-- > 0;) {
     if (abandoned_[at].load) continue;  // pages that are being written cannot be anybody else's yet
     Abandoned left = std::exchange(abandoned_[at], std::move(abandoned_.back()));
@@ -131,8 +141,9 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
     reach = cache.tree.peek(ns, key.first((length_ - 1) * cache.tree.symbol_bytes()), false).reach_pages;
   const Bytes rest = key.subspan(std::size_t{match.pages} * cache.tree.page_bytes());
   key_.assign(rest.begin(), rest.end());
-  for (std::uint32_t c = 0; c < held_.size(); ++c)
-    if (cache.tree.rows()[c].per_page()) held_[c].table.reserve(pages_of(length_));
+  const std::uint32_t pages = pages_of(length_);
+  for (const std::uint32_t c : cache.paged)
+    held_[c].table.reserve(pages);
   owned_ = match.pages;
   if (match.host_pages && !host_has(match)) match.host_pages = 0;
   cache.tree.lock(match.node, 0);
@@ -148,21 +159,21 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   }
   // Nothing below can fail.
   node_ = match.node;
-  for (std::uint32_t c = 0; node_ && c < held_.size(); ++c) {
-    if (!cache.tree.rows()[c].per_page()) continue;
-    cache.tree.copy_ids(node_, c, 0, 0, held_[c].table.extend(owned_));
-    forget_behind(c, cache.tree.rows()[c].first_needed(owned_, cache.tree.page_size()));
+  if (node_) {
+    for (const std::uint32_t c : cache.paged)
+      cache.tree.copy_ids(node_, c, 0, 0, held_[c].table.extend(owned_));
+    forget_behind_windows();
   }
   inside_ = match.partial;
   source_ = match.partial_id;
   donor_ = match.partial_node;
   hit_ = reserved_ = published();
-  reach_ = std::uint64_t{reach} * cache.tree.page_size();
+  reach_ = reach;
   ++cache.counters.leases;
   cache.touched(match.host_pages ? match.host_node : match.node);
   try {
-    for (std::uint32_t c = 0; c < held_.size(); ++c)
-      if (!cache.tree.rows()[c].per_page()) take_state(c);
+    for (const std::uint32_t c : cache.states)
+      take_state(c);
   } catch (...) {
     abort();
     throw;
@@ -173,18 +184,11 @@ Lease::~Lease() {
   if (!closed_) cache_.abandon({node_, copying_ ? donor_ : 0, host_node_, load_, std::move(held_), owned_});
 }
 
-std::uint32_t Lease::pages_of(std::uint64_t positions) const {
-  const std::uint32_t page_size = cache_.tree.page_size();
-  return static_cast<std::uint32_t>((positions + page_size - 1) / page_size);
-}
-
 // ---- states
 
 std::int32_t Lease::state() const {
   require_open();
-  for (const Holding& own : held_)
-    if (own.state >= 0) return own.state;
-  return -1;
+  return cache_.states.empty() ? -1 : held_[cache_.states[0]].state;
 }
 
 // A slot of its own, with a copy of what the tree has at the end of the match: the tree's is never computed with.
@@ -210,9 +214,8 @@ bool Lease::checkpoint(std::uint64_t position, bool room) {
   require(position <= publishable(), "position", position, "at most what is reserved, and what is known");
   if (!cache_.enabled) return false;
   bool all = true;
-  for (std::uint32_t c = 0; c < held_.size(); ++c) {
+  for (const std::uint32_t c : cache_.states) {
     Holding& own = held_[c];
-    if (own.state < 0) continue;
     if (own.mark < 0) {
       try {
         if (room) cache_.make_room(1, c);
@@ -398,20 +401,15 @@ void Lease::count_once() {
   cache_.counters.partial_hit += hit_ - published();
 }
 
-std::uint64_t Lease::missing_pages(std::uint64_t n) const {
-  if (slides(0)) return 0;
-  const std::uint64_t pages = pages_of(reserved_ + n);
-  return pages - std::min<std::uint64_t>(pages, held_[0].table.size());
-}
-
 void Lease::reserve(std::uint64_t n) {
   require_open();
   end_copy(false);
-  while (missing_pages(n) > cache_.pools[0]->owned(Owner::free)) {
-    cache_.make_room(missing_pages(n));
+  std::uint64_t missing;
+  while ((missing = missing_pages(n)) > cache_.pools[0]->owned(Owner::free)) {
+    cache_.make_room(missing);
     require_open();  // that may have run anybody's code
   }
-  if (const std::uint64_t pages = missing_pages(n)) cache_.allocate(pages, 0, &held_[0].table);
+  if (missing) cache_.allocate(missing, 0, &held_[0].table);
   reserved_ += n;
   count_once();
 }
@@ -434,8 +432,7 @@ void Lease::slide(std::uint64_t begin, std::uint64_t end) {
   require_open();
   require(end <= reserved_, "end", end, "at most what is reserved");
   require(begin <= end, "begin", begin, "at most `end`");
-  for (std::uint32_t c = 0; c < held_.size(); ++c) {
-    if (!slides(c)) continue;
+  for (const std::uint32_t c : cache_.windows) {
     const Component& row = cache_.tree.rows()[c];
     Table& table = held_[c].table;
     const std::uint64_t covered = std::uint64_t{table.size()} * cache_.tree.page_size();
@@ -453,8 +450,8 @@ void Lease::slide(std::uint64_t begin, std::uint64_t end) {
 std::uint64_t Lease::publishable() const {
   if (load_) return published();
   std::uint64_t positions = std::min(reserved_, length_);
-  for (std::uint32_t c = 0; c < held_.size(); ++c)
-    if (slides(c)) positions = std::min(positions, std::uint64_t{held_[c].table.size()} * cache_.tree.page_size());
+  for (const std::uint32_t c : cache_.windows)
+    positions = std::min(positions, std::uint64_t{held_[c].table.size()} * cache_.tree.page_size());
   return positions;
 }
 
@@ -470,19 +467,18 @@ void Lease::publish(std::uint64_t upto) {
   assert(upto <= publishable());
   if (!cache_.enabled) return;
   const auto pages = static_cast<std::uint32_t>(upto / cache_.tree.page_size());
-  for (std::uint32_t c = 0; c < held_.size(); ++c)
+  for (const std::uint32_t c : cache_.states)
     if (held_[c].mark >= 0 && held_[c].mark_pages <= pages) publish_pages(held_[c].mark_pages, c);
-  const auto reach = static_cast<std::uint32_t>(reach_ / cache_.tree.page_size());
-  if (reach_ > hit_ && owned_ < reach && reach <= pages && cache_.tree.rows().size() > 1) {
-    publish_pages(reach, kMaxComponents);  // others part from this sequence there
-    if (owned_ == reach) cache_.tree.keep_window(node_, 0);
+  if (owned_ < reach_ && reach_ <= pages && reach() > hit_ && held_.size() > 1) {
+    publish_pages(reach_, kMaxComponents);  // others part from this sequence there
+    if (owned_ == reach_) cache_.tree.keep_window(node_, 0);
   }
   publish_pages(pages, kMaxComponents);
 }
 
 // Pages up to there become the tree's, and with them the state that `state_row` has marked there.
 void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
-  const bool plants = state_row < held_.size();
+  const bool plants = state_row < kMaxComponents;
   if (pages < owned_ || (pages == owned_ && !plants)) return;
   if (pages == owned_) {
     if (cache_.tree.residency(node_, state_row, 0) == Residency::absent)
@@ -493,19 +489,18 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
   // All of it lies behind the window, and there is nothing else to keep of it.
   if (slides(0) && !plants && held_[0].table.part(0, pages).back() < 0) return;
   std::array<IdSpan, kMaxComponents> ids;
-  for (std::uint32_t c = 0; c < held_.size(); ++c)
-    if (cache_.tree.rows()[c].per_page()) ids[c] = held_[c].table.part(owned_, pages);
+  for (const std::uint32_t c : cache_.paged)
+    ids[c] = held_[c].table.part(owned_, pages);
   if (plants) ids[state_row] = {&held_[state_row].mark, 1};
   const Bytes key = Bytes(key_).subspan(key_begin_, (pages - owned_) * std::size_t{cache_.tree.page_bytes()});
   // For tables that name the tree's pages instead, before anything changes.
   Table::Memory spare;
   if (!slides(0) && cache_.tree.knows(ns_, node_, key)) spare = held_[0].table.copy(held_[0].table.room());
   std::vector<std::int32_t> theirs;
-  for (std::uint32_t c = 0; c < held_.size(); ++c)
-    if (slides(c)) {
-      theirs.resize(pages - owned_);
-      held_[c].table.own();
-    }
+  for (const std::uint32_t c : cache_.windows) {
+    theirs.resize(pages - owned_);
+    held_[c].table.own();
+  }
   // The key is this lease's own, so its node lies on it: the prefix need not be read again.
   const InsertResult added =
       cache_.tree.insert(ns_, node_, {key, {ids.data(), held_.size()}}, priority_, 0, true, true);
@@ -513,27 +508,25 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
   cache_.tree.move_lock(node_, added.node, 0);
   node_ = added.node;
   cache_.touched(node_);
-  for (std::uint32_t c = 0; c < held_.size(); ++c)
-    if (slides(c))
-      take_over_sliding(c, added.pages, theirs.data());
-    else if (c == 0)
-      take_over(added.pages, added.existing, std::move(spare));
+  if (!slides(0)) take_over(added.pages, added.existing, &spare);
+  for (const std::uint32_t c : cache_.windows)
+    take_over_sliding(c, added.pages, theirs.data());
   forget_key(added.pages - owned_);
   owned_ = added.pages;
-  for (std::uint32_t c = 0; c < held_.size(); ++c)
-    if (slides(c)) forget_behind(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
+  forget_behind_windows();
   if (plants && owned_ == pages) settle_mark(state_row);
 }
 
 // Pages up to `end` are the tree's now. Of those before `existing` it may have had others, which take the place of
 // ours.
-void Lease::take_over(std::uint32_t end, std::uint32_t existing, Table::Memory ours) {
+void Lease::take_over(std::uint32_t end, std::uint32_t existing, Table::Memory* spare) {
   Table& table = held_[0].table;
   if (existing <= owned_) {
     cache_.pools[0]->move(table.part(owned_, end), Owner::privately, Owner::cached);
     return;
   }
-  table.exchange(ours);
+  table.exchange(*spare);
+  const std::int32_t* ours = spare->get();
   std::int32_t* theirs = table.memory().get() + owned_;
   cache_.tree.copy_ids(node_, 0, 0, owned_, theirs);
   for (std::size_t page = owned_; page < end; ++page, ++theirs)
@@ -570,8 +563,8 @@ void Lease::forget_key(std::uint32_t pages) {
 // the KV of a token that was only just sampled.
 void Lease::finish(std::optional<std::uint64_t> upto) {
   if (closed_) return;
-  const std::uint64_t computed = std::min(publishable(), length_ - appended_);
-  if (upto.value_or(computed) >= published()) publish(upto.value_or(computed));
+  const std::uint64_t end = upto ? *upto : std::min(publishable(), length_ - appended_);
+  if (end >= published()) publish(end);
   abort();
 }
 

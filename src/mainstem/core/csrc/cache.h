@@ -69,13 +69,26 @@ struct Holding {
   std::uint32_t mark_pages = 0;
 };
 
+// That of each component. The first lies in the lease itself, as most models have no other.
+class Holdings {
+ public:
+  explicit Holdings(std::size_t components) : others_(components - 1) {}
+  std::size_t size() const { return 1 + others_.size(); }
+  Holding& operator[](std::size_t component) { return component ? others_[component - 1] : first_; }
+  const Holding& operator[](std::size_t component) const { return component ? others_[component - 1] : first_; }
+
+ private:
+  Holding first_;
+  std::vector<Holding> others_;
+};
+
 // What was left behind by a lease that was dropped: it may have been dropped on any thread, in the middle of anything.
 struct Abandoned {
   Handle node;
   Handle donor;        // of a copy that was never ended, or 0
   Handle host_node;    // see Lease
   std::uint64_t load;  // that still writes to the pages, or 0
-  std::vector<Holding> held;
+  Holdings held;
   std::size_t owned;
 };
 
@@ -95,15 +108,20 @@ class Cache {
 
   // Frees ids of a component until n are free, or throws NoPages and has evicted nothing.
   void make_room(std::uint64_t n, std::uint32_t component = 0);
-  void allocate(std::uint64_t n, std::uint32_t component, Table* table);  // of free ones, behind its end
+  void allocate(std::uint64_t n, std::uint32_t component, Table* table) {  // of free ones, behind its end
+    table->reserve(table->size() + n);
+    pools[component]->allocate(n, table->extend(n));
+  }
   std::int32_t allocate_slot(std::uint32_t component);
   void free(std::uint32_t component, IdSpan private_ids);  // -1 is nobody's
-  void give_back(Handle node, std::vector<Holding>& held, std::size_t owned);
+  void give_back(Handle node, Holdings& held, std::size_t owned);
   void expect_lease() {  // so that abandon() cannot fail
     if (abandoned_.capacity() <= counters.leases) abandoned_.reserve(2 * counters.leases + 1);
   }
   void abandon(Abandoned left) noexcept { abandoned_.push_back(std::move(left)); }
-  void take_back();
+  void take_back() {
+    if (!abandoned_.empty()) end_abandoned();
+  }
   void end_load(std::uint64_t load);  // of a lease that is closed
 
   // With more than one tier: ends of what was matched and published since the last call, for who copies it down. At
@@ -114,6 +132,9 @@ class Cache {
   Tree& tree;
   const std::vector<Pool*> pools;  // by component
   const bool enabled;              // false: nothing is matched and nothing published
+  // The components that a lease goes through: those with an id a page, those of them that slide, and states. With full
+  // attention alone that is one, none and none.
+  const std::vector<std::uint32_t> paged, windows, states;
   // Frees about so many ids of a component; empty: the tree's own order does.
   std::function<void(std::uint32_t, std::uint64_t)> evict;
   std::function<void(std::int32_t, std::int32_t)> copy_state;  // from slot to slot
@@ -121,6 +142,7 @@ class Cache {
 
  private:
   friend class Lease;
+  void end_abandoned();
   static constexpr std::size_t kMostTouched = 1 << 16;
 
   std::vector<Abandoned> abandoned_;
@@ -177,7 +199,8 @@ class Lease {
   std::uint64_t hit() const { return hit_; }
   std::uint64_t reserved() const { return reserved_; }
   std::uint64_t published() const { return std::uint64_t{owned_} * cache_.tree.page_size(); }
-  std::uint64_t reach() const { return reach_; }  // how far the first component alone was matched
+  // How far the first component alone was matched.
+  std::uint64_t reach() const { return std::uint64_t{reach_} * cache_.tree.page_size(); }
   std::uint64_t publishable() const;
   const Table& table(std::uint32_t component = 0) const {
     require_open();
@@ -190,8 +213,15 @@ class Lease {
 
  private:
   bool slides(std::uint32_t component) const { return cache_.tree.rows()[component].begins_late(); }
-  std::uint32_t pages_of(std::uint64_t positions) const;  // rounded up
-  std::uint64_t missing_pages(std::uint64_t n) const;
+  std::uint32_t pages_of(std::uint64_t positions) const {  // rounded up
+    const std::uint32_t page_size = cache_.tree.page_size();
+    return static_cast<std::uint32_t>((positions + page_size - 1) / page_size);
+  }
+  std::uint64_t missing_pages(std::uint64_t n) const {
+    if (slides(0)) return 0;
+    const std::uint64_t pages = pages_of(reserved_ + n);
+    return pages - std::min<std::uint64_t>(pages, held_[0].table.size());
+  }
   void count_once();
   void forget_host();
   std::uint32_t load_from(std::uint32_t component, std::uint32_t end) const;
@@ -200,8 +230,12 @@ class Lease {
   void take_state(std::uint32_t component);
   std::int32_t state_at_node(std::uint32_t component) const;
   void forget_behind(std::uint32_t component, std::uint32_t first);
+  void forget_behind_windows() {
+    for (const std::uint32_t c : cache_.windows)
+      forget_behind(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
+  }
   void publish_pages(std::uint32_t pages, std::uint32_t state_row);
-  void take_over(std::uint32_t end, std::uint32_t existing, Table::Memory ours);
+  void take_over(std::uint32_t end, std::uint32_t existing, Table::Memory* spare);
   void take_over_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs);
   void settle_page(std::uint32_t component, std::int32_t ours, std::int32_t theirs);
   void settle_mark(std::uint32_t component);
@@ -212,10 +246,11 @@ class Lease {
   const std::int32_t priority_;
   Handle node_ = 0;                // its prefix is locked
   std::uint32_t owned_ = 0;        // pages at the front of the tables that the tree owns; the rest are private
-  std::vector<Holding> held_;      // by component
+  Holdings held_;                  // by component
   std::vector<std::uint8_t> key_;  // symbols from page `owned_` on, behind the first `key_begin_` bytes
   std::size_t key_begin_ = 0;
-  std::uint64_t length_, hit_ = 0, reserved_ = 0, reach_ = 0;
+  std::uint64_t length_, hit_ = 0, reserved_ = 0;
+  std::uint32_t reach_ = 0;   // pages
   std::uint32_t inside_ = 0;  // positions of a page of `donor_` that agree with what follows
   std::int32_t source_ = -1;
   Handle donor_ = 0;

@@ -163,9 +163,8 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
 
   // First everything that can fail, then everything that changes what the tree holds.
   Index node = from ? from : make_root(ns);
-  std::vector<Fill> fills;
+  std::vector<Fill> fills, states;
   pieces_.clear();
-  std::array<Run<std::int32_t>, kMaxComponents> states;
   bool grown = false;
   try {
     bool stopped;
@@ -177,7 +176,8 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     note_fills(node, top, tail, tier, &fills);
     if (!stopped) cut_pieces(node, begin, tail, tier, locked, &pieces_);
     for (std::uint32_t c = 0; c < rows_.size() && !stopped; ++c)
-      if (!rows_[c].per_page() && !tail.ids[c].empty()) states[c] = Run<std::int32_t>(tail.ids[c].data(), 1);
+      if (!rows_[c].per_page() && !tail.ids[c].empty())
+        states.push_back({kNone, c, Run<std::int32_t>(tail.ids[c].data(), 1)});
     if (!pieces_.empty()) {
       result.existing = nodes_[node].end();
       node = hang(node, &pieces_, tier, priority, ready);
@@ -192,11 +192,11 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     if (fill.component == 0) counters_.inserted_pages += fill.ids.size();
     occupy(fill.node, slot(fill.component, tier), std::move(fill.ids), kNone);
   }
-  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-    const std::size_t s = slot(c, tier);
-    if (states[c].size() == 0 || !cell(node, s).absent()) continue;
-    occupy(node, s, std::move(states[c]), ready ? kNone : node);
-    result.states |= 1u << c;
+  for (Fill& state : states) {  // at the end, wherever that is by now
+    const std::size_t s = slot(state.component, tier);
+    if (!cell(node, s).absent()) continue;
+    occupy(node, s, std::move(state.ids), ready ? kNone : node);
+    result.states |= 1u << state.component;
   }
   for (std::uint32_t c = 0; has_worths_ && c < rows_.size(); ++c) {
     if (from) pass_window(from, slot(c, tier));

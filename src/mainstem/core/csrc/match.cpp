@@ -55,7 +55,7 @@ Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t
     const bool first = load_word(page + p.fork_at, 4) == p.fork_word;
     const Index guess = first ? p.first_child : p.last_child;
     step.node = agrees(guess) ? guess : kNone;
-  } else {
+  } else if (p.children > 2) {
     step.node = table_.find(hash(parent, page), agrees);
   }
   return step;

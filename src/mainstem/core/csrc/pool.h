@@ -1,6 +1,7 @@
 // Pool: who owns each page. A page is free, cached (the tree's) or private (one lease's); nothing else, and never two.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -73,11 +74,28 @@ class Pool {
   }
 
  private:
+  // The compiler makes vectors only of loops whose length it knows.
+  static constexpr std::size_t kBlock = 8;
+
+  // Whether each page of a block follows the one before it.
+  static bool all_follow(const std::int32_t* pages) {
+    std::int32_t apart = 0;
+    for (std::size_t i = 0; i < kBlock; ++i)
+      apart |= pages[i] ^ (pages[i - 1] + 1);
+    return apart == 0;
+  }
   // How many pages at the front follow each other: 7 8 9 | 4 ...
   static std::size_t run_length(std::span<const std::int32_t> pages) {
     std::size_t n = 1;
-    while (n < pages.size() && pages[n] == pages[n - 1] + 1)
-      ++n;
+    const auto step = [&](std::size_t end) {
+      while (n < end && pages[n] == pages[n - 1] + 1)
+        ++n;
+    };
+    step(std::min(pages.size(), kBlock));
+    if (n < kBlock) return n;
+    while (n + kBlock <= pages.size() && all_follow(&pages[n]))
+      n += kBlock;
+    step(pages.size());
     return n;
   }
   // Whether pages [page, page + n) are all the owner's, n > 0.

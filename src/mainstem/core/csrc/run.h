@@ -31,7 +31,9 @@ class Run {
   }
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
-  ~Run() { std::free(base_); }
+  ~Run() {
+    if (base_) std::free(base_);  // many are empty, and a call costs more than a look
+  }
 
   const T* data() const { return base_ + off_; }
   std::size_t size() const { return len_; }
