@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mainstem import _core
@@ -360,14 +361,24 @@ def test_a_sweep_is_its_cells_in_order() -> None:
     assert told == sorted(told)
 
 
-def test_memory_is_counted() -> None:
-    choose = random.Random(1)
-    paths = [[choose.randrange(2**60) for _ in range(20)] for _ in range(2000)]
-    batch = Batch.of(paths)
+@pytest.mark.parametrize(("new_blocks", "at_most"), [(1, 178), (2, 93), (4, 64), (6, 54), (8, 47), (20, 32)])
+def test_memory_grows_with_distinct_blocks(new_blocks: int, at_most: float) -> None:
+    """Bytes a block, by how many new blocks a request brings; where they are few it is the node that counts."""
+    requests = 100_000
+    blocks = np.random.default_rng(1).integers(2**63, size=requests * new_blocks, dtype=np.uint64)
+    offsets = np.arange(requests + 1, dtype=np.uint64) * np.uint64(new_blocks)
     tree = Tree(1, HashKeys(8))
-    core = _core.Replay([tree.core], [10**6], math.inf, "prefix", [None])
-    core.feed(batch.time_s, batch.input_tokens, batch.offsets, batch.blocks)
-    assert 20 < (tree.held_bytes() + core.bytes()) / 40_000 < 64
+    core = _core.Replay([tree.core], [10**9], math.inf, "prefix", [None])
+    most = 0.0
+    for start in range(0, requests, 1000):
+        stop = start + 1000
+        core.feed(
+            np.zeros(1000), np.zeros(1000, np.int64), offsets[start : stop + 1] - offsets[start],
+            blocks[start * new_blocks : stop * new_blocks],
+        )  # fmt: skip
+        if stop >= 80_000:
+            most = max(most, (tree.held_bytes() + core.bytes()) / (stop * new_blocks))
+    assert 0.9 * at_most < most <= at_most
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

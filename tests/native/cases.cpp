@@ -22,7 +22,7 @@ struct Probe {
   static std::uint32_t& pins(Tree& tree, Handle handle) { return tree.pins(tree.resolve(handle), 0); }
   static Order& order(Tree& tree) { return tree.orders_[0]; }
   static CellCounts& counts(Tree& tree) { return tree.counts_[0]; }
-  static std::vector<Index>& free(Tree& tree) { return tree.free_; }
+  static Index& free(Tree& tree) { return tree.free_; }
   static ChildTable& table(Tree& tree) { return tree.table_; }
   static std::size_t& roots(Tree& tree) { return tree.roots_; }
   static Index index(Tree& tree, Handle handle) { return tree.resolve(handle); }
@@ -251,25 +251,23 @@ const std::vector<Fault> kFaults{
        Probe::table(b.tree).insert(12345, Probe::index(b.tree, b.leaf));
      }},
     {"roots are counted", [](Broken& b) { ++Probe::roots(b.tree); }},
-    {"what is free is not alive", [](Broken& b) { Probe::free(b.tree).push_back(Probe::index(b.tree, b.leaf)); }},
-    {"what is free is not alive", [](Broken& b) { Probe::free(b.tree).push_back(kNone); }},
+    {"what is free is not alive", [](Broken& b) { Probe::free(b.tree) = Probe::index(b.tree, b.leaf); }},
     {"a node is alive or free",
      [](Broken& b) {
        b.tree.evict(3, 0, 0);
-       Probe::free(b.tree).pop_back();
+       Probe::free(b.tree) = kNone;
      }},
     {"what is free cannot be evicted",
      [](Broken& b) {
        b.tree.evict(1000, 0, 0);
-       Probe::order(b.tree).put(Probe::free(b.tree).back(), {1, 0}, 0);
+       Probe::order(b.tree).put(Probe::free(b.tree), {1, 0}, 0);
      }},
     {"a root is found by its name", [](Broken& b) { Probe::root(b.tree, "a").key.drop_back(1); }},
     {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").pages = 1; }},
-    {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").children = 0; }},
+    {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").branches = 0; }},
     {"a node holds at least one page", [](Broken& b) { Probe::node(b.tree, b.leaf).pages = 0; }},
     {"the key is as long as the pages", [](Broken& b) { ++Probe::node(b.tree, b.leaf).pages; }},
     {"a node begins where its parent ends", [](Broken& b) { ++Probe::node(b.tree, b.leaf).start; }},
-    {"a node knows its root", [](Broken& b) { Probe::node(b.tree, b.leaf).home = Probe::index(b.tree, b.child); }},
     {"a node is found by its parent and first page",
      [](Broken& b) {
        const std::string other = key_of({11, 12, 13});
@@ -277,33 +275,33 @@ const std::vector<Fault> kFaults{
      }},
     {"a node has a cell, a child or a lock",
      [](Broken& b) {
-       Probe::cell(b.tree, b.leaf, 0).residency = Residency::absent;
+       Probe::cell(b.tree, b.leaf, 0).transfer = kNone;
        --Probe::root_cell(b.tree, "a").holders;
      }},
     {"siblings are linked both ways", [](Broken& b) { Probe::node(b.tree, b.other).previous = kNone; }},
     {"siblings are linked both ways", [](Broken& b) { Probe::node(b.tree, b.child).previous = 5; }},
     {"siblings are linked both ways",
      [](Broken& b) { std::swap(Probe::node(b.tree, b.child).parent, Probe::node(b.tree, b.leaf).parent); }},
-    {"children are counted, and the last is known", [](Broken& b) { ++Probe::node(b.tree, b.parent).children; }},
+    {"children are counted, and the last is known",
+     [](Broken& b) { Probe::node(b.tree, b.parent).branches = 3 * Node::kChild; }},
     {"children are counted, and the last is known",
      [](Broken& b) { Probe::node(b.tree, b.parent).last_child = kNone; }},
     {"two children part where the fork says", [](Broken& b) { ++Probe::node(b.tree, b.parent).fork_word; }},
     {"a cell has an id for each page, or none",
      [](Broken& b) { Probe::cell(b.tree, b.leaf, 0).ids = Run<std::int32_t>(); }},
-    {"a cell in flight names its transfer",
-     [](Broken& b) { Probe::cell(b.tree, b.leaf, 0).residency = Residency::in_flight; }},
-    {"a root holds no pages", [](Broken& b) { Probe::root_cell(b.tree, "a").residency = Residency::present; }},
+    {"a cell in flight names its transfer", [](Broken& b) { Probe::cell(b.tree, b.leaf, 0).transfer = 12345; }},
+    {"a root holds no pages", [](Broken& b) { Probe::root_cell(b.tree, "a").transfer = kHere; }},
     {"the children that hold a cell are counted", [](Broken& b) { ++Probe::cell(b.tree, b.leaf, 0).holders; }},
     {"a child is held only with its parent",
      [](Broken& b) {
        Cell& cell = Probe::cell(b.tree, b.parent, 0);
-       cell.residency = Residency::absent;
+       cell.transfer = kNone;
        cell.ids = Run<std::int32_t>();
        --Probe::root_cell(b.tree, "").holders;
      }},
     {"what can be evicted, and nothing else, is in the order",
      [](Broken& b) { Probe::order(b.tree).remove(Probe::index(b.tree, b.leaf)); }},
-    {"the order has the node's rank", [](Broken& b) { ++Probe::node(b.tree, b.leaf).accessed; }},
+    {"the order has the node's rank", [](Broken& b) { Probe::node(b.tree, b.leaf).accessed = 999; }},
     {"locks add up along the path", [](Broken& b) { ++Probe::pins(b.tree, b.parent); }},
     {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).present; }},
     {"pages are counted", [](Broken& b) { ++Probe::counts(b.tree).locked; }},
@@ -500,10 +498,15 @@ void hook_fails() {
 
 // The page to be copied is locked, so it is not the one that is evicted for the copy.
 void long_arrays() {
-  std::vector<std::uint64_t, LargePages<std::uint64_t>> numbers(2'000'000, 7);
-  expect(reinterpret_cast<std::uintptr_t>(numbers.data()) % LargePages<char>::kPage == 0, "long arrays begin a page");
-  expect_equal(std::count(numbers.begin(), numbers.end(), 7u), 2'000'000, "numbers");
-  expect(LargePages<int>() == LargePages<int>(), "one gives back what another gave");
+  constexpr std::size_t kLargePage = std::size_t{2} << 20;
+  Array<std::uint64_t> numbers;
+  for (std::uint64_t i = 0; i < 2'000'000; ++i)
+    numbers.push_back(i);
+  expect(reinterpret_cast<std::uintptr_t>(numbers.begin()) % kLargePage == 0, "long arrays begin a page");
+  expect(numbers.bytes() < 17'000'000, "they have little to spare");
+  thrown<std::bad_alloc>("more than there is", [&] { numbers.reserve(std::size_t{1} << 57); });
+  for (std::uint64_t i = 0; i < numbers.size(); ++i)
+    expect_equal(numbers[i], i, "a number behind all that growing");
 }
 
 void no_page_for_a_copy() {

@@ -65,6 +65,8 @@ class PyReplay {
     for (nb::handle tree : trees)
       trees_.push_back(nb::borrow(tree));
   }
+  PyReplay(const PyReplay&) = delete;
+  PyReplay& operator=(const PyReplay&) = delete;
 
   nb::tuple feed(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks) {
     const View time_view(times), token_view(tokens), offset_view(offsets), block_view(blocks);

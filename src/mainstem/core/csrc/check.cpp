@@ -29,15 +29,17 @@ void Tree::check() const {
 }
 
 void Tree::check_free() const {
-  for (const Index node : free_) {
-    if (node == kNone || nodes_[node].live) broken(node, "what is free is not alive");
+  std::size_t free = 0;
+  for (Index node = free_; node != kNone; node = nodes_[node].next) {
+    if (nodes_[node].live) broken(node, "what is free is not alive");
     for (const Order& order : orders_)
       if (order.contains(node)) broken(node, "what is free cannot be evicted");
+    ++free;
   }
   std::size_t alive = 0;
   for (const Node& n : nodes_)
     alive += n.live;
-  if (alive + free_.size() != nodes_.size()) broken(kNone, "a node is alive or free");
+  if (free != free_count_ || alive + free != nodes_.size()) broken(kNone, "a node is alive or free");
 }
 
 void Tree::check_node(Index node) const {
@@ -45,12 +47,11 @@ void Tree::check_node(Index node) const {
   if (n.root()) {
     const std::string_view name(reinterpret_cast<const char*>(n.key.data()), n.key.size());
     if (find_root(name) != node) broken(node, "a root is found by its name");
-    if (n.pages != 0 || n.children == 0) broken(node, "a root has no pages and at least one child");
+    if (n.pages != 0 || n.branches == 0) broken(node, "a root has no pages and at least one child");
   } else {
     if (n.pages == 0) broken(node, "a node holds at least one page");
     if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key is as long as the pages");
     if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
-    if (n.home != (nodes_[n.parent].root() ? n.parent : nodes_[n.parent].home)) broken(node, "a node knows its root");
     const auto itself = [&](Index found) { return found == node; };
     if (table_.find(hash(n.parent, n.key.data()), itself) != node)
       broken(node, "a node is found by its parent and first page");
@@ -63,9 +64,9 @@ void Tree::check_node(Index node) const {
     before = at;
     ++children;
   }
-  if (children != n.children || before != n.last_child) broken(node, "children are counted, and the last is known");
-  const auto word = [&](Index child) { return load_word(nodes_[child].key.data() + n.fork_at, 4); };
-  if (n.children == 2 && (word(n.first_child) != n.fork_word || word(n.last_child) == n.fork_word))
+  if (children != n.children() || before != n.last_child) broken(node, "children are counted, and the last is known");
+  const auto word = [&](Index child) { return load_word(nodes_[child].key.data() + n.fork_at(), 4); };
+  if (n.forks() && (word(n.first_child) != n.fork_word || word(n.last_child) == n.fork_word))
     broken(node, "two children part where the fork says");
 }
 
@@ -75,7 +76,8 @@ void Tree::check_cells(Index node) const {
     const Cell& c = cell(node, s);
     const std::size_t expected = c.absent() ? 0 : row(s).ids(n.pages);
     if (c.ids.size() != expected) broken(node, "a cell has an id for each page, or none");
-    if (c.in_flight() != (c.transfer != kNone)) broken(node, "a cell in flight names its transfer");
+    if (c.in_flight() && (c.transfer >= nodes_.size() || !nodes_[c.transfer].live))
+      broken(node, "a cell in flight names its transfer");
     if (n.root() && !c.absent()) broken(node, "a root holds no pages");
     std::uint32_t holders = 0;
     for (Index at = n.first_child; at != kNone; at = nodes_[at].next)

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "memory.h"
 #include "node.h"
@@ -50,7 +49,7 @@ class ChildTable {
   template <class Same>
   Index find(std::uint32_t hash, Same same) const {
     if (slots_.empty()) return kNone;
-    for (std::size_t i = hash & mask(); slots_[i].child != kNone; i = (i + 1) & mask())
+    for (std::size_t i = home(hash); slots_[i].child != kNone; i = next(i))
       if (slots_[i].hash == hash && same(slots_[i].child)) return slots_[i].child;
     return kNone;
   }
@@ -69,9 +68,8 @@ class ChildTable {
   void erase(std::uint32_t hash, Index child) {
     std::size_t hole = locate(hash, child);
     // Move back what was pushed past the hole, so that no search stops early.
-    for (std::size_t i = (hole + 1) & mask(); slots_[i].child != kNone; i = (i + 1) & mask()) {
-      const std::size_t home = slots_[i].hash & mask();
-      if (((i - home) & mask()) >= ((i - hole) & mask())) {
+    for (std::size_t i = next(hole); slots_[i].child != kNone; i = next(i)) {
+      if (pushed(home(slots_[i].hash), i) >= pushed(hole, i)) {
         slots_[hole] = slots_[i];
         hole = i;
       }
@@ -81,7 +79,7 @@ class ChildTable {
   }
 
   std::size_t size() const { return size_; }
-  std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
+  std::size_t bytes() const { return slots_.bytes(); }
 
  private:
   struct Slot {
@@ -89,27 +87,32 @@ class ChildTable {
     Index child = kNone;
   };
 
-  std::size_t mask() const { return slots_.size() - 1; }
+  // Where a hash belongs: in their order, so that a larger table is filled from one end to the other.
+  std::size_t home(std::uint32_t hash) const { return std::uint64_t{hash} * slots_.size() >> 32; }
+  std::size_t next(std::size_t i) const { return i + 1 == slots_.size() ? 0 : i + 1; }
+  std::size_t pushed(std::size_t from, std::size_t to) const { return to - from + (to < from ? slots_.size() : 0); }
   std::size_t locate(std::uint32_t hash, Index child) const {
-    std::size_t i = hash & mask();
+    std::size_t i = home(hash);
     while (slots_[i].child != child)
-      i = (i + 1) & mask();
+      i = next(i);
     return i;
   }
   void place(std::uint32_t hash, Index child) {
-    std::size_t i = hash & mask();
+    std::size_t i = home(hash);
     while (slots_[i].child != kNone)
-      i = (i + 1) & mask();
+      i = next(i);
     slots_[i] = {hash, child};
   }
   void grow() {
-    std::vector<Slot, LargePages<Slot>> old(slots_.empty() ? 16 : slots_.size() * 2);
+    Array<Slot> old;
+    old.resize(slots_.empty() ? 16 : slots_.size() + slots_.size() / (slots_.size() < kLarge ? 1 : 4));
     old.swap(slots_);
     for (const Slot& slot : old)
       if (slot.child != kNone) place(slot.hash, slot.child);
   }
 
-  std::vector<Slot, LargePages<Slot>> slots_;
+  static constexpr std::size_t kLarge = 1 << 12;  // slots; a larger table grows by less at a time
+  Array<Slot> slots_;
   std::size_t size_ = 0;
 };
 

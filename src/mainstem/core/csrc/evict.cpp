@@ -48,7 +48,7 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
   if (remembers_) names_[node] = Identity::above(names_[node], n.key.data() + kept, pages, page_bytes_);
   n.key.drop_back(std::size_t{pages} * page_bytes_);
   n.pages -= pages;
-  n.generation = n.generation == 0x7fffffff ? 1 : n.generation + 1;
+  n.outdate();
   for (std::uint32_t c = 0; c < rows_.size(); ++c)
     refresh(node, slot(c, tier));
 }
@@ -71,7 +71,7 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   }
   if (want < pages) {
     const auto cut = static_cast<std::uint32_t>(want);
-    if (nodes_[node].children == 0 && only_on(node, tier)) {
+    if (nodes_[node].branches == 0 && only_on(node, tier)) {
       trim(node, cut, tier, freed);
       return;
     }

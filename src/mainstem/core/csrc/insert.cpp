@@ -45,13 +45,13 @@ void Tree::check_tail(const Tail& tail, std::uint32_t pages) const {
 bool Tree::lies_on(std::string_view ns, Bytes key, Handle handle) const {
   Index node = resolve(handle);
   if (node == kNone) return true;
-  if (nodes_[node].home != find_root(ns) || std::size_t{nodes_[node].end()} * page_bytes_ > key.size()) return false;
+  if (std::size_t{nodes_[node].end()} * page_bytes_ > key.size()) return false;
   for (; !nodes_[node].root(); node = nodes_[node].parent) {
     const Run<std::uint8_t>& run = nodes_[node].key;
     const std::uint8_t* there = key.data() + std::size_t{nodes_[node].start} * page_bytes_;
     if (std::memcmp(run.data(), there, run.size()) != 0) return false;
   }
-  return true;
+  return node == find_root(ns);
 }
 
 bool Tree::knows(std::string_view ns, Handle after, Bytes key) const {

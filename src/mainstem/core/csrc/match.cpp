@@ -11,9 +11,8 @@ namespace {
 
 constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match looks at, youngest first
 
-// Length of the common prefix of two byte strings: one memcmp when they agree, otherwise halving.
-std::size_t common_bytes(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
-  if (std::memcmp(a, b, n) == 0) return n;
+// Where two byte strings part that are not the same: by halving.
+std::size_t parting(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
   std::size_t at = 0;
   std::size_t step = 64;
   while (at + step < n && std::memcmp(a + at, b + at, step) == 0) {
@@ -36,7 +35,8 @@ std::size_t common_bytes(const std::uint8_t* a, const std::uint8_t* b, std::size
 }  // namespace
 
 std::uint32_t Tree::common_pages(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t pages) const {
-  return static_cast<std::uint32_t>(common_bytes(a, b, std::size_t{pages} * page_bytes_) / page_bytes_);
+  const std::size_t bytes = std::size_t{pages} * page_bytes_;
+  return std::memcmp(a, b, bytes) == 0 ? pages : static_cast<std::uint32_t>(parting(a, b, bytes) / page_bytes_);
 }
 
 // The child of `parent` that begins with this page, and in how many of the `pages` from there on it agrees.
@@ -49,13 +49,13 @@ Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t
     return step.pages > 0;
   };
   const Node& p = nodes_[parent];
-  if (p.children == 1) {
+  if (p.branches == Node::kChild) {
     step.node = agrees(p.first_child) ? p.first_child : kNone;
-  } else if (p.children == 2) {
-    const bool first = load_word(page + p.fork_at, 4) == p.fork_word;
+  } else if (p.forks()) {
+    const bool first = load_word(page + p.fork_at(), 4) == p.fork_word;
     const Index guess = first ? p.first_child : p.last_child;
     step.node = agrees(guess) ? guess : kNone;
-  } else if (p.children > 2) {
+  } else if (p.first_child != kNone) {
     step.node = table_.find(hash(parent, page), agrees);
   }
   return step;
@@ -136,7 +136,8 @@ std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const 
   if (!cell(node, 0).present()) return 0;
   const std::uint8_t* own = nodes_[node].key.data() + std::size_t{page} * page_bytes_;
   const std::size_t bytes = std::min<std::size_t>(tail.size(), page_bytes_);
-  return static_cast<std::uint32_t>(common_bytes(own, tail.data(), bytes) / symbol_bytes_);
+  const bool same = std::memcmp(own, tail.data(), bytes) == 0;
+  return static_cast<std::uint32_t>((same ? bytes : parting(own, tail.data(), bytes)) / symbol_bytes_);
 }
 
 // The child of `node` whose first page agrees longest with `tail`, among the youngest.

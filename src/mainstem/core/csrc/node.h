@@ -16,40 +16,65 @@ constexpr Index kNone = 0;
 
 enum class Residency : std::uint8_t { absent, in_flight, present };
 
-struct Cell {
-  Run<std::int32_t> ids;
-  std::uint32_t locks = 0;    // locks of this node and of those below that reach here
-  std::uint32_t holders = 0;  // children whose cell is not absent
-  Index transfer = kNone;     // in flight: the node that the transfer is named by
-  Residency residency = Residency::absent;
+constexpr Index kHere = ~Index{0};  // of a cell: present
 
-  bool absent() const { return residency == Residency::absent; }
-  bool present() const { return residency == Residency::present; }
-  bool in_flight() const { return residency == Residency::in_flight; }
+struct Cell {
+  [[no_unique_address]] Run<std::int32_t> ids;  // whose padding is what follows
+  std::uint32_t locks = 0;                      // locks of this node and of those below that reach here
+  std::uint32_t holders = 0;                    // children whose cell is not absent
+  Index transfer = kNone;                       // absent: kNone; present: kHere; else in flight, by this node's name
+
+  bool absent() const { return transfer == kNone; }
+  bool present() const { return transfer == kHere; }
+  bool in_flight() const { return !absent() && !present(); }
+  Residency residency() const {
+    return absent() ? Residency::absent : present() ? Residency::present : Residency::in_flight;
+  }
+};
+
+// What the tree's counter showed, in six bytes: enough for 2**48 calls.
+class Tick {
+ public:
+  Tick& operator=(std::uint64_t tick) {
+    parts_[0] = static_cast<std::uint16_t>(tick);
+    parts_[1] = static_cast<std::uint16_t>(tick >> 16);
+    parts_[2] = static_cast<std::uint16_t>(tick >> 32);
+    return *this;
+  }
+  operator std::uint64_t() const { return parts_[0] | std::uint64_t{parts_[1]} << 16 | std::uint64_t{parts_[2]} << 32; }
+
+ private:
+  std::uint16_t parts_[3] = {};
 };
 
 struct Node {
-  Run<std::uint8_t> key;      // pages * page_bytes; of a root the name of its namespace
-  std::uint64_t created = 0;  // ticks of the tree's counter
-  std::uint64_t accessed = 0;
+  [[no_unique_address]] Run<std::uint8_t> key;  // pages * page_bytes; of a root the name of its namespace
+  Tick created, accessed;
   std::uint32_t hits = 0;
   std::int32_t priority = 0;
-  std::uint32_t start = 0;    // pages from the root to this node
-  std::uint32_t pages = 0;    // 0 for a root
-  Index home = kNone;         // the root above
-  Index parent = kNone;       // kNone for a root
-  Index first_child = kNone;  // the oldest
-  Index last_child = kNone;   // the youngest
-  Index next = kNone;         // younger sibling
-  Index previous = kNone;     // older sibling
-  std::uint32_t children = 0;
-  std::uint32_t fork_at = 0;     // of exactly two children: where in their first page they part (a word of 4 bytes),
-  std::uint32_t fork_word = 0;   // and the word that the oldest has there
-  std::uint32_t generation = 0;  // bumped when handles to this node go stale
-  bool live = false;
+  std::uint32_t start = 0;            // pages from the root to this node
+  std::uint32_t pages = 0;            // 0 for a root
+  Index parent = kNone;               // kNone for a root
+  Index first_child = kNone;          // the oldest
+  Index last_child = kNone;           // the youngest
+  Index next = kNone;                 // younger sibling; of a free node the next one that is free
+  Index previous = kNone;             // older sibling
+  std::uint32_t branches = 0;         // children, times kChild; of two kFork and where their first pages part (a word
+  std::uint32_t fork_word = 0;        // of 4 bytes), and the word that the oldest has there
+  std::uint32_t generation : 31 = 0;  // bumped when handles to this node go stale
+  std::uint32_t live : 1 = false;
 
+  static constexpr std::uint32_t kFork = 1, kChild = 2;  // in `branches`
+
+  std::uint32_t children() const { return forks() ? 2 : branches / kChild; }
+  bool forks() const { return branches & kFork; }
+  std::uint32_t fork_at() const { return branches - kFork; }
   std::uint32_t end() const { return start + pages; }
   bool root() const { return parent == kNone; }
+  void outdate() { generation = generation == 0x7fffffff ? 1 : (generation + 1) & 0x7fffffff; }
 };
+
+// What a node takes decides what a large tree takes.
+static_assert(sizeof(Cell) == 32 && sizeof(Node) == 80);
 
 }  // namespace mainstem

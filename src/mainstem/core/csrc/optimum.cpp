@@ -62,7 +62,9 @@ std::size_t place(Index parent, std::uint64_t block) {
 
 }  // namespace
 
-Optimum::Optimum() : parents_(1), blocks_(1), table_(16) {}
+Optimum::Optimum() : parents_(1), blocks_(1) {
+  table_.resize(16);
+}
 
 void Optimum::add(std::span<const std::uint64_t> blocks) {
   require(ends_.size() < kNever - 1, "requests", ends_.size(), "fewer than 2**32 - 2");
@@ -86,7 +88,9 @@ Index Optimum::child(Index parent, std::uint64_t block) {
 }
 
 void Optimum::grow() {
-  table_.assign(table_.size() * 2, kNone);
+  Array<Index> larger;
+  larger.resize(table_.size() * 2);
+  larger.swap(table_);
   const std::size_t mask = table_.size() - 1;
   for (Index node = 1; node < parents_.size(); ++node) {
     std::size_t at = place(parents_[node], blocks_[node]) & mask;

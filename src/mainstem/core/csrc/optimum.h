@@ -41,7 +41,7 @@ class Optimum {
   // By node; 0 is the root. The table finds the child of a node that has a block.
   std::vector<Index> parents_;
   std::vector<std::uint64_t> blocks_;
-  std::vector<Index, LargePages<Index>> table_;
+  Array<Index> table_;
 };
 
 }  // namespace mainstem

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <vector>
 
+#include "memory.h"
 #include "node.h"
 
 namespace mainstem {
@@ -85,7 +85,7 @@ class Order {
     return entry.rank == rank && entry.depth == depth;
   }
   Rank rank(Index node) const { return heap_[place_[node]].rank; }
-  std::size_t bytes() const { return heap_.capacity() * sizeof(Entry) + place_.capacity() * sizeof(std::uint32_t); }
+  std::size_t bytes() const { return heap_.bytes() + place_.bytes(); }
 
  private:
   struct Entry {
@@ -129,8 +129,8 @@ class Order {
     set(at, entry);
   }
 
-  std::vector<Entry> heap_;
-  std::vector<std::uint32_t> place_;  // by node
+  Array<Entry> heap_;
+  Array<std::uint32_t> place_;  // by node
 };
 
 // The orders of one cell, one a queue; they lie `stride` apart.

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <span>
 #include <utility>
-#include <vector>
 
 #include "identity.h"
 #include "memory.h"
@@ -24,8 +23,8 @@ using Bytes = std::span<const std::uint8_t>;
 
 // What a policy may look at.
 struct Surroundings {
-  const std::vector<Node, LargePages<Node>>& nodes;
-  const std::vector<std::uint64_t>& names;  // by node: the identity of its last page
+  const Array<Node>& nodes;
+  const Array<std::uint64_t>& names;  // by node: the identity of its last page
   const std::uint64_t& tick;
   std::size_t page_bytes;
   double page_tokens;  // see cost.h
@@ -108,7 +107,7 @@ class Remembering : public Replacement {
   explicit Remembering(const Surroundings& around) : around_(around) {}
 
   void reserve(std::size_t nodes) override { records_.resize(nodes); }
-  std::size_t bytes() const override { return records_.capacity() * sizeof(Record); }
+  std::size_t bytes() const override { return records_.bytes(); }
   std::uint32_t queue(Index node) const override { return records_[node].queue; }
   bool alike(Index upper, Index lower) const override { return records_[upper] == records_[lower]; }
   std::uint32_t alike_pages(std::uint64_t before, std::uint32_t, Bytes pages) noexcept override {
@@ -149,7 +148,7 @@ class Remembering : public Replacement {
   }
 
   Surroundings around_;
-  std::vector<Record> records_;
+  Array<Record> records_;
 
  private:
   std::uint64_t newest_ = 0, newcomers_ = 0;

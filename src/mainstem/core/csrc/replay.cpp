@@ -42,6 +42,7 @@ void Replica::serve(double now_s, Blocks blocks, std::int32_t* hits) {
   const auto n = static_cast<std::uint32_t>(blocks.size());
   now_ += n;
   now_s_ = now_s;
+  note_visit();
   const MatchResult match = tree_->match("", key_of(blocks), false);
   look(match, n);
   for (std::uint32_t tier = 0; tier < tiers(); ++tier)
@@ -50,6 +51,35 @@ void Replica::serve(double now_s, Blocks blocks, std::int32_t* hits) {
   for (std::uint32_t tier = 0; tier < tiers(); ++tier)
     trim(tier);
   if (ttl_s_ < kNoTtl) recent_.emplace_back(now_s, now_);
+}
+
+void Replica::note_visit() {
+  if (visits_.size() >= most_visits_) forget_visits();
+  visits_.push_back({now_, static_cast<float>(now_s_)});
+}
+
+// Only the visits that a page names are kept. Often enough that visits take little beside the pages; seldom enough that
+// looking at all pages costs little a visit.
+void Replica::forget_visits() {
+  constexpr std::uint32_t kGone = ~std::uint32_t{0};
+  std::vector<std::uint32_t> numbers(visits_.size(), kGone);  // that each will have
+  std::size_t pages = 0;
+  for (const Tier& tier : tiers_) {
+    for (const Stamp& stamp : tier.stamps)
+      numbers[stamp.born] = numbers[stamp.used] = 0;
+    pages += tier.stamps.size();
+  }
+  Array<Visit> kept;
+  for (std::size_t i = 0; i < visits_.size(); ++i) {
+    if (numbers[i] == kGone) continue;
+    numbers[i] = static_cast<std::uint32_t>(kept.size());
+    kept.push_back(visits_[i]);
+  }
+  for (Tier& tier : tiers_)
+    for (Stamp& stamp : tier.stamps)
+      stamp = {numbers[stamp.born], numbers[stamp.used]};
+  visits_.swap(kept);
+  most_visits_ = visits_.size() + std::max({visits_.size(), pages / 4, kFewVisits});
 }
 
 // Which pages each tier has of what was found; what it lacks is -1. What a tier has of a path is a beginning of it.
@@ -67,11 +97,9 @@ void Replica::look(const MatchResult& match, std::size_t n) {
 // The device is known to end where the match does; on other tiers an insertion finds its way from the root.
 void Replica::store(const MatchResult& match, Blocks blocks, std::uint32_t t) {
   Tier& tier = tiers_[t];
-  for (std::uint32_t i = 0; i < tier.held; ++i) {
-    Stamp& stamp = tier.stamps[static_cast<std::size_t>(tier.path[i])];
-    stamp.used = now_;
-    stamp.used_s = static_cast<float>(now_s_);
-  }
+  const auto visit = static_cast<std::uint32_t>(visits_.size() - 1);
+  for (std::uint32_t i = 0; i < tier.held; ++i)
+    tier.stamps[static_cast<std::size_t>(tier.path[i])].used = visit;
   for (std::size_t i = tier.held; i < blocks.size(); ++i)
     tier.path[i] = take(&tier);
   if (tier.held < blocks.size()) {
@@ -104,26 +132,25 @@ void Replica::trim(std::uint32_t t) {
   require(freed.size() == present - tier.capacity, "pages evicted", freed.size(), "as many as were asked for");
   for (const std::int32_t page : freed) {
     const Stamp& stamp = tier.stamps[static_cast<std::size_t>(page)];
-    tier.totals.age.add(now_ - stamp.born);
-    tier.totals.idle.add(now_ - stamp.used);
-    tier.totals.age_s.add(whole_seconds(stamp.born_s, now_s_));
-    tier.totals.idle_s.add(whole_seconds(stamp.used_s, now_s_));
+    const Visit &born = visits_[stamp.born], &used = visits_[stamp.used];
+    tier.totals.age.add(now_ - born.at);
+    tier.totals.idle.add(now_ - used.at);
+    tier.totals.age_s.add(whole_seconds(born.at_s, now_s_));
+    tier.totals.idle_s.add(whole_seconds(used.at_s, now_s_));
     retire(&tier, page);
   }
   tier.totals.evicted += freed.size();
 }
 
 std::int32_t Replica::take(Tier* tier) const {
-  const auto time = static_cast<float>(now_s_);
-  const Stamp stamp{now_, now_, time, time};
+  const auto visit = static_cast<std::uint32_t>(visits_.size() - 1);
   if (tier->free.empty()) {
-    if (tier->stamps.size() == tier->stamps.capacity()) tier->stamps.reserve(tier->stamps.size() * 5 / 4 + 64);
-    tier->stamps.push_back(stamp);
+    tier->stamps.push_back({visit, visit});
     return static_cast<std::int32_t>(tier->stamps.size() - 1);
   }
   const std::int32_t page = tier->free.back();
   tier->free.pop_back();
-  tier->stamps[static_cast<std::size_t>(page)] = stamp;
+  tier->stamps[static_cast<std::size_t>(page)] = {visit, visit};
   return page;
 }
 
@@ -138,9 +165,9 @@ void Replica::retire(Tier* tier, std::int32_t page) {
 }
 
 std::size_t Replica::bytes() const {
-  std::size_t total = recent_.size() * sizeof(recent_[0]);
+  std::size_t total = recent_.size() * sizeof(recent_[0]) + visits_.bytes();
   for (const Tier& tier : tiers_)
-    total += tier.stamps.capacity() * sizeof(Stamp) + tier.links.capacity() * sizeof(Link) +
+    total += tier.stamps.bytes() + tier.links.capacity() * sizeof(Link) +
              (tier.free.capacity() + tier.path.capacity()) * sizeof(std::int32_t);
   return total;
 }
@@ -167,7 +194,7 @@ void Replica::note_use(Tier* tier, Blocks blocks) const {
 }
 
 bool Replica::expired(const Tier& tier, std::int32_t page) const {
-  return page >= 0 && now_ - tier.stamps[static_cast<std::size_t>(page)].used >= now_ - expired_at_;
+  return page >= 0 && now_ - visits_[tier.stamps[static_cast<std::size_t>(page)].used].at >= now_ - expired_at_;
 }
 
 void Replica::expire(double now_s) {

@@ -56,10 +56,14 @@ class Replica {
   std::size_t bytes() const;  // without the tree
 
  private:
-  struct Stamp {  // of a page; counts of accesses, of which only differences matter
-    std::uint32_t born, used;
-    float born_s, used_s;
+  struct Visit {  // of a request: when, by the count of accesses, of which only differences matter, and by the clock
+    std::uint32_t at;
+    float at_s;
   };
+  struct Stamp {  // of a page: the visits that brought it and that used it last
+    std::uint32_t born, used;
+  };
+  static constexpr std::size_t kFewVisits = 1 << 12;  // not worth a look
   struct Link {  // of a page, with a time to live: its block, and its place in the order of use, oldest last
     std::uint64_t block;
     std::int32_t parent, newer, older;
@@ -67,13 +71,15 @@ class Replica {
   struct Tier {
     std::uint64_t capacity;
     TierTotals totals;
-    std::vector<Stamp> stamps;
+    Array<Stamp> stamps;
     std::vector<Link> links;  // the last one closes the ring
     Ids free;
     Ids path;  // pages of the request at work
     std::uint32_t held = 0;
   };
 
+  void note_visit();
+  void forget_visits();
   void look(const MatchResult& match, std::size_t n);
   void store(const MatchResult& match, Blocks blocks, std::uint32_t tier);
   void count(std::uint32_t found, std::uint32_t n, std::int32_t* hits);
@@ -88,6 +94,8 @@ class Replica {
   Evict evict_;
   double ttl_s_;
   std::vector<Tier> tiers_;
+  Array<Visit> visits_;  // those that pages name, and some that no page names any more
+  std::size_t most_visits_ = kFewVisits;
   std::uint32_t now_ = 0;  // accesses so far
   double now_s_ = 0;
   std::deque<std::pair<double, std::uint32_t>> recent_;  // requests within the time to live: when, and now_ after them

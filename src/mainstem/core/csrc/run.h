@@ -1,7 +1,9 @@
 // Run: an owning array that can give up its front or its back.
 //
-//   base            base + off                    base + off + len        base + cap
-//   |   given away  |           what lives here          |     given away     |
+//   data - off              data                   data + len         data - off + cap
+//   |   given away          |   what lives here    |   given away     |
+//
+// What fits lies in the Run itself: most nodes are short, and a block of malloc is at least 32 bytes.
 //
 // Giving a part away copies the smaller half only. A Run less than half full is made smaller, so it never holds more
 // than twice what lives in it, plus kSlack bytes. One that grows keeps a quarter more than it needs for the next time.
@@ -14,110 +16,145 @@
 #include <new>
 #include <utility>
 
+#include "memory.h"
+
 namespace mainstem {
 
 template <class T>
 class Run {
+  struct Far {
+    T* data;
+    std::uint32_t cap, off;
+  };
+  static constexpr std::size_t kInside = sizeof(Far) / sizeof(T);  // elements; more of them lie in memory of their own
+  static constexpr std::size_t kSlack = 64;                        // bytes; below this a Run is not worth shrinking
+
  public:
+  // Memory for what is about to be cut or joined; with it neither can fail.
+  class Room {
+   public:
+    Room() = default;
+    explicit Room(std::size_t n) {
+      if (n <= kInside) return;
+      memory_ = static_cast<T*>(std::malloc(n * sizeof(T)));
+      if (!memory_) throw std::bad_alloc();
+      cap_ = narrow(n);
+    }
+    Room(Room&& other) noexcept : memory_(std::exchange(other.memory_, nullptr)), cap_(other.cap_) {}
+    Room& operator=(Room&& other) noexcept {
+      std::swap(memory_, other.memory_);
+      std::swap(cap_, other.cap_);
+      return *this;
+    }
+    ~Room() { std::free(memory_); }
+
+   private:
+    friend class Run;
+    Far give() { return {std::exchange(memory_, nullptr), cap_, 0}; }
+    T* memory_ = nullptr;
+    std::uint32_t cap_ = 0;
+  };
+
   Run() = default;
-  Run(const T* source, std::size_t n) : base_(allocate(n)), cap_(narrow(n)), len_(narrow(n)) {
-    if (n) std::memcpy(base_, source, n * sizeof(T));
-  }
-  Run(Run&& other) noexcept { swap(other); }
+  Run(const T* source, std::size_t n) : Run(source, n, Room(n)) {}
+  Run(Run&& other) noexcept : at_(other.at_), len_(std::exchange(other.len_, 0)) {}
   Run& operator=(Run&& other) noexcept {
-    Run moved(std::move(other));
-    swap(moved);
+    if (this == &other) return *this;
+    if (!inside()) std::free(base());
+    at_ = other.at_;
+    len_ = std::exchange(other.len_, 0);
     return *this;
   }
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
   ~Run() {
-    if (base_) std::free(base_);  // many are empty, and a call costs more than a look
+    if (!inside()) std::free(base());
   }
 
-  const T* data() const { return base_ + off_; }
+  const T* data() const { return inside() ? at_.inside : at_.far.data; }
   std::size_t size() const { return len_; }
-  std::size_t held() const { return cap_; }  // elements of memory, live or not
-  const T& operator[](std::size_t i) const { return base_[off_ + i]; }
+  std::size_t heap_bytes() const { return inside() ? 0 : block_bytes(at_.far.cap * sizeof(T)); }
+  const T& operator[](std::size_t i) const { return data()[i]; }
 
-  // Room for the smaller part of a cut behind the first n elements, 0 <= n <= size(); with it the cut cannot fail.
-  Run room(std::size_t n) const {
-    Run empty;
-    empty.cap_ = narrow(n <= len_ - n ? n : len_ - n);
-    empty.base_ = allocate(empty.cap_);
-    return empty;
-  }
+  // Room to cut behind the first n elements, 0 <= n <= size().
+  Room room(std::size_t n) const { return Room(std::min(n, len_ - n)); }
 
   // The first n elements leave as a Run of their own.
-  Run take_front(std::size_t n, Run room) noexcept {
+  Run take_front(std::size_t n, Room room) noexcept {
     const bool front_is_smaller = n <= len_ - n;
-    const std::size_t from = front_is_smaller ? 0 : n;
-    room.len_ = room.cap_;
-    if (room.len_) std::memcpy(room.base_, data() + from, room.len_ * sizeof(T));
-    if (front_is_smaller) {
-      off_ += narrow(n);
-      len_ -= narrow(n);
-    } else {
-      len_ = narrow(n);
-    }
-    shrink();
-    if (!front_is_smaller) swap(room);  // what is left here must be the back
-    return room;
+    Run smaller(data() + (front_is_smaller ? 0 : n), std::min(n, len_ - n), std::move(room));
+    keep(front_is_smaller ? n : 0, len_ - smaller.len_);
+    if (!front_is_smaller) swap(smaller);  // what is left here must be the back
+    return smaller;
   }
 
-  void drop_back(std::size_t n) {
-    len_ -= narrow(n);
-    shrink();
-  }
+  void drop_back(std::size_t n) noexcept { keep(0, len_ - n); }
 
-  // Room for n more at the back, after which append() cannot fail; at most `limit` elements are held in all.
-  void reserve_back(std::size_t n, std::size_t limit) {
+  // Room to append n; at most `limit` elements are held in all.
+  Room room_behind(std::size_t n, std::size_t limit) const {
     const std::size_t needed = len_ + n;
-    if (off_ + needed <= cap_) return;
-    Run larger;
-    larger.cap_ = narrow(std::max(needed, std::min(needed + needed / 4, limit)));
-    larger.base_ = allocate(larger.cap_);
-    larger.append(*this);
-    swap(larger);
+    if (needed <= kInside || (!inside() && at_.far.off + needed <= at_.far.cap)) return {};
+    return Room(std::max(needed, std::min(needed + needed / 4, limit)));
   }
-  void append(const Run& back) noexcept {
-    if (back.len_) std::memcpy(base_ + off_ + len_, back.data(), back.len_ * sizeof(T));
-    len_ += back.len_;
+  void append(const Run& back, Room room) noexcept {
+    const std::size_t len = len_ + back.len_;
+    if (room.memory_) {
+      copy(room.memory_, data(), len_);
+      if (!inside()) std::free(base());
+      at_.far = room.give();
+    }
+    copy((len <= kInside ? at_.inside : at_.far.data) + len_, back.data(), back.len_);
+    len_ = narrow(len);
   }
 
  private:
-  static constexpr std::size_t kSlack = 64;  // bytes; below this a Run is not worth shrinking
+  Run(const T* source, std::size_t n, Room room) noexcept : len_(narrow(n)) {
+    if (!inside()) at_.far = room.give();
+    copy(inside() ? at_.inside : at_.far.data, source, n);
+  }
 
-  static T* allocate(std::size_t n) {
-    if (n == 0) return nullptr;
-    void* memory = std::malloc(n * sizeof(T));
-    if (!memory) throw std::bad_alloc();
-    return static_cast<T*>(memory);
+  static void copy(T* to, const T* from, std::size_t n) {
+    if (n) std::memcpy(to, from, n * sizeof(T));
   }
   static std::uint32_t narrow(std::size_t n) { return static_cast<std::uint32_t>(n); }
+  bool inside() const { return len_ <= kInside; }
+  T* base() const { return at_.far.data - at_.far.off; }
 
   void swap(Run& other) noexcept {
-    std::swap(base_, other.base_);
-    std::swap(cap_, other.cap_);
-    std::swap(off_, other.off_);
+    std::swap(at_, other.at_);
     std::swap(len_, other.len_);
   }
 
-  // Best effort: without memory for the smaller copy the larger one stays.
+  // Elements [from, from + n) stay.
+  void keep(std::size_t from, std::size_t n) noexcept {
+    if (inside()) {
+      std::memmove(at_.inside, at_.inside + from, n * sizeof(T));
+      len_ = narrow(n);
+      return;
+    }
+    at_.far.data += from;
+    at_.far.off += narrow(from);
+    len_ = narrow(n);
+    shrink();
+  }
+  // Best effort: without memory for the smaller copy the larger one stays, unless what lives fits inside.
   void shrink() noexcept {
-    if (std::size_t{len_} * 2 >= cap_ || cap_ * sizeof(T) <= kSlack) return;
-    T* smaller = len_ ? static_cast<T*>(std::malloc(len_ * sizeof(T))) : nullptr;
-    if (len_ && !smaller) return;
-    if (len_) std::memcpy(smaller, data(), len_ * sizeof(T));
-    std::free(base_);
-    base_ = smaller;
-    cap_ = len_;
-    off_ = 0;
+    const Far far = at_.far;
+    T* smaller = at_.inside;
+    if (!inside()) {
+      if (std::size_t{len_} * 2 >= far.cap || far.cap * sizeof(T) <= kSlack) return;
+      smaller = static_cast<T*>(std::malloc(len_ * sizeof(T)));
+      if (!smaller) return;
+    }
+    copy(smaller, far.data, len_);
+    std::free(far.data - far.off);
+    if (!inside()) at_.far = {smaller, len_, 0};
   }
 
-  T* base_ = nullptr;
-  std::uint32_t cap_ = 0;
-  std::uint32_t off_ = 0;
+  union {
+    Far far;
+    T inside[kInside];
+  } at_{};
   std::uint32_t len_ = 0;
 };
 

@@ -53,6 +53,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
   if (remembers_) queue_count_ = replacements_[0]->queues();
   orders_.resize(queue_count_ * slots_);
   counts_.resize(slots_);
+  rooms_.resize(slots_);
   worn_.resize(slots_);
   new_node();  // index 0 is nobody
 }
@@ -149,15 +150,14 @@ inline void Tree::remove(Index node, std::size_t slot) {
 // Room for so many new nodes, after which making them, linking them and giving them cells cannot fail.
 void Tree::reserve_nodes(std::size_t count) {
   table_.reserve(count);
-  if (count <= free_.size()) return;
+  if (count <= free_count_) return;
   const std::size_t needed = nodes_.size() + count;
   if (needed <= room_) return;
-  const std::size_t room = needed + needed / 2;
+  const std::size_t room = with_spare(needed);
   nodes_.reserve(room);
   cells_.reserve(room * slots_);
   pins_.reserve(room * tiers_);
   if (has_worths_) worths_.reserve(room * slots_);
-  free_.reserve(room);
   for (Order& order : orders_)
     order.reserve(room);
   if (remembers_) names_.reserve(room);
@@ -168,28 +168,32 @@ void Tree::reserve_nodes(std::size_t count) {
 
 Index Tree::new_node() {
   reserve_nodes(1);
-  if (free_.empty()) {
-    nodes_.emplace_back();
+  Index node = free_;
+  if (node == kNone) {
+    node = static_cast<Index>(nodes_.size());
+    nodes_.resize(nodes_.size() + 1);
     nodes_.back().generation = 1;
     cells_.resize(nodes_.size() * slots_);
     pins_.resize(nodes_.size() * tiers_);
     if (has_worths_) worths_.resize(nodes_.size() * slots_);
     if (remembers_) names_.resize(nodes_.size());
-    free_.push_back(static_cast<Index>(nodes_.size() - 1));
+  } else {
+    free_ = std::exchange(nodes_[node].next, kNone);
+    --free_count_;
   }
-  const Index node = free_.back();
-  free_.pop_back();
   nodes_[node].live = true;
   return node;
 }
 
 void Tree::free_node(Index node) {
-  const std::uint32_t generation = (nodes_[node].generation + 1) & 0x7fffffff;
-  nodes_[node] = Node{};
-  nodes_[node].generation = generation ? generation : 1;
+  nodes_[node].outdate();
+  Node fresh;
+  fresh.generation = nodes_[node].generation;
+  fresh.next = std::exchange(free_, node);
+  nodes_[node] = std::move(fresh);
   for (std::size_t s = 0; s < slots_; ++s)
     cell(node, s) = Cell{};
-  free_.push_back(node);
+  ++free_count_;
 }
 
 Index Tree::make_root(std::string_view ns) {
@@ -211,7 +215,8 @@ void Tree::link(Index parent, Index node) {
   n.previous = p.last_child;
   (p.last_child == kNone ? p.first_child : nodes_[p.last_child].next) = node;
   p.last_child = node;
-  if (++p.children == 2) note_fork(parent);
+  p.branches = (p.children() + 1) * Node::kChild;
+  if (p.children() == 2) note_fork(parent);
 }
 
 void Tree::unlink(Index node) {
@@ -219,7 +224,8 @@ void Tree::unlink(Index node) {
   Node& p = nodes_[n.parent];
   (n.previous == kNone ? p.first_child : nodes_[n.previous].next) = n.next;
   (n.next == kNone ? p.last_child : nodes_[n.next].previous) = n.previous;
-  if (--p.children == 2) note_fork(n.parent);
+  p.branches = (p.children() - 1) * Node::kChild;
+  if (p.children() == 2) note_fork(n.parent);
 }
 
 // Two children are told apart by one word, without a look at either.
@@ -228,16 +234,15 @@ void Tree::note_fork(Index parent) {
   const std::uint8_t* one = nodes_[p.first_child].key.data();
   const std::uint8_t* two = nodes_[p.last_child].key.data();
   const auto at = std::mismatch(one, one + page_bytes_, two).first - one;
-  p.fork_at = static_cast<std::uint32_t>(at) & ~3u;
-  p.fork_word = static_cast<std::uint32_t>(load_word(one + p.fork_at, 4));
+  p.branches = (static_cast<std::uint32_t>(at) & ~3u) | Node::kFork;
+  p.fork_word = static_cast<std::uint32_t>(load_word(one + p.fork_at(), 4));
 }
 
-Index Tree::add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority) {
+Index Tree::add_child(Index parent, Run<std::uint8_t>&& key, std::int32_t priority) {
   const Index node = new_node();
   Node& n = nodes_[node];
   n.pages = static_cast<std::uint32_t>(key.size() / page_bytes_);
   n.start = nodes_[parent].end();
-  n.home = nodes_[parent].root() ? parent : nodes_[parent].home;
   n.key = std::move(key);
   n.priority = priority;
   n.created = n.accessed = tick_;
@@ -252,10 +257,9 @@ Index Tree::add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority
 Index Tree::split(Index node, std::uint32_t pages) {
   assert(pages > 0 && pages < nodes_[node].pages);
   const std::size_t key_bytes = std::size_t{pages} * page_bytes_;
-  Run<std::uint8_t> key_room = nodes_[node].key.room(key_bytes);
-  std::array<Run<std::int32_t>, kMaxComponents * kMaxTiers> ids_room;
+  Run<std::uint8_t>::Room key_room = nodes_[node].key.room(key_bytes);
   for (std::size_t s = 0; s < slots_; ++s)
-    if (row(s).divides() && !cell(node, s).absent()) ids_room[s] = cell(node, s).ids.room(pages);
+    if (row(s).divides() && !cell(node, s).absent()) rooms_[s] = cell(node, s).ids.room(pages);
   const Index upper = new_node();  // nothing below can fail
 
   Node& n = nodes_[node];
@@ -263,7 +267,6 @@ Index Tree::split(Index node, std::uint32_t pages) {
   const std::uint32_t from_parent = hash(n.parent, n.key.data());
   u.key = n.key.take_front(key_bytes, std::move(key_room));
   u.start = n.start;
-  u.home = n.home;
   u.pages = pages;
   n.start += pages;
   n.pages -= pages;
@@ -284,16 +287,15 @@ Index Tree::split(Index node, std::uint32_t pages) {
     Cell& half = cell(upper, s);
     half.holders = lower.absent() ? 0 : 1;
     if (row(s).divides()) {
-      half.locks = lower.locks;  // 3
-      half.residency = lower.residency;
+      half.locks = lower.locks;        // 3
       half.transfer = lower.transfer;  // 4
       if (has_worths_) {               // 6
         const bool seen = row(s).first_needed(n.end(), page_size_) < u.end();
         worth(upper, s) = seen ? worth(node, s) : 0;
       }
-      if (!lower.absent()) half.ids = lower.ids.take_front(pages, std::move(ids_room[s]));  // 1
-      if (lower.present() && replacement(s)) replacement(s)->split(upper, node);            // 5
-    } else if (!lower.absent()) {                                                           // 2
+      if (!lower.absent()) half.ids = lower.ids.take_front(pages, std::move(rooms_[s]));  // 1
+      if (lower.present() && replacement(s)) replacement(s)->split(upper, node);          // 5
+    } else if (!lower.absent()) {                                                         // 2
       --cell(u.parent, s).holders;
     }
     refresh(upper, s);
@@ -320,7 +322,7 @@ void Tree::take_place(Index node, Index of) {
 bool Tree::joins(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
-  if (!ranks_itself() || u.root() || u.children != 1) return false;
+  if (!ranks_itself() || u.root() || u.branches != Node::kChild) return false;
   if (u.hits != l.hits || u.priority != l.priority || u.key.size() + l.key.size() > kJoinedBytes) return false;
   for (std::uint32_t tier = 0; tier < tiers_; ++tier)
     if (pins(upper, tier)) return false;
@@ -331,7 +333,7 @@ bool Tree::joins(Index upper, Index lower) const {
       if (!first.absent()) return false;
       continue;
     }
-    if (first.in_flight() || first.residency != second.residency || first.locks != second.locks) return false;
+    if (first.in_flight() || first.transfer != second.transfer || first.locks != second.locks) return false;
     if (row(s).begins_late() && first.present() && !(behind(upper, s) && behind(lower, s))) return false;
     if (replacement(s) && first.present() && !replacement(s)->alike(upper, lower)) return false;
   }
@@ -345,24 +347,26 @@ void Tree::join(Index lower) noexcept {
   if (!joins(upper, lower)) return;
   Node& l = nodes_[lower];
   Node& u = nodes_[upper];
-  const std::uint64_t accessed = std::exchange(u.accessed, std::max(u.accessed, l.accessed));  // see vacate()
+  const std::uint64_t accessed =
+      std::exchange(u.accessed, std::max<std::uint64_t>(u.accessed, l.accessed));  // see vacate()
   bool told = !remembers_ && rank_of(upper, 0) != rank_of(lower, 0);
   for (std::size_t s = 0; remembers_ && s < tiers_; ++s)
     if (cell(upper, s).present()) told = told || place_of(upper, s) != place_of(lower, s);
   u.accessed = accessed;
   if (told) return;
+  Run<std::uint8_t>::Room key_room;
   try {
-    u.key.reserve_back(l.key.size(), kJoinedBytes);
+    key_room = u.key.room_behind(l.key.size(), kJoinedBytes);
     for (std::size_t s = 0; s < slots_; ++s)
-      cell(upper, s).ids.reserve_back(cell(lower, s).ids.size(), kJoinedBytes / page_bytes_);
+      rooms_[s] = cell(upper, s).ids.room_behind(cell(lower, s).ids.size(), kJoinedBytes / page_bytes_);
   } catch (const std::bad_alloc&) {
     return;
   }
   table_.erase(hash(upper, l.key.data()), lower);
   table_.replace(hash(u.parent, u.key.data()), upper, lower);
   take_place(lower, upper);
-  l.accessed = std::max(u.accessed, l.accessed);
-  u.key.append(l.key);
+  l.accessed = std::max<std::uint64_t>(u.accessed, l.accessed);
+  u.key.append(l.key, std::move(key_room));
   l.key = std::move(u.key);
   l.start = u.start;
   l.pages += u.pages;
@@ -375,7 +379,7 @@ void Tree::join(Index lower) noexcept {
       continue;
     }
     if (half.present() && replacement(s)) replacement(s)->joined(upper, lower);
-    half.ids.append(cell(lower, s).ids);
+    half.ids.append(cell(lower, s).ids, std::move(rooms_[s]));
     cell(lower, s).ids = std::move(half.ids);
     refresh(lower, s);
   }
@@ -395,11 +399,11 @@ void Tree::join_behind(Index node, std::size_t slot) {
 
 // A lock that ended at this node is gone: the node may be joined to what follows.
 void Tree::release_border(Index node) {
-  if (nodes_[node].children == 1) join(nodes_[node].first_child);
+  if (nodes_[node].branches == Node::kChild) join(nodes_[node].first_child);
 }
 
 bool Tree::dead(Index node) const {
-  if (nodes_[node].children) return false;
+  if (nodes_[node].branches) return false;
   for (std::uint32_t tier = 0; tier < tiers_; ++tier)
     if (pins(node, tier)) return false;
   for (std::size_t s = 0; s < slots_; ++s)
@@ -500,12 +504,11 @@ void Tree::refresh(Index node, std::size_t slot) {
 }
 
 // Puts ids into an absent cell. With `transfer` the cell is in flight, under that node's name.
-void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t> ids, Index transfer) {
+void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) {
   Cell& c = cell(node, slot);
   assert(c.absent());
   c.ids = std::move(ids);
-  c.transfer = transfer;
-  c.residency = transfer == kNone ? Residency::present : Residency::in_flight;
+  c.transfer = transfer == kNone ? kHere : transfer;
   const std::uint64_t n = c.ids.size();
   if (c.in_flight()) {
     counts_[slot].in_flight += n;
@@ -535,7 +538,6 @@ Run<std::int32_t> Tree::vacate(Index node, std::size_t slot) {
     if (remembers_) [[unlikely]]
       note_gone(node, nodes_[node].pages, slot);
   }
-  c.residency = Residency::absent;
   c.transfer = kNone;
   const Index parent = nodes_[node].parent;
   --cell(parent, slot).holders;
@@ -553,8 +555,7 @@ void Tree::settle(Index node, std::size_t slot) {
   counts_[slot].in_flight -= n;
   counts_[slot].present += n;
   if (c.locks) counts_[slot].locked += n;
-  c.residency = Residency::present;
-  c.transfer = kNone;
+  c.transfer = kHere;
   if (remembers_) note_came(node, slot);
   refresh(node, slot);
 }

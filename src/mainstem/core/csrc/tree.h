@@ -237,7 +237,7 @@ class Tree {
   Index new_node();
   void free_node(Index node);
   Index make_root(std::string_view ns);
-  Index add_child(Index parent, Run<std::uint8_t> key, std::int32_t priority);
+  Index add_child(Index parent, Run<std::uint8_t>&& key, std::int32_t priority);
   Index split(Index node, std::uint32_t pages);
   void join(Index lower) noexcept;
   bool joins(Index upper, Index lower) const;
@@ -251,7 +251,7 @@ class Tree {
   bool dead(Index node) const;
 
   // cells
-  void occupy(Index node, std::size_t slot, Run<std::int32_t> ids, Index transfer);
+  void occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer);
   Run<std::int32_t> vacate(Index node, std::size_t slot);
   void settle(Index node, std::size_t slot);
   void change_locks(Index node, std::size_t slot, int by);
@@ -329,13 +329,14 @@ class Tree {
   const bool remembers_;  // the policy has objects of its own
   const std::uint64_t seed_;
 
-  std::vector<Node, LargePages<Node>> nodes_;
-  std::vector<Cell, LargePages<Cell>> cells_;
-  std::vector<std::uint32_t> pins_;   // locks taken at exactly this node, by tier
-  std::vector<double> worths_;        // as cells_, where some component has them: see credit() and end_window()
-  std::vector<double> worn_;          // by slot: the worth of the last that was evicted
-  std::vector<std::uint64_t> names_;  // by node, where the policy remembers: the identity of its last page
-  std::vector<Index> free_;
+  Array<Node> nodes_;
+  Array<Cell> cells_;
+  Array<std::uint32_t> pins_;   // locks taken at exactly this node, by tier
+  Array<double> worths_;        // as cells_, where some component has them: see credit() and end_window()
+  std::vector<double> worn_;    // by slot: the worth of the last that was evicted
+  Array<std::uint64_t> names_;  // by node, where the policy remembers: the identity of its last page
+  Index free_ = kNone;          // the first of the free nodes, linked by `next`
+  std::size_t free_count_ = 0;
   std::size_t room_ = 0;  // nodes for which there is memory everywhere
   ChildTable table_;
   std::size_t roots_ = 0;      // of the nodes in the table
@@ -345,8 +346,9 @@ class Tree {
   std::vector<CellCounts> counts_;
   Counters counters_;
   std::uint64_t tick_ = 0;
-  std::vector<Step> path_;  // these two are kept between calls for their memory
+  std::vector<Step> path_;  // these are kept between calls for their memory
   std::vector<Piece> pieces_;
+  std::vector<Run<std::int32_t>::Room> rooms_;  // by slot, of ids that are about to be cut or joined
 };
 
 }  // namespace mainstem

@@ -55,7 +55,7 @@ Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
 Residency Tree::residency(Handle node, std::uint32_t component, std::uint32_t tier) const {
   require_tier(tier);
   require_component(component);
-  return cell(resolve(node), slot(component, tier)).residency;
+  return cell(resolve(node), slot(component, tier)).residency();
 }
 
 std::vector<Handle> Tree::hottest(std::size_t most, std::uint32_t tier) const {
@@ -67,7 +67,8 @@ std::vector<Handle> Tree::hottest(std::size_t most, std::uint32_t tier) const {
   std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(most), found.end(),
                     [&](Index a, Index b) {
                       const Node &one = nodes_[a], &two = nodes_[b];
-                      return std::tuple(two.hits, two.accessed, a) < std::tuple(one.hits, one.accessed, b);
+                      return std::tuple(two.hits, std::uint64_t{two.accessed}, a) <
+                             std::tuple(one.hits, std::uint64_t{one.accessed}, b);
                     });
   std::vector<Handle> handles;
   for (std::size_t at = 0; at < most; ++at)
@@ -149,11 +150,11 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   Index at = root == kNone ? kNone : nodes_[root].first_child;
   while (at != kNone) {
     const Node& n = nodes_[at];
-    NodeView view{stats(at), handle(n.parent), n.children, {}, {}};
+    NodeView view{stats(at), handle(n.parent), n.children(), {}, {}};
     view.key.assign(reinterpret_cast<const char*>(n.key.data()), n.key.size());
     for (std::size_t s = 0; s < slots_; ++s) {
       const Cell& c = cell(at, s);
-      view.cells.push_back({c.residency, c.locks, Ids(c.ids.data(), c.ids.data() + c.ids.size())});
+      view.cells.push_back({c.residency(), c.locks, Ids(c.ids.data(), c.ids.data() + c.ids.size())});
     }
     views.push_back(std::move(view));
     if (n.first_child != kNone) {
@@ -168,17 +169,16 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
 }
 
 std::size_t Tree::bytes() const {
-  std::size_t total = nodes_.capacity() * sizeof(Node) + cells_.capacity() * sizeof(Cell) + table_.bytes() +
-                      (pins_.capacity() + free_.capacity()) * sizeof(std::uint32_t);
+  std::size_t total = nodes_.bytes() + cells_.bytes() + pins_.bytes() + table_.bytes();
   for (const Order& order : orders_)
     total += order.bytes();
-  total += names_.capacity() * sizeof(std::uint64_t);
+  total += worths_.bytes() + names_.bytes();
   for (const auto& replacement : replacements_)
     if (replacement) total += replacement->bytes();
   for (const Node& n : nodes_)
-    total += n.key.held();
+    total += n.key.heap_bytes();
   for (const Cell& c : cells_)
-    total += c.ids.held() * sizeof(std::int32_t);
+    total += c.ids.heap_bytes();
   return total;
 }
 

@@ -27,7 +27,7 @@ struct Aged {
 template <class Record>
 class AgeLists {
  public:
-  explicit AgeLists(std::vector<Record>* records) : records_(*records) { order_.reserve(kLists); }
+  explicit AgeLists(Array<Record>* records) : records_(*records) { order_.reserve(kLists); }
 
   std::size_t bytes() const { return order_.capacity() * sizeof(order_[0]); }
 
@@ -132,7 +132,7 @@ class AgeLists {
     }
   }
 
-  std::vector<Record>& records_;
+  Array<Record>& records_;
   std::array<List, kLists> lists_{};
   std::array<std::uint64_t, ages::kBuckets> filled_{};  // by bucket: a bit for each kind
   std::array<std::uint32_t, ages::kBuckets> due_{};
