@@ -85,6 +85,7 @@ class Replacement {
   virtual std::uint32_t choose(const Queues&) { return 0; }  // which queue the victim is in; it is not empty
   virtual void bound(const Queues&) noexcept {}              // forgets what is too much to remember
 
+  bool full() const { return capacity_ != 0; }  // there was an eviction
   // Before the first eviction: as if one page were too many.
   std::uint64_t capacity() const {
     const std::uint64_t present = sizes_[0] + sizes_[1] + sizes_[2];

@@ -28,8 +28,8 @@ class Gittins final : public Remembering<GittinsRecord> {
  public:
   explicit Gittins(const Surroundings& around) : Remembering(around), leaves_(&records_) {}
   std::size_t bytes() const override {
-    return Remembering::bytes() + leaves_.bytes() + shadow_.bytes() + marks_.bytes() + given_up_.bytes() +
-           followed_.bytes() + path_.capacity() * sizeof(Index) + coming_.capacity() * sizeof(Past);
+    return Remembering::bytes() + leaves_.bytes() + shadow_.bytes() + evicted_.bytes() + followed_.bytes() +
+           path_.capacity() * sizeof(Index) + coming_.capacity() * sizeof(Past);
   }
 
   Place place(Index index) const override { return {{number(node(index).accessed), 0}}; }  // LRU's
@@ -59,21 +59,22 @@ class Gittins final : public Remembering<GittinsRecord> {
   void withdrawn(Index index) noexcept override { leaves_.remove(index); }
   bool offers(Index index, bool) const override { return records_[index].list != Aged::kNoList; }
   Index victim(const Queues& queues) override {
-    as_lru_ = !ripe_ || lost_ + may_lose_yet() > may_lose();
+    as_lru_ = !ripe_ || lost_ + shadow_.at_risk() > may_lose();
     return as_lru_ ? queues.top() : leaves_.lowest();
   }
   std::uint64_t at_once(Index victim) const override { return records_[victim].tail ? 1 : kAtOnce; }
 
  private:
-  static constexpr std::uint64_t kFollowed = 16;  // one page in so many is followed, to learn from
-  static constexpr std::size_t kMarks = 1, kGivenUp = 1, kFollowing = 2;  // capacities: what each may remember
+  // How much is remembered, in capacities. Followed pages: one in kFollowed, by what it holds.
+  static constexpr std::uint64_t kEvicted = 2, kFollowing = 2, kLeastFollowing = 512;  // the last in pages
+  static constexpr std::uint64_t kFollowed = 16;
   static constexpr std::uint32_t kMark = 8;     // each so-manieth page of a path is remembered whatever is below it
-  static constexpr std::uint64_t kAtOnce = 16;  // pages between two looks at what may be lost
-  static constexpr std::uint8_t kMostReuses = 250;
-  // Of all pages asked for, what may be lost against LRU; and what pages that LRU would have may still lose.
-  static constexpr double kMayLose = 0.0015, kMostLoss = 0.05, kLossOfHits = 0.25;
-  static constexpr double kMostGained = 10, kLeastGained = 0.05;  // gains count up to this: bad times must be noticed
-  static constexpr std::uint64_t kLesson = 2048;                  // pages at least from one lesson to the next
+  static constexpr std::uint64_t kAtOnce = 16;  // pages evicted between two looks at what may be lost
+  static constexpr std::uint8_t kMostReuses = 127, kSpeaks = 128;  // of an evicted page: a flag
+  static constexpr std::uint64_t kLesson = 4096;                   // pages at least from one lesson to the next
+  static constexpr double kMayLose = 0.0015;                       // hits of LRU, of all pages asked for
+  // Gains count up to so many times that, or to a part of the capacity: bad times must be noticed.
+  static constexpr double kMostGained = 10, kLeastGained = 0.05;
 
   struct Past {  // of a page that is not here
     std::uint64_t name;
@@ -83,7 +84,7 @@ class Gittins final : public Remembering<GittinsRecord> {
 
   std::uint32_t now() const { return static_cast<std::uint32_t>(now_); }
   std::uint64_t when(std::uint32_t last) const { return now_ - (now() - last); }
-  static std::uint8_t one_more(std::uint8_t reuses) { return reuses < kMostReuses ? reuses + 1 : reuses; }
+  static std::uint8_t one_more(std::uint8_t reuses) { return reuses < kMostReuses - 1 ? reuses + 1 : reuses; }
   static std::uint8_t kind(std::uint8_t reuses, bool behind_known, std::uint32_t fresh) {
     const int group = reuses == 0   ? (behind_known ? 2 : 1)
                       : reuses <= 2 ? reuses + 2
@@ -99,37 +100,38 @@ class Gittins final : public Remembering<GittinsRecord> {
   }
 
   double requests_share() const { return requests_ ? number(now_) / number(requests_) / kFollowed : 1; }
-  double may_lose() const { return kMayLose * (number(now_) + 2.0 * number(capacity())); }
-  double may_lose_yet() const {
-    return std::min(kMostLoss, kLossOfHits * number(lru_hits_) / number(now_)) * number(shadow_.given_up());
+  double may_lose() const { return kMayLose * number(now_ + capacity()); }
+  bool worth_keeping(const Recall::Entry& evicted) const {
+    return (evicted.note & kSpeaks) || when(evicted.time) >= shadow_.edge();
   }
 
   void begin(std::uint32_t depth, std::uint64_t pages) noexcept;
   void look(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept;
   void look_alone(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept;
   bool foreseen(Index index) const;
-  std::uint32_t lru_has() const;
+  std::uint32_t find_as_lru() noexcept;
   void judge(std::uint32_t hits) noexcept;
   void use(Index index) noexcept;
   void reuse_at(Index index, std::uint32_t last) noexcept;
   void recall(Index index) noexcept;
   void follow(Index index) noexcept;
+  void follow(std::uint64_t page, int kind) noexcept;
+  void note_life(const Recall::Entry& entry) noexcept;
   void learn() noexcept;
 
   ReuseIndex index_;
   AgeLists<GittinsRecord> leaves_;
   LruShadow shadow_;
-  Recall marks_;     // evicted pages that speak for a run
-  Recall given_up_;  // evicted pages that LRU would have
+  Recall evicted_;   // those that speak for a run, and those that LRU would have
   Recall followed_;  // by kind
 
-  std::uint64_t now_ = 0, requests_ = 0, lesson_ = 0, next_lesson_ = 0, lru_hits_ = 0;
+  std::uint64_t now_ = 0, requests_ = 0, lesson_ = 0, next_lesson_ = 0;
   double lost_ = 0;  // hits that LRU had and we had not
   bool ripe_ = false, as_lru_ = true;
 
   // The request at work.
-  std::vector<Index> path_;   // what it found
-  std::vector<Past> coming_;  // what it did not find
+  std::vector<Index> path_;                            // what it found
+  std::vector<Past> coming_;                           // what it did not find
   std::uint32_t coming_at_ = 0, known_ = 0, end_ = 0;  // depths in pages: of coming_, of what was ever seen, of its end
   bool announced_ = false;                             // by a look-up
   std::uint32_t base_ = 0;                             // a page that ends at depth d is used at base - d
@@ -137,7 +139,7 @@ class Gittins final : public Remembering<GittinsRecord> {
 
 // So many pages are asked for; time goes on by their number.
 inline void Gittins::begin(std::uint32_t depth, std::uint64_t pages) noexcept {
-  shadow_.begin(now_, capacity());
+  shadow_.begin(now_, capacity(), full());
   now_ += pages;
   base_ = now() + depth;
 }
@@ -161,9 +163,9 @@ inline void Gittins::look(std::uint64_t before, std::uint32_t depth, Bytes key) 
   std::int16_t reuses = -1;
   for (std::size_t page = pages; page-- > 0;) {
     Recall::Entry found;
-    if (given_up_.find(coming_[page].name, &found) || marks_.find(coming_[page].name, &found)) {
+    if (evicted_.find(coming_[page].name, &found)) {
       age = reuses < 0 ? now() - found.time : std::min(age, now() - found.time);
-      reuses = std::max<std::int16_t>(reuses, found.note);
+      reuses = std::max<std::int16_t>(reuses, found.note & kMostReuses);
       known_ = std::max(known_, depth + static_cast<std::uint32_t>(page) + 1);
     }
     if (reuses < 0) continue;
@@ -186,24 +188,28 @@ inline bool Gittins::foreseen(Index index) const {
          coming_[end - 1 - coming_at_].name == around_.names[index];
 }
 
-// How many pages of the request at work LRU would have.
-inline std::uint32_t Gittins::lru_has() const {
+// Counts what LRU would have found of the request at work; how many pages.
+inline std::uint32_t Gittins::find_as_lru() noexcept {
   const std::uint64_t edge = shadow_.edge();
   for (const Index index : path_) {
-    const std::uint64_t last = when(records_[index].last);
-    if (last >= edge) continue;
-    const std::uint64_t pages = node(index).pages;
-    return node(index).end() - static_cast<std::uint32_t>(std::min(pages, edge - last));
+    const std::uint64_t last = when(records_[index].last), pages = node(index).pages;
+    const std::uint64_t dropped = last >= edge ? 0 : std::min(pages, edge - last);
+    if (dropped < pages) shadow_.hit(last + dropped, number(pages - dropped));
+    if (dropped) return node(index).end() - static_cast<std::uint32_t>(dropped);
   }
-  for (std::size_t page = 0; page < coming_.size(); ++page)
-    if (coming_[page].reuses < 0 || when(coming_[page].last) < edge)
-      return coming_at_ + static_cast<std::uint32_t>(page);
-  return end_;
+  std::uint32_t found = coming_at_;
+  for (const Past& past : coming_) {
+    if (past.reuses < 0 || when(past.last) < edge) break;
+    shadow_.hit(when(past.last), 1);
+    ++found;
+  }
+  return found;
 }
 
 inline void Gittins::judge(std::uint32_t hits) noexcept {
-  const std::uint32_t as_lru = lru_has();
-  lru_hits_ += as_lru;
+  if (!full()) return;
+  const std::uint32_t as_lru = find_as_lru();
+  shadow_.missed(number(end_ - as_lru));
   const double most = std::max(kMostGained * may_lose(), kLeastGained * number(capacity()));
   lost_ = std::max(lost_ + as_lru - number(hits), -most);
   if (!ripe_) ripe_ = now_ >= 2 * capacity() && ReuseIndex::enough(index_.reuses(), requests_share());
@@ -288,8 +294,7 @@ inline void Gittins::recall(Index index) noexcept {
   if (past->reuses < 0) return;
   records_[index].reuses = one_more(static_cast<std::uint8_t>(past->reuses));
   for (std::uint32_t page = 0; page < node(index).pages; ++page) {
-    given_up_.remove(past[page].name);
-    marks_.remove(past[page].name);
+    evicted_.remove(past[page].name);
     shadow_.forget(when(past[page].last), 1, false);
   }
 }
@@ -301,10 +306,11 @@ inline void Gittins::gone(Index index, std::uint32_t pages) noexcept {
   shadow_.evicted(when(record.last), pages);
   std::uint32_t depth = n.end(), last = record.last;
   bool speaks = !record.covered;
+  const auto keep = [this](const Recall::Entry& entry) { return worth_keeping(entry); };
   around_.each_page(index, pages, [&](std::uint64_t page) {
-    const Recall::Entry entry{page, last, record.reuses};
-    if (when(last) >= shadow_.edge()) given_up_.add(entry, kGivenUp * capacity());
-    if (speaks || depth % kMark == 0) marks_.add(entry, kMarks * capacity());
+    const bool marks = speaks || depth % kMark == 0;
+    const Recall::Entry entry{page, last, static_cast<std::uint8_t>(record.reuses | (marks ? kSpeaks : 0))};
+    if (keep(entry)) evicted_.add(entry, kEvicted * capacity(), keep);
     speaks = record.tail && depth == n.end();
     --depth;
     ++last;
@@ -319,35 +325,42 @@ inline void Gittins::gone(Index index, std::uint32_t pages) noexcept {
   GittinsRecord& above = records_[n.parent];
   if (!above.here) return;
   above.covered = above.reuses == record.reuses && above.last == last && !(record.tail && pages == 1);
-  if (static_cast<std::int32_t>(record.last - above.last) >= 0) reuse_at(n.parent, last);  // who uses a page uses those above
+  if (static_cast<std::int32_t>(record.last - above.last) >= 0)
+    reuse_at(n.parent, last);  // who uses a page uses those above
 }
 
+// Pages stand for what they hold at their depth: names would cost more than all of this.
 inline void Gittins::follow(Index index) noexcept {
   const GittinsRecord& record = records_[index];
-  const auto live = [&](const Recall::Entry& entry) {
-    const std::uint64_t since = when(entry.time);
-    index_.lived(entry.note, since < lesson_ ? static_cast<std::uint32_t>(lesson_ - since) : 0, now() - entry.time);
-  };
-  bool end = true;
-  around_.each_page(index, node(index).pages, [&](std::uint64_t page) {
-    const int kind = end ? kind_of_end(record) : record.kind;
-    end = false;
-    if (page * 0xD6E8FEB86659FD93ull >> 32 & (kFollowed - 1)) return;
-    Recall::Entry entry;
-    if (followed_.find(page, &entry)) {
-      live(entry);
-      index_.reused(entry.note, now() - entry.time);
-      followed_.remove(page);
-    }
-    followed_.add({page, now(), static_cast<std::uint8_t>(kind)}, kFollowing * std::max<std::uint64_t>(capacity(), 1), live);
-  });
+  const Node& n = node(index);
+  const std::uint8_t* page = n.key.data();
+  for (std::uint32_t depth = n.start + 1; depth <= n.end(); ++depth, page += around_.page_bytes) {
+    const std::uint64_t some = load_word(page, std::min<std::size_t>(around_.page_bytes, 8)) + depth;
+    if ((some * 0xD6E8FEB86659FD93ull >> 32) % kFollowed) continue;
+    follow(Identity::mix(page, around_.page_bytes) + depth, depth == n.end() ? kind_of_end(record) : record.kind);
+  }
+}
+
+inline void Gittins::follow(std::uint64_t page, int kind) noexcept {
+  Recall::Entry entry;
+  if (followed_.find(page, &entry)) {
+    note_life(entry);
+    index_.reused(entry.note, now() - entry.time);
+    followed_.remove(page);
+  }
+  followed_.add(
+      {page, now(), static_cast<std::uint8_t>(kind)}, std::max(kLeastFollowing, kFollowing * capacity()),
+      [](const Recall::Entry&) { return true; }, [this](const Recall::Entry& gone) { note_life(gone); });
+}
+
+// Of a followed page, the time since it was used or, if that is less, since the last lesson.
+inline void Gittins::note_life(const Recall::Entry& entry) noexcept {
+  const std::uint64_t since = when(entry.time);
+  index_.lived(entry.note, since < lesson_ ? static_cast<std::uint32_t>(lesson_ - since) : 0, now() - entry.time);
 }
 
 inline void Gittins::learn() noexcept {
-  followed_.each([&](const Recall::Entry& entry) {
-    const std::uint64_t since = when(entry.time);
-    index_.lived(entry.note, since < lesson_ ? static_cast<std::uint32_t>(lesson_ - since) : 0, now() - entry.time);
-  });
+  followed_.each([this](const Recall::Entry& entry) { note_life(entry); });
   index_.learn(requests_share());
   leaves_.reorder(index_);
   lesson_ = now_;

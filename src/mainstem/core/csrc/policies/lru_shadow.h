@@ -1,8 +1,10 @@
-// LRU's shadow: what LRU would hold, without holding it. A histogram of when the known pages were used last, in slots of
-// about a 64th of the capacity: the newest ones up to the capacity are what LRU would have.
+// LRU's shadow: what LRU would hold, without holding it. A histogram of when the known pages were used last, in slots
+// of about a 64th of the capacity: the newest ones up to the capacity are what LRU would have. A page's depth is how
+// much was used since it was.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -16,26 +18,18 @@ class LruShadow {
   }
 
   std::uint64_t edge() const { return edge_; }  // LRU has what was used since
-  // Pages that LRU would have and we have not.
-  std::uint64_t given_up() const { return held_ - std::min(held_, ours_); }
+  // How many pages that LRU would have, and we have not, it can be expected to hit before it drops them.
+  double at_risk() const { return at_risk_; }
   std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
 
-  // Pages used last at that time, now are not any more; whether we have them.
-  void forget(std::uint64_t time, std::uint64_t pages, bool ours) noexcept {
-    if (time < slots_.front().from) return;
-    Slot& slot = find(time);
-    const std::uint64_t some = std::min(pages, slot.pages);
-    slot.pages -= some;
-    held_ -= some;
-    if (ours) take(&slot, pages);
-  }
-  void evicted(std::uint64_t time, std::uint64_t pages) noexcept {
-    if (time >= slots_.front().from) take(&find(time), pages);
-  }
-  // A request that began at that time uses pages now; times never fall.
-  void begin(std::uint64_t time, std::uint64_t capacity) noexcept {
-    settle(time, capacity);
-    if (slots_.back().pages >= width(capacity) && slots_.size() < slots_.capacity()) slots_.push_back({time, 0, 0});
+  // A request begins; times never fall. Before the cache is full (no capacity is known), LRU has what we have.
+  void begin(std::uint64_t time, std::uint64_t capacity, bool full) noexcept {
+    if (slots_.size() >= kSlots) merge(width(capacity));
+    if (full) drop(capacity);
+    ++slots_.back().requests;
+    if (slots_.back().pages < width(capacity) || slots_.size() == slots_.capacity()) return;
+    slots_.push_back({time, 0, 0, 1, 0, 1});
+    weigh(static_cast<double>(capacity));
   }
   void use(std::uint64_t time, std::uint64_t pages) noexcept {
     if (time < slots_.front().from) return;
@@ -43,14 +37,39 @@ class LruShadow {
     slot.pages += pages;
     slot.ours += pages;
     held_ += pages;
-    ours_ += pages;
   }
+  // Pages used last at that time are not any more, because they are used now; whether we have them.
+  void forget(std::uint64_t time, std::uint64_t pages, bool ours) noexcept {
+    if (time < slots_.front().from) return;
+    Slot& slot = find(time);
+    const std::uint64_t some = std::min(pages, slot.pages);
+    slot.pages -= some;
+    held_ -= some;
+    if (ours)
+      slot.ours -= std::min(pages, slot.ours);
+    else
+      at_risk_ = std::max(0.0, at_risk_ - slot.chance * static_cast<double>(some));
+  }
+  void evicted(std::uint64_t time, std::uint64_t pages) noexcept {
+    if (time < slots_.front().from) return;
+    Slot& slot = find(time);
+    slot.ours -= std::min(pages, slot.ours);
+    if (time >= edge_) at_risk_ += slot.chance * static_cast<double>(pages);
+  }
+  // What LRU finds, and what it does not, once it is full.
+  void hit(std::uint64_t time, double pages) noexcept { hits_[find(time).bin] += pages; }
+  void missed(double pages) noexcept { misses_ += pages; }
 
  private:
   static constexpr std::size_t kSlots = 192;
+  static constexpr int kBins = 16;      // of depth
+  static constexpr double kUnsure = 2;  // until LRU has missed some capacities, pages count as sure hits: as so many
   struct Slot {
     std::uint64_t from = 0;
     std::uint64_t pages = 0, ours = 0;
+    std::uint32_t requests = 0;
+    std::int32_t bin = 0;
+    double chance = 1;
   };
 
   static std::uint64_t width(std::uint64_t capacity) { return std::max<std::uint64_t>(1, capacity / 64); }
@@ -58,28 +77,21 @@ class LruShadow {
     if (time >= slots_.back().from) return slots_.back();
     const auto after = std::upper_bound(slots_.begin(), slots_.end(), time,
                                         [](std::uint64_t t, const Slot& slot) { return t < slot.from; });
-    return *(after - 1);
-  }
-  void take(Slot* slot, std::uint64_t pages) noexcept {
-    const std::uint64_t some = std::min(pages, slot->ours);
-    slot->ours -= some;
-    ours_ -= some;
+    return after == slots_.begin() ? slots_.front() : *(after - 1);
   }
 
-  // Drops slots that LRU would not have any more, and finds where in the oldest one its content begins.
-  void settle(std::uint64_t now, std::uint64_t capacity) noexcept {
-    if (slots_.size() >= kSlots) merge(width(capacity));
+  // Drops slots that LRU would not have any more, and finds where in the oldest one its content begins. What is left of
+  // a single request is the end of its path, which was used first; of several it is taken to be spread evenly.
+  void drop(std::uint64_t capacity) noexcept {
     std::size_t gone = 0;
-    for (; gone + 1 < slots_.size() && held_ - slots_[gone].pages >= capacity; ++gone) {
+    for (; gone + 1 < slots_.size() && held_ - slots_[gone].pages >= capacity; ++gone)
       held_ -= slots_[gone].pages;
-      ours_ -= slots_[gone].ours;
-    }
     slots_.erase(slots_.begin(), slots_.begin() + static_cast<std::ptrdiff_t>(gone));
     const Slot& oldest = slots_.front();
     edge_ = oldest.from;
-    if (held_ <= capacity || oldest.pages == 0) return;
-    const std::uint64_t to = slots_.size() > 1 ? slots_[1].from : now;
-    edge_ += (to - oldest.from) * std::min(oldest.pages, held_ - capacity) / oldest.pages;
+    if (held_ <= capacity || oldest.pages == 0 || slots_.size() == 1) return;
+    const std::uint64_t over = std::min(oldest.pages, held_ - capacity);
+    edge_ += oldest.requests == 1 ? over : (slots_[1].from - oldest.from) * over / oldest.pages;
   }
   // Two neighbours hold more than a width then, so there are at most about 130.
   void merge(std::uint64_t width) noexcept {
@@ -89,6 +101,7 @@ class LruShadow {
       if (before.pages + slots_[i].pages <= width) {
         before.pages += slots_[i].pages;
         before.ours += slots_[i].ours;
+        before.requests += slots_[i].requests;
       } else {
         slots_[++kept] = slots_[i];
       }
@@ -96,8 +109,32 @@ class LruShadow {
     slots_.resize(kept + 1);
   }
 
+  // The chance at a depth: all that LRU has goes by there, and what is hit further down was not dropped. Pages that are
+  // given up may share a fate, so that the first capacities say little.
+  void weigh(double capacity) noexcept {
+    std::array<double, kBins> chance{};
+    double below = 0;
+    for (int bin = kBins; bin-- > 0;) {
+      const double saved = below + hits_[bin] / 2 + kUnsure * capacity;
+      chance[bin] = saved / std::max(1.0, saved + misses_);
+      below += hits_[bin];
+    }
+    at_risk_ = 0;
+    double newer = 0;
+    for (std::size_t i = slots_.size(); i-- > 0;) {
+      Slot& slot = slots_[i];
+      const auto pages = static_cast<double>(slot.pages), given_up = pages - static_cast<double>(slot.ours);
+      slot.bin = std::min(kBins - 1, static_cast<int>((newer + pages / 2) * kBins / std::max(1.0, capacity)));
+      slot.chance = chance[slot.bin];
+      if (given_up > 0) at_risk_ += given_up * slot.chance;
+      newer += pages;
+    }
+  }
+
   std::vector<Slot> slots_;  // the oldest first; never empty
-  std::uint64_t held_ = 0, ours_ = 0, edge_ = 0;
+  std::uint64_t held_ = 0, edge_ = 0;
+  std::array<double, kBins> hits_{};  // of LRU, by depth
+  double misses_ = 0, at_risk_ = 0;
 };
 
 }  // namespace mainstem

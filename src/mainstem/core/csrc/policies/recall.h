@@ -36,39 +36,33 @@ class Recall {
     if (at != kNowhere) erase(at);
     return at != kNowhere;
   }
-  // Notes a page that is not there; `forgotten` gets what had to go for it, of at most `most`.
-  template <class Forgotten>
-  void add(Entry entry, std::size_t most, Forgotten forgotten) noexcept {
-    while (size_ && size_ >= most)
+  // Notes a page that is not there. Of more than `most` go those that are not worth keeping, looked for now and then,
+  // or the oldest, which `forgotten` gets.
+  template <class Keep, class Forgotten>
+  void add(Entry entry, std::size_t most, Keep keep, Forgotten forgotten) noexcept {
+    if (most == 0) return clear(forgotten);
+    if (size_ >= most && added_ >= most / 4) pack(pages_.size(), keep);
+    if (used_ == pages_.size()) make_room(most);
+    while (size_ && (size_ >= most || used_ == pages_.size()))
       forget_oldest(forgotten);
-    if (most == 0) return;
-    if (used_ == pages_.size() && !make_room(most)) {
-      if (size_ == 0) return;
-      forget_oldest(forgotten);
-    }
-    const std::size_t at = (first_ + used_++) % pages_.size();
-    pages_[at] = entry.page;
-    times_[at] = entry.time;
-    notes_[at] = entry.note;
-    std::uint32_t& head = bucket(entry.page);
-    next_[at] = head;
-    head = static_cast<std::uint32_t>(at);
-    ++size_;
+    if (used_ < pages_.size()) append(entry);
   }
-  void add(Entry entry, std::size_t most) noexcept {
-    add(entry, most, [](const Entry&) {});
+  template <class Keep>
+  void add(Entry entry, std::size_t most, Keep keep) noexcept {
+    add(entry, most, keep, [](const Entry&) {});
   }
   // The oldest first.
   template <class Each>
   void each(Each each) const {
     for (std::size_t i = 0; i < used_; ++i)
-      if (const std::size_t at = (first_ + i) % pages_.size(); notes_[at] != kErased) each(entry_at(at));
+      if (const std::size_t at = ring(first_ + i); notes_[at] != kErased) each(entry_at(at));
   }
 
  private:
   static constexpr std::uint32_t kNowhere = std::numeric_limits<std::uint32_t>::max();
   static constexpr std::uint8_t kErased = 255;
 
+  std::size_t ring(std::size_t at) const { return at < pages_.size() ? at : at - pages_.size(); }
   Entry entry_at(std::size_t at) const { return {pages_[at], times_[at], notes_[at]}; }
   std::uint32_t& bucket(std::uint64_t page) { return table_[page * 0x9E3779B97F4A7C15ull >> shift_]; }
   std::uint32_t place(std::uint64_t page) const {
@@ -89,7 +83,7 @@ class Recall {
   }
   void drop_erased() noexcept {
     for (; used_ && notes_[first_] == kErased; --used_)
-      first_ = (first_ + 1) % pages_.size();
+      first_ = ring(first_ + 1);
   }
   template <class Forgotten>
   void forget_oldest(Forgotten forgotten) noexcept {
@@ -98,14 +92,32 @@ class Recall {
     forgotten(oldest);
   }
 
-  // What was erased between others takes room until the entries are packed: that is done when it is an eighth of them.
-  bool make_room(std::size_t most) noexcept {
+  template <class Forgotten>
+  void clear(Forgotten forgotten) noexcept {
+    each(forgotten);
+    *this = Recall{};
+  }
+  void append(const Entry& entry) noexcept {
+    const std::size_t at = ring(first_ + used_++);
+    pages_[at] = entry.page;
+    times_[at] = entry.time;
+    notes_[at] = entry.note;
+    std::uint32_t& head = bucket(entry.page);
+    next_[at] = head;
+    head = static_cast<std::uint32_t>(at);
+    ++size_;
+    ++added_;
+  }
+
+  // What was erased between others takes room until the rest is packed: that is done when it is an eighth.
+  void make_room(std::size_t most) noexcept {
     const std::size_t enough = most + most / 8 + 8;
     const std::size_t larger = std::min(enough, std::max<std::size_t>(16, pages_.size() * 2));
     const bool sparse = size_ + size_ / 8 < used_ || larger <= pages_.size();
-    return rebuild(sparse ? pages_.size() : larger) && used_ < pages_.size();
+    pack(sparse ? pages_.size() : larger, [](const Entry&) { return true; });
   }
-  bool rebuild(std::size_t room) noexcept {
+  template <class Keep>
+  void pack(std::size_t room, Keep keep) noexcept {
     Recall other;
     try {
       other.pages_.resize(room);
@@ -114,12 +126,14 @@ class Recall {
       other.next_.resize(room);
       other.table_.resize(std::bit_floor(std::max<std::size_t>(room, 2)), kNowhere);
     } catch (const std::bad_alloc&) {
-      return false;
+      return;
     }
     other.shift_ = 64 - std::countr_zero(other.table_.size());
-    each([&](const Entry& entry) { other.add(entry, room); });
+    each([&](const Entry& entry) {
+      if (keep(entry)) other.append(entry);
+    });
+    other.added_ = 0;
     *this = std::move(other);
-    return true;
   }
 
   std::vector<std::uint64_t> pages_;  // a ring, as the three that follow
@@ -128,7 +142,7 @@ class Recall {
   std::vector<std::uint32_t> next_;   // in its bucket
   std::vector<std::uint32_t> table_;  // the first entry of each bucket
   std::size_t first_ = 0, used_ = 0;  // of the ring; with what was erased
-  std::size_t size_ = 0;
+  std::size_t size_ = 0, added_ = 0;  // since it was packed
   int shift_ = 63;
 };
 

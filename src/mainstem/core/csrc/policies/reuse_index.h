@@ -1,10 +1,11 @@
 // Reuse index: how much a page is worth that was used last so long ago, learned for each kind of page.
 //
 // Ages lie in buckets, two an octave. Of each kind and bucket are counted the reuses and the time that pages spent in
-// it without one: their ratio is the hazard, the chance of a reuse in that bucket. The index is that of Gittins ("Bandit
-// processes and dynamic allocation indices", J. R. Stat. Soc. B, 1979): over all horizons, the best ratio of the chance
-// of a reuse to the time that the page must be held for it. Beckmann, Chen and Cidon ("LHD", NSDI 2018) rank by the
-// ratio over the whole of a page's life, which does not see that something may be worth holding for a little while.
+// it without one: their ratio is the hazard, the chance of a reuse in that bucket. The index is that of Gittins
+// ("Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B, 1979): over all horizons, the best ratio of
+// the chance of a reuse to the time that the page must be held for it. Beckmann, Chen and Cidon ("LHD", NSDI 2018) rank
+// by the ratio over the whole of a page's life, which does not see that something may be worth holding for a little
+// while.
 #pragma once
 
 #include <algorithm>
