@@ -72,7 +72,7 @@ class Gittins final : public Remembering<GittinsRecord> {
   static constexpr std::uint64_t kAtOnce = 16;  // pages evicted between two looks at what may be lost
   static constexpr std::uint8_t kMostReuses = 127, kSpeaks = 128;  // of an evicted page: a flag
   static constexpr std::uint64_t kLesson = 4096;                   // pages at least from one lesson to the next
-  static constexpr double kMayLose = 0.0015;                       // hits of LRU, of all pages asked for
+  static constexpr double kMayLose = 0.001;                        // hits of LRU, of all pages asked for
   // Gains count up to so many times that, or to a part of the capacity: bad times must be noticed.
   static constexpr double kMostGained = 10, kLeastGained = 0.05;
 

@@ -25,9 +25,11 @@ class LruShadow {
   // A request begins; times never fall. Before the cache is full (no capacity is known), LRU has what we have.
   void begin(std::uint64_t time, std::uint64_t capacity, bool full) noexcept {
     if (slots_.size() >= kSlots) merge(width(capacity));
-    if (full) drop(capacity);
-    ++slots_.back().requests;
-    if (slots_.back().pages < width(capacity) || slots_.size() == slots_.capacity()) return;
+    if (full) drop(time, capacity);
+    if (slots_.back().pages < width(capacity) || slots_.size() == slots_.capacity()) {
+      ++slots_.back().requests;
+      return;
+    }
     slots_.push_back({time, 0, 0, 1, 0, 1});
     weigh(static_cast<double>(capacity));
   }
@@ -63,7 +65,7 @@ class LruShadow {
  private:
   static constexpr std::size_t kSlots = 192;
   static constexpr int kBins = 16;      // of depth
-  static constexpr double kUnsure = 2;  // until LRU has missed some capacities, pages count as sure hits: as so many
+  static constexpr double kUnsure = 1;  // capacities; until LRU has missed so much, pages are likely to be hit
   struct Slot {
     std::uint64_t from = 0;
     std::uint64_t pages = 0, ours = 0;
@@ -82,16 +84,17 @@ class LruShadow {
 
   // Drops slots that LRU would not have any more, and finds where in the oldest one its content begins. What is left of
   // a single request is the end of its path, which was used first; of several it is taken to be spread evenly.
-  void drop(std::uint64_t capacity) noexcept {
+  void drop(std::uint64_t now, std::uint64_t capacity) noexcept {
     std::size_t gone = 0;
     for (; gone + 1 < slots_.size() && held_ - slots_[gone].pages >= capacity; ++gone)
       held_ -= slots_[gone].pages;
     slots_.erase(slots_.begin(), slots_.begin() + static_cast<std::ptrdiff_t>(gone));
     const Slot& oldest = slots_.front();
     edge_ = oldest.from;
-    if (held_ <= capacity || oldest.pages == 0 || slots_.size() == 1) return;
+    if (held_ <= capacity || oldest.pages == 0) return;
     const std::uint64_t over = std::min(oldest.pages, held_ - capacity);
-    edge_ += oldest.requests == 1 ? over : (slots_[1].from - oldest.from) * over / oldest.pages;
+    const std::uint64_t to = slots_.size() > 1 ? slots_[1].from : now;
+    edge_ += oldest.requests == 1 ? over : (to - oldest.from) * over / oldest.pages;
   }
   // Two neighbours hold more than a width then, so there are at most about 130.
   void merge(std::uint64_t width) noexcept {
