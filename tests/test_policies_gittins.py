@@ -89,7 +89,7 @@ def test_it_is_never_far_below_lru_when_all_changes(name: str) -> None:
         ("popular, scanned", 5, 15),
         ("tenants, many", 10, 15),
         ("prompts", 5, 40),
-        ("chat, all think alike", 5, 50),
+        ("chat, all think alike", 5, 30),
         ("mix", 2, 40),
         ("agents", 1, 40),
     ],
@@ -158,12 +158,12 @@ def test_what_it_remembers_grows_with_the_cache_and_not_with_the_trace() -> None
     def held(policy: str, capacity: int) -> list[int]:
         tree, sizes = Tree(page_size=1, policy=policy), []
         chance = random.Random(1)
-        for request in range(60 * capacity):
+        for request in range(120 * capacity):
             prompt = [chance.randrange(3 * capacity)] if chance.random() < 0.5 else [10**6 + request]
             if not tree.match(prompt).length:
                 tree.insert(prompt, [request])
                 tree.evict(max(0, tree.stats().cached_pages - capacity))
-            if request + 1 in (20 * capacity, 60 * capacity):
+            if request + 1 in (60 * capacity, 120 * capacity):
                 sizes.append(tree.held_bytes())
         return sizes
 

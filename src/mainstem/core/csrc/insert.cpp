@@ -119,7 +119,7 @@ void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::ui
         if (locked && first > begin + at) piece.end = std::min(piece.end, first - begin);
       }
     const std::uint32_t length = piece.end - at;
-    if (remembers_) name = Identity::of(name, rest.data(), length, page_bytes_);
+    if (remembers_ && piece.end < pages) name = Identity::of(name, rest.data(), length, page_bytes_);
     piece.key = Run<std::uint8_t>(rest.data(), std::size_t{length} * page_bytes_);
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].per_page() && tail.ids[c][at] >= 0)

@@ -6,8 +6,8 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "../node.h"
@@ -61,7 +61,7 @@ class AgeLists {
     next_due_ = now + (1u << 30);
     for (std::size_t b = 0; b + 1 < ages::kBuckets; ++b) {
       if (static_cast<std::int32_t>(now - due_[b]) >= 0) {
-        due_[b] = now + std::max(16u, static_cast<std::uint32_t>(ages::width(static_cast<int>(b))) / 4);
+        due_[b] = now + std::max(kOften, static_cast<std::uint32_t>(ages::width(static_cast<int>(b))) / 4);
         for (std::uint64_t kinds = filled_[b]; kinds; kinds &= kinds - 1)
           move_on(std::countr_zero(kinds), static_cast<int>(b), now, index);
       }
@@ -72,9 +72,9 @@ class AgeLists {
   // The node to be evicted first; there is one.
   Index lowest() noexcept {
     for (;;) {
-      List& least = lists_[order_.front().second];
+      List& least = lists_[order_.front() & 0xffff];
       if (least.oldest != kNone) return least.oldest;
-      std::pop_heap(order_.begin(), order_.end(), after);
+      std::pop_heap(order_.begin(), order_.end(), std::greater<>());
       order_.pop_back();
       least.ordered = false;
     }
@@ -83,29 +83,33 @@ class AgeLists {
   void reorder(const ReuseIndex& index) noexcept {
     order_.clear();
     for (std::size_t list = 0; list < kLists; ++list) {
-      lists_[list].ordered = false;
-      if (lists_[list].oldest != kNone) order(static_cast<int>(list), index);
+      lists_[list].ordered = lists_[list].oldest != kNone;
+      if (lists_[list].ordered) note_order(static_cast<int>(list), index);
     }
+    std::make_heap(order_.begin(), order_.end(), std::greater<>());
   }
 
  private:
   static constexpr std::size_t kLists = std::size_t{ReuseIndex::kKinds} * ages::kBuckets;
   static_assert(ReuseIndex::kKinds <= 64 && kLists < Aged::kNoList);
-  static constexpr int kSteps = 8;  // a list is searched for a node's place so far from both ends
+  static constexpr std::uint32_t kOften = 64;  // accesses between two looks at a bucket, at least
+  static constexpr int kSteps = 8;             // a list is searched for a node's place so far from both ends
   struct List {
     Index oldest = kNone, newest = kNone;
     bool ordered = false;  // stands in order_
   };
-  using Ordered = std::pair<float, std::uint16_t>;
 
   static std::size_t bucket(int list) { return static_cast<std::size_t>(list % ages::kBuckets); }
   static std::uint64_t bit(int list) { return std::uint64_t{1} << (list / ages::kBuckets); }
-  static bool after(const Ordered& a, const Ordered& b) { return a > b; }
 
+  void note_order(int list, const ReuseIndex& index) noexcept {
+    const float rank = index.at(list / ages::kBuckets, list % ages::kBuckets);
+    order_.push_back(std::uint64_t{std::bit_cast<std::uint32_t>(rank)} << 16 | static_cast<std::uint64_t>(list));
+  }
   void order(int list, const ReuseIndex& index) noexcept {
     lists_[static_cast<std::size_t>(list)].ordered = true;
-    order_.emplace_back(index.at(list / ages::kBuckets, list % ages::kBuckets), static_cast<std::uint16_t>(list));
-    std::push_heap(order_.begin(), order_.end(), after);
+    note_order(list, index);
+    std::push_heap(order_.begin(), order_.end(), std::greater<>());
   }
   void insert(List* to, Index node, std::uint32_t now) noexcept {
     const auto age = [&](Index at) { return now - records_[at].last; };
@@ -137,7 +141,9 @@ class AgeLists {
   std::array<std::uint64_t, ages::kBuckets> filled_{};  // by bucket: a bit for each kind
   std::array<std::uint32_t, ages::kBuckets> due_{};
   std::uint32_t next_due_ = 0;
-  std::vector<Ordered> order_;  // a heap; a list that was emptied since stands there until it comes up
+  // A heap of lists, above each its index (the bits of floats that are not negative have their order). A list that was
+  // emptied since stands there until it comes up.
+  std::vector<std::uint64_t> order_;
 };
 
 }  // namespace mainstem

@@ -158,6 +158,7 @@ inline void Gittins::look(std::uint64_t before, std::uint32_t depth, Bytes key) 
   for (std::size_t page = 0; page < pages; ++page) {
     before = Identity::after(before, key.data() + page * around_.page_bytes, around_.page_bytes);
     coming_.push_back({before});
+    evicted_.expect(before);
   }
   std::uint32_t age = 0;
   std::int16_t reuses = -1;
@@ -364,7 +365,7 @@ inline void Gittins::learn() noexcept {
   index_.learn(requests_share());
   leaves_.reorder(index_);
   lesson_ = now_;
-  next_lesson_ = now_ + std::max({kLesson, capacity() / 4, std::uint64_t{followed_.size()}});
+  next_lesson_ = now_ + std::max({kLesson, capacity() / 4, std::uint64_t{2 * followed_.size()}});
 }
 
 }  // namespace mainstem

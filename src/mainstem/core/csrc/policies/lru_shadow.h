@@ -30,7 +30,9 @@ class LruShadow {
       ++slots_.back().requests;
       return;
     }
-    slots_.push_back({time, 0, 0, 1, 0, 1});
+    slots_.push_back({time, 0, 0, 1, 0, slots_.back().chance});
+    if (time < weighed_ + capacity / 16) return;
+    weighed_ = time;
     weigh(static_cast<double>(capacity));
   }
   void use(std::uint64_t time, std::uint64_t pages) noexcept {
@@ -135,7 +137,7 @@ class LruShadow {
   }
 
   std::vector<Slot> slots_;  // the oldest first; never empty
-  std::uint64_t held_ = 0, edge_ = 0;
+  std::uint64_t held_ = 0, edge_ = 0, weighed_ = 0;
   std::array<double, kBins> hits_{};  // of LRU, by depth
   double misses_ = 0, at_risk_ = 0;
 };
