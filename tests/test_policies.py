@@ -14,6 +14,7 @@ from mainstem.cache import PrefixCache
 from mainstem.components import Window
 from mainstem.core.reference import POLICIES, ReferenceTree
 from mainstem.errors import BadArgument
+from mainstem.keys import HashKeys
 from mainstem.policies import BUILT_IN
 from mainstem.tree import Tree
 
@@ -220,6 +221,15 @@ def test_on_lone_blocks_each_policy_is_that_of_its_paper(policy: str, capacity: 
         assert gone == [victim] * (victim is not None), f"access {page}"
         block_of[page] = block
     tree.check()
+
+
+@pytest.mark.parametrize(("block_tokens", "first"), [(512, 300), (16, 299)])
+def test_a_hash_stands_for_so_many_tokens(block_tokens: int, first: int) -> None:
+    tree = Tree(page_size=1, keys=HashKeys(8, block_tokens), policy="gdsf")
+    tree.insert(range(300), np.arange(300, dtype=np.int32))  # used once; the cost of its blocks depends on the depth
+    tree.insert([5000], [300])
+    tree.match([5000])
+    assert tree.evict(1)[0].tolist() == [first]
 
 
 def test_length_aware_takes_what_stands_late_in_prompts_first() -> None:

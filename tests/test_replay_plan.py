@@ -464,6 +464,8 @@ def test_units() -> None:
     for parse, text in ((parse_rate, "7GB"), (parse_rate, "0GB/s"), (parse_store, "8TB"), (parse_duration, "soon")):
         with pytest.raises(BadArgument, match="storage"):
             parse("storage", text)
+    with pytest.raises(BadArgument, match="8TB@7GB"):
+        parse_store("storage", "8TB@7GB")
 
 
 def test_the_command_prints_the_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

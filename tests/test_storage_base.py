@@ -152,13 +152,14 @@ def test_every_scheme_names_a_class_in_a_file_of_its_own() -> None:
         ("3GiB", 3 << 30),
         (" 1TB ", 10**12),
         ("1Ti", 1 << 40),
+        ("2 PB", 2 * 10**15),
     ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes("capacity", text) == size
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1e9", "lots", "1 PB", "KiB", "1,5MB", "0x10"])
+@pytest.mark.parametrize("text", ["", "-1", "1e9", "lots", "1 EB", "1" + 400 * "0", "KiB", "1,5MB", "0x10"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(BadArgument, match="capacity"):
         parse_bytes("capacity", text)

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from mainstem import _core
 from mainstem.components import Component, Full
 from mainstem.errors import BadArgument, check_integer
-from mainstem.keys import KeyKind, TokenKeys, TokenLike
+from mainstem.keys import HashKeys, KeyKind, TokenKeys, TokenLike
 from mainstem.namespaces import NamespaceLike, describe_namespace, encode_namespace
 from mainstem.policies import BuiltIn, NodeStats, Policy, find_policy
 
@@ -161,6 +161,7 @@ class Tree:
             self.tiers,
             "external" if self.ranks_outside else self.policy.name,
             secrets.randbits(64),
+            self.keys.block_tokens if isinstance(self.keys, HashKeys) else 1,
         )
 
     def match(self, tokens: TokenLike, namespace: NamespaceLike = None, *, partial: bool = False) -> Match:

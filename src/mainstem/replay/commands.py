@@ -208,6 +208,7 @@ def trace_generate(
         print(dumps(facts))
     else:
         print(f"{output}: {len(made):,} requests, {facts['blocks']:,} blocks, {facts['distinct_blocks']:,} distinct")
+        print("".join(f"{printable(note)}\n" for note in made.notes), end="")
 
 
 @trace.command(name="kinds")

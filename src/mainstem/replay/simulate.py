@@ -145,7 +145,7 @@ def replay(
         if progress is not None:
             progress(len(trace), len(trace))
         return row
-    caches = _Caches(policy, setup.tiers(capacity_blocks), setup)
+    caches = _Caches(policy, setup.tiers(capacity_blocks), setup, trace.block_size)
     tally = Tally(trace, caches.tiers, setup.replicas, flops)
     done = 0
     for batch in trace.batches():
@@ -169,7 +169,7 @@ def hit_blocks(
     check_policy(policy, setup)
     if policy == optimum.NAME:
         return optimum.Optimum(trace).hit_blocks(capacity_blocks)
-    caches = _Caches(policy, setup.tiers(capacity_blocks), setup)
+    caches = _Caches(policy, setup.tiers(capacity_blocks), setup, trace.block_size)
     found = [caches.feed(batch)[0].sum(axis=1, dtype=np.int64) for batch in trace.batches()]
     return np.concatenate([np.empty(0, np.int64), *found])
 
@@ -264,12 +264,12 @@ class _Watch:
 class _Caches:
     """The replicas of one setup, and the loop that feeds them."""
 
-    def __init__(self, policy: str | Policy, tiers: list[tuple[str, int]], setup: Setup) -> None:
+    def __init__(self, policy: str | Policy, tiers: list[tuple[str, int]], setup: Setup, block_size: int) -> None:
         self.tiers = tiers
         self.policy = find_policy(policy).name
         self._replicas = setup.replicas
         trees = [
-            Tree(1, HashKeys(8), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
+            Tree(1, HashKeys(8, block_size), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
             for number in range(setup.replicas)
         ]
         self._core = _core.Replay(

@@ -38,7 +38,11 @@ def parse_store(name: str, text: str) -> tuple[int, float]:
     size, at, rate = text.partition("@")
     if not at:
         raise BadArgument(name, text, "a size and what it can be read at, such as 8TB@7GB/s")
-    return parse_bytes(name, size), parse_rate(name, rate)
+    try:
+        return parse_bytes(name, size), parse_rate(name, rate)
+    except BadArgument as wrong:
+        allowed = f"a size and a rate, such as 8TB@7GB/s; {wrong.value!r} is not {wrong.allowed}"
+        raise BadArgument(name, text, allowed) from wrong
 
 
 def parse_duration(name: str, text: str) -> float:

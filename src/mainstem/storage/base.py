@@ -243,8 +243,9 @@ def check_options(options: Mapping[str, str], allowed: Sequence[str]) -> None:
 _UNITS = {"": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
+    for power, prefix in enumerate("kmgtp", start=1)
 }
+_MOST_DIGITS = 30
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -253,9 +254,9 @@ def parse_bytes(name: str, text: str) -> int:
     Raises:
         BadArgument: it is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip().lower())
-    if not found:
-        raise BadArgument(name, text, "bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtp]i?|)b?", text.strip().lower())
+    if not found or len(found[1]) > _MOST_DIGITS:
+        raise BadArgument(name, text, "bytes, or a number with KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB or PiB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 

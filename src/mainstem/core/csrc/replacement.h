@@ -27,8 +27,8 @@ struct Surroundings {
   const Array<std::uint64_t>& names;  // by node: the identity of its last page
   const std::uint64_t& tick;
   std::size_t page_bytes;
-  double page_tokens;  // see cost.h
-  bool has_states;     // the model is a hybrid
+  double page_tokens;
+  bool has_states;  // the model is a hybrid
 
   // The identities of the last `pages` pages of a node, the last one first.
   template <class Each>

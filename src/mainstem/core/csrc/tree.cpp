@@ -27,7 +27,7 @@ const Policy* find_policy(std::string_view name) {
 }  // namespace
 
 Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-           std::string_view policy, std::uint64_t hash_seed)
+           std::string_view policy, std::uint64_t hash_seed, double symbol_tokens)
     : symbol_bytes_(symbol_bytes),
       page_size_(page_size),
       page_bytes_(symbol_bytes * page_size),
@@ -47,7 +47,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
     row_of_slot_.push_back(rows_[s / tiers_]);
   replacements_.resize(slots_);
   const bool has_states = std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return !row.divides(); });
-  const Surroundings around{nodes_, names_, tick_, page_bytes_, page_tokens(symbol_bytes_, page_size_), has_states};
+  const Surroundings around{nodes_, names_, tick_, page_bytes_, symbol_tokens * page_size_, has_states};
   for (std::uint32_t tier = 0; remembers_ && tier < tiers_; ++tier)
     replacements_[slot(0, tier)] = policy_->make(around);
   if (remembers_) queue_count_ = replacements_[0]->queues();

@@ -113,7 +113,7 @@ struct Counters {
 class Tree {
  public:
   Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-       std::string_view policy, std::uint64_t hash_seed);
+       std::string_view policy, std::uint64_t hash_seed, double symbol_tokens = 1);
   Tree(const Tree&) = delete;
   Tree& operator=(const Tree&) = delete;
 

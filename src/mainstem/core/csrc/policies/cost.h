@@ -8,13 +8,7 @@
 namespace mainstem {
 
 inline constexpr double kDoubledAt = 24576;   // tokens
-inline constexpr double kBlockTokens = 512;   // what a lone hash stands for, as in Mooncake's traces
 inline constexpr double kStateTokens = 4096;  // the state of a hybrid is about as large as the KV of so many tokens
-
-// Symbols of four bytes are tokens. A page that is one longer symbol is taken for the hash of a block.
-inline double page_tokens(std::uint32_t symbol_bytes, std::uint32_t page_size) {
-  return symbol_bytes > 4 && page_size == 1 ? kBlockTokens : page_size;
-}
 
 // On average over the pages of a node.
 inline double page_cost(const Node& node, const Surroundings& around) {
