@@ -369,8 +369,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
 )
 
-_CORE = "core/csrc/"
-_LEASES = "tests/test_lease_components.py::"
+_CORE, _POLICIES = "core/csrc/", "core/csrc/policies/"
+_LEASES, _GITTINS = "tests/test_lease_components.py::", "tests/test_policies_gittins.py::"
 NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "tree.cpp",
@@ -379,12 +379,12 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the upper half of a split is not locked", "sglang#28692", _CORE + "tree.cpp",
-        "      half.locks = lower.locks;  // 3\n", "",
+        "      half.locks = lower.locks;        // 3\n", "",
     ),
     _mutant(
         "the upper half of a split does not join the transfer", "sglang#29860", _CORE + "tree.cpp",
-        "      half.residency = lower.residency;\n",
-        "      half.residency = lower.absent() ? Residency::absent : Residency::present;\n",
+        "      half.transfer = lower.transfer;  // 4\n",
+        "      half.transfer = lower.absent() ? kNone : kHere;\n",
     ),
     _mutant(
         "what is locked is evicted", "sglang#27586", _CORE + "tree.cpp",
@@ -392,7 +392,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a node is cut short though the host has it", "sglang#10637", _CORE + "evict.cpp",
-        "if (nodes_[node].children == 0 && only_on(node, tier)) {", "if (nodes_[node].children == 0) {",
+        "if (nodes_[node].branches == 0 && only_on(node, tier)) {", "if (nodes_[node].branches == 0) {",
     ),
     _mutant(
         "a lease publishes without moving its lock", "vllm#37076", _CORE + "cache.cpp",
@@ -413,7 +413,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a split gives the state to the upper half", "-", _CORE + "tree.cpp",
         "      --cell(u.parent, s).holders;\n",
-        "      std::swap(half.ids, lower.ids);\n      std::swap(half.residency, lower.residency);\n"
+        "      std::swap(half.ids, lower.ids);\n      std::swap(half.transfer, lower.transfer);\n"
         "      half.holders = 0;\n",
         _LEASES + "test_a_split_leaves_the_state_with_the_lower_half",
     ),
@@ -502,6 +502,32 @@ NATIVE: tuple[Mutant, ...] = (
         "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size())) : end - 1;",
         "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size()) + 1) : end - 1;",
         "hybrid",
+    ),
+    # ---------------------------------------------------------------- the policy that learns
+    _mutant(
+        "it goes on as it has learned, however much is lost against lru", "-", _POLICIES + "gittins.h",
+        "as_lru = !ripe_ || lost_ + shadow_.at_risk() > may_lose();", "as_lru = !ripe_;",
+        _GITTINS + "test_it_is_never_far_below_lru",
+    ),
+    _mutant(
+        "it goes by what it has hardly learned", "-", _POLICIES + "gittins.h",
+        "as_lru = !ripe_ || lost_", "as_lru = lost_",
+        _GITTINS + "test_without_experience_it_evicts_what_lru_evicts",
+    ),
+    _mutant(
+        "the end of a request that is used again is taken for one that never is", "-", _POLICIES + "gittins.h",
+        "  record.tail = record.covered = false;\n  follow", "  record.covered = false;\n  follow",
+        _GITTINS + "test_it_closes_its_share_of_the_gap_to_the_optimum",
+    ),
+    _mutant(
+        "what it gave up and lru still has is no risk", "-", _POLICIES + "lru_shadow.h",
+        "    if (time >= edge_) at_risk_ += slot.chance * static_cast<double>(pages);\n", "",
+        _GITTINS + "test_it_is_never_far_below_lru_when_all_changes",
+    ),
+    _mutant(
+        "nothing is known of what was evicted", "-", _POLICIES + "gittins.h",
+        "    if (keep(entry)) evicted_.add(entry, kEvicted * capacity(), keep);\n", "",
+        _GITTINS + "test_it_is_never_far_below_lru",
     ),
 )
 # fmt: on
@@ -605,7 +631,10 @@ class Builder:
         shutil.copytree(_PACKAGE / "core" / "csrc", csrc)
         _patch(mutant, folder)
         changed = folder / mutant.file
-        objects = {**self._objects, changed.name: self._compile(changed, folder)}
+        if changed.suffix == ".h":  # of a policy: the tree makes it, and the linker takes what comes first
+            changed = csrc / "tree.cpp"
+        objects = {changed.name: self._compile(changed, folder)}
+        objects |= {name: compiled for name, compiled in self._objects.items() if name not in objects}
         module = folder / _core_file().name
         self._call([*map(str, objects.values()), "-shared", "-o", str(module)])
         return module

@@ -10,6 +10,7 @@
 
 #include "cache.h"
 #include "copy.h"
+#include "policies/reuse_index.h"
 #include "support.h"
 
 namespace mainstem {
@@ -1333,7 +1334,115 @@ void memories() {
   }
 }
 
+// However likely a page is to be used at some age, it is worth something at all others, and less when it is older.
+void reuse_indices() {
+  for (const std::uint32_t age : {1, 17, 130, 5000}) {
+    ReuseIndex index;
+    for (int times = 0; times < 3000; ++times) {
+      index.lived(42, 0, age);
+      index.reused(42, age);
+    }
+    index.learn(1);
+    for (int kind = 0; kind < ReuseIndex::kKinds; ++kind)
+      for (int bucket = 0; bucket < ages::kBuckets; ++bucket) {
+        expect(index.at(kind, bucket) > 0, "an index of a page of any age");
+        if (bucket <= ages::bucket(age) + 1) continue;
+        expect(index.at(kind, bucket) <= index.at(kind, bucket - 1), "older pages are not worth more");
+      }
+  }
+}
+
+// A policy that learns, long enough that it has learned: requests that meet, overtake one another and answer page by
+// page, locks, backups and all that is evicted in between.
+void long_lives() {
+  struct Shape {
+    std::uint32_t symbol_bytes, page_size, tiers;
+    std::vector<Component> rows;
+  };
+  const std::vector<Shape> shapes{{4, 1, 1, kFull},
+                                  {8, 3, 2, kFull},
+                                  {16, 4, 1, {{Kind::window, 6}}},
+                                  {4, 2, 2, {{Kind::full}, {Kind::window, 4}, {Kind::state}}}};
+  for (const Shape& shape : shapes) {
+    Tree tree(shape.symbol_bytes, shape.page_size, shape.rows, shape.tiers, "gittins", 1);
+    Choices choose(7);
+    std::int32_t id = 0;
+    std::vector<Handle> locked;
+    std::vector<std::string> open(3);  // requests at work
+    const auto ids_of = [&](const Component& row, std::size_t pages) {
+      Ids ids(row.per_page() ? pages : 1);
+      std::iota(ids.begin(), ids.end(), id);
+      id += static_cast<std::int32_t>(ids.size());
+      return ids;
+    };
+    for (std::uint32_t step = 0; step < 4000; ++step) {
+      std::string& key = open[choose.below(3)];
+      if (key.empty() || choose.one_in(4)) {
+        key.clear();
+        const std::uint32_t set = choose.below(choose.one_in(3) ? 2000 : 12);
+        for (std::uint32_t at = 0; at < shape.page_size * (1 + set % 9); ++at)
+          key += symbol(at < 3 ? at : 100 * set + at, shape.symbol_bytes);
+        tree.match("", bytes_of(key), false);
+      } else {
+        for (std::uint32_t at = 0; at < shape.page_size; ++at)
+          key += symbol(1000000 + step, shape.symbol_bytes);
+      }
+      std::vector<Ids> ids;
+      for (const Component& row : shape.rows)
+        ids.push_back(ids_of(row, key.size() / tree.page_bytes()));
+      const std::vector<IdSpan> spans(ids.begin(), ids.end());
+      const Handle node = tree.insert("", 0, {bytes_of(key), spans}, 0, 0, true).node;
+      if (choose.one_in(8)) {
+        tree.lock(node, 0);
+        locked.push_back(node);
+      }
+      if (locked.size() > 4) {
+        tree.unlock(locked.front(), 0);
+        locked.erase(locked.begin());
+      }
+      for (const Handle each : tree.lacking(node, 0, shape.tiers - 1, 2))
+        if (tree.residency(each, 0, shape.tiers - 1) == Residency::absent)
+          tree.attach(each, 0, shape.tiers - 1, ids_of(shape.rows[0], tree.end(each) - tree.start(each)), true);
+      for (std::uint32_t tier = 0; tier < shape.tiers; ++tier) {
+        const CellCounts held = tree.counts(0, tier);
+        const std::uint64_t most = 60 + 60 * tier;
+        if (held.present > most) tree.evict(held.present - most, 0, tier);
+      }
+      if (step % 16 == 0) tree.check();
+    }
+    for (const Handle each : locked)
+      tree.unlock(each, 0);
+    for (std::uint32_t tier = 0; tier < shape.tiers; ++tier)
+      for (std::uint32_t c = 0; c < shape.rows.size(); ++c)
+        tree.evict(1000000, c, tier);
+    tree.check();
+    expect_equal(tree.size(), 0, "nodes left");
+  }
+}
+
+// What is evicted from one tier piece by piece stays few nodes on the other.
+void evicted_in_pieces() {
+  for (const char* const policy : {"lru", "arc", "gittins"}) {
+    Tree tree(4, 1, kFull, 2, policy, 1);
+    std::string key;
+    for (std::uint32_t page = 0; page < 200; ++page)
+      key += symbol(page, 4);
+    const Handle node = insert(tree, key, 0).node;
+    Ids ids(200);
+    std::iota(ids.begin(), ids.end(), 0);
+    tree.attach(node, 0, 1, ids, true);
+    for (int pieces = 0; pieces < 10; ++pieces)
+      expect_equal(tree.evict(10, 0, 0)[0].size(), 10, "pages evicted");
+    tree.check();
+    expect_equal(tree.size(), 2, "nodes");
+    expect_equal(tree.match("", bytes_of(key), false).host_pages, 100, "pages on the other tier");
+  }
+}
+
 void run_cases() {
+  reuse_indices();
+  evicted_in_pieces();
+  long_lives();
   bad_settings();
   bad_keys();
   bad_attachments();

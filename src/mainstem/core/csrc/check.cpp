@@ -88,6 +88,8 @@ void Tree::check_cells(Index node) const {
     const Queues order = queues(s);
     if (order.contains(node) != candidate(node, s))
       broken(node, "what can be evicted, and nothing else, is in the order");
+    if (replacement(s) && replacement(s)->offers(node, candidate(node, s)) != candidate(node, s))
+      broken(node, "a policy knows what can be evicted");
     if (!order.contains(node)) continue;
     const bool known = policy_->rank || row(s).weighs || behind(node, s);
     if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))

@@ -79,7 +79,10 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   }
   for (std::uint32_t c = 0; c < rows_.size(); ++c)
     if (!cell(node, slot(c, tier)).absent()) take_cell(node, slot(c, tier), &(*freed)[c]);
-  reap(node);
+  if (dead(node))
+    reap(node);
+  else
+    release_border(node);  // other tiers have what was cut off before, too: one node of it all
 }
 
 // The first candidate; none: kNone.

@@ -59,8 +59,8 @@ class Gittins final : public Remembering<GittinsRecord> {
   void withdrawn(Index index) noexcept override { leaves_.remove(index); }
   bool offers(Index index, bool) const override { return records_[index].list != Aged::kNoList; }
   Index victim(const Queues& queues) override {
-    as_lru_ = !ripe_ || lost_ + shadow_.at_risk() > may_lose();
-    return as_lru_ ? queues.top() : leaves_.lowest();
+    const bool as_lru = !ripe_ || lost_ + shadow_.at_risk() > may_lose();
+    return as_lru ? queues.top() : leaves_.lowest();
   }
   std::uint64_t at_once(Index victim) const override { return records_[victim].tail ? 1 : kAtOnce; }
 
@@ -99,7 +99,7 @@ class Gittins final : public Remembering<GittinsRecord> {
     return record.tail ? record.kind % ReuseIndex::kKindsInGroup : record.kind;
   }
 
-  double requests_share() const { return requests_ ? number(now_) / number(requests_) / kFollowed : 1; }
+  double followed_a_request() const { return requests_ ? number(now_) / number(requests_) / kFollowed : 1; }
   double may_lose() const { return kMayLose * number(now_ + capacity()); }
   bool worth_keeping(const Recall::Entry& evicted) const {
     return (evicted.note & kSpeaks) || when(evicted.time) >= shadow_.edge();
@@ -126,8 +126,8 @@ class Gittins final : public Remembering<GittinsRecord> {
   Recall followed_;  // by kind
 
   std::uint64_t now_ = 0, requests_ = 0, lesson_ = 0, next_lesson_ = 0;
-  double lost_ = 0;  // hits that LRU had and we had not
-  bool ripe_ = false, as_lru_ = true;
+  double lost_ = 0;    // hits that LRU had and we had not
+  bool ripe_ = false;  // there is enough to learn from
 
   // The request at work.
   std::vector<Index> path_;                            // what it found
@@ -213,7 +213,7 @@ inline void Gittins::judge(std::uint32_t hits) noexcept {
   shadow_.missed(number(end_ - as_lru));
   const double most = std::max(kMostGained * may_lose(), kLeastGained * number(capacity()));
   lost_ = std::max(lost_ + as_lru - number(hits), -most);
-  if (!ripe_) ripe_ = now_ >= 2 * capacity() && ReuseIndex::enough(index_.reuses(), requests_share());
+  if (!ripe_) ripe_ = now_ >= 2 * capacity() && ReuseIndex::enough(index_.reuses(), followed_a_request());
 }
 
 // A request looks a key up: from its root down to a node everything is there, on some tier.
@@ -284,7 +284,7 @@ inline void Gittins::came(Index index) noexcept {
   if (!coming_.empty()) recall(index);
   shadow_.use(when(record.last), n.pages);
   above.tail = false;
-  record.tail = record.reuses == 0 && n.end() == end_;
+  record.tail = record.reuses == 0 && n.end() == end_ && n.branches == 0;
   const bool as_above = !announced_ && above.here && above.reuses == record.reuses;
   record.kind = as_above ? above.kind : kind(record.reuses, known_ > 1, end_ - known_);
   follow(index);
@@ -294,7 +294,7 @@ inline void Gittins::recall(Index index) noexcept {
   const Past* const past = &coming_[node(index).start - coming_at_];
   if (past->reuses < 0) return;
   records_[index].reuses = one_more(static_cast<std::uint8_t>(past->reuses));
-  for (std::uint32_t page = 0; page < node(index).pages; ++page) {
+  for (std::uint32_t page = 0; page < node(index).pages && past[page].reuses >= 0; ++page) {  // later ones may be new
     evicted_.remove(past[page].name);
     shadow_.forget(when(past[page].last), 1, false);
   }
@@ -362,7 +362,7 @@ inline void Gittins::note_life(const Recall::Entry& entry) noexcept {
 
 inline void Gittins::learn() noexcept {
   followed_.each([this](const Recall::Entry& entry) { note_life(entry); });
-  index_.learn(requests_share());
+  index_.learn(followed_a_request());
   leaves_.reorder(index_);
   lesson_ = now_;
   next_lesson_ = now_ + std::max({kLesson, capacity() / 4, std::uint64_t{2 * followed_.size()}});

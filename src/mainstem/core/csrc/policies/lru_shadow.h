@@ -129,7 +129,8 @@ class LruShadow {
     for (std::size_t i = slots_.size(); i-- > 0;) {
       Slot& slot = slots_[i];
       const auto pages = static_cast<double>(slot.pages), given_up = pages - static_cast<double>(slot.ours);
-      slot.bin = std::min(kBins - 1, static_cast<int>((newer + pages / 2) * kBins / std::max(1.0, capacity)));
+      const double depth = (newer + pages / 2) / std::max(1.0, capacity);
+      slot.bin = static_cast<int>(std::min<double>(kBins - 1, depth * kBins));
       slot.chance = chance[slot.bin];
       if (given_up > 0) at_risk_ += given_up * slot.chance;
       newer += pages;

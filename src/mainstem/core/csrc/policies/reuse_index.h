@@ -124,26 +124,28 @@ class ReuseIndex {
     }
   }
 
+  // Some buckets in a row: for a page at their beginning, the chance that it is used in them, for how long it is held,
+  // and the chance that it comes through. Counted from there, all is exact however few pages come so far.
+  struct Stretch {
+    double chance, held, through;
+    double slope() const { return chance / held; }
+    Stretch with(const Stretch& next) const {
+      return {chance + through * next.chance, held + through * next.held, through * next.through};
+    }
+  };
+
   // For each bucket the steepest chord to a later one, of the curve of reuse chances over time held: the upper hull
   // from the right.
   static void rank(const Hazards& hazards, float* index) {
-    std::array<double, kBuckets + 1> held{}, chance{};
-    double alive = 1;
-    for (int a = 0; a < kBuckets; ++a) {
-      const double h = std::min(kMost, hazards[a] / (1 + hazards[a] / 2));
-      held[a + 1] = held[a] + ages::width(a) * alive * (1 - h / 2);
-      chance[a + 1] = chance[a] + alive * h;
-      alive *= 1 - h;
-    }
-    std::array<int, kBuckets + 1> hull;
+    std::array<Stretch, kBuckets> hull;
     int top = 0;
-    hull[0] = kBuckets;
     for (int a = kBuckets - 1; a >= 0; --a) {
-      const auto slope = [&](int b) { return (chance[b] - chance[a]) / (held[b] - held[a]); };
-      while (top > 0 && slope(hull[top - 1]) >= slope(hull[top]))
-        --top;
-      index[a] = static_cast<float>(slope(hull[top]));
-      hull[++top] = a;
+      const double h = std::min(kMost, hazards[a] / (1 + hazards[a] / 2));
+      Stretch best{h, ages::width(a) * (1 - h / 2), 1 - h};
+      while (top > 0 && hull[top - 1].slope() >= best.slope())
+        best = best.with(hull[--top]);
+      index[a] = static_cast<float>(best.slope());
+      hull[top++] = best;
     }
   }
 
