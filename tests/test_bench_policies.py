@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
 
-from bench import policies, shapes
+from bench import policies, random_shapes, shapes
 from bench.report import Report
 from mainstem.replay.simulate import replay
 from mainstem.replay.trace import Batch, Trace
@@ -121,3 +121,19 @@ def test_a_run_writes_a_row_a_policy_and_every_cell(tmp_path: Path) -> None:
 def test_generated_workloads_are_about_as_long_as_asked_for() -> None:
     for name, make in policies.workloads(policies.Settings(accesses=20_000, shapes=())):
         assert 10_000 < len(make().whole.blocks) < 40_000, name
+
+
+def test_random_workloads_follow_from_their_seed() -> None:
+    seeds = range(6)
+    made = [random_shapes.workload(seed) for seed in seeds]
+    again = [random_shapes.workload(seed) for seed in seeds]
+    assert [words for _, words in made] == [words for _, words in again]
+    assert all(np.array_equal(a.whole.blocks, b.whole.blocks) for (a, _), (b, _) in zip(made, again, strict=True))
+    assert len({words for _, words in made}) == len(made)
+    assert all(10_000 < len(trace.whole.blocks) < 400_000 for trace, _ in made)
+
+
+def test_a_policy_is_set_beside_lru() -> None:
+    own = random_shapes.cells("lru", 4)
+    assert own and {cell.gain for cell in own} == {0}
+    assert min(cell.gain for cell in random_shapes.cells("mru", 4)) < -1
