@@ -1,5 +1,5 @@
 // Recall: pages by their identities, with a time and a small number each, in the order in which they were noted; the
-// oldest are forgotten. It takes 24 bytes an entry or less, and what it has no memory for it forgets.
+// oldest are forgotten. It takes 22 to 26 bytes an entry, and what it has no memory for it forgets.
 #pragma once
 
 #include <algorithm>
