@@ -192,6 +192,7 @@ class FakeEngine:
         self.images: VisionStats | None = None
         self.adapters: tuple[str, ...] = ()
         self.adapter_paths: dict[str, str] = {}
+        self.removed: list[tuple[list[int], Any]] = []
         self._seen: dict[str, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
@@ -232,6 +233,10 @@ class FakeEngine:
         pages = sum(len(tokens) // self.config.page_size for seen in self._seen.values() for tokens in seen)
         self._seen.clear()
         return pages
+
+    def remove(self, tokens: Any, namespace: Any = None) -> int:
+        self.removed.append((list(tokens), namespace))
+        return 1
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         if not Path(path).is_dir():

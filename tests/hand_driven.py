@@ -306,7 +306,7 @@ class Rig:
         for view in self.cache.tree.nodes(space):
             assert view.namespace == name
             key = keys[view.node] = keys[view.parent] + view.key
-            if view.cells["full", tier].present:
+            if view.cells["full", tier].present and not view.removed:
                 width = self.size * 4
                 held |= {key[:end] for end in range(view.start * 4 + width, len(key) + 1, width)}
         symbols = np.array(tokens, np.int32).tobytes()

@@ -8,8 +8,10 @@ says what has gone. No node, no border, no content.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 
 from mainstem.components import Component, State, Window
 
@@ -74,10 +76,13 @@ class LeaseModel:
 
     Args:
         totals: ids of each component, in the order of the rows.
+        before: of `Names`; where a cap on states is soft.
     """
 
-    def __init__(self, page_size: int, totals: dict[Component, int]) -> None:
+    def __init__(self, page_size: int, totals: dict[Component, int], before: Sequence[int] = ()) -> None:
         self.page_size = page_size
+        self.before = before
+        self.parted: set[int] = set()
         self.rows: dict[str, Component] = {row.name: row for row in totals}
         self.totals = {row.name: total for row, total in totals.items()}
         self.first = next(iter(self.rows))
@@ -143,13 +148,33 @@ class LeaseModel:
             assert not self.locked(row).intersection(names), f"{row}: evicted under a lock"
             for name in names:
                 del self.held[row][name]
+        self.parted &= self.held.get("state", {}).keys()
         return gone
 
     # ---------------------------------------------------------------- leases
 
+    def _children(self) -> Counter[int]:
+        """How many pages of the first component follow each prefix."""
+        found: Counter[int] = Counter()
+        for name in self.held[self.first]:
+            for _ in range(self.page_size):
+                name = self.before[name]
+            found[name] += 1
+        return found
+
+    def _note_parting(self, names: list[int], hit: int) -> None:
+        """Remembers a hit of a prompt that parts from another sequence further on."""
+        if "state" not in self.rows or not self.before:
+            return
+        whole = range(self.page_size, len(names) - 1, self.page_size)
+        known = list(takewhile(lambda end: names[end] in self.held[self.first], whole))
+        if hit and len(known) < len(whole) and self._children()[names[known[-1]]]:
+            self.parted.add(names[hit])
+
     def open(self, names: list[int]) -> ModelLease:
         """A lease on a sequence: what it hits is locked."""
         hit, reach = self.match(names, len(names) - 2)
+        self._note_parting(names, hit)
         lease = ModelLease(names, hit, reach, hit, hit, {row: {} for row in self.paged})
         self.leases.append(lease)
         return lease
@@ -192,8 +217,15 @@ class LeaseModel:
         assert isinstance(row, State)
         if not self._give("state", name, slot) or row.most_on_path is None:
             return 0
-        standing = self.held["state"].keys() & set(lease.names[: position + 1])
-        return max(0, min(len(standing) - row.most_on_path, len(standing - self.locked("state") - {name})))
+        borders = range(self.page_size, position + 1, self.page_size)
+        standing = [end for end in borders if lease.names[end] in self.held["state"]]
+        children = self._children()
+        removable = 0
+        for end, following in pairwise(standing):
+            forks = any(children[lease.names[at]] > 1 for at in borders if end <= at < following)
+            at_end = lease.names[end]
+            removable += not (forks or at_end in self.parted or at_end in self.locked("state"))
+        return max(0, min(len(standing) - row.most_on_path, removable))
 
     def _give(self, row: str, name: int, own: int) -> bool:
         """Whether the tree took it; a duplicate is free now."""

@@ -333,7 +333,7 @@ def test_who_may_see_the_cache(
     server = client(api_keys=api_keys, admin_key=admin_key)
     headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
     response = server.request(method, path, headers=headers)
-    if path in ADAPTER_ROUTES and status == 200:
+    if path in (*ADAPTER_ROUTES, "/v1/cache/remove") and status == 200:
         status = 400  # let in, but the body is empty
     assert response.status_code == status, response.text
     if status == 403:
@@ -419,6 +419,33 @@ def test_the_cache_routes() -> None:
     pages = len(PROMPT) // 16
     assert server.post("/v1/cache/flush").json() == {"freed_pages": pages, "freed_tokens": pages * 16}
     assert server.post("/v1/cache/flush").json() == {"freed_pages": 0, "freed_tokens": 0}
+
+
+def test_a_prefix_is_removed_for_whoever_it_belongs_to() -> None:
+    engine = FakeEngine()
+    server = client(engine, api_keys=("k", "l"), admin_key="root")
+
+    def remove(key: str | None, **body: Any) -> Any:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return server.post("/v1/cache/remove", json=body, headers=headers)
+
+    assert remove("k", prompt=[1, 2], cache_salt="s").json() == {"freed_pages": 1, "freed_tokens": 16}
+    assert remove("root", api_key="k", prompt=[1, 2], cache_salt="s").status_code == 200
+    assert engine.removed[0] == engine.removed[1] != ([1, 2], None)
+    assert remove("l", prompt=[1, 2], cache_salt="s").status_code == 200
+    assert engine.removed[2] != engine.removed[1]
+    assert remove("k").status_code == 200
+    assert engine.removed[3][0] == []
+    assert remove("k", prompt="some text").status_code == 200
+    assert len(engine.removed[4][0]) > 0
+    calls = len(engine.removed)
+    assert "api_key" in error_of(remove("k", api_key="l"), 400)["message"]
+    assert "api_key" in error_of(remove("root"), 400)["message"]
+    assert "api_key" in error_of(remove("root", api_key="nobody's"), 400)["message"]
+    assert remove("k", prompt=3).status_code == 400
+    assert remove("k", model="nothing").status_code == 404
+    assert remove(None).status_code == 401
+    assert len(engine.removed) == calls
 
 
 def test_an_adapter_is_a_model(tmp_path: Path) -> None:

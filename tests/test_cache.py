@@ -762,3 +762,92 @@ def test_components_come_in_the_order_of_the_tree_however_they_are_given() -> No
     assert list(cache.pools) == ["full", "window", "state"]
     with pytest.raises(BadArgument, match="copy_state"):
         PrefixCache({Full(): 20, State(): 3})
+
+
+# ---------------------------------------------------------------- what leases say of use
+
+
+def test_the_end_of_a_lease_is_a_use_and_no_hit() -> None:
+    cache = PrefixCache(pages=4, page_size=1)
+    for tokens in ([1, 2], [3, 4]):
+        serve(cache, tokens)
+    held = cache.lease([1, 2, 9])
+    hits = [view.hits for view in cache.tree.nodes()]
+    assert cache.tree.match([3, 4]).length == 2
+    held.abort()
+    assert sum(view.hits for view in cache.tree.nodes()) == sum(hits) + 1
+    with cache.lease([5, 6]) as lease:
+        lease.reserve(2)
+    assert (cache.peek([1, 2, 9]), cache.peek([3, 4, 9])) == (2, 0)
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", ["lru-2", "s3-fifo", "gittins"])
+def test_policies_that_remember_hear_of_no_use_when_a_lease_ends(policy: str) -> None:
+    def order(end_late: bool) -> list[list[int]]:
+        cache = PrefixCache(pages=40, page_size=1, policy=policy)
+        for first in range(0, 40, 4):
+            serve(cache, range(first, first + 4))
+        held = cache.lease([0, 1, 2, 3, 99])
+        if not end_late:
+            held.abort()
+        for first in (4, 8):
+            cache.lease([*range(first, first + 4), 99]).abort()
+        held.abort()
+        return [cache.tree.evict(4)[0].tolist() for _ in range(10)]
+
+    assert order(end_late=True) == order(end_late=False)
+
+
+def test_a_lease_without_reuse_finds_nothing_and_publishes() -> None:
+    cache = copying(pages=8, size=2)[0]
+    serve(cache, [1, 2, 3, 4, 5])
+    with cache.lease([1, 2, 3, 4, 5, 6, 7], reuse=False) as lease:
+        assert (lease.hit, len(lease.page_table)) == (0, 0)
+        lease.reserve(7)
+        own = lease.page_table.tolist()
+        lease.publish(6)
+        assert lease.page_table.tolist()[:2] != own[:2], "the tree's pages take the place of duplicates"
+    assert cache.peek([1, 2, 3, 4, 5, 6, 7]) == 6
+    assert (cache.stats().hit, cache.stats().duplicate_pages) == (0, 2)
+    cache.check()
+
+
+def test_a_lease_of_images_without_reuse_finds_nothing() -> None:
+    cache = PrefixCache(pages=40, page_size=2, keys=TypedKeys())
+    tokens = [1, image(1), 2, 3]
+    serve(cache, tokens)
+    assert cache.peek(tokens) > 0
+    with cache.lease(tokens, reuse=False) as lease:
+        assert lease.hit == 0
+
+
+def test_a_removed_prefix_is_computed_anew_and_who_runs_keeps_his_pages() -> None:
+    cache = PrefixCache(pages=12, page_size=2)
+    serve(cache, [1, 2, 3, 4, 5, 6, 0])
+    running = cache.lease([1, 2, 3, 4, 9])
+    assert running.hit == 4
+    table = running.page_table.tolist()
+    assert cache.remove([1, 2, 3, 4]) == 1, "the page after it, which nobody uses"
+    cache.check()
+    assert cache.peek([1, 2, 3, 4, 5]) == 2
+    assert serve(cache, [1, 2, 3, 4, 5]) == 2
+    assert running.page_table.tolist() == table
+    running.reserve(1)
+    running.publish(5)
+    running.finish()
+    assert cache.peek([1, 2, 3, 4, 9]) == 4
+    cache.check()
+    assert cache.flush() == cache.pool.total - cache.pool.free or cache.pool.free == cache.pool.total
+    assert cache.pool.free == cache.pool.total
+
+
+def test_a_removed_namespace_leaves_the_others() -> None:
+    cache = PrefixCache(pages=8, page_size=1)
+    serve(cache, [1, 2, 3], "a")
+    serve(cache, [1, 2, 3], "b")
+    assert cache.remove([], "a") == 3
+    assert (cache.peek([1, 2, 3], "a"), cache.peek([1, 2, 3], "b")) == (0, 2)
+    with pytest.raises(BadTokens):
+        cache.remove([-1], "b")
+    assert cache.peek([1, 2, 3], "b") == 2

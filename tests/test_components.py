@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mainstem.cache import PrefixCache
 from mainstem.components import Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.tree import Tree
@@ -93,6 +94,33 @@ def test_a_window_that_was_evicted_can_be_published_again() -> None:
     tree.check()
 
 
+def test_pages_in_front_of_the_windows_of_what_was_put_here_go_first() -> None:
+    tree = windowed(4)
+    tree.insert(range(900, 905), [range(5)] * 2)
+    tree.insert(range(20), [range(10, 30)] * 2)
+    assert freed(tree.evict(3, "window")) == [[], [0, 10, 11]]
+    assert tree.peek(range(900, 905)) == 5
+    assert freed(tree.evict(14, "window")) == [[], list(range(12, 26))]
+    assert (tree.peek(range(900, 905)), tree.peek(range(20))) == (5, 20)
+    assert freed(tree.evict(1, "window")) == [[], [1]]  # now the older of the two loses its end
+    assert (tree.peek(range(900, 905)), tree.peek(range(20))) == (0, 20)
+    tree.check()
+
+
+def test_a_hit_keeps_the_window_that_it_used_and_no_other() -> None:
+    tree = windowed(2)
+    for first in (0, 100):
+        tree.insert([first, first + 1], [[first, first + 1]] * 2)
+        tree.match([first, first + 1])  # others part here
+        whole = list(range(first, first + 6))
+        tree.insert(whole, [whole, [-1, -1, *whole[2:]]])
+    tree.match(list(range(6)))
+    tree.evict(4, "window")  # what lies in no window
+    assert freed(tree.evict(4, "window")) == [[], [0, 1, 100, 101]]
+    assert (tree.peek(list(range(6))), tree.peek(list(range(100, 106)))) == (6, 6)
+    tree.check()
+
+
 # ---------------------------------------------------------------- state
 
 
@@ -137,9 +165,74 @@ def test_what_saves_more_computing_outlives_what_was_used_later() -> None:
 def test_a_state_saves_only_what_lies_behind_the_state_above_it() -> None:
     tree = Tree(page_size=1, components=(Full(), State()))
     tree.insert(list(range(8)), [range(8), [50]])
+    tree.insert([*range(8), 70], [[*range(8), 70], []])  # so that the first one is not superseded
     tree.insert(list(range(9)), [range(9), [51]])
     tree.insert([20, 21], [[20, 21], [52]])
     assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[51], [52], [50]]
+
+
+@pytest.mark.parametrize("weigh", [True, False])
+def test_a_hit_keeps_the_state_that_it_used_and_no_other(weigh: bool) -> None:
+    tree = Tree(page_size=1, components=(Full(), State(weigh_flops=weigh)))
+    a, b = [1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]
+    for at, tokens in enumerate((a[:3], a, b[:3], b)):
+        tree.insert(tokens, [range(10 * at, 10 * at + len(tokens)), [at]])
+    for tokens in (a, b, a):
+        tree.match(tokens)
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[0], [2]]
+    assert (tree.peek(a), tree.peek(b)) == (6, 6)
+    tree.check()
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_state_that_its_sequence_has_grown_past_goes_first_unless_others_part_there(parts: bool) -> None:
+    tree = stateful()
+    tree.insert([20], [[20], [51]])
+    tree.insert([1, 2], [range(2), [50]])
+    if parts:
+        tree.insert([1, 2, 9], [[0, 1, 9], []])
+    tree.insert([1, 2, 3], [range(3), [52]])
+    assert freed(tree.evict(1, "state"))[1] == ([51] if parts else [50])
+
+
+def test_a_state_that_was_hit_from_another_branch_is_not_superseded_when_that_branch_is_gone() -> None:
+    tree = stateful()
+    tree.insert([20], [[20], [51]])
+    tree.insert([1, 2], [range(2), [50]])
+    tree.insert([1, 2, 3], [range(3), [52]])
+    assert tree.match([1, 2, 9]).length == 2
+    tree.insert([1, 2, 3, 4], [range(4), [53]])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[52], [51], [50]]
+
+
+def test_a_state_that_is_hit_again_is_no_longer_the_first_to_go() -> None:
+    tree = stateful()
+    tree.insert([1, 2], [range(2), [50]])
+    tree.insert([1, 2, 3], [range(3), [52]])
+    tree.insert([20], [[20], [51]])
+    tree.match([1, 2])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[52], [51], [50]]
+
+
+def test_a_cap_leaves_states_that_others_part_from() -> None:
+    cache = PrefixCache({Full(): 400, State(most_on_path=2): 50}, 1, copy_state=lambda source, target: None)
+
+    def turn(tokens: list[int]) -> None:
+        with cache.lease([*tokens, 999]) as lease:
+            lease.reserve(lease.length - lease.reserved)
+            lease.checkpoint(len(tokens))
+            lease.publish(len(tokens))
+            lease.finish(len(tokens))
+
+    system = [0, 1, 2]
+    for tokens in (system, [*system, 70], [*system, 71]):
+        turn(tokens)
+    cache.remove([*system, 70])  # the branch is gone, but it was there
+    for grown in range(10):
+        turn([*system, 71, *range(100, 101 + grown)])
+        assert cache.peek([*system, 5]) == 3
+        assert cache.pools["state"].cached <= 3
+    cache.check()
 
 
 def test_a_state_goes_alone_or_with_its_leaf() -> None:

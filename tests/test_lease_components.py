@@ -76,7 +76,7 @@ class World:
         self.size, self.names = size, Names()
         self.content: dict[tuple[str, int], list[int]] = {}
         self.states: dict[int, int] = {}
-        self.model = LeaseModel(size, rows)
+        self.model = LeaseModel(size, rows, self.names.before)
         has_state = "state" in self.model.rows
         self.cache = PrefixCache(rows, size, policy=policy, copy_state=self.copy_state if has_state else None)
         self.pools = self.cache.pools

@@ -29,7 +29,8 @@ def test_partial_is_the_longest_way_into_the_next_page() -> None:
     tree.insert("aaaabbxx", [0, 1])
     tree.insert("aaaabxxx", [0, 2])
     found = tree.match("aaaabbyy")
-    assert (found.length, found.partial, found.donor) == (4, 2, (None, (tuple("aaaa"), tuple("bbxx"))))
+    assert found.donor is not None
+    assert (found.length, found.partial, found.donor.id) == (4, 2, 1)
 
 
 def test_in_flight_pages_are_pending_until_they_are_committed() -> None:
@@ -38,8 +39,7 @@ def test_in_flight_pages_are_pending_until_they_are_committed() -> None:
     added = tree.insert("abcd", [0, 1, 2, 3], ready=False)
     assert (tree.match("abcde").length, tree.match("abcde").pending) == (2, 2)
     assert tree.evict(9) == []
-    assert added.key is not None
-    tree.commit(added.key)
+    tree.commit(added.added)
     assert tree.match("abcde").length == 4
 
 
@@ -47,23 +47,73 @@ def test_cancel_gives_the_pages_back() -> None:
     tree = ReferenceTree(page_size=1)
     tree.insert("a", [0])
     added = tree.insert("abc", [0, 1, 2], ready=False)
-    assert added.key is not None
-    assert tree.cancel(added.key) == [1, 2]
+    assert tree.cancel(added.added) == [1, 2]
     assert tree.evict(9) == [0]
+
+
+def test_what_follows_a_cancelled_transfer_is_removed_and_stays_until_its_own_has_ended() -> None:
+    tree = ReferenceTree(page_size=1)
+    first = tree.insert("ab", [0, 1], ready=False)
+    second = tree.insert("abcd", [5, 6, 2, 3], ready=False)
+    assert (second.existing, second.pages) == (2, [0, 1, 2, 3])
+    assert tree.cancel(first.added) == [0, 1]
+    tree.insert("ab", [7, 8])
+    tree.commit(second.added)
+    assert (tree.match("abcd").length, tree.match("abcd").pending) == (2, 0)
+    assert tree.evict(1) == [3]
+
+
+def test_a_removed_prefix_goes_first_and_is_not_found() -> None:
+    tree = ReferenceTree(page_size=2)
+    tree.insert("abcdef", [0, 1, 2])
+    tree.insert("abxy", [0, 3])
+    end = tree.match("abcdef").end
+    tree.lock(end)
+    tree.remove("abc")
+    assert (tree.match("abcdef").length, tree.match("abxy").length) == (2, 4)
+    assert tree.evict(9, only_removed=True) == []
+    tree.unlock(end)
+    assert tree.evict(9, only_removed=True) == [2, 1]
+    tree.remove("")
+    assert tree.evict(1) == [3]
+
+
+def test_the_end_of_a_lease_is_a_use_of_its_prefix() -> None:
+    cache = ReferenceCache(4, ReferenceTree(page_size=1))
+    for symbols in ("ab", "cd"):
+        lease = cache.lease(symbols)
+        cache.reserve(lease, 2)
+        cache.finish(lease)
+    old = cache.lease("abx")
+    cache.tree.match("cd")
+    cache.abort(old)
+    assert cache.tree.evict(1) == [3]
+
+
+def test_a_lease_without_reuse_computes_all_and_publishes() -> None:
+    cache = ReferenceCache(4, ReferenceTree(page_size=1))
+    first = cache.lease("ab")
+    cache.reserve(first, 2)
+    cache.finish(first)
+    again = cache.lease("abc", reuse=False)
+    assert again.hit == 0
+    cache.reserve(again, 3)
+    cache.finish(again)
+    assert cache.lease("abcd").hit == 3
 
 
 def test_only_unlocked_leaves_are_evicted() -> None:
     tree = ReferenceTree(page_size=1)
     tree.insert("abc", [0, 1, 2])
-    key = tree.match("ab").key
-    tree.lock(key)
+    end = tree.match("ab").end
+    tree.lock(end)
     assert tree.evict(9) == [2]
-    tree.unlock(key)
+    tree.unlock(end)
     with pytest.raises(NotLocked):
-        tree.unlock(key)
+        tree.unlock(end)
     assert tree.evict(1) == [1]
     with pytest.raises(StaleHandle):
-        tree.lock(key)
+        tree.lock(end)
 
 
 @pytest.mark.parametrize(

@@ -542,12 +542,24 @@ def test_regular_checkpoints_take_free_slots_only() -> None:
 def test_a_path_keeps_no_more_states_than_allowed(most: int) -> None:
     bench = Bench(with_states(most_on_path=most), checkpoint_tokens=4)
     turn = prompt("turn", 41)
-    for parting in (None, 13, 25, None, 33, 7):
-        if parting is not None:
-            bench.one(turn[:parting] + prompt(parting, 9))
+    for _ in range(5):
         id = bench.one(turn, max_tokens=9)
         turn += list(bench.output(id)[0])
         assert 1 <= len(states_at(bench, turn)) <= most
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_state_from_which_others_part_is_not_thinned_away(most: int) -> None:
+    bench = Bench(with_states(pages=4000, slots=400, most_on_path=most))
+    system = prompt("system", 24)
+    for i in range(3):
+        bench.one(system + prompt(i, 8))
+    turn = system + prompt("turn", 9)
+    for _ in range(12):
+        id = bench.one(turn, max_tokens=9)
+        turn += list(bench.output(id)[0])
+    assert len(states_at(bench, turn)) <= most + 1
+    assert bench.hit(bench.one(system + prompt("new", 8))) == 24
 
 
 def conversations(rng: random.Random, count: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mainstem.cache import Lease, PrefixCache
-from mainstem.core.reference import POLICIES, Key, Page, ReferenceCache, ReferenceLease, ReferenceTree
+from mainstem.core.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
 from mainstem.policies import BUILT_IN
 from mainstem.tree import NodeView, Tree
@@ -56,16 +56,23 @@ class Place:
     """A handle, and what it stands for in the model."""
 
     handle: int
-    key: Key
     page: Page
     locks: int = 0
+
+
+@dataclass
+class Flight:
+    """A transfer: its handle, and its pages."""
+
+    handle: int
+    pages: list[Page]
 
 
 def last_uses(views: list[NodeView]) -> dict[int, int]:
     """When each node, or one below it, was used last; what a policy will see once the node is a leaf."""
     used = {view.node: view.last_access for view in views}
-    for view in reversed(views):  # children come behind their parents
-        if view.parent:
+    for view in sorted(views, key=lambda view: -view.start):
+        if view.parent in used:
             used[view.parent] = max(used[view.parent], used[view.node])
     return used
 
@@ -79,7 +86,7 @@ class TreeWorld:
         self.joins = not python and policy not in ("fifo", "filo")
         self.model = ReferenceTree(size, policy)
         self.places: list[Place] = []
-        self.flights: list[tuple[int, Key]] = []
+        self.flights: list[Flight] = []
         self.next_id = 0
 
     def match(self, tokens: list[int], space: str | None) -> None:
@@ -89,52 +96,56 @@ class TreeWorld:
         assert real.pages.tolist() == modelled.pages
         assert (real.pending, real.partial) == (modelled.pending, modelled.partial)
         if modelled.donor:
-            assert real.partial_page == self.model.pages[modelled.donor].id
-        self.remember(real.node, modelled.key)
+            assert real.partial_page == modelled.donor.id
+        self.remember(real.node, modelled.end)
 
     def insert(self, tokens: list[int], space: str | None, priority: int, ready: bool, after: Place | None) -> None:
         if after:
-            space, pages = after.key
+            space, pages = after.page.key
             tokens = [token for page in pages for token in page] + tokens
         ids = list(range(self.next_id, self.next_id + len(tokens) // self.size))
         self.next_id += len(ids)
-        handle, key = (after.handle, after.key) if after else (0, None)
+        handle, page = (after.handle, after.page) if after else (0, None)
         options = {"priority": priority, "ready": ready}
         real = self.tree.insert(tokens, np.array(ids, dtype=np.int32), space, after=handle, **options)
-        modelled = self.model.insert(tokens, ids, space, key, **options)
+        modelled = self.model.insert(tokens, ids, space, page, **options)
         assert (real.length, real.existing) == (modelled.length, modelled.existing)
         assert real.pages.tolist() == modelled.pages
-        if ready or real.length == real.existing:
-            self.remember(real.node, modelled.key)
-        elif modelled.key:
-            self.flights.append((real.node, modelled.key))
+        if not ready and modelled.added:
+            self.flights.append(Flight(real.node, modelled.added))
+        elif modelled.end is None or modelled.end.ready:
+            self.remember(real.node, modelled.end)
 
-    def remember(self, handle: int, key: Key | None) -> None:
-        assert (handle == 0) == (key is None)
-        if key:
-            self.places.append(Place(handle, key, self.model.pages[key]))
+    def remember(self, handle: int, page: Page | None) -> None:
+        assert (handle == 0) == (page is None)
+        if page:
+            self.places.append(Place(handle, page))
         unlocked = [place for place in self.places if not place.locks]
         if len(unlocked) > 12:
             self.places.remove(unlocked[0])
 
-    def land(self, flight: tuple[int, Key], commit: bool) -> None:
+    def settle(self, flight: Flight, commit: bool) -> None:
         self.flights.remove(flight)
-        handle, key = flight
         if commit:
-            self.tree.commit(handle)
-            self.model.commit(key)
-            self.remember(handle, key)
+            self.tree.commit(flight.handle)
+            self.model.commit(flight.pages)
+            self.remember(flight.handle, flight.pages[-1])
         else:
-            assert self.tree.cancel(handle)[0].tolist() == self.model.cancel(key)
+            assert self.tree.cancel(flight.handle)[0].tolist() == self.model.cancel(flight.pages)
+
+    def remove(self, tokens: list[int], space: str | None) -> None:
+        freed = self.tree.remove(tokens, space)[0][0].tolist()
+        self.model.remove(tokens, space)
+        assert sorted(freed) == sorted(self.model.evict(len(self.model.pages), only_removed=True))
 
     def is_live(self, place: Place) -> bool:
         """Whether a handle is good: its page is there, and its node was not joined to what follows."""
-        if self.model.pages.get(place.key) is not place.page:
+        if place.page not in self.model.pages:
             return False
         try:
             self.tree.length(place.handle)
         except StaleHandle:
-            assert self.joins and place.locks == 0
+            assert (self.joins or place.page.top) and place.locks == 0
             return False
         return True
 
@@ -145,20 +156,20 @@ class TreeWorld:
                     call(place.handle)
             return
         self.tree.lock(place.handle)
-        self.model.lock(place.key)
+        self.model.lock(place.page)
         place.locks += 1
-        path = self.model.path(place.key)
-        assert self.tree.pages(place.handle).tolist() == [self.model.pages[key].id for key in path]
+        held = [page.id if page in self.model.pages else -1 for page in place.page.path()]
+        assert self.tree.pages(place.handle).tolist() == held
 
     def unlock(self, place: Place) -> None:
         if not self.is_live(place):
             return
-        if self.model.pages[place.key].locks == 0:
+        if place.page.locks == 0:
             with pytest.raises(NotLocked):
                 self.tree.unlock(place.handle)
         elif place.locks:
             self.tree.unlock(place.handle)
-            self.model.unlock(place.key)
+            self.model.unlock(place.page)
             place.locks -= 1
 
     def evict(self, count: int) -> None:
@@ -170,17 +181,17 @@ class TreeWorld:
     def verify(self) -> None:
         self.tree.check()
         stats, model = self.tree.stats(), self.model
-        present = [page for page in model.pages.values() if page.ready]
+        present = [page for page in model.pages if page.ready]
         assert stats.cached_pages == len(present)
         assert stats.in_flight_pages == len(model.pages) - len(present)
         assert stats.evictable_pages == len(model.evictable()) == stats.cached_pages - stats.locked_pages
-        assert stats.namespaces == len({space for space, _ in model.pages})
+        assert stats.namespaces == len({page.key[0] for page in model.pages})
         for name in ("match_calls", "queried_symbols", "hit_symbols", "inserted_pages", "evicted_pages"):
             assert getattr(stats, name) == model.counts[name]
         self.verify_nodes()
 
     def verify_nodes(self) -> None:
-        pages = {page.id: page for page in self.model.pages.values()}
+        pages = {page.id: page for page in self.model.pages}
         views = list(self.tree.nodes())
         used = last_uses(views)
         held = [(view, page) for view in views for page in view.cells["full", 0].ids.tolist()]
@@ -188,10 +199,15 @@ class TreeWorld:
         for view, page in held:
             modelled = pages[page]
             # Of pages that came in pieces and were joined, the node knows when the last piece came.
-            assert view.created == modelled.created or (self.joins and view.created > modelled.created)
-            assert used[view.node] == modelled.last_access
+            joins = self.joins or view.removed
+            assert view.created == modelled.created or (joins and view.created > modelled.created)
+            # Where recency ranks nothing, pages of different recency may be one node.
+            assert used[view.node] == modelled.last_access or (
+                not self.joins and used[view.node] > modelled.last_access
+            )
             assert (view.hits, view.priority) == (modelled.hits, modelled.priority)
             assert view.cells["full", 0].present == modelled.ready
+            assert view.removed == bool(modelled.top)
 
     def step(self, rng: random.Random) -> None:
         tokens, space = some_tokens(rng, self.size), rng.choice(SPACES)
@@ -207,7 +223,9 @@ class TreeWorld:
         elif roll < 0.85 and place:
             self.unlock(place)
         elif roll < 0.92 and self.flights:
-            self.land(rng.choice(self.flights), rng.random() < 0.5)
+            self.settle(rng.choice(self.flights), rng.random() < 0.5)
+        elif roll < 0.94:
+            self.remove(tokens, space)
         elif roll < 0.99:
             self.evict(rng.randrange(8))
         else:
@@ -254,14 +272,14 @@ class CacheWorld:
         for slot in range(positions):
             self.content[target, slot] = self.content[source, slot]
 
-    def lease(self, tokens: list[int], space: str | None, priority: int) -> None:
+    def lease(self, tokens: list[int], space: str | None, priority: int, reuse: bool = True) -> None:
         if self.model.copies and not self.model.free:
             self.flush()  # which pages are kept for a copy is not fixed, only that the copied one is
-        peeked = self.cache.peek(tokens, space)
-        real = self.cache.lease(tokens, space, priority=priority)
+        peeked = self.cache.peek(tokens, space) if reuse else 0
+        real = self.cache.lease(tokens, space, priority=priority, reuse=reuse)
         assert real.hit == peeked or (self.model.copies and real.hit == peeked // self.size * self.size)
         own = real.page_table[real.published // self.size :].tolist()
-        modelled = self.model.lease(tokens, space, priority, own)
+        modelled = self.model.lease(tokens, space, priority, own, reuse)
         assert (real.hit, real.reserved, real.published) == (modelled.hit, modelled.reserved, modelled.published)
         assert 0 <= real.hit == real.hit_tokens < real.length
         self.runs.append(Run(real, modelled, real.hit))
@@ -313,12 +331,17 @@ class CacheWorld:
     def flush(self) -> None:
         assert self.cache.flush() == self.model.flush()
 
+    def remove(self, tokens: list[int], space: str | None) -> None:
+        assert self.cache.remove(tokens, space) == self.model.remove(tokens, space)
+        assert self.cache.peek([*tokens, 0], space) < max(len(tokens), 1)
+
     def verify(self) -> None:
         self.cache.check()
         self.verify_owners()
         for run in self.runs:
             self.verify_run(run)
-        for (space, pages), page in self.model.tree.pages.items():
+        for page in self.model.tree.pages:
+            space, pages = page.key
             tokens = tuple(token for front in pages for token in front)
             for slot in range(self.size):
                 assert self.content[page.id, slot] == (space, tokens[: len(tokens) - self.size + slot + 1])
@@ -344,7 +367,8 @@ class CacheWorld:
     def step(self, rng: random.Random) -> None:
         roll = rng.random()
         if not self.runs or (roll < 0.25 and len(self.runs) < 6):
-            self.lease(some_tokens(rng, self.size) or [0], rng.choice(SPACES), rng.randrange(3))
+            tokens = some_tokens(rng, self.size) or [0]
+            self.lease(tokens, rng.choice(SPACES), rng.randrange(3), rng.random() < 0.9)
         else:
             self.step_run(rng.choice(self.runs), roll, rng)
         self.verify()
@@ -362,8 +386,10 @@ class CacheWorld:
             self.append(run, some_tokens(rng, self.size, 1))
         elif roll < 0.92:
             self.finish(run, rng.choice([None, run.computed, rng.randint(0, run.computed)]))
-        elif roll < 0.99:
+        elif roll < 0.97:
             self.abort(run)
+        elif roll < 0.99:
+            self.remove(some_tokens(rng, self.size), rng.choice(SPACES))
         else:
             self.flush()
 
@@ -423,8 +449,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.flights)
     @rule(commit=st.booleans(), data=st.data())
-    def land(self, commit: bool, data: st.DataObject) -> None:
-        self.world.land(data.draw(st.sampled_from(self.world.flights)), commit)
+    def settle(self, commit: bool, data: st.DataObject) -> None:
+        self.world.settle(data.draw(st.sampled_from(self.world.flights)), commit)
+
+    @rule(sequence=SEQUENCES)
+    def remove(self, sequence: tuple[list[int], str | None]) -> None:
+        self.world.remove(*sequence)
 
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
@@ -443,9 +473,13 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self, size: int, pages: int, copies: bool) -> None:
         self.world = CacheWorld(size, "lru", pages=pages, copies=copies)
 
-    @rule(sequence=SEQUENCES.filter(lambda sequence: sequence[0]))
-    def lease(self, sequence: tuple[list[int], str | None]) -> None:
-        self.world.lease(*sequence, 0)
+    @rule(sequence=SEQUENCES.filter(lambda sequence: sequence[0]), reuse=st.booleans())
+    def lease(self, sequence: tuple[list[int], str | None], reuse: bool) -> None:
+        self.world.lease(*sequence, 0, reuse)
+
+    @rule(sequence=SEQUENCES)
+    def remove(self, sequence: tuple[list[int], str | None]) -> None:
+        self.world.remove(*sequence)
 
     @precondition(lambda self: self.world.runs)
     @rule(positions=st.integers(0, 9), data=st.data())

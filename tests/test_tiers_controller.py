@@ -1458,3 +1458,56 @@ def test_close_leaves_the_store_closed() -> None:
     assert rig.readers.closed and rig.writers.closed
     with pytest.raises(StorageError, match="closed"):
         backend.stats()
+
+
+# ---------------------------------------------------------------- removal
+
+
+def test_what_is_removed_leaves_device_host_and_storage() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend)
+    rig.serve(A)
+    rig.serve(B)
+    rig.settle()
+    stored_before = len(backend.stored_keys())
+    assert rig.cache.remove(A[:8]) == 1
+    rig.verify()
+    assert (rig.on(0, A), rig.on(1, A), rig.on(1, B)) == (3, 3, 4)
+    rig.settle()
+    assert len(backend.stored_keys()) == stored_before - 1
+    rig.cache.remove([])
+    rig.settle()
+    assert (rig.on(0, B), rig.on(1, B), backend.stored_keys()) == (0, 0, [])
+    rig.close_all()
+
+
+def test_what_is_removed_on_its_way_down_is_neither_found_nor_stored() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend)
+    rig.serve(A)
+    rig.poll()
+    rig.cache.remove([])
+    assert rig.on(0, A) == 0
+    rig.settle()
+    assert (rig.on(1, A), backend.stored_keys()) == (0, [])
+    assert rig.tiers.stats().queued == 0
+    rig.verify()
+    rig.close_all()
+
+
+def test_what_is_removed_while_it_waits_to_be_written_is_not_written() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend, writes=1)
+    rig.serve(B)
+    rig.serve(A)
+    for _ in range(4):
+        rig.poll()
+        while rig.copies and not rig.copies[0].done():
+            rig.land()
+    assert rig.tiers.stats().queued == 8
+    rig.cache.remove(A[:2])
+    rig.settle()
+    assert rig.tiers.stats().queued == 0
+    assert len(backend.stored_keys()) == 4
+    rig.verify()
+    rig.close_all()

@@ -400,25 +400,122 @@ def test_what_is_in_flight_and_its_ancestors_are_not_evicted() -> None:
     assert sorted(tree.evict(9)[0].tolist()) == [0, 1, 2]
 
 
-def test_insert_stops_in_front_of_what_is_in_flight() -> None:
+def test_insert_goes_on_behind_what_is_in_flight_and_is_found_when_that_has_arrived() -> None:
     tree = single()
-    tree.insert([1], ids(0))
-    tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
-    added = tree.insert([1, 2, 4], ids(10, 11, 12))
-    assert (added.length, added.existing, added.pages.tolist()) == (1, 1, [0])
-    nothing = tree.insert([5, 6], ids(5, 6), ready=False)
-    assert tree.insert([5, 6], ids(15, 16)).length == 0
-    tree.cancel(nothing.node)
+    first = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
+    second = tree.insert([1, 2, 4], ids(10, 11, 12), ready=False)
+    assert (second.length, second.existing, second.pages.tolist()) == (3, 2, [0, 1, 12])
+    tree.commit(second.node)
+    assert (tree.peek([1, 2, 4]), tree.match([1, 2, 4]).pending) == (0, 2)
+    tree.check()
+    tree.commit(first.node)
+    assert tree.match([1, 2, 4]).pages.tolist() == [0, 1, 12]
+    assert tree.match([1, 2, 3]).pages.tolist() == [0, 1, 2]
     tree.check()
 
 
-def test_insert_behind_a_handle_in_flight_is_not_possible() -> None:
+def test_insert_behind_a_handle_in_flight() -> None:
     tree = single()
     flying = tree.insert([1, 2], ids(0, 1), ready=False)
-    with pytest.raises(BadArgument):
-        tree.insert([1, 2, 3], ids(0, 1, 2), after=flying.node)
-    tree.cancel(flying.node)
+    added = tree.insert([1, 2, 3], ids(0, 1, 2), after=flying.node)
+    assert (added.length, added.existing, added.pages.tolist()) == (3, 2, [2])
+    assert tree.peek([1, 2, 3]) == 0
+    tree.commit(flying.node)
+    assert tree.peek([1, 2, 3]) == 3
     tree.check()
+
+
+def test_what_is_behind_a_cancelled_beginning_comes_back_when_its_own_transfer_has_ended() -> None:
+    for end in ("commit", "cancel"):
+        tree = single()
+        first = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
+        second = tree.insert([1, 2, 4, 5], ids(10, 11, 12, 13), ready=False)
+        assert tree.cancel(first.node)[0].tolist() == [0, 1, 2]
+        assert tree.flush()[0].tolist() == []  # its pages are still written to
+        tree.check()
+        again = tree.insert([1, 2, 4], ids(20, 21, 22))
+        assert (again.existing, tree.match([1, 2, 4, 5]).pages.tolist()) == (0, [20, 21, 22])
+        if end == "commit":
+            tree.commit(second.node)
+            assert tree.match([1, 2, 4, 5]).length == 3
+            assert tree.evict(2)[0].tolist() == [12, 13]
+        else:
+            assert tree.cancel(second.node)[0].tolist() == [12, 13]
+        tree.check()
+        assert sorted(tree.flush()[0].tolist()) == [20, 21, 22]
+        assert tree.stats().nodes == tree.stats().namespaces == 0
+
+
+def test_of_a_transfer_that_adds_nothing_nothing_is_in_flight() -> None:
+    tree = single()
+    first = tree.insert([1, 2], ids(0, 1), ready=False)
+    again = tree.insert([1, 2], ids(5, 6), ready=False)
+    assert (again.length, again.existing) == (2, 2)
+    tree.commit(first.node)
+    assert tree.stats().locked_pages == 0
+    tree.check()
+
+
+# ---------------------------------------------------------------- removal
+
+
+def test_a_removed_prefix_is_not_found_and_its_pages_come_back() -> None:
+    tree = Tree(page_size=2)
+    tree.insert([1, 2, 3, 4, 5, 6], ids(0, 1, 2))
+    tree.insert([1, 2, 3, 9], ids(0, 3))
+    tree.insert([1, 2, 7, 8], ids(0, 4))
+    [[freed]] = tree.remove([1, 2, 3])
+    assert sorted(freed.tolist()) == [1, 2, 3]
+    assert [tree.peek(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 3, 9], [1, 2, 7, 8])] == [2, 2, 4]
+    [[freed]] = tree.remove([1, 2, 7, 8])
+    assert freed.tolist() == [4]
+    assert tree.remove([1, 2, 7, 8])[0][0].tolist() == []
+    assert tree.remove([9])[0][0].tolist() == []
+    tree.check()
+
+
+def test_a_removed_namespace_leaves_the_others() -> None:
+    tree = single()
+    for space in ("a", "b"):
+        tree.insert([1, 2], ids(0, 1) if space == "a" else ids(2, 3), space)
+    assert sorted(tree.remove([], "a")[0][0].tolist()) == [0, 1]
+    assert (tree.peek([1, 2], "a"), tree.peek([1, 2], "b")) == (0, 2)
+    assert tree.remove([], "nobody")[0][0].tolist() == []
+    tree.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "gittins", "s3-fifo"])
+def test_what_is_locked_outlives_its_removal_and_goes_first_then(policy: str) -> None:
+    tree = Tree(page_size=1, policy=policy)
+    tree.insert([7, 8], ids(7, 8))
+    node = tree.insert([1, 2, 3], ids(0, 1, 2)).node
+    tree.lock(node)
+    assert tree.remove([1, 2])[0][0].tolist() == []
+    assert tree.peek([1, 2, 3]) == 1
+    other = tree.insert([1, 2, 3], ids(10, 11, 12))
+    assert other.pages.tolist() == [0, 11, 12]
+    assert tree.pages(node).tolist() == [0, 1, 2]
+    tree.check()
+    tree.unlock(node)
+    assert [view.removed for view in tree.nodes() if 2 in view.cells["full", 0].ids] == [True]
+    assert tree.evict(2)[0].tolist() in ([1, 2], [2, 1])
+    assert tree.peek([1, 2, 3]) == 3
+    tree.check()
+
+
+def test_a_node_whose_removed_child_is_locked_cannot_go_before_it() -> None:
+    tree = single()
+    node = tree.insert([1, 2, 3], ids(0, 1, 2)).node
+    tree.lock(node)
+    tree.remove([1, 2])
+    tree.remove([1])
+    with pytest.raises(NotLocked):
+        tree.unlock(tree.insert([5], ids(5)).node)
+    assert tree.flush()[0].tolist() == [5]
+    tree.unlock(node)
+    assert tree.evict_removed()[0].tolist() == [1, 2, 0]
+    tree.check()
+    assert tree.stats().namespaces == 0
 
 
 def test_a_lock_on_what_is_in_flight_outlives_its_end() -> None:

@@ -27,8 +27,23 @@ class Tree:
         Symbols that a match of the first `most` would find (-1: all but one): in whole pages, of the next page, and in whole pages more when every tier counts.
         """
 
-    def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
-        """The fields of mainstem.Inserted."""
+    def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
+        """
+        The fields of mainstem.Inserted. Ends in front of pages in flight, or goes on behind them.
+        """
+
+    def remove(self, ns: bytes, tokens: object, limit: int) -> int:
+        """
+        Takes the page that a key ends in, and all that follows it, out of the tree; the number of pages.
+        """
+
+    def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]:
+        """
+        Ids of what was removed and is neither locked nor in flight, by component.
+        """
+
+    def removed(self, node: int) -> bool:
+        """Whether a node was removed."""
 
     def lock(self, node: int, tier: int) -> None: ...
 
@@ -94,9 +109,9 @@ class Tree:
 
     def namespaces(self) -> list[bytes]: ...
 
-    def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]:
+    def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bool, bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]:
         """
-        Depth first: stats (as in waiting), parent, children, key, and (residency, locks, ids) a cell.
+        Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, ids) a cell.
         """
 
     def counts(self, component: int, tier: int) -> tuple[int, int, int]:

@@ -144,13 +144,17 @@ class PrefixCache:
         elif self.tree.ranks_outside:
             self._core.evict_with(partial(_evict_into, self.tree, pools))
 
-    def lease(self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0) -> Lease:
+    def lease(
+        self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, reuse: bool = True
+    ) -> Lease:
         """Matches a prompt, locks what was found, and leaves at least its last token to compute.
 
         Args:
             tokens: the prompt, at least one token.
             namespace: what must be equal before anything is shared.
             priority: for the policy "priority".
+            reuse: False: it finds nothing, so that all of the prompt is computed (for its logits, or to measure a
+                miss); what it computes is published all the same.
 
         Raises:
             BadTokens: the prompt is empty or holds a token out of range.
@@ -159,19 +163,19 @@ class PrefixCache:
         """
         name = b"" if namespace is None else encode_namespace(namespace)
         if not self._token_limit:
-            return self._lease_of_kind(tokens, name, priority)
-        if self._copy_page is None:
-            return Lease(self._core, name, tokens, priority)
+            return self._lease_of_kind(tokens, name, priority, reuse)
+        if self._copy_page is None or not reuse:
+            return Lease(self._core, name, tokens, priority, None if reuse else 0)
         lease = Lease(self._core, name, tokens, priority, None, True)
         self._copy_inside(lease)
         return lease
 
-    def _lease_of_kind(self, tokens: TokenLike, namespace: bytes, priority: int) -> Lease:
+    def _lease_of_kind(self, tokens: TokenLike, namespace: bytes, priority: int, reuse: bool) -> Lease:
         """A lease on what must be encoded first, and must perhaps not be cut everywhere."""
         sequence = self.tree.keys.sequence()
         symbols = sequence.append(tokens)
-        for inside, below in ((self._copy_page is not None, True), (False, False)):
-            most = self._longest(symbols, sequence, namespace, inside, below)
+        for inside, below in ((reuse and self._copy_page is not None, True), (False, False)):
+            most = self._longest(symbols, sequence, namespace, inside, below) if reuse else 0
             lease = _KindLease(
                 self._core, namespace, symbols, priority, most, inside, sequence=sequence, page_size=self.page_size
             )
@@ -222,6 +226,29 @@ class PrefixCache:
             if hit >= border:
                 return hit
             # The match ended inside a token that must not be cut: look again, up to its beginning.
+
+    def remove(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
+        """Forgets the page that holds the last token of a prefix, and all that follows it, on device and host.
+
+        From now on no lease finds them. Pages of running leases stay theirs, and go back to the pool after them. Of
+        storage, what the tree knew of is deleted soon; what only storage knows of stays, and so does what is being
+        written. An empty prefix stands for the whole namespace.
+
+        Returns:
+            Device pages that are free now.
+
+        Raises:
+            BadTokens: a token is out of range.
+        """
+        self._core.take_back()
+        before = self.pool.free
+        name = encode_namespace(namespace)
+        key = tokens if self._token_limit else self.tree.keys.encode(tokens)
+        if self.tree.core.remove(name, key, self._token_limit) and self.tiers is not None:
+            self.tiers.forget(name)
+        for pool, ids in zip(self.pools.values(), self.tree.evict_removed(), strict=True):
+            pool.reclaim(ids)
+        return self.pool.free - before
 
     def flush(self) -> int:
         """Evicts every prefix that no lease uses, from the host, too; the number of device pages freed."""

@@ -56,8 +56,10 @@ class Match(NamedTuple):
 class Inserted(NamedTuple):
     """What an insertion did. Lengths are in symbols from the root.
 
-    The key is in the tree up to `length`, which ends at `node`; `existing` symbols stood there already. `pages` are the
-    tree's page ids behind `after`: where they differ from the caller's, the caller's page is a duplicate and stays his.
+    The key is in the tree up to `length`, which ends at `node`; `existing` symbols stood there already, present or in
+    flight. `pages` are the tree's page ids after `after`: where they differ from the caller's, the caller's page is a
+    duplicate and stays his. Those of another insertion in flight hold nothing yet; `Tree.peek` says how far a match
+    goes. With `ready=False` something is in flight under `node` only if `length` is more than `existing`.
     """
 
     node: int
@@ -78,7 +80,10 @@ class CellView:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node as tools see it. Positions in symbols, times in ticks; `cells` by component and tier."""
+    """A node as tools see it. Positions in symbols, times in ticks; `cells` by component and tier.
+
+    `removed`: no match finds it any more, it only waits for its locks and transfers to end.
+    """
 
     node: int
     parent: int
@@ -92,6 +97,7 @@ class NodeView:
     hits: int
     priority: int
     cells: dict[tuple[str, int], CellView]
+    removed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +204,8 @@ class Tree:
     ) -> Inserted:
         """Puts a prefix into the tree; what stands there already is kept.
 
+        Behind pages in flight it goes on: no match finds that until they are committed, and cancelling them removes it.
+
         Args:
             tokens: the whole key, from the root; symbols behind the last whole page are left out.
             pages: a page id for each whole page of the key. With several components: one such list for each; in a
@@ -217,7 +225,38 @@ class Tree:
         ids = [_as_ids(cast("ArrayLike", column)) for column in columns]
         key, limit = self._key(tokens)
         name = encode_namespace(namespace)
-        return Inserted._make(self.core.insert(name, key, limit, ids, after, priority, tier, bool(ready)))
+        return Inserted._make(self.core.insert(name, key, limit, ids, after, priority, tier, bool(ready), True))
+
+    def remove(self, tokens: TokenLike, namespace: NamespaceLike = None) -> list[list[Ids]]:
+        """Takes the page that holds the last token of a prefix, and all that follows it, out of the tree.
+
+        No match finds them from now on, on no tier. What is locked or in flight lives on until it is unlocked or its
+        transfer ends, and is then the first to be evicted. An empty prefix stands for the whole namespace.
+
+        Returns:
+            The ids of what was neither locked nor in flight, by tier and component.
+
+        Raises:
+            BadTokens: see `KeyKind.encode`.
+        """
+        key, limit = self._key(tokens)
+        self.core.remove(encode_namespace(namespace), key, limit)
+        return [self.evict_removed(tier) for tier in range(self.tiers)]
+
+    def evict_removed(self, tier: int = 0) -> list[Ids]:
+        """Ids of what was removed and is neither locked nor in flight any more; an array for each component.
+
+        Raises:
+            BadArgument: no such tier.
+        """
+        tier = self._tier(tier)
+        parts = []
+        while True:  # what has no rank yet hides those that go first
+            for row in range(len(self.components)):
+                self._rank_waiting(row, tier)
+            parts.append(self.core.evict_removed(tier))
+            if not self.ranks_outside or not any(map(len, parts[-1])):
+                return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def lock(self, node: int, tier: int = 0) -> None:
         """Keeps a prefix from eviction, from its node to the root. Locks are counted; the root needs none.
@@ -257,8 +296,12 @@ class Tree:
     def cancel(self, node: int, tier: int = 0) -> list[Ids]:
         """What was in flight under this node is gone; its ids, an array for each component.
 
+        What was inserted behind it is removed (see `remove`): its ids come back from its own `cancel`, or from `evict`
+        once its own transfer has ended.
+
         Raises:
-            BadArgument: nothing is in flight under this node, or something below it is on this tier: cancel that first.
+            BadArgument: nothing is in flight under this node, or something behind it lies on this tier and on another,
+                too: cancel that first.
             StaleHandle: the node was cancelled.
         """
         return self.core.cancel(_handle(node), self._tier(tier))
@@ -340,11 +383,11 @@ class Tree:
         return self.core.end(_handle(node)) * self.page_size
 
     def nodes(self, *namespaces: NamespaceLike) -> Iterator[NodeView]:
-        """Every node, or those of some namespaces: depth first, children in the order they came."""
+        """Every node, or those of some namespaces: depth first, children in the order they came, removed ones last."""
         names = [encode_namespace(n) for n in namespaces] if namespaces else self.core.namespaces()
         columns = [(component.name, tier) for component in self.components for tier in range(self.tiers)]
         for name in names:
-            for stats, parent, children, key, cells in self.core.nodes(name):
+            for stats, parent, children, removed, key, cells in self.core.nodes(name):
                 node, created, accessed, hits, priority, start, pages = stats
                 views = {
                     column: CellView(ids, locks, residency == PRESENT, residency == IN_FLIGHT)
@@ -352,7 +395,7 @@ class Tree:
                 }
                 yield NodeView(
                     node, parent, name, start * self.page_size, pages * self.page_size, key, children,
-                    created, accessed, hits, priority, views,
+                    created, accessed, hits, priority, views, removed,
                 )  # fmt: skip
 
     def pretty(self, describe: Callable[[bytes], str] | None = None) -> str:

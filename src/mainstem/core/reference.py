@@ -1,14 +1,14 @@
 """The slow, obvious model of the tree, the pool and the lease, for tests to compare the real ones with.
 
-One record a page, found by the whole prefix that ends with it. No node, no split, no order that is kept ready: all is
+One record a page, with the whole prefix that ends with it. No node, no split, no order that is kept ready: all is
 found by looking at everything, and is never made faster. It knows one tier, full attention, and symbols of any hashable
-kind; no bytes, no handles: a prefix is named by its key, and `None` is the prefix without a page.
+kind; no bytes, no handles: a prefix is its last page, and `None` is the prefix without one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -19,17 +19,28 @@ Ids = Sequence[int]
 Key = tuple[Hashable, tuple[tuple[Hashable, ...], ...]]  # a namespace, and the pages of a prefix
 
 
-@dataclass
+@dataclass(eq=False)
 class Page:
-    """What is known of one page. It is in flight until it is ready; its locks are those of the prefix it ends."""
+    """What is known of one page. It is in flight until it is ready; its locks are those of the prefix it ends.
 
+    `above` is the page before it. `top`: no match finds the page any more; it was removed with this one, which is not
+    after it.
+    """
+
+    key: Key
     id: int
     created: int
+    above: Page | None = None
     last_access: int = 0
     hits: int = 0
     priority: int = 0
     ready: int = True
     locks: int = 0
+    top: Page | None = None
+
+    def path(self) -> list[Page]:
+        """The pages from the first one to this."""
+        return [*(self.above.path() if self.above else ()), self]
 
 
 POLICIES: dict[str, Callable[[Page], tuple[int, ...]]] = {  # the leaf with the lowest tuple goes first
@@ -45,105 +56,132 @@ POLICIES: dict[str, Callable[[Page], tuple[int, ...]]] = {  # the leaf with the 
 
 @dataclass(frozen=True)
 class Matched:
-    """A match. `pending`: symbols in flight behind it; `partial`: symbols that agree with the beginning of `donor`."""
+    """A match. `pending`: symbols in flight after it; `partial`: symbols that agree with the beginning of `donor`."""
 
-    key: Key | None
+    end: Page | None
     pages: list[int]
     length: int
     pending: int
     partial: int
-    donor: Key | None
+    donor: Page | None
 
 
 @dataclass(frozen=True)
 class Added:
-    """An insertion: where it ends, how much of that stood already, and the tree's pages behind `after`."""
+    """An insertion: where it ends, how much of that stood already, the tree's pages after `after`, and the new ones."""
 
-    key: Key | None
+    end: Page | None
     length: int
     existing: int
     pages: list[int]
+    added: list[Page]
 
 
 class ReferenceTree:
-    """The tree as a dict of pages. `policy` is a name in `POLICIES`."""
+    """The tree as a list of pages. `policy` is a name in `POLICIES`."""
 
     def __init__(self, page_size: int = 16, policy: str = "lru") -> None:
         self.page_size, self.rank, self.tick = page_size, POLICIES[policy], 0
-        self.pages: dict[Key, Page] = {}
+        self.pages: list[Page] = []
         self.counts: Counter[str] = Counter()
 
     def match(self, symbols: Symbols, namespace: Hashable = None) -> Matched:
-        """The longest present prefix, touched; and what lies in flight or inside a page behind it."""
+        """The longest present prefix, touched; and what lies in flight or inside a page after it."""
         self.tick += 1
-        keys = list(self.keys(symbols, namespace))
-        found = list(takewhile(self._present, keys))
-        for page in self._pages_of(found):
-            page.last_access = self.tick
+        there = self._along(symbols, namespace)
+        found = list(takewhile(lambda page: page.ready, there))
+        for page in found:
             page.hits += 1
-        flying = list(takewhile(self._in_flight, keys[len(found) :]))
+        self.touch(found)
+        flying = list(takewhile(lambda page: not page.ready, there[len(found) :]))
         length, pending = len(found) * self.page_size, len(flying) * self.page_size
-        partial, donor = self._partial(found[-1] if found else (namespace, ()), symbols[length:])
+        partial, donor = self._partial(found[-1] if found else None, symbols[length:], namespace)
         self.counts.update(match_calls=1, queried_symbols=len(symbols), hit_symbols=length)
-        ids = [page.id for page in self._pages_of(found)]
-        return Matched(found[-1] if found else None, ids, length, pending, partial, donor)
+        return Matched(found[-1] if found else None, [page.id for page in found], length, pending, partial, donor)
 
     def peek(self, symbols: Symbols, namespace: Hashable = None) -> int:
         """The length of the match in symbols; nothing is touched."""
-        return sum(self.page_size for _ in takewhile(self._present, self.keys(symbols, namespace)))
+        return sum(self.page_size for _ in takewhile(lambda page: page.ready, self._along(symbols, namespace)))
 
-    def insert(self, symbols: Symbols, ids: Ids, space: Hashable = None, after: Key | None = None, **new: int) -> Added:
-        """Adds the pages that are missing behind `after`, with the ids of the whole key. `new`: priority, ready."""
+    def insert(
+        self, symbols: Symbols, ids: Ids, space: Hashable = None, after: Page | None = None, **new: int
+    ) -> Added:
+        """Adds the pages that are missing after `after`, with the ids of the whole key. `new`: priority, ready."""
         self.tick += 1
-        start = len(after[1]) if after else 0
-        stretch = list(takewhile(lambda key: not self._in_flight(key), self.keys(symbols, space)))[start:]
-        missing = [key for key in stretch if key not in self.pages]
-        for key, page_id in zip(stretch, ids[start:], strict=False):
-            page = self.pages.setdefault(key, Page(page_id, self.tick, **new))
+        path = after.path() if after else []
+        start, added = len(path), []
+        for key, page_id in list(zip(self.keys(symbols, space), ids, strict=False))[start:]:
+            above = path[-1] if path else None
+            page = self._child(key, above, self.pages)
+            if page is None:
+                # What was cancelled may still have removed pages after it: then it is the same place.
+                page = self._child(key, above, {page for below in self.pages for page in below.path()})
+                page = page or Page(key, page_id, self.tick, above, top=above.top if above else None)
+                page.id, page.created, page.hits, page.ready = page_id, self.tick, 0, new.get("ready", True)
+                page.priority = new.get("priority", 0)
+                self.pages.append(page)
+                added.append(page)
             page.priority = max(page.priority, new.get("priority", 0))
-        self.counts["inserted_pages"] += len(missing)
-        end = start + len(stretch)
-        for page in self._pages_of(self.path(stretch[-1] if stretch else None)):
-            page.last_access = self.tick
-        adopted = [page.id for page in self._pages_of(stretch)]
-        return Added(
-            stretch[-1] if stretch else after, end * self.page_size, (end - len(missing)) * self.page_size, adopted
-        )
+            path.append(page)
+        self.counts["inserted_pages"] += len(added)
+        self.touch(path if path[start:] else ())
+        end = len(path) * self.page_size
+        ids = [page.id for page in path[start:]]
+        return Added(path[-1] if path else None, end, end - len(added) * self.page_size, ids, added)
 
-    def lock(self, key: Key | None) -> None:
-        """Locks the prefix once more."""
-        for page in self._pages_of(self.path(key)[-1:]):
+    def touch(self, path: Sequence[Page]) -> None:
+        """Makes the pages of a prefix the last that were used."""
+        for page in path:
+            page.last_access = self.tick
+
+    def lock(self, page: Page | None) -> None:
+        """Locks the prefix once more. Raises `StaleHandle` if it is gone."""
+        if page and page not in self.pages:
+            raise StaleHandle(f"{page.key} is gone")
+        if page:
             page.locks += 1
 
-    def unlock(self, key: Key | None) -> None:
+    def unlock(self, page: Page | None) -> None:
         """Takes one lock off the prefix. Raises `NotLocked` if it has none of its own."""
-        for page in self._pages_of(self.path(key)[-1:]):
-            if page.locks == 0:
-                raise NotLocked(f"{key} is not locked")
+        if page and page.locks == 0:
+            raise NotLocked(f"{page.key} is not locked")
+        if page:
             page.locks -= 1
 
-    def commit(self, key: Key) -> None:
-        """Makes the pages in flight that end at `key` present."""
-        for page in self._pages_of(self._flight(key)):
+    def commit(self, flight: Sequence[Page]) -> None:
+        """Makes pages in flight present."""
+        for page in flight:
             page.ready = True
 
-    def cancel(self, key: Key) -> list[int]:
-        """Removes the pages in flight that end at `key` and gives their ids back, the first page's first."""
-        return [self.pages.pop(gone).id for gone in self._flight(key)]
+    def cancel(self, flight: Sequence[Page]) -> list[int]:
+        """Takes pages in flight away, and removes what follows them; their ids, the first page's first."""
+        self.pages = [page for page in self.pages if page not in flight]
+        self._remove([page for page in self.pages if set(flight).intersection(page.path())])
+        return [page.id for page in flight]
 
-    def evict(self, count: int) -> list[int]:
-        """Removes the lowest leaf, one page after another, until `count` are gone or no leaf may go."""
+    def remove(self, symbols: Symbols, namespace: Hashable = None) -> None:
+        """Removes the pages that hold the last symbol of a prefix or follow it; without one, all of the namespace."""
+        starts = list(symbols)
+        for page in list(self.pages):
+            tokens = [token for front in page.key[1] for token in front]
+            if page.key[0] == namespace and len(tokens) >= len(starts) and tokens[: len(starts)] == starts:
+                self._remove([page])
+
+    def evict(self, count: int, only_removed: bool = False) -> list[int]:
+        """Takes the lowest leaf away, one page after another, until `count` are gone or no leaf may go."""
         gone: list[int] = []
-        while len(gone) < count and (leaves := self._leaves()):
-            lowest = min(leaves, key=lambda leaf: self.rank(self.pages[leaf]))
-            gone.append(self.pages.pop(lowest).id)
+        while len(gone) < count and (leaves := [page for page in self._leaves() if page.top or not only_removed]):
+            lowest = min(leaves, key=lambda page: (0, page.last_access) if page.top else (1, *self.rank(page)))
+            self.pages.remove(lowest)
+            gone.append(lowest.id)
         self.counts["evicted_pages"] += len(gone)
         return gone
 
-    def evictable(self) -> set[Key]:
-        """The pages that repeated eviction would remove: all that no lock and no page in flight stands behind."""
-        held = [key for key, page in self.pages.items() if page.locks or not page.ready]
-        return set(self.pages).difference(*map(self.path, held))
+    def evictable(self) -> set[Page]:
+        """The pages that repeated eviction would take: all that no lock, transfer or removed page stands after."""
+        held = [page for page in self.pages if page.locks or not page.ready]
+        held += [page.top.above for page in self.pages if page.top and page.top.above]
+        return set(self.pages).difference(*(page.path() for page in held))
 
     def keys(self, symbols: Symbols, namespace: Hashable) -> Iterator[Key]:
         """The key of every whole page of a sequence, the first page's first."""
@@ -151,34 +189,37 @@ class ReferenceTree:
         pages = [tuple(symbols[end - size : end]) for end in range(size, len(symbols) + 1, size)]
         return ((namespace, tuple(pages[: end + 1])) for end in range(len(pages)))
 
-    def path(self, key: Key | None) -> list[Key]:
-        """The keys from the first page to `key`. Raises `StaleHandle` if there is no such page."""
-        if key is not None and key not in self.pages:
-            raise StaleHandle(f"{key} is gone")
-        return [] if key is None else [(key[0], key[1][: end + 1]) for end in range(len(key[1]))]
+    def _along(self, symbols: Symbols, namespace: Hashable) -> list[Page]:
+        found: list[Page] = []
+        for key in self.keys(symbols, namespace):
+            page = self._child(key, found[-1] if found else None, self.pages)
+            if page is None:
+                break
+            found.append(page)
+        return found
 
-    def _present(self, key: Key) -> bool:
-        return key in self.pages and bool(self.pages[key].ready)
+    def _child(self, key: Key, above: Page | None, pages: Iterable[Page]) -> Page | None:
+        top = above.top if above else None
+        return next((page for page in pages if page.key == key and page.above is above and page.top is top), None)
 
-    def _in_flight(self, key: Key) -> bool:
-        return key in self.pages and not self.pages[key].ready
+    def _remove(self, pages: Sequence[Page]) -> None:
+        """Pages and what follows them, as far as that can be found."""
+        going = [page for page in self.pages if not page.top and set(pages).intersection(page.path())]
+        for page in going:
+            page.top = next(above for above in page.path() if above in going)
 
-    def _pages_of(self, keys: Sequence[Key]) -> list[Page]:
-        return [self.pages[key] for key in keys]
+    def _leaves(self) -> set[Page]:
+        return self.evictable() - {page.above for page in self.pages}
 
-    def _flight(self, key: Key) -> list[Key]:
-        return [above for above in self.path(key) if self._in_flight(above)]
-
-    def _leaves(self) -> set[Key]:
-        return self.evictable() - {(namespace, pages[:-1]) for namespace, pages in self.pages}
-
-    def _partial(self, above: Key, rest: Symbols) -> tuple[int, Key | None]:
-        """How far `rest` agrees at most with a page that is present behind `above`, and the youngest that does so."""
-        best: tuple[int, int, Key | None] = 0, 0, None
-        for key in filter(self._present, self.pages):
-            if (key[0], key[1][:-1]) == above:
-                agree = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(key[1][-1], rest, strict=False)))
-                best = max(best, (agree, self.pages[key].created, key), key=lambda found: found[:2])
+    def _partial(self, above: Page | None, rest: Symbols, namespace: Hashable) -> tuple[int, Page | None]:
+        """How far `rest` agrees at most with a page that is present after `above`, and the youngest that does so."""
+        best: tuple[int, int, Page | None] = 0, 0, None
+        for page in self.pages:
+            if page.ready and not page.top and page.above is above and page.key[0] == namespace:
+                agree = sum(
+                    1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(page.key[1][-1], rest, strict=False))
+                )
+                best = max(best, (agree, page.created, page), key=lambda found: found[:2])
         return (best[0], best[2]) if best[0] else (0, None)
 
 
@@ -192,7 +233,7 @@ class ReferenceLease:
     hit: int = 0
     reserved: int = 0
     published: int = 0
-    locked: Key | None = None
+    locked: Page | None = None
     table: list[int] = field(default_factory=list)
     appended: bool = False
 
@@ -210,21 +251,23 @@ class ReferenceCache:
 
     def cached(self) -> set[int]:
         """The ids of the pages that the tree holds."""
-        return {page.id for page in self.tree.pages.values()}
+        return {page.id for page in self.tree.pages}
 
     def private(self, lease: ReferenceLease) -> list[int]:
         """The ids of the pages that belong to the lease."""
         return lease.table[lease.published // self.page_size :]
 
-    def lease(self, symbols: Symbols, namespace: Hashable = None, priority: int = 0, ids: Ids = ()) -> ReferenceLease:
+    def lease(
+        self, symbols: Symbols, namespace: Hashable = None, priority: int = 0, ids: Ids = (), reuse: bool = True
+    ) -> ReferenceLease:
         """Matches all but the last symbol, locks what was found, and copies the tail of a hit inside a page."""
         lease = ReferenceLease(namespace, list(symbols), priority)
         self.leases.append(lease)
         if self.enabled:
-            found = self.tree.match(symbols[:-1], namespace)
+            found = self.tree.match(symbols[:-1] if reuse else (), namespace)
             lease.hit = lease.reserved = lease.published = found.length
-            lease.table, lease.locked = found.pages, found.key
-            self.tree.lock(found.key)
+            lease.table, lease.locked = found.pages, found.end
+            self.tree.lock(found.end)
             if self.copies and found.donor:
                 self._copy(lease, found.donor, found.partial, ids)
         return lease
@@ -247,13 +290,13 @@ class ReferenceCache:
         if not self.enabled or border <= lease.published:
             return
         first, last = lease.published // self.page_size, border // self.page_size
-        after = next((key for key in self.tree.path(lease.locked) if len(key[1]) == first), None)
+        after = lease.locked.path()[first - 1] if lease.locked and first else None
         added = self.tree.insert(lease.symbols[:border], lease.table, lease.namespace, after, priority=lease.priority)
         self.free |= set(lease.table[first:last]) - set(added.pages)
         lease.table[first:last] = added.pages
-        self.tree.lock(added.key)
+        self.tree.lock(added.end)
         self.tree.unlock(lease.locked)
-        lease.locked, lease.published = added.key, border
+        lease.locked, lease.published = added.end, border
 
     def append(self, lease: ReferenceLease, symbols: Symbols) -> None:
         """Adds decoded symbols to the sequence."""
@@ -268,11 +311,20 @@ class ReferenceCache:
             self.abort(lease)
 
     def abort(self, lease: ReferenceLease) -> None:
-        """Ends the lease: its lock goes, and its private pages are free."""
+        """Ends the lease: its prefix was used up to now, its lock goes, and its private pages are free."""
         if lease in self.leases:
             self.leases.remove(lease)
             self.free.update(self.private(lease))
+            self.tree.tick += lease.locked is not None
+            self.tree.touch(lease.locked.path() if lease.locked else ())
             self.tree.unlock(lease.locked)
+
+    def remove(self, symbols: Symbols, namespace: Hashable = None) -> int:
+        """Removes what begins with a prefix; says how many pages are free for it."""
+        self.tree.remove(symbols, namespace)
+        gone = self.tree.evict(len(self.tree.pages), only_removed=True)
+        self.free.update(gone)
+        return len(gone)
 
     def flush(self) -> int:
         """Frees every page that no lease holds; says how many."""
@@ -280,7 +332,7 @@ class ReferenceCache:
         self.free.update(gone)
         return len(gone)
 
-    def _copy(self, lease: ReferenceLease, donor: Key, positions: int, ids: Ids) -> None:
+    def _copy(self, lease: ReferenceLease, donor: Page, positions: int, ids: Ids) -> None:
         self.tree.lock(donor)
         if self._room() > 0:
             self._take(lease, 1, ids)

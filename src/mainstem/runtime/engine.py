@@ -36,7 +36,7 @@ from mainstem.errors import BadArgument, EngineClosed, EngineFull, UnsupportedMo
 from mainstem.keys import MAX_TOKEN, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
-from mainstem.runtime.adapters import Adapters, check_name, read_adapter
+from mainstem.runtime.adapters import Adapter, Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
 from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.layout import Layout
@@ -428,12 +428,16 @@ class Engine:
         """
         self._ask(lambda: self._model.adapters.unload(name))
 
+    def _name_weights(self, namespace: Namespace | str | None) -> tuple[Namespace | str | None, Adapter | None]:
+        """A namespace that holds the weights of its adapter, not only the name; and the adapter."""
+        if not isinstance(namespace, Namespace) or namespace.adapter is None:
+            return namespace, None
+        adapter = self._model.adapters.get(namespace.adapter)
+        return replace(namespace, adapter=adapter.namespace), adapter
+
     def _resolve(self, request: Request) -> Request:
         """A request whose namespace holds the weights of its adapter, not only the name, and what its images shape."""
-        namespace, adapter = request.namespace, None
-        if isinstance(namespace, Namespace) and namespace.adapter is not None:
-            adapter = self._model.adapters.get(namespace.adapter)
-            namespace = replace(namespace, adapter=adapter.namespace)
+        namespace, adapter = self._name_weights(request.namespace)
         if self.vision is not None:
             namespace = self.vision.namespace_for(request.images, namespace)
         elif request.images:
@@ -489,6 +493,21 @@ class Engine:
             EngineClosed: the engine is closed or has failed.
         """
         return self._ask(self._cache.flush)
+
+    def remove(self, tokens: TokenLike, namespace: Namespace | str | None = None) -> int:
+        """Forgets the page of a prefix's last token and all that follows it; see `PrefixCache.remove`.
+
+        Args:
+            tokens: the prefix; none stand for the whole namespace.
+            namespace: as a request's; it may name an adapter.
+
+        Raises:
+            BadArgument: the namespace names an adapter that is not loaded.
+            BadTokens: a token is out of range.
+            EngineClosed: the engine is closed or has failed.
+        """
+        named = self._name_weights(namespace)[0]
+        return self._ask(lambda: self._cache.remove(tokens, named))
 
     def tree(self) -> str:
         """The cached prefixes, each node with the beginning of its text.

@@ -436,6 +436,7 @@ class _Service:
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/v1/cache/flush", self._flush, methods=["POST"]),
+            Route("/v1/cache/remove", self._remove, methods=["POST"]),
             Route("/v1/cache/stats", self._stats, methods=["GET"]),
             Route("/v1/cache/tree", self._tree, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
@@ -656,6 +657,37 @@ class _Service:
         self._require_admin(http)
         pages = await anyio.to_thread.run_sync(self._engine.flush)
         return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
+
+    async def _remove(self, http: HttpRequest) -> Response:
+        tenant, is_admin = self._remover(http)
+        ask = protocol.parse_remove(await self._body(http))
+        if ask.model is not None:
+            self._check_model(ask.model)
+        if is_admin and len(self._keys) > 1:
+            tenant = self._digest((ask.api_key or "").encode())
+            if tenant not in self._keys:
+                raise ApiError(400, "api_key: must be one of the server's API keys", param="api_key")
+        elif ask.api_key is not None:
+            raise ApiError(400, "api_key: only the admin may name one, where there are several", param="api_key")
+        adapter = None if ask.model == self._engine.name else ask.model
+        namespace = _namespace(adapter, ask.cache_salt, tenant)
+        prompt = [] if ask.prompt is None else ask.prompt
+        tokens = self._prompts.text(prompt) if isinstance(prompt, str) else prompt
+        pages = await anyio.to_thread.run_sync(lambda: self._engine.remove(tokens, namespace))
+        return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
+
+    def _remover(self, http: HttpRequest) -> tuple[bytes | None, bool]:
+        """Who asks for something to be removed: a tenant, who may name what is its own, or the admin.
+
+        Raises:
+            ApiError: 401 or 403, as `_require_admin`.
+        """
+        admins = [] if self._admin_key is None else [self._admin_key]
+        if len(self._keys) <= 1:
+            self._require_admin(http)
+            return None, True
+        known = self._known(http, [*self._keys, *admins])
+        return known, known in admins
 
     async def _stats(self, http: HttpRequest) -> Response:
         self._require_admin(http)

@@ -387,6 +387,28 @@ class UnloadAdapter(Struct):
     lora_name: str
 
 
+class RemoveRequest(Struct, kw_only=True):
+    """The body of POST /v1/cache/remove.
+
+    `prompt`: text or token ids of a prefix; without it, all of the namespace is meant. `model`: an adapter whose KV is
+    meant, else the model's own. `api_key`: whose KV is meant, where the admin asks and tenants have keys of their own.
+    """
+
+    prompt: str | list[TokenId] | None = None
+    model: str | None = None
+    cache_salt: str | None = None
+    api_key: str | None = None
+
+
+def parse_remove(body: bytes) -> RemoveRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400; malformed JSON, a wrong type.
+    """
+    return _decode(body, RemoveRequest)
+
+
 def parse_load_adapter(body: bytes) -> LoadAdapter:
     """The request in a body.
 
@@ -512,7 +534,7 @@ class Unloaded(Struct):
 
 
 class Flushed(Struct):
-    """The body of POST /v1/cache/flush."""
+    """The body of POST /v1/cache/flush and /v1/cache/remove: what is free on the device now."""
 
     freed_pages: int
     freed_tokens: int

@@ -306,6 +306,29 @@ class Tiers:
             pool.reclaim(ids)
         return len(freed[0])
 
+    def forget(self, namespace: bytes) -> None:
+        """Lets go of what was removed from a namespace: host pages, writes that wait, and pages in storage."""
+        if self.store is not None:
+            for write in [write for write in self._writes if self._core.removed(write.node)]:
+                self._writes.remove(write)
+                write.give_up()
+            stretches = self._removed_stretches(namespace)
+            if stretches:
+                self._add(_Note(self.store.delete(namespace, stretches, self._page_bytes)))
+        for pool, ids in zip(self.host_pools, self.tree.evict_removed(HOST), strict=True):
+            pool.reclaim(ids)
+
+    def _removed_stretches(self, namespace: bytes) -> list[tuple[bytes, int]]:
+        """The symbols that lead to each removed leaf, and from which page on they were removed."""
+        begins: dict[int, int] = {}  # by node, parents first
+        leaves: list[tuple[bytes, int]] = []
+        for (node, *_, start, _), parent, children, removed, *_ in self._core.nodes(namespace):
+            if removed:
+                begins[node] = begins.get(parent, start)
+                if not children:
+                    leaves.append((self._core.path_key(node)[1], begins[node]))
+        return leaves
+
     # ---------------------------------------------------------------- restart
 
     def remember(self) -> None:
@@ -535,7 +558,7 @@ class Tiers:
 
     def _write(self, node: int, begin: int) -> None:
         """Queues the pages from `begin` to the end of a node for storage; not if they have no room behind others."""
-        if self.store is None:
+        if self.store is None or self._core.removed(node):
             return
         pages = self._core.end(node) - begin
         if self._queued and self._queued + pages > self.store.config.queue_pages:
@@ -853,15 +876,15 @@ class _Write(Pending):
     """Pages of a node on their way to storage, locked on the host."""
 
     def __init__(self, tiers: Tiers, node: int, begin: int, pages: int) -> None:
-        self.pages = pages
-        self._tiers, self._node, self._begin = tiers, node, begin
+        self.node, self.pages = node, pages
+        self._tiers, self._begin = tiers, begin
         self._call: StoreCall[Written] | None = None
         self._given_up = False
 
     def begin(self, store: Store) -> None:
         core, memory = self._tiers._core, self._tiers._memory
-        namespace, key = core.path_key(self._node)
-        slots = memory.slots(core.ids(self._node, 0, HOST)[self._begin :].tolist())
+        namespace, key = core.path_key(self.node)
+        slots = memory.slots(core.ids(self.node, 0, HOST)[self._begin :].tolist())
         self._call = store.write(namespace, key, self._begin, slots, self._tiers._page_bytes)
 
     def give_up(self) -> None:
@@ -869,7 +892,7 @@ class _Write(Pending):
         self._given_up = True
         self._tiers._queued -= self.pages
         self._tiers.counts["write_dropped"] += self.pages
-        self._tiers._core.unlock(self._node, HOST)
+        self._tiers._core.unlock(self.node, HOST)
 
     def vote(self) -> int:
         if self._given_up:
@@ -887,8 +910,8 @@ class _Write(Pending):
         tiers._queued -= self.pages
         tiers.counts["stored"] += self._call.value.pages
         if outcome == _FAILED:
-            tiers._write(self._node, 0)  # all of the path
-        tiers._core.unlock(self._node, HOST)
+            tiers._write(self.node, 0)  # all of the path
+        tiers._core.unlock(self.node, HOST)
 
 
 class _Note(Pending):

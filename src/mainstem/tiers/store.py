@@ -289,6 +289,17 @@ class Store:
 
         return self._submit(self._writers, write, Written(0, gap=False))
 
+    def delete(self, namespace: bytes, stretches: Sequence[tuple[bytes, int]], page_bytes: int) -> StoreCall[bool]:
+        """Deletes pages: of each sequence of symbols those from a page on; whether the back end did."""
+
+        def delete(causes: Counter[str]) -> bool:
+            root = self.sealer.root(namespace)
+            for symbols, begin in stretches:
+                self.backend.delete(self.sealer.keys(root, symbols, page_bytes)[begin:])
+            return True
+
+        return self._submit(self._writers, delete, False)
+
     def keep_note(self, name: str, content: bytes, room_bytes: int) -> StoreCall[bool]:
         """Stores something that is no page, in the place of what had this name; whether it did."""
         slot = memoryview(bytearray(HEADER_BYTES + _MARK_BYTES + room_bytes))

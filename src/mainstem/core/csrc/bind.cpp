@@ -64,7 +64,7 @@ nb::tuple peek(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::in
 }
 
 nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, nb::sequence ids, Handle after,
-                 std::int32_t priority, std::uint32_t tier, bool ready) {
+                 std::int32_t priority, std::uint32_t tier, bool ready, bool past_flights) {
   const Key key(tokens, limit);
   const bool on_path = tree.lies_on(view(ns), key.bytes(), after);
   key.check(on_path ? std::size_t{tree.end(after)} * tree.page_size() : 0);
@@ -83,7 +83,7 @@ nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_
     spans[c] = spans[c].subspan(begin);
   }
   const Tail tail{key.bytes().subspan(std::size_t{begin} * tree.page_bytes()), {spans.data(), n}};
-  const InsertResult r = tree.insert(view(ns), after, tail, priority, tier, ready);
+  const InsertResult r = tree.insert(view(ns), after, tail, priority, tier, ready, false, past_flights);
   std::int32_t* data = nullptr;
   nb::object adopted = new_ids(r.pages - begin, &data);
   tree.copy_ids(r.node, 0, tier, begin, data);
@@ -97,7 +97,8 @@ nb::list nodes(const Tree& tree, const nb::bytes& ns) {
     nb::list cells;
     for (const CellView& c : n.cells)
       cells.append(nb::make_tuple(static_cast<int>(c.residency), c.locks, to_array(c.ids)));
-    out.append(nb::make_tuple(to_tuple(n.stats), n.parent, n.children, nb::bytes(n.key.data(), n.key.size()), cells));
+    out.append(nb::make_tuple(to_tuple(n.stats), n.parent, n.children, n.removed, nb::bytes(n.key.data(), n.key.size()),
+                              cells));
   }
   return out;
 }
@@ -171,11 +172,27 @@ NB_MODULE(_core, m) {
            "and "
            "in whole pages more when every tier counts.")
       .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
-           "ready"_a,
+           "ready"_a, "past_flights"_a = false,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "
                    "collections.abc.Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, "
-                   "tier: int, ready: bool) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
-           "The fields of mainstem.Inserted.")
+                   "tier: int, ready: bool, past_flights: bool = False) -> "
+                   "tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
+           "The fields of mainstem.Inserted. Ends in front of pages in flight, or goes on behind them.")
+      .def(
+          "remove",
+          [](Tree& t, const nb::bytes& ns, nb::handle tokens, std::int64_t limit) {
+            const Key key(tokens, limit);
+            key.check(0);
+            return t.remove(view(ns), key.bytes());
+          },
+          "ns"_a, "tokens"_a.none(), "limit"_a,
+          nb::sig("def remove(self, ns: bytes, tokens: object, limit: int) -> int"),
+          "Takes the page that a key ends in, and all that follows it, out of the tree; the number of pages.")
+      .def(
+          "evict_removed", [](Tree& t, std::uint32_t tier) { return to_list(t.evict_removed(tier)); }, "tier"_a,
+          nb::sig("def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"),
+          "Ids of what was removed and is neither locked nor in flight, by component.")
+      .def("removed", &Tree::removed, "node"_a, "Whether a node was removed.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
       .def(
@@ -292,11 +309,11 @@ NB_MODULE(_core, m) {
             return names;
           },
           nb::sig("def namespaces(self) -> list[bytes]"))
-      .def(
-          "nodes", &nodes, "ns"_a,
-          nb::sig("def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bytes, "
-                  "list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]"),
-          "Depth first: stats (as in waiting), parent, children, key, and (residency, locks, ids) a cell.")
+      .def("nodes", &nodes, "ns"_a,
+           nb::sig("def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bool, "
+                   "bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]"),
+           "Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, "
+           "ids) a cell.")
       .def(
           "counts",
           [](const Tree& t, std::uint32_t c, std::uint32_t tier) {

@@ -83,6 +83,7 @@ void Cache::free(std::uint32_t component, IdSpan ids) {
 }
 
 void Cache::give_back(Handle node, Holdings& held, std::size_t owned) {
+  tree.refresh_use(node, 0);
   tree.unlock(node, 0);
   for (const std::uint32_t c : paged)
     if (held[c].table.size() > owned) free(c, held[c].table.from(owned));

@@ -15,7 +15,7 @@ void Tree::check() const {
   std::size_t roots = 0;
   for (Index node = 1; node < nodes_.size(); ++node) {
     if (!nodes_[node].live) continue;
-    (nodes_[node].root() ? roots : below_roots) += 1;
+    (nodes_[node].root() ? roots : below_roots) += !nodes_[node].detached;
     check_node(node);
     check_cells(node);
     if (remembers_) check_name(node);
@@ -47,14 +47,16 @@ void Tree::check_node(Index node) const {
   if (n.root()) {
     const std::string_view name(reinterpret_cast<const char*>(n.key.data()), n.key.size());
     if (find_root(name) != node) broken(node, "a root is found by its name");
-    if (n.pages != 0 || n.branches == 0) broken(node, "a root has no pages and at least one child");
+    if (n.pages != 0 || (n.branches == 0 && pins(node, 0) == 0)) broken(node, "a root has no pages, and a child");
   } else {
     if (n.pages == 0) broken(node, "a node holds at least one page");
     if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key is as long as the pages");
     if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
     const auto itself = [&](Index found) { return found == node; };
-    if (table_.find(hash(n.parent, n.key.data()), itself) != node)
-      broken(node, "a node is found by its parent and first page");
+    const bool found = table_.find(hash(n.parent, n.key.data()), itself) == node;
+    if (found == (n.detached != 0)) broken(node, "a node is found by its parent and first page, unless it was removed");
+    if ((n.detached || nodes_[n.parent].removed) && !n.removed) broken(node, "what follows a removed node is removed");
+    if (n.removed && !n.detached && !nodes_[n.parent].removed) broken(node, "the first removed node is detached");
     if (dead(node)) broken(node, "a node has a cell, a child or a lock");
   }
   std::uint32_t children = 0;
@@ -82,16 +84,23 @@ void Tree::check_cells(Index node) const {
     std::uint32_t holders = 0;
     for (Index at = n.first_child; at != kNone; at = nodes_[at].next)
       holders += !cell(at, s).absent();
-    if (holders != c.holders) broken(node, "the children that hold a cell are counted");
-    if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root())
+    if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root() && !n.removed)
       broken(node, "a child is held only with its parent");
+    std::uint32_t detached = 0;
+    for (Index at = 1; pins(node, 0) && at < nodes_.size(); ++at) {
+      if (!nodes_[at].live || nodes_[at].parent != node || !nodes_[at].detached) continue;
+      holders += !cell(at, s).absent();
+      ++detached;
+    }
+    if (pins(node, 0) != locks_taken(node, 0) + detached) broken(node, "what was removed holds its parent");
+    if (holders != c.holders) broken(node, "the children that hold a cell are counted");
     const Queues order = queues(s);
     if (order.contains(node) != candidate(node, s))
       broken(node, "what can be evicted, and nothing else, is in the order");
     if (replacement(s) && replacement(s)->offers(node, candidate(node, s)) != candidate(node, s))
       broken(node, "a policy knows what can be evicted");
     if (!order.contains(node)) continue;
-    const bool known = policy_->rank || row(s).weighs || behind(node, s);
+    const bool known = policy_->rank || row(s).weighs || goes_first(node, s);
     if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }

@@ -21,8 +21,7 @@ struct Component {
   bool from_tail() const { return kind == Kind::full; }      // evicted from the end; otherwise from the front
   bool begins_late() const { return kind == Kind::window; }  // may lack the first pages of a prefix
   bool locks_to_root() const { return kind == Kind::full; }
-  bool has_worth() const { return weighs || kind == Kind::window; }  // what is evicted first is not the policy's alone
-  bool divides() const { return kind != Kind::state; }               // on split both halves get ids
+  bool divides() const { return kind != Kind::state; }  // on split both halves get ids
 
   std::size_t ids(std::size_t pages) const { return per_page() ? pages : 1; }
 
@@ -34,7 +33,7 @@ struct Component {
   }
 };
 
-// What cells of windows are worth, see Tree::behind.
+// What cells of windows are worth, see Tree::goes_first.
 inline constexpr double kPutHere = 1, kFoundHere = 2;
 
 // Coverage: how much of one component is usable, up to the position a walk has come to.

@@ -1,5 +1,6 @@
 // Eviction: candidates leave in the order of the policy, exactly as many ids as are asked for.
 #include <algorithm>
+#include <utility>
 
 #include "tree.h"
 
@@ -10,6 +11,12 @@ bool Tree::only_on(Index node, std::uint32_t tier) const {
     if (s % tiers_ != tier && (!cell(node, s).absent() || pins(node, static_cast<std::uint32_t>(s % tiers_)) > 0))
       return false;
   return true;
+}
+
+bool Tree::subtree_only_on(Index node, std::uint32_t tier) const {
+  for (Index at = nodes_[node].first_child; at != kNone; at = nodes_[at].next)
+    if (!subtree_only_on(at, tier)) return false;
+  return only_on(node, tier);
 }
 
 // Room for all that evicting one node can free, so that taking it cannot fail.
@@ -53,12 +60,20 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
     refresh(node, slot(c, tier));
 }
 
+// How many pages of a window's cell go at once: those before the window that ends here, if there are any.
+std::uint32_t Tree::dispensable(Index node, std::size_t slot) const {
+  const Node& n = nodes_[node];
+  const std::uint32_t first = row(slot).first_needed(n.end(), page_size_);
+  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;
+}
+
 void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier,
                      std::vector<Ids>* freed) {
   const Component& row = rows_[component];
   const std::uint32_t pages = nodes_[node].pages;
   reserve_freed(node, freed);
   if (!row.from_tail()) {
+    if (row.per_page()) want = std::min<std::uint64_t>(want, dispensable(node, slot(component, tier)));
     if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
     take_cell(node, slot(component, tier), &(*freed)[component]);
     if (dead(node)) {
@@ -96,7 +111,7 @@ Index Tree::spare_and_choose(std::size_t slot) {
   const Queues candidates = queues(slot);
   if (candidates.empty()) return kNone;
   Replacement* const at = replacement(slot);
-  if (!at || (!candidates.empty(0) && behind(candidates.top(), slot))) return candidates.top();
+  if (!at || (!candidates.empty(0) && goes_first(candidates.top(), slot))) return candidates.top();
   for (;;) {
     const Index node = at->victim(candidates);
     if (!at->spares(node)) return node;
@@ -120,7 +135,7 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   while (asked.size() < want) {
     const Index node = victim(s);
     if (node == kNone || (!ranks_itself() && orders_[s].rank(node).major == kUnranked)) break;
-    if (rows_[component].weighs) worn_[s] = orders_[s].rank(node).major;
+    if (rows_[component].weighs) worn_[s] = std::max(worn_[s], standing(node, s).worth);
     try {
       const std::uint64_t at_once = replacement(s) ? replacement(s)->at_once(node) : want;
       evict_one(node, std::min(at_once, want - asked.size()), component, tier, &freed);
@@ -154,11 +169,14 @@ Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::
   for (;;) {
     std::uint32_t standing = 0;
     std::uint32_t least = 0;
+    bool forks = false;  // another sequence parts from this one between a state and the next one below
     Index victim = kNone;
     for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent) {
+      forks = forks || nodes_[at].children() > 1;
       if (cell(at, s).absent()) continue;
       ++standing;
-      if (at == node || !cell(at, s).present() || cell(at, s).locks) continue;
+      const bool shared = std::exchange(forks, false) || nodes_[at].forked;
+      if (at == node || shared || !cell(at, s).present() || cell(at, s).locks) continue;
       const std::uint32_t saved = saved_pages(at, s);
       if (victim != kNone && saved > least) continue;
       victim = at;
@@ -170,6 +188,19 @@ Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::
     ++counters_.evicted_pages;
     reap(victim);
   }
+}
+
+// Removed cells are the first of their order, so this ends where the others begin.
+std::vector<Ids> Tree::evict_removed(std::uint32_t tier) {
+  require_tier(tier);
+  std::vector<Ids> freed(rows_.size());
+  for (std::uint32_t c = 0; c < rows_.size(); ++c) {
+    const Queues candidates = queues(slot(c, tier));
+    while (!candidates.empty(0) && nodes_[candidates.top()].removed)
+      evict_one(candidates.top(), nodes_[candidates.top()].pages, c, tier, &freed);
+    counters_.evicted_pages += freed[c].size();
+  }
+  return freed;
 }
 
 bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const {

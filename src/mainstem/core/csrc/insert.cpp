@@ -1,5 +1,6 @@
 // Insertion: down along what is there, then new nodes for the rest.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -60,12 +61,14 @@ bool Tree::knows(std::string_view ns, Handle after, Bytes key) const {
 }
 
 // Whether an insertion must stop in front of this node: somebody else's pages are on their way here, or (while its own
-// are on their way) there is a hole here that only a finished copy may fill.
-bool Tree::blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready) const {
+// are on their way) there is a hole here that only a finished copy may fill. With `past_flights` neither does what is
+// in flight stop it, nor what was left empty when a transfer was cancelled.
+bool Tree::blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready,
+                   bool past_flights) const {
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const Cell& at = cell(node, slot(c, tier));
-    if (at.in_flight()) return true;
-    if (!ready && at.absent() && rows_[c].per_page() && tail.ids[c][page] >= 0) return true;
+    if (at.in_flight() && !past_flights) return true;
+    if (!ready && at.absent() && rows_[c].per_page() && tail.ids[c][page] >= 0) return !past_flights || !empty(node);
   }
   return false;
 }
@@ -73,12 +76,12 @@ bool Tree::blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32
 // Goes down along the tail from `node`, as far as the tree has it and nothing blocks; splits where the key parts, or
 // where a window's ids begin. The last node, and whether it was blocked.
 std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority,
-                                     bool ready) {
+                                     bool ready, bool past_flights) {
   const std::uint32_t pages = whole_pages(tail.key);
   for (std::uint32_t at = 0; at < pages; at += nodes_[node].pages) {
     auto [next, length] = step_down(node, tail.key.data() + std::size_t{at} * page_bytes_, pages - at);
     if (next == kNone) break;
-    if (blocked(next, tail, at, tier, ready)) return {node, true};
+    if (blocked(next, tail, at, tier, ready, past_flights)) return {node, true};
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].begins_late() && tail.ids[c][at] < 0 && cell(next, slot(c, tier)).absent())
         length = std::min(length, first_id(tail.ids[c], at) - at);
@@ -140,8 +143,17 @@ Index Tree::hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std
   return node;
 }
 
+// A node that held nothing, because its transfer was cancelled, begins anew.
+void Tree::renew(Index node, std::int32_t priority) {
+  Node& n = nodes_[node];
+  n.created = n.accessed = tick_;
+  n.hits = 0;
+  n.priority = priority;
+  n.forked = false;
+}
+
 InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
-                          bool ready, bool to_be_locked) {
+                          bool ready, bool to_be_locked, bool past_flights) {
   const bool locked = to_be_locked || !ready;  // what is in flight is locked
   const std::uint32_t pages = whole_pages(tail.key);
   require_tier(tier);
@@ -151,7 +163,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   check_tail(tail, pages);
   for (std::uint32_t c = 0; from && c < rows_.size(); ++c) {
     const Cell& at = cell(from, slot(c, tier));
-    if (at.in_flight()) throw BadValue{"after", std::to_string(after), "a node not in flight"};
+    if (at.in_flight() && !past_flights) throw BadValue{"after", std::to_string(after), "a node not in flight"};
     if (at.absent() && rows_[c].leaf_only())
       throw BadValue{"after", std::to_string(after), "a node that is present on this tier"};
   }
@@ -169,7 +181,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   try {
     bool stopped;
     const Index top = node;
-    std::tie(node, stopped) = descend(node, tail, tier, priority, ready);
+    std::tie(node, stopped) = descend(node, tail, tier, priority, ready, past_flights);
     const std::uint32_t end = stopped ? nodes_[node].end() : result.pages;
     for (std::uint32_t c = 0; c < rows_.size() && locked; ++c)
       if (rows_[c].begins_late()) cut_border(node, rows_[c].first_needed(end, page_size_));
@@ -187,10 +199,14 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     reap(node);  // a root that was made for this
     throw;
   }
+  std::array<bool, kMaxComponents> others{};  // what is in flight at the end already is locked already
+  for (std::uint32_t c = 0; c < rows_.size(); ++c)
+    others[c] = !grown && cell(node, slot(c, tier)).transfer == node;
   for (Fill& fill : fills) {
     if (fill.component == 0) result.existing = std::min(result.existing, nodes_[fill.node].start);
     if (fill.component == 0) counters_.inserted_pages += fill.ids.size();
-    occupy(fill.node, slot(fill.component, tier), std::move(fill.ids), kNone);
+    if (empty(fill.node)) renew(fill.node, priority);
+    occupy(fill.node, slot(fill.component, tier), std::move(fill.ids), ready ? kNone : node);
   }
   for (Fill& state : states) {  // at the end, wherever that is by now
     const std::size_t s = slot(state.component, tier);
@@ -198,12 +214,12 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     occupy(node, s, std::move(state.ids), ready ? kNone : node);
     result.states |= 1u << state.component;
   }
-  for (std::uint32_t c = 0; has_worths_ && c < rows_.size(); ++c) {
+  for (std::uint32_t c = 0; has_standings_ && c < rows_.size(); ++c) {
     if (from) pass_window(from, slot(c, tier));
     end_window(node, slot(c, tier), kPutHere);
   }
   for (std::uint32_t c = 0; c < rows_.size() && !ready; ++c)
-    if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);
+    if (cell(node, slot(c, tier)).transfer == node && !others[c]) lock_all(node, tier, +1);
   if (grown) join(node);
 
   result.node = handle(node);

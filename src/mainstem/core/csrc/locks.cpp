@@ -67,7 +67,7 @@ void Tree::unlock(Handle handle, std::uint32_t tier) {
   require_tier(tier);
   const Index node = resolve(handle);
   if (node == kNone) return;
-  if (pins(node, tier) == 0) throw NotLocked{handle};
+  if (locks_taken(node, tier) == 0) throw NotLocked{handle};
   --pins(node, tier);
   lock_all(node, tier, -1);
   if (dead(node))
@@ -81,7 +81,7 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
   const Index from = resolve(from_handle);
   const Index to = resolve(to_handle);
   if (from == to) return;
-  if (from != kNone && pins(from, tier) == 0) throw NotLocked{from_handle};
+  if (from != kNone && locks_taken(from, tier) == 0) throw NotLocked{from_handle};
   if (from == kNone || to == kNone) {
     lock(to_handle, tier);
     unlock(from_handle, tier);
@@ -146,21 +146,38 @@ void Tree::commit(Handle handle, std::uint32_t tier) {
   join(node);
 }
 
+// What was put behind pages in flight under a node, and cannot be found without them: the first nodes of it.
+std::vector<Index> Tree::hanging_on(Index node, std::uint32_t tier) const {
+  std::vector<Index> found;
+  if (node == kNone || !rows_[0].leaf_only() || nodes_[node].removed) return found;
+  const std::size_t s = slot(0, tier);
+  for (Index at = node, from = kNone; cell(at, s).transfer == node; from = at, at = nodes_[at].parent)
+    for (Index child = nodes_[at].first_child; child != kNone; child = nodes_[child].next)
+      if (child != from && !cell(child, s).absent()) {
+        if (!subtree_only_on(child, tier))
+          throw BadValue{"node", std::to_string(handle(node)), "cancelled only after what hangs below it on this tier"};
+        found.push_back(child);
+      }
+  return found;
+}
+
 std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
   require_tier(tier);
   const Index node = resolve(handle);
   std::vector<Ids> freed(rows_.size());
+  std::vector<Index> below = hanging_on(node, tier);
   bool found = false;
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
-    for (Index at = node; rows_[c].leaf_only() && at != kNone && cell(at, s).transfer == node; at = nodes_[at].parent)
-      if (node && cell(at, s).holders > (at == node ? 0u : 1u))
-        throw BadValue{"node", std::to_string(handle), "cancelled only after what hangs below it on this tier"};
     std::size_t ids = 0;
     for (Index at = node; at != kNone; at = nodes_[at].parent)
       if (cell(at, s).in_flight() && cell(at, s).transfer == node) ids += cell(at, s).ids.size();
-    freed[c].reserve(ids);  // nothing below can fail
+    freed[c].reserve(ids);
   }
+  for (const Index at : below)
+    prepare_to_detach(at);
+  for (const Index at : below)  // nothing below can fail
+    detach(at);
   for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
     if (!cell(node, s).in_flight() || cell(node, s).transfer != node) continue;

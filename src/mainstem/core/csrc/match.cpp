@@ -161,6 +161,14 @@ void Tree::note_uses(std::uint64_t root, Bytes key) {
       if (cell(step.node, tier).present()) replacements_[tier]->used(step.node);
 }
 
+// Whether a key that was walked parts from another sequence: not at the end of a leaf, nor at its own.
+bool Tree::parts_from_another(std::uint32_t pages) const {
+  if (path_.empty()) return false;
+  const Step& last = path_.back();
+  const Node& n = nodes_[last.node];
+  return n.start + last.pages < pages && (last.pages < n.pages || n.branches);
+}
+
 MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) {
   const std::uint32_t pages = whole_pages(key);
   const Index root = find_root(ns);
@@ -175,6 +183,7 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
     return result;
   }
   const Reach reach = judge(path_);
+  const bool parts = has_standings_ && parts_from_another(pages);
   result.pages = reach.best[0];
   result.host_pages = reach.best[tiers_ - 1] - result.pages;
   result.reach_pages = reach.first;
@@ -187,14 +196,9 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
     if (!single_cell_ || &step == &path_.back()) touch(step.node, tick_);  // with one cell, inner nodes have no rank
   }
   const Index node = cut(&path_, result.pages);
-  for (std::size_t s = 0; has_worths_ && s < slots_; ++s) {
-    const Index end = s % tiers_ ? deepest : node;
-    if (end == kNone) continue;
-    end_window(end, s, kFoundHere);
-    if (!row(s).weighs || cell(end, s).absent()) continue;
-    credit(end, s);  // of the states, only the last was used
-    refresh(end, s);
-  }
+  if (parts && node != kNone) nodes_[node].forked = true;
+  for (std::size_t s = 0; has_standings_ && s < slots_; ++s)
+    note_end(s % tiers_ ? deepest : node, s, kFoundHere);
   result.host_node = deepest ? handle(deepest) : 0;
   result.node = node ? handle(node) : 0;
   counters_.hit_symbols += std::uint64_t{result.pages} * page_size_;

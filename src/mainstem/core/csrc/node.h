@@ -47,6 +47,12 @@ class Tick {
   std::uint16_t parts_[3] = {};
 };
 
+// How a window or a state stands among its own kind: see Tree::rank_of().
+struct Standing {
+  double worth = 0;
+  Tick used;  // when it was put here, or a match last needed it; what a match passed over it did not use
+};
+
 struct Node {
   [[no_unique_address]] Run<std::uint8_t> key;  // pages * page_bytes; of a root the name of its namespace
   Tick created, accessed;
@@ -61,17 +67,21 @@ struct Node {
   Index previous = kNone;             // older sibling
   std::uint32_t branches = 0;         // children, times kChild; of two kFork and where their first pages part (a word
   std::uint32_t fork_word = 0;        // of 4 bytes), and the word that the oldest has there
-  std::uint32_t generation : 31 = 0;  // bumped when handles to this node go stale
+  std::uint32_t generation : 28 = 0;  // bumped when handles to this node go stale
   std::uint32_t live : 1 = false;
+  std::uint32_t removed : 1 = false;   // no match finds it: see Tree::remove()
+  std::uint32_t detached : 1 = false;  // the first one of those on its path
+  std::uint32_t forked : 1 = false;    // a match ended here and parted from what is below: see Tree::thin()
 
   static constexpr std::uint32_t kFork = 1, kChild = 2;  // in `branches`
+  static constexpr std::uint32_t kMostGenerations = (1u << 28) - 1;
 
   std::uint32_t children() const { return forks() ? 2 : branches / kChild; }
   bool forks() const { return branches & kFork; }
   std::uint32_t fork_at() const { return branches - kFork; }
   std::uint32_t end() const { return start + pages; }
   bool root() const { return parent == kNone; }
-  void outdate() { generation = generation == 0x7fffffff ? 1 : (generation + 1) & 0x7fffffff; }
+  void outdate() { generation = generation == kMostGenerations ? 1 : (generation + 1) & kMostGenerations; }
 };
 
 // What a node takes decides what a large tree takes.

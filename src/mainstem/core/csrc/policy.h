@@ -18,15 +18,15 @@ namespace mainstem {
 
 struct Policy {
   std::string_view name;
-  Rank (*rank)(const Node&);  // null: ranks come from outside, see Tree::waiting()
+  Rank (*rank)(const Node&, std::uint64_t used);  // null: ranks come from outside, see Tree::waiting()
   // For the first component; the others then go by the rank.
   std::unique_ptr<Replacement> (*make)(const Surroundings&) = nullptr;
 };
 
 inline constexpr std::uint32_t kSlruProtectedHits = 2;
 
-inline Rank by_recency(const Node& n) {
-  return {number(n.accessed), 0};
+inline Rank by_recency(const Node&, std::uint64_t used) {
+  return {number(used), 0};
 }
 template <class Kind>
 std::unique_ptr<Replacement> make(const Surroundings& around) {
@@ -36,14 +36,18 @@ std::unique_ptr<Replacement> make(const Surroundings& around) {
 // clang-format off
 inline constexpr Policy kPolicies[] = {
     {"lru",      by_recency},
-    {"lfu",      [](const Node& n) { return Rank{number(n.hits), number(n.accessed)}; }},
-    {"fifo",     [](const Node& n) { return Rank{number(n.created), 0}; }},
-    {"mru",      [](const Node& n) { return Rank{-number(n.accessed), 0}; }},
-    {"filo",     [](const Node& n) { return Rank{-number(n.created), 0}; }},
-    {"slru",     [](const Node& n) { return Rank{n.hits >= kSlruProtectedHits ? 1.0 : 0.0, number(n.accessed)}; }},
-    {"priority", [](const Node& n) { return Rank{static_cast<double>(n.priority), number(n.accessed)}; }},
+    {"lfu",      [](const Node& n, std::uint64_t used) { return Rank{number(n.hits), number(used)}; }},
+    {"fifo",     [](const Node& n, std::uint64_t) { return Rank{number(n.created), 0}; }},
+    {"mru",      [](const Node&, std::uint64_t used) { return Rank{-number(used), 0}; }},
+    {"filo",     [](const Node& n, std::uint64_t) { return Rank{-number(n.created), 0}; }},
+    {"slru",     [](const Node& n, std::uint64_t used) {
+       return Rank{n.hits >= kSlruProtectedHits ? 1.0 : 0.0, number(used)};
+     }},
+    {"priority", [](const Node& n, std::uint64_t used) {
+       return Rank{static_cast<double>(n.priority), number(used)};
+     }},
     // LengthAwareCache: as lfu, but what stands later in prompts first (Qin et al., "Mooncake", arXiv:2407.00079).
-    {"length-aware", [](const Node& n) { return Rank{number(n.hits), -number(n.start)}; }},
+    {"length-aware", [](const Node& n, std::uint64_t) { return Rank{number(n.hits), -number(n.start)}; }},
     {"lru-2",      by_recency, make<Lru2>},
     {"2q",         by_recency, make<TwoQueues>},
     {"arc",        by_recency, make<Arc>},

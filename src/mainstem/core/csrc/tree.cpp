@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -35,7 +36,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
       rows_(std::move(components)),
       slots_(rows_.size() * tiers),
       single_cell_(slots_ == 1 && rows_[0].leaf_only()),
-      has_worths_(std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return row.has_worth(); })),
+      has_standings_(!std::all_of(rows_.begin(), rows_.end(), std::mem_fn(&Component::leaf_only))),
       policy_(find_policy(policy)),
       remembers_(policy_->make && !rows_.empty() && rows_[0].per_page()),
       seed_(hash_seed) {
@@ -157,7 +158,7 @@ void Tree::reserve_nodes(std::size_t count) {
   nodes_.reserve(room);
   cells_.reserve(room * slots_);
   pins_.reserve(room * tiers_);
-  if (has_worths_) worths_.reserve(room * slots_);
+  if (has_standings_) standings_.reserve(room * slots_);
   for (Order& order : orders_)
     order.reserve(room);
   if (remembers_) names_.reserve(room);
@@ -175,7 +176,7 @@ Index Tree::new_node() {
     nodes_.back().generation = 1;
     cells_.resize(nodes_.size() * slots_);
     pins_.resize(nodes_.size() * tiers_);
-    if (has_worths_) worths_.resize(nodes_.size() * slots_);
+    if (has_standings_) standings_.resize(nodes_.size() * slots_);
     if (remembers_) names_.resize(nodes_.size());
   } else {
     free_ = std::exchange(nodes_[node].next, kNone);
@@ -246,6 +247,7 @@ Index Tree::add_child(Index parent, Run<std::uint8_t>&& key, std::int32_t priori
   n.key = std::move(key);
   n.priority = priority;
   n.created = n.accessed = tick_;
+  n.removed = nodes_[parent].removed;
   if (remembers_) names_[node] = Identity::of(names_[parent], n.key.data(), n.pages, page_bytes_);
   table_.insert(hash(parent, n.key.data()), node);
   link(parent, node);
@@ -277,8 +279,15 @@ Index Tree::split(Index node, std::uint32_t pages) {
 
   if (remembers_) names_[upper] = Identity::above(names_[node], n.key.data(), n.pages, page_bytes_);
 
-  take_place(upper, node);
-  table_.replace(from_parent, node, upper);
+  u.removed = n.removed;
+  if (n.detached) {
+    n.detached = false;
+    u.detached = true;
+    u.parent = n.parent;
+  } else {
+    take_place(upper, node);
+    table_.replace(from_parent, node, upper);
+  }
   link(upper, node);
   table_.insert(hash(upper, n.key.data()), node);
 
@@ -289,9 +298,10 @@ Index Tree::split(Index node, std::uint32_t pages) {
     if (row(s).divides()) {
       half.locks = lower.locks;        // 3
       half.transfer = lower.transfer;  // 4
-      if (has_worths_) {               // 6
+      if (has_standings_) {            // 6
         const bool seen = row(s).first_needed(n.end(), page_size_) < u.end();
-        worth(upper, s) = seen ? worth(node, s) : 0;
+        standing(upper, s) = standing(node, s);
+        if (!seen) standing(upper, s).worth = 0;
       }
       if (!lower.absent()) half.ids = lower.ids.take_front(pages, std::move(rooms_[s]));  // 1
       if (lower.present() && replacement(s)) replacement(s)->split(upper, node);          // 5
@@ -322,7 +332,7 @@ void Tree::take_place(Index node, Index of) {
 bool Tree::joins(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
-  if (!ranks_itself() || u.root() || u.branches != Node::kChild) return false;
+  if (!ranks_itself() || u.root() || u.branches != Node::kChild || l.detached) return false;
   if (u.hits != l.hits || u.priority != l.priority || u.key.size() + l.key.size() > kJoinedBytes) return false;
   for (std::uint32_t tier = 0; tier < tiers_; ++tier)
     if (pins(upper, tier)) return false;
@@ -334,7 +344,7 @@ bool Tree::joins(Index upper, Index lower) const {
       continue;
     }
     if (first.in_flight() || first.transfer != second.transfer || first.locks != second.locks) return false;
-    if (row(s).begins_late() && first.present() && !(behind(upper, s) && behind(lower, s))) return false;
+    if (row(s).begins_late() && first.present() && (standing(upper, s).worth || standing(lower, s).worth)) return false;
     if (replacement(s) && first.present() && !replacement(s)->alike(upper, lower)) return false;
   }
   return true;
@@ -349,7 +359,7 @@ void Tree::join(Index lower) noexcept {
   Node& u = nodes_[upper];
   const std::uint64_t accessed =
       std::exchange(u.accessed, std::max<std::uint64_t>(u.accessed, l.accessed));  // see vacate()
-  bool told = !remembers_ && rank_of(upper, 0) != rank_of(lower, 0);
+  bool told = !remembers_ && row(0).leaf_only() && rank_of(upper, 0) != rank_of(lower, 0);
   for (std::size_t s = 0; remembers_ && s < tiers_; ++s)
     if (cell(upper, s).present()) told = told || place_of(upper, s) != place_of(lower, s);
   u.accessed = accessed;
@@ -363,8 +373,14 @@ void Tree::join(Index lower) noexcept {
     return;
   }
   table_.erase(hash(upper, l.key.data()), lower);
-  table_.replace(hash(u.parent, u.key.data()), upper, lower);
-  take_place(lower, upper);
+  if (u.detached) {
+    l.detached = true;
+    l.parent = u.parent;
+    l.next = l.previous = kNone;
+  } else {
+    table_.replace(hash(u.parent, u.key.data()), upper, lower);
+    take_place(lower, upper);
+  }
   l.accessed = std::max<std::uint64_t>(u.accessed, l.accessed);
   u.key.append(l.key, std::move(key_room));
   l.key = std::move(u.key);
@@ -381,6 +397,7 @@ void Tree::join(Index lower) noexcept {
     if (half.present() && replacement(s)) replacement(s)->joined(upper, lower);
     half.ids.append(cell(lower, s).ids, std::move(rooms_[s]));
     cell(lower, s).ids = std::move(half.ids);
+    if (has_standings_) standing(lower, s).used = std::max<std::uint64_t>(used(upper, s), used(lower, s));
     refresh(lower, s);
   }
   free_node(upper);
@@ -406,6 +423,10 @@ bool Tree::dead(Index node) const {
   if (nodes_[node].branches) return false;
   for (std::uint32_t tier = 0; tier < tiers_; ++tier)
     if (pins(node, tier)) return false;
+  return empty(node);
+}
+
+bool Tree::empty(Index node) const {
   for (std::size_t s = 0; s < slots_; ++s)
     if (!cell(node, s).absent()) return false;
   return true;
@@ -415,7 +436,11 @@ bool Tree::dead(Index node) const {
 void Tree::reap(Index node) {
   while (node != kNone && dead(node)) {
     const Index parent = nodes_[node].parent;
-    if (parent == kNone) {
+    if (nodes_[node].detached) {
+      --pins(parent, 0);
+      if (--above_removed_[parent] == 0) above_removed_.erase(parent);
+      if (!nodes_[parent].root()) lock_all(parent, 0, -1);
+    } else if (parent == kNone) {
       const Run<std::uint8_t>& name = nodes_[node].key;
       table_.erase(hash({reinterpret_cast<const char*>(name.data()), name.size()}), node);
       --roots_;
@@ -423,9 +448,94 @@ void Tree::reap(Index node) {
       table_.erase(hash(parent, nodes_[node].key.data()), node);
       unlink(node);
     }
+    const std::uint64_t accessed = nodes_[node].accessed;
     free_node(node);
     node = parent;
+    if (node != kNone && nodes_[node].accessed < accessed)
+      touch(node, accessed);  // see vacate(): this node may have held nothing
   }
+}
+
+// ---------------------------------------------------------------- removal
+//
+// What is removed may be in use: it stays what it was, below its parent, but the parent does not know it any more, and
+// neither does the child table. So the parent may get another child that begins with the same page. The first removed
+// node of a path is called detached; it holds a lock on its parent, which therefore outlives it.
+
+// Makes detach() unable to fail.
+void Tree::prepare_to_detach(Index node) {
+  const Index parent = nodes_[node].parent;
+  for (std::uint32_t c = 0; c < rows_.size() && !nodes_[parent].root(); ++c)
+    cut_window_border(parent, slot(c, 0));
+  above_removed_.try_emplace(parent, 0);
+}
+
+std::uint64_t Tree::detach(Index node) noexcept {
+  const Index parent = nodes_[node].parent;
+  if (!nodes_[parent].root()) lock_all(parent, 0, +1);
+  ++pins(parent, 0);
+  ++above_removed_[parent];
+  table_.erase(hash(parent, nodes_[node].key.data()), node);
+  unlink(node);
+  nodes_[node].next = nodes_[node].previous = kNone;
+  nodes_[node].detached = true;
+  std::uint64_t pages = 0;
+  for (Index at = node; at != kNone;) {  // depth first
+    nodes_[at].removed = true;
+    pages += nodes_[at].pages;
+    for (std::size_t s = 0; s < slots_; ++s)
+      refresh(at, s);
+    if (nodes_[at].first_child != kNone) {
+      at = nodes_[at].first_child;
+      continue;
+    }
+    while (at != node && nodes_[at].next == kNone)
+      at = nodes_[at].parent;
+    at = at == node ? kNone : nodes_[at].next;
+  }
+  return pages;
+}
+
+// The children whose first page begins with a tail of less than a page.
+std::vector<Index> Tree::children_like(Index parent, Bytes tail) const {
+  std::vector<Index> found;
+  for (Index at = nodes_[parent].first_child; at != kNone; at = nodes_[at].next)
+    if (std::equal(tail.begin(), tail.end(), nodes_[at].key.data())) found.push_back(at);
+  return found;
+}
+
+std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
+  const std::uint32_t pages = whole_pages(key);
+  const Bytes tail = key.subspan(std::size_t{pages} * page_bytes_);
+  const std::uint32_t kept =
+      tail.empty() && pages ? pages - 1 : pages;  // those in front of the one that the key ends in
+  const Index root = find_root(ns);
+  std::vector<Step> path;
+  walk(root, key, pages, &path, {});
+  if (root == kNone || (path.empty() ? 0 : nodes_[path.back().node].start + path.back().pages) < pages) return 0;
+  Bytes first = key.subspan(std::size_t{kept} * page_bytes_);  // of what goes: a page, or its beginning
+  while (!path.empty() && nodes_[path.back().node].start >= kept)
+    path.pop_back();
+  const Index above = path.empty() ? root : path.back().node;
+  std::vector<Index> going;
+  if (kept < nodes_[above].end()) {
+    const std::uint32_t inside = kept - nodes_[above].start;
+    if (!std::equal(first.begin(), first.end(), nodes_[above].key.data() + std::size_t{inside} * page_bytes_)) return 0;
+    split(above, inside);
+    going.push_back(above);
+  } else {
+    going = children_like(above, first);
+  }
+  for (const Index node : going)
+    prepare_to_detach(node);
+  std::uint64_t removed = 0;  // nothing below can fail
+  for (const Index node : going)
+    removed += detach(node);
+  return removed;
+}
+
+bool Tree::removed(Handle node) const {
+  return nodes_[resolve(node)].removed;
 }
 
 // ---------------------------------------------------------------- cells
@@ -435,15 +545,20 @@ bool Tree::candidate(Index node, std::size_t slot) const {
   return c.present() && c.locks == 0 && !(row(slot).leaf_only() && c.holders > 0);
 }
 
+std::uint64_t Tree::used(Index node, std::size_t slot) const {
+  return row(slot).leaf_only() ? nodes_[node].accessed : standing(node, slot).used;
+}
+
 Rank Tree::rank_of(Index node, std::size_t slot) const {
-  if (row(slot).weighs) return {worth(node, slot), number(nodes_[node].accessed)};
-  if (behind(node, slot)) return {std::numeric_limits<double>::lowest(), number(nodes_[node].accessed)};
-  return policy_->rank ? policy_->rank(nodes_[node]) : Rank{kUnranked, 0};
+  const std::uint64_t used = this->used(node, slot);
+  if (goes_first(node, slot)) return {std::numeric_limits<double>::lowest(), number(used)};
+  if (row(slot).weighs) return {standing(node, slot).worth, number(used)};
+  return policy_->rank ? policy_->rank(nodes_[node], used) : Rank{kUnranked, 0};
 }
 
 Place Tree::place_of(Index node, std::size_t slot) const {
   const Replacement* const at = replacement(slot);
-  return at && !behind(node, slot) ? at->place(node) : Place{rank_of(node, slot)};
+  return at && !goes_first(node, slot) ? at->place(node) : Place{rank_of(node, slot)};
 }
 
 // Pages that need not be computed again because a state stands here: those behind the one above.
@@ -458,22 +573,49 @@ std::uint32_t Tree::saved_pages(Index node, std::size_t slot) const {
 // worth of the last one that was evicted, so that what is not used ages. States are of one size and what they save
 // grows with the pages, so pages stand for floating-point operations saved a byte.
 void Tree::credit(Index node, std::size_t slot) {
-  if (row(slot).weighs) worth(node, slot) = worn_[slot] + saved_pages(node, slot);
+  Standing& at = standing(node, slot);
+  at.used = tick_;
+  if (!row(slot).per_page()) at.worth = row(slot).weighs ? worn_[slot] + saved_pages(node, slot) : kPutHere;
 }
 
-// What a cell of a window is worth: nothing behind the windows of all prefixes that ended so far (it is evicted before
-// all others, whatever the policy); one in the window of a prefix that was put here, until that grows; two in the
-// window of one that was found here.
-bool Tree::behind(Index node, std::size_t slot) const {
-  return row(slot).begins_late() && worth(node, slot) == 0;
+// A sequence has grown past a state. Its next turn starts from the new one; the old one serves only who parts from the
+// sequence in between. It goes first, unless that has happened: somebody does so now, or did.
+void Tree::supersede_above(Index node, std::size_t slot) {
+  Index above = nodes_[node].parent;
+  for (; !nodes_[above].root() && nodes_[above].children() == 1; above = nodes_[above].parent)
+    if (!cell(above, slot).absent()) break;
+  if (nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked) return;
+  standing(above, slot).worth = 0;
+  refresh(above, slot);
+}
+
+// What is evicted before all others of its kind, whatever the policy: what was removed, states that were superseded,
+// and pages in front of the windows of all prefixes that ended so far. A window's page is worth one in the window of a
+// prefix that was put here, until that grows; two in the window of one that was found here; else nothing. A window that
+// ends at a node's end may begin inside it: then the pages in front of it go first, and evict_one() cuts there.
+bool Tree::goes_first(Index node, std::size_t slot) const {
+  if (nodes_[node].removed) return true;
+  if (row(slot).leaf_only()) return false;
+  if (standing(node, slot).worth == 0) return true;
+  return row(slot).per_page() && nodes_[node].start < row(slot).first_needed(nodes_[node].end(), page_size_);
+}
+
+// A prefix ends at a node: it uses the window and the state there, and none before them.
+void Tree::note_end(Index node, std::size_t slot, double worth) {
+  if (node == kNone || row(slot).leaf_only()) return;
+  end_window(node, slot, worth);
+  if (row(slot).per_page() || cell(node, slot).absent()) return;
+  credit(node, slot);
+  refresh(node, slot);
 }
 
 void Tree::end_window(Index node, std::size_t slot, double least) {
   if (!row(slot).begins_late()) return;
   const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
   for (; !nodes_[node].root() && nodes_[node].end() > first; node = nodes_[node].parent) {
-    if (worth(node, slot) >= least) continue;
-    worth(node, slot) = least;
+    Standing& at = standing(node, slot);
+    at.worth = std::max(at.worth, least);
+    at.used = tick_;
     refresh(node, slot);
   }
 }
@@ -482,9 +624,25 @@ void Tree::pass_window(Index node, std::size_t slot) {
   if (!row(slot).begins_late()) return;
   const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
   for (; !nodes_[node].root() && nodes_[node].end() > first; node = nodes_[node].parent) {
-    if (worth(node, slot) != kPutHere) continue;
-    worth(node, slot) = 0;
+    if (standing(node, slot).worth != kPutHere) continue;
+    standing(node, slot).worth = 0;
     refresh(node, slot);
+  }
+}
+
+void Tree::refresh_use(Handle handle, std::uint32_t tier) {
+  require_tier(tier);
+  const Index node = resolve(handle);
+  if (node == kNone) return;
+  ++tick_;
+  if (!remembers_) touch(node, tick_);
+  for (std::uint32_t c = 0; has_standings_ && c < rows_.size(); ++c) {
+    const std::size_t s = slot(c, tier);
+    if (row(s).leaf_only()) continue;
+    end_window(node, s, 0);
+    if (row(s).per_page() || cell(node, s).absent()) continue;
+    standing(node, s).used = tick_;
+    refresh(node, s);
   }
 }
 
@@ -520,8 +678,11 @@ void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index t
   }
   const Index parent = nodes_[node].parent;
   ++cell(parent, slot).holders;
-  if (row(slot).begins_late()) worth(node, slot) = 0;
-  credit(node, slot);
+  if (!row(slot).leaf_only()) {
+    standing(node, slot).worth = 0;
+    credit(node, slot);
+    if (!row(slot).per_page()) supersede_above(node, slot);
+  }
   refresh(node, slot);
   refresh(parent, slot);
 }
@@ -539,6 +700,7 @@ Run<std::int32_t> Tree::vacate(Index node, std::size_t slot) {
       note_gone(node, nodes_[node].pages, slot);
   }
   c.transfer = kNone;
+  if (!row(slot).per_page()) nodes_[node].forked = false;
   const Index parent = nodes_[node].parent;
   --cell(parent, slot).holders;
   refresh(node, slot);

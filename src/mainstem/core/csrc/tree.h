@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -98,6 +99,7 @@ struct NodeView {
   NodeStats stats;
   Handle parent;
   std::uint32_t children;
+  bool removed;
   std::string key;
   std::vector<CellView> cells;
 };
@@ -124,14 +126,17 @@ class Tree {
 
   // Behind the root of a namespace, or (the namespace does not matter then) behind a node; whether that node lies on
   // the path of the whole key is for the caller to know, or to ask `lies_on`. What is to be locked is cut so that a
-  // lock at its end needs no memory.
+  // lock at its end needs no memory. It ends in front of pages in flight, or goes on behind them with `past_flights`:
+  // no match comes there before they are present.
   InsertResult insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
-                      bool ready, bool to_be_locked = false);
+                      bool ready, bool to_be_locked = false, bool past_flights = false);
   // The node that ends behind the first `pages` pages of a key, splitting one; 0 if the tree does not have them.
   Handle locate(std::string_view ns, Bytes key, std::uint32_t pages);
   bool knows(std::string_view ns, Handle after, Bytes key) const;  // the first page of a tail
   bool lies_on(std::string_view ns, Bytes key, Handle node) const;
 
+  // A prefix was in use up to now. That refreshes its recency; it is no hit, and policies that remember hear of no use.
+  void refresh_use(Handle node, std::uint32_t tier);
   // Prefixes part at the end of this node: its window is worth as much as one where a match ended.
   void keep_window(Handle node, std::uint32_t tier);
   void lock(Handle node, std::uint32_t tier);
@@ -139,12 +144,19 @@ class Tree {
   void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` lies at or below `from`
   void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
   void commit(Handle node, std::uint32_t tier);
+  // What was inserted behind them is removed with them; its ids come back when it is evicted, or its own transfer ends.
   std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
   std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
+  // Takes the page that a key ends in, and all that follows it, out of the tree: no match finds them any more, on any
+  // tier. An empty key stands for the whole namespace. What is locked or in flight lives on until it is let go; then it
+  // is the first to be evicted. The number of pages taken out.
+  std::uint64_t remove(std::string_view ns, Bytes key);
+  std::vector<Ids> evict_removed(std::uint32_t tier);  // as evict(): of what was removed, all that can go now
+  bool removed(Handle node) const;
   // The last pages of the first component of one candidate, whatever its place; this says nothing of the capacity.
   Ids drop(Handle node, std::uint64_t pages, std::uint32_t tier);
   // Takes states off the path above a node until at most `most` stand on it, with the node's own; first those that save
-  // the least. Locked ones stay.
+  // the least. Locked ones stay, and so do those that other sequences share: `most` is soft where prompts part.
   Ids thin(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t most);
 
   // Policy "external": the candidate that has no rank yet, if any, and its rank.
@@ -224,6 +236,11 @@ class Tree {
   const Cell& cell(Index node, std::size_t slot) const { return cells_[std::size_t{node} * slots_ + slot]; }
   std::uint32_t& pins(Index node, std::uint32_t tier) { return pins_[std::size_t{node} * tiers_ + tier]; }
   std::uint32_t pins(Index node, std::uint32_t tier) const { return pins_[std::size_t{node} * tiers_ + tier]; }
+  // Of the pins those that lock() took: the rest holds what was removed from below a node, see detach().
+  std::uint32_t locks_taken(Index node, std::uint32_t tier) const {
+    const auto found = tier || above_removed_.empty() ? above_removed_.end() : above_removed_.find(node);
+    return pins(node, tier) - (found == above_removed_.end() ? 0 : found->second);
+  }
   Handle handle(Index node) const;
   Index resolve(Handle handle) const;  // kNone for 0
   Index find_root(std::string_view ns) const;
@@ -249,6 +266,10 @@ class Tree {
   void note_fork(Index parent);
   void reap(Index node);
   bool dead(Index node) const;
+  bool empty(Index node) const;
+  void prepare_to_detach(Index node);
+  std::uint64_t detach(Index node) noexcept;
+  std::vector<Index> children_like(Index parent, Bytes tail) const;
 
   // cells
   void occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer);
@@ -273,10 +294,13 @@ class Tree {
   void note_gone(Index node, std::uint32_t pages, std::size_t slot);
   Index victim(std::size_t slot);
   Index spare_and_choose(std::size_t slot);
-  bool behind(Index node, std::size_t slot) const;
-  double& worth(Index node, std::size_t slot) { return worths_[std::size_t{node} * slots_ + slot]; }
-  double worth(Index node, std::size_t slot) const { return worths_[std::size_t{node} * slots_ + slot]; }
+  bool goes_first(Index node, std::size_t slot) const;
+  std::uint64_t used(Index node, std::size_t slot) const;
+  Standing& standing(Index node, std::size_t slot) { return standings_[std::size_t{node} * slots_ + slot]; }
+  const Standing& standing(Index node, std::size_t slot) const { return standings_[std::size_t{node} * slots_ + slot]; }
   void credit(Index node, std::size_t slot);
+  void supersede_above(Index node, std::size_t slot);
+  void note_end(Index node, std::size_t slot, double worth);
   void end_window(Index node, std::size_t slot, double worth);
   void pass_window(Index node, std::size_t slot);
   std::uint32_t saved_pages(Index node, std::size_t slot) const;
@@ -290,6 +314,7 @@ class Tree {
     return Identity::mix(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
   }
   void note_uses(std::uint64_t root, Bytes key);
+  bool parts_from_another(std::uint32_t pages) const;
   std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
   Inside look_inside(Index node, Bytes tail) const;
   bool divides_pages() const;  // whether a match may end inside a page
@@ -297,18 +322,26 @@ class Tree {
   void require_tier(std::uint32_t tier) const;
   void require_component(std::uint32_t component) const;
   void check_tail(const Tail& tail, std::uint32_t pages) const;
-  std::pair<Index, bool> descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority, bool ready);
+  std::pair<Index, bool> descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority, bool ready,
+                                 bool past_flights);
   void note_fills(Index node, Index top, const Tail& tail, std::uint32_t tier, std::vector<Fill>* fills) const;
   void cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::uint32_t tier, bool locked,
                   std::vector<Piece>* pieces) const;
   Index hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready);
-  bool blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready) const;
+  void renew(Index node, std::int32_t priority);
+  bool blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready,
+               bool past_flights) const;
   void reserve_freed(Index node, std::vector<Ids>* freed) const;
   void take_cell(Index node, std::size_t slot, Ids* freed);
   void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
   void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
   bool only_on(Index node, std::uint32_t tier) const;
+  bool subtree_only_on(Index node, std::uint32_t tier) const;
+  std::vector<Index> hanging_on(Index node, std::uint32_t tier) const;
+  std::uint32_t dispensable(Index node, std::size_t slot) const;
   NodeStats stats(Index node) const;
+  NodeView view(Index node) const;
+  Index root_of(Index node) const;
 
   void check_free() const;
   void check_node(Index node) const;
@@ -323,8 +356,8 @@ class Tree {
   const std::vector<Component> rows_;
   const std::size_t slots_;  // cells a node
   std::vector<Component> row_of_slot_;
-  const bool single_cell_;  // full attention on one tier: a node has one cell, and only leaves have a rank
-  const bool has_worths_;
+  const bool single_cell_;    // full attention on one tier: a node has one cell, and only leaves have a rank
+  const bool has_standings_;  // there are windows or states
   const Policy* policy_;
   const bool remembers_;  // the policy has objects of its own
   const std::uint64_t seed_;
@@ -332,10 +365,11 @@ class Tree {
   Array<Node> nodes_;
   Array<Cell> cells_;
   Array<std::uint32_t> pins_;   // locks taken at exactly this node, by tier
-  Array<double> worths_;        // as cells_, where some component has them: see credit() and end_window()
+  Array<Standing> standings_;   // as cells_, where a component has an order of its own: see credit() and end_window()
   std::vector<double> worn_;    // by slot: the worth of the last that was evicted
   Array<std::uint64_t> names_;  // by node, where the policy remembers: the identity of its last page
-  Index free_ = kNone;          // the first of the free nodes, linked by `next`
+  std::unordered_map<Index, std::uint32_t> above_removed_;  // the nodes that have detached children, and how many
+  Index free_ = kNone;                                      // the first of the free nodes, linked by `next`
   std::size_t free_count_ = 0;
   std::size_t room_ = 0;  // nodes for which there is memory everywhere
   ChildTable table_;

@@ -24,7 +24,9 @@ std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint3
   require_tier(from);
   require_tier(to);
   std::vector<Index> path;
-  for (Index at = resolve(handle_); at != kNone && !nodes_[at].root(); at = nodes_[at].parent)
+  const Index node = resolve(handle_);
+  if (nodes_[node].removed) return {};  // what nobody can find is not worth a copy
+  for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent)
     path.push_back(at);
   std::vector<Handle> found;
   for (auto at = path.rbegin(); at != path.rend(); ++at) {
@@ -62,7 +64,8 @@ std::vector<Handle> Tree::hottest(std::size_t most, std::uint32_t tier) const {
   require_tier(tier);
   std::vector<Index> found;
   for (Index node = 1; node < nodes_.size(); ++node)
-    if (nodes_[node].live && !nodes_[node].root() && cell(node, slot(0, tier)).present()) found.push_back(node);
+    if (nodes_[node].live && !nodes_[node].root() && !nodes_[node].removed && cell(node, slot(0, tier)).present())
+      found.push_back(node);
   most = std::min(most, found.size());
   std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(most), found.end(),
                     [&](Index a, Index b) {
@@ -143,36 +146,54 @@ std::vector<std::string> Tree::namespaces() const {
   return names;
 }
 
-// Depth first, parents before children, children in the order they came.
+NodeView Tree::view(Index node) const {
+  const Node& n = nodes_[node];
+  NodeView view{stats(node), handle(n.parent), n.children(), n.removed != 0, {}, {}};
+  view.key.assign(reinterpret_cast<const char*>(n.key.data()), n.key.size());
+  for (std::size_t s = 0; s < slots_; ++s) {
+    const Cell& c = cell(node, s);
+    view.cells.push_back({c.residency(), c.locks, Ids(c.ids.data(), c.ids.data() + c.ids.size())});
+  }
+  return view;
+}
+
+// Depth first, parents before children, children in the order they came. What was removed comes last.
 std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   std::vector<NodeView> views;
   const Index root = find_root(ns);
-  Index at = root == kNone ? kNone : nodes_[root].first_child;
-  while (at != kNone) {
-    const Node& n = nodes_[at];
-    NodeView view{stats(at), handle(n.parent), n.children(), {}, {}};
-    view.key.assign(reinterpret_cast<const char*>(n.key.data()), n.key.size());
-    for (std::size_t s = 0; s < slots_; ++s) {
-      const Cell& c = cell(at, s);
-      view.cells.push_back({c.residency(), c.locks, Ids(c.ids.data(), c.ids.data() + c.ids.size())});
+  const auto below = [&](Index top) {
+    for (Index at = nodes_[top].first_child; at != kNone;) {
+      views.push_back(view(at));
+      if (nodes_[at].first_child != kNone) {
+        at = nodes_[at].first_child;
+        continue;
+      }
+      while (at != top && nodes_[at].next == kNone)
+        at = nodes_[at].parent;
+      at = at == top ? kNone : nodes_[at].next;
     }
-    views.push_back(std::move(view));
-    if (n.first_child != kNone) {
-      at = n.first_child;
-      continue;
-    }
-    while (at != root && nodes_[at].next == kNone)
-      at = nodes_[at].parent;
-    at = at == root ? kNone : nodes_[at].next;
+  };
+  if (root == kNone) return views;
+  below(root);
+  for (Index node = 1; node < nodes_.size(); ++node) {
+    if (!nodes_[node].live || !nodes_[node].detached || root_of(node) != root) continue;
+    views.push_back(view(node));
+    below(node);
   }
   return views;
+}
+
+Index Tree::root_of(Index node) const {
+  while (!nodes_[node].root())
+    node = nodes_[node].parent;
+  return node;
 }
 
 std::size_t Tree::bytes() const {
   std::size_t total = nodes_.bytes() + cells_.bytes() + pins_.bytes() + table_.bytes();
   for (const Order& order : orders_)
     total += order.bytes();
-  total += worths_.bytes() + names_.bytes();
+  total += standings_.bytes() + names_.bytes();
   for (const auto& replacement : replacements_)
     if (replacement) total += replacement->bytes();
   for (const Node& n : nodes_)
