@@ -133,6 +133,12 @@ def test_errors_are_one_line(
         (ZeroDivisionError("oh"), 1, "internal error: ZeroDivisionError: oh (MAINSTEM_DEBUG=1 shows where)"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install 'mainstem[runtime]'"),
         (ModuleNotFoundError("x", name="starlette.routing"), 1, "pip install 'mainstem[server]'"),
+        (
+            ImportError("cannot import name 'Cache' from 'transformers'", name="transformers"),
+            1,
+            "mainstem: a package cannot be imported: cannot import name 'Cache' from 'transformers' (MAINSTEM_DEBUG=1",
+        ),
+        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), 1, "No module named 'torchvision'"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -23,12 +23,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from mainstem.errors import BadArgument, MainstemError
+from mainstem.imports import is_missing, needs
 
 try:
-    import cyclopts
-    from cyclopts import Parameter
-except ModuleNotFoundError as missing:
-    sys.exit(f"mainstem: {missing.name} is not installed: pip install 'mainstem[cli]'")
+    with needs("cyclopts", "cyclopts is not installed: pip install 'mainstem[cli]'"):
+        import cyclopts
+        from cyclopts import Parameter
+except MainstemError as missing:
+    sys.exit(f"mainstem: {missing}")
 
 if TYPE_CHECKING:
     from socket import socket
@@ -157,6 +159,8 @@ def _explain(error: Exception) -> tuple[str, int]:
             return f"{_option(error.name)} {str(error.value) or '(empty)'}: must be {error.allowed}", 2
         case ImportError() if extra := _missing_extra(error):
             return f"{error.name} is not installed: pip install 'mainstem[{extra}]'", 1
+        case ImportError():
+            return f"a package cannot be imported: {error} (MAINSTEM_DEBUG=1 shows where)", 1
         case MainstemError() | OSError():
             return str(error), 1
     return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
@@ -186,8 +190,8 @@ def _option(name: str) -> str:
 
 
 def _missing_extra(error: ImportError) -> str | None:
-    package = (error.name or "").partition(".")[0]
-    return next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+    extras = (extra for extra, packages in _EXTRAS.items() if any(is_missing(error, package) for package in packages))
+    return next(extras, None)
 
 
 # --- options ------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from struct import Struct
 from typing import ClassVar, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options, parse_bytes
 
 GRAIN_BYTES = 4096
@@ -796,10 +797,8 @@ _DELETED = Entry(-1, 0, bytes(16), -1)
 
 def _hashes() -> tuple[Callable[[memoryview], bytes], Callable[[bytes | memoryview, int], int]]:
     """The digest of a value and the checksum of a record."""
-    try:
+    with needs("xxhash", "the file store needs xxhash: pip install 'mainstem[file]'"):
         from xxhash import xxh3_64_intdigest, xxh3_128
-    except ImportError as error:
-        raise BackendUnavailable("the file store needs xxhash: pip install 'mainstem[file]'") from error
 
     def digest(value: memoryview) -> bytes:
         state = xxh3_128()
