@@ -343,17 +343,22 @@ def test_a_bad_setting_is_named(field: str) -> None:
             EngineConfig(**{field: value})
 
 
-def test_a_policy_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(BadArgument, match="policy"):
-        Engine(_loaded(), EngineConfig(pages=8, policy="oldest-first"), runner=Gate)
+def test_a_policy_that_does_not_exist_is_refused_before_there_is_a_model() -> None:
+    for policy in ("oldest-first", "slru:0", "no_such_module:Rule"):
+        with pytest.raises(BadArgument, match=r"^policy = "):
+            EngineConfig(pages=8, policy=policy)
 
 
-def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise BadArgument("policy", "oldest-first", "another")
+
+    monkeypatch.setattr("mainstem.runtime.engine.PrefixCache", refuse)
     spec = f"file:{tmp_path}/kv?capacity=1MiB"
     tiers = TierConfig(HostSize(ratio=1.0), storage=spec)
     loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict))
     with pytest.raises(BadArgument, match="policy"):
-        Engine(loaded, EngineConfig(pages=8, policy="oldest-first", tiers=tiers))
+        Engine(loaded, EngineConfig(pages=8, tiers=tiers))
     open_backend(spec).close()  # nobody holds its lock
 
 

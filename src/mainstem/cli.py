@@ -236,7 +236,8 @@ class EngineOptions:
         chunk_tokens: Prompt tokens computed a step, all requests together; 1 or more.
         max_running: Requests computed together; 1 or more.
         max_waiting: Requests that may wait; more are refused with 429. 1 or more.
-        policy: What is evicted first when pages run out: lru, slru, lru-2, arc, s3-fifo, gdsf and others.
+        policy: What is evicted first when pages run out: lru, slru, slru:3, arc, gittins and others, or
+            package.module:Class of your own; see docs/policies.md.
         cache: Whether prefixes are reused at all.
     """
 

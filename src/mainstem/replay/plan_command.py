@@ -49,7 +49,7 @@ class PlanOptions:
         weights_dtype: Of weights. Without it, as the model is published.
         bytes_per_token: Memory of a cached token, all in all, instead of what follows from the model.
         write_policy: Lower tiers hold copies of what is above (write_through), or only what was evicted (write_back).
-        policy: What is evicted first.
+        policy: What is evicted first: a name, or package.module:Class of your own; see docs/policies.md.
         overhead: Of a request, beside computing and loading, such as 20ms.
         queue: Count how long requests wait for a free replica.
         gain: Percent of prefill FLOPs that a gigabyte must save at the knee.

@@ -35,6 +35,7 @@ from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, EngineClosed, EngineFull, UnsupportedModel
 from mainstem.keys import MAX_TOKEN, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
+from mainstem.policies import find_policy
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
@@ -102,7 +103,7 @@ class EngineConfig:
         chunk_tokens: prompt tokens a step, all requests together.
         max_running: requests in one forward.
         max_waiting: requests that wait at most; more are refused.
-        policy: what is evicted first.
+        policy: what is evicted first, see `mainstem.policies.find_policy`.
         cache: False: nothing is shared; all else is the same.
         age_limit_s: after so long a waiting request is passed no more by others of its priority.
         tiers: what lies below the device; None: nothing.
@@ -129,7 +130,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
-        """Checks every number; the policy is checked by the cache."""
+        """Checks every field: what is wrong is said before a model is loaded."""
         for name in (
             "pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "state_slots",
             "states_per_path", "checkpoint_tokens",
@@ -143,6 +144,7 @@ class EngineConfig:
             raise BadArgument("cache", self.cache, "True where there is a host tier or storage")
         if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
             raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
+        find_policy(self.policy)
 
     def shares(self) -> Shares:
         """How memory is shared out."""
