@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from mainstem.errors import BadArgument
 from mainstem.imports import PATH, load_object
@@ -139,10 +139,10 @@ def _load(path: str) -> Policy:
     """The object at `module:name`: each cache has its own, so it is a copy."""
     found = load_object("policy", path)
     try:
-        loaded: Policy = found() if isinstance(found, type) else copy.deepcopy(found)
+        loaded = found() if isinstance(found, type) else copy.deepcopy(found)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise BadArgument(
             "policy", path, f"an object that can be copied, or a class without arguments: {why}"
         ) from error
-    return loaded
+    return cast("Policy", loaded)
