@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,6 +72,24 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "Examples:" in shown
     assert f"mainstem {' '.join(command)}".strip() in shown
+
+
+def commands(app: Any = cli.app, *above: str) -> Iterator[list[str]]:
+    for name in app:
+        if not name.startswith("-"):
+            yield [*above, name]
+            if above == ():
+                yield from commands(app[name], name)
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_every_command_shows_examples_of_its_own(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    _, found, examples = capsys.readouterr().out.partition("Examples:")
+    lines = [line for line in examples.splitlines() if line.startswith("  ") and "mainstem " in line]
+    assert found and lines
+    for line in lines:
+        assert f"mainstem {' '.join(command)}" in line
 
 
 def test_every_option_says_what_it_is() -> None:

@@ -102,6 +102,24 @@ Examples:
   mainstem storage clear redis://127.0.0.1:6379/0
   mainstem storage check my_package.my_store:MyStore"""
 
+_STATS_EXAMPLES = """\
+Examples:
+
+  mainstem storage stats file:./kv
+  mainstem storage stats 's3://my-bucket?endpoint=http://127.0.0.1:9000' --json"""
+
+_CLEAR_EXAMPLES = """\
+Examples:
+
+  mainstem storage clear file:./kv
+  mainstem storage clear redis://127.0.0.1:6379/0"""
+
+_CHECK_EXAMPLES = """\
+Examples:
+
+  mainstem storage check file:./new
+  mainstem storage check my_package.my_store:MyStore --erase --json"""
+
 _DEMO_EXAMPLES = """\
 Examples:
 
@@ -612,7 +630,7 @@ app.command("mainstem.replay.commands:trace", name="trace", help="Look at traces
 Spec = Annotated[str, Parameter(help="Such as file:./kv?capacity=8GiB or redis://127.0.0.1:6379/0; docs/storage.md.")]
 
 
-@storage.command
+@storage.command(help_epilogue=_STATS_EXAMPLES)
 def stats(spec: Spec, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
     """Show what a store holds.
 
@@ -624,14 +642,14 @@ def stats(spec: Spec, *, json: Annotated[bool, Parameter(negative="")] = False) 
     print(_to_json(held) if json else "\n".join(f"{name:15} {value}" for name, value in held.items()))
 
 
-@storage.command
+@storage.command(help_epilogue=_CLEAR_EXAMPLES)
 def clear(spec: Spec) -> None:
     """Remove every value of a store."""
     with _backend(spec) as backend:
         backend.clear()
 
 
-@storage.command
+@storage.command(help_epilogue=_CHECK_EXAMPLES)
 def check(spec: Spec, *, erase: bool = False, json: Annotated[bool, Parameter(negative="")] = False) -> None:
     """Run the conformance suite against a store, which is empty afterwards.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from json import dumps
 from typing import TYPE_CHECKING, Literal
 
+import cyclopts
 from cyclopts import Parameter
 
 from mainstem.replay.commands import Json, TraceOptions, TracePath, bar, read_trace
@@ -16,7 +17,7 @@ from mainstem.storage.base import parse_bytes
 if TYPE_CHECKING:
     from mainstem.replay.assumptions import Assumptions, Memory
 
-PLAN_EXAMPLES = """\
+_EXAMPLES = """\
 Examples:
 
   mainstem plan trace.jsonl.xz --model llama-3.1-8b --gpu h200 --host-memory 1TB --storage 8TB@7GB/s --slo-ttft 500ms
@@ -129,9 +130,11 @@ def _memory(host_memory: str, storage: str | None) -> Memory:
 
 
 _TRACE, _PLAN = TraceOptions(), PlanOptions()
+plan = cyclopts.App(name="plan", help_epilogue=_EXAMPLES, help_format="plaintext")
 
 
-def plan(
+@plan.default
+def plan_trace(
     path: TracePath,
     *,
     model: str,
