@@ -334,6 +334,14 @@ def test_the_engine_shows_what_it_runs(rig: Callable[..., Rig]) -> None:
     assert engine.config.page_size == 4 and isinstance(engine.tokenizer, Tokenizer)
 
 
+def test_the_engine_reports_the_stages_of_its_start() -> None:
+    for tiers, expected in ((None, ["test"]), (TierConfig(HostSize(ratio=1.0)), ["test", "tiers"])):
+        stages: list[tuple[str, int, int]] = []
+        loaded = replace(tiny_loaded(tiny("llama")), tokenizer=Tokenizer())
+        with Engine(loaded, EngineConfig(pages=8, tiers=tiers), progress=lambda *stage, to=stages: to.append(stage)):
+            assert stages == [(stage, done, 1) for stage in expected for done in (0, 1)]
+
+
 @pytest.mark.parametrize(
     "field", ["pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "age_limit_s"]
 )

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from json import dumps
 from pathlib import Path
@@ -516,14 +516,14 @@ def serve(
     config = ServerConfig(
         host, port, api_key, admin_key, max_body_bytes, drain_timeout_s, images.policy(), record.config()
     )
-    below = tiers.config()
     adapters = [_adapter(text) for text in adapter]
-    with _bound(config) as listener, _engine(model, dtype, engine, below) as running:
-        for name, path in adapters:
-            try:
-                running.load_adapter(name, path)
-            except BadArgument as error:
-                raise BadArgument("adapter", f"{name}={path}", error.allowed) from None
+    with ExitStack() as stack:
+        listener = stack.enter_context(_bound(config))
+        _say(f"starting, to serve {_model_name(model)} at {host} port {listener.getsockname()[1]}")
+        bars = stack.enter_context(_Bars(lines=True))
+        running = stack.enter_context(_engine(model, dtype, engine, bars, tiers))
+        _load_adapters(running, adapters, bars)
+        bars.close()
         serve_http(running, config, listener)
 
 
@@ -549,7 +549,7 @@ def generate(
     """
     params = sampling.params()
     texts = _texts(prompt, file)
-    with _engine(model, dtype, EngineOptions()) as engine, _Bars() as bars:
+    with _Bars() as bars, _engine(model, dtype, EngineOptions(), bars) as engine:
         streams = _submit_all(engine, [text for _, text in texts], params, chat, bars)
         for (name, _), stream in zip(texts, streams, strict=True):
             if json:
@@ -574,15 +574,14 @@ def demo(
         dtype: Number format of weights and KV; auto takes what is quickest here.
         prefix_tokens: Tokens of the document; 1 up to what fits the model. Default: the whole document, about 1,100.
     """
-    with _engine(model, dtype, EngineOptions()) as engine:
+    with _Bars() as bars, _engine(model, dtype, EngineOptions(), bars) as engine:
         import torch
 
         from mainstem import demo as demonstration
 
-        with _Bars() as bars:
-            report = demonstration.run(
-                engine, threads=torch.get_num_threads(), prefix_tokens=prefix_tokens, progress=bars.update
-            )
+        report = demonstration.run(
+            engine, threads=torch.get_num_threads(), prefix_tokens=prefix_tokens, progress=bars.update
+        )
     if json:
         print(_to_json(asdict(report)))
     else:
@@ -600,6 +599,21 @@ def _adapter(text: str) -> tuple[str, str]:
     if not name or not path or " " in name or not (name.isascii() and name.isprintable()):
         raise BadArgument("adapter", text, "NAME=PATH, the name of printable ASCII characters without spaces")
     return name, path
+
+
+def _load_adapters(engine: Engine, adapters: Sequence[tuple[str, str]], bars: _Bars) -> None:
+    for number, (name, path) in enumerate(adapters):
+        bars.update("adapters", number, len(adapters))
+        try:
+            engine.load_adapter(name, path)
+        except BadArgument as error:
+            raise BadArgument("adapter", f"{name}={path}", error.allowed) from None
+
+
+def _model_name(model: str | None) -> str:
+    from mainstem.runtime.models import DEFAULT_NAME
+
+    return DEFAULT_NAME if model is None else model
 
 
 def _bound(config: ServerConfig) -> socket:
@@ -685,18 +699,21 @@ def _backend(spec: str) -> Iterator[Backend]:
 
 
 @contextmanager
-def _engine(model: str | None, dtype: str, options: EngineOptions, tiers: TierConfig | None = None) -> Iterator[Engine]:
+def _engine(
+    model: str | None, dtype: str, options: EngineOptions, bars: _Bars, tiers: TierOptions | None = None
+) -> Iterator[Engine]:
+    bars.update("import", 0, 0)
     from mainstem.runtime.engine import Engine, EngineConfig
     from mainstem.runtime.models import load_model
     from mainstem.runtime.sizing import read_trace
 
+    bars.update("import", 1, 1)
     settings = asdict(options)  # checked before the model is loaded, which takes long
     if options.window_trace is not None:
         settings["window_trace"] = read_trace(options.window_trace)
-    config = EngineConfig(**settings, tiers=tiers)
-    with _Bars() as bars:
-        loaded = load_model(model, dtype=dtype, progress=bars.update)
-    with Engine(loaded, config) as engine:
+    config = EngineConfig(**settings, tiers=None if tiers is None else tiers.config())
+    loaded = load_model(model, dtype=dtype, progress=bars.update)
+    with Engine(loaded, config, progress=bars.update) as engine:
         yield engine
 
 
@@ -767,12 +784,30 @@ def _to_json(value: object) -> str:
     return dumps(value, ensure_ascii=False)
 
 
-class _Bars:
-    """Progress bars on standard error, one a stage; nothing where that is no terminal."""
+_STAGES = {
+    "import": "importing PyTorch and transformers",
+    "download": "downloading the model",
+    "convert": "converting the model",
+    "load": "loading the model",
+    "test": "taking memory for KV, testing the model over it",
+    "tiers": "taking host memory, opening storage",
+    "adapters": "loading adapters",
+}
+"""Stages of a start, in words; others are called as they are."""
 
-    def __init__(self) -> None:
+
+class _Bars:
+    """Progress bars on standard error, one a stage. Where that is no terminal: a line a stage, or nothing.
+
+    Args:
+        lines: print a line as each stage begins.
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._lines = lines
+        self._begun: set[str] = set()
 
     def __enter__(self) -> _Bars:
         if sys.stderr.isatty():
@@ -790,22 +825,29 @@ class _Bars:
 
     def close(self) -> None:
         """Takes the bars off the screen; later updates do nothing."""
+        self._lines = False
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def update(self, stage: str, done: int, total: int) -> None:
-        """Moves a stage's bar, from any thread."""
-        progress = self._progress
-        if progress is None:
-            return
-        if stage not in self._tasks:
-            self._tasks[stage] = progress.add_task(stage)
-        progress.update(self._tasks[stage], completed=done, total=total)
+        """Moves a stage's bar, from any thread; a total of 0 is not known."""
+        words, progress = _STAGES.get(stage, stage), self._progress
+        if progress is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = progress.add_task(words)
+            progress.update(self._tasks[stage], completed=done, total=total or None)
+        elif self._lines and stage not in self._begun:
+            self._begun.add(stage)
+            _say(words)
 
     def following(self, stage: str) -> Callable[[int, int], None]:
         """An updater of one stage."""
         return lambda done, total: self.update(stage, done, total)
+
+
+def _say(line: str) -> None:
+    print(f"mainstem: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -302,6 +302,7 @@ class Engine:
         clock: seconds, never going back.
         random: where seeds come from for requests that have none.
         runner: makes the runner from the model, the pages or slots of each component by its name, and the page size.
+        progress: called as `progress(stage, done, total)`; stages "test", for memory and the self-test, and "tiers".
 
     Attributes:
         name, tokenizer, dtype: of the model.
@@ -323,7 +324,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         random: random_module.Random | None = None,
         runner: Callable[[LoadedModel, Mapping[str, int], int], Runner] = ModelRunner,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        report = progress or (lambda stage, done, total: None)
         self.config = config
         sizes = _sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
@@ -334,10 +337,16 @@ class Engine:
         self._clock = clock
         if config.tiers is not None and config.tiers.storage is not None and tuple(sizes) != (Full(),):
             raise BadArgument("storage", config.tiers.storage, "None: it holds the pages of full attention only")
+        report("test", 0, 1)
         self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
+        report("test", 1, 1)
         self.vision = model.vision
+        if config.tiers is not None:
+            report("tiers", 0, 1)
         self._cache = _cache(loaded, config, model, sizes, clock)
         self._tiers = self._cache.tiers
+        if config.tiers is not None:
+            report("tiers", 1, 1)
         self._remembered_s = clock()
         if self._tiers is not None and config.tiers is not None and config.tiers.warm:
             self._tiers.warm()
