@@ -90,7 +90,9 @@ class PlanOptions:
             BadArgument: a value outside its range.
         """
         from mainstem.replay.assumptions import Assumptions
+        from mainstem.replay.simulate import check_policy
 
+        check_policy(self.policy)  # before a trace is read, which may take long
         return Assumptions(
             gpus=self.gpus,
             replicas=self.replicas,
