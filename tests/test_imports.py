@@ -1,4 +1,4 @@
-"""What is imported by name: a package that is missing is told from one that is broken; `module:name` is found."""
+"""What is imported by name: a package that is missing is not one that is broken; `module:name` is found."""
 
 from __future__ import annotations
 
