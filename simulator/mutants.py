@@ -367,6 +367,12 @@ PYTHON: tuple[Mutant, ...] = (
         "if self._digest(buffer) != entry.digest:", "if False:",
         "tests/test_storage_file.py",
     ),
+    _mutant(
+        "what is given back to the disk is not durably gone", "-", "storage/file.py",
+        '        if self._sync:\n            self._io.fdatasync(self._fds["values"])\n        with self._lock:  #',
+        "        with self._lock:  #",
+        "tests/test_storage_file_crash.py",
+    ),
 )
 
 _CORE, _POLICIES = "core/csrc/", "core/csrc/policies/"

@@ -67,6 +67,8 @@ class Disk(FileSystem):
 
     def __init__(self, files: dict[str, Inode] | None = None) -> None:
         self.files = dict(files or {})
+        self.size_bytes = 1 << 40
+        """Of the disk; others may take some of it."""
         self._histories = [dict(self.files)]  # of names, since the folder was synced last
         self._open: dict[int, Inode] = {}
         self._next = FOLDER + 1
@@ -134,6 +136,9 @@ class Disk(FileSystem):
     def allocate(self, fd: int, offset: int, length: int) -> None:
         if offset + length > len(self._open[fd].live):
             self._open[fd].resize(offset + length)
+
+    def free_bytes(self, fd: int) -> int:
+        return self.size_bytes - sum(len(inode.live) for inode in self.files.values())
 
     def truncate(self, fd: int, length: int) -> None:
         self._open[fd].resize(length)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,12 +35,14 @@ class Machine:
         engine.Engine = self._open  # type: ignore[attr-defined]
         engine.EngineConfig = self._config  # type: ignore[attr-defined]
         models.load_model = self._load  # type: ignore[attr-defined]
+        models.DEFAULT_NAME = "the-default"  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "mainstem.runtime.engine", engine)
         monkeypatch.setitem(sys.modules, "mainstem.runtime.models", models)
         monkeypatch.setattr("mainstem.runtime.engine", engine, raising=False)
         monkeypatch.setattr("mainstem.runtime.models", models, raising=False)
 
-    def _open(self, loaded: None, config: None) -> FakeEngine:
+    def _open(self, loaded: None, config: None, *, progress: Any) -> FakeEngine:
+        progress("test", 0, 1)
         self.engine.closed = False
         return self.engine
 
@@ -49,6 +53,7 @@ class Machine:
         if self.failure is not None:
             raise self.failure
         self.loaded.append((name, dtype))
+        progress("load", 0, 1)
         progress("load", 1, 1)
 
 
@@ -71,6 +76,24 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "Examples:" in shown
     assert f"mainstem {' '.join(command)}".strip() in shown
+
+
+def commands(app: Any = cli.app, *above: str) -> Iterator[list[str]]:
+    for name in app:
+        if not name.startswith("-"):
+            yield [*above, name]
+            if above == ():
+                yield from commands(app[name], name)
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_every_command_shows_examples_of_its_own(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    _, found, examples = capsys.readouterr().out.partition("Examples:")
+    lines = [line for line in examples.splitlines() if line.startswith("  ") and "mainstem " in line]
+    assert found and lines
+    for line in lines:
+        assert f"mainstem {' '.join(command)}" in line
 
 
 def test_every_option_says_what_it_is() -> None:
@@ -133,6 +156,12 @@ def test_errors_are_one_line(
         (ZeroDivisionError("oh"), 1, "internal error: ZeroDivisionError: oh (MAINSTEM_DEBUG=1 shows where)"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, "pip install 'mainstem[runtime]'"),
         (ModuleNotFoundError("x", name="starlette.routing"), 1, "pip install 'mainstem[server]'"),
+        (
+            ImportError("cannot import name 'Cache' from 'transformers'", name="transformers"),
+            1,
+            "mainstem: a package cannot be imported: cannot import name 'Cache' from 'transformers' (MAINSTEM_DEBUG=1",
+        ),
+        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), 1, "No module named 'torchvision'"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -279,6 +308,61 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
     assert served[1][1].admin_key is None
 
 
+def test_serve_says_what_it_is_doing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server_app, "serve", lambda *_: print("serving", file=sys.stderr))
+    assert run("serve", "a-model", "--port", "0", "--adapter", f"french={tmp_path}") == 0
+    out, err = capsys.readouterr()
+    first, *stages = err.splitlines()
+    assert re.fullmatch(r"mainstem: starting, to serve a-model at 127\.0\.0\.1 port \d+", first)
+    assert stages == [
+        "mainstem: importing PyTorch and transformers",
+        "mainstem: loading the model",
+        "mainstem: taking memory for KV, testing the model over it",
+        "mainstem: loading adapters",
+        "serving",
+    ]
+    assert out == ""
+
+
+def test_a_terminal_shows_bars_while_serve_starts_and_none_after(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    served: list[str] = []
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(server_app, "serve", lambda *_: served.append(terminal.getvalue()))
+    assert run("serve", "--port", "0") == 0
+    (shown,) = served
+    assert "mainstem: starting, to serve the-default" in shown.splitlines()[0]
+    assert "loading the model" in shown and "100%" in shown
+    assert "mainstem: loading the model" not in shown, "a bar, not a line"
+    assert terminal.getvalue() == shown, "the bars are gone before it serves"
+
+
+def test_serve_speaks_before_it_imports_what_takes_long() -> None:
+    code = """
+import sys
+from mainstem import cli
+
+class Heavy:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            print("heavy", file=sys.stderr)
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Heavy())
+sys.exit(cli.main(["serve", "--port", "0", "--host-ratio", "1"]))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    first, second, third = result.stderr.splitlines()
+    assert first.startswith("mainstem: starting, to serve SmolLM2-135M-Instruct at 127.0.0.1 port ")
+    assert (second, third) == ("mainstem: importing PyTorch and transformers", "heavy")
+    assert result.returncode == 130
+
+
 def test_serve_loads_adapters(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,7 +393,7 @@ def test_a_dead_engine_is_a_failure(
 
     monkeypatch.setattr(server_app, "serve", dies)
     assert run("serve", "--port", "0") == 1
-    assert capsys.readouterr().err == "mainstem: the engine failed: RuntimeError: out of memory\n"
+    assert capsys.readouterr().err.splitlines()[-1] == "mainstem: the engine failed: RuntimeError: out of memory"
 
 
 def test_the_help_says_how_keys_are_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -334,6 +334,14 @@ def test_the_engine_shows_what_it_runs(rig: Callable[..., Rig]) -> None:
     assert engine.config.page_size == 4 and isinstance(engine.tokenizer, Tokenizer)
 
 
+def test_the_engine_reports_the_stages_of_its_start() -> None:
+    for tiers, expected in ((None, ["test"]), (TierConfig(HostSize(ratio=1.0)), ["test", "tiers"])):
+        stages: list[tuple[str, int, int]] = []
+        loaded = replace(tiny_loaded(tiny("llama")), tokenizer=Tokenizer())
+        with Engine(loaded, EngineConfig(pages=8, tiers=tiers), progress=lambda *stage, to=stages: to.append(stage)):
+            assert stages == [(stage, done, 1) for stage in expected for done in (0, 1)]
+
+
 @pytest.mark.parametrize(
     "field", ["pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "age_limit_s"]
 )
@@ -343,17 +351,22 @@ def test_a_bad_setting_is_named(field: str) -> None:
             EngineConfig(**{field: value})
 
 
-def test_a_policy_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(BadArgument, match="policy"):
-        Engine(_loaded(), EngineConfig(pages=8, policy="oldest-first"), runner=Gate)
+def test_a_policy_that_does_not_exist_is_refused_before_there_is_a_model() -> None:
+    for policy in ("oldest-first", "slru:0", "no_such_module:Rule"):
+        with pytest.raises(BadArgument, match=r"^policy = "):
+            EngineConfig(pages=8, policy=policy)
 
 
-def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise BadArgument("policy", "oldest-first", "another")
+
+    monkeypatch.setattr("mainstem.runtime.engine.PrefixCache", refuse)
     spec = f"file:{tmp_path}/kv?capacity=1MiB"
     tiers = TierConfig(HostSize(ratio=1.0), storage=spec)
     loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict))
     with pytest.raises(BadArgument, match="policy"):
-        Engine(loaded, EngineConfig(pages=8, policy="oldest-first", tiers=tiers))
+        Engine(loaded, EngineConfig(pages=8, tiers=tiers))
     open_backend(spec).close()  # nobody holds its lock
 
 

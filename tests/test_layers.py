@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mainstem"
 
 # Lowest first; each module belongs to the first prefix that fits it.
 LAYERS = [
-    ("core", ["errors", "_core", "core"]),
+    ("core", ["errors", "imports", "_core", "core"]),
     ("rules", ["keys", "namespaces", "components", "policies", "pool", "identity"]),
     ("tree", ["tree"]),
     ("storage", ["storage"]),

@@ -359,19 +359,29 @@ def test_a_model_of_text_has_no_processor(folder: Path) -> None:
     assert load_model(str(folder), dtype="float32").processor is None
 
 
-def test_images_without_their_package_are_refused_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_without_pillow_are_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tiny_vision
 
     saved = tiny_vision.save("llava", tmp_path)
-
-    def missing(*_args: object, **_options: object) -> None:
-        raise ImportError("\nCLIPImageProcessor requires the PIL library")
-
-    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", missing)
-    with pytest.raises(UnsupportedModel, match=r"pip install 'mainstem\[vision\]': CLIPImageProcessor requires"):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UnsupportedModel, match=r"needs Pillow: pip install 'mainstem\[vision\]'"):
         load_model(str(saved), dtype="float32")
+
+
+def test_a_failed_import_inside_transformers_keeps_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiny_vision
+
+    saved = tiny_vision.save("llava", tmp_path)
+    broken = ImportError("\nLlavaProcessor cannot be imported: libjpeg.so.8 is missing")
+
+    def fails(*_args: object, **_options: object) -> None:
+        raise broken
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", fails)
+    with pytest.raises(UnsupportedModel, match=r": LlavaProcessor cannot be imported: libjpeg") as caught:
+        load_model(str(saved), dtype="float32")
+    assert "pip install" not in str(caught.value)
+    assert caught.value.__cause__ is broken
 
 
 def test_a_processor_without_videos_keeps_its_other_arguments() -> None:

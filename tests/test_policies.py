@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from mainstem.components import Window
 from mainstem.core.reference import POLICIES, ReferenceTree
 from mainstem.errors import BadArgument
 from mainstem.keys import HashKeys
-from mainstem.policies import BUILT_IN
+from mainstem.policies import BUILT_IN, NodeStats, find_policy
 from mainstem.tree import Tree
 
 
@@ -34,6 +36,8 @@ COPIES = {
     "mru": lambda node: (-node.last_access, 0),
     "filo": lambda node: (-node.created, 0),
     "slru": lambda node: (node.hits >= 2, node.last_access),
+    "slru:1": lambda node: (node.hits >= 1, node.last_access),
+    "slru:4": lambda node: (node.hits >= 4, node.last_access),
     "priority": lambda node: (node.priority, node.last_access),
 }
 
@@ -57,6 +61,8 @@ def leaves(policy: Any) -> Tree:
         ("mru", [1, 2, 5, 4, 3]),
         ("filo", [5, 4, 3, 2, 1]),
         ("slru", [3, 4, 5, 2, 1]),
+        ("slru:1", [3, 4, 5, 2, 1]),
+        ("slru:4", [3, 4, 5, 2, 1]),
         ("priority", [3, 5, 2, 1, 4]),
     ],
 )
@@ -74,7 +80,8 @@ def test_lfu_and_slru_differ_from_lru_once_hits_are_old() -> None:
 
     assert last("lru") == [1, 3, 4, 5, 2]
     assert last("lfu") == [3, 4, 5, 1, 2]
-    assert last("slru") == [3, 4, 5, 1, 2]
+    assert last("slru") == last("slru:2") == [3, 4, 5, 1, 2]
+    assert last("slru:1") == last("slru:3") == [1, 3, 4, 5, 2], "all are protected, or none"
 
 
 def test_a_priority_is_raised_and_never_lowered_by_an_insertion() -> None:
@@ -118,6 +125,110 @@ def test_a_python_policy_sees_the_node() -> None:
 def test_an_unknown_policy_is_refused_with_the_names_that_are_known(policy: Any) -> None:
     with pytest.raises(BadArgument, match=r"lru.*priority|rank"):
         Tree(policy=policy)
+
+
+@pytest.mark.parametrize("policy", ["slru", "slru:1", "slru:2", "slru:4", "slru:9"])
+@pytest.mark.parametrize("builtin", [True, False])
+def test_slru_keeps_what_was_hit_as_often_as_it_is_asked(policy: str, builtin: bool) -> None:
+    threshold = find_policy(policy).rank
+    assert threshold is not None
+    tree = Tree(page_size=1, policy=policy if builtin else Ranked("mine", threshold))
+    for token in range(8):  # hit as often as the token says, the often hit first
+        tree.insert([token], [token])
+    for token in reversed(range(8)):
+        for _ in range(token):
+            tree.match([token])
+    hits = int(policy.partition(":")[2] or 2)
+    assert tree.evict(8)[0].tolist() == [0, *(n for n in (7, 6, 5, 4, 3, 2, 1) if n < hits), *(
+        n for n in (7, 6, 5, 4, 3, 2, 1) if n >= hits
+    )]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "allowed"),
+    [
+        *(
+            (f"slru:{wrong}", "from 1 to 4294967295")
+            for wrong in ("", "0", "-1", "2.5", "x", "4294967296", "٣", "9" * 30)
+        ),
+        ("lru:2", "lru; of the built-in policies slru alone has a parameter"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused(policy: str, allowed: str) -> None:
+    with pytest.raises(BadArgument, match=re.escape(allowed)) as caught:
+        Tree(policy=policy)
+    assert caught.value.value == policy
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [None, 3, (), (1,), (1, 2, 3), "12", (1, "2"), (1, None), (1, math.nan), (math.inf, 0), (10**400, 0)],
+    ids=lambda rank: repr(rank)[:12],
+)
+def test_a_rank_that_is_not_two_finite_numbers_is_named_and_loses_nothing(rank: Any) -> None:
+    answers: list[Any] = [rank]
+    policy = Ranked("mistaken", lambda node: answers[0])
+    cache = PrefixCache(4, 1, policy=policy)
+    with cache.lease([1, 2, 3]) as lease:
+        lease.reserve(3)
+        lease.publish(3)
+    with cache.lease([4, 5, 6]) as lease:
+        with pytest.raises(BadArgument) as caught:
+            lease.reserve(3)
+        assert (caught.value.name, caught.value.value) == ("rank of policy mistaken", rank)
+        assert caught.value.allowed == "two finite numbers"
+        assert (lease.reserved, cache.pool.free, cache.peek([1, 2, 3, 4])) == (0, 1, 3)
+        cache.check()
+        answers[0] = (0, 0)
+        lease.reserve(3)
+    cache.check()
+
+
+class Oldest:
+    """A policy of one's own that `module:name` finds here."""
+
+    name = "oldest"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def rank(self, node: NodeStats) -> tuple[float, float]:
+        self.asked += 1
+        return node.created, 0
+
+
+class Demanding(Oldest):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+
+
+oldest = Oldest()
+not_a_policy = 3
+
+
+@pytest.mark.parametrize("name", ["Oldest", "oldest"])
+def test_a_policy_of_ones_own_is_named_by_its_module(name: str) -> None:
+    first, second = (leaves(f"{__name__}:{name}") for _ in range(2))
+    assert first.evict(5)[0].tolist() == [1, 2, 3, 4, 5]
+    assert isinstance(first.policy, Oldest) and isinstance(second.policy, Oldest)
+    assert first.policy.asked > 0 and second.policy.asked == 0, "each cache has its own"
+    assert oldest.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("no_such_module:Rule", "there is no module no_such_module"),
+        (f"{__name__}:absent", "has no absent"),
+        (f"{__name__}:not_a_policy", "an object with name and rank"),
+        (f"{__name__}:leaves", "an object with name and rank"),
+        (f"{__name__}:Demanding", "a class without arguments: TypeError"),
+    ],
+)
+def test_a_path_to_no_policy_says_why(path: str, says: str) -> None:
+    with pytest.raises(BadArgument, match=re.escape(says)) as caught:
+        Tree(policy=path)
+    assert (caught.value.name, caught.value.value) == ("policy", path)
 
 
 def test_an_exception_in_a_python_policy_evicts_nothing() -> None:

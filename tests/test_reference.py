@@ -131,7 +131,7 @@ def test_each_policy_has_its_own_order(policy: str, gone: str) -> None:
 
 
 def test_every_policy_is_covered() -> None:
-    assert set(POLICIES) == {"lru", "lfu", "fifo", "mru", "filo", "slru", "priority"}
+    assert set(POLICIES) == {"lru", "lfu", "fifo", "mru", "filo", "slru", "slru:1", "slru:4", "priority"}
 
 
 def test_lease_backs_off_by_one_and_gives_duplicates_back() -> None:

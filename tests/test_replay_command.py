@@ -47,6 +47,27 @@ def test_a_row_a_policy_and_capacity(trace: Path, capsys: pytest.CaptureFixture[
     assert rows[1]["block_hits"] == replay(Trace.open(trace), "lru", 30).block_hits
 
 
+def test_a_policy_of_ones_own_beside_the_caller_is_replayed(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "policy_beside.py").write_text(
+        "class Oldest:\n    name = 'oldest'\n    def rank(self, node):\n        return node.created, 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # as for a console script
+    policies = ["policy_beside:Oldest", "fifo", "slru:3"]
+    rows = rows_of(capsys, trace, "--capacity", "30,60", "--policy", ",".join(policies))
+    assert [row["policy"] for row in rows] == ["oldest", "oldest", "fifo", "fifo", "slru:3", "slru:3"]
+    assert [row["block_hits"] for row in rows[:2]] == [row["block_hits"] for row in rows[2:4]]
+    assert [row["block_hits"] for row in rows[4:]] == [
+        replay(Trace.open(trace), "slru:3", capacity).block_hits for capacity in (30, 60)
+    ]
+    for wrong, says in (("absent_one:Rule", "no module absent_one"), ("slru:0", "slru:N with N"), ("lru:2", "lru; of")):
+        assert cli.main(["replay", str(trace), "--policy", wrong]) == 2
+        shown = capsys.readouterr().err
+        assert f"mainstem: --policy {wrong}: must be" in shown and says in shown and shown.count("\n") == 1
+
+
 def test_without_options(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, trace)
     assert [row["policy"] for row in rows] == ["lru"] * 5 + ["opt"] * 5

@@ -468,6 +468,15 @@ def test_units() -> None:
         parse_store("storage", "8TB@7GB")
 
 
+def test_a_policy_that_does_not_exist_is_refused_before_the_trace_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cyclopts", reason="cyclopts is not installed")
+    from mainstem import cli
+
+    arguments = ["plan", "no-such-trace", "--model", "llama-3.1-8b", "--gpu", "h200", "--policy", "absent_one:Rule"]
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("mainstem: --policy absent_one:Rule: must be opt (the offline optimum), ")
+
+
 def test_the_command_prints_the_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cyclopts = pytest.importorskip("cyclopts", reason="cyclopts is not installed")
     from mainstem.replay.plan_command import plan as command

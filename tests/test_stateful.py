@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mainstem.cache import Lease, PrefixCache
 from mainstem.core.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
-from mainstem.policies import BUILT_IN
+from mainstem.policies import find_policy
 from mainstem.tree import NodeView, Tree
 
 SIZES = [1, 3, 16]
@@ -33,7 +33,7 @@ class InPython:
 
     def __init__(self, name: str) -> None:
         self.name = f"my {name}"
-        self.rank = BUILT_IN[name].rank
+        self.rank = find_policy(name).rank
 
 
 def policy_of(name: str, python: bool) -> Any:

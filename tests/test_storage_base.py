@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, Self
 
 import pytest
@@ -45,6 +48,24 @@ class Abstract(Backend):
     """A back end that is not done."""
 
 
+class Vague(MemoryBackend):
+    """A back end that forgets to return what it opened."""
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        return None  # type: ignore[return-value]
+
+
+class Failing(MemoryBackend):
+    """A back end with a mistake in it."""
+
+    mistake: ClassVar[Exception]
+
+    @classmethod
+    def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
+        raise cls.mistake
+
+
 not_a_class = 3
 
 
@@ -68,15 +89,49 @@ def test_a_class_of_ones_own_is_named_by_its_module() -> None:
     assert mine.options == {"level": "3", "name": "a b"}
 
 
-@pytest.mark.parametrize("name", ["not_a_class", "HERE", "absent", "Sequence"])
+@pytest.mark.parametrize("name", ["not_a_class", "HERE", "Sequence"])
 def test_what_is_no_backend_is_refused(name: str) -> None:
     with pytest.raises(BadArgument, match="a subclass of mainstem"):
         open_backend(f"{HERE}:{name}")
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
-    with pytest.raises(BackendUnavailable, match="no_such_module"):
-        open_backend("no_such_module.store:Class")
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("no_such_module.store:Class", "there is no module no_such_module"),
+        (f"{HERE}:absent", f"{HERE} has no absent"),
+        (f"{HERE}:Abstract", f"with from_spec; {HERE}:Abstract has none"),
+        (f"{HERE}:Vague", f"whose from_spec returns a back end; {HERE}:Vague returned None"),
+    ],
+)
+def test_what_a_spec_of_ones_own_lacks_is_named(spec: str, says: str) -> None:
+    with pytest.raises(BadArgument, match=re.escape(says)) as caught:
+        open_backend(spec)
+    assert caught.value.name == "storage"
+
+
+@pytest.mark.parametrize("mistake", [KeyError("bucket"), TypeError("no such argument"), OSError("refused")], ids=repr)
+def test_a_mistake_inside_a_class_of_ones_own_is_reported_as_its_own(mistake: Exception) -> None:
+    Failing.mistake = mistake
+    with pytest.raises(BackendUnavailable) as caught:
+        open_backend(f"{HERE}:Failing")
+    assert f"from_spec of {HERE}:Failing failed: {type(mistake).__name__}: {mistake}" in str(caught.value)
+    assert caught.value.__cause__ is mistake
+
+
+def test_an_error_of_ours_from_a_class_of_ones_own_is_left_as_it_is() -> None:
+    Failing.mistake = BackendUnavailable("nobody answers at 10.0.0.9")
+    with pytest.raises(BackendUnavailable, match=r"^nobody answers"):
+        open_backend(f"{HERE}:Failing")
+
+
+def test_a_class_beside_the_caller_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # as for a console script
+    (tmp_path / "store_beside.py").write_text(
+        "from mainstem.storage.memory import MemoryBackend\nclass Store(MemoryBackend): pass\n"
+    )
+    assert type(open_backend("store_beside:Store")).__name__ == "Store"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +36,23 @@ def value_of(at: int, size: int) -> memoryview:
     return memoryview(random.Random(at).randbytes(size))
 
 
-def small(io: FileSystem, grains: int = 16, root: Path | str = "simulated") -> FileBackend:
-    return FileBackend(root, grains * GRAIN_BYTES, io=io, threads=1, random=random.Random("junk").randbytes)
+def small(
+    io: FileSystem,
+    grains: int = 16,
+    root: Path | str = "simulated",
+    min_free: int = 0,
+    clock: Callable[[], float] | None = None,
+) -> FileBackend:
+    """A store of so many grains; it asks at every turn what is free, if it does."""
+    return FileBackend(
+        root,
+        grains * GRAIN_BYTES,
+        io=io,
+        threads=1,
+        min_free_bytes=min_free,
+        clock=clock or count().__next__,
+        random=random.Random("junk").randbytes,
+    )
 
 
 def read(store: FileBackend, key: bytes) -> bytes | None:
@@ -78,6 +95,7 @@ def test_conformance(case: Case, options: str, tmp_path: Path) -> None:
         ("sync=some", "sync"),
         ("threads=x", "threads"),
         ("threads=0", "threads"),
+        ("min_free=x", "min_free"),
         ("timeout=3", "timeout"),
     ],
 )
@@ -91,6 +109,7 @@ def test_bad_arguments_are_named(tmp_path: Path, store: FileBackend) -> None:
         (lambda: open_backend("file:"), "root"),
         (lambda: FileBackend("a\0b", 1 << 20), "root"),
         (lambda: FileBackend(tmp_path / "other", 1 << 20, threads=0), "threads"),
+        (lambda: FileBackend(tmp_path / "other", 1 << 20, min_free_bytes=-1), "min_free_bytes"),
         (lambda: store.put([b"short"], [memoryview(b"x")]), "key"),
         (lambda: store.put(KEYS[:1], [memoryview(b"")]), "at least one byte"),
     ):
@@ -416,21 +435,30 @@ def test_a_value_that_was_cut_is_dropped_and_can_be_put_again() -> None:
 # ---------------------------------------------------------------- faults of any call
 
 
+MIN_FREE = 1 << 20
+
+
 def scenario(io: Faulty, heal: Callable[[], None]) -> Counter[str]:
     """A session with everything in it. Every value read is the last put, or one whose put or deletion failed."""
     rng = random.Random(4)
     may: dict[bytes, set[bytes | None]] = {key: {None} for key in KEYS[:8]}
     seen = Counter[str]()
     store = None
+    disk = io.inner
+    assert isinstance(disk, Disk)
     for turn in range(14):
         if turn == 11:
             heal()
+        if turn in (4, 10):  # others take what should be free, and give it back at the next turn
+            disk.size_bytes = disk.size_bytes - disk.free_bytes(0) + MIN_FREE - 3 * GRAIN_BYTES
+        else:
+            disk.size_bytes = 1 << 40
         if store is None or turn in (6, 12):
             if store:
                 store.close()
                 store = None
             try:
-                store = small(io, 10)
+                store = small(io, 10, min_free=MIN_FREE)
             except BackendUnavailable:
                 seen["unavailable"] += 1
                 continue
@@ -573,6 +601,103 @@ def test_a_full_disk_is_lived_with(tiny_steps: None) -> None:
     assert store.exists(KEYS[:20]) == 20
     store.check()
     store.close()
+
+
+ROOM_OF_INDEX = 20 * RECORD.size
+
+
+def leave(disk: Disk, free: int) -> None:
+    """Others fill the disk up to so many bytes, or make room."""
+    disk.size_bytes += free - disk.free_bytes(0)
+
+
+def test_it_grows_no_further_than_into_the_room_that_must_stay_free(tiny_steps: None) -> None:
+    disk = Disk()
+    store = small(disk, 64, min_free=MIN_FREE)
+    leave(disk, MIN_FREE + 8 * GRAIN_BYTES + ROOM_OF_INDEX)
+    for at in range(20):
+        assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
+    assert len(disk.files["values"].live) == 8 * GRAIN_BYTES
+    assert store.exists(KEYS[12:20]) == 8 and store.stats().entries == 8, "it evicts in what it has"
+    leave(disk, MIN_FREE + 64 * GRAIN_BYTES)
+    for at in range(20):
+        assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
+    assert store.exists(KEYS[:20]) == 20
+    store.check()
+    store.close()
+
+
+def test_what_others_need_is_given_back_and_what_has_no_place_is_refused(tiny_steps: None) -> None:
+    disk = Disk()
+    store = small(disk, 16, min_free=MIN_FREE)
+    assert all(store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)]))
+    leave(disk, MIN_FREE - 3 * GRAIN_BYTES)
+    assert store.put(KEYS[:1], [value_of(0, 4096)]) == [True], "it is there already"
+    assert len(disk.files["values"].live) == 13 * GRAIN_BYTES and store.stats().entries == 13
+    assert (store.exists(KEYS[:16]), store.stats().evicted) == (13, 3)
+    assert store.put(KEYS[20:21], [value_of(20, 4096)]) == [True], "in the place of the least recently used"
+    store.check()
+    leave(disk, 0)
+    assert store.put(KEYS[20:22], [value_of(at, 4096) for at in (20, 21)]) == [False, False], "there is no more to give"
+    assert len(disk.files["values"].live) == store.stats().entries == 0
+    leave(disk, MIN_FREE + 2 * GRAIN_BYTES + ROOM_OF_INDEX)
+    assert store.put(KEYS[20:22], [value_of(at, 4096) for at in (20, 21)]) == [True, True]
+    assert [read(store, key) for key in KEYS[20:22]] == [bytes(value_of(at, 4096)) for at in (20, 21)]
+    store.check()
+    store.close()
+
+
+def test_the_disk_is_asked_what_is_free_at_most_once_a_second(tiny_steps: None) -> None:
+    asked: list[float] = []
+    now = [100.0]
+    io = Faulty(Disk(), lambda number, name: asked.append(now[0]) if name == "free_bytes" else None)
+    store = small(io, 64, min_free=MIN_FREE, clock=lambda: now[0])
+    for at in range(40):
+        now[0] += 0.25
+        store.put([KEYS[at]], [value_of(at, 4096)])
+    assert asked == [100.25 + second for second in range(10)]
+    store.close()
+    assert small(io, 64, min_free=0).put(KEYS[:1], [value_of(0, 4096)]) == [True]
+    assert len(asked) == 10, "nobody asks where nothing must stay free"
+
+
+def test_what_it_took_since_it_asked_counts(tiny_steps: None) -> None:
+    disk = Disk()
+    store = small(disk, 64, min_free=MIN_FREE, clock=lambda: 0.0)
+    leave(disk, MIN_FREE + 8 * GRAIN_BYTES + ROOM_OF_INDEX)
+    for at in range(20):
+        assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
+    assert len(disk.files["values"].live) == 8 * GRAIN_BYTES
+    store.close()
+
+
+def test_a_disk_that_does_not_say_what_is_free_fails_the_put_and_nothing_else() -> None:
+    state = SimpleNamespace(broken=False)
+
+    def fault(number: int, name: str) -> None:
+        if state.broken and name == "free_bytes":
+            raise OSError(errno.EIO, "no answer")
+
+    store = small(Faulty(Disk(), fault), min_free=MIN_FREE)
+    store.put(KEYS[:1], [value_of(0, 4096)])
+    state.broken = True
+    with pytest.raises(StorageError, match="io"):
+        store.put(KEYS[1:2], [value_of(1, 4096)])
+    assert read(store, KEYS[0]) == bytes(value_of(0, 4096))
+    state.broken = False
+    assert store.put(KEYS[1:2], [value_of(1, 4096)]) == [True]
+    store.check()
+    store.close()
+
+
+def test_the_file_system_says_what_is_free(tmp_path: Path) -> None:
+    found = os.statvfs(tmp_path)
+    with contextlib.closing(
+        open_backend(f"file:{tmp_path}/kv?min_free={2 * found.f_blocks * found.f_frsize}")
+    ) as store:
+        assert store.put(KEYS[:1], [value_of(0, 4096)]) == [False]
+    with contextlib.closing(open_backend(f"file:{tmp_path}/kv?min_free=4KiB")) as store:
+        assert store.put(KEYS[:1], [value_of(0, 4096)]) == [True]
 
 
 def test_when_writing_is_impossible_it_goes_on_reading_and_loses_nothing_more() -> None:

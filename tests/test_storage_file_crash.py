@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from itertools import count
 
 import pytest
 from simulated_disk import Disk, Faulty
@@ -22,6 +23,7 @@ WORKLOADS = int(os.environ.get("MAINSTEM_CRASH_WORKLOADS", "6"))
 CAPACITY = 24 * GRAIN_BYTES
 SIZES = (1, 700, 4096, 4097, 9000, 20_000)
 LARGEST = max(SIZES)
+MIN_FREE = 1 << 20
 
 
 class Workload:
@@ -46,7 +48,15 @@ class Workload:
         self.close()
 
     def open(self, io: Faulty | Disk) -> FileBackend:
-        return FileBackend("simulated", CAPACITY, io=io, threads=1, random=random.Random("junk").randbytes)
+        return FileBackend(
+            "simulated",
+            CAPACITY,
+            io=io,
+            threads=1,
+            min_free_bytes=MIN_FREE,
+            clock=count().__next__,  # it asks at every turn what is free
+            random=random.Random("junk").randbytes,
+        )
 
     def close(self) -> None:
         store, self.store = self.store, None
@@ -55,13 +65,23 @@ class Workload:
 
     def step(self) -> None:
         assert self.store
-        kind = self.rng.choices(("put", "get", "delete", "reopen", "clear"), (12, 3, 3, 1, 0.3))[0]
+        kind = self.rng.choices(("put", "scarce", "get", "delete", "reopen", "clear"), (12, 3, 3, 3, 1, 0.3))[0]
         some = self.rng.sample(self.keys, self.rng.randint(1, 6))
         if kind == "put":
             values = [self.rng.randbytes(self.rng.choice(SIZES)) for _ in some]
             self.in_flight = {key: {value} for key, value in zip(some, values, strict=True)}
             assert all(self.store.put(some, [memoryview(value) for value in values]))
             self.may.update(self.in_flight)
+        elif kind == "scarce":  # others take some of what must stay free, for the time of a put
+            used = self.disk.size_bytes - self.disk.free_bytes(0)
+            self.disk.size_bytes = used + MIN_FREE - self.rng.randint(1, 12) * GRAIN_BYTES
+            values = [self.rng.randbytes(self.rng.choice(SIZES)) for _ in some]
+            self.in_flight = {key: {value} for key, value in zip(some, values, strict=True)}
+            stored = self.store.put(some, [memoryview(value) for value in values])
+            self.may.update(
+                {key: self.in_flight[key] if kept else set() for key, kept in zip(some, stored, strict=True)}
+            )
+            self.disk.size_bytes = Disk().size_bytes
         elif kind == "get":
             self.verify(self.store, set())
         elif kind == "delete":
@@ -119,7 +139,7 @@ def test_no_loss_of_power_shows_a_wrong_value_or_loses_a_durable_one(
     workload.run(steps=25)
     seen = workload.seen
     assert seen["read"] > 100 and seen["absent"] > 100, seen
-    assert seen["pwritev"] > 40 and seen["rename"] > 0 and seen["allocate"] > 0, seen
+    assert seen["pwritev"] > 40 and seen["rename"] > 0 and seen["allocate"] > 0 and seen["truncate"] > 0, seen
 
 
 def test_the_simulated_disk_loses_what_is_not_synced_and_nothing_else() -> None:

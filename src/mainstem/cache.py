@@ -87,7 +87,7 @@ class PrefixCache:
             one has an id for each page.
         page_size: positions a page.
         keys: what a token sequence is in symbols; one symbol is one position.
-        policy: name of a built-in policy, or an object with one rule.
+        policy: what is evicted first, see `mainstem.policies.find_policy`.
         enabled: False: nothing is matched and nothing published; all else is the same.
         copy_page: with it a hit may end inside a page, whose beginning is copied; without it, and where there is more
             than full attention, hits end at page borders.

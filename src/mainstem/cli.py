@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from json import dumps
 from pathlib import Path
@@ -23,12 +23,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from mainstem.errors import BadArgument, MainstemError
+from mainstem.imports import is_missing, needs
 
 try:
-    import cyclopts
-    from cyclopts import Parameter
-except ModuleNotFoundError as missing:
-    sys.exit(f"mainstem: {missing.name} is not installed: pip install 'mainstem[cli]'")
+    with needs("cyclopts", "cyclopts is not installed: pip install 'mainstem[cli]'"):
+        import cyclopts
+        from cyclopts import Parameter
+except MainstemError as missing:
+    sys.exit(f"mainstem: {missing}")
 
 if TYPE_CHECKING:
     from socket import socket
@@ -100,6 +102,24 @@ Examples:
   mainstem storage clear redis://127.0.0.1:6379/0
   mainstem storage check my_package.my_store:MyStore"""
 
+_STATS_EXAMPLES = """\
+Examples:
+
+  mainstem storage stats file:./kv
+  mainstem storage stats 's3://my-bucket?endpoint=http://127.0.0.1:9000' --json"""
+
+_CLEAR_EXAMPLES = """\
+Examples:
+
+  mainstem storage clear file:./kv
+  mainstem storage clear redis://127.0.0.1:6379/0"""
+
+_CHECK_EXAMPLES = """\
+Examples:
+
+  mainstem storage check file:./new
+  mainstem storage check my_package.my_store:MyStore --erase --json"""
+
 _DEMO_EXAMPLES = """\
 Examples:
 
@@ -157,6 +177,8 @@ def _explain(error: Exception) -> tuple[str, int]:
             return f"{_option(error.name)} {str(error.value) or '(empty)'}: must be {error.allowed}", 2
         case ImportError() if extra := _missing_extra(error):
             return f"{error.name} is not installed: pip install 'mainstem[{extra}]'", 1
+        case ImportError():
+            return f"a package cannot be imported: {error} (MAINSTEM_DEBUG=1 shows where)", 1
         case MainstemError() | OSError():
             return str(error), 1
     return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
@@ -186,8 +208,8 @@ def _option(name: str) -> str:
 
 
 def _missing_extra(error: ImportError) -> str | None:
-    package = (error.name or "").partition(".")[0]
-    return next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+    extras = (extra for extra, packages in _EXTRAS.items() if any(is_missing(error, package) for package in packages))
+    return next(extras, None)
 
 
 # --- options ------------------------------------------------------------------------------------------------------
@@ -232,7 +254,8 @@ class EngineOptions:
         chunk_tokens: Prompt tokens computed a step, all requests together; 1 or more.
         max_running: Requests computed together; 1 or more.
         max_waiting: Requests that may wait; more are refused with 429. 1 or more.
-        policy: What is evicted first when pages run out: lru, slru, lru-2, arc, s3-fifo, gdsf and others.
+        policy: What is evicted first when pages run out: lru, slru, slru:3, arc, gittins and others, or
+            package.module:Class of your own; see docs/policies.md.
         cache: Whether prefixes are reused at all.
     """
 
@@ -493,14 +516,14 @@ def serve(
     config = ServerConfig(
         host, port, api_key, admin_key, max_body_bytes, drain_timeout_s, images.policy(), record.config()
     )
-    below = tiers.config()
     adapters = [_adapter(text) for text in adapter]
-    with _bound(config) as listener, _engine(model, dtype, engine, below) as running:
-        for name, path in adapters:
-            try:
-                running.load_adapter(name, path)
-            except BadArgument as error:
-                raise BadArgument("adapter", f"{name}={path}", error.allowed) from None
+    with ExitStack() as stack:
+        listener = stack.enter_context(_bound(config))
+        _say(f"starting, to serve {_model_name(model)} at {host} port {listener.getsockname()[1]}")
+        bars = stack.enter_context(_Bars(lines=True))
+        running = stack.enter_context(_engine(model, dtype, engine, bars, tiers))
+        _load_adapters(running, adapters, bars)
+        bars.close()
         serve_http(running, config, listener)
 
 
@@ -526,7 +549,7 @@ def generate(
     """
     params = sampling.params()
     texts = _texts(prompt, file)
-    with _engine(model, dtype, EngineOptions()) as engine, _Bars() as bars:
+    with _Bars() as bars, _engine(model, dtype, EngineOptions(), bars) as engine:
         streams = _submit_all(engine, [text for _, text in texts], params, chat, bars)
         for (name, _), stream in zip(texts, streams, strict=True):
             if json:
@@ -551,15 +574,14 @@ def demo(
         dtype: Number format of weights and KV; auto takes what is quickest here.
         prefix_tokens: Tokens of the document; 1 up to what fits the model. Default: the whole document, about 1,100.
     """
-    with _engine(model, dtype, EngineOptions()) as engine:
+    with _Bars() as bars, _engine(model, dtype, EngineOptions(), bars) as engine:
         import torch
 
         from mainstem import demo as demonstration
 
-        with _Bars() as bars:
-            report = demonstration.run(
-                engine, threads=torch.get_num_threads(), prefix_tokens=prefix_tokens, progress=bars.update
-            )
+        report = demonstration.run(
+            engine, threads=torch.get_num_threads(), prefix_tokens=prefix_tokens, progress=bars.update
+        )
     if json:
         print(_to_json(asdict(report)))
     else:
@@ -577,6 +599,21 @@ def _adapter(text: str) -> tuple[str, str]:
     if not name or not path or " " in name or not (name.isascii() and name.isprintable()):
         raise BadArgument("adapter", text, "NAME=PATH, the name of printable ASCII characters without spaces")
     return name, path
+
+
+def _load_adapters(engine: Engine, adapters: Sequence[tuple[str, str]], bars: _Bars) -> None:
+    for number, (name, path) in enumerate(adapters):
+        bars.update("adapters", number, len(adapters))
+        try:
+            engine.load_adapter(name, path)
+        except BadArgument as error:
+            raise BadArgument("adapter", f"{name}={path}", error.allowed) from None
+
+
+def _model_name(model: str | None) -> str:
+    from mainstem.runtime.models import DEFAULT_NAME
+
+    return DEFAULT_NAME if model is None else model
 
 
 def _bound(config: ServerConfig) -> socket:
@@ -607,7 +644,7 @@ app.command("mainstem.replay.commands:trace", name="trace", help="Look at traces
 Spec = Annotated[str, Parameter(help="Such as file:./kv?capacity=8GiB or redis://127.0.0.1:6379/0; docs/storage.md.")]
 
 
-@storage.command
+@storage.command(help_epilogue=_STATS_EXAMPLES)
 def stats(spec: Spec, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
     """Show what a store holds.
 
@@ -619,14 +656,14 @@ def stats(spec: Spec, *, json: Annotated[bool, Parameter(negative="")] = False) 
     print(_to_json(held) if json else "\n".join(f"{name:15} {value}" for name, value in held.items()))
 
 
-@storage.command
+@storage.command(help_epilogue=_CLEAR_EXAMPLES)
 def clear(spec: Spec) -> None:
     """Remove every value of a store."""
     with _backend(spec) as backend:
         backend.clear()
 
 
-@storage.command
+@storage.command(help_epilogue=_CHECK_EXAMPLES)
 def check(spec: Spec, *, erase: bool = False, json: Annotated[bool, Parameter(negative="")] = False) -> None:
     """Run the conformance suite against a store, which is empty afterwards.
 
@@ -662,18 +699,21 @@ def _backend(spec: str) -> Iterator[Backend]:
 
 
 @contextmanager
-def _engine(model: str | None, dtype: str, options: EngineOptions, tiers: TierConfig | None = None) -> Iterator[Engine]:
+def _engine(
+    model: str | None, dtype: str, options: EngineOptions, bars: _Bars, tiers: TierOptions | None = None
+) -> Iterator[Engine]:
+    bars.update("import", 0, 0)
     from mainstem.runtime.engine import Engine, EngineConfig
     from mainstem.runtime.models import load_model
     from mainstem.runtime.sizing import read_trace
 
+    bars.update("import", 1, 1)
     settings = asdict(options)  # checked before the model is loaded, which takes long
     if options.window_trace is not None:
         settings["window_trace"] = read_trace(options.window_trace)
-    config = EngineConfig(**settings, tiers=tiers)
-    with _Bars() as bars:
-        loaded = load_model(model, dtype=dtype, progress=bars.update)
-    with Engine(loaded, config) as engine:
+    config = EngineConfig(**settings, tiers=None if tiers is None else tiers.config())
+    loaded = load_model(model, dtype=dtype, progress=bars.update)
+    with Engine(loaded, config, progress=bars.update) as engine:
         yield engine
 
 
@@ -744,12 +784,30 @@ def _to_json(value: object) -> str:
     return dumps(value, ensure_ascii=False)
 
 
-class _Bars:
-    """Progress bars on standard error, one a stage; nothing where that is no terminal."""
+_STAGES = {
+    "import": "importing PyTorch and transformers",
+    "download": "downloading the model",
+    "convert": "converting the model",
+    "load": "loading the model",
+    "test": "taking memory for KV, testing the model over it",
+    "tiers": "taking host memory, opening storage",
+    "adapters": "loading adapters",
+}
+"""Stages of a start, in words; others are called as they are."""
 
-    def __init__(self) -> None:
+
+class _Bars:
+    """Progress bars on standard error, one a stage. Where that is no terminal: a line a stage, or nothing.
+
+    Args:
+        lines: print a line as each stage begins.
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._lines = lines
+        self._begun: set[str] = set()
 
     def __enter__(self) -> _Bars:
         if sys.stderr.isatty():
@@ -767,22 +825,29 @@ class _Bars:
 
     def close(self) -> None:
         """Takes the bars off the screen; later updates do nothing."""
+        self._lines = False
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def update(self, stage: str, done: int, total: int) -> None:
-        """Moves a stage's bar, from any thread."""
-        progress = self._progress
-        if progress is None:
-            return
-        if stage not in self._tasks:
-            self._tasks[stage] = progress.add_task(stage)
-        progress.update(self._tasks[stage], completed=done, total=total)
+        """Moves a stage's bar, from any thread; a total of 0 is not known."""
+        words, progress = _STAGES.get(stage, stage), self._progress
+        if progress is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = progress.add_task(words)
+            progress.update(self._tasks[stage], completed=done, total=total or None)
+        elif self._lines and stage not in self._begun:
+            self._begun.add(stage)
+            _say(words)
 
     def following(self, stage: str) -> Callable[[int, int], None]:
         """An updater of one stage."""
         return lambda done, total: self.update(stage, done, total)
+
+
+def _say(line: str) -> None:
+    print(f"mainstem: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ chances, what was evicted) are in core/csrc/policies, one file each. A policy of
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from mainstem.errors import BadArgument
+from mainstem.imports import PATH, load_object
 
 SLRU_PROTECTED_HITS = 2
-"""From this many hits on, slru keeps a leaf for as long as there are others."""
+"""From this many hits on, slru keeps a leaf for as long as there are others; `slru:3` is another threshold."""
+_MOST_HITS = 2**32 - 1
 
 
 class NodeStats(NamedTuple):
@@ -49,12 +52,23 @@ class BuiltIn:
     """A policy that the core knows by its name.
 
     `source` says where it was published; "" for those that have no author. `rank` is its rule in Python; None: it
-    remembers more than one leaf says, and the core alone has it (core/csrc/policies).
+    remembers more than one leaf says, and the core alone has it (core/csrc/policies). `protected_hits` is for slru.
     """
 
     name: str
     rank: Callable[[NodeStats], Rank] | None = None
     source: str = ""
+    protected_hits: int = SLRU_PROTECTED_HITS
+
+    @property
+    def rule(self) -> str:
+        """The name without a parameter."""
+        return self.name.partition(":")[0]
+
+
+def _slru(name: str, protected_hits: int) -> BuiltIn:
+    source = "Karedy, Love and Wherry, Computer 1994"
+    return BuiltIn(name, lambda n: (n.hits >= protected_hits, n.last_access), source, protected_hits)
 
 
 BUILT_IN = {
@@ -65,7 +79,7 @@ BUILT_IN = {
         BuiltIn("fifo", lambda n: (n.created, 0)),
         BuiltIn("mru", lambda n: (-n.last_access, 0)),
         BuiltIn("filo", lambda n: (-n.created, 0)),
-        BuiltIn("slru", lambda n: (n.hits >= SLRU_PROTECTED_HITS, n.last_access)),
+        _slru("slru", SLRU_PROTECTED_HITS),
         BuiltIn("priority", lambda n: (n.priority, n.last_access)),
         BuiltIn("length-aware", lambda n: (n.hits, -n.depth_pages), "Qin et al., Mooncake, arXiv:2407.00079"),
         BuiltIn("lru-2", source="O'Neil, O'Neil and Weikum, SIGMOD 1993"),
@@ -83,13 +97,52 @@ BUILT_IN = {
 
 
 def find_policy(policy: str | Policy) -> Policy | BuiltIn:
-    """The policy of that name, or the object itself.
+    """A policy by its name, or the object itself.
+
+    Args:
+        policy: the name of a built-in policy; `slru:N`, which keeps what was hit N times or more; `module:name`, an
+            object with `name` and `rank`, of which this is a copy, or a class that makes one without arguments; or such
+            an object. A module may lie in the working directory.
 
     Raises:
-        BadArgument: no built-in policy has that name, and it is no policy.
+        BadArgument: no built-in policy has that name, its parameter is out of range, the module has no such object or
+            cannot be imported, or it is no policy.
+
+    >>> find_policy("slru:3").name
+    'slru:3'
     """
-    if isinstance(policy, str) and policy in BUILT_IN:
-        return BUILT_IN[policy]
-    if isinstance(policy, str) or not callable(getattr(policy, "rank", None)) or not hasattr(policy, "name"):
-        raise BadArgument("policy", policy, f"one of {', '.join(BUILT_IN)}, or an object with name and rank(node)")
-    return policy
+    if isinstance(policy, str):
+        if policy in BUILT_IN:
+            return BUILT_IN[policy]
+        rule, colon, parameter = policy.partition(":")
+        if colon and rule in BUILT_IN:
+            return _with_parameter(policy, rule, parameter)
+    found = _load(policy) if isinstance(policy, str) and PATH.fullmatch(policy) else policy
+    if isinstance(found, str | type) or not callable(getattr(found, "rank", None)) or not hasattr(found, "name"):
+        names = ", ".join(BUILT_IN)
+        raise BadArgument(
+            "policy", policy, f"one of {names}, slru:N, or an object with name and rank(node), or its module:name"
+        )
+    return found
+
+
+def _with_parameter(policy: str, rule: str, parameter: str) -> BuiltIn:
+    if rule != "slru":
+        raise BadArgument("policy", policy, f"{rule}; of the built-in policies slru alone has a parameter")
+    hits = int(parameter) if parameter.isdecimal() and parameter.isascii() and len(parameter) < 20 else 0
+    if not 1 <= hits <= _MOST_HITS:
+        raise BadArgument("policy", policy, f"slru:N with N, the hits that protect, from 1 to {_MOST_HITS}")
+    return _slru(policy, hits)
+
+
+def _load(path: str) -> Policy:
+    """The object at `module:name`: each cache has its own, so it is a copy."""
+    found = load_object("policy", path)
+    try:
+        loaded = found() if isinstance(found, type) else copy.deepcopy(found)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise BadArgument(
+            "policy", path, f"an object that can be copied, or a class without arguments: {why}"
+        ) from error
+    return cast("Policy", loaded)

@@ -22,7 +22,7 @@ from mainstem.components import Component, Full
 from mainstem.errors import BadArgument, check_integer
 from mainstem.keys import HashKeys, KeyKind, TokenKeys, TokenLike
 from mainstem.namespaces import NamespaceLike, describe_namespace, encode_namespace
-from mainstem.policies import BuiltIn, NodeStats, Policy, find_policy
+from mainstem.policies import SLRU_PROTECTED_HITS, BuiltIn, NodeStats, Policy, Rank, find_policy
 
 Ids = NDArray[np.int32]
 
@@ -127,7 +127,7 @@ class Tree:
         keys: what a token sequence is in symbols.
         components: what is kept for a prefix; the first is the main one.
         tiers: 1 for the device alone, 2 with host memory.
-        policy: name of a built-in policy, or an object with one rule.
+        policy: see `mainstem.policies.find_policy`.
 
     Raises:
         BadArgument: an argument out of range.
@@ -165,9 +165,10 @@ class Tree:
             self.page_size,
             [component.row() for component in self.components],
             self.tiers,
-            "external" if self.ranks_outside else self.policy.name,
+            self.policy.rule if isinstance(self.policy, BuiltIn) else "external",
             secrets.randbits(64),
             self.keys.block_tokens if isinstance(self.keys, HashKeys) else 1,
+            self.policy.protected_hits if isinstance(self.policy, BuiltIn) else SLRU_PROTECTED_HITS,
         )
 
     def match(self, tokens: TokenLike, namespace: NamespaceLike = None, *, partial: bool = False) -> Match:
@@ -342,10 +343,7 @@ class Tree:
         """Asks the policy about every candidate that has changed; whether anything can be evicted."""
         while self._ranks is not None and (waiting := self.core.waiting(row, tier)) is not None:
             stats = NodeStats(*waiting)
-            major, minor = self._ranks.rank(stats)
-            if not (math.isfinite(major) and math.isfinite(minor)):
-                raise BadArgument(f"rank of policy {self._ranks.name}", (major, minor), "two finite numbers")
-            self.core.rank(stats.node, row, tier, float(major), float(minor))
+            self.core.rank(stats.node, row, tier, *_rank(self._ranks, stats))
         present, locked, _ = self.core.counts(row, tier)
         return present > locked
 
@@ -479,6 +477,18 @@ class Tree:
         if row is None:
             raise BadArgument("component", component, "one of " + ", ".join(self._rows))
         return row
+
+
+def _rank(policy: Policy, stats: NodeStats) -> Rank:
+    rank = policy.rank(stats)
+    try:
+        major, minor = rank
+        finite = math.isfinite(major) and math.isfinite(minor)
+    except (TypeError, ValueError, OverflowError):  # not two of them, no numbers, or one beyond all floats
+        finite = False
+    if not finite:
+        raise BadArgument(f"rank of policy {policy.name}", rank, "two finite numbers")
+    return float(major), float(minor)
 
 
 def _handle(node: int) -> int:

@@ -50,6 +50,8 @@ POLICIES: dict[str, Callable[[Page], tuple[int, ...]]] = {  # the leaf with the 
     "mru": lambda page: (-page.last_access,),
     "filo": lambda page: (-page.created,),
     "slru": lambda page: (page.hits >= 2, page.last_access),
+    "slru:1": lambda page: (page.hits >= 1, page.last_access),
+    "slru:4": lambda page: (page.hits >= 4, page.last_access),
     "priority": lambda page: (page.priority, page.last_access),
 }
 

@@ -26,14 +26,37 @@ if TYPE_CHECKING:
     from mainstem.replay.info import Group, TraceInfo
     from mainstem.replay.trace import Trace
 
-_TRACE_EXAMPLES = """\
+_INFO_EXAMPLES = """\
 Examples:
 
   mainstem trace info conversation_trace.jsonl.xz
   mainstem trace info requests.jsonl --format openai --tokenizer ./my-model
-  zcat log.gz | mainstem trace info - --on-bad skip --json
+  zcat log.gz | mainstem trace info - --on-bad skip --json"""
+
+_CONVERT_EXAMPLES = """\
+Examples:
+
   mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
-  mainstem trace generate chat=3,agents=1 --requests 50000 --seed 1 --set agents.steps=40 -o mix.mstrace
+  mainstem trace convert requests.jsonl.zst requests.mstrace --on-bad skip"""
+
+_GENERATE_EXAMPLES = """\
+Examples:
+
+  mainstem trace generate documents --requests 10000 -o documents.mstrace
+  mainstem trace generate chat=3,agents=1 --requests 50000 --seed 1 --set agents.steps=40 -o mix.mstrace"""
+
+_KINDS_EXAMPLES = """\
+Examples:
+
+  mainstem trace kinds
+  mainstem trace kinds --json"""
+
+_TRACE_EXAMPLES = """\
+Examples:
+
+  mainstem trace info conversation_trace.jsonl.xz
+  mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
+  mainstem trace generate chat=3,agents=1 --requests 50000 -o mix.mstrace
 
 A trace is lines of JSON: as Mooncake or Qwen-Bailian publish them, with
 token ids, with bodies of OpenAI requests, or a recording that
@@ -125,7 +148,7 @@ trace = cyclopts.App(
 )
 
 
-@trace.command(name="info")
+@trace.command(name="info", help_epilogue=_INFO_EXAMPLES)
 def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
     """Show what a trace is like: requests, blocks, what a cache could find at best, how soon blocks are used again.
 
@@ -141,7 +164,7 @@ def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json
         _show(found)
 
 
-@trace.command(name="convert")
+@trace.command(name="convert", help_epilogue=_CONVERT_EXAMPLES)
 def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
     """Write a trace in the compact format that is opened at once.
 
@@ -164,7 +187,7 @@ def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = _DEF
         print("".join(f"{printable(note)}\n" for note in read.notes), end="")
 
 
-@trace.command(name="generate")
+@trace.command(name="generate", help_epilogue=_GENERATE_EXAMPLES)
 def trace_generate(
     kind: str,
     *,
@@ -211,7 +234,7 @@ def trace_generate(
         print("".join(f"{printable(note)}\n" for note in made.notes), end="")
 
 
-@trace.command(name="kinds")
+@trace.command(name="kinds", help_epilogue=_KINDS_EXAMPLES)
 def trace_kinds(*, json: Json = False) -> None:
     """List the synthetic workloads, with their parameters and defaults.
 

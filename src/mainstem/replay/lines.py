@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import IO, Any
 
-from mainstem.errors import BackendUnavailable
+from mainstem.imports import needs
 from mainstem.replay.trace import TraceError
 
 MAX_LINE_BYTES = 64 << 20
@@ -162,10 +162,8 @@ def _xz(source: IO[bytes]) -> io.RawIOBase:
 
 
 def _zstd(source: IO[bytes]) -> io.RawIOBase:
-    try:
+    with needs("zstandard", "a file in zstd needs the package zstandard: pip install 'mainstem[zstd]'"):
         zstandard = importlib.import_module("zstandard")
-    except ImportError as error:
-        raise BackendUnavailable("a file in zstd needs the package zstandard: pip install 'mainstem[zstd]'") from error
     frames = _Frames(source, lambda: zstandard.ZstdDecompressor().decompressobj())
 
     def take(size: int) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from json import dumps
 from typing import TYPE_CHECKING, Literal
 
+import cyclopts
 from cyclopts import Parameter
 
 from mainstem.replay.commands import Json, TraceOptions, TracePath, bar, read_trace
@@ -16,7 +17,7 @@ from mainstem.storage.base import parse_bytes
 if TYPE_CHECKING:
     from mainstem.replay.assumptions import Assumptions, Memory
 
-PLAN_EXAMPLES = """\
+_EXAMPLES = """\
 Examples:
 
   mainstem plan trace.jsonl.xz --model llama-3.1-8b --gpu h200 --host-memory 1TB --storage 8TB@7GB/s --slo-ttft 500ms
@@ -49,7 +50,7 @@ class PlanOptions:
         weights_dtype: Of weights. Without it, as the model is published.
         bytes_per_token: Memory of a cached token, all in all, instead of what follows from the model.
         write_policy: Lower tiers hold copies of what is above (write_through), or only what was evicted (write_back).
-        policy: What is evicted first.
+        policy: What is evicted first: a name, or package.module:Class of your own; see docs/policies.md.
         overhead: Of a request, beside computing and loading, such as 20ms.
         queue: Count how long requests wait for a free replica.
         gain: Percent of prefill FLOPs that a gigabyte must save at the knee.
@@ -89,7 +90,9 @@ class PlanOptions:
             BadArgument: a value outside its range.
         """
         from mainstem.replay.assumptions import Assumptions
+        from mainstem.replay.simulate import check_policy
 
+        check_policy(self.policy)  # before a trace is read, which may take long
         return Assumptions(
             gpus=self.gpus,
             replicas=self.replicas,
@@ -129,9 +132,11 @@ def _memory(host_memory: str, storage: str | None) -> Memory:
 
 
 _TRACE, _PLAN = TraceOptions(), PlanOptions()
+plan = cyclopts.App(name="plan", help_epilogue=_EXAMPLES, help_format="plaintext")
 
 
-def plan(
+@plan.default
+def plan_trace(
     path: TracePath,
     *,
     model: str,

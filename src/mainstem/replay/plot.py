@@ -8,7 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BadArgument
+from mainstem.imports import needs
 from mainstem.replay import optimum, series
 from mainstem.replay.info import TraceInfo
 from mainstem.replay.rows import Row
@@ -29,10 +30,8 @@ def check_plot(path: str | PathLike[str]) -> None:
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
         raise BadArgument("plot", str(path), f"a file that ends in {', '.join(_SUFFIXES)}")
-    try:
+    with needs("matplotlib", "a plot needs matplotlib: pip install 'mainstem[plot]'"):
         import matplotlib  # noqa: F401
-    except ModuleNotFoundError as missing:
-        raise BackendUnavailable("a plot needs matplotlib: pip install 'mainstem[plot]'") from missing
 
 
 def write_plot(path: str | PathLike[str], info: TraceInfo, rows: Sequence[Row]) -> None:

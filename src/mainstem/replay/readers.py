@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, check_integer
+from mainstem.imports import is_missing
 from mainstem.replay.formats import FORMATS, RECORDING, BadLine, Format, Line, Reading, Request, Tokenize, hashed
 from mainstem.replay.lines import MAX_LINE_BYTES, Progress, Source
 from mainstem.replay.texts import Tokenizer, as_bytes
@@ -228,7 +229,9 @@ def _shown(line: bytes) -> str:
 def _decoder() -> Callable[[bytes], Any]:
     try:
         return cast("Callable[[bytes], Any]", importlib.import_module("msgspec.json").Decoder().decode)
-    except ImportError:
+    except ImportError as error:
+        if not is_missing(error, "msgspec"):
+            raise
         return partial(json.loads, parse_constant=_no_number)
 
 

@@ -55,8 +55,8 @@ class CacheOptions:
 
     Args:
         capacity: Of the cache; several with commas. Default: 1%,5%,10%,25%,50%, a block at least.
-        policy: What is evicted first; several with commas: lru, slru and so on, and opt, the offline optimum. Default:
-            lru,opt, or lru alone with tiers, replicas or a time to live.
+        policy: What is evicted first; several with commas: lru, slru:3 and so on, package.module:Class of your own, and
+            opt, the offline optimum. Default: lru,opt, or lru alone with tiers, replicas or a time to live.
         tiers: Lower tiers, which have all that is above: host=20%,storage=8TB; device=5% stands for --capacity.
         ttl: Blocks that were not used for longer are gone: 300s, 5m.
         replicas: Independent caches of this capacity; 1 or more.

@@ -123,8 +123,8 @@ def replay(
 
     Args:
         trace: read once.
-        policy: a name, as `mainstem.policies` has them, or "opt", the offline optimum; or an object with one rule. With
-            several replicas, each has a copy of the object.
+        policy: see `mainstem.policies.find_policy`; or "opt", the offline optimum. With several replicas, each has a
+            copy of an object.
         capacity_blocks: of the device.
         setup: lower tiers, replicas, time to live.
         flops: what prefill costs, to count what is saved.
@@ -266,12 +266,12 @@ class _Caches:
 
     def __init__(self, policy: str | Policy, tiers: list[tuple[str, int]], setup: Setup, block_size: int) -> None:
         self.tiers = tiers
-        self.policy = find_policy(policy).name
         self._replicas = setup.replicas
         trees = [
             Tree(1, HashKeys(8, block_size), tiers=len(tiers), policy=copy.deepcopy(policy) if number else policy)
             for number in range(setup.replicas)
         ]
+        self.policy = trees[0].policy.name
         self._core = _core.Replay(
             [tree.core for tree in trees],
             [capacity for _, capacity in tiers],

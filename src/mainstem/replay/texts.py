@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BadArgument
+from mainstem.imports import needs
 from mainstem.replay.formats import BadLine, Line, short, text_of
 
 _MESSAGE, _CONTENT, _MORE, _TOOLS = 256, 257, 258, 259
@@ -63,11 +64,10 @@ class Tokenizer:
     """Tokens as an engine makes them of the body of a request: with the model's chat template."""
 
     def __init__(self, name: str) -> None:
-        try:
+        with needs("transformers", "a tokenizer needs transformers: pip install 'mainstem[runtime]'"):
             transformers = importlib.import_module("transformers")
+        with needs("jinja2", "a chat template needs jinja2: pip install 'mainstem[runtime]'"):
             self._template_error: type[Exception] = importlib.import_module("jinja2").TemplateError
-        except ImportError as error:
-            raise BackendUnavailable("a tokenizer needs transformers: pip install 'mainstem[runtime]'") from error
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.imports import needs
 
 if TYPE_CHECKING:
     import torch
@@ -263,10 +264,8 @@ def read_adapter(path: str | Path) -> AdapterFiles:
 
 
 def _require_peft() -> None:
-    try:
+    with needs("peft", "adapters need peft: pip install 'mainstem[lora]'", UnsupportedModel):
         import peft  # noqa: F401  # it takes long: here, and not on the thread that runs the model
-    except ModuleNotFoundError as error:
-        raise UnsupportedModel(f"adapters need {error.name}: pip install 'mainstem[lora]'") from error
 
 
 def _read(folder: Path, name: str) -> bytes:

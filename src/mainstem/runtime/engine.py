@@ -35,6 +35,7 @@ from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, EngineClosed, EngineFull, UnsupportedModel
 from mainstem.keys import MAX_TOKEN, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
+from mainstem.policies import find_policy
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
@@ -102,7 +103,7 @@ class EngineConfig:
         chunk_tokens: prompt tokens a step, all requests together.
         max_running: requests in one forward.
         max_waiting: requests that wait at most; more are refused.
-        policy: what is evicted first.
+        policy: what is evicted first, see `mainstem.policies.find_policy`.
         cache: False: nothing is shared; all else is the same.
         age_limit_s: after so long a waiting request is passed no more by others of its priority.
         tiers: what lies below the device; None: nothing.
@@ -129,7 +130,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
-        """Checks every number; the policy is checked by the cache."""
+        """Checks every field: what is wrong is said before a model is loaded."""
         for name in (
             "pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "state_slots",
             "states_per_path", "checkpoint_tokens",
@@ -143,6 +144,7 @@ class EngineConfig:
             raise BadArgument("cache", self.cache, "True where there is a host tier or storage")
         if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
             raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
+        find_policy(self.policy)
 
     def shares(self) -> Shares:
         """How memory is shared out."""
@@ -300,6 +302,7 @@ class Engine:
         clock: seconds, never going back.
         random: where seeds come from for requests that have none.
         runner: makes the runner from the model, the pages or slots of each component by its name, and the page size.
+        progress: called as `progress(stage, done, total)`; stages "test", for memory and the self-test, and "tiers".
 
     Attributes:
         name, tokenizer, dtype: of the model.
@@ -321,7 +324,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         random: random_module.Random | None = None,
         runner: Callable[[LoadedModel, Mapping[str, int], int], Runner] = ModelRunner,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        report = progress or (lambda stage, done, total: None)
         self.config = config
         sizes = _sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
@@ -332,10 +337,16 @@ class Engine:
         self._clock = clock
         if config.tiers is not None and config.tiers.storage is not None and tuple(sizes) != (Full(),):
             raise BadArgument("storage", config.tiers.storage, "None: it holds the pages of full attention only")
+        report("test", 0, 1)
         self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
+        report("test", 1, 1)
         self.vision = model.vision
+        if config.tiers is not None:
+            report("tiers", 0, 1)
         self._cache = _cache(loaded, config, model, sizes, clock)
         self._tiers = self._cache.tiers
+        if config.tiers is not None:
+            report("tiers", 1, 1)
         self._remembered_s = clock()
         if self._tiers is not None and config.tiers is not None and config.tiers.warm:
             self._tiers.warm()

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
+from mainstem.imports import needs
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         max_context = _max_context(config, name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        processor = _processor(source, config) if _reads_images(config) else None
+        processor = _processor(source, name, config) if _reads_images(config) else None
         progress("load", 1, 2)
         chosen = quicker_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
         kind = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
@@ -137,11 +138,8 @@ def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel
         raise ModelNotFound(f"{name}: {error}") from error
     except SafetensorError as error:
         raise ModelNotFound(f"{name}: its weights are damaged: {error}") from error
-    except (ValueError, StrictDataclassError) as error:
-        raise UnsupportedModel(f"{name}: {error}") from error
-    except ImportError as error:
-        first = str(error).strip().partition("\n")[0]
-        raise UnsupportedModel(f"{name}: a package is missing; pip install 'mainstem[vision]': {first}") from error
+    except (ValueError, StrictDataclassError, ImportError) as error:
+        raise UnsupportedModel(f"{name}: {str(error).strip()}") from error
     progress("load", 2, 2)
     return LoadedModel(model, tokenizer, name, chosen, max_context, processor)
 
@@ -153,7 +151,9 @@ def _reads_images(config: PreTrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None and config.model_type in known
 
 
-def _processor(source: str, config: PreTrainedConfig) -> ProcessorMixin:
+def _processor(source: str, name: str, config: PreTrainedConfig) -> ProcessorMixin:
+    with needs("PIL", f"{name} reads images, which needs Pillow: pip install 'mainstem[vision]'", UnsupportedModel):
+        import PIL  # noqa: F401
     from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

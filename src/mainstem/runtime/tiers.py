@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BadArgument
 from mainstem.identity import Identity
+from mainstem.imports import needs
 from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.storage import Backend, open_backend
@@ -179,10 +180,8 @@ def _store(
 
 def _digest_weights(model: torch.nn.Module) -> str:
     """BLAKE3 over every parameter and persistent buffer, with its name, shape and dtype; the others are computed."""
-    try:
+    with needs("blake3", "storage needs blake3: pip install 'mainstem[storage]'"):
         from blake3 import blake3
-    except ImportError as error:
-        raise BackendUnavailable("storage needs blake3: pip install 'mainstem[storage]'") from error
     hasher = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict(keep_vars=False).items()):
         hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\0".encode())

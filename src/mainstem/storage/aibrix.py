@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options, parse_seconds
 
 T = TypeVar("T")
@@ -147,10 +148,7 @@ class AIBrixBackend(Backend):
             return
 
     def _open_connector(self, path: str) -> Any:
-        try:
-            connector = self._kind.make(path, self._workers)
-        except ImportError as error:
-            raise BackendUnavailable(f"pip install 'mainstem[aibrix]': {error}") from error
+        connector = self._kind.make(path, self._workers)
         status = connector.open()
         if not status.is_ok():
             raise BackendUnavailable(f"AIBrix could not open {path}: {status.value}")
@@ -313,7 +311,8 @@ def _import_connector(name: str) -> Any:
     first = "aibrix_kvcache" not in sys.modules
     policy = asyncio.get_event_loop_policy() if first else None
     try:
-        return importlib.import_module(f"aibrix_kvcache.l2.connectors.{name}")
+        with needs("aibrix_kvcache", "aibrix needs its client: pip install 'mainstem[aibrix]'"):
+            return importlib.import_module(f"aibrix_kvcache.l2.connectors.{name}")
     finally:
         if first:
             asyncio.set_event_loop_policy(policy)
@@ -330,7 +329,8 @@ def _shfs_keys(connector: Any) -> list[bytes]:
 
 def _make_rocksdb(path: str, workers: ThreadPoolExecutor) -> Any:
     module = _import_connector("rocksdb")
-    rocksdict = importlib.import_module("rocksdict")
+    with needs("rocksdict", "aibrix:rocksdb needs rocksdict: pip install 'mainstem[aibrix]'"):
+        rocksdict = importlib.import_module("rocksdict")
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     return module.RocksDBConnector(path, options, rocksdict.AccessType.read_write(), workers)

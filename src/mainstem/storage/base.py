@@ -9,7 +9,8 @@ verifies. It need not keep what it was given, and it may lose everything at any 
 ever (its client gets a time-out) or to raise anything but `StorageError`.
 
 A spec names one: `file:/var/cache/kv?capacity=8GiB`, `redis://127.0.0.1:6379/0`, `memory:`; one of your own is
-`package.module:Class?option=value`. Wrappers stand in front: `readonly+redis://127.0.0.1:6379/0`.
+`package.module:Class?option=value`, where the module is installed or lies in the working directory. Wrappers stand in
+front: `readonly+redis://127.0.0.1:6379/0`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 from urllib.parse import parse_qsl
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BackendUnavailable, BadArgument, MainstemError
+from mainstem.imports import PATH, load_object
 
 KEY_BYTES = 32
 """Every key is as long as a BLAKE3 digest; in names it is written in lower-case hex."""
@@ -178,8 +180,6 @@ WRAPPERS: dict[str, str] = {
     "tee": "mainstem.storage.wrappers:Tee",
 }
 
-_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
 
 def open_backend(spec: str) -> Backend:
     """Opens the back end that a spec names.
@@ -190,21 +190,21 @@ def open_backend(spec: str) -> Backend:
             `prefix(a1)+file:/a`, `compress(zstd)+file:/a`.
 
     Raises:
-        BadArgument: no such scheme, class or option.
-        BackendUnavailable: its client is not installed, or nobody answers.
+        BadArgument: no such scheme, module, class or option.
+        BackendUnavailable: its client is not installed, or nobody answers; or your own class failed to open.
     """
     wrapped = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?\+(.+)", spec)
     if wrapped and wrapped[1] in WRAPPERS:
-        wrapper = _load(spec, WRAPPERS[wrapped[1]])
+        wrapper = _built_in(WRAPPERS[wrapped[1]])
         parts = wrapped[3].split(",") if wrapped[1] == "tee" else [wrapped[3]]
         return _wrap(wrapper, [open_backend(part) for part in parts], wrapped[2])
     address, _, query = spec.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     scheme, colon, rest = address.partition(":")
     if colon and scheme in SCHEMES:
-        return _load(spec, SCHEMES[scheme]).from_spec(rest, options)
-    if _CLASS.fullmatch(address):
-        return _load(spec, address).from_spec("", options)
+        return _built_in(SCHEMES[scheme]).from_spec(rest, options)
+    if PATH.fullmatch(address):
+        return _open_own(spec, address, options)
     allowed = ", ".join(f"{name}:" for name in SCHEMES)
     raise BadArgument("storage", spec, f"one of {allowed}, or module:Class")
 
@@ -218,15 +218,29 @@ def _wrap(wrapper: Callable[..., Backend], inner: list[Backend], argument: str |
         raise
 
 
-def _load(spec: str, path: str) -> type[Backend]:
+def _built_in(path: str) -> type[Backend]:
     module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise BackendUnavailable(f"storage {spec!r}: {error}") from error
+    found: type[Backend] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _open_own(spec: str, path: str, options: Mapping[str, str]) -> Backend:
+    """A back end of the user's: his mistakes are named, and are none of ours."""
+    found = load_object("storage", path)
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend; {path} is none")
-    return found
+    if "from_spec" in found.__abstractmethods__:
+        raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend with from_spec; {path} has none")
+    try:
+        opened = found.from_spec("", options)
+    except MainstemError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise BackendUnavailable(f"storage {spec!r}: from_spec of {path} failed: {why}") from error
+    if not isinstance(opened, Backend):
+        raise BadArgument("storage", spec, f"a class whose from_spec returns a back end; {path} returned {opened!r}")
+    return opened
 
 
 def check_options(options: Mapping[str, str], allowed: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import (
     ABSENT,
     Backend,
@@ -305,7 +306,5 @@ def _parse_integer(name: str, text: str) -> int:
 
 
 def _client() -> Any:
-    try:
+    with needs("eic", "eic needs EIC's Python client, which comes with the service"):
         return importlib.import_module("eic")
-    except ImportError as error:
-        raise BackendUnavailable(f"eic needs EIC's Python client, which comes with the service: {error}") from error

@@ -28,9 +28,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import stat
 import threading
+import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +44,7 @@ from struct import Struct
 from typing import ClassVar, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options, parse_bytes
 
 GRAIN_BYTES = 4096
@@ -55,6 +58,9 @@ SLACK_RECORDS = 1024
 
 STEP_BYTES = 64 << 20
 """`values` grows by this, or by what a batch needs."""
+
+ASK_EVERY_S = 1.0
+"""The disk is asked this often what is free, where some of it must stay so."""
 
 _DEFAULT_BYTES = 8 << 30
 READ_BYTES = 1 << 20
@@ -126,6 +132,11 @@ class FileSystem:
         """Room on the disk, zeros as far as it is new."""
         os.posix_fallocate(fd, offset, length)
 
+    def free_bytes(self, fd: int) -> int:
+        """What anybody may still write to the file system that it is on."""
+        found = os.fstatvfs(fd)
+        return found.f_bavail * found.f_frsize
+
     def truncate(self, fd: int, length: int) -> None:
         """Cuts a file off."""
         os.ftruncate(fd, length)
@@ -175,6 +186,13 @@ class Space:
         """More room at the end."""
         start, self.total = self.total, total
         self.give(start, total)
+
+    def shrink(self, total: int) -> None:
+        """Less room at the end, where all is free."""
+        start = self._start_of[self.total]
+        self._remove(start, self.total)
+        self._add(start, total)
+        self.total = total
 
     def take(self, size: int) -> int | None:
         """The front of the smallest free run that is large enough; None: there is none."""
@@ -232,14 +250,18 @@ class FileBackend(Backend):
         sync: whether `put` and `delete` return only when the disk has it. Without, values are safe against the end of
             the process, not of the machine: then the newest may be lost, or one that was replaced may be back.
         threads: that read a batch of several MiB, the caller's among them: while one computes digests, another reads.
+        min_free_bytes: that stay free on the file system: the store does not grow into them, and where others do, it
+            gives the end of its file back, with the values there. It looks when it writes, once a second at most. What
+            then has no place is refused; what is there is read and replaced as ever.
         io: file system calls.
+        clock: seconds.
         random: so many random bytes, for junk that destroys what left.
 
     Attributes:
         corrupt: values dropped since the store was opened because they did not verify.
 
     Raises:
-        BadArgument: a capacity below one grain, no thread, a root that is no path.
+        BadArgument: a capacity below one grain, no thread, less than nothing free, a root that is no path.
         BackendUnavailable: xxhash is not installed; another process has the store open; the folder or a file in it
             cannot be opened, is no regular file, or could be changed by somebody else.
     """
@@ -255,20 +277,28 @@ class FileBackend(Backend):
         *,
         sync: bool = True,
         threads: int = 2,
+        min_free_bytes: int = 0,
         io: FileSystem | None = None,
+        clock: Callable[[], float] = time.monotonic,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
         if capacity_bytes < GRAIN_BYTES:
             raise BadArgument("capacity_bytes", capacity_bytes, f"at least {GRAIN_BYTES}")
         if threads < 1:
             raise BadArgument("threads", threads, "at least 1")
+        if min_free_bytes < 0:
+            raise BadArgument("min_free_bytes", min_free_bytes, "0 or more")
         if not str(root) or "\0" in str(root):
             raise BadArgument("root", str(root), "the path of a folder")
         self._digest, self._checksum = _hashes()
         self._root = Path(root)
         self._capacity = capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
         self._sync = sync
+        self._min_free = min_free_bytes
+        self._spare = 0  # bytes that are free beyond these, when the file system was asked, less those taken since
+        self._ask_at = -math.inf  # when it is asked again
         self._io = io or FileSystem()
+        self._clock = clock
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "file store")
         self._junk = memoryview(random(GRAIN_BYTES))
@@ -300,11 +330,11 @@ class FileBackend(Backend):
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """`file:/var/cache/mainstem?capacity=8GiB&sync=batch&threads=2`; sync is `batch` (the default) or `none`.
+        """`file:/var/cache/mainstem?capacity=8GiB&min_free=0&sync=batch&threads=2`; sync is `batch` or `none`.
 
         Without a capacity: 8 GiB, or as much as is there; a smaller one drops what it has no room for.
         """
-        check_options(options, ("capacity", "sync", "threads"))
+        check_options(options, ("capacity", "min_free", "sync", "threads"))
         sync = options.get("sync", "batch")
         if sync not in ("batch", "none"):
             raise BadArgument("sync", sync, "batch or none")
@@ -313,7 +343,8 @@ class FileBackend(Backend):
             raise BadArgument("threads", threads, "a number, at least 1")
         capacity = options.get("capacity")
         capacity_bytes = _capacity_of(Path(address)) if capacity is None else parse_bytes("capacity", capacity)
-        return cls(address, capacity_bytes, sync=sync == "batch", threads=int(threads))
+        min_free_bytes = parse_bytes("min_free", options.get("min_free", "0"))
+        return cls(address, capacity_bytes, sync=sync == "batch", threads=int(threads), min_free_bytes=min_free_bytes)
 
     # ------------------------------------------------------------ the interface
 
@@ -350,6 +381,7 @@ class FileBackend(Backend):
             values[key] = _Value(key, buffer, self._digest(buffer))
         refused: set[bytes] = set()
         with self._writing():
+            self._give_back()
             fresh = self._unknown(list(values.values()))
             self._grow(sum(_rounded(len(buffer)) for _, buffer, _ in fresh))
             for batch in self._batches(fresh):
@@ -607,13 +639,15 @@ class FileBackend(Backend):
     # ------------------------------------------------------------ room (under the lock, but for _grow)
 
     def _grow(self, size: int) -> None:
-        """More of the capacity, if there is no run as large as this; no more where the disk is full."""
+        """More of the capacity, if there is no run as large as this; no more where the disk is full, or full enough."""
         with self._lock:
             total = self._space.total
             if self._space.largest >= size or total == self._capacity:
                 return
         for step in (max(size, STEP_BYTES), size):
             grown = min(total + step, self._capacity)
+            if grown - total > self._spare_bytes():
+                continue
             try:
                 self._io.allocate(self._fds["values"], total, grown - total)
             except OSError as error:
@@ -622,7 +656,35 @@ class FileBackend(Backend):
             else:
                 with self._lock:
                     self._space.grow(grown)
+                self._spare -= grown - total
                 return
+
+    def _give_back(self) -> None:
+        """Cuts off as much of the values as the disk lacks, with those that lie there."""
+        lacking = _rounded(max(0, -self._spare_bytes()))
+        with self._lock:
+            total = self._space.total
+            cut = max(0, total - lacking)
+            for key in [key for key, entry in self._index.items() if entry.end > cut]:
+                self._evict(key)
+        if cut == total:
+            return
+        self._io.truncate(self._fds["values"], cut)
+        if self._sync:
+            self._io.fdatasync(self._fds["values"])
+        with self._lock:  # only now: what is cut off is destroyed, and until then it has to be
+            self._space.shrink(cut)
+            self._doomed = {entry for entry in self._doomed if entry.offset < cut}
+        self._spare += total - cut
+
+    def _spare_bytes(self) -> int:
+        """Free bytes of the disk beyond those that stay free; below 0: so many are lacking."""
+        if not self._min_free:
+            return self._capacity
+        if (now := self._clock()) >= self._ask_at:
+            self._spare = self._io.free_bytes(self._fds["values"]) - self._min_free
+            self._ask_at = now + ASK_EVERY_S
+        return self._spare
 
     def _reserve(self, sizes: Sequence[int]) -> list[int | None]:
         """Room for values, one behind the other where a run is as large; None: there is none."""
@@ -796,10 +858,8 @@ _DELETED = Entry(-1, 0, bytes(16), -1)
 
 def _hashes() -> tuple[Callable[[memoryview], bytes], Callable[[bytes | memoryview, int], int]]:
     """The digest of a value and the checksum of a record."""
-    try:
+    with needs("xxhash", "the file store needs xxhash: pip install 'mainstem[file]'"):
         from xxhash import xxh3_64_intdigest, xxh3_128
-    except ImportError as error:
-        raise BackendUnavailable("the file store needs xxhash: pip install 'mainstem[file]'") from error
 
     def digest(value: memoryview) -> bytes:
         state = xxh3_128()

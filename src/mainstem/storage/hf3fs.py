@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import (
     ABSENT,
     Backend,
@@ -434,9 +435,6 @@ def _as_storage_error(what: str) -> Iterator[None]:
 
 
 def _client() -> Any:
-    try:
+    built = "hf3fs needs 3FS's Python client, hf3fs_fuse, built from its sources: https://github.com/deepseek-ai/3FS"
+    with needs("hf3fs_fuse", built):
         return importlib.import_module("hf3fs_fuse.io")
-    except ImportError as error:
-        raise BackendUnavailable(
-            "hf3fs needs 3FS's Python client, hf3fs_fuse, built from its sources: https://github.com/deepseek-ai/3FS"
-        ) from error

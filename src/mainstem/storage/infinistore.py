@@ -27,6 +27,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import (
     ABSENT,
     Backend,
@@ -246,9 +247,5 @@ class _Link:
 
 
 def _client() -> Any:
-    try:
+    with needs("infinistore", "infinistore needs its client: pip install 'mainstem[infinistore]', and libibverbs1"):
         return importlib.import_module("infinistore")
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"infinistore needs its client: pip install 'mainstem[infinistore]', and libibverbs1: {error}"
-        ) from error

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import (
     ABSENT,
     Backend,
@@ -254,11 +255,9 @@ def _set_limits(timeout_s: float) -> None:
 
 
 def _new_client() -> Any:
-    try:
+    client = "pip install 'mainstem[mooncake]', and libibverbs.so.1 of the system (Debian: libibverbs1)"
+    with needs("mooncake", f"mooncake needs its client: {client}"):
         return importlib.import_module("mooncake.store").MooncakeDistributedStore()
-    except ImportError as error:
-        install = "pip install 'mainstem[mooncake]', and libibverbs.so.1 of the system (Debian: libibverbs1)"
-        raise BackendUnavailable(f"mooncake: {error}; it needs {install}") from error
 
 
 def _probe(master: str, timeout_s: float) -> None:

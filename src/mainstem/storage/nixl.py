@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import is_missing
 from mainstem.storage.base import (
     ABSENT,
     KEY_BYTES,
@@ -443,10 +444,10 @@ def _new_agent(name: str, place: Files | Objects) -> tuple[Any, tuple[type[Excep
 
 def _package() -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it tells of every agent on stdout otherwise
-    reasons = []
     for name in PACKAGES:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            reasons.append(str(error))
-    raise BackendUnavailable(f"nixl: pip install 'mainstem[nixl]'; {'; '.join(reasons)}")
+            if not is_missing(error, name):
+                raise BackendUnavailable(f"{name} cannot be imported: {error}") from error
+    raise BackendUnavailable(f"nixl needs one of {', '.join(PACKAGES)}: pip install 'mainstem[nixl]'")

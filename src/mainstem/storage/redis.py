@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
+from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_seconds
 
 if TYPE_CHECKING:
@@ -104,10 +105,8 @@ class RedisBackend(Backend):
         self._expiry = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
         self._timeout_s = timeout_s
         self._closed = False
-        try:
+        with needs("redis", "the package redis is missing: pip install 'mainstem[redis]'"):
             import redis
-        except ImportError as error:
-            raise BackendUnavailable("the package redis is missing: pip install 'mainstem[redis]'") from error
         self._errors = redis.exceptions
         place: dict[str, Any] = {"path": socket_path} if socket_path else {"host": host, "port": port}
         if tls and not socket_path:

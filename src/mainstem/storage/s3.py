@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
+from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_seconds
 
 if TYPE_CHECKING:
@@ -88,10 +89,8 @@ class S3Backend(Backend):
             raise BadArgument("endpoint", endpoint, "http://host:port or https://host:port")
         if not timeout_s > 0:
             raise BadArgument("timeout_s", timeout_s, "above 0")
-        try:
+        with needs("obstore", "the package obstore is missing: pip install 'mainstem[s3]'"):
             from obstore.exceptions import BaseError
-        except ImportError as error:
-            raise BackendUnavailable("the package obstore is missing: pip install 'mainstem[s3]'") from error
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._closed = False

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import (
     ABSENT,
     Backend,
@@ -230,9 +231,7 @@ def _raise_if_nothing_is_known(what: str, codes: Sequence[int]) -> None:
 
 
 def _client() -> tuple[Any, Any]:
-    try:
-        return importlib.import_module("simm.kv"), importlib.import_module("torch")
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"simm needs its client, built from https://github.com/scitix/SiMM, and PyTorch: {error}"
-        ) from error
+    with needs("simm", "simm needs its client, built from https://github.com/scitix/SiMM"):
+        client = importlib.import_module("simm.kv")
+    with needs("torch", "simm needs PyTorch: pip install torch"):
+        return client, importlib.import_module("torch")

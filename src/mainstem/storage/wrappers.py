@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, cast
 
-from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.errors import BadArgument, StorageError
+from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities
 
 _Answer = TypeVar("_Answer")
@@ -312,10 +313,8 @@ def _most(buffer: memoryview) -> int:
 
 
 def _zstandard() -> Any:
-    try:
+    with needs("zstandard", "compress(zstd) needs the package zstandard: pip install 'mainstem[zstd]'"):
         return importlib.import_module("zstandard")
-    except ImportError as error:
-        raise BackendUnavailable("compress(zstd) needs the package zstandard: pip install 'mainstem[zstd]'") from error
 
 
 class Tee(Backend):

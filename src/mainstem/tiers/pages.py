@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BadArgument
+from mainstem.imports import needs
 
 if TYPE_CHECKING:
     from blake3 import blake3
@@ -52,10 +53,8 @@ class Sealer:
     def __init__(self, identity: Identity, secret: bytes = PUBLIC_SECRET) -> None:
         if len(secret) < _SECRET_BYTES:
             raise BadArgument("secret", f"{len(secret)} bytes", f"at least {_SECRET_BYTES} bytes")
-        try:
+        with needs("blake3", "storage needs blake3: pip install 'mainstem[storage]'"):
             from blake3 import blake3
-        except ImportError as error:
-            raise BackendUnavailable("storage needs blake3: pip install 'mainstem[storage]'") from error
         self._blake3 = blake3
         self._name_key = blake3(secret, derive_key_context="mainstem 2026-11 names of stored pages").digest()
         self._tag_key = blake3(secret, derive_key_context="mainstem 2026-11 tags of stored pages").digest()

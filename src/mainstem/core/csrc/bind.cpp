@@ -150,17 +150,19 @@ NB_MODULE(_core, m) {
       .def(
           "__init__",
           [](Tree* self, std::uint32_t symbol_bytes, std::uint32_t page_size, nb::sequence components,
-             std::uint32_t tiers, std::string_view policy, std::uint64_t hash_seed, double symbol_tokens) {
+             std::uint32_t tiers, std::string_view policy, std::uint64_t hash_seed, double symbol_tokens,
+             std::uint32_t protected_hits) {
             std::vector<Component> rows;
             for (nb::handle row : components)
               rows.push_back(parse_component(row));
-            new (self) Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed, symbol_tokens);
+            new (self)
+                Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed, symbol_tokens, protected_hits);
           },
           "symbol_bytes"_a, "page_size"_a, "components"_a, "tiers"_a, "policy"_a, "hash_seed"_a,
-          "symbol_tokens"_a = 1.0,
+          "symbol_tokens"_a = 1.0, "protected_hits"_a = kSlruProtectedHits,
           nb::sig("def __init__(self, symbol_bytes: int, page_size: int, components: "
                   "collections.abc.Sequence[tuple[str, int, bool]], tiers: int, "
-                  "policy: str, hash_seed: int, symbol_tokens: float = 1.0) -> None"))
+                  "policy: str, hash_seed: int, symbol_tokens: float = 1.0, protected_hits: int = 2) -> None"))
       .def("match", &match, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a,
            nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "
                    "tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]"),

@@ -100,7 +100,7 @@ void Tree::check_cells(Index node) const {
     if (replacement(s) && replacement(s)->offers(node, candidate(node, s)) != candidate(node, s))
       broken(node, "a policy knows what can be evicted");
     if (!order.contains(node)) continue;
-    const bool known = policy_->rank || row(s).weighs || goes_first(node, s);
+    const bool known = policy_.rank || row(s).weighs || goes_first(node, s);
     if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }

@@ -18,14 +18,16 @@ namespace mainstem {
 
 struct Policy {
   std::string_view name;
-  Rank (*rank)(const Node&, std::uint64_t used);  // null: ranks come from outside, see Tree::waiting()
+  // Of a node that was last used then, where slru protects from so many hits on; null: ranks come from outside, see
+  // Tree::waiting().
+  Rank (*rank)(const Node&, std::uint64_t used, std::uint32_t protected_hits);
   // For the first component; the others then go by the rank.
   std::unique_ptr<Replacement> (*make)(const Surroundings&) = nullptr;
 };
 
 inline constexpr std::uint32_t kSlruProtectedHits = 2;
 
-inline Rank by_recency(const Node&, std::uint64_t used) {
+inline Rank by_recency(const Node&, std::uint64_t used, std::uint32_t) {
   return {number(used), 0};
 }
 template <class Kind>
@@ -36,18 +38,14 @@ std::unique_ptr<Replacement> make(const Surroundings& around) {
 // clang-format off
 inline constexpr Policy kPolicies[] = {
     {"lru",      by_recency},
-    {"lfu",      [](const Node& n, std::uint64_t used) { return Rank{number(n.hits), number(used)}; }},
-    {"fifo",     [](const Node& n, std::uint64_t) { return Rank{number(n.created), 0}; }},
-    {"mru",      [](const Node&, std::uint64_t used) { return Rank{-number(used), 0}; }},
-    {"filo",     [](const Node& n, std::uint64_t) { return Rank{-number(n.created), 0}; }},
-    {"slru",     [](const Node& n, std::uint64_t used) {
-       return Rank{n.hits >= kSlruProtectedHits ? 1.0 : 0.0, number(used)};
-     }},
-    {"priority", [](const Node& n, std::uint64_t used) {
-       return Rank{static_cast<double>(n.priority), number(used)};
-     }},
+    {"lfu",      [](const Node& n, auto used, auto) { return Rank{number(n.hits), number(used)}; }},
+    {"fifo",     [](const Node& n, auto, auto) { return Rank{number(n.created), 0}; }},
+    {"mru",      [](const Node&, auto used, auto) { return Rank{-number(used), 0}; }},
+    {"filo",     [](const Node& n, auto, auto) { return Rank{-number(n.created), 0}; }},
+    {"slru",     [](const Node& n, auto used, auto hits) { return Rank{n.hits >= hits ? 1.0 : 0.0, number(used)}; }},
+    {"priority", [](const Node& n, auto used, auto) { return Rank{static_cast<double>(n.priority), number(used)}; }},
     // LengthAwareCache: as lfu, but what stands later in prompts first (Qin et al., "Mooncake", arXiv:2407.00079).
-    {"length-aware", [](const Node& n, std::uint64_t) { return Rank{number(n.hits), -number(n.start)}; }},
+    {"length-aware", [](const Node& n, auto, auto) { return Rank{number(n.hits), -number(n.start)}; }},
     {"lru-2",      by_recency, make<Lru2>},
     {"2q",         by_recency, make<TwoQueues>},
     {"arc",        by_recency, make<Arc>},

@@ -16,9 +16,9 @@ namespace {
 // A joined node holds at most so many bytes of key, so that a joint moves no more than that.
 constexpr std::size_t kJoinedBytes = 16384;
 
-const Policy* find_policy(std::string_view name) {
+const Policy& find_policy(std::string_view name) {
   for (const Policy& policy : kPolicies)
-    if (policy.name == name) return &policy;
+    if (policy.name == name) return policy;
   std::string names;
   for (const Policy& policy : kPolicies)
     names += (names.empty() ? "" : ", ") + std::string(policy.name);
@@ -28,7 +28,7 @@ const Policy* find_policy(std::string_view name) {
 }  // namespace
 
 Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-           std::string_view policy, std::uint64_t hash_seed, double symbol_tokens)
+           std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits)
     : symbol_bytes_(symbol_bytes),
       page_size_(page_size),
       page_bytes_(symbol_bytes * page_size),
@@ -38,7 +38,8 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
       single_cell_(slots_ == 1 && rows_[0].leaf_only()),
       has_standings_(!std::all_of(rows_.begin(), rows_.end(), std::mem_fn(&Component::leaf_only))),
       policy_(find_policy(policy)),
-      remembers_(policy_->make && !rows_.empty() && rows_[0].per_page()),
+      protected_hits_(protected_hits),
+      remembers_(policy_.make && !rows_.empty() && rows_[0].per_page()),
       seed_(hash_seed) {
   require(symbol_bytes == 4 || symbol_bytes == 8 || symbol_bytes == 16, "symbol_bytes", symbol_bytes, "4, 8 or 16");
   require(page_size >= 1 && page_size <= (1u << 20), "page_size", page_size, "1 to 1048576");
@@ -50,7 +51,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
   const bool has_states = std::any_of(rows_.begin(), rows_.end(), [](const Component& row) { return !row.divides(); });
   const Surroundings around{nodes_, names_, tick_, page_bytes_, symbol_tokens * page_size_, has_states};
   for (std::uint32_t tier = 0; remembers_ && tier < tiers_; ++tier)
-    replacements_[slot(0, tier)] = policy_->make(around);
+    replacements_[slot(0, tier)] = policy_.make(around);
   if (remembers_) queue_count_ = replacements_[0]->queues();
   orders_.resize(queue_count_ * slots_);
   counts_.resize(slots_);
@@ -553,7 +554,7 @@ Rank Tree::rank_of(Index node, std::size_t slot) const {
   const std::uint64_t used = this->used(node, slot);
   if (goes_first(node, slot)) return {std::numeric_limits<double>::lowest(), number(used)};
   if (row(slot).weighs) return {standing(node, slot).worth, number(used)};
-  return policy_->rank ? policy_->rank(nodes_[node], used) : Rank{kUnranked, 0};
+  return policy_.rank ? policy_.rank(nodes_[node], used, protected_hits_) : Rank{kUnranked, 0};
 }
 
 Place Tree::place_of(Index node, std::size_t slot) const {

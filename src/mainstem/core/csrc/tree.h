@@ -115,7 +115,8 @@ struct Counters {
 class Tree {
  public:
   Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-       std::string_view policy, std::uint64_t hash_seed, double symbol_tokens = 1);
+       std::string_view policy, std::uint64_t hash_seed, double symbol_tokens = 1,
+       std::uint32_t protected_hits = kSlruProtectedHits);
   Tree(const Tree&) = delete;
   Tree& operator=(const Tree&) = delete;
 
@@ -197,7 +198,7 @@ class Tree {
   std::uint32_t tiers() const { return tiers_; }
   const std::vector<Component>& rows() const { return rows_; }
   bool one_id_a_page(std::size_t component) const { return component < rows_.size() && rows_[component].per_page(); }
-  bool ranks_itself() const { return policy_->rank != nullptr; }
+  bool ranks_itself() const { return policy_.rank != nullptr; }
 
  private:
   friend struct Probe;  // benchmarks look at the memory itself
@@ -358,8 +359,9 @@ class Tree {
   std::vector<Component> row_of_slot_;
   const bool single_cell_;    // full attention on one tier: a node has one cell, and only leaves have a rank
   const bool has_standings_;  // there are windows or states
-  const Policy* policy_;
-  const bool remembers_;  // the policy has objects of its own
+  const Policy policy_;
+  const std::uint32_t protected_hits_;  // for slru
+  const bool remembers_;                // the policy has objects of its own
   const std::uint64_t seed_;
 
   Array<Node> nodes_;
