@@ -12,6 +12,9 @@ import numpy.typing
 def encode_tokens(tokens: object, limit: int) -> bytes:
     """Token ids as little-endian 4-byte symbols. Raises BadTokens."""
 
+def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes:
+    """See mainstem.hash_blocks, which checks its arguments."""
+
 class Tree:
     """The radix tree over bytes; see src/mainstem/core/csrc/tree.h."""
 

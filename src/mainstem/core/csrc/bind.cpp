@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "bind.h"
+#include "blake2b.h"
 #include "cache.h"
 #include "pool.h"
 #include "tree.h"
@@ -20,6 +21,7 @@ using namespace nb::literals;
 namespace {
 
 constexpr std::int64_t kEverything = std::int64_t{1} << 62;
+constexpr std::size_t kLongKey = 1 << 16;  // bytes from which on hashing lets other threads run
 
 Component parse_component(nb::handle row) {
   const auto kind = nb::cast<std::string>(row[0]);
@@ -39,6 +41,40 @@ nb::list to_list(const std::vector<Ids>& by_component) {
 
 nb::tuple to_tuple(const NodeStats& s) {
   return nb::make_tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
+}
+
+// Each hash is over the one before it and the tokens of its block.
+nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t width, nb::handle seed) {
+  const Tokens symbols(tokens, std::int64_t{1} << 31);
+  symbols.check(0);
+  const View key(seed);
+  if (width < 1 || width > Blake2b::kMostBytes) throw BadValue{"width", std::to_string(width), "1 to 64"};
+  if (key.bytes().size() > Blake2b::kMostBytes) throw BadValue{"seed", "longer", "at most 64 bytes"};
+  if (block_tokens < 1) throw BadValue{"block_tokens", "0", "1 or more"};
+  const Bytes bytes = symbols.bytes();
+  const std::size_t block_bytes = block_tokens * sizeof(std::uint32_t);
+  const std::size_t blocks = bytes.size() / block_bytes;
+  nb::object hashes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(blocks * width)));
+  if (!hashes.is_valid()) throw nb::python_error();
+  auto* out = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(hashes.ptr()));
+  const auto hash = [&] {
+    const Blake2b keyed(width, key.bytes());
+    Bytes parent;
+    for (std::size_t block = 0; block < blocks; ++block, out += width) {
+      Blake2b hasher = keyed;
+      hasher.update(parent);
+      hasher.update(bytes.subspan(block * block_bytes, block_bytes));
+      hasher.finish(out);
+      parent = {out, width};
+    }
+  };
+  if (bytes.size() < kLongKey) {
+    hash();
+  } else {
+    const nb::gil_scoped_release unlocked;
+    hash();
+  }
+  return nb::borrow<nb::bytes>(hashes);
 }
 
 nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial) {
@@ -144,6 +180,10 @@ NB_MODULE(_core, m) {
   m.def("encode_tokens", &encode_tokens, "tokens"_a.none(), "limit"_a,
         nb::sig("def encode_tokens(tokens: object, limit: int) -> bytes"),
         "Token ids as little-endian 4-byte symbols. Raises BadTokens.");
+
+  m.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_tokens"_a, "width"_a, "seed"_a,
+        nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
+        "See mainstem.hash_blocks, which checks its arguments.");
 
   nb::class_<Tree>(m, "Tree", "The radix tree over bytes; see src/mainstem/core/csrc/tree.h.")
       .def(
