@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import takewhile
 from typing import Literal, TypeVar, get_args
 
@@ -53,7 +52,7 @@ _Wanted = tuple[bytes, bytes]  # a namespace, and the symbols up to the end of t
 _DRAIN_POLL_S = 0.005
 _FAILED = 1  # the lowest vote of what has ended; 0: it has not
 _ARRIVED = 2
-_MARKS = 1 << 60
+_MARKS = 1 << 60  # above every mark of a list
 
 
 def check_host_policy(write: str, hits: int, load_min_tokens: int) -> None:
@@ -196,7 +195,7 @@ class Tiers:
         self._prefetches: dict[_Wanted, Prefetch] = {}
         self._writes: deque[_Write] = deque()  # that wait
         self._writing = self._queued = 0
-        self._warm: deque[tuple[bytes, bytes]] = deque()
+        self._warm = hottest.Prefixes()
         self._page_bytes = tree.page_size * tree.keys.symbol_bytes
         if store is not None:
             store.register(host.memory.regions())
@@ -256,7 +255,10 @@ class Tiers:
         """
         if self.store is None:
             return None
-        return self._prefetch(encode_namespace(namespace), self.tree.keys.encode(tokens), leave=1)
+        key = self.tree.keys.encode(tokens)
+        pages = max(len(key) - self.tree.keys.symbol_bytes, 0) // self._page_bytes  # one token is always computed
+        least = max(1, -(-self.store.config.prefetch_min_tokens // self.tree.page_size))
+        return self._prefetch(encode_namespace(namespace), key[: pages * self._page_bytes], least)
 
     def back_up(self, node: int, hits: int = 0) -> bool:
         """Starts copying what the host lacks of the prefix that ends at a node, as far as it was hit so often.
@@ -312,20 +314,16 @@ class Tiers:
         """Writes down in storage which prefixes are the hottest, for `warm`. Every rank at the same poll."""
         if self.store is None:
             return
-        prefixes, room = [], hottest.CONTENT_BYTES
-        for node in self._core.hottest(hottest.MOST, HOST):
-            size = self._core.end(node) * self._page_bytes
-            if size <= room:
-                room -= size
-                prefixes.append(self._core.path_key(node))
-        if prefixes:  # an empty list would wipe out what another process, or life, has found
-            content = hottest.encode(prefixes)
-            self._add(_Note(self.store.keep_note(hottest.NAME, content, hottest.CONTENT_BYTES)))
+        if any(isinstance(item, _Note) for item in self._pending):
+            return  # the last list is on its way still
+        if stretches := self._core.hot_stretches(HOST):  # an empty list would wipe out what another process has found
+            content = hottest.encode(stretches, self._page_bytes, self.host_pools[0].total)
+            self._add(_Note(hottest.Keeping(self.store, content)))
 
     def warm(self) -> None:
-        """Starts bringing back to the host what `remember` wrote down."""
+        """Starts bringing back to the host what `remember` wrote down, as far as there is room."""
         if self.store is not None:
-            self._add(_Warm(self, self.store.find_note(hottest.NAME, hottest.CONTENT_BYTES)))
+            self._add(_Warm(self, hottest.Finding(self.store, self._page_bytes, self.host_pools[0].total)))
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until what is under way has ended, copies and writes that follow from it, too; whether it has."""
@@ -500,22 +498,18 @@ class Tiers:
 
     # storage
 
-    def _prefetch(self, namespace: bytes, key: bytes, leave: int) -> Prefetch | None:
+    def _prefetch(self, namespace: bytes, key: bytes, least: int) -> Prefetch | None:
+        """Looks for whole pages, if at least so many are missing; fewer are not read either."""
         assert self.store is not None
-        config = self.store.config
-        pages = (len(key) // self.tree.keys.symbol_bytes - leave) // self.tree.page_size
-        key = key[: max(pages, 0) * self._page_bytes]
-        here, _, below = self._core.peek(namespace, key, 0, False)
-        have = (here + below) // self.tree.page_size
-        if (pages - have) * self.tree.page_size < max(config.prefetch_min_tokens, 1):
+        name, have = self._wanted(namespace, key)
+        if len(key) // self._page_bytes - have < least:
             return None
         # One that looks for the same page already does for both.
-        name = namespace, key[: (have + 1) * self._page_bytes]
         if (same := self._prefetches.get(name)) is not None:
             same.users += 1
             same.shared = True
             return same
-        if len(self._prefetches) >= config.max_prefetches:
+        if len(self._prefetches) >= self.store.config.max_prefetches:
             self.counts["prefetch_skipped"] += 1
             return None
         anchor = self._core.locate(namespace, key, have) if have else 0
@@ -523,9 +517,15 @@ class Tiers:
         if anchor:
             self.back_up(anchor)
         self.counts["prefetches"] += 1
-        self._prefetches[name] = prefetch = Prefetch(self, name, key, have, anchor)
+        self._prefetches[name] = prefetch = Prefetch(self, name, key, have, anchor, least)
         prefetch.begin()
         return prefetch
+
+    def _wanted(self, namespace: bytes, key: bytes) -> tuple[_Wanted, int]:
+        """The first page of a prefix that neither device nor host has, and the number of pages before it."""
+        here, _, below = self._core.peek(namespace, key, 0, False)
+        have = (here + below) // self.tree.page_size
+        return (namespace, key[: (have + 1) * self._page_bytes]), have
 
     def _prefetch_room(self) -> int:
         """Host pages that prefetches may still take."""
@@ -558,8 +558,14 @@ class Tiers:
             and self.store is not None
             and len(self._prefetches) < max(1, self.store.config.max_prefetches // 2)
         ):
-            namespace, key = self._warm.popleft()
-            self._prefetch(namespace, key, leave=0)
+            if not self.host_pools[0].free:
+                self._warm = hottest.Prefixes()  # what is there is hotter than what is left
+                return
+            namespace, key = self._warm.first
+            if self._wanted(namespace, key)[0] in self._prefetches:
+                return  # what it shares with another comes first
+            self._warm.drop()
+            self._prefetch(namespace, key, least=1)
 
 
 class _Backup(Pending):
@@ -675,11 +681,11 @@ class Prefetch:
         shared: whether there was ever more than one.
     """
 
-    def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int) -> None:
+    def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int, least: int) -> None:
         assert tiers.store is not None
         self.users, self.loaded, self.shared = 1, 0, False
         self._tiers, self._store, self._name = tiers, tiers.store, name
-        self._namespace, self._key = name[0], key
+        self._namespace, self._key, self._least = name[0], key, least
         self._anchor = anchor  # the node behind which the next pages belong, locked on the host
         self._have = self._asked = have  # pages up to which all is in the tree, and being read
         self._keys: list[bytes] = []
@@ -727,7 +733,7 @@ class Prefetch:
     def looked(self, keys: list[bytes]) -> None:
         """Storage has these pages."""
         self._looked = True
-        if len(keys) * self._tiers.tree.page_size >= max(self._store.config.prefetch_min_tokens, 1):
+        if len(keys) >= self._least:
             self._keys = keys
         self._go_on()
 
@@ -757,9 +763,12 @@ class Prefetch:
         end = self._first + len(self._keys)
         config = self._store.config
         while self.users > 0 and not self._cut and self._asked < end and len(self._reads) < config.batches:
-            if not self._read(min(config.batch_pages, end - self._asked)):
-                end = self._asked  # what is on its way already still counts
-                self._keys = self._keys[: end - self._first]
+            if self._read(min(config.batch_pages, end - self._asked)):
+                continue
+            if self._reads:
+                break  # room may come with what is on its way
+            end = self._asked
+            self._keys = self._keys[: end - self._first]
         if not self._reads and self._looked and (self._cut or self.users <= 0 or self._asked >= end):
             self._end()
 
@@ -892,33 +901,32 @@ class _Write(Pending):
 
 
 class _Note(Pending):
-    def __init__(self, call: StoreCall[bool]) -> None:
-        self._call = call
+    """The list of the hottest prefixes on its way to the store."""
+
+    def __init__(self, keeping: hottest.Keeping) -> None:
+        self._keeping = keeping
 
     def vote(self) -> int:
-        return int(self._call.done())
+        return int(self._keeping.done())
 
     def settle(self, outcome: int) -> None:
         """Nothing hangs on it."""
 
 
 class _Warm(Pending):
-    """The note of the hottest prefixes. Ranks take it only if all have the same: the least mark is the greatest."""
+    """The list of the hottest prefixes. Ranks take it only if all have the same: the least mark is the greatest."""
 
-    def __init__(self, tiers: Tiers, call: StoreCall[bytes], least: int | None = None) -> None:
-        self._tiers, self._call, self._least = tiers, call, least
+    def __init__(self, tiers: Tiers, finding: hottest.Finding, least: int | None = None) -> None:
+        self._tiers, self._finding, self._least = tiers, finding, least
 
     def vote(self) -> int:
-        if not self._call.done():
+        if not self._finding.done():
             return 0
-        return self._mark() if self._least is None else _MARKS - self._mark()
+        return self._finding.mark if self._least is None else _MARKS - self._finding.mark
 
     def settle(self, outcome: int) -> None:
+        tiers = self._tiers
         if self._least is None:
-            self._tiers._add(_Warm(self._tiers, self._call, outcome))
+            tiers._add(_Warm(tiers, self._finding, outcome))
         elif outcome == _MARKS - self._least:
-            self._tiers._warm.extend(hottest.decode(self._call.value, self._tiers._page_bytes))
-
-    def _mark(self) -> int:
-        """From 1 to below `_MARKS`: what the note says, as a number."""
-        return 1 + int.from_bytes(sha256(self._call.value).digest()[:7], "little")
+            tiers._warm = hottest.decode(self._finding.value, tiers._page_bytes, tiers.host_pools[0].total)

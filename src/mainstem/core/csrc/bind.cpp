@@ -77,6 +77,14 @@ nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t w
   return nb::borrow<nb::bytes>(hashes);
 }
 
+nb::list hot_stretches(const Tree& tree, std::uint32_t tier) {
+  nb::list out;
+  for (const Stretch& s : tree.hot_stretches(tier))
+    out.append(nb::make_tuple(s.from, s.at, nb::bytes(s.ns.data(), s.ns.size()),
+                              nb::bytes(s.symbols.data(), s.symbols.size())));
+  return out;
+}
+
 nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial) {
   const Key key(tokens, limit);
   const MatchResult m = tree.match(view(ns), key.bytes(), partial, [&](std::size_t from) { key.check(from); });
@@ -180,7 +188,6 @@ NB_MODULE(_core, m) {
   m.def("encode_tokens", &encode_tokens, "tokens"_a.none(), "limit"_a,
         nb::sig("def encode_tokens(tokens: object, limit: int) -> bytes"),
         "Token ids as little-endian 4-byte symbols. Raises BadTokens.");
-
   m.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_tokens"_a, "width"_a, "seed"_a,
         nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
         "See mainstem.hash_blocks, which checks its arguments.");
@@ -257,6 +264,7 @@ NB_MODULE(_core, m) {
           "node"_a, "component"_a, "tier"_a, "major"_a, "minor"_a)
       .def("end", &Tree::end, "node"_a, "Pages from the root to the node's end.")
       .def("start", &Tree::start, "node"_a, "Pages from the root to the node's beginning.")
+      .def("parent", &Tree::parent, "node"_a, "The node that a node hangs below; 0: the root.")
       .def(
           "lacking",
           [](const Tree& t, Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) {
@@ -283,16 +291,9 @@ NB_MODULE(_core, m) {
             return static_cast<int>(t.residency(node, c, tier));
           },
           "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
-      .def(
-          "hottest",
-          [](const Tree& t, std::size_t most, std::uint32_t tier) {
-            nb::list handles;
-            for (const Handle node : t.hottest(most, tier))
-              handles.append(node);
-            return handles;
-          },
-          "most"_a, "tier"_a, nb::sig("def hottest(self, most: int, tier: int) -> list[int]"),
-          "Nodes present on a tier, those with the most hits first, then those used last.")
+      .def("hot_stretches", &hot_stretches, "tier"_a,
+           nb::sig("def hot_stretches(self, tier: int) -> list[tuple[int, int, bytes, bytes]]"),
+           "All that is present on a tier, each page once, what is hottest first: see Stretch in tree.h.")
       .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
            "By whose name the nearest pages above a node are in flight; 0: none are.")
       .def(
@@ -306,12 +307,12 @@ NB_MODULE(_core, m) {
       .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() comes to first, or 0.")
       .def(
           "path_key",
-          [](const Tree& t, Handle node) {
-            const auto [ns, key] = t.path_key(node);
+          [](const Tree& t, Handle node, std::uint32_t begin) {
+            const auto [ns, key] = t.path_key(node, begin);
             return nb::make_tuple(nb::bytes(ns.data(), ns.size()), nb::bytes(key.data(), key.size()));
           },
-          "node"_a, nb::sig("def path_key(self, node: int) -> tuple[bytes, bytes]"),
-          "The name of a node's namespace, and the symbols from the root to its end.")
+          "node"_a, "begin"_a = 0, nb::sig("def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]"),
+          "The name of a node's namespace, and the symbols from page `begin` to its end.")
       .def(
           "ids",
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
