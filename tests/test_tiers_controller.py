@@ -17,6 +17,7 @@ from mainstem.keys import BigramKeys, Image, TypedKeys
 from mainstem.pool import Pool
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import HostTier, Load, Prefetch, Tiers
+from mainstem.tiers.waits import LATE
 from mainstem.tree import Tree
 
 A, B, C = prompt(4, 1), prompt(4, 2), prompt(4, 3)
@@ -1355,6 +1356,120 @@ def test_a_store_that_hangs_is_left_behind_at_the_end() -> None:
     rig.tiers.close(0.0)
     assert "close" not in backend.calls
     rig.poll()
+
+
+# ---------------------------------------------------------------- pages that were not waited for
+
+
+def late(rig: Rig) -> dict[str, int]:
+    """Pages that were computed though storage has them, by cause, without zeros."""
+    return {cause: pages for cause, pages in rig.tiers.stats().late.items() if pages}
+
+
+def after(rig: Rig, seconds: float) -> None:
+    rig.clock.now_s += seconds
+    rig.poll()
+
+
+def test_pages_that_came_in_time_are_not_late() -> None:
+    rig = Rig(backend=stored(A))
+    rig.tiers.prefetch(A)
+    rig.settle()
+    after(rig, 100.0)
+    assert late(rig) == {} and not rig.tiers.busy
+    assert set(rig.tiers.stats().late) == set(LATE)
+
+
+def test_pages_that_had_not_come_when_the_wait_was_over_are_late_once() -> None:
+    rig = Rig(backend=stored(prompt(8, 1)), batch_pages=2, batches=1, timeout_s=1.0, timeout_per_page_s=0.0)
+    prefetch = rig.tiers.prefetch(prompt(8, 1))
+    for _ in range(2):  # the look, and two pages
+        rig.readers.run()
+        rig.poll()
+    after(rig, 1.0)
+    assert late(rig) == {"timeout": 6}
+    rig.settle()
+    assert prefetch is not None and prefetch.loaded == 16
+    assert late(rig) == {"timeout": 6}
+
+
+def test_of_a_store_that_did_not_answer_all_that_it_was_asked_for_is_late() -> None:
+    rig = Rig(backend=stored(A, B), timeout_s=1.0)
+    rig.tiers.prefetch(A)
+    after(rig, 1.0)
+    assert late(rig) == {"timeout": 4}
+    rig.tiers.prefetch(B)
+    rig.poll()
+    assert late(rig) == {"timeout": 4, "slow": 4}
+    rig.settle()
+    rig.tiers.prefetch(C)
+    rig.settle()
+    assert late(rig) == {"timeout": 4, "slow": 4}, "storage has nothing of it"
+
+
+def test_what_an_open_breaker_keeps_back_is_late_for_that() -> None:
+    backend = stored(A)
+    rig = Rig(backend=backend, breaker_failures=1)
+    backend.always = StorageError("unreachable", "on purpose")
+    rig.tiers.prefetch(A)
+    rig.settle()
+    assert late(rig) == {}, "storage had said that there is nothing"
+    rig.tiers.prefetch(A)
+    rig.poll()
+    assert late(rig) == {"breaker": 4}
+
+
+def test_what_lies_behind_a_page_that_is_not_whole_is_late_for_a_fault() -> None:
+    backend = stored(A)
+    rig = Rig(backend=backend)
+    rig.tiers.prefetch(A)
+    rig.readers.run()
+    key = backend.stored_keys()[1]
+    backend.set_value(key, bytes(len(backend.value(key))))
+    rig.settle()
+    assert late(rig) == {"fault": 3}
+
+
+def test_what_the_host_has_no_room_for_is_late_for_that() -> None:
+    rig = Rig(host=4, backend=stored(prompt(8, 1)))
+    rig.serve(B)
+    rig.poll()  # on its way to all of the host
+    rig.tiers.prefetch(prompt(8, 1))
+    rig.readers.run()
+    rig.poll()
+    assert late(rig) == {"host_room": 8}
+    rig.settle()
+    assert late(rig) == {"host_room": 8}
+
+
+def test_what_is_not_looked_for_at_all_is_late_for_the_limit() -> None:
+    rig = Rig(backend=stored(A, B), max_prefetches=1)
+    assert rig.tiers.prefetch(A) is not None and rig.tiers.prefetch(B) is None
+    assert late(rig) == {"limit": 4}
+
+
+@pytest.mark.parametrize("how", ["revoked", "warm"])
+def test_what_nobody_waits_for_is_not_late(how: str) -> None:
+    backend = stored(A)
+    if how == "warm":
+        before = Rig(backend=backend)
+        before.serve(A)
+        before.settle()
+        before.tiers.remember()
+        before.settle()
+    rig = Rig(backend=backend, timeout_s=1.0)
+    if how == "warm":
+        rig.tiers.warm()
+        rig.readers.run()
+        rig.poll()
+        rig.poll()
+    elif (prefetch := rig.tiers.prefetch(A)) is not None:
+        prefetch.revoke()
+    assert rig.tiers.stats().prefetches == 1
+    after(rig, 1.0)
+    assert late(rig) == {}
+    assert rig.store is not None and rig.store.slow == (how == "revoked")
+    rig.settle()
 
 
 # ---------------------------------------------------------------- restart

@@ -355,6 +355,8 @@ class Engine:
             clock=clock,
             random=random or random_module.Random(),
         )
+        if self._tiers is not None and self._tiers.store is not None:
+            self._scheduler.measure()
         self._ids = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Guards what follows up to the next comment; `drain` waits on it.

@@ -56,6 +56,7 @@ from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
 from mainstem.runtime.text import Detokenizer, Tokenizer
 from mainstem.tiers.controller import Load, Prefetch, Tiers
+from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ log = logging.getLogger(__name__)
 _RANKED = 128
 
 _LOOKS = 4  # at storage, for one request
+
+_MEASURED, _MEASUREMENTS = 64, 3  # tokens of a forward that is only measured, and how many there are
 
 _POLL_S = 0.001  # between looks at transfers that nobody can do anything without
 _IDLE_POLL_S = 0.01  # the same, when nobody waits
@@ -169,6 +172,7 @@ class Scheduler:
         # Who found no pages, and when how many could be had: not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
+        self._meter = _Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
     def rest_s(self) -> float | None:
@@ -250,6 +254,23 @@ class Scheduler:
         for other in self._running.values():
             self._plant(other, task)
         self._look_below(task)
+
+    def measure(self) -> None:
+        """Computes a few tokens for nothing, so that the first request knows what it costs not to wait for storage.
+
+        For caches of full attention alone, before the first request.
+        """
+        size, pool = self._cache.page_size, self._cache.pool
+        n = min(_MEASURED, self._limits.max_context, self._limits.chunk_tokens, pool.free * size)
+        pages = pool.allocate(-(-n // size))
+        try:
+            for forward in range(1 + _MEASUREMENTS):
+                began_s = self._clock()
+                self._runner.forward([Segment(np.zeros(n, np.int32), 0, pages, True)]).argmax().item()  # it has ended
+                if forward and self._tiers is not None:  # the first one is none like the others
+                    self._tiers.prefill.observe([(n, 0)], self._clock() - began_s)
+        finally:
+            pool.release(pages)
 
     def cancel(self, id: str) -> None:
         """Ends a request; its last event comes with the next step. Does nothing if it has ended."""
@@ -464,11 +485,15 @@ class Scheduler:
         if not shares:
             return
         sampled = [task for task, n in shares if n == task.pending]
+        self._meter.begin(shares)
         try:
             logits = self._runner.forward([task.segment(n) for task, n in shares])
             shares, sampled, logits = self._drop_failed_loads(shares, sampled, logits)
             picked = sample(logits, [task.sampler for task in sampled])
+            if picked or logits.device.type == "cpu":
+                self._meter.end()
         except Exception as error:
+            self._meter.drop()
             log.exception("a forward over %d requests failed; they end", len(shares))
             for task, _ in shares:
                 self._end(task, "error", error=f"{type(error).__name__}: {error}")
@@ -566,6 +591,35 @@ class Scheduler:
         self._events.append((task.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
 
 
+class _Meter:
+    """Tells the estimate of prefills what they take.
+
+    On a device of its own a forward that samples nothing may go on when it has returned: its time is known together
+    with that of the next one that does.
+    """
+
+    def __init__(self, prefill: PrefillCost | None, clock: Callable[[], float]) -> None:
+        self._prefill, self._clock = prefill, clock
+        self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
+        self._began_s = 0.0
+
+    def begin(self, shares: Sequence[tuple[_Task, int]]) -> None:
+        if not self._parts:
+            self._began_s = self._clock()
+        if any(task.loading for task, _ in shares):
+            self.drop()  # it waits for pages, too
+        elif any(task.prefilling for task, _ in shares):
+            self._parts += [(n, task.computed) for task, n in shares]
+
+    def end(self) -> None:
+        if self._prefill is not None:
+            self._prefill.observe(self._parts, self._clock() - self._began_s)
+        self.drop()
+
+    def drop(self) -> None:
+        self._parts = []
+
+
 class _Task:
     """One request on its way.
 
@@ -636,6 +690,11 @@ class _Task:
     def prefilling(self) -> bool:
         """Whether tokens are left to compute that were known at admission."""
         return self.computed < self._prefill_end
+
+    @property
+    def loading(self) -> bool:
+        """Whether the forward that computes next waits for pages on their way from the host."""
+        return self._load is not None
 
     @property
     def landing_from(self) -> int:

@@ -37,8 +37,10 @@ from mainstem.errors import BadArgument, CorruptTree, OutOfPages, StaleHandle, c
 from mainstem.keys import TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.tiers import hottest
+from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.store import Store, StoreCall, Written
 from mainstem.tiers.transfer import HostMemory, LayerTicket, Move, Ticket
+from mainstem.tiers.waits import LATE, Cause, Wait
 from mainstem.tree import IN_FLIGHT, PRESENT, Tree
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class TierStats:
         prefetched: brought from storage into the tree. prefetch_dropped: arrived, but nothing could be done with them.
         stored: written to storage. write_dropped: left out, since the queue was full.
         queued: waiting to be written, or being written.
+        late: pages that storage has, or may have, and that were computed all the same, by cause: see `LATE`.
         faults: what went wrong with storage, by cause.
         breaker_open: whether storage is left alone for now. breaker_openings: how often that came to be.
         under_way: transfers and calls that have not ended.
@@ -131,6 +134,7 @@ class TierStats:
     stored: int
     write_dropped: int
     queued: int
+    late: dict[str, int]
     faults: dict[str, int]
     breaker_open: bool
     breaker_openings: int
@@ -163,6 +167,9 @@ class Tiers:
         core: of the cache that gives out leases, if there is one; for engines with an allocator of their own, None.
         sleep: waits so many seconds, for `drain`.
 
+    Attributes:
+        prefill: what computing takes, for whoever computes to say: it decides how long storage is waited for.
+
     Raises:
         BadArgument: a tree of another number of tiers, or storage for more components than full attention.
     """
@@ -188,6 +195,8 @@ class Tiers:
         self.tree, self.host, self.store = tree, host, store
         self.host_pools = tuple(Pool(pages) for pages in sizes)
         self.counts: Counter[str] = Counter()
+        self.late: Counter[str] = Counter()
+        self.prefill = PrefillCost()
         self._pools, self._core_cache, self._sleep = tuple(pools), core, sleep
         self._core, self._memory = tree.core, host.memory
         self._pending: list[Pending] = []
@@ -258,7 +267,10 @@ class Tiers:
         key = self.tree.keys.encode(tokens)
         pages = max(len(key) - self.tree.keys.symbol_bytes, 0) // self._page_bytes  # one token is always computed
         least = max(1, -(-self.store.config.prefetch_min_tokens // self.tree.page_size))
-        return self._prefetch(encode_namespace(namespace), key[: pages * self._page_bytes], least)
+        prefetch = self._prefetch(encode_namespace(namespace), key[: pages * self._page_bytes], least)
+        if prefetch is not None:
+            prefetch.wanted = True
+        return prefetch
 
     def back_up(self, node: int, hits: int = 0) -> bool:
         """Starts copying what the host lacks of the prefix that ends at a node, as far as it was hit so often.
@@ -363,6 +375,7 @@ class Tiers:
             stored=counts["stored"],
             write_dropped=counts["write_dropped"],
             queued=self._queued,
+            late={cause: self.late[cause] for cause in LATE},
             faults={} if store is None else dict(store.faults),
             breaker_open=store is not None and store.breaker.open,
             breaker_openings=0 if store is None else store.breaker.openings,
@@ -511,6 +524,7 @@ class Tiers:
             return same
         if len(self._prefetches) >= self.store.config.max_prefetches:
             self.counts["prefetch_skipped"] += 1
+            self.late["limit"] += len(key) // self._page_bytes - have
             return None
         anchor = self._core.locate(namespace, key, have) if have else 0
         self._core.lock(anchor, HOST)
@@ -679,11 +693,12 @@ class Prefetch:
         loaded: positions that it brought into the tree so far.
         users: requests that want it.
         shared: whether there was ever more than one.
+        wanted: whether a request asked for it: what was hot before is waited for by nobody.
     """
 
     def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int, least: int) -> None:
         assert tiers.store is not None
-        self.users, self.loaded, self.shared = 1, 0, False
+        self.users, self.loaded, self.shared, self.wanted = 1, 0, False, False
         self._tiers, self._store, self._name = tiers, tiers.store, name
         self._namespace, self._key, self._least = name[0], key, least
         self._anchor = anchor  # the node behind which the next pages belong, locked on the host
@@ -692,7 +707,8 @@ class Prefetch:
         self._first = have
         self._reads: deque[_Read] = deque()
         self._looked = self._cut = self._ended = self._expired = False
-        self._began_s = self._store.clock()
+        self._pages = len(key) // tiers._page_bytes
+        self._wait = Wait(self._store, tiers.prefill, tiers.tree.page_size, have, self._pages)
 
     @property
     def waiting(self) -> bool:
@@ -711,28 +727,38 @@ class Prefetch:
     def begin(self) -> None:
         """Asks what storage has."""
         tiers = self._tiers
-        tiers._add(_Look(self, self._store.look(self._namespace, self._key, self._have, tiers._page_bytes)))
+        self._look = self._store.look(self._namespace, self._key, self._have, tiers._page_bytes)
+        tiers._add(_Look(self, self._look))
         tiers._add(_Expiry(self))
 
     def late(self) -> bool:
         """Whether a request should wait no longer, as this rank sees it."""
-        config, store = self._store.config, self._store
-        if self._ended or store.breaker.open or store.slow:
-            return True
-        if config.prefetch == "wait_complete":
-            return any(read.call.overdue() for read in self._reads) or self._waited_s() > config.call_timeout_s * (
-                1 + len(self._keys)
-            )
-        return self._waited_s() >= config.timeout_s + config.timeout_per_page_s * len(self._keys)
+        return self._ended or self._wait.over or self._overdue()
 
     def expire(self) -> None:
         """Nobody waits any longer; nor for others, if storage has not even said what it has."""
         self._expired = True
-        self._store.slow = self._store.slow or not self._looked
+        if self.wanted and self.users > 0:
+            end = self._first + len(self._keys) if self._looked and not self._look.refused else self._pages
+            self._tiers.late[self._why()] += end - self._have
+        if self.wanted and not self._looked:
+            self._store.gave_up(self._wait.waited_s)
+
+    def _overdue(self) -> bool:
+        return self._look.overdue() or any(read.call.overdue() for read in self._reads)
+
+    def _why(self) -> Cause:
+        """What keeps pages that are not there from being waited for."""
+        if self._look.refused or self._store.breaker.open:
+            return "breaker"
+        if self._cut:
+            return "fault"
+        return "slow" if self._store.slow and not self._overdue() else "timeout"
 
     def looked(self, keys: list[bytes]) -> None:
         """Storage has these pages."""
         self._looked = True
+        self._wait.answered(len(keys), self._look.took_s)
         if len(keys) >= self._least:
             self._keys = keys
         self._go_on()
@@ -756,9 +782,6 @@ class Prefetch:
         """Host pages that hold, or will hold, what is not in the tree yet."""
         return sum(len(read.pages) for read in self._reads)
 
-    def _waited_s(self) -> float:
-        return self._store.clock() - self._began_s
-
     def _go_on(self) -> None:
         end = self._first + len(self._keys)
         config = self._store.config
@@ -767,6 +790,8 @@ class Prefetch:
                 continue
             if self._reads:
                 break  # room may come with what is on its way
+            if self.wanted and not self._expired:
+                self._tiers.late["host_room"] += end - self._asked
             end = self._asked
             self._keys = self._keys[: end - self._first]
         if not self._reads and self._looked and (self._cut or self.users <= 0 or self._asked >= end):
