@@ -332,8 +332,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a rank goes by its own gap in storage", "sglang#30760", _TIERS,
-        "        if outcome == _FAILED:\n            tiers._write",
-        "        if self._call.value.gap:\n            tiers._write",
+        "        if outcome == _FAILED and tiers.names", "        if self._call.value.gap and tiers.names",
         "ranks",
     ),
     _mutant(

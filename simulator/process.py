@@ -306,7 +306,7 @@ class Process:
         """A call, when it has ended or its time is over."""
         assert self.store is not None
         symbols = bytes(4 * self.cache.page_size)
-        call = self.store.look(b"", symbols, 0, len(symbols))
+        call = self.store.look(self.store.sealer.root(b""), symbols, len(symbols))
         end_s = self.world.now_s + until_s
         while not call.done() and self.world.now_s <= end_s:
             self.world.pass_time(0.01)

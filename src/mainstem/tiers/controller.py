@@ -37,6 +37,7 @@ from mainstem.errors import BadArgument, CorruptTree, OutOfPages, StaleHandle, c
 from mainstem.keys import TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.tiers import hottest
+from mainstem.tiers.names import PageNames
 from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.store import Store, StoreCall, Written
 from mainstem.tiers.transfer import HostMemory, LayerTicket, Move, Ticket
@@ -206,6 +207,7 @@ class Tiers:
         self._writing = self._queued = 0
         self._warm = hottest.Prefixes()
         self._page_bytes = tree.page_size * tree.keys.symbol_bytes
+        self.names = None if store is None else PageNames(tree.core, store.sealer, self._page_bytes)
         if store is not None:
             store.register(host.memory.regions())
 
@@ -547,17 +549,17 @@ class Tiers:
         limit = int(self.host_pools[0].total * self.store.config.host_fraction)
         return limit - sum(prefetch.private_pages() for prefetch in self._prefetches.values())
 
-    def _write(self, node: int, begin: int) -> None:
+    def _write(self, node: int, begin: int, named: tuple[bytes, list[bytes]]) -> None:
         """Queues the pages from `begin` to the end of a node for storage; not if they have no room behind others."""
-        if self.store is None:
-            return
-        pages = self._core.end(node) - begin
+        assert self.store is not None
+        parent, keys = named
+        pages = len(keys)
         if self._queued and self._queued + pages > self.store.config.queue_pages:
             self.counts["write_dropped"] += pages
             return
         self._core.lock(node, HOST)
         self._queued += pages
-        self._writes.append(self._add(_Write(self, node, begin, pages)))
+        self._writes.append(self._add(_Write(self, node, begin, parent if begin else None, keys)))
 
     def _begin_writes(self, most: int) -> None:
         while self.store is not None and self._writes and most > 0:
@@ -612,12 +614,15 @@ class _Backup(Pending):
                 log.warning("a copy to the host failed: %s", self.ticket.error)
             self._cancel()
             return
+        # Named first, written or not: once a node is in flight no more, it may be joined to what its name is made from.
+        named = None if tiers.names is None else tiers.names.of(self._nodes[-1], self._begin)
         for node in self._nodes:
             tiers._core.commit(node, HOST)
         for pool, ids in zip(tiers.host_pools, self._targets, strict=True):
             pool.publish(ids)
         tiers.counts["backed_up"] += len(self._targets[0])
-        tiers._write(self._nodes[-1], self._begin)
+        if named is not None:
+            tiers._write(self._nodes[-1], self._begin, named)
         for backup in self._below:
             backup._above = None
         self._end()
@@ -697,9 +702,9 @@ class Prefetch:
     """
 
     def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int, least: int) -> None:
-        assert tiers.store is not None
+        assert tiers.store is not None and tiers.names is not None
         self.users, self.loaded, self.shared, self.wanted = 1, 0, False, False
-        self._tiers, self._store, self._name = tiers, tiers.store, name
+        self._tiers, self._store, self._names, self._name = tiers, tiers.store, tiers.names, name
         self._namespace, self._key, self._least = name[0], key, least
         self._anchor = anchor  # the node behind which the next pages belong, locked on the host
         self._have = self._asked = have  # pages up to which all is in the tree, and being read
@@ -727,7 +732,9 @@ class Prefetch:
     def begin(self) -> None:
         """Asks what storage has."""
         tiers = self._tiers
-        self._look = self._store.look(self._namespace, self._key, self._have, tiers._page_bytes)
+        parent = self._names.last(self._namespace, self._anchor)
+        missing = self._key[self._have * tiers._page_bytes :]
+        self._look = self._store.look(parent, missing, tiers._page_bytes)
         tiers._add(_Look(self, self._look))
         tiers._add(_Expiry(self))
 
@@ -835,6 +842,7 @@ class Prefetch:
             tiers._core.lock(node, HOST)
             tiers._core.unlock(self._anchor, HOST)
             self._anchor = node
+            self._names.keep(node, self._keys[self._have + kept - 1 - self._first])
         self._have += kept
         return kept
 
@@ -886,17 +894,17 @@ class _Expiry(Pending):
 class _Write(Pending):
     """Pages of a node on their way to storage, locked on the host."""
 
-    def __init__(self, tiers: Tiers, node: int, begin: int, pages: int) -> None:
-        self.pages = pages
+    def __init__(self, tiers: Tiers, node: int, begin: int, parent: bytes | None, keys: list[bytes]) -> None:
+        self.pages = len(keys)
         self._tiers, self._node, self._begin = tiers, node, begin
+        self._parent, self._keys = parent, keys
         self._call: StoreCall[Written] | None = None
         self._given_up = False
 
     def begin(self, store: Store) -> None:
         core, memory = self._tiers._core, self._tiers._memory
-        namespace, key = core.path_key(self._node)
         slots = memory.slots(core.ids(self._node, 0, HOST)[self._begin :].tolist())
-        self._call = store.write(namespace, key, self._begin, slots, self._tiers._page_bytes)
+        self._call = store.write(self._parent, self._keys, slots)
 
     def give_up(self) -> None:
         """It waits no longer, and is not written."""
@@ -920,8 +928,8 @@ class _Write(Pending):
         tiers._writing -= 1
         tiers._queued -= self.pages
         tiers.counts["stored"] += self._call.value.pages
-        if outcome == _FAILED:
-            tiers._write(self._node, 0)  # all of the path
+        if outcome == _FAILED and tiers.names is not None:
+            tiers._write(self._node, 0, tiers.names.of(self._node, 0))  # all of the path
         tiers._core.unlock(self._node, HOST)
 
 

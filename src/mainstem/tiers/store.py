@@ -240,11 +240,11 @@ class Store:
         """
         self.backend.register(regions)
 
-    def look(self, namespace: bytes, symbols: bytes, have: int, page_bytes: int) -> StoreCall[list[bytes]]:
-        """Keys of the pages of `symbols` from page `have` on that are stored, up to the first gap."""
+    def look(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> StoreCall[list[bytes]]:
+        """Keys of pages that are stored, up to the first gap, of those of `symbols` behind the page of key `parent`."""
 
         def look(causes: Counter[str]) -> list[bytes]:
-            keys = self.sealer.keys(self.sealer.root(namespace), symbols, page_bytes)[have:]
+            keys = self.sealer.keys(parent, symbols, page_bytes)
             return keys[: max(0, min(self.backend.exists(keys), len(keys)))]
 
         return self._submit(self._readers, look, [])
@@ -267,17 +267,17 @@ class Store:
 
         return self._submit(self._readers, read, 0)
 
-    def write(
-        self, namespace: bytes, symbols: bytes, begin: int, slots: Sequence[memoryview], page_bytes: int
-    ) -> StoreCall[Written]:
-        """Seals and stores the pages from `begin` on; those that are stored already are left alone."""
+    def write(self, parent: bytes | None, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[Written]:
+        """Seals and stores pages that follow the page of key `parent` (None: the first ones of a prompt).
+
+        Those that are stored already are left alone.
+        """
 
         def write(causes: Counter[str]) -> Written:
-            keys = self.sealer.keys(self.sealer.root(namespace), symbols, page_bytes)
             # What hangs behind a gap would never be found.
-            if begin and not self.backend.exists(keys[begin - 1 : begin]):
+            if parent is not None and not self.backend.exists([parent]):
                 return Written(0, gap=True)
-            there = max(0, min(self.backend.exists(keys[begin:]), len(slots)))
+            there = max(0, min(self.backend.exists(keys), len(slots)))
             stored = 0
             for at in range(there, len(slots), self.config.batch_pages):
                 batch = slice(at, min(at + self.config.batch_pages, len(slots)))
@@ -286,9 +286,9 @@ class Store:
                 except BadArgument:  # infinite numbers, or none
                     causes["codec"] += 1
                     break
-                for key, slot in zip(keys[begin:][batch], packed, strict=True):
+                for key, slot in zip(keys[batch], packed, strict=True):
                     self.sealer.seal(slot, key)
-                results = self.backend.put(keys[begin:][batch], packed)
+                results = self.backend.put(keys[batch], packed)
                 whole = [good for _, good in zip(packed, results, strict=True) if good]
                 stored += len(whole)
                 if len(whole) < len(results):
