@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ghost_memory import GhostTicket
 from mainstem.cache import PrefixCache
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
-from mainstem.keys import TokenKeys
+from mainstem.keys import KeyKind, TokenKeys, TypedKeys
 from mainstem.runtime.request import Delta, Request, SamplingParams, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.scheduler import Limits, Scheduler
@@ -128,6 +129,7 @@ class Bench:
         self.backend = MemoryBackend()
         self.workers = HandWorkers()
         self.context = 256
+        self.keys: KeyKind = TokenKeys(VOCAB)
         self.config = StorageConfig(**({"prefetch_min_tokens": PAGE} | config))  # type: ignore[arg-type]
         self.restart(pages, store)
 
@@ -139,7 +141,7 @@ class Bench:
         )  # fmt: skip
         tier = HostTier(self.host, load_min_tokens=PAGE)
         self.cache = PrefixCache(
-            pages, PAGE, keys=TokenKeys(VOCAB), copy_page=self.ghost.copy_page, host=tier,
+            pages, PAGE, keys=self.keys, copy_page=self.ghost.copy_page, host=tier,
             store=self.store if store else None,
         )  # fmt: skip
         assert self.cache.tiers is not None
@@ -310,6 +312,49 @@ def test_a_workload_larger_than_the_device_is_answered_as_without_a_cache() -> N
     totals, stats = bench.scheduler.totals, bench.tiers.stats()
     assert totals.storage_tokens > 0 and totals.host_tokens > 0
     assert stats.loaded > 0 and stats.prefetched > 0 and stats.stored > 0
+
+
+class CountingTokens(TokenKeys):
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.encoded: list[int] = []
+
+    def encode(self, tokens: object) -> bytes:
+        self.encoded.append(len(tokens))  # type: ignore[arg-type]
+        return super().encode(tokens)
+
+
+class CountingTyped(TypedKeys):
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.encoded: list[int] = []
+
+    def parse(self, tokens: Any) -> Any:
+        self.encoded.append(len(tokens))
+        return super().parse(tokens)
+
+
+@pytest.mark.parametrize(("kind", "leased"), [(CountingTokens, 0), (CountingTyped, 1)])
+def test_a_prompt_is_encoded_once_however_long_it_waits(
+    kind: type[CountingTokens | CountingTyped], leased: int
+) -> None:
+    """A lease on what is not simply ids reads the prompt itself: it goes on with it."""
+    bench = Bench(timeout_s=1.0)
+    bench.keys = keys = kind()
+    bench.restart()
+    bench.workers.instant = False
+    bench.scheduler.add("one", Request(np.array(prompt(1, 22)), SamplingParams(max_tokens=4)))
+    assert keys.encoded == [22], "checked, looked for in storage"
+    for _ in range(20):
+        bench.step()
+    assert keys.encoded == [22], "looked for in the cache at every step"
+    bench.workers.instant = True
+    bench.workers.run()
+    for _ in range(20):
+        bench.step()
+    assert not bench.scheduler.busy
+    assert keys.encoded[: 1 + leased] == [22] * (1 + leased)
+    assert set(keys.encoded[1 + leased :]) <= {1}, "what was generated"
 
 
 # ---------------------------------------------------------------- in virtual time

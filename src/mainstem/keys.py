@@ -79,6 +79,29 @@ class Sequence:
         return position
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A sequence that was encoded already, for who asks about it again and again.
+
+    Args:
+        symbols: of all of it.
+        sequence: what is remembered of it.
+    """
+
+    symbols: bytes
+    sequence: Sequence
+
+    @classmethod
+    def of(cls, kind: KeyKind, tokens: TokenLike) -> Encoded:
+        """Encodes a sequence, once.
+
+        Raises:
+            BadTokens: see the kind's `encode`.
+        """
+        sequence = kind.sequence()
+        return cls(sequence.append(tokens), sequence)
+
+
 class _TokenIds:
     """What kinds made of token ids share: the range of an id."""
 

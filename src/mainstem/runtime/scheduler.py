@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Full, State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
-from mainstem.keys import Image, Spliced, TokenLike
+from mainstem.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
 from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end, last_border, plan_checkpoints
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob, Usage
@@ -198,8 +198,8 @@ class Scheduler:
         """Whether a step has anything to do or to tell."""
         return bool(self._waiting or self._running or self._events)
 
-    def check(self, request: Request) -> None:
-        """Refuses what could never run; from any thread.
+    def check(self, request: Request) -> Encoded:
+        """Refuses what could never run, and encodes the prompt of what could, for `add`; from any thread.
 
         Raises:
             RequestTooLong: it exceeds the context or the pool; says the numbers.
@@ -220,7 +220,7 @@ class Scheduler:
         if self._window is not None:
             self._check_window(min(prompt, max(longest, self._limits.chunk_tokens)))
         images = _images(request)
-        self._cache.tree.keys.encode(Spliced(request.tokens, images) if images else request.tokens)
+        return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
 
     def _check_window(self, chunk: int) -> None:
         assert self._window is not None
@@ -232,23 +232,24 @@ class Scheduler:
                 f"positions: the memory for KV holds {total}"
             )
 
-    def add(self, id: str, request: Request, arrived_s: float | None = None) -> None:
+    def add(self, id: str, request: Request, arrived_s: float | None = None, prompt: Encoded | None = None) -> None:
         """Puts a request among the waiting.
 
         Args:
             id: names it in events; unique among requests that have not ended.
             request: what to run.
             arrived_s: when it came, by the scheduler's clock; now, if None.
+            prompt: what `check` gave; None: it was not asked yet.
 
         Raises:
             RequestTooLong, BadTokens: as `check`.
         """
         assert id not in self._waiting and id not in self._running
-        self.check(request)
+        prompt = self.check(request) if prompt is None else prompt
         arrived_s = self._clock() if arrived_s is None else arrived_s
         sampler = Sampler(request.params, self._random)
         text = Detokenizer(self._tokenizer, request.params.stop, request.tokens)
-        self._waiting[id] = task = _Task(id, request, self.totals.requests, arrived_s, sampler, text)
+        self._waiting[id] = task = _Task(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self._idle = False
         for other in self._running.values():
@@ -370,9 +371,9 @@ class Scheduler:
 
     def _ranked(self) -> list[tuple[_Task, int]]:
         """The waiting in the order of admission, with the length of each one's hit."""
-        now_s = self._clock()
+        now_s, keys = self._clock(), self._cache.tree.keys
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Task.precedence)
-        hits = [(task, self._cache.peek(task.key, task.request.namespace)) for task in oldest]
+        hits = [(task, self._cache.peek(task.encoded(keys), task.request.namespace)) for task in oldest]
 
         def rank(entry: tuple[_Task, int]) -> tuple[object, ...]:
             task, hit = entry
@@ -417,7 +418,7 @@ class Scheduler:
     def _look_below(self, task: _Task) -> None:
         """Has storage asked for what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
-            task.prefetch = self._tiers.prefetch(task.key, task.request.namespace)
+            task.prefetch = self._tiers.prefetch(task.encoded(self._cache.tree.keys), task.request.namespace)
             task.looks += 1
 
     def _is_awaited(self, task: _Task) -> bool:
@@ -630,7 +631,14 @@ class _Task:
     """
 
     def __init__(
-        self, id: str, request: Request, arrival: int, arrived_s: float, sampler: Sampler, text: Detokenizer
+        self,
+        id: str,
+        request: Request,
+        prompt: Encoded,
+        arrival: int,
+        arrived_s: float,
+        sampler: Sampler,
+        text: Detokenizer,
     ) -> None:
         self.id = id
         self.request = request
@@ -658,9 +666,11 @@ class _Task:
         self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
         self._tokens[: self.length] = request.tokens
         self._images = _images(request)
-        self._symbols = self._tokens if not request.images else self._tokens.copy()
-        for start, image in self._images:
-            self._symbols[start : start + image.kv_length] = image.symbols().view(np.int32)
+        self._encoded, self._encoded_length = prompt, self.length
+        self._symbols = self._tokens
+        if request.images:
+            self._symbols = self._tokens.copy()
+            self._symbols[: self.length] = np.frombuffer(prompt.symbols, np.int32)
 
     @property
     def known(self) -> NDArray[np.int32]:
@@ -671,6 +681,12 @@ class _Task:
     def key(self) -> TokenLike:
         """The same, as the cache takes it."""
         return Spliced(self.known, self._images) if self._images else self.known
+
+    def encoded(self, kind: KeyKind) -> Encoded:
+        """The same, encoded once; again only if it was set back, with what it had generated by then."""
+        if self._encoded_length < self.length:
+            self._encoded, self._encoded_length = Encoded.of(kind, self.key), self.length
+        return self._encoded
 
     @property
     def symbols(self) -> NDArray[np.int32]:

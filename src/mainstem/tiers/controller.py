@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from mainstem import _core
 from mainstem._core import Lease, Pool
 from mainstem.errors import BadArgument, CorruptTree, OutOfPages, StaleHandle, check_integer
-from mainstem.keys import TokenLike
+from mainstem.keys import Encoded, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.tiers import hottest
 from mainstem.tiers.names import PageNames
@@ -256,7 +256,7 @@ class Tiers:
         moves = [Move(row, source, target) for row, (source, target) in enumerate(pairs) if len(source)]
         return self._add(Load(self, lease, number, self._memory.up(moves), pages))
 
-    def prefetch(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
+    def prefetch(self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None) -> Prefetch | None:
         """Starts looking in storage for what neither device nor host has of a prompt.
 
         None: there is no storage, too little is missing, or too many are under way.
@@ -266,7 +266,7 @@ class Tiers:
         """
         if self.store is None:
             return None
-        key = self.tree.keys.encode(tokens)
+        key = tokens.symbols if isinstance(tokens, Encoded) else self.tree.keys.encode(tokens)
         pages = max(len(key) - self.tree.keys.symbol_bytes, 0) // self._page_bytes  # one token is always computed
         least = max(1, -(-self.store.config.prefetch_min_tokens // self.tree.page_size))
         prefetch = self._prefetch(encode_namespace(namespace), key[: pages * self._page_bytes], least)
