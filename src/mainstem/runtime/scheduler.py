@@ -65,7 +65,7 @@ _RANKED = 128
 
 _LOOKS = 4  # at storage, for one request
 
-_MEASURED, _MEASUREMENTS = 64, 3  # tokens of a forward that is only measured, and how many there are
+_MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured, and how many there are
 
 _POLL_S = 0.001  # between looks at transfers that nobody can do anything without
 _IDLE_POLL_S = 0.01  # the same, when nobody waits
@@ -265,10 +265,10 @@ class Scheduler:
         n = min(_MEASURED, self._limits.max_context, self._limits.chunk_tokens, pool.free * size)
         pages = pool.allocate(-(-n // size))
         try:
-            for forward in range(1 + _MEASUREMENTS):
+            for _ in range(_MEASUREMENTS):
                 began_s = self._clock()
                 self._runner.forward([Segment(np.zeros(n, np.int32), 0, pages, True)]).argmax().item()  # it has ended
-                if forward and self._tiers is not None:  # the first one is none like the others
+                if self._tiers is not None:
                     self._tiers.prefill.observe([(n, 0)], self._clock() - began_s)
         finally:
             pool.release(pages)
