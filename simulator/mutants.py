@@ -309,6 +309,17 @@ PYTHON: tuple[Mutant, ...] = (
         "return int(self._prefetch.late())", "return int(self._prefetch.ended)",
     ),
     _mutant(
+        "every machine is waited on as if it were as quick", "here", "tiers/waits.py",
+        "if cost_s is None:", "if True:",
+        "tests/test_scheduler_tiers.py::"
+        "test_on_a_machine_that_is_slower_than_anybody_supposed_a_restarted_server_takes_all_from_storage",
+    ),
+    _mutant(
+        "what a listed prefix shares with one on its way is all that comes back of it", "here", _TIERS,
+        "if self._wanted(namespace, key)[0] in self._prefetches:", "if False:",
+        "tests/test_tiers_controller.py::test_a_conversation_comes_back_whole_though_each_turn_adds_little",
+    ),
+    _mutant(
         "a store that hangs takes the host away", "sglang#33862", _TIERS,
         "            self._writes.popleft().give_up()", "            return False",
         "tests/test_tiers_controller.py::test_a_store_that_hangs_does_not_take_the_host_away",
@@ -321,8 +332,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a rank goes by its own gap in storage", "sglang#30760", _TIERS,
-        "        if outcome == _FAILED:\n            tiers._write",
-        "        if self._call.value.gap:\n            tiers._write",
+        "        if outcome == _FAILED and tiers.names", "        if self._call.value.gap and tiers.names",
         "ranks",
     ),
     _mutant(

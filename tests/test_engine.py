@@ -20,6 +20,7 @@ from tiny_models import tiny
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
+from mainstem.keys import TokenKeys
 from mainstem.runtime.engine import Engine, EngineConfig, Stream, _sizes
 from mainstem.runtime.host import HostSize
 from mainstem.runtime.models import LoadedModel
@@ -380,6 +381,24 @@ def test_what_can_not_run_is_refused_in_the_callers_thread(rig: Callable[..., Ri
     with pytest.raises(BadTokens):
         made.engine.submit(Request(np.array([1, VOCAB]), SamplingParams(max_tokens=2)))
     assert made.engine.stats().requests == 0
+
+
+def test_a_prompt_is_encoded_once_from_submit_to_its_end(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+
+    class Counting(TokenKeys):
+        def encode(self, tokens: Any) -> bytes:
+            encoded.append(len(tokens))
+            return super().encode(tokens)
+
+    monkeypatch.setattr("mainstem.runtime.engine.TokenKeys", Counting)
+    made = rig()
+    assert made.submit(length=20, max_tokens=4).result(WAIT_S).finish_reason == "length"
+    assert encoded == [20]
+    made.engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=2))
+    assert encoded == [20, 3, 2]
 
 
 def test_no_more_wait_than_allowed(rig: Callable[..., Rig]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import hashlib
 import re
 import struct
 from collections import deque
@@ -11,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainstem._core import encode_tokens
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.keys import (
+    MAX_TOKEN,
     BigramKeys,
     Coordinate,
     HashKeys,
@@ -380,6 +382,65 @@ def test_a_block_hash_depends_on_every_token_before() -> None:
     assert not set(changed_early) & set(base)
     assert not set(chain([1, 2, 3, 4, 5, 6, 7, 8], seed=b"other")) & set(base)
     assert len(set(chain([1] * 40))) == 10
+
+
+GOLDEN_16 = "1b0cd756b8a49da656091d1fcc62027923c42dc62d8010a50554cd07c5d1c92d"
+GOLDEN_8 = "324210d932e9f7ec89af268edb214cbc"
+
+
+def chain_of(tokens: list[int], block_size: int, width: int, seed: bytes) -> bytes:
+    """The same by the standard library."""
+    hashes, parent = b"", b""
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        block = np.array(tokens[start : start + block_size], "<u4").tobytes()
+        parent = hashlib.blake2b(parent + block, digest_size=width, key=seed).digest()
+        hashes += parent
+    return hashes
+
+
+# A block of one, a whole one of BLAKE2b (128 bytes) with and without its parent, and one more.
+@pytest.mark.parametrize("block_size", [1, 3, 16, 28, 30, 31, 32, 33, 64, 500])
+@pytest.mark.parametrize("seed", [b"", b"k", bytes(range(63)), bytes(range(64))], ids=len)
+@pytest.mark.parametrize("width", [8, 16])
+def test_block_hashes_are_blake2b_of_the_standard_library(block_size: int, seed: bytes, width: int) -> None:
+    tokens = [(7 * at * at) % MAX_TOKEN for at in range(2 * block_size + 3)]
+    assert hash_blocks(tokens, block_size, width, seed) == chain_of(tokens, block_size, width, seed)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, MAX_TOKEN - 1), max_size=200),
+    st.integers(1, 80),
+    st.sampled_from([8, 16]),
+    st.binary(max_size=64),
+)
+def test_block_hashes_of_anything_are_those_of_the_standard_library(
+    tokens: list[int], block_size: int, width: int, seed: bytes
+) -> None:
+    assert hash_blocks(tokens, block_size, width, seed) == chain_of(tokens, block_size, width, seed)
+
+
+def test_block_hashes_have_the_values_that_they_always_had() -> None:
+    assert hash_blocks(range(40), 16).hex() == GOLDEN_16
+    assert hash_blocks(range(40), 16, 8, b"seed").hex() == GOLDEN_8
+    assert hash_blocks([], 16) == hash_blocks(range(15), 16) == b""
+
+
+def test_block_hashes_of_long_prompts_are_the_same() -> None:
+    tokens = list(range(20_000))
+    assert hash_blocks(tokens, 16) == chain_of(tokens, 16, 16, b"")
+    assert hash_blocks(np.array(tokens), 16) == hash_blocks(tokens, 16)
+
+
+@pytest.mark.parametrize("tokens", [[1, -1], [2**31], "text", None, [1.5]])
+def test_block_hashes_refuse_what_is_no_token(tokens: Any) -> None:
+    with pytest.raises(BadTokens):
+        hash_blocks(tokens, 1)
+
+
+def test_a_seed_has_64_bytes_at_most() -> None:
+    with pytest.raises(BadArgument, match="seed"):
+        hash_blocks([1], 1, seed=bytes(65))
 
 
 # ---------------------------------------------------------------- typed tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ghost_memory import GhostTicket
 from mainstem.cache import PrefixCache
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
-from mainstem.keys import TokenKeys
+from mainstem.keys import KeyKind, TokenKeys, TypedKeys
 from mainstem.runtime.request import Delta, Request, SamplingParams, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.scheduler import Limits, Scheduler
@@ -117,7 +118,7 @@ class LayeredGhost(Ghost):
         rows = iter(super().forward(good) if good else torch.empty(0, VOCAB))
         rubbish = torch.zeros(VOCAB)
         asked = [well for segment, well in zip(segments, fine, strict=True) if segment.logits]
-        return torch.stack([next(rows) if well else rubbish for well in asked] or [rubbish])
+        return torch.stack([next(rows) if well else rubbish for well in asked]) if asked else torch.empty(0, VOCAB)
 
 
 class Bench:
@@ -127,6 +128,8 @@ class Bench:
         self.host = GhostHost(self.ghost, host_pages)
         self.backend = MemoryBackend()
         self.workers = HandWorkers()
+        self.context = 256
+        self.keys: KeyKind = TokenKeys(VOCAB)
         self.config = StorageConfig(**({"prefetch_min_tokens": PAGE} | config))  # type: ignore[arg-type]
         self.restart(pages, store)
 
@@ -138,15 +141,15 @@ class Bench:
         )  # fmt: skip
         tier = HostTier(self.host, load_min_tokens=PAGE)
         self.cache = PrefixCache(
-            pages, PAGE, keys=TokenKeys(VOCAB), copy_page=self.ghost.copy_page, host=tier,
+            pages, PAGE, keys=self.keys, copy_page=self.ghost.copy_page, host=tier,
             store=self.store if store else None,
         )  # fmt: skip
         assert self.cache.tiers is not None
         self.tiers = self.cache.tiers
         self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
         self.scheduler = Scheduler(
-            self.cache, self.ghost, GhostTokenizer(), Limits(256), eos=frozenset({EOS}), clock=lambda: self.now_s,
-            random=random.Random(0),
+            self.cache, self.ghost, GhostTokenizer(), Limits(self.context), eos=frozenset({EOS}),
+            clock=lambda: self.now_s, random=random.Random(0),
         )  # fmt: skip
 
     def run(self, *prompts: list[int], steps: int = 400) -> list[Usage]:
@@ -309,3 +312,182 @@ def test_a_workload_larger_than_the_device_is_answered_as_without_a_cache() -> N
     totals, stats = bench.scheduler.totals, bench.tiers.stats()
     assert totals.storage_tokens > 0 and totals.host_tokens > 0
     assert stats.loaded > 0 and stats.prefetched > 0 and stats.stored > 0
+
+
+class CountingTokens(TokenKeys):
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.encoded: list[int] = []
+
+    def encode(self, tokens: object) -> bytes:
+        self.encoded.append(len(tokens))  # type: ignore[arg-type]
+        return super().encode(tokens)
+
+
+class CountingTyped(TypedKeys):
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.encoded: list[int] = []
+
+    def parse(self, tokens: Any) -> Any:
+        self.encoded.append(len(tokens))
+        return super().parse(tokens)
+
+
+@pytest.mark.parametrize(("kind", "leased"), [(CountingTokens, 0), (CountingTyped, 1)])
+def test_a_prompt_is_encoded_once_however_long_it_waits(
+    kind: type[CountingTokens | CountingTyped], leased: int
+) -> None:
+    """A lease on what is not simply ids reads the prompt itself: it goes on with it."""
+    bench = Bench(timeout_s=1.0)
+    bench.keys = keys = kind()
+    bench.restart()
+    bench.workers.instant = False
+    bench.scheduler.add("one", Request(np.array(prompt(1, 22)), SamplingParams(max_tokens=4)))
+    assert keys.encoded == [22], "checked, looked for in storage"
+    for _ in range(20):
+        bench.step()
+    assert keys.encoded == [22], "looked for in the cache at every step"
+    bench.workers.instant = True
+    bench.workers.run()
+    for _ in range(20):
+        bench.step()
+    assert not bench.scheduler.busy
+    assert keys.encoded[: 1 + leased] == [22] * (1 + leased)
+    assert set(keys.encoded[1 + leased :]) <= {1}, "what was generated"
+
+
+# ---------------------------------------------------------------- in virtual time
+
+
+class Machine(Bench):
+    """A machine on which computing and storage take their time; storage makes one call after the other."""
+
+    def __init__(self, token_s: float, look_s: float = 0.0, batch_s: float = 0.0, **config: object) -> None:
+        super().__init__(300, 300, **config)
+        self.context = 4000
+        self.token_s, self.look_s, self.batch_s = 0.0, 0.0, 0.0
+        self._free_s = 0.0
+        forward, self.workers = self.ghost.forward, self
+        exists, get = self.backend.exists, self.backend.get
+
+        def slow_forward(segments: Sequence[Segment]) -> torch.Tensor:
+            self.now_s += self.token_s * sum(len(segment.tokens) for segment in segments)
+            return forward(segments)
+
+        def slow_exists(keys: Sequence[bytes]) -> int:
+            self.now_s += self.look_s
+            return exists(keys)
+
+        def slow_get(keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+            self.now_s += self.batch_s
+            return get(keys, buffers)
+
+        self.ghost.forward = slow_forward  # type: ignore[method-assign]
+        self.backend.exists, self.backend.get = slow_exists, slow_get  # type: ignore[method-assign]
+        self.restart(300)
+        self.prompt = prompt(1, 1001)
+        self.run(self.prompt)
+        self.forget_device()
+        self.token_s, self.look_s, self.batch_s = token_s, look_s, batch_s
+        self.restart(300)
+
+    def submit(self, function: Callable[[], object]) -> TimedCall:
+        """The call is made now, and heard of when it is its time."""
+        here_s = self.now_s
+        self.now_s = max(here_s, self._free_s)
+        call = TimedCall(self, function())
+        call.ends_s = self._free_s = self.now_s
+        self.now_s = here_s
+        return call
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+    @property
+    def late(self) -> dict[str, int]:
+        return {cause: pages for cause, pages in self.tiers.stats().late.items() if pages}
+
+
+class TimedCall:
+    def __init__(self, machine: Machine, value: object) -> None:
+        self.machine, self.value, self.ends_s = machine, value, 0.0
+
+    def done(self) -> bool:
+        return self.machine.now_s >= self.ends_s
+
+    def result(self) -> object:
+        return self.value
+
+
+# The defaults suppose a hundredth of a second a page. 250 pages take 25 s on this machine.
+SLOW_S = 10 * 0.01 / PAGE
+
+
+def test_on_a_machine_that_is_slower_than_anybody_supposed_a_restarted_server_takes_all_from_storage() -> None:
+    machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0)
+    machine.scheduler.measure()
+    [usage] = machine.run(machine.prompt, steps=4000)
+    assert usage.storage_tokens == 1000
+    assert usage.queue_s == pytest.approx(1.0 + 8 * 1.0, abs=0.1)
+    assert machine.late == {}
+
+
+def test_without_a_measure_the_limits_of_the_configuration_stand_in() -> None:
+    machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0, timeout_s=0.1, timeout_per_page_s=0.01)
+    [usage] = machine.run(machine.prompt, steps=4000)
+    assert usage.storage_tokens == 0
+    assert usage.queue_s == pytest.approx(0.1, abs=0.03)
+    assert machine.late == {"timeout": 250}
+
+
+def test_a_store_that_is_slower_than_computing_is_waited_for_as_long_as_computing_takes() -> None:
+    machine = Machine(SLOW_S, look_s=1.0, batch_s=1.2, batch_pages=8)
+    machine.scheduler.measure()
+    [usage] = machine.run(machine.prompt, steps=4000)
+    assert usage.queue_s == pytest.approx(1.0 + 25.0, rel=0.02)
+    assert usage.storage_tokens == 20 * 8 * PAGE, "what had come by then"
+    assert machine.late == {"timeout": 250 - 20 * 8}
+
+
+def test_on_a_fast_machine_a_slow_store_is_hardly_waited_for() -> None:
+    machine = Machine(1e-5, look_s=0.09, batch_s=0.09)
+    machine.scheduler.measure()
+    [usage] = machine.run(machine.prompt, steps=4000)
+    assert usage.storage_tokens == 0
+    assert usage.queue_s <= 0.03
+    assert machine.late == {"timeout": 250}
+
+
+def test_a_store_that_hangs_is_found_out_by_one_request_however_slow_the_machine_is() -> None:
+    machine = Machine(SLOW_S, look_s=1000.0, call_timeout_s=5.0)
+    machine.scheduler.measure()
+    [usage] = machine.run(machine.prompt, steps=4000)
+    assert usage.queue_s == pytest.approx(5.0, abs=0.05)
+    [usage] = machine.run(prompt(2, 1001), steps=4000)
+    assert usage.queue_s <= 0.03
+    assert machine.late == {"timeout": 250, "slow": 250}
+
+
+def test_a_store_that_was_too_slow_for_a_supposed_machine_is_waited_for_on_the_real_one() -> None:
+    machine = Machine(SLOW_S, look_s=1.0, batch_s=0.1)
+    for seed in range(4):
+        machine.run(prompt(seed + 5, 401), steps=4000)
+        for _ in range(200):
+            machine.step()  # it answers
+        assert machine.store.slow == (seed < 2), "three forwards say what computing takes"
+    assert machine.run(machine.prompt, steps=4000)[0].storage_tokens == 1000
+
+
+def test_the_scheduler_says_what_forwards_take_if_they_hold_prefills_and_wait_for_nothing() -> None:
+    machine = Machine(SLOW_S)
+    assert machine.tiers.prefill.seconds(100, 0) is None
+    for seed in range(3):
+        machine.run(prompt(seed + 5, 401), steps=4000)
+    assert machine.tiers.prefill.seconds(100, 0) == pytest.approx(100 * SLOW_S, rel=0.01)
+    seen = []
+    machine.tiers.prefill.observe = lambda parts, seconds: seen.append((parts, seconds))  # type: ignore[method-assign]
+    machine.forget_device()
+    machine.run(prompt(5, 401), steps=4000)
+    assert machine.host.ups == 1
+    assert all(not parts for parts, _ in seen), "one waited for the host, the others were decodes"

@@ -477,6 +477,8 @@ def test_a_damaged_store_is_recomputed_and_counted(
             assert answer.storage < STORED
         assert sum(server.settle()["faults"].values()) >= 4
         assert sum(server.metrics("mainstem_storage_faults_total").values()) >= 4
+        late = server.metrics("mainstem_late_pages_total")
+        assert late == server.stats()["late"] and late["fault"] >= 4
     with serve(options) as server:  # what was recomputed was stored again
         assert all(server.ask(document(number)).storage == STORED for number in range(4))
 

@@ -17,6 +17,7 @@ from mainstem.keys import BigramKeys, Image, TypedKeys
 from mainstem.pool import Pool
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import HostTier, Load, Prefetch, Tiers
+from mainstem.tiers.waits import LATE
 from mainstem.tree import Tree
 
 A, B, C = prompt(4, 1), prompt(4, 2), prompt(4, 3)
@@ -920,8 +921,8 @@ def test_prefetches_hold_a_part_of_the_host_only() -> None:
 
 
 @pytest.mark.parametrize("batch_pages", [1, 2, 32])
-def test_a_prompt_longer_than_a_prefetch_may_hold_gets_its_beginning(batch_pages: int) -> None:
-    """What is on its way when the room ends is kept; it was thrown away once."""
+def test_a_prompt_longer_than_a_prefetch_may_hold_at_once_is_read_in_parts(batch_pages: int) -> None:
+    """What is on its way when the room ends is kept, and makes room for more; it was thrown away once."""
     rig = Rig(host=8, backend=stored(prompt(6, 1)), host_fraction=0.5, batch_pages=batch_pages)
     prefetch = rig.tiers.prefetch(prompt(6, 1))
     assert prefetch is not None
@@ -929,7 +930,7 @@ def test_a_prompt_longer_than_a_prefetch_may_hold_gets_its_beginning(batch_pages
         if rig.readers.waiting:
             rig.readers.run()
         rig.poll()
-    assert prefetch.ended and rig.on(1, prompt(6, 1)) >= 4
+    assert prefetch.ended and rig.on(1, prompt(6, 1)) == 6
     rig.close_all()
 
 
@@ -1357,6 +1358,120 @@ def test_a_store_that_hangs_is_left_behind_at_the_end() -> None:
     rig.poll()
 
 
+# ---------------------------------------------------------------- pages that were not waited for
+
+
+def late(rig: Rig) -> dict[str, int]:
+    """Pages that were computed though storage has them, by cause, without zeros."""
+    return {cause: pages for cause, pages in rig.tiers.stats().late.items() if pages}
+
+
+def after(rig: Rig, seconds: float) -> None:
+    rig.clock.now_s += seconds
+    rig.poll()
+
+
+def test_pages_that_came_in_time_are_not_late() -> None:
+    rig = Rig(backend=stored(A))
+    rig.tiers.prefetch(A)
+    rig.settle()
+    after(rig, 100.0)
+    assert late(rig) == {} and not rig.tiers.busy
+    assert set(rig.tiers.stats().late) == set(LATE)
+
+
+def test_pages_that_had_not_come_when_the_wait_was_over_are_late_once() -> None:
+    rig = Rig(backend=stored(prompt(8, 1)), batch_pages=2, batches=1, timeout_s=1.0, timeout_per_page_s=0.0)
+    prefetch = rig.tiers.prefetch(prompt(8, 1))
+    for _ in range(2):  # the look, and two pages
+        rig.readers.run()
+        rig.poll()
+    after(rig, 1.0)
+    assert late(rig) == {"timeout": 6}
+    rig.settle()
+    assert prefetch is not None and prefetch.loaded == 16
+    assert late(rig) == {"timeout": 6}
+
+
+def test_of_a_store_that_did_not_answer_all_that_it_was_asked_for_is_late() -> None:
+    rig = Rig(backend=stored(A, B), timeout_s=1.0)
+    rig.tiers.prefetch(A)
+    after(rig, 1.0)
+    assert late(rig) == {"timeout": 4}
+    rig.tiers.prefetch(B)
+    rig.poll()
+    assert late(rig) == {"timeout": 4, "slow": 4}
+    rig.settle()
+    rig.tiers.prefetch(C)
+    rig.settle()
+    assert late(rig) == {"timeout": 4, "slow": 4}, "storage has nothing of it"
+
+
+def test_what_an_open_breaker_keeps_back_is_late_for_that() -> None:
+    backend = stored(A)
+    rig = Rig(backend=backend, breaker_failures=1)
+    backend.always = StorageError("unreachable", "on purpose")
+    rig.tiers.prefetch(A)
+    rig.settle()
+    assert late(rig) == {}, "storage had said that there is nothing"
+    rig.tiers.prefetch(A)
+    rig.poll()
+    assert late(rig) == {"breaker": 4}
+
+
+def test_what_lies_behind_a_page_that_is_not_whole_is_late_for_a_fault() -> None:
+    backend = stored(A)
+    rig = Rig(backend=backend)
+    rig.tiers.prefetch(A)
+    rig.readers.run()
+    key = backend.stored_keys()[1]
+    backend.set_value(key, bytes(len(backend.value(key))))
+    rig.settle()
+    assert late(rig) == {"fault": 3}
+
+
+def test_what_the_host_has_no_room_for_is_late_for_that() -> None:
+    rig = Rig(host=4, backend=stored(prompt(8, 1)))
+    rig.serve(B)
+    rig.poll()  # on its way to all of the host
+    rig.tiers.prefetch(prompt(8, 1))
+    rig.readers.run()
+    rig.poll()
+    assert late(rig) == {"host_room": 8}
+    rig.settle()
+    assert late(rig) == {"host_room": 8}
+
+
+def test_what_is_not_looked_for_at_all_is_late_for_the_limit() -> None:
+    rig = Rig(backend=stored(A, B), max_prefetches=1)
+    assert rig.tiers.prefetch(A) is not None and rig.tiers.prefetch(B) is None
+    assert late(rig) == {"limit": 4}
+
+
+@pytest.mark.parametrize("how", ["revoked", "warm"])
+def test_what_nobody_waits_for_is_not_late(how: str) -> None:
+    backend = stored(A)
+    if how == "warm":
+        before = Rig(backend=backend)
+        before.serve(A)
+        before.settle()
+        before.tiers.remember()
+        before.settle()
+    rig = Rig(backend=backend, timeout_s=1.0)
+    if how == "warm":
+        rig.tiers.warm()
+        rig.readers.run()
+        rig.poll()
+        rig.poll()
+    elif (prefetch := rig.tiers.prefetch(A)) is not None:
+        prefetch.revoke()
+    assert rig.tiers.stats().prefetches == 1
+    after(rig, 1.0)
+    assert late(rig) == {}
+    assert rig.store is not None and rig.store.slow == (how == "revoked")
+    rig.settle()
+
+
 # ---------------------------------------------------------------- restart
 
 
@@ -1396,6 +1511,75 @@ def test_everything_remembered_comes_back_whatever_the_limit(limit: int) -> None
     before.settle()
     rig = restarted(backend, max_prefetches=limit)
     assert [rig.on(1, tokens) for tokens in prompts] == [2] * 10
+
+
+def test_a_prefix_of_any_length_comes_back() -> None:
+    backend, size = FaultyBackend(), 5000
+    document = prompt(20, *range(20), size=size)  # 100,000 tokens
+    before = Rig(21, 20, backend=backend, size=size)
+    before.serve(document)
+    before.settle()
+    before.tiers.remember()
+    before.settle()
+    assert restarted(backend, host=20, size=size).on(1, document) == 20
+
+
+@pytest.mark.parametrize("room", [1, 7, 20])
+def test_as_many_come_back_as_the_host_has_room_for_the_hottest_first(room: int) -> None:
+    backend, size = FaultyBackend(), 5000
+    prompts = [prompt(1, mark, size=size) for mark in range(20)]  # 100,000 tokens in all
+    before = Rig(21, 20, backend=backend, size=size)
+    for times, tokens in enumerate(prompts):
+        before.serve(tokens)
+        for _ in prompts[times:]:
+            before.cache.tree.match(tokens)
+    before.settle()
+    before.tiers.remember()
+    before.settle()
+    rig = restarted(backend, host=room, size=size, host_fraction=1.0)
+    assert [rig.on(1, tokens) for tokens in prompts] == [1] * room + [0] * (20 - room)
+
+
+def test_a_conversation_comes_back_whole_though_each_turn_adds_little() -> None:
+    backend = FaultyBackend()
+    before = Rig(device=32, backend=backend)
+    whole = prompt(10, *range(10))
+    for turns in range(1, 11):
+        before.serve(prompt(turns, *range(turns)))
+        before.settle()
+    before.tiers.remember()
+    before.settle()
+    rig = restarted(backend, prefetch_min_tokens=8, max_prefetches=8)
+    assert rig.on(1, whole) == 10
+
+
+def test_a_list_is_not_begun_while_the_last_one_is_on_its_way() -> None:
+    rig = Rig(backend=FaultyBackend())
+    rig.serve(A)
+    rig.settle()
+    rig.tiers.remember()
+    rig.tiers.remember()
+    assert len(rig.writers.waiting) == 1
+    rig.settle()
+    rig.tiers.remember()
+    assert len(rig.writers.waiting) == 1
+    rig.close_all()
+
+
+def test_what_requests_bring_is_not_evicted_for_what_was_hot_before() -> None:
+    backend = FaultyBackend()
+    before = Rig(device=32, backend=backend)
+    for tokens in (A, B):
+        before.serve(tokens)
+        before.settle()
+    before.tiers.remember()
+    before.settle()
+    rig = Rig(host=4, backend=backend)
+    rig.tiers.warm()
+    rig.serve(C)
+    rig.settle()
+    assert [rig.on(1, tokens) for tokens in (A, B, C)] == [0, 0, 4]
+    rig.close_all()
 
 
 def test_namespaces_come_back_as_they_were() -> None:

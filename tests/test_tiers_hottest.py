@@ -2,93 +2,219 @@
 
 from __future__ import annotations
 
+import random
 import struct
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mainstem.tiers.hottest import CONTENT_BYTES, MOST, decode, encode
+from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.hottest import PIECE_BYTES, Finding, Keeping, Prefixes, Stretch, decode, encode
+from mainstem.tree import Tree
 
 PAGE = 4
+MANY = 1 << 20
 
 Prefix = tuple[bytes, bytes]
-PREFIXES = st.lists(
-    st.tuples(
-        st.binary(max_size=3),
-        st.binary(min_size=1, max_size=4).map(lambda pages: b"".join(bytes([p]) * PAGE for p in pages)),
-    ),
-    max_size=8,
-)
+KEYS = st.binary(min_size=1, max_size=5).map(lambda pages: b"".join(bytes([p % 3]) * PAGE for p in pages))
+PREFIXES = st.lists(st.tuples(st.sampled_from([b"", b"a", b"space"]), KEYS, st.integers(0, 3)), max_size=12)
 
 
-def covered(prefix: Prefix, by: list[Prefix]) -> bool:
-    return any(prefix[0] == space and key.startswith(prefix[1]) for space, key in by)
+def stretches_of(prefixes: Sequence[tuple[bytes, bytes, int]]) -> list[Stretch]:
+    """Of a tree of these prefixes, each found so often."""
+    tree = Tree(1)
+    for namespace, key, hits in prefixes:
+        ids = np.arange(len(key) // PAGE, dtype=np.int32)
+        tree.core.insert(namespace, key, 0, [ids], 0, 0, 0, True)
+        for _ in range(hits):
+            tree.core.match(namespace, key, 0, False)
+    return tree.core.hot_stretches(0)
 
 
-def test_what_goes_in_comes_out_in_order() -> None:
-    prefixes = [(b"", b"aaaa"), (b"space", b"bbbbcccc"), (b"", b"dddd" * 100)]
-    assert decode(encode(prefixes), PAGE) == prefixes
-    assert decode(encode(prefixes) + bytes(1000), PAGE) == prefixes
-    assert decode(encode([]), PAGE) == []
+def left(prefixes: Prefixes) -> list[Prefix]:
+    found = []
+    while prefixes:
+        found.append(prefixes.first)
+        prefixes.drop()
+    return found
+
+
+def pages_of(prefixes: Sequence[Prefix]) -> set[Prefix]:
+    return {(space, key[:end]) for space, key in prefixes for end in range(PAGE, len(key) + 1, PAGE)}
+
+
+def test_what_is_shared_is_there_once() -> None:
+    shared, one, two = b"s" * 100 * PAGE, b"1" * PAGE, b"2" * PAGE
+    stretches = stretches_of([(b"n", shared, 5), (b"n", shared + one, 1), (b"n", shared + two, 0), (b"", one, 0)])
+    content = encode(stretches, PAGE, MANY)
+    assert len(content) < len(shared) + 4 * 20
+    assert left(decode(content, PAGE, MANY)) == [(b"n", shared), (b"n", shared + one), (b"", one), (b"n", shared + two)]
+
+
+def test_what_is_as_hot_as_what_it_begins_is_listed_with_it() -> None:
+    key = b"".join(bytes([at]) * PAGE for at in range(9))
+    tree = Tree(1)
+    for end in (3, 6, 9):  # three nodes
+        ids = np.arange(end, dtype=np.int32)
+        tree.core.insert(b"", key[: end * PAGE], 0, [ids], 0, 0, 0, True)
+        tree.lock(tree.core.locate(b"", key[: end * PAGE], end))
+    tree.core.match(b"", key, 0, False)
+    assert [symbols for _, _, _, symbols in tree.core.hot_stretches(0)] == [key]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(PREFIXES)
-def test_every_prefix_is_in_the_list_or_the_beginning_of_one_that_is(prefixes: list[Prefix]) -> None:
-    found = decode(encode(prefixes), PAGE)
-    assert all(prefix in prefixes for prefix in found)
-    assert all(covered(prefix, found) for prefix in prefixes)
-    assert found == [prefix for at, prefix in enumerate(prefixes) if not covered(prefix, prefixes[:at])]
+def test_every_page_is_listed_once_and_comes_out_again(prefixes: list[tuple[bytes, bytes, int]]) -> None:
+    stretches = stretches_of(prefixes)
+    pages = pages_of([(space, key) for space, key, _ in prefixes])
+    assert sum(len(symbols) for *_, symbols in stretches) == len(pages) * PAGE
+    found = left(decode(encode(stretches, PAGE, MANY), PAGE, MANY))
+    assert pages_of(found) == pages
+    assert len(set(found)) == len(found) == len(stretches)
 
 
-def test_the_beginning_of_a_hotter_prefix_is_left_out() -> None:
-    prefixes = [(b"", b"aaaabbbb"), (b"", b"aaaa"), (b"x", b"aaaa"), (b"", b"aaaabbbbcccc"), (b"", b"aaaabbbb")]
-    assert decode(encode(prefixes), PAGE) == [prefixes[0], prefixes[2], prefixes[3]]
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(PREFIXES, st.integers(0, 12))
+def test_a_smaller_host_takes_the_hottest_pages(prefixes: list[tuple[bytes, bytes, int]], room: int) -> None:
+    content = encode(stretches_of(prefixes), PAGE, MANY)
+    every, some = left(decode(content, PAGE, MANY)), left(decode(content, PAGE, room))
+    assert len(pages_of(some)) == min(room, len(pages_of(every)))
+    assert some[:-1] == every[: len(some[:-1])] and (not some or every[len(some) - 1][1].startswith(some[-1][1]))
 
 
-def test_what_has_no_room_is_left_out_and_what_is_shorter_still_goes_in() -> None:
-    long, short = (b"", b"a" * (CONTENT_BYTES - 64)), (b"", b"b" * 16)
-    prefixes = [long, (b"", b"c" * 64), short]
-    content = encode(prefixes)
-    assert len(content) <= CONTENT_BYTES
-    assert decode(content, PAGE) == [long, short]
-    assert encode([(b"", b"a" * CONTENT_BYTES)]) == encode([])
+def test_the_list_of_a_small_host_is_short() -> None:
+    stretches = [(-1, 0, b"n" * 100, b"x" * PAGE)] * 30_000
+    content = encode(stretches, PAGE, 10)
+    assert len(content) < PIECE_BYTES + 10 * 100
+    assert 0 < len(decode(content, PAGE, MANY)) < 30_000
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.binary(max_size=64), st.integers(1, 9))
-@example(b"", 1)
-@example(b"\xff" * 64, 4)
-@example(b"\x01\x00\x00\x00" + b"\xff\xff\xff\xff" * 3, 4)
-def test_any_bytes_give_whole_keys_or_none(content: bytes, page_bytes: int) -> None:
-    check_keys(content, page_bytes)
+@given(st.binary(max_size=64), st.integers(1, 9), st.integers(0, 9))
+@example(b"", 1, 1)
+@example(b"\xff" * 64, 4, 9)
+@example(b"\0" * 64, 4, 9)
+@example(struct.pack("<IIIIIIII", 0, 0, 1, 0, 7, 2, 0, 1), 4, 9)
+def test_any_bytes_give_whole_keys_or_none(content: bytes, page_bytes: int, pages: int) -> None:
+    check_keys(content, page_bytes, pages)
 
 
-def check_keys(content: bytes, page_bytes: int) -> None:
-    prefixes = decode(content, page_bytes)
-    assert len(prefixes) <= MOST
-    assert all(key and len(key) % page_bytes == 0 for _, key in prefixes)
-    assert sum(8 + len(space) + len(key) for space, key in prefixes) <= len(content)
+def check_keys(content: bytes, page_bytes: int, pages: int) -> None:
+    prefixes = decode(content, page_bytes, pages)
+    assert len(prefixes) <= pages
+    for space, key in left(prefixes):
+        assert key and len(key) % page_bytes == 0
+        assert len(key) <= pages * page_bytes
+        assert len(space) + len(key) <= len(content)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(PREFIXES.filter(len), st.data())
-def test_a_damaged_list_gives_whole_keys_or_none(prefixes: list[Prefix], data: st.DataObject) -> None:
-    content = bytearray(encode(prefixes))
+def test_a_damaged_list_gives_whole_keys_or_none(prefixes: list[tuple[bytes, bytes, int]], data: st.DataObject) -> None:
+    content = bytearray(encode(stretches_of(prefixes), PAGE, MANY))
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
         content[at] ^= data.draw(st.integers(1, 255))
     cut = data.draw(st.integers(0, len(content)))
-    check_keys(bytes(content[:cut]), PAGE)
-    check_keys(bytes(content), PAGE)
+    check_keys(bytes(content[:cut]), PAGE, 40)
+    check_keys(bytes(content), PAGE, 40)
 
 
-@pytest.mark.parametrize("count", [MOST + 1, 2**32 - 1])
-def test_no_more_are_believed_than_were_looked_at(count: int) -> None:
-    entry = struct.pack("<I", 0) + struct.pack("<I", PAGE) + b"aaaa"
-    assert len(decode(struct.pack("<I", count) + entry * (2 * MOST), PAGE)) == MOST
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(PREFIXES.filter(len), st.data())
+def test_the_beginning_of_a_list_is_a_list(prefixes: list[tuple[bytes, bytes, int]], data: st.DataObject) -> None:
+    content = encode(stretches_of(prefixes), PAGE, MANY)
+    cut = data.draw(st.integers(0, len(content)))
+    every, some = left(decode(content, PAGE, MANY)), left(decode(content[:cut], PAGE, MANY))
+    assert pages_of(some) <= pages_of(every)
+    assert some[:-1] == every[: len(some[:-1])]
 
 
-def test_a_list_for_pages_of_another_size_is_left_alone() -> None:
-    assert decode(encode([(b"", b"aaaa")]), 3) == []
-    assert decode(encode([(b"", b"aaaaaa"), (b"", b"bbbb")]), 3) == [(b"", b"aaaaaa")]
+# ---------------------------------------------------------------- in the store
+
+
+CONTENT = random.Random(0).randbytes(3 * PIECE_BYTES)  # four pieces
+
+
+def keep(backend: MemoryBackend, content: bytes, **options: object) -> None:
+    assert Keeping(make_store(backend, **options), content).done()  # type: ignore[arg-type]
+
+
+def find(backend: MemoryBackend, pages: int = MANY) -> bytes:
+    finding = Finding(make_store(backend), PAGE, pages)
+    assert finding.done() and finding.done()
+    return finding.value
+
+
+def pieces(backend: FaultyBackend, content: bytes) -> list[bytes]:
+    """The keys of a list, the first piece first."""
+    seen: list[bytes] = []
+
+    def put(keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        seen.extend(keys)
+        return MemoryBackend.put(backend, keys, buffers)
+
+    backend.instead["put"] = put
+    keep(backend, content)
+    del backend.instead["put"]
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, PIECE_BYTES - 20, PIECE_BYTES - 19, len(CONTENT)])
+def test_a_list_is_found_as_it_was_kept(size: int) -> None:
+    backend = FaultyBackend()
+    names = pieces(backend, CONTENT[:size])
+    assert len(names) == -(-size // (PIECE_BYTES - 20))
+    found = find(backend)
+    assert (found[:size], found[size:].strip(b"\0")) == (CONTENT[:size], b"")
+    assert {len(backend.value(name)) for name in names} == {128 + 32 + PIECE_BYTES}, "all values are as long"
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged", "of an older list", "of another place"])
+@pytest.mark.parametrize("at", range(4))
+def test_a_list_ends_in_front_of_a_piece_that_is_not_good(at: int, how: str) -> None:
+    backend = FaultyBackend()
+    names = pieces(backend, CONTENT[::-1])
+    old = backend.value(names[at])
+    keep(backend, CONTENT)
+    if how == "lost":
+        backend.delete([names[at]])
+    elif how == "damaged":
+        backend.set_value(names[at], backend.value(names[at])[:-1] + b"?")
+    else:
+        backend.set_value(names[at], old if how == "of an older list" else backend.value(names[at - 1]))
+    found = find(backend)
+    if (at, how) == (0, "of an older list"):
+        assert found == CONTENT[::-1][: len(found)] and len(found) == PIECE_BYTES - 20
+    else:
+        assert found == CONTENT[: at * (PIECE_BYTES - 20)]
+
+
+def test_what_a_small_host_has_no_room_for_is_not_read() -> None:
+    backend = FaultyBackend()
+    keep(backend, CONTENT)
+    backend.calls.clear()
+    assert len(find(backend, pages=10)) == 2 * (PIECE_BYTES - 20)
+    assert backend.calls == ["get", "get"]
+
+
+def test_pieces_go_one_after_the_other_and_end_with_one_that_is_refused() -> None:
+    workers = HandWorkers()
+    keeping = Keeping(make_store(FaultyBackend(), workers), CONTENT)
+    for _ in range(4):
+        assert not keeping.done() and len(workers.waiting) == 1
+        workers.run()
+    assert keeping.done() and not workers.waiting
+    full = FaultyBackend(capacity_bytes=2 * PIECE_BYTES + 1000)
+    full.instead["put"] = lambda keys, buffers: [False]
+    keeping = Keeping(make_store(full, clock=Clock()), CONTENT)
+    assert keeping.done() and full.calls == ["put"]
+
+
+def test_nothing_is_found_where_nothing_was_kept() -> None:
+    finding = Finding(make_store(FaultyBackend()), PAGE, 10)
+    assert finding.done() and finding.value == b""
+    assert not decode(finding.value, PAGE, 10)

@@ -35,8 +35,19 @@ def keys_of(store: Store, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> l
     return store.sealer.keys(store.sealer.root(namespace), symbols, PAGE)
 
 
+def look(store: Store, have: int = 0, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> StoreCall[list[bytes]]:
+    """For the pages behind the first `have`."""
+    parent = [store.sealer.root(namespace), *keys_of(store, symbols, namespace)][have]
+    return store.look(parent, symbols[have * PAGE :], PAGE)
+
+
+def write(store: Store, slots: Sequence[memoryview], begin: int = 0, symbols: bytes = SYMBOLS) -> StoreCall[Written]:
+    keys = keys_of(store, symbols)
+    return store.write(keys[begin - 1] if begin else None, keys[begin:], slots)
+
+
 def fill(store: Store, symbols: bytes = SYMBOLS, begin: int = 0) -> Written:
-    call = store.write(b"", symbols, begin, new_slots(len(symbols) // PAGE - begin, begin), PAGE)
+    call = write(store, new_slots(len(symbols) // PAGE - begin, begin), begin, symbols)
     assert call.done()
     return call.value
 
@@ -150,9 +161,9 @@ def test_openings_are_counted() -> None:
 def test_pages_are_found_and_read_as_they_were_written() -> None:
     store = make_store(MemoryBackend())
     assert fill(store) == Written(4, gap=False)
-    found = store.look(b"", SYMBOLS, 0, PAGE)
+    found = look(store)
     assert found.done() and found.value == keys_of(store)
-    assert store.look(b"", SYMBOLS, 3, PAGE).value == [] and store.look(b"", SYMBOLS, 3, PAGE).done()
+    assert look(store, 3).value == [] and look(store, 3).done()
     slots = new_slots(4, 100)
     call = store.read(found.value, slots)
     assert call.done() and call.value == 4
@@ -165,13 +176,13 @@ def test_a_look_begins_behind_what_is_there_and_ends_at_a_gap() -> None:
     store = make_store(backend)
     fill(store)
     keys = keys_of(store)
-    assert done(store.look(b"", SYMBOLS, 1, PAGE)) == keys[1:]
-    assert done(store.look(b"", SYMBOLS + b"xxxx", 0, PAGE)) == keys
-    assert done(store.look(b"other", SYMBOLS, 0, PAGE)) == []
+    assert done(look(store, 1)) == keys[1:]
+    assert done(look(store, 0, SYMBOLS + b"xxxx")) == keys
+    assert done(look(store, 0, SYMBOLS, b"other")) == []
     backend.delete([keys[2]])
-    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == keys[:2]
-    assert done(store.look(b"", SYMBOLS, 2, PAGE)) == []
-    assert done(store.look(b"", b"", 0, PAGE)) == []
+    assert done(look(store)) == keys[:2]
+    assert done(look(store, 2)) == []
+    assert done(look(store, 0, b"")) == []
     assert not store.faults, "nothing found is no fault"
 
 
@@ -317,7 +328,7 @@ def test_pages_go_through_a_codec_and_back(codec: str) -> None:
     backend = FaultyBackend()
     store = coded(backend, codec)
     pages = [[float(page + 1)] * 100 for page in range(4)]
-    assert done(store.write(b"", SYMBOLS, 0, float_slots(*pages), PAGE)) == Written(4, gap=False)
+    assert done(write(store, float_slots(*pages))) == Written(4, gap=False)
     keys = keys_of(store)
     size = HEADER_BYTES + CODECS[codec].encoded_bytes(200, "float16")
     assert [len(backend.value(key)) for key in keys] == [size] * 4
@@ -331,7 +342,7 @@ def test_pages_go_through_a_codec_and_back(codec: str) -> None:
 def test_nothing_is_decoded_before_it_verifies(codec: str) -> None:
     backend = FaultyBackend()
     store = coded(backend, codec)
-    done(store.write(b"", SYMBOLS, 0, float_slots(*[[1.0] * 100] * 4), PAGE))
+    done(write(store, float_slots(*[[1.0] * 100] * 4)))
     keys = keys_of(store)
     for bit in range(0, 8 * len(backend.value(keys[1])), 7):
         whole = backend.value(keys[1])
@@ -346,17 +357,17 @@ def test_numbers_that_a_codec_cannot_write_are_no_fault_of_the_store() -> None:
     store = coded(FaultyBackend(), "int8")
     for _ in range(10):
         slots = float_slots([1.0] * 100, [float("nan")] * 100)
-        assert done(store.write(b"", SYMBOLS[:8], 0, slots, PAGE)).pages <= 1
+        assert done(write(store, slots, symbols=SYMBOLS[:8])).pages <= 1
     assert not store.breaker.open
 
 
 # ---------------------------------------------------------------- calls that fail
 
 MISSES: dict[str, tuple[Callable[[Store], StoreCall[Any]], Any]] = {
-    "look": (lambda store: store.look(b"", SYMBOLS, 0, PAGE), []),
+    "look": (lambda store: look(store), []),
     "read": (lambda store: store.read(keys_of(store), new_slots(4, 100)), 0),
-    "write": (lambda store: store.write(b"", SYMBOLS, 0, new_slots(4), PAGE), Written(0, gap=False)),
-    "write behind": (lambda store: store.write(b"", SYMBOLS, 2, new_slots(2), PAGE), Written(0, gap=False)),
+    "write": (lambda store: write(store, new_slots(4)), Written(0, gap=False)),
+    "write behind": (lambda store: write(store, new_slots(2), 2), Written(0, gap=False)),
     "keep_note": (lambda store: store.keep_note("n", b"content", 16), False),
     "find_note": (lambda store: store.find_note("n", 16), b""),
 }
@@ -398,7 +409,7 @@ def test_an_interrupt_is_no_fault_of_the_store() -> None:
     store = make_store(backend)
     backend.always = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        store.look(b"", SYMBOLS, 0, PAGE).done()
+        look(store).done()
 
 
 @pytest.mark.parametrize("lengths", [[], [SLOT] * 3, [SLOT] * 5, None, SLOT], ids=repr)
@@ -431,7 +442,7 @@ def test_no_more_pages_are_found_than_were_asked_for(count: int, found: int) -> 
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: count
-    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == keys_of(store)[:found]
+    assert done(look(store)) == keys_of(store)[:found]
     assert fill(store) == Written(4 - found, gap=False)
 
 
@@ -440,7 +451,7 @@ def test_a_count_that_is_none_is_a_miss(count: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: count
-    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == []
+    assert done(look(store)) == []
     assert fill(store) == Written(0, gap=False)
     assert store.faults == {"crashed": 2}
 
@@ -451,7 +462,7 @@ def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mainstem.tiers.store")
     for cause in ("io", "io", "refused", "io", "refused"):
         backend.always = StorageError(cause, "on purpose")
-        done(store.look(b"", SYMBOLS, 0, PAGE))
+        done(look(store))
     assert [record.message.split(";")[0] for record in caplog.records] == ["storage: io", "storage: refused"]
     assert store.faults == {"io": 3, "refused": 2}
 
@@ -462,7 +473,7 @@ def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_call_is_not_done_before_it_has_run() -> None:
     workers = HandWorkers()
     store = make_store(MemoryBackend(), workers)
-    call = store.look(b"", SYMBOLS, 0, PAGE)
+    call = look(store)
     assert not call.done() and call.value == []
     workers.run()
     assert call.done() and call.value == []
@@ -486,7 +497,7 @@ def test_a_call_over_its_deadline_has_failed_but_keeps_its_slots() -> None:
 def test_asking_whether_it_is_done_finds_out_that_it_is_late() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)
-    call = store.look(b"", SYMBOLS, 0, PAGE)
+    call = look(store)
     clock.now_s += 5
     assert not call.done()
     assert store.faults == {"timeout": 1} and store.slow
@@ -514,7 +525,7 @@ def test_a_late_failure_is_counted_by_its_cause_but_fails_once() -> None:
     backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
     store = make_store(backend, workers, clock, breaker_failures=2)
     backend.always = StorageError("io", "on purpose")
-    call = store.look(b"", SYMBOLS, 0, PAGE)
+    call = look(store)
     clock.now_s += 60
     assert not call.done()
     workers.run()
@@ -526,7 +537,7 @@ def test_a_late_failure_is_counted_by_its_cause_but_fails_once() -> None:
 def test_a_call_that_ended_in_time_is_not_late_however_late_one_asks() -> None:
     workers, clock = HandWorkers(instant=True), Clock()
     store = make_store(MemoryBackend(), workers, clock)
-    call = store.look(b"", SYMBOLS, 0, PAGE)
+    call = look(store)
     clock.now_s += 60
     assert not call.overdue()
     assert call.done() and not store.faults and not store.slow
@@ -540,7 +551,7 @@ def test_repeated_failures_stop_calls_and_one_that_goes_well_lets_them_through()
     store = make_store(backend, clock=clock, breaker_failures=3, breaker_cooldown_s=5.0)
     backend.always = StorageError("unreachable", "on purpose")
     for _ in range(3):
-        assert done(store.look(b"", SYMBOLS, 0, PAGE)) == []
+        assert done(look(store)) == []
     reached = len(backend.calls)
     for begin, nothing in MISSES.values():
         assert done(begin(store)) == nothing
@@ -548,39 +559,39 @@ def test_repeated_failures_stop_calls_and_one_that_goes_well_lets_them_through()
     assert store.faults == {"unreachable": 3, "breaker": len(MISSES)}
 
     backend.always = None
-    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == []
+    assert done(look(store)) == []
     clock.now_s += 5.0
     assert fill(store) == Written(4, gap=False)
     assert not store.breaker.open and store.breaker.openings == 1
-    assert done(store.look(b"", SYMBOLS, 0, PAGE)) == keys_of(store)
+    assert done(look(store)) == keys_of(store)
 
 
 def test_while_one_call_is_tried_others_are_not_made() -> None:
     backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
     store = make_store(backend, workers, clock, breaker_failures=1, breaker_cooldown_s=5.0)
     backend.always = StorageError("io", "on purpose")
-    call = store.look(b"", SYMBOLS, 0, PAGE)
+    call = look(store)
     workers.run()
     assert call.done()
     clock.now_s += 5
-    tried, other = store.look(b"", SYMBOLS, 0, PAGE), store.look(b"", SYMBOLS, 0, PAGE)
+    tried, other = look(store), look(store)
     assert not tried.done() and other.done()
     assert len(workers.waiting) == 1
     workers.run()
     assert tried.done()
     assert store.breaker.open
-    assert store.look(b"", SYMBOLS, 0, PAGE).done()
+    assert look(store).done()
     assert workers.waiting == []
 
 
 def test_calls_that_hang_open_the_breaker() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, breaker_failures=3, breaker_cooldown_s=100.0)
-    calls = [store.look(b"", SYMBOLS, 0, PAGE) for _ in range(3)]
+    calls = [look(store) for _ in range(3)]
     clock.now_s += 5
     assert not any(call.done() for call in calls)
     assert store.breaker.open and store.slow
-    assert store.look(b"", SYMBOLS, 0, PAGE).done()
+    assert look(store).done()
     assert len(workers.waiting) == 3
 
 
@@ -684,8 +695,8 @@ def test_a_back_end_that_is_still_called_is_not_closed(hanging: str) -> None:
 def test_reads_do_not_wait_behind_writes() -> None:
     readers, writers = HandWorkers(instant=True), HandWorkers()
     store = make_store(MemoryBackend(), readers, writers=writers)
-    written = store.write(b"", SYMBOLS, 0, new_slots(4), PAGE)
-    assert store.look(b"", SYMBOLS, 0, PAGE).done()
+    written = write(store, new_slots(4))
+    assert look(store).done()
     assert not written.done()
     writers.run_all()
     assert done(written) == Written(4, gap=False)

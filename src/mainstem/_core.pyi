@@ -12,6 +12,9 @@ import numpy.typing
 def encode_tokens(tokens: object, limit: int) -> bytes:
     """Token ids as little-endian 4-byte symbols. Raises BadTokens."""
 
+def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes:
+    """See mainstem.hash_blocks, which checks its arguments."""
+
 class Tree:
     """The radix tree over bytes; see src/mainstem/core/csrc/tree.h."""
 
@@ -70,6 +73,9 @@ class Tree:
     def start(self, node: int) -> int:
         """Pages from the root to the node's beginning."""
 
+    def parent(self, node: int) -> int:
+        """The node that a node hangs below; 0: the root."""
+
     def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]:
         """
         From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks: as far as `below` can have them without a gap, and they have so many hits.
@@ -83,9 +89,9 @@ class Tree:
     def residency(self, node: int, component: int, tier: int) -> int:
         """0: absent, 1: in flight, 2: present."""
 
-    def hottest(self, most: int, tier: int) -> list[int]:
+    def hot_stretches(self, tier: int) -> list[tuple[int, int, bytes, bytes]]:
         """
-        Nodes present on a tier, those with the most hits first, then those used last.
+        All that is present on a tier, each page once, what is hottest first: see Stretch in tree.h.
         """
 
     def in_flight_above(self, node: int, tier: int) -> int:
@@ -99,9 +105,9 @@ class Tree:
     def next_victim(self, component: int, tier: int) -> int:
         """The node that evict() comes to first, or 0."""
 
-    def path_key(self, node: int) -> tuple[bytes, bytes]:
+    def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]:
         """
-        The name of a node's namespace, and the symbols from the root to its end.
+        The name of a node's namespace, and the symbols from page `begin` to its end.
         """
 
     def ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:

@@ -19,7 +19,7 @@ from mainstem import _core
 from mainstem._core import Lease, Pool
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, CorruptTree, check_integer
-from mainstem.keys import KeyKind, Sequence, TokenLike
+from mainstem.keys import Encoded, KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
 from mainstem.tiers.controller import HostTier, Tiers
@@ -198,7 +198,7 @@ class PrefixCache:
             lease.abort()
             raise
 
-    def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
+    def peek(self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None) -> int:
         """The hit, in positions, that a lease on this prompt would have now. Changes nothing.
 
         Raises:
@@ -208,10 +208,11 @@ class PrefixCache:
             return 0
         name, inside = encode_namespace(namespace), self._copy_page is not None
         if self._token_limit:
-            pages, positions, host = self.tree.core.peek(name, tokens, self._token_limit, inside, -1)
+            key = tokens.symbols if isinstance(tokens, Encoded) else tokens
+            pages, positions, host = self.tree.core.peek(name, key, self._token_limit, inside, -1)
             return pages + max(positions, host)
-        sequence = self.tree.keys.sequence()
-        return self._longest(sequence.append(tokens), sequence, name, inside, below=True)
+        encoded = tokens if isinstance(tokens, Encoded) else Encoded.of(self.tree.keys, tokens)
+        return self._longest(encoded.symbols, encoded.sequence, name, inside, below=True)
 
     def _longest(self, symbols: bytes, sequence: Sequence, namespace: bytes, inside: bool, below: bool) -> int:
         """The longest hit that leaves a token to compute and cuts none.

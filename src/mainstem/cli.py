@@ -370,9 +370,11 @@ class TierOptions:
             redis://127.0.0.1:6379/0, or package.module:Class; see docs/storage.md.
         storage_codec: How the numbers of stored pages are written: as they are, or in 8 bits, at a loss.
         storage_secret: What stored pages are sealed with: at least 16 characters, the same for all who share a store.
-        prefetch: Whether a request waits for storage: not at all, for all that is there, or for a limited time.
+        prefetch: Whether a request waits for storage: not at all, for all that is there, or no longer than computing
+            would take.
         prefetch_min_tokens: Fewer tokens are computed rather than read from storage; 0 or more.
-        prefetch_timeout_s: How long "timeout" waits, and a hundredth of a second more for each page; 0 or more.
+        prefetch_timeout_s: How long "timeout" waits, and a hundredth of a second more for each page, as long as nobody
+            knows what computing takes; 0 or more.
         warm: Bring the hottest stored prefixes back to the host at the start.
     """
 

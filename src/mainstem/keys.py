@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mainstem import _core
 from mainstem._core import encode_tokens
 from mainstem.errors import BadArgument, BadTokens, check_integer
 
@@ -31,6 +32,8 @@ BINS = 1024
 IMAGE_DIGEST_BYTES = 16
 IMAGE_MIN_LENGTH = 5
 """Positions from which on 30 bits a position hold the whole 128-bit identity of an image."""
+
+_MOST_SEED_BYTES = 64  # of a key of BLAKE2b
 
 TokenLike = Any
 """A list, tuple or other sequence of ints, an integer array (NumPy, `array.array`, a CPU tensor by DLPack), or bytes
@@ -74,6 +77,29 @@ class Sequence:
     def tokens_at(self, position: int) -> int:
         """How many tokens lie wholly in [0, position)."""
         return position
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A sequence that was encoded already, for who asks about it again and again.
+
+    Args:
+        symbols: of all of it.
+        sequence: what is remembered of it.
+    """
+
+    symbols: bytes
+    sequence: Sequence
+
+    @classmethod
+    def of(cls, kind: KeyKind, tokens: TokenLike) -> Encoded:
+        """Encodes a sequence, once.
+
+        Raises:
+            BadTokens: see the kind's `encode`.
+        """
+        sequence = kind.sequence()
+        return cls(sequence.append(tokens), sequence)
 
 
 class _TokenIds:
@@ -230,17 +256,10 @@ def hash_blocks(tokens: TokenLike, block_size: int, width: int = 16, seed: bytes
         BadArgument: block_size below 1, a width other than 8 or 16, or a seed over 64 bytes.
     """
     block_size = check_integer("block_size", block_size, 1, MAX_TOKEN)
-    if len(seed) > hashlib.blake2b.MAX_KEY_SIZE:
-        raise BadArgument("seed", seed, f"at most {hashlib.blake2b.MAX_KEY_SIZE} bytes")
+    if len(seed) > _MOST_SEED_BYTES:
+        raise BadArgument("seed", seed, f"at most {_MOST_SEED_BYTES} bytes")
     HashKeys(width)
-    data = encode_tokens(tokens, MAX_TOKEN)
-    step = 4 * block_size
-    hashes = []
-    parent = b""
-    for start in range(0, len(data) - step + 1, step):
-        parent = hashlib.blake2b(parent + data[start : start + step], digest_size=width, key=seed).digest()
-        hashes.append(parent)
-    return b"".join(hashes)
+    return _core.hash_blocks(tokens, block_size, width, seed)
 
 
 @dataclass(frozen=True, slots=True)

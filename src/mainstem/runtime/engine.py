@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from mainstem.cache import CacheStats, PrefixCache
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, EngineClosed, EngineFull, UnsupportedModel
-from mainstem.keys import MAX_TOKEN, TokenKeys, TokenLike, TypedKeys
+from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.policies import find_policy
 from mainstem.runtime import scheduler
@@ -366,6 +366,8 @@ class Engine:
             clock=clock,
             random=random or random_module.Random(),
         )
+        if self._tiers is not None and self._tiers.store is not None:
+            self._scheduler.measure()
         self._ids = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Guards what follows up to the next comment; `drain` waits on it.
@@ -398,7 +400,9 @@ class Engine:
             EngineClosed: the engine drains, is closed or has failed; the cause says why.
         """
         request = self._resolve(request)
-        self._scheduler.check(request)
+        return self._submit(request, self._scheduler.check(request), on_progress)
+
+    def _submit(self, request: Request, prompt: Encoded, on_progress: OnProgress | None = None) -> Stream:
         arrived_s = self._clock()
         with self._changed:
             self._require_open()
@@ -408,7 +412,7 @@ class Engine:
             stream = Stream(f"request-{next(self._ids)}", self._cancel)
             self._streams[stream.id] = stream
             self._unheard += 1
-            self._commands.put(lambda: self._add(stream.id, request, arrived_s, on_progress))
+            self._commands.put(lambda: self._add(stream.id, request, prompt, arrived_s, on_progress))
         return stream
 
     @property
@@ -468,15 +472,15 @@ class Engine:
             EngineFull: others fill the queue.
             EngineClosed: see `submit`.
         """
-        requests = [Request(self._encode(prompt), params) for prompt in prompts]
-        for request in requests:
-            self._scheduler.check(request)
+        requests = [self._resolve(Request(self._encode(prompt), params)) for prompt in prompts]
+        encoded = [self._scheduler.check(request) for request in requests]
         streams: list[Stream] = []
         read = 0
         try:
             while len(streams) < len(requests):
                 try:
-                    streams.append(self.submit(requests[len(streams)]))
+                    at = len(streams)
+                    streams.append(self._submit(requests[at], encoded[at]))
                 except EngineFull:
                     if read == len(streams):
                         raise  # It is full of the requests of others.
@@ -643,13 +647,15 @@ class Engine:
             self._tiers.close()  # the store, after what waits to be written
             close_tiers(self._tiers.host, None)
 
-    def _add(self, id: str, request: Request, arrived_s: float, on_progress: OnProgress | None) -> None:
+    def _add(
+        self, id: str, request: Request, prompt: Encoded, arrived_s: float, on_progress: OnProgress | None
+    ) -> None:
         if on_progress is not None:
             self._on_progress[id] = on_progress
         with self._changed:
             self._unheard -= 1
         try:
-            self._scheduler.add(id, request, arrived_s)
+            self._scheduler.add(id, request, arrived_s, prompt)
         except Exception as error:  # such as a tokenizer that cannot decode the prompt: the others go on
             log.exception("request %s cannot be begun", id)
             nothing = Usage(len(request.tokens), 0, 0, 0.0, 0.0, 0.0)

@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Full, State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
-from mainstem.keys import Image, Spliced, TokenLike
+from mainstem.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
 from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end, last_border, plan_checkpoints
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob, Usage
@@ -56,6 +56,7 @@ from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
 from mainstem.runtime.text import Detokenizer, Tokenizer
 from mainstem.tiers.controller import Load, Prefetch, Tiers
+from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ log = logging.getLogger(__name__)
 _RANKED = 128
 
 _LOOKS = 4  # at storage, for one request
+
+_MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured, and how many there are
 
 _POLL_S = 0.001  # between looks at transfers that nobody can do anything without
 _IDLE_POLL_S = 0.01  # the same, when nobody waits
@@ -169,6 +172,7 @@ class Scheduler:
         # Who found no pages, and when how many could be had: not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
+        self._meter = _Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
     def rest_s(self) -> float | None:
@@ -194,8 +198,8 @@ class Scheduler:
         """Whether a step has anything to do or to tell."""
         return bool(self._waiting or self._running or self._events)
 
-    def check(self, request: Request) -> None:
-        """Refuses what could never run; from any thread.
+    def check(self, request: Request) -> Encoded:
+        """Refuses what could never run, and encodes the prompt of what could, for `add`; from any thread.
 
         Raises:
             RequestTooLong: it exceeds the context or the pool; says the numbers.
@@ -216,7 +220,7 @@ class Scheduler:
         if self._window is not None:
             self._check_window(min(prompt, max(longest, self._limits.chunk_tokens)))
         images = _images(request)
-        self._cache.tree.keys.encode(Spliced(request.tokens, images) if images else request.tokens)
+        return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
 
     def _check_window(self, chunk: int) -> None:
         assert self._window is not None
@@ -228,28 +232,46 @@ class Scheduler:
                 f"positions: the memory for KV holds {total}"
             )
 
-    def add(self, id: str, request: Request, arrived_s: float | None = None) -> None:
+    def add(self, id: str, request: Request, arrived_s: float | None = None, prompt: Encoded | None = None) -> None:
         """Puts a request among the waiting.
 
         Args:
             id: names it in events; unique among requests that have not ended.
             request: what to run.
             arrived_s: when it came, by the scheduler's clock; now, if None.
+            prompt: what `check` gave; None: it was not asked yet.
 
         Raises:
             RequestTooLong, BadTokens: as `check`.
         """
         assert id not in self._waiting and id not in self._running
-        self.check(request)
+        prompt = self.check(request) if prompt is None else prompt
         arrived_s = self._clock() if arrived_s is None else arrived_s
         sampler = Sampler(request.params, self._random)
         text = Detokenizer(self._tokenizer, request.params.stop, request.tokens)
-        self._waiting[id] = task = _Task(id, request, self.totals.requests, arrived_s, sampler, text)
+        self._waiting[id] = task = _Task(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self._idle = False
         for other in self._running.values():
             self._plant(other, task)
         self._look_below(task)
+
+    def measure(self) -> None:
+        """Computes a few tokens for nothing, so that the first request knows what it costs not to wait for storage.
+
+        For caches of full attention alone, before the first request.
+        """
+        size, pool = self._cache.page_size, self._cache.pool
+        n = min(_MEASURED, self._limits.max_context, self._limits.chunk_tokens, pool.free * size)
+        pages = pool.allocate(-(-n // size))
+        try:
+            for _ in range(_MEASUREMENTS):
+                began_s = self._clock()
+                self._runner.forward([Segment(np.zeros(n, np.int32), 0, pages, True)]).argmax().item()  # it has ended
+                if self._tiers is not None:
+                    self._tiers.prefill.observe([(n, 0)], self._clock() - began_s)
+        finally:
+            pool.release(pages)
 
     def cancel(self, id: str) -> None:
         """Ends a request; its last event comes with the next step. Does nothing if it has ended."""
@@ -349,9 +371,9 @@ class Scheduler:
 
     def _ranked(self) -> list[tuple[_Task, int]]:
         """The waiting in the order of admission, with the length of each one's hit."""
-        now_s = self._clock()
+        now_s, keys = self._clock(), self._cache.tree.keys
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Task.precedence)
-        hits = [(task, self._cache.peek(task.key, task.request.namespace)) for task in oldest]
+        hits = [(task, self._cache.peek(task.encoded(keys), task.request.namespace)) for task in oldest]
 
         def rank(entry: tuple[_Task, int]) -> tuple[object, ...]:
             task, hit = entry
@@ -396,7 +418,7 @@ class Scheduler:
     def _look_below(self, task: _Task) -> None:
         """Has storage asked for what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
-            task.prefetch = self._tiers.prefetch(task.key, task.request.namespace)
+            task.prefetch = self._tiers.prefetch(task.encoded(self._cache.tree.keys), task.request.namespace)
             task.looks += 1
 
     def _is_awaited(self, task: _Task) -> bool:
@@ -464,11 +486,15 @@ class Scheduler:
         if not shares:
             return
         sampled = [task for task, n in shares if n == task.pending]
+        self._meter.begin(shares)
         try:
             logits = self._runner.forward([task.segment(n) for task, n in shares])
             shares, sampled, logits = self._drop_failed_loads(shares, sampled, logits)
             picked = sample(logits, [task.sampler for task in sampled])
+            if picked or logits.device.type == "cpu":
+                self._meter.end()
         except Exception as error:
+            self._meter.drop()
             log.exception("a forward over %d requests failed; they end", len(shares))
             for task, _ in shares:
                 self._end(task, "error", error=f"{type(error).__name__}: {error}")
@@ -566,6 +592,35 @@ class Scheduler:
         self._events.append((task.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
 
 
+class _Meter:
+    """Tells the estimate of prefills what they take.
+
+    On a device of its own a forward that samples nothing may go on when it has returned: its time is known together
+    with that of the next one that does.
+    """
+
+    def __init__(self, prefill: PrefillCost | None, clock: Callable[[], float]) -> None:
+        self._prefill, self._clock = prefill, clock
+        self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
+        self._began_s = 0.0
+
+    def begin(self, shares: Sequence[tuple[_Task, int]]) -> None:
+        if not self._parts:
+            self._began_s = self._clock()
+        if any(task.loading for task, _ in shares):
+            self.drop()  # it waits for pages, too
+        elif any(task.prefilling for task, _ in shares):
+            self._parts += [(n, task.computed) for task, n in shares]
+
+    def end(self) -> None:
+        if self._prefill is not None:
+            self._prefill.observe(self._parts, self._clock() - self._began_s)
+        self.drop()
+
+    def drop(self) -> None:
+        self._parts = []
+
+
 class _Task:
     """One request on its way.
 
@@ -576,7 +631,14 @@ class _Task:
     """
 
     def __init__(
-        self, id: str, request: Request, arrival: int, arrived_s: float, sampler: Sampler, text: Detokenizer
+        self,
+        id: str,
+        request: Request,
+        prompt: Encoded,
+        arrival: int,
+        arrived_s: float,
+        sampler: Sampler,
+        text: Detokenizer,
     ) -> None:
         self.id = id
         self.request = request
@@ -604,9 +666,11 @@ class _Task:
         self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
         self._tokens[: self.length] = request.tokens
         self._images = _images(request)
-        self._symbols = self._tokens if not request.images else self._tokens.copy()
-        for start, image in self._images:
-            self._symbols[start : start + image.kv_length] = image.symbols().view(np.int32)
+        self._encoded, self._encoded_length = prompt, self.length
+        self._symbols = self._tokens
+        if request.images:
+            self._symbols = self._tokens.copy()
+            self._symbols[: self.length] = np.frombuffer(prompt.symbols, np.int32)
 
     @property
     def known(self) -> NDArray[np.int32]:
@@ -617,6 +681,12 @@ class _Task:
     def key(self) -> TokenLike:
         """The same, as the cache takes it."""
         return Spliced(self.known, self._images) if self._images else self.known
+
+    def encoded(self, kind: KeyKind) -> Encoded:
+        """The same, encoded once; again only if it was set back, with what it had generated by then."""
+        if self._encoded_length < self.length:
+            self._encoded, self._encoded_length = Encoded.of(kind, self.key), self.length
+        return self._encoded
 
     @property
     def symbols(self) -> NDArray[np.int32]:
@@ -636,6 +706,11 @@ class _Task:
     def prefilling(self) -> bool:
         """Whether tokens are left to compute that were known at admission."""
         return self.computed < self._prefill_end
+
+    @property
+    def loading(self) -> bool:
+        """Whether the forward that computes next waits for pages on their way from the host."""
+        return self._load is not None
 
     @property
     def landing_from(self) -> int:

@@ -120,6 +120,12 @@ def _tier_metrics(tiers: TierStats) -> Iterator[Metric]:
     ):  # fmt: skip
         dropped.add_metric([reason], getattr(tiers, reason))
     yield dropped
+    late = CounterMetricFamily(
+        "mainstem_late_pages", "Pages computed though storage has them, or may have, and why", labels=["cause"]
+    )
+    for cause, count in tiers.late.items():
+        late.add_metric([cause], count)
+    yield late
     faults = CounterMetricFamily("mainstem_storage_faults", "What went wrong with storage", labels=["cause"])
     for cause, count in sorted(tiers.faults.items()):
         faults.add_metric([cause], count)

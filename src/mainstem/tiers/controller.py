@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import takewhile
 from typing import Literal, TypeVar, get_args
 
@@ -35,11 +34,14 @@ from numpy.typing import NDArray
 from mainstem import _core
 from mainstem._core import Lease, Pool
 from mainstem.errors import BadArgument, CorruptTree, OutOfPages, StaleHandle, check_integer
-from mainstem.keys import TokenLike
+from mainstem.keys import Encoded, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.tiers import hottest
+from mainstem.tiers.names import PageNames
+from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.store import Store, StoreCall, Written
 from mainstem.tiers.transfer import HostMemory, LayerTicket, Move, Ticket
+from mainstem.tiers.waits import LATE, Cause, Wait
 from mainstem.tree import IN_FLIGHT, PRESENT, Tree
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ _Wanted = tuple[bytes, bytes]  # a namespace, and the symbols up to the end of t
 _DRAIN_POLL_S = 0.005
 _FAILED = 1  # the lowest vote of what has ended; 0: it has not
 _ARRIVED = 2
-_MARKS = 1 << 60
+_MARKS = 1 << 60  # above every mark of a list
 
 
 def check_host_policy(write: str, hits: int, load_min_tokens: int) -> None:
@@ -110,6 +112,7 @@ class TierStats:
         prefetched: brought from storage into the tree. prefetch_dropped: arrived, but nothing could be done with them.
         stored: written to storage. write_dropped: left out, since the queue was full.
         queued: waiting to be written, or being written.
+        late: pages that storage has, or may have, and that were computed all the same, by cause: see `LATE`.
         faults: what went wrong with storage, by cause.
         breaker_open: whether storage is left alone for now. breaker_openings: how often that came to be.
         under_way: transfers and calls that have not ended.
@@ -132,6 +135,7 @@ class TierStats:
     stored: int
     write_dropped: int
     queued: int
+    late: dict[str, int]
     faults: dict[str, int]
     breaker_open: bool
     breaker_openings: int
@@ -164,6 +168,9 @@ class Tiers:
         core: of the cache that gives out leases, if there is one; for engines with an allocator of their own, None.
         sleep: waits so many seconds, for `drain`.
 
+    Attributes:
+        prefill: what computing takes, for whoever computes to say: it decides how long storage is waited for.
+
     Raises:
         BadArgument: a tree of another number of tiers, or storage for more components than full attention.
     """
@@ -189,6 +196,8 @@ class Tiers:
         self.tree, self.host, self.store = tree, host, store
         self.host_pools = tuple(Pool(pages) for pages in sizes)
         self.counts: Counter[str] = Counter()
+        self.late: Counter[str] = Counter()
+        self.prefill = PrefillCost()
         self._pools, self._core_cache, self._sleep = tuple(pools), core, sleep
         self._core, self._memory = tree.core, host.memory
         self._pending: list[Pending] = []
@@ -196,8 +205,9 @@ class Tiers:
         self._prefetches: dict[_Wanted, Prefetch] = {}
         self._writes: deque[_Write] = deque()  # that wait
         self._writing = self._queued = 0
-        self._warm: deque[tuple[bytes, bytes]] = deque()
+        self._warm = hottest.Prefixes()
         self._page_bytes = tree.page_size * tree.keys.symbol_bytes
+        self.names = None if store is None else PageNames(tree.core, store.sealer, self._page_bytes)
         if store is not None:
             store.register(host.memory.regions())
 
@@ -246,7 +256,7 @@ class Tiers:
         moves = [Move(row, source, target) for row, (source, target) in enumerate(pairs) if len(source)]
         return self._add(Load(self, lease, number, self._memory.up(moves), pages))
 
-    def prefetch(self, tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
+    def prefetch(self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None) -> Prefetch | None:
         """Starts looking in storage for what neither device nor host has of a prompt.
 
         None: there is no storage, too little is missing, or too many are under way.
@@ -256,7 +266,13 @@ class Tiers:
         """
         if self.store is None:
             return None
-        return self._prefetch(encode_namespace(namespace), self.tree.keys.encode(tokens), leave=1)
+        key = tokens.symbols if isinstance(tokens, Encoded) else self.tree.keys.encode(tokens)
+        pages = max(len(key) - self.tree.keys.symbol_bytes, 0) // self._page_bytes  # one token is always computed
+        least = max(1, -(-self.store.config.prefetch_min_tokens // self.tree.page_size))
+        prefetch = self._prefetch(encode_namespace(namespace), key[: pages * self._page_bytes], least)
+        if prefetch is not None:
+            prefetch.wanted = True
+        return prefetch
 
     def back_up(self, node: int, hits: int = 0) -> bool:
         """Starts copying what the host lacks of the prefix that ends at a node, as far as it was hit so often.
@@ -312,22 +328,19 @@ class Tiers:
             for write in [write for write in self._writes if self._core.removed(write.node)]:
                 self._writes.remove(write)
                 write.give_up()
-            stretches = self._removed_stretches(namespace)
-            if stretches:
-                self._add(_Note(self.store.delete(namespace, stretches, self._page_bytes)))
+            keys = self._removed_keys(namespace)
+            if keys:
+                self._add(_Note(self.store.delete(keys)))
         for pool, ids in zip(self.host_pools, self.tree.evict_removed(HOST), strict=True):
             pool.reclaim(ids)
 
-    def _removed_stretches(self, namespace: bytes) -> list[tuple[bytes, int]]:
-        """The symbols that lead to each removed leaf, and from which page on they were removed."""
-        begins: dict[int, int] = {}  # by node, parents first
-        leaves: list[tuple[bytes, int]] = []
-        for (node, *_, start, _), parent, children, removed, *_ in self._core.nodes(namespace):
+    def _removed_keys(self, namespace: bytes) -> list[bytes]:
+        assert self.names is not None
+        keys: list[bytes] = []
+        for (node, *_, start, _), _, _, removed, *_ in self._core.nodes(namespace):
             if removed:
-                begins[node] = begins.get(parent, start)
-                if not children:
-                    leaves.append((self._core.path_key(node)[1], begins[node]))
-        return leaves
+                keys += self.names.of(node, start)[1]
+        return keys
 
     # ---------------------------------------------------------------- restart
 
@@ -335,20 +348,16 @@ class Tiers:
         """Writes down in storage which prefixes are the hottest, for `warm`. Every rank at the same poll."""
         if self.store is None:
             return
-        prefixes, room = [], hottest.CONTENT_BYTES
-        for node in self._core.hottest(hottest.MOST, HOST):
-            size = self._core.end(node) * self._page_bytes
-            if size <= room:
-                room -= size
-                prefixes.append(self._core.path_key(node))
-        if prefixes:  # an empty list would wipe out what another process, or life, has found
-            content = hottest.encode(prefixes)
-            self._add(_Note(self.store.keep_note(hottest.NAME, content, hottest.CONTENT_BYTES)))
+        if any(isinstance(item, _Note) for item in self._pending):
+            return  # the last list is on its way still
+        if stretches := self._core.hot_stretches(HOST):  # an empty list would wipe out what another process has found
+            content = hottest.encode(stretches, self._page_bytes, self.host_pools[0].total)
+            self._add(_Note(hottest.Keeping(self.store, content)))
 
     def warm(self) -> None:
-        """Starts bringing back to the host what `remember` wrote down."""
+        """Starts bringing back to the host what `remember` wrote down, as far as there is room."""
         if self.store is not None:
-            self._add(_Warm(self, self.store.find_note(hottest.NAME, hottest.CONTENT_BYTES)))
+            self._add(_Warm(self, hottest.Finding(self.store, self._page_bytes, self.host_pools[0].total)))
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until what is under way has ended, copies and writes that follow from it, too; whether it has."""
@@ -388,6 +397,7 @@ class Tiers:
             stored=counts["stored"],
             write_dropped=counts["write_dropped"],
             queued=self._queued,
+            late={cause: self.late[cause] for cause in LATE},
             faults={} if store is None else dict(store.faults),
             breaker_open=store is not None and store.breaker.open,
             breaker_openings=0 if store is None else store.breaker.openings,
@@ -523,32 +533,35 @@ class Tiers:
 
     # storage
 
-    def _prefetch(self, namespace: bytes, key: bytes, leave: int) -> Prefetch | None:
+    def _prefetch(self, namespace: bytes, key: bytes, least: int) -> Prefetch | None:
+        """Looks for whole pages, if at least so many are missing; fewer are not read either."""
         assert self.store is not None
-        config = self.store.config
-        pages = (len(key) // self.tree.keys.symbol_bytes - leave) // self.tree.page_size
-        key = key[: max(pages, 0) * self._page_bytes]
-        here, _, below = self._core.peek(namespace, key, 0, False)
-        have = (here + below) // self.tree.page_size
-        if (pages - have) * self.tree.page_size < max(config.prefetch_min_tokens, 1):
+        name, have = self._wanted(namespace, key)
+        if len(key) // self._page_bytes - have < least:
             return None
         # One that looks for the same page already does for both.
-        name = namespace, key[: (have + 1) * self._page_bytes]
         if (same := self._prefetches.get(name)) is not None:
             same.users += 1
             same.shared = True
             return same
-        if len(self._prefetches) >= config.max_prefetches:
+        if len(self._prefetches) >= self.store.config.max_prefetches:
             self.counts["prefetch_skipped"] += 1
+            self.late["limit"] += len(key) // self._page_bytes - have
             return None
         anchor = self._core.locate(namespace, key, have) if have else 0
         self._core.lock(anchor, HOST)
         if anchor:
             self.back_up(anchor)
         self.counts["prefetches"] += 1
-        self._prefetches[name] = prefetch = Prefetch(self, name, key, have, anchor)
+        self._prefetches[name] = prefetch = Prefetch(self, name, key, have, anchor, least)
         prefetch.begin()
         return prefetch
+
+    def _wanted(self, namespace: bytes, key: bytes) -> tuple[_Wanted, int]:
+        """The first page of a prefix that neither device nor host has, and the number of pages before it."""
+        here, _, below = self._core.peek(namespace, key, 0, False)
+        have = (here + below) // self.tree.page_size
+        return (namespace, key[: (have + 1) * self._page_bytes]), have
 
     def _prefetch_room(self) -> int:
         """Host pages that prefetches may still take."""
@@ -556,17 +569,19 @@ class Tiers:
         limit = int(self.host_pools[0].total * self.store.config.host_fraction)
         return limit - sum(prefetch.private_pages() for prefetch in self._prefetches.values())
 
-    def _write(self, node: int, begin: int) -> None:
+    def _write(self, node: int, begin: int, named: tuple[bytes, list[bytes]]) -> None:
         """Queues the pages from `begin` to the end of a node for storage; not if they have no room behind others."""
-        if self.store is None or self._core.removed(node):
+        assert self.store is not None
+        if self._core.removed(node):
             return
-        pages = self._core.end(node) - begin
+        parent, keys = named
+        pages = len(keys)
         if self._queued and self._queued + pages > self.store.config.queue_pages:
             self.counts["write_dropped"] += pages
             return
         self._core.lock(node, HOST)
         self._queued += pages
-        self._writes.append(self._add(_Write(self, node, begin, pages)))
+        self._writes.append(self._add(_Write(self, node, begin, parent if begin else None, keys)))
 
     def _begin_writes(self, most: int) -> None:
         while self.store is not None and self._writes and most > 0:
@@ -581,8 +596,14 @@ class Tiers:
             and self.store is not None
             and len(self._prefetches) < max(1, self.store.config.max_prefetches // 2)
         ):
-            namespace, key = self._warm.popleft()
-            self._prefetch(namespace, key, leave=0)
+            if not self.host_pools[0].free:
+                self._warm = hottest.Prefixes()  # what is there is hotter than what is left
+                return
+            namespace, key = self._warm.first
+            if self._wanted(namespace, key)[0] in self._prefetches:
+                return  # what it shares with another comes first
+            self._warm.drop()
+            self._prefetch(namespace, key, least=1)
 
 
 class _Backup(Pending):
@@ -615,12 +636,15 @@ class _Backup(Pending):
                 log.warning("a copy to the host failed: %s", self.ticket.error)
             self._cancel()
             return
+        # Named first, written or not: once a node is in flight no more, it may be joined to what its name is made from.
+        named = None if tiers.names is None else tiers.names.of(self._nodes[-1], self._begin)
         for node in self._nodes:
             tiers._core.commit(node, HOST)
         for pool, ids in zip(tiers.host_pools, self._targets, strict=True):
             pool.publish(ids)
         tiers.counts["backed_up"] += len(self._targets[0])
-        tiers._write(self._nodes[-1], self._begin)
+        if named is not None:
+            tiers._write(self._nodes[-1], self._begin, named)
         for backup in self._below:
             backup._above = None
         self._end()
@@ -696,20 +720,22 @@ class Prefetch:
         loaded: positions that it brought into the tree so far.
         users: requests that want it.
         shared: whether there was ever more than one.
+        wanted: whether a request asked for it: what was hot before is waited for by nobody.
     """
 
-    def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int) -> None:
-        assert tiers.store is not None
-        self.users, self.loaded, self.shared = 1, 0, False
-        self._tiers, self._store, self._name = tiers, tiers.store, name
-        self._namespace, self._key = name[0], key
+    def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int, least: int) -> None:
+        assert tiers.store is not None and tiers.names is not None
+        self.users, self.loaded, self.shared, self.wanted = 1, 0, False, False
+        self._tiers, self._store, self._names, self._name = tiers, tiers.store, tiers.names, name
+        self._namespace, self._key, self._least = name[0], key, least
         self._anchor = anchor  # the node behind which the next pages belong, locked on the host
         self._have = self._asked = have  # pages up to which all is in the tree, and being read
         self._keys: list[bytes] = []
         self._first = have
         self._reads: deque[_Read] = deque()
         self._looked = self._cut = self._ended = self._expired = False
-        self._began_s = self._store.clock()
+        self._pages = len(key) // tiers._page_bytes
+        self._wait = Wait(self._store, tiers.prefill, tiers.tree.page_size, have, self._pages)
 
     @property
     def waiting(self) -> bool:
@@ -728,29 +754,41 @@ class Prefetch:
     def begin(self) -> None:
         """Asks what storage has."""
         tiers = self._tiers
-        tiers._add(_Look(self, self._store.look(self._namespace, self._key, self._have, tiers._page_bytes)))
+        parent = self._names.last(self._namespace, self._anchor)
+        missing = self._key[self._have * tiers._page_bytes :]
+        self._look = self._store.look(parent, missing, tiers._page_bytes)
+        tiers._add(_Look(self, self._look))
         tiers._add(_Expiry(self))
 
     def late(self) -> bool:
         """Whether a request should wait no longer, as this rank sees it."""
-        config, store = self._store.config, self._store
-        if self._ended or store.breaker.open or store.slow:
-            return True
-        if config.prefetch == "wait_complete":
-            return any(read.call.overdue() for read in self._reads) or self._waited_s() > config.call_timeout_s * (
-                1 + len(self._keys)
-            )
-        return self._waited_s() >= config.timeout_s + config.timeout_per_page_s * len(self._keys)
+        return self._ended or self._wait.over or self._overdue()
 
     def expire(self) -> None:
         """Nobody waits any longer; nor for others, if storage has not even said what it has."""
         self._expired = True
-        self._store.slow = self._store.slow or not self._looked
+        if self.wanted and self.users > 0:
+            end = self._first + len(self._keys) if self._looked and not self._look.refused else self._pages
+            self._tiers.late[self._why()] += end - self._have
+        if self.wanted and not self._looked:
+            self._store.gave_up(self._wait.waited_s)
+
+    def _overdue(self) -> bool:
+        return self._look.overdue() or any(read.call.overdue() for read in self._reads)
+
+    def _why(self) -> Cause:
+        """What keeps pages that are not there from being waited for."""
+        if self._look.refused or self._store.breaker.open:
+            return "breaker"
+        if self._cut:
+            return "fault"
+        return "slow" if self._store.slow and not self._overdue() else "timeout"
 
     def looked(self, keys: list[bytes]) -> None:
         """Storage has these pages."""
         self._looked = True
-        if len(keys) * self._tiers.tree.page_size >= max(self._store.config.prefetch_min_tokens, 1):
+        self._wait.answered(len(keys), self._look.took_s)
+        if len(keys) >= self._least:
             self._keys = keys
         self._go_on()
 
@@ -773,16 +811,18 @@ class Prefetch:
         """Host pages that hold, or will hold, what is not in the tree yet."""
         return sum(len(read.pages) for read in self._reads)
 
-    def _waited_s(self) -> float:
-        return self._store.clock() - self._began_s
-
     def _go_on(self) -> None:
         end = self._first + len(self._keys)
         config = self._store.config
         while self.users > 0 and not self._cut and self._asked < end and len(self._reads) < config.batches:
-            if not self._read(min(config.batch_pages, end - self._asked)):
-                end = self._asked  # what is on its way already still counts
-                self._keys = self._keys[: end - self._first]
+            if self._read(min(config.batch_pages, end - self._asked)):
+                continue
+            if self._reads:
+                break  # room may come with what is on its way
+            if self.wanted and not self._expired:
+                self._tiers.late["host_room"] += end - self._asked
+            end = self._asked
+            self._keys = self._keys[: end - self._first]
         if not self._reads and self._looked and (self._cut or self.users <= 0 or self._asked >= end):
             self._end()
 
@@ -824,6 +864,7 @@ class Prefetch:
             tiers._core.lock(node, HOST)
             tiers._core.unlock(self._anchor, HOST)
             self._anchor = node
+            self._names.keep(node, self._keys[self._have + kept - 1 - self._first])
         self._have += kept
         return kept
 
@@ -875,17 +916,17 @@ class _Expiry(Pending):
 class _Write(Pending):
     """Pages of a node on their way to storage, locked on the host."""
 
-    def __init__(self, tiers: Tiers, node: int, begin: int, pages: int) -> None:
-        self.node, self.pages = node, pages
+    def __init__(self, tiers: Tiers, node: int, begin: int, parent: bytes | None, keys: list[bytes]) -> None:
+        self.node, self.pages = node, len(keys)
         self._tiers, self._begin = tiers, begin
+        self._parent, self._keys = parent, keys
         self._call: StoreCall[Written] | None = None
         self._given_up = False
 
     def begin(self, store: Store) -> None:
         core, memory = self._tiers._core, self._tiers._memory
-        namespace, key = core.path_key(self.node)
         slots = memory.slots(core.ids(self.node, 0, HOST)[self._begin :].tolist())
-        self._call = store.write(namespace, key, self._begin, slots, self._tiers._page_bytes)
+        self._call = store.write(self._parent, self._keys, slots)
 
     def give_up(self) -> None:
         """It waits no longer, and is not written."""
@@ -909,39 +950,38 @@ class _Write(Pending):
         tiers._writing -= 1
         tiers._queued -= self.pages
         tiers.counts["stored"] += self._call.value.pages
-        if outcome == _FAILED:
-            tiers._write(self.node, 0)  # all of the path
+        if outcome == _FAILED and tiers.names is not None:
+            tiers._write(self.node, 0, tiers.names.of(self.node, 0))  # all of the path
         tiers._core.unlock(self.node, HOST)
 
 
 class _Note(Pending):
-    def __init__(self, call: StoreCall[bool]) -> None:
-        self._call = call
+    """Something that the store is asked to do, and nobody waits for."""
+
+    def __init__(self, asked: hottest.Keeping | StoreCall[bool]) -> None:
+        self._asked = asked
 
     def vote(self) -> int:
-        return int(self._call.done())
+        return int(self._asked.done())
 
     def settle(self, outcome: int) -> None:
         """Nothing hangs on it."""
 
 
 class _Warm(Pending):
-    """The note of the hottest prefixes. Ranks take it only if all have the same: the least mark is the greatest."""
+    """The list of the hottest prefixes. Ranks take it only if all have the same: the least mark is the greatest."""
 
-    def __init__(self, tiers: Tiers, call: StoreCall[bytes], least: int | None = None) -> None:
-        self._tiers, self._call, self._least = tiers, call, least
+    def __init__(self, tiers: Tiers, finding: hottest.Finding, least: int | None = None) -> None:
+        self._tiers, self._finding, self._least = tiers, finding, least
 
     def vote(self) -> int:
-        if not self._call.done():
+        if not self._finding.done():
             return 0
-        return self._mark() if self._least is None else _MARKS - self._mark()
+        return self._finding.mark if self._least is None else _MARKS - self._finding.mark
 
     def settle(self, outcome: int) -> None:
+        tiers = self._tiers
         if self._least is None:
-            self._tiers._add(_Warm(self._tiers, self._call, outcome))
+            tiers._add(_Warm(tiers, self._finding, outcome))
         elif outcome == _MARKS - self._least:
-            self._tiers._warm.extend(hottest.decode(self._call.value, self._tiers._page_bytes))
-
-    def _mark(self) -> int:
-        """From 1 to below `_MARKS`: what the note says, as a number."""
-        return 1 + int.from_bytes(sha256(self._call.value).digest()[:7], "little")
+            tiers._warm = hottest.decode(self._finding.value, tiers._page_bytes, tiers.host_pools[0].total)

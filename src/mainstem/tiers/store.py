@@ -14,6 +14,7 @@ Knows keys, symbols and slots; knows no tree and no pool.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,9 +43,10 @@ class StorageConfig:
 
     Args:
         prefetch: what a request waits for: "best_effort": nothing; "wait_complete": all that was found; "timeout":
-            that, but for no longer than `timeout_s` and `timeout_per_page_s` for each page.
+            that, but for no longer than computing it would take.
         prefetch_min_tokens: fewer are computed rather than read.
-        timeout_s, timeout_per_page_s: for "timeout".
+        timeout_s, timeout_per_page_s: for "timeout", as long as nobody knows what computing takes: a prefetch, and
+            each page that was found.
         max_prefetches: at once; more are left out.
         batch_pages: pages a call.
         batches: calls of one prefetch at once.
@@ -150,6 +152,7 @@ class StoreCall(Generic[T]):
         self._overdue = False
         self._told = call is None
         self.value = nothing
+        self.took_s = math.inf  # once it has come back
 
     def done(self) -> bool:
         """Whether it has ended, and its slots are free."""
@@ -161,12 +164,18 @@ class StoreCall(Generic[T]):
         self.overdue()
         return False
 
+    @property
+    def refused(self) -> bool:
+        """Whether it was never made: the breaker is open, or the store is closed."""
+        return self._call is None
+
     def overdue(self) -> bool:
         """Whether it has failed for its time, though it may come back late."""
         if not self._overdue and self._call is not None and not self._call.done():
             if self._store.clock() < self._deadline_s:
                 return False
-            self._overdue = self._store.slow = True
+            self._overdue = True
+            self._store.gave_up(self._store.config.call_timeout_s)
             self._store.count("timeout")
             self._store.breaker.fail()
         return self._overdue
@@ -179,9 +188,8 @@ class StoreCall(Generic[T]):
         self.value = answer.value
         for cause, count in answer.causes.items():
             self._store.count(cause, count)
-        config = self._store.config
-        if answer.took_s <= (config.timeout_s if config.prefetch == "timeout" else config.call_timeout_s):
-            self._store.slow = False
+        self.took_s = answer.took_s
+        self._store.took(self.took_s)
         if self._overdue:
             return  # it has counted as failed
         if answer.failed:
@@ -220,7 +228,8 @@ class Store:
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self.faults: Counter[str] = Counter()
         self._closed = False
-        self.slow = False  # a call took longer than anybody waits, and none was quicker since
+        self.slow = False  # somebody waited in vain, and no call was quicker since
+        self._vain_s = 0.0
         self._readers, self._writers = readers, writers
 
     def register(self, regions: Sequence[memoryview]) -> None:
@@ -231,11 +240,11 @@ class Store:
         """
         self.backend.register(regions)
 
-    def look(self, namespace: bytes, symbols: bytes, have: int, page_bytes: int) -> StoreCall[list[bytes]]:
-        """Keys of the pages of `symbols` from page `have` on that are stored, up to the first gap."""
+    def look(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> StoreCall[list[bytes]]:
+        """Keys of pages that are stored, up to the first gap, of those of `symbols` behind the page of key `parent`."""
 
         def look(causes: Counter[str]) -> list[bytes]:
-            keys = self.sealer.keys(self.sealer.root(namespace), symbols, page_bytes)[have:]
+            keys = self.sealer.keys(parent, symbols, page_bytes)
             return keys[: max(0, min(self.backend.exists(keys), len(keys)))]
 
         return self._submit(self._readers, look, [])
@@ -258,17 +267,17 @@ class Store:
 
         return self._submit(self._readers, read, 0)
 
-    def write(
-        self, namespace: bytes, symbols: bytes, begin: int, slots: Sequence[memoryview], page_bytes: int
-    ) -> StoreCall[Written]:
-        """Seals and stores the pages from `begin` on; those that are stored already are left alone."""
+    def write(self, parent: bytes | None, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[Written]:
+        """Seals and stores pages that follow the page of key `parent` (None: the first ones of a prompt).
+
+        Those that are stored already are left alone.
+        """
 
         def write(causes: Counter[str]) -> Written:
-            keys = self.sealer.keys(self.sealer.root(namespace), symbols, page_bytes)
             # What hangs behind a gap would never be found.
-            if begin and not self.backend.exists(keys[begin - 1 : begin]):
+            if parent is not None and not self.backend.exists([parent]):
                 return Written(0, gap=True)
-            there = max(0, min(self.backend.exists(keys[begin:]), len(slots)))
+            there = max(0, min(self.backend.exists(keys), len(slots)))
             stored = 0
             for at in range(there, len(slots), self.config.batch_pages):
                 batch = slice(at, min(at + self.config.batch_pages, len(slots)))
@@ -277,9 +286,9 @@ class Store:
                 except BadArgument:  # infinite numbers, or none
                     causes["codec"] += 1
                     break
-                for key, slot in zip(keys[begin:][batch], packed, strict=True):
+                for key, slot in zip(keys[batch], packed, strict=True):
                     self.sealer.seal(slot, key)
-                results = self.backend.put(keys[begin:][batch], packed)
+                results = self.backend.put(keys[batch], packed)
                 whole = [good for _, good in zip(packed, results, strict=True) if good]
                 stored += len(whole)
                 if len(whole) < len(results):
@@ -289,13 +298,11 @@ class Store:
 
         return self._submit(self._writers, write, Written(0, gap=False))
 
-    def delete(self, namespace: bytes, stretches: Sequence[tuple[bytes, int]], page_bytes: int) -> StoreCall[bool]:
-        """Deletes pages: of each sequence of symbols those from a page on; whether the back end did."""
+    def delete(self, keys: Sequence[bytes]) -> StoreCall[bool]:
+        """Deletes pages; whether the back end did."""
 
         def delete(causes: Counter[str]) -> bool:
-            root = self.sealer.root(namespace)
-            for symbols, begin in stretches:
-                self.backend.delete(self.sealer.keys(root, symbols, page_bytes)[begin:])
+            self.backend.delete(keys)
             return True
 
         return self._submit(self._writers, delete, False)
@@ -327,6 +334,15 @@ class Store:
             return self.sealer.reveal(bytes(slot[HEADER_BYTES:]))
 
         return self._submit(self._readers, find, b"")
+
+    def gave_up(self, waited_s: float) -> None:
+        """Somebody has waited for so long in vain: the store is slow, until a call is quicker than that."""
+        self._vain_s = min(waited_s, self._vain_s) if self.slow else waited_s
+        self.slow = True
+
+    def took(self, seconds: float) -> None:
+        """A call has come back after so long."""
+        self.slow = self.slow and seconds > self._vain_s
 
     def count(self, cause: str, times: int = 1) -> None:
         """Counts a fault; the first of each cause is logged."""

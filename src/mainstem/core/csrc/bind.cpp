@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "bind.h"
+#include "blake2b.h"
 #include "cache.h"
 #include "pool.h"
 #include "tree.h"
@@ -20,6 +21,7 @@ using namespace nb::literals;
 namespace {
 
 constexpr std::int64_t kEverything = std::int64_t{1} << 62;
+constexpr std::size_t kLongKey = 1 << 16;  // bytes from which on hashing lets other threads run
 
 Component parse_component(nb::handle row) {
   const auto kind = nb::cast<std::string>(row[0]);
@@ -39,6 +41,48 @@ nb::list to_list(const std::vector<Ids>& by_component) {
 
 nb::tuple to_tuple(const NodeStats& s) {
   return nb::make_tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
+}
+
+// Each hash is over the one before it and the tokens of its block.
+nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t width, nb::handle seed) {
+  const Tokens symbols(tokens, std::int64_t{1} << 31);
+  symbols.check(0);
+  const View key(seed);
+  if (width < 1 || width > Blake2b::kMostBytes) throw BadValue{"width", std::to_string(width), "1 to 64"};
+  if (key.bytes().size() > Blake2b::kMostBytes) throw BadValue{"seed", "longer", "at most 64 bytes"};
+  if (block_tokens < 1) throw BadValue{"block_tokens", "0", "1 or more"};
+  const Bytes bytes = symbols.bytes();
+  const std::size_t block_bytes = block_tokens * sizeof(std::uint32_t);
+  const std::size_t blocks = bytes.size() / block_bytes;
+  nb::object hashes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(blocks * width)));
+  if (!hashes.is_valid()) throw nb::python_error();
+  auto* out = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(hashes.ptr()));
+  const auto hash = [&] {
+    const Blake2b keyed(width, key.bytes());
+    Bytes parent;
+    for (std::size_t block = 0; block < blocks; ++block, out += width) {
+      Blake2b hasher = keyed;
+      hasher.update(parent);
+      hasher.update(bytes.subspan(block * block_bytes, block_bytes));
+      hasher.finish(out);
+      parent = {out, width};
+    }
+  };
+  if (bytes.size() < kLongKey) {
+    hash();
+  } else {
+    const nb::gil_scoped_release unlocked;
+    hash();
+  }
+  return nb::borrow<nb::bytes>(hashes);
+}
+
+nb::list hot_stretches(const Tree& tree, std::uint32_t tier) {
+  nb::list out;
+  for (const Stretch& s : tree.hot_stretches(tier))
+    out.append(nb::make_tuple(s.from, s.at, nb::bytes(s.ns.data(), s.ns.size()),
+                              nb::bytes(s.symbols.data(), s.symbols.size())));
+  return out;
 }
 
 nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial) {
@@ -145,6 +189,9 @@ NB_MODULE(_core, m) {
   m.def("encode_tokens", &encode_tokens, "tokens"_a.none(), "limit"_a,
         nb::sig("def encode_tokens(tokens: object, limit: int) -> bytes"),
         "Token ids as little-endian 4-byte symbols. Raises BadTokens.");
+  m.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_tokens"_a, "width"_a, "seed"_a,
+        nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
+        "See mainstem.hash_blocks, which checks its arguments.");
 
   nb::class_<Tree>(m, "Tree", "The radix tree over bytes; see src/mainstem/core/csrc/tree.h.")
       .def(
@@ -236,6 +283,7 @@ NB_MODULE(_core, m) {
           "node"_a, "component"_a, "tier"_a, "major"_a, "minor"_a)
       .def("end", &Tree::end, "node"_a, "Pages from the root to the node's end.")
       .def("start", &Tree::start, "node"_a, "Pages from the root to the node's beginning.")
+      .def("parent", &Tree::parent, "node"_a, "The node that a node hangs below; 0: the root.")
       .def(
           "lacking",
           [](const Tree& t, Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) {
@@ -262,16 +310,9 @@ NB_MODULE(_core, m) {
             return static_cast<int>(t.residency(node, c, tier));
           },
           "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
-      .def(
-          "hottest",
-          [](const Tree& t, std::size_t most, std::uint32_t tier) {
-            nb::list handles;
-            for (const Handle node : t.hottest(most, tier))
-              handles.append(node);
-            return handles;
-          },
-          "most"_a, "tier"_a, nb::sig("def hottest(self, most: int, tier: int) -> list[int]"),
-          "Nodes present on a tier, those with the most hits first, then those used last.")
+      .def("hot_stretches", &hot_stretches, "tier"_a,
+           nb::sig("def hot_stretches(self, tier: int) -> list[tuple[int, int, bytes, bytes]]"),
+           "All that is present on a tier, each page once, what is hottest first: see Stretch in tree.h.")
       .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
            "By whose name the nearest pages above a node are in flight; 0: none are.")
       .def(
@@ -285,12 +326,12 @@ NB_MODULE(_core, m) {
       .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() comes to first, or 0.")
       .def(
           "path_key",
-          [](const Tree& t, Handle node) {
-            const auto [ns, key] = t.path_key(node);
+          [](const Tree& t, Handle node, std::uint32_t begin) {
+            const auto [ns, key] = t.path_key(node, begin);
             return nb::make_tuple(nb::bytes(ns.data(), ns.size()), nb::bytes(key.data(), key.size()));
           },
-          "node"_a, nb::sig("def path_key(self, node: int) -> tuple[bytes, bytes]"),
-          "The name of a node's namespace, and the symbols from the root to its end.")
+          "node"_a, "begin"_a = 0, nb::sig("def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]"),
+          "The name of a node's namespace, and the symbols from page `begin` to its end.")
       .def(
           "ids",
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {

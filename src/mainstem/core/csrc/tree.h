@@ -104,6 +104,14 @@ struct NodeView {
   std::vector<CellView> cells;
 };
 
+// A stretch of pages of one path. Where it begins is said by an earlier stretch: behind page `at` of the path that this
+// one ends. The first stretch of a namespace has none (-1), and names the namespace.
+struct Stretch {
+  std::int64_t from;
+  std::uint32_t at;
+  std::string ns, symbols;
+};
+
 struct CellCounts {  // in ids
   std::uint64_t present = 0, locked = 0, in_flight = 0;
 };
@@ -166,18 +174,22 @@ class Tree {
 
   std::uint32_t end(Handle node) const;
   std::uint32_t start(Handle node) const;
+  Handle parent(Handle node) const;  // 0: the root
   // From the top, the nodes on the path to `node` that hold something on tier `from` that tier `to` lacks: as far as
   // `to` can have them without a gap, and they have so many hits.
   std::vector<Handle> lacking(Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const;
   // By whose name the nearest pages of the first component above a node are in flight; 0: none are.
   Handle in_flight_above(Handle node, std::uint32_t tier) const;
   Residency residency(Handle node, std::uint32_t component, std::uint32_t tier) const;
-  // Nodes present on a tier, those with the most hits first, then those used last.
+  // Nodes present on a tier, those with the most hits first, then those used last, then those that end last.
   std::vector<Handle> hottest(std::size_t most, std::uint32_t tier) const;
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // of the node alone, where present
   // What evict() comes to first, or 0; the policy gives out the second chances that come before it.
   Handle next_victim(std::uint32_t component, std::uint32_t tier);
-  std::pair<std::string, std::string> path_key(Handle node) const;  // name of its namespace, all symbols
+  // All that is present on a tier, each page once, in the order of `hottest`; above it what it hangs below.
+  std::vector<Stretch> hot_stretches(std::uint32_t tier) const;
+  // The name of its namespace, and the symbols from page `begin` to its end.
+  std::pair<std::string, std::string> path_key(Handle node, std::uint32_t begin = 0) const;
   // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
   bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const;
   // Ids of pages [begin, end of the node); -1 where they are absent.
@@ -242,6 +254,7 @@ class Tree {
     const auto found = tier || above_removed_.empty() ? above_removed_.end() : above_removed_.find(node);
     return pins(node, tier) - (found == above_removed_.end() ? 0 : found->second);
   }
+  std::string symbols(Index node, std::uint32_t begin) const;  // of pages [begin, end of the node)
   Handle handle(Index node) const;
   Index resolve(Handle handle) const;  // kNone for 0
   Index find_root(std::string_view ns) const;

@@ -20,6 +20,12 @@ std::uint32_t Tree::start(Handle node) const {
   return nodes_[resolve(node)].start;
 }
 
+Handle Tree::parent(Handle node) const {
+  const Index at = resolve(node);
+  if (at == kNone || nodes_[at].root() || nodes_[nodes_[at].parent].root()) return 0;
+  return handle(nodes_[at].parent);
+}
+
 std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
   require_tier(from);
   require_tier(to);
@@ -70,8 +76,8 @@ std::vector<Handle> Tree::hottest(std::size_t most, std::uint32_t tier) const {
   std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(most), found.end(),
                     [&](Index a, Index b) {
                       const Node &one = nodes_[a], &two = nodes_[b];
-                      return std::tuple(two.hits, std::uint64_t{two.accessed}, a) <
-                             std::tuple(one.hits, std::uint64_t{one.accessed}, b);
+                      return std::tuple(two.hits, std::uint64_t{two.accessed}, two.end(), a) <
+                             std::tuple(one.hits, std::uint64_t{one.accessed}, one.end(), b);
                     });
   std::vector<Handle> handles;
   for (std::size_t at = 0; at < most; ++at)
@@ -86,17 +92,54 @@ Ids Tree::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) cons
   return c.present() ? Ids(c.ids.data(), c.ids.data() + c.ids.size()) : Ids{};
 }
 
-std::pair<std::string, std::string> Tree::path_key(Handle handle_) const {
+namespace {
+
+std::string_view text(const Run<std::uint8_t>& run) {
+  return {reinterpret_cast<const char*>(run.data()), run.size()};
+}
+
+}  // namespace
+
+std::vector<Stretch> Tree::hot_stretches(std::uint32_t tier) const {
+  std::vector<Stretch> stretches;
+  std::vector<std::int64_t> number(nodes_.size(), -1);  // of the stretch that a node is in
+  for (const Handle hot : hottest(nodes_.size(), tier)) {
+    const Index node = resolve(hot);
+    Index above = node;
+    while (number[above] < 0 && !nodes_[above].root())
+      above = nodes_[above].parent;
+    if (above == node) continue;
+    const auto mine = static_cast<std::int64_t>(stretches.size());
+    const std::uint32_t at = nodes_[above].root() ? 0 : nodes_[above].end();
+    Stretch& stretch = stretches.emplace_back(Stretch{number[above], at, {}, symbols(node, at)});
+    if (number[above] < 0) {
+      stretch.ns = text(nodes_[above].key);
+      number[above] = mine;
+    }
+    for (Index on = node; number[on] < 0; on = nodes_[on].parent)
+      number[on] = mine;
+  }
+  return stretches;
+}
+
+std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t begin) const {
   const Index node = resolve(handle_);
   if (node == kNone) return {};
-  const auto text = [](const Run<std::uint8_t>& run) {
-    return std::string_view(reinterpret_cast<const char*>(run.data()), run.size());
-  };
-  std::string key(std::size_t{nodes_[node].end()} * page_bytes_, '\0');
-  Index at = node;
-  for (; !nodes_[at].root(); at = nodes_[at].parent)
-    text(nodes_[at].key).copy(key.data() + std::size_t{nodes_[at].start} * page_bytes_, nodes_[at].key.size());
-  return {std::string(text(nodes_[at].key)), std::move(key)};
+  Index root = node;
+  while (!nodes_[root].root())
+    root = nodes_[root].parent;
+  return {std::string(text(nodes_[root].key)), symbols(node, std::min(begin, nodes_[node].end()))};
+}
+
+std::string Tree::symbols(Index node, std::uint32_t begin) const {
+  std::string key(std::size_t{nodes_[node].end() - begin} * page_bytes_, '\0');
+  for (Index at = node; !nodes_[at].root() && nodes_[at].end() > begin; at = nodes_[at].parent) {
+    const std::uint32_t from = std::max(begin, nodes_[at].start);
+    text(nodes_[at].key)
+        .substr(std::size_t{from - nodes_[at].start} * page_bytes_)
+        .copy(key.data() + std::size_t{from - begin} * page_bytes_, key.size());
+  }
+  return key;
 }
 
 bool Tree::has(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const {
