@@ -329,6 +329,58 @@ def test_every_flipped_bit_of_a_value_is_a_miss() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("size", [file.HELD_BYTES, file.HELD_BYTES + 1, 3 * file.HELD_BYTES + 5])
+def test_damage_anywhere_in_a_large_value_is_a_miss(size: int) -> None:
+    """Its digest is computed in parts: no first, no last byte of any part is left out."""
+    disk = Disk()
+    store = small(disk, -(-size // GRAIN_BYTES))
+    edges = range(0, size, file.HELD_BYTES)
+    for at in sorted({*edges, *(edge - 1 for edge in edges if edge), size - 1}):
+        store.put(KEYS[:1], [value_of(1, size)])
+        assert read(store, KEYS[0]) == bytes(value_of(1, size))
+        disk.files["values"].live[at] ^= 1
+        assert read(store, KEYS[0]) is None, at
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["replaced", "evicted", "distrusted"])
+def test_what_left_is_destroyed_before_a_record_says_so(how: str) -> None:
+    """The last record is damaged later: the one before it is believed again, but finds nothing."""
+    disk = Disk()
+    misread = SimpleNamespace(at=-1)
+
+    def fault(number: int, name: str) -> None:
+        if name == "preadv" and misread.at >= 0:
+            disk.files["values"].live[misread.at] ^= 1
+
+    store = small(Faulty(disk, fault), 4)
+    store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
+    gone = KEYS[3]
+    if how == "replaced":
+        store.delete(KEYS[:2])
+        store.put([gone], [value_of(9, 8192)])
+    elif how == "evicted":
+        for at in (1, 0, 2):
+            read(store, KEYS[at])  # so it has the last grain, and goes before the values of the first two
+        store.put(KEYS[5:6], [value_of(5, 8192)])
+    else:
+        store.delete(KEYS[:2])
+        misread.at = 3 * GRAIN_BYTES
+        assert store.get([gone], [memoryview(bytearray(4096))]) == [ABSENT]
+        misread.at = -1
+        disk.files["values"].live[3 * GRAIN_BYTES] ^= 1  # it is as it was: only the reading went wrong
+        store.put([gone], [value_of(9, 8192)])
+    store.close()
+    index = disk.files["index"].live
+    assert index[-RECORD.size :][:32] == (KEYS[5] if how == "evicted" else gone)
+    index[-RECORD.size] ^= 1
+    store = small(disk, 4)
+    assert read(store, gone) is None
+    assert read(store, KEYS[2]) == bytes(value_of(2, 4096))
+    store.check()
+    store.close()
+
+
 def aged() -> tuple[Disk, dict[bytes, bytes | None]]:
     """A disk after puts, replacements, a deletion, and evictions of keys that were put again; what each key holds."""
     disk = Disk()
