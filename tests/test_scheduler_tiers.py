@@ -206,17 +206,35 @@ def test_each_tier_is_found_and_named() -> None:
     assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (20, 0, 20)
 
 
-def test_a_load_that_fails_is_computed_and_does_not_count() -> None:
+@pytest.mark.parametrize("where", ["on the host", "in storage"])
+def test_a_load_that_fails_is_computed_and_does_not_count(where: str) -> None:
     bench = Bench()
     tokens = prompt(2, 22)
     bench.run(tokens)
     bench.forget_device()
+    if where == "in storage":
+        bench.restart()
     bench.host.fail_up = RuntimeError("the copy engine is gone")
     assert tiers_of(*bench.run(tokens)) == (0, 0, 0)
     assert bench.tiers.stats().load_failed == 5
-    assert bench.scheduler.totals.cached_tokens == 0
+    totals = bench.scheduler.totals
+    assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (0, 0, 0)
     bench.host.fail_up = None
     assert tiers_of(*bench.run(tokens)) == (21, 0, 0)
+
+
+def test_what_the_device_has_still_counts_when_a_load_fails() -> None:
+    bench = Bench(pages=40)
+    tokens = prompt(12, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.restart(40)
+    bench.run(tokens[:10])  # the device has its two pages now, and storage all five
+    assert bench.scheduler.totals.storage_tokens == 8
+    bench.host.fail_up = RuntimeError("the copy engine is gone")
+    assert tiers_of(*bench.run(tokens)) == (8, 0, 0)
+    totals = bench.scheduler.totals
+    assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (16, 0, 8)
 
 
 def test_a_failed_load_takes_nobody_else_along() -> None:
@@ -263,6 +281,47 @@ def test_a_request_is_cancelled_on_its_way_up(when: str) -> None:
     bench.tiers.drain(1.0)
     bench.cache.flush()
     assert bench.cache.pool.free == bench.cache.pool.total
+
+
+def test_storage_is_not_asked_for_the_rest_of_a_prompt_whose_request_was_cancelled() -> None:
+    bench = Bench(batch_pages=1, batches=1)
+    tokens = prompt(13, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.restart()
+    bench.workers.instant = False
+    bench.scheduler.add("gone", Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    bench.step()  # all five pages were found, and the first one is asked for
+    bench.scheduler.cancel("gone")
+    bench.workers.instant = True
+    bench.workers.run()
+    for _ in range(8):
+        bench.step()
+    assert not bench.tiers.busy
+    assert bench.tiers.stats().prefetched == 1
+
+
+def test_a_cancelled_request_leaves_the_prefetch_to_who_shares_it() -> None:
+    bench = Bench(batch_pages=1, batches=1)
+    tokens = prompt(14, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.restart()
+    bench.workers.instant = False
+    for id in ("gone", "stays"):
+        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    bench.step()
+    bench.scheduler.cancel("gone")
+    bench.workers.instant = True
+    bench.workers.run()
+    deltas: dict[str, list[Delta]] = {"gone": [], "stays": []}
+    for _ in range(40):
+        bench.step(deltas)
+    assert deltas["gone"][-1].finish_reason == "cancelled"
+    assert deltas["stays"][-1].usage is not None
+    assert tiers_of(deltas["stays"][-1].usage) == (0, 0, 20)
 
 
 def test_a_hung_store_is_waited_for_once_and_not_longer_than_said() -> None:
