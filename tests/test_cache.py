@@ -184,6 +184,7 @@ def test_without_a_page_for_the_tail_the_hit_ends_at_the_border() -> None:
     first.finish()
     second.abort()
     assert owners(cache) == (0, 2, 0)
+    assert (cache.stats().partial_missed, cache.stats().locked_pages) == (1, 0)
 
 
 def test_the_page_that_is_copied_is_not_evicted_for_its_copy() -> None:
@@ -193,6 +194,7 @@ def test_the_page_that_is_copied_is_not_evicted_for_its_copy() -> None:
     assert (lease.hit, copies.done) == (0, [])
     lease.abort()
     assert owners(cache) == (0, 1, 0)
+    assert cache.stats().locked_pages == 0
 
 
 def test_another_page_is_evicted_for_the_copy() -> None:
