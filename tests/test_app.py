@@ -322,7 +322,7 @@ def test_a_body_is_not_read_for_who_is_refused_anyway(
 
         async def receive(read: list[str] = read) -> dict[str, Any]:
             read.append("a part of the body")
-            return {"type": "http.request", "body": b"{}", "more_body": True}
+            return {"type": "http.request", "body": b"{}", "more_body": False}
 
         async def send(message: Any, sent: list[Any] = sent) -> None:
             sent.append(message)
