@@ -14,12 +14,13 @@ from ghost_memory import GhostTicket
 from mainstem.cache import PrefixCache
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
-from mainstem.keys import TokenKeys
+from mainstem.keys import TokenKeys, TokenLike
+from mainstem.namespaces import NamespaceLike
 from mainstem.runtime.request import Delta, Request, SamplingParams, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.scheduler import Limits, Scheduler
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.controller import HostTier
+from mainstem.tiers.controller import HostTier, Prefetch
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tiers.transfer import Move
@@ -121,8 +122,11 @@ class LayeredGhost(Ghost):
 
 
 class Bench:
-    def __init__(self, pages: int = 12, host_pages: int = 64, store: bool = True, **config: object) -> None:
+    def __init__(
+        self, pages: int = 12, host_pages: int = 64, store: bool = True, enabled: bool = True, **config: object
+    ) -> None:
         self.now_s = 0.0
+        self.enabled = enabled
         self.ghost = LayeredGhost(pages, PAGE)
         self.host = GhostHost(self.ghost, host_pages)
         self.backend = MemoryBackend()
@@ -139,7 +143,7 @@ class Bench:
         tier = HostTier(self.host, load_min_tokens=PAGE)
         self.cache = PrefixCache(
             pages, PAGE, keys=TokenKeys(VOCAB), copy_page=self.ghost.copy_page, host=tier,
-            store=self.store if store else None,
+            store=self.store if store else None, enabled=self.enabled,
         )  # fmt: skip
         assert self.cache.tiers is not None
         self.tiers = self.cache.tiers
@@ -342,6 +346,120 @@ def test_best_effort_waits_for_nothing() -> None:
     bench.restart()
     bench.workers.instant = False
     assert bench.run(tokens)[0].cached_tokens == 0
+
+
+def test_it_looks_again_soon_while_somebody_waits_for_storage() -> None:
+    bench = Bench()
+    bench.workers.instant = False
+    bench.scheduler.add("waits", Request(np.array(prompt(15, 22)), SamplingParams(max_tokens=4)))
+    assert bench.scheduler.rest_s == 0.0, "it has not looked at the request yet"
+    bench.step()
+    assert bench.scheduler.rest_s is not None
+    assert 0 < bench.scheduler.rest_s <= 0.01
+    bench.scheduler.add("comes", Request(np.array([3]), SamplingParams(max_tokens=4)))
+    assert bench.scheduler.rest_s == 0.0
+
+
+def test_it_looks_again_until_what_goes_on_behind_the_last_request_has_ended() -> None:
+    bench = Bench()
+    bench.workers.instant = False
+    bench.scheduler.add("ends", Request(np.array(prompt(16, 22)), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    while bench.scheduler.busy:
+        bench.step()
+    assert bench.tiers.busy, "pages are on their way to storage"
+    assert bench.scheduler.rest_s is not None
+    assert 0 < bench.scheduler.rest_s <= 0.1
+    bench.workers.instant = True
+    bench.workers.run()
+    for _ in range(5):
+        bench.step()
+    assert not bench.tiers.busy
+    assert bench.scheduler.rest_s is None, "nothing comes but a request"
+
+
+def test_without_a_cache_storage_is_not_asked() -> None:
+    bench = Bench(enabled=False)
+    bench.run(prompt(17, 22))
+    assert bench.tiers.stats().prefetches == 0
+
+
+def test_storage_is_asked_a_few_times_for_one_request_however_long_it_waits() -> None:
+    bench = Bench(pages=8, prefetch_min_tokens=64)  # so each time there is too little to find
+    asked: list[object] = []
+    prefetch = bench.tiers.prefetch
+
+    def counted(tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
+        asked.append(tokens)
+        return prefetch(tokens, namespace)
+
+    bench.tiers.prefetch = counted  # type: ignore[method-assign]
+    bench.scheduler.add("runs", Request(np.array(prompt(18, 20)), SamplingParams(max_tokens=12, ignore_eos=True)))
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.running == 1
+    bench.scheduler.add("waits", Request(np.array(prompt(19, 18)), SamplingParams(max_tokens=2)))
+    asked.clear()
+    for _ in range(8):
+        bench.step()
+    assert bench.scheduler.waiting == 1, "there are no pages for it"
+    assert 1 < len(asked) <= 4
+
+
+def test_who_came_while_too_many_were_looked_up_is_looked_up_later() -> None:
+    bench = Bench(max_prefetches=1)
+    first, second = prompt(22, 22), prompt(23, 22)
+    for tokens in (first, second):
+        bench.run(tokens)
+        bench.forget_device()
+    bench.restart()
+    bench.scheduler.add("runs", Request(np.array(prompt(24, 28)), SamplingParams(max_tokens=12, ignore_eos=True)))
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.running == 1
+    deltas: dict[str, list[Delta]] = {"runs": [], "first": [], "second": []}
+    for id, tokens in (("first", first), ("second", second)):
+        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    assert bench.tiers.stats().prefetch_skipped == 1
+    for _ in range(60):
+        bench.step(deltas)
+    for id in ("first", "second"):
+        usage = deltas[id][-1].usage
+        assert usage is not None
+        assert tiers_of(usage) == (0, 0, 20)
+
+
+def test_what_two_prefetches_brought_for_one_request_adds_up() -> None:
+    """The first was begun for a prompt that parts from this one, and whose request is gone."""
+    bench = Bench(pages=16)
+    shared = prompt(25, 12)
+    first, second = shared + prompt(26, 10), shared + prompt(27, 10)
+    for tokens in (first, second):
+        bench.run(tokens)
+        bench.forget_device()
+    bench.restart(16)
+    bench.workers.instant = False
+    for id, tokens in (("gone", first), ("stays", second)):
+        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    bench.step()
+    bench.scheduler.cancel("gone")
+    bench.workers.instant = True
+    bench.workers.run()
+    deltas: dict[str, list[Delta]] = {"gone": [], "stays": []}
+    for _ in range(40):
+        bench.step(deltas)
+    assert bench.tiers.stats().prefetches == 2
+    usage = deltas["stays"][-1].usage
+    assert usage is not None
+    assert tiers_of(usage) == (0, 0, 20)
+
+
+def test_a_prefetch_for_two_that_found_nothing_is_not_begun_again() -> None:
+    bench = Bench(pages=40)
+    shared = prompt(21, 20)
+    bench.run(shared + [1], shared + [2])
+    assert bench.tiers.stats().prefetches == 1
 
 
 def test_a_broken_store_changes_no_answer() -> None:
