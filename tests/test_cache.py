@@ -680,6 +680,11 @@ def test_a_copy_can_be_begun_once_and_ends_with_the_lease() -> None:
     assert lease.begin_copy() is None
     lease.abort()
     assert cache.stats().locked_pages == cache.stats().private_pages == 0
+    failed = Lease(cache._core, b"", prompt, 0, None, True)
+    assert failed.begin_copy() is not None
+    failed.end_copy(False)
+    assert (failed.hit, len(failed.page_table), failed.begin_copy()) == (4, 1, None)
+    failed.abort()
     dropped = Lease(cache._core, b"", prompt, 0, None, True)
     assert dropped.begin_copy() is not None
     with pytest.warns(ResourceWarning):

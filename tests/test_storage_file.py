@@ -23,7 +23,7 @@ from simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import file, open_backend
-from mainstem.storage.base import ABSENT
+from mainstem.storage.base import ABSENT, BackendStats
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.file import GRAIN_BYTES, RECORD, FileBackend, FileSystem
 
@@ -134,7 +134,7 @@ def test_files_are_for_the_owner_alone_and_bounded(tmp_path: Path, monkeypatch: 
     assert {stat.S_IMODE((root / name).stat().st_mode) for name in os.listdir(root)} == {0o600}
     assert (root / "values").stat().st_size <= 8 * GRAIN_BYTES
     assert (root / "index").stat().st_size <= RECORD.size * (2 * 4 + 8)
-    assert store.stats().entries == 4 and store.stats().evicted == 196
+    assert store.stats() == BackendStats(4, 8 * GRAIN_BYTES, 8 * GRAIN_BYTES, 196)
     store.close()
 
 
@@ -260,6 +260,13 @@ def test_offsets_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     store.close()
 
 
+def test_its_capacity_is_in_whole_grains_though_the_file_is_smaller(tiny_steps: None) -> None:
+    store = FileBackend("simulated", 9 * GRAIN_BYTES + 100, io=Disk(), threads=1)
+    store.put(KEYS[:1], [value_of(0, 100)])
+    assert store.stats() == BackendStats(1, GRAIN_BYTES, 9 * GRAIN_BYTES, 0)
+    store.close()
+
+
 def test_many_entries_are_found_again(tmp_path: Path) -> None:
     """Opening reads the index once; nothing of the values."""
     io = Faulty(Disk(), lambda number, name: names.append(name))
@@ -378,6 +385,28 @@ def test_what_left_is_destroyed_before_a_record_says_so(how: str) -> None:
     assert read(store, gone) is None
     assert read(store, KEYS[2]) == bytes(value_of(2, 4096))
     store.check()
+    store.close()
+
+
+def test_a_value_that_was_misread_can_still_be_deleted() -> None:
+    """It is a miss and in no table any more, but its record and its bytes are whole on the disk."""
+    disk = Disk()
+    misread = SimpleNamespace(armed=False)
+
+    def fault(number: int, name: str) -> None:
+        if name == "preadv" and misread.armed:
+            disk.files["values"].live[0] ^= 1
+
+    store = small(Faulty(disk, fault), 4)
+    store.put(KEYS[:1], [value_of(0, 4096)])
+    misread.armed = True
+    assert store.get(KEYS[:1], [memoryview(bytearray(4096))]) == [ABSENT]
+    misread.armed = False
+    disk.files["values"].live[0] ^= 1
+    store.delete(KEYS[:1])
+    store.close()
+    store = small(disk, 4)
+    assert read(store, KEYS[0]) is None
     store.close()
 
 

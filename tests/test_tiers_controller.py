@@ -420,6 +420,21 @@ def test_what_waits_to_be_written_gives_way_and_what_is_being_written_does_not()
     rig.close_all()
 
 
+def test_what_waits_to_be_written_does_not_give_way_to_what_does_not_fit_even_so() -> None:
+    rig = Rig(host=8, backend=FaultyBackend(), writes=1)
+    for tokens in (A, B):
+        rig.serve(tokens)
+        rig.poll()
+        rig.land()
+        rig.poll()
+    rig.serve(prompt(5, 3))
+    rig.poll()
+    assert (rig.tiers.stats().backup_skipped, rig.tiers.stats().write_dropped) == (5, 0)
+    rig.settle()
+    assert rig.tiers.stats().stored == 8
+    rig.close_all()
+
+
 def test_what_the_device_holds_may_leave_the_host() -> None:
     rig = Rig(host=4)
     rig.serve(A)
@@ -1396,6 +1411,19 @@ def test_everything_remembered_comes_back_whatever_the_limit(limit: int) -> None
     before.settle()
     rig = restarted(backend, max_prefetches=limit)
     assert [rig.on(1, tokens) for tokens in prompts] == [2] * 10
+
+
+def test_who_has_nothing_to_remember_leaves_the_note_of_others() -> None:
+    backend = FaultyBackend()
+    before = Rig(backend=backend)
+    before.serve(A)
+    before.settle()
+    before.tiers.remember()
+    before.settle()
+    empty = Rig(backend=backend)
+    empty.tiers.remember()
+    empty.settle()
+    assert restarted(backend).on(1, A) == 4
 
 
 def test_namespaces_come_back_as_they_were() -> None:
