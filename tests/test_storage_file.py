@@ -260,6 +260,16 @@ def test_offsets_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     store.close()
 
 
+def test_a_deletion_is_durable_in_the_values_before_its_record_is_written() -> None:
+    names: list[str] = []
+    store = small(Faulty(Disk(), lambda number, name: names.append(name)))
+    store.put(KEYS[:1], [value_of(0, 5000)])
+    names.clear()
+    store.delete(KEYS[:1])
+    assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"]
+    store.close()
+
+
 def test_its_capacity_is_in_whole_grains_though_the_file_is_smaller(tiny_steps: None) -> None:
     store = FileBackend("simulated", 9 * GRAIN_BYTES + 100, io=Disk(), threads=1)
     store.put(KEYS[:1], [value_of(0, 100)])
@@ -350,21 +360,29 @@ def test_damage_anywhere_in_a_large_value_is_a_miss(size: int) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("how", ["replaced", "evicted", "distrusted"])
+@pytest.mark.parametrize("how", ["replaced", "replaced at the second try", "evicted", "distrusted"])
 def test_what_left_is_destroyed_before_a_record_says_so(how: str) -> None:
     """The last record is damaged later: the one before it is believed again, but finds nothing."""
     disk = Disk()
     misread = SimpleNamespace(at=-1)
+    failing: list[str] = []  # calls, once each
 
     def fault(number: int, name: str) -> None:
         if name == "preadv" and misread.at >= 0:
             disk.files["values"].live[misread.at] ^= 1
+        if name in failing:
+            failing.remove(name)
+            raise OSError(errno.EIO, "once")
 
     store = small(Faulty(disk, fault), 4)
     store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
     gone = KEYS[3]
-    if how == "replaced":
+    if how.startswith("replaced"):
         store.delete(KEYS[:2])
+        if how == "replaced at the second try":
+            failing.append("pwritev")
+            with pytest.raises(StorageError, match="io"):
+                store.put([gone], [value_of(8, 8192)])
         store.put([gone], [value_of(9, 8192)])
     elif how == "evicted":
         for at in (1, 0, 2):
@@ -731,6 +749,29 @@ def test_opening_forgets_what_an_interrupted_put_replaced(rewritten: str) -> Non
         store = small(disk.copy())
         assert read(store, KEYS[0]) in (None, bytes(value_of(2, 20_000)))
         store.close()
+
+
+def test_an_index_that_could_not_be_rewritten_at_first_is_rewritten_once() -> None:
+    disk = Disk()
+    store = small(disk)
+    for at in range(4):
+        store.put(KEYS[:1], [value_of(at, 4096)])
+    store.close()
+    names: list[str] = []
+    broken = SimpleNamespace(on=True)
+
+    def fault(number: int, name: str) -> None:
+        names.append(name)
+        if name == "rename" and broken.on:
+            raise OSError(errno.EIO, "no")
+
+    store = small(Faulty(disk, fault))
+    broken.on = False
+    names.clear()
+    for at in range(4):
+        store.put(KEYS[1:2], [value_of(at, 4096)])
+    assert names.count("rename") == 1
+    store.close()
 
 
 def test_a_value_replaced_while_it_is_read_is_a_miss_and_the_new_one_stays() -> None:

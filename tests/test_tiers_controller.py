@@ -1193,13 +1193,18 @@ def test_only_what_is_new_is_written() -> None:
     rig.serve(A)
     rig.settle()
     rig.serve(prompt(6, 1, 1, 1, 1, 2))
+    rig.poll()
+    rig.land()
+    rig.poll()
+    assert rig.tiers.stats().queued == 2
     rig.settle()
     assert rig.tiers.stats().stored == 6 and len(backend.stored_keys()) == 6
     assert backend.calls.count("put") == 2
 
 
-def test_a_full_queue_drops_the_newest_and_counts_it() -> None:
-    rig = Rig(device=32, backend=FaultyBackend(), queue_pages=8, writes=1)
+@pytest.mark.parametrize("queue_pages", [8, 11])
+def test_a_full_queue_drops_the_newest_and_counts_it(queue_pages: int) -> None:
+    rig = Rig(device=32, backend=FaultyBackend(), queue_pages=queue_pages, writes=1)
     for tokens in (A, B, C):
         rig.serve(tokens)
         rig.poll()
