@@ -260,6 +260,21 @@ def test_a_large_body_is_refused_while_it_is_read(size: int, declared: bool) -> 
     assert server.post("/v1/completions", content=b"{" + b" " * 999).status_code == 400
 
 
+def test_a_body_that_says_it_is_far_too_large_is_not_read() -> None:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("it is read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", b"2001")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asyncio.run(create_app(FakeEngine(), ServerConfig(max_body_bytes=1000))(scope, receive, send))
+    assert sent[0]["status"] == 413
+
+
 def test_what_is_over_the_limit_is_not_kept() -> None:
     alive: set[int] = set()
     most = 0

@@ -198,14 +198,15 @@ def test_values_of_several_sizes_share_the_room(tiny_steps: None) -> None:
     store.close()
 
 
-def test_a_smaller_capacity_drops_what_lies_behind_it() -> None:
+@pytest.mark.parametrize("grains", [5, 15])
+def test_a_smaller_capacity_drops_what_lies_behind_it(grains: int) -> None:
     disk = Disk()
     store = small(disk, 16)
     store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)])
     store.close()
-    store = small(disk, 5)
-    assert len(disk.files["values"].live) == 5 * GRAIN_BYTES
-    assert store.stats().entries == 5
+    store = small(disk, grains)
+    assert len(disk.files["values"].live) == grains * GRAIN_BYTES
+    assert store.stats().entries == grains
     store.check()
     store.close()
 
@@ -652,9 +653,10 @@ def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
     store.close()
 
 
-def test_a_full_disk_is_lived_with(tiny_steps: None) -> None:
-    """No room for more than 8 grains: the store evicts in what it has, and grows when there is more."""
-    limit = 8 * GRAIN_BYTES
+@pytest.mark.parametrize("grains", [8, 6])
+def test_a_full_disk_is_lived_with(grains: int, tiny_steps: None) -> None:
+    """No room for more: the store takes what there is, be it less than a step, evicts in it, and grows later."""
+    limit = grains * GRAIN_BYTES
 
     class Small(Disk):
         def allocate(self, fd: int, offset: int, length: int) -> None:
@@ -665,11 +667,28 @@ def test_a_full_disk_is_lived_with(tiny_steps: None) -> None:
     store = small(Small(), 64)
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
-    assert store.stats().entries == 8
+    assert store.stats().entries == grains
     limit = 32 * GRAIN_BYTES
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
     assert store.exists(KEYS[:20]) == 20
+    store.check()
+    store.close()
+
+
+def test_a_file_that_cannot_grow_for_another_reason_is_an_error_and_drops_nothing(tiny_steps: None) -> None:
+    state = SimpleNamespace(broken=False)
+
+    def fault(number: int, name: str) -> None:
+        if name == "allocate" and state.broken:
+            raise OSError(errno.EIO, "no")
+
+    store = small(Faulty(Disk(), fault))
+    store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
+    state.broken = True
+    with pytest.raises(StorageError, match="io"):
+        store.put(KEYS[4:5], [value_of(4, 4096)])
+    assert store.exists(KEYS[:4]) == 4
     store.check()
     store.close()
 
@@ -771,6 +790,9 @@ def test_an_index_that_could_not_be_rewritten_at_first_is_rewritten_once() -> No
     for at in range(4):
         store.put(KEYS[1:2], [value_of(at, 4096)])
     assert names.count("rename") == 1
+    names.clear()
+    store.put(KEYS[2:3], [value_of(5, 4096)])
+    assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"], "nothing is left of the failure"
     store.close()
 
 

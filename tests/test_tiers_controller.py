@@ -869,6 +869,22 @@ def test_once_storage_said_nothing_in_time_nobody_waits_until_it_answers() -> No
     rig.close_all()
 
 
+def test_a_prompt_that_takes_too_long_to_read_says_nothing_of_the_next_one() -> None:
+    """Storage has answered: only where it has not, nobody waits for it."""
+    rig = Rig(backend=stored(A, B), timeout_s=0.1, timeout_per_page_s=0.01)
+    one = rig.tiers.prefetch(A)
+    rig.readers.run()
+    rig.poll()
+    rig.clock.now_s += 1.0
+    rig.poll()
+    two = rig.tiers.prefetch(B)
+    rig.poll()
+    assert one is not None and two is not None
+    assert (one.waiting, two.waiting) == (False, True)
+    rig.settle()
+    rig.close_all()
+
+
 def test_an_open_breaker_is_not_waited_for() -> None:
     backend = stored(A)
     rig = Rig(backend=backend, breaker_failures=1, prefetch="wait_complete", breaker_cooldown_s=5.0)
