@@ -278,6 +278,16 @@ def test_its_capacity_is_in_whole_grains_though_the_file_is_smaller(tiny_steps: 
     store.close()
 
 
+def test_without_a_capacity_it_keeps_all_that_is_there(tmp_path: Path) -> None:
+    store = open_backend(f"file:{tmp_path}/store")
+    assert store.stats().capacity_bytes == 8 << 30
+    store.close()
+    os.truncate(tmp_path / "store" / "values", 9 << 30)
+    store = open_backend(f"file:{tmp_path}/store")
+    assert store.stats().capacity_bytes == 9 << 30
+    store.close()
+
+
 def test_many_entries_are_found_again(tmp_path: Path) -> None:
     """Opening reads the index once; nothing of the values."""
     io = Faulty(Disk(), lambda number, name: names.append(name))

@@ -1022,6 +1022,18 @@ def test_a_page_that_is_not_whole_ends_what_comes_into_the_tree(how: str, at: in
     rig.close_all()
 
 
+def test_nothing_is_read_behind_a_page_that_is_not_whole() -> None:
+    backend = stored(A)
+    rig = Rig(backend=backend, batch_pages=1, batches=1)
+    rig.tiers.prefetch(A)
+    rig.readers.run()
+    backend.delete([backend.stored_keys()[1]])
+    calls = len(backend.calls)
+    rig.settle()
+    assert backend.calls[calls:] == ["get", "get"]
+    rig.close_all()
+
+
 def rig_keys(tokens: Sequence[int]) -> list[bytes]:
     rig = Rig(backend=MemoryBackend())
     assert rig.store is not None
