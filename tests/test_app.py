@@ -237,6 +237,13 @@ def test_too_many_messages_are_refused_before_the_template() -> None:
     assert error_of(response, 400)["code"] == "context_length_exceeded"
 
 
+def test_choices_are_counted_over_all_prompts() -> None:
+    engine = FakeEngine(max_waiting=1000)
+    assert error_of(complete(client(engine), ["ab"] * 3, n=50, max_tokens=1), 400)["param"] == "n"
+    assert not engine.streams
+    assert complete(client(engine), ["ab"] * 2, n=64, max_tokens=1).status_code == 200
+
+
 def test_choices_share_one_prompt() -> None:
     engine = FakeEngine()
     complete(client(engine), n=3)

@@ -686,6 +686,22 @@ def test_a_full_disk_is_lived_with(grains: int, tiny_steps: None) -> None:
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EFBIG, "full"), (errno.EIO, "io"), (errno.EROFS, "io")],
+)
+def test_an_error_is_told_by_its_cause(code: int, cause: str) -> None:
+    def fault(number: int, name: str) -> None:
+        if name == "pwritev":
+            raise OSError(code, os.strerror(code))
+
+    store = small(Faulty(Disk(), fault))
+    with pytest.raises(StorageError) as caught:
+        store.put(KEYS[:1], [value_of(0, 4096)])
+    assert caught.value.cause == cause
+    store.close()
+
+
 def test_a_file_that_cannot_grow_for_another_reason_is_an_error_and_drops_nothing(tiny_steps: None) -> None:
     state = SimpleNamespace(broken=False)
 
