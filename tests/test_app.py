@@ -109,6 +109,18 @@ def test_cached_tokens_and_salts() -> None:
     assert cached() == 48
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cached", [(48, 0, 16), (16, 48, 0), (0, 16, 48)])
+def test_usage_says_what_the_least_lucky_choice_found(cached: tuple[int, ...], stream: bool) -> None:
+    engine = FakeEngine()
+    finds = iter(cached)
+    engine._look_up = lambda request: next(finds)  # type: ignore[method-assign]
+    response = complete(client(engine), n=3, max_tokens=2, stream=stream, stream_options={"include_usage": True})
+    usage = (events(response)[-1] if stream else response.json())["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 6)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_a_stream_of_a_chat() -> None:
     response = chat(client(), stream=True, stream_options={"include_usage": True})
     chunks = events(response)
@@ -225,6 +237,13 @@ def test_too_many_messages_are_refused_before_the_template() -> None:
     assert error_of(response, 400)["code"] == "context_length_exceeded"
 
 
+def test_choices_are_counted_over_all_prompts() -> None:
+    engine = FakeEngine(max_waiting=1000)
+    assert error_of(complete(client(engine), ["ab"] * 3, n=50, max_tokens=1), 400)["param"] == "n"
+    assert not engine.streams
+    assert complete(client(engine), ["ab"] * 2, n=64, max_tokens=1).status_code == 200
+
+
 def test_choices_share_one_prompt() -> None:
     engine = FakeEngine()
     complete(client(engine), n=3)
@@ -246,6 +265,21 @@ def test_a_large_body_is_refused_while_it_is_read(size: int, declared: bool) -> 
     response = server.post("/v1/completions", content=b"x" * size if declared else chunks())
     assert error_of(response, 413)["code"] == "body_too_large"
     assert server.post("/v1/completions", content=b"{" + b" " * 999).status_code == 400
+
+
+def test_a_body_that_says_it_is_far_too_large_is_not_read() -> None:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("it is read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", b"2001")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asyncio.run(create_app(FakeEngine(), ServerConfig(max_body_bytes=1000))(scope, receive, send))
+    assert sent[0]["status"] == 413
 
 
 def test_what_is_over_the_limit_is_not_kept() -> None:
@@ -290,6 +324,35 @@ def test_keys() -> None:
         return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert [cached("first-key"), cached("second-key"), cached("first-key"), cached("second-key")] == [0, 0, 48, 48]
+
+
+@pytest.mark.parametrize(
+    ("key", "admin", "draining", "status"),
+    [(None, False, False, 401), ("wrong", False, False, 401), ("right", False, True, 503), ("right", True, False, 403)],
+)
+def test_a_body_is_not_read_for_who_is_refused_anyway(
+    key: str | None, admin: bool, draining: bool, status: int
+) -> None:
+    app = create_app(FakeEngine(), ServerConfig(api_keys=("right",), admin_key="admin"))
+    app.state.service.draining = draining
+    closed_to_them = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    for path in (
+        closed_to_them if admin else ["/v1/completions", "/v1/chat/completions", *closed_to_them[: status == 401]]
+    ):
+        read: list[str] = []
+        sent: list[Any] = []
+
+        async def receive(read: list[str] = read) -> dict[str, Any]:
+            read.append("a part of the body")
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def send(message: Any, sent: list[Any] = sent) -> None:
+            sent.append(message)
+
+        headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        asyncio.run(app(scope, receive, send))
+        assert (sent[0]["status"], read) == (status, [])
 
 
 def test_namespaces_tell_nothing_about_keys() -> None:

@@ -184,6 +184,7 @@ def test_without_a_page_for_the_tail_the_hit_ends_at_the_border() -> None:
     first.finish()
     second.abort()
     assert owners(cache) == (0, 2, 0)
+    assert (cache.stats().partial_missed, cache.stats().locked_pages) == (1, 0)
 
 
 def test_the_page_that_is_copied_is_not_evicted_for_its_copy() -> None:
@@ -193,6 +194,7 @@ def test_the_page_that_is_copied_is_not_evicted_for_its_copy() -> None:
     assert (lease.hit, copies.done) == (0, [])
     lease.abort()
     assert owners(cache) == (0, 1, 0)
+    assert cache.stats().locked_pages == 0
 
 
 def test_another_page_is_evicted_for_the_copy() -> None:
@@ -678,6 +680,11 @@ def test_a_copy_can_be_begun_once_and_ends_with_the_lease() -> None:
     assert lease.begin_copy() is None
     lease.abort()
     assert cache.stats().locked_pages == cache.stats().private_pages == 0
+    failed = Lease(cache._core, b"", prompt, 0, None, True)
+    assert failed.begin_copy() is not None
+    failed.end_copy(False)
+    assert (failed.hit, len(failed.page_table), failed.begin_copy()) == (4, 1, None)
+    failed.abort()
     dropped = Lease(cache._core, b"", prompt, 0, None, True)
     assert dropped.begin_copy() is not None
     with pytest.warns(ResourceWarning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -250,11 +251,14 @@ def test_errors_of_the_layers_below(error: MainstemError, status: int, code: str
         assert "pages" not in body["error"]["message"]
 
 
-def test_usage_counts_a_prompt_once_and_its_least_lucky_choice() -> None:
-    usages = [Usage(10, 0, 3, 0, 0, 0), Usage(10, 9, 4, 0, 0, 0), Usage(20, 16, 1, 0, 0, 0), Usage(20, 19, 1, 0, 0, 0)]
-    usage = protocol.usage_body(usages, choices=2)
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (30, 9, 39)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_usage_counts_a_prompt_once_and_its_least_lucky_choice(order: tuple[int, ...]) -> None:
+    short = [Usage(10, 0, 3, 0, 0, 0), Usage(10, 9, 4, 0, 0, 0), Usage(10, 8, 5, 0, 0, 0, 8, 0)]
+    long = [Usage(30, 16, 1, 0, 0, 0, 5, 4), Usage(30, 19, 1, 0, 0, 0), Usage(30, 24, 1, 0, 0, 0, 0, 24)]
+    usage = protocol.usage_body([some[at] for some in (short, long) for at in order], choices=3)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (40, 15, 55)
     assert usage.prompt_tokens_details.cached_tokens == 16
+    assert usage.prompt_tokens_details.cached_tokens_by_tier == protocol.CachedByTier(7, 5, 4)
 
 
 def spell(token: int) -> str:

@@ -632,10 +632,12 @@ def test_usage_counts_tokens_and_times() -> None:
     assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (14, 12, 1)
     assert (used.queue_s, used.ttft_s, used.duration_s) == (5.0, 5.0, 5.0)
     waiting = bench.add(prompt(1, 16), max_tokens=1)
+    bench.now_s += 7.0
     bench.scheduler.cancel(waiting)
     bench.run()
     used = bench.last(waiting).usage
     assert used is not None and (used.completion_tokens, used.ttft_s) == (0, 0.0)
+    assert (used.queue_s, used.duration_s) == (7.0, 7.0)
 
 
 def test_a_step_with_nothing_to_do_does_nothing() -> None:

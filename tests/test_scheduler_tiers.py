@@ -15,12 +15,13 @@ from ghost_memory import GhostTicket
 from mainstem.cache import PrefixCache
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
-from mainstem.keys import KeyKind, TokenKeys, TypedKeys
+from mainstem.keys import KeyKind, TokenKeys, TokenLike, TypedKeys
+from mainstem.namespaces import NamespaceLike
 from mainstem.runtime.request import Delta, Request, SamplingParams, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.scheduler import Limits, Scheduler
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.controller import HostTier
+from mainstem.tiers.controller import HostTier, Prefetch
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tiers.transfer import Move
@@ -122,8 +123,11 @@ class LayeredGhost(Ghost):
 
 
 class Bench:
-    def __init__(self, pages: int = 12, host_pages: int = 64, store: bool = True, **config: object) -> None:
+    def __init__(
+        self, pages: int = 12, host_pages: int = 64, store: bool = True, enabled: bool = True, **config: object
+    ) -> None:
         self.now_s = 0.0
+        self.enabled = enabled
         self.ghost = LayeredGhost(pages, PAGE)
         self.host = GhostHost(self.ghost, host_pages)
         self.backend = MemoryBackend()
@@ -142,7 +146,7 @@ class Bench:
         tier = HostTier(self.host, load_min_tokens=PAGE)
         self.cache = PrefixCache(
             pages, PAGE, keys=self.keys, copy_page=self.ghost.copy_page, host=tier,
-            store=self.store if store else None,
+            store=self.store if store else None, enabled=self.enabled,
         )  # fmt: skip
         assert self.cache.tiers is not None
         self.tiers = self.cache.tiers
@@ -209,17 +213,35 @@ def test_each_tier_is_found_and_named() -> None:
     assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (20, 0, 20)
 
 
-def test_a_load_that_fails_is_computed_and_does_not_count() -> None:
+@pytest.mark.parametrize("where", ["on the host", "in storage"])
+def test_a_load_that_fails_is_computed_and_does_not_count(where: str) -> None:
     bench = Bench()
     tokens = prompt(2, 22)
     bench.run(tokens)
     bench.forget_device()
+    if where == "in storage":
+        bench.restart()
     bench.host.fail_up = RuntimeError("the copy engine is gone")
     assert tiers_of(*bench.run(tokens)) == (0, 0, 0)
     assert bench.tiers.stats().load_failed == 5
-    assert bench.scheduler.totals.cached_tokens == 0
+    totals = bench.scheduler.totals
+    assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (0, 0, 0)
     bench.host.fail_up = None
     assert tiers_of(*bench.run(tokens)) == (21, 0, 0)
+
+
+def test_what_the_device_has_still_counts_when_a_load_fails() -> None:
+    bench = Bench(pages=40)
+    tokens = prompt(12, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.restart(40)
+    bench.run(tokens[:10])  # the device has its two pages now, and storage all five
+    assert bench.scheduler.totals.storage_tokens == 8
+    bench.host.fail_up = RuntimeError("the copy engine is gone")
+    assert tiers_of(*bench.run(tokens)) == (8, 0, 0)
+    totals = bench.scheduler.totals
+    assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (16, 0, 8)
 
 
 def test_a_failed_load_takes_nobody_else_along() -> None:
@@ -268,6 +290,47 @@ def test_a_request_is_cancelled_on_its_way_up(when: str) -> None:
     assert bench.cache.pool.free == bench.cache.pool.total
 
 
+def test_storage_is_not_asked_for_the_rest_of_a_prompt_whose_request_was_cancelled() -> None:
+    bench = Bench(batch_pages=1, batches=1)
+    tokens = prompt(13, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.restart()
+    bench.workers.instant = False
+    bench.scheduler.add("gone", Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    bench.step()  # all five pages were found, and the first one is asked for
+    bench.scheduler.cancel("gone")
+    bench.workers.instant = True
+    bench.workers.run()
+    for _ in range(8):
+        bench.step()
+    assert not bench.tiers.busy
+    assert bench.tiers.stats().prefetched == 1
+
+
+def test_a_cancelled_request_leaves_the_prefetch_to_who_shares_it() -> None:
+    bench = Bench(batch_pages=1, batches=1)
+    tokens = prompt(14, 22)
+    bench.run(tokens)
+    bench.forget_device()
+    bench.restart()
+    bench.workers.instant = False
+    for id in ("gone", "stays"):
+        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    bench.step()
+    bench.scheduler.cancel("gone")
+    bench.workers.instant = True
+    bench.workers.run()
+    deltas: dict[str, list[Delta]] = {"gone": [], "stays": []}
+    for _ in range(40):
+        bench.step(deltas)
+    assert deltas["gone"][-1].finish_reason == "cancelled"
+    assert deltas["stays"][-1].usage is not None
+    assert tiers_of(deltas["stays"][-1].usage) == (0, 0, 20)
+
+
 def test_a_hung_store_is_waited_for_once_and_not_longer_than_said() -> None:
     bench = Bench(timeout_s=0.1, timeout_per_page_s=0.0)
     bench.workers.instant = False
@@ -286,6 +349,120 @@ def test_best_effort_waits_for_nothing() -> None:
     bench.restart()
     bench.workers.instant = False
     assert bench.run(tokens)[0].cached_tokens == 0
+
+
+def test_it_looks_again_soon_while_somebody_waits_for_storage() -> None:
+    bench = Bench()
+    bench.workers.instant = False
+    bench.scheduler.add("waits", Request(np.array(prompt(15, 22)), SamplingParams(max_tokens=4)))
+    assert bench.scheduler.rest_s == 0.0, "it has not looked at the request yet"
+    bench.step()
+    assert bench.scheduler.rest_s is not None
+    assert 0 < bench.scheduler.rest_s <= 0.01
+    bench.scheduler.add("comes", Request(np.array([3]), SamplingParams(max_tokens=4)))
+    assert bench.scheduler.rest_s == 0.0
+
+
+def test_it_looks_again_until_what_goes_on_behind_the_last_request_has_ended() -> None:
+    bench = Bench()
+    bench.workers.instant = False
+    bench.scheduler.add("ends", Request(np.array(prompt(16, 22)), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    while bench.scheduler.busy:
+        bench.step()
+    assert bench.tiers.busy, "pages are on their way to storage"
+    assert bench.scheduler.rest_s is not None
+    assert 0 < bench.scheduler.rest_s <= 0.1
+    bench.workers.instant = True
+    bench.workers.run()
+    for _ in range(5):
+        bench.step()
+    assert not bench.tiers.busy
+    assert bench.scheduler.rest_s is None, "nothing comes but a request"
+
+
+def test_without_a_cache_storage_is_not_asked() -> None:
+    bench = Bench(enabled=False)
+    bench.run(prompt(17, 22))
+    assert bench.tiers.stats().prefetches == 0
+
+
+def test_storage_is_asked_a_few_times_for_one_request_however_long_it_waits() -> None:
+    bench = Bench(pages=8, prefetch_min_tokens=64)  # so each time there is too little to find
+    asked: list[object] = []
+    prefetch = bench.tiers.prefetch
+
+    def counted(tokens: TokenLike, namespace: NamespaceLike = None) -> Prefetch | None:
+        asked.append(tokens)
+        return prefetch(tokens, namespace)
+
+    bench.tiers.prefetch = counted  # type: ignore[method-assign]
+    bench.scheduler.add("runs", Request(np.array(prompt(18, 20)), SamplingParams(max_tokens=12, ignore_eos=True)))
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.running == 1
+    bench.scheduler.add("waits", Request(np.array(prompt(19, 18)), SamplingParams(max_tokens=2)))
+    asked.clear()
+    for _ in range(8):
+        bench.step()
+    assert bench.scheduler.waiting == 1, "there are no pages for it"
+    assert 1 < len(asked) <= 4
+
+
+def test_who_came_while_too_many_were_looked_up_is_looked_up_later() -> None:
+    bench = Bench(max_prefetches=1)
+    first, second = prompt(22, 22), prompt(23, 22)
+    for tokens in (first, second):
+        bench.run(tokens)
+        bench.forget_device()
+    bench.restart()
+    bench.scheduler.add("runs", Request(np.array(prompt(24, 28)), SamplingParams(max_tokens=12, ignore_eos=True)))
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.running == 1
+    deltas: dict[str, list[Delta]] = {"runs": [], "first": [], "second": []}
+    for id, tokens in (("first", first), ("second", second)):
+        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    assert bench.tiers.stats().prefetch_skipped == 1
+    for _ in range(60):
+        bench.step(deltas)
+    for id in ("first", "second"):
+        usage = deltas[id][-1].usage
+        assert usage is not None
+        assert tiers_of(usage) == (0, 0, 20)
+
+
+def test_what_two_prefetches_brought_for_one_request_adds_up() -> None:
+    """The first was begun for a prompt that parts from this one, and whose request is gone."""
+    bench = Bench(pages=16)
+    shared = prompt(25, 12)
+    first, second = shared + prompt(26, 10), shared + prompt(27, 10)
+    for tokens in (first, second):
+        bench.run(tokens)
+        bench.forget_device()
+    bench.restart(16)
+    bench.workers.instant = False
+    for id, tokens in (("gone", first), ("stays", second)):
+        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    bench.workers.run()
+    bench.step()
+    bench.scheduler.cancel("gone")
+    bench.workers.instant = True
+    bench.workers.run()
+    deltas: dict[str, list[Delta]] = {"gone": [], "stays": []}
+    for _ in range(40):
+        bench.step(deltas)
+    assert bench.tiers.stats().prefetches == 2
+    usage = deltas["stays"][-1].usage
+    assert usage is not None
+    assert tiers_of(usage) == (0, 0, 20)
+
+
+def test_a_prefetch_for_two_that_found_nothing_is_not_begun_again() -> None:
+    bench = Bench(pages=40)
+    shared = prompt(21, 20)
+    bench.run(shared + [1], shared + [2])
+    assert bench.tiers.stats().prefetches == 1
 
 
 def test_a_broken_store_changes_no_answer() -> None:

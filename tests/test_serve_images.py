@@ -137,6 +137,15 @@ def error(response: Any) -> tuple[str, str]:
     return body["param"], body["code"]
 
 
+def test_pixels_are_counted_over_all_images_of_a_request(engine: Engine) -> None:
+    one, two = picture(1), picture(2)
+    policy = ImagePolicy(max_pixels=one.width * one.height + two.width * two.height - 1)
+    small = TestClient(create_app(engine, ServerConfig(images=policy)))
+    answer(ask(small, engine.name, shown(one), shown(one)))  # the same URL is read once
+    response = ask(small, engine.name, shown(one), shown(two))
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "image_too_large")
+
+
 def test_what_is_refused_is_named(server: TestClient, engine: Engine) -> None:
     url = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/cat.png"}}
     at = "messages[0].content[1].image_url.url"

@@ -25,7 +25,7 @@ from simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import file, open_backend
-from mainstem.storage.base import ABSENT
+from mainstem.storage.base import ABSENT, BackendStats
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.file import GRAIN_BYTES, RECORD, FileBackend, FileSystem
 
@@ -153,7 +153,7 @@ def test_files_are_for_the_owner_alone_and_bounded(tmp_path: Path, monkeypatch: 
     assert {stat.S_IMODE((root / name).stat().st_mode) for name in os.listdir(root)} == {0o600}
     assert (root / "values").stat().st_size <= 8 * GRAIN_BYTES
     assert (root / "index").stat().st_size <= RECORD.size * (2 * 4 + 8)
-    assert store.stats().entries == 4 and store.stats().evicted == 196
+    assert store.stats() == BackendStats(4, 8 * GRAIN_BYTES, 8 * GRAIN_BYTES, 196)
     store.close()
 
 
@@ -217,14 +217,15 @@ def test_values_of_several_sizes_share_the_room(tiny_steps: None) -> None:
     store.close()
 
 
-def test_a_smaller_capacity_drops_what_lies_behind_it() -> None:
+@pytest.mark.parametrize("grains", [5, 15])
+def test_a_smaller_capacity_drops_what_lies_behind_it(grains: int) -> None:
     disk = Disk()
     store = small(disk, 16)
     store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)])
     store.close()
-    store = small(disk, 5)
-    assert len(disk.files["values"].live) == 5 * GRAIN_BYTES
-    assert store.stats().entries == 5
+    store = small(disk, grains)
+    assert len(disk.files["values"].live) == grains * GRAIN_BYTES
+    assert store.stats().entries == grains
     store.check()
     store.close()
 
@@ -276,6 +277,33 @@ def test_offsets_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [read(store, KEYS[at]) for at in (1, 2)] == [bytes(value_of(at, 70_000)) for at in (1, 2)]
     assert store.get(KEYS[:1], [memoryview(bytearray())]) == [9 << 29]
     store.check()
+    store.close()
+
+
+def test_a_deletion_is_durable_in_the_values_before_its_record_is_written() -> None:
+    names: list[str] = []
+    store = small(Faulty(Disk(), lambda number, name: names.append(name)))
+    store.put(KEYS[:1], [value_of(0, 5000)])
+    names.clear()
+    store.delete(KEYS[:1])
+    assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"]
+    store.close()
+
+
+def test_its_capacity_is_in_whole_grains_though_the_file_is_smaller(tiny_steps: None) -> None:
+    store = FileBackend("simulated", 9 * GRAIN_BYTES + 100, io=Disk(), threads=1)
+    store.put(KEYS[:1], [value_of(0, 100)])
+    assert store.stats() == BackendStats(1, GRAIN_BYTES, 9 * GRAIN_BYTES, 0)
+    store.close()
+
+
+def test_without_a_capacity_it_keeps_all_that_is_there(tmp_path: Path) -> None:
+    store = open_backend(f"file:{tmp_path}/store")
+    assert store.stats().capacity_bytes == 8 << 30
+    store.close()
+    os.truncate(tmp_path / "store" / "values", 9 << 30)
+    store = open_backend(f"file:{tmp_path}/store")
+    assert store.stats().capacity_bytes == 9 << 30
     store.close()
 
 
@@ -345,6 +373,88 @@ def test_every_flipped_bit_of_a_value_is_a_miss() -> None:
     assert store.corrupt == 8 * GRAIN_BYTES
     assert store.put(KEYS[:1], [value]) == [True] and store.get(KEYS[:1], [buffer]) == [GRAIN_BYTES]
     store.check()
+    store.close()
+
+
+@pytest.mark.parametrize("size", [file.HELD_BYTES, file.HELD_BYTES + 1, 3 * file.HELD_BYTES + 5])
+def test_damage_anywhere_in_a_large_value_is_a_miss(size: int) -> None:
+    """Its digest is computed in parts: no first, no last byte of any part is left out."""
+    disk = Disk()
+    store = small(disk, -(-size // GRAIN_BYTES))
+    edges = range(0, size, file.HELD_BYTES)
+    for at in sorted({*edges, *(edge - 1 for edge in edges if edge), size - 1}):
+        store.put(KEYS[:1], [value_of(1, size)])
+        assert read(store, KEYS[0]) == bytes(value_of(1, size))
+        disk.files["values"].live[at] ^= 1
+        assert read(store, KEYS[0]) is None, at
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["replaced", "replaced at the second try", "evicted", "distrusted"])
+def test_what_left_is_destroyed_before_a_record_says_so(how: str) -> None:
+    """The last record is damaged later: the one before it is believed again, but finds nothing."""
+    disk = Disk()
+    misread = SimpleNamespace(at=-1)
+    failing: list[str] = []  # calls, once each
+
+    def fault(number: int, name: str) -> None:
+        if name == "preadv" and misread.at >= 0:
+            disk.files["values"].live[misread.at] ^= 1
+        if name in failing:
+            failing.remove(name)
+            raise OSError(errno.EIO, "once")
+
+    store = small(Faulty(disk, fault), 4)
+    store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
+    gone = KEYS[3]
+    if how.startswith("replaced"):
+        store.delete(KEYS[:2])
+        if how == "replaced at the second try":
+            failing.append("pwritev")
+            with pytest.raises(StorageError, match="io"):
+                store.put([gone], [value_of(8, 8192)])
+        store.put([gone], [value_of(9, 8192)])
+    elif how == "evicted":
+        for at in (1, 0, 2):
+            read(store, KEYS[at])  # so it has the last grain, and goes before the values of the first two
+        store.put(KEYS[5:6], [value_of(5, 8192)])
+    else:
+        store.delete(KEYS[:2])
+        misread.at = 3 * GRAIN_BYTES
+        assert store.get([gone], [memoryview(bytearray(4096))]) == [ABSENT]
+        misread.at = -1
+        disk.files["values"].live[3 * GRAIN_BYTES] ^= 1  # it is as it was: only the reading went wrong
+        store.put([gone], [value_of(9, 8192)])
+    store.close()
+    index = disk.files["index"].live
+    assert index[-RECORD.size :][:32] == (KEYS[5] if how == "evicted" else gone)
+    index[-RECORD.size] ^= 1
+    store = small(disk, 4)
+    assert read(store, gone) is None
+    assert read(store, KEYS[2]) == bytes(value_of(2, 4096))
+    store.check()
+    store.close()
+
+
+def test_a_value_that_was_misread_can_still_be_deleted() -> None:
+    """It is a miss and in no table any more, but its record and its bytes are whole on the disk."""
+    disk = Disk()
+    misread = SimpleNamespace(armed=False)
+
+    def fault(number: int, name: str) -> None:
+        if name == "preadv" and misread.armed:
+            disk.files["values"].live[0] ^= 1
+
+    store = small(Faulty(disk, fault), 4)
+    store.put(KEYS[:1], [value_of(0, 4096)])
+    misread.armed = True
+    assert store.get(KEYS[:1], [memoryview(bytearray(4096))]) == [ABSENT]
+    misread.armed = False
+    disk.files["values"].live[0] ^= 1
+    store.delete(KEYS[:1])
+    store.close()
+    store = small(disk, 4)
+    assert read(store, KEYS[0]) is None
     store.close()
 
 
@@ -581,9 +691,10 @@ def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
     store.close()
 
 
-def test_a_full_disk_is_lived_with(tiny_steps: None) -> None:
-    """No room for more than 8 grains: the store evicts in what it has, and grows when there is more."""
-    limit = 8 * GRAIN_BYTES
+@pytest.mark.parametrize("grains", [8, 6])
+def test_a_full_disk_is_lived_with(grains: int, tiny_steps: None) -> None:
+    """No room for more: the store takes what there is, be it less than a step, evicts in it, and grows later."""
+    limit = grains * GRAIN_BYTES
 
     class Small(Disk):
         def allocate(self, fd: int, offset: int, length: int) -> None:
@@ -594,7 +705,7 @@ def test_a_full_disk_is_lived_with(tiny_steps: None) -> None:
     store = small(Small(), 64)
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
-    assert store.stats().entries == 8
+    assert store.stats().entries == grains
     limit = 32 * GRAIN_BYTES
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
@@ -690,6 +801,39 @@ def test_a_disk_that_does_not_say_what_is_free_fails_the_put_and_nothing_else() 
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EFBIG, "full"), (errno.EIO, "io"), (errno.EROFS, "io")],
+)
+def test_an_error_is_told_by_its_cause(code: int, cause: str) -> None:
+    def fault(number: int, name: str) -> None:
+        if name == "pwritev":
+            raise OSError(code, os.strerror(code))
+
+    store = small(Faulty(Disk(), fault))
+    with pytest.raises(StorageError) as caught:
+        store.put(KEYS[:1], [value_of(0, 4096)])
+    assert caught.value.cause == cause
+    store.close()
+
+
+def test_a_file_that_cannot_grow_for_another_reason_is_an_error_and_drops_nothing(tiny_steps: None) -> None:
+    state = SimpleNamespace(broken=False)
+
+    def fault(number: int, name: str) -> None:
+        if name == "allocate" and state.broken:
+            raise OSError(errno.EIO, "no")
+
+    store = small(Faulty(Disk(), fault))
+    store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
+    state.broken = True
+    with pytest.raises(StorageError, match="io"):
+        store.put(KEYS[4:5], [value_of(4, 4096)])
+    assert store.exists(KEYS[:4]) == 4
+    store.check()
+    store.close()
+
+
 def test_the_file_system_says_what_is_free(tmp_path: Path) -> None:
     found = os.statvfs(tmp_path)
     with contextlib.closing(
@@ -775,6 +919,32 @@ def test_opening_forgets_what_an_interrupted_put_replaced(rewritten: str) -> Non
         store = small(disk.copy())
         assert read(store, KEYS[0]) in (None, bytes(value_of(2, 20_000)))
         store.close()
+
+
+def test_an_index_that_could_not_be_rewritten_at_first_is_rewritten_once() -> None:
+    disk = Disk()
+    store = small(disk)
+    for at in range(4):
+        store.put(KEYS[:1], [value_of(at, 4096)])
+    store.close()
+    names: list[str] = []
+    broken = SimpleNamespace(on=True)
+
+    def fault(number: int, name: str) -> None:
+        names.append(name)
+        if name == "rename" and broken.on:
+            raise OSError(errno.EIO, "no")
+
+    store = small(Faulty(disk, fault))
+    broken.on = False
+    names.clear()
+    for at in range(4):
+        store.put(KEYS[1:2], [value_of(at, 4096)])
+    assert names.count("rename") == 1
+    names.clear()
+    store.put(KEYS[2:3], [value_of(5, 4096)])
+    assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"], "nothing is left of the failure"
+    store.close()
 
 
 def test_a_value_replaced_while_it_is_read_is_a_miss_and_the_new_one_stays() -> None:

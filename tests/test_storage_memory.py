@@ -49,6 +49,15 @@ def test_replacing_counts_the_new_length_alone() -> None:
     assert store.stats() == BackendStats(entries=0, used_bytes=0, capacity_bytes=250, evicted=0)
 
 
+def test_after_a_clear_all_room_is_there_again() -> None:
+    store = MemoryBackend(capacity_bytes=10)
+    store.put([b"a" * 32], [memoryview(bytearray(10))])
+    store.clear()
+    assert store.stats() == BackendStats(0, 0, 10, 0)
+    store.put([b"b" * 32], [memoryview(bytearray(10))])
+    assert store.stats() == BackendStats(1, 10, 10, 0)
+
+
 def test_a_buffer_of_another_length_stays_as_it_was() -> None:
     store = MemoryBackend()
     store.put(KEYS[:1], [value(1)])

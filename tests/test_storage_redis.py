@@ -84,6 +84,14 @@ def test_another_process_reads_what_was_written(backend: RedisBackend, port: int
     assert seen.stdout == "seen\n"
 
 
+def test_clear_walks_to_the_end(backend: RedisBackend) -> None:
+    keys = [number.to_bytes(32, "big") for number in range(3000)]
+    backend.put(keys, [memoryview(bytearray(b"x"))] * len(keys))
+    assert backend.exists(keys) == 3000
+    backend.clear()
+    assert not any(backend.exists([key]) for key in keys[::7])
+
+
 def test_clear_leaves_what_is_not_ours(backend: RedisBackend, port: int) -> None:
     import redis
 

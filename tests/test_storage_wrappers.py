@@ -183,6 +183,34 @@ def test_clear_deletes_what_a_failed_put_may_have_stored() -> None:
     assert inner.stats().entries == 0
 
 
+def test_a_name_counts_no_entries_and_what_is_compressed_is_copied() -> None:
+    inner = MemoryBackend(capacity_bytes=5000)
+    inner.put(KEYS[:1], [value(0)])
+    assert Prefix(inner, "a").stats() == BackendStats(None, 1000, 5000, 0)
+    promised = Compress(WriteOnce()).capabilities
+    assert promised == Capabilities(persistent=True, shared=False, zero_copy=False, evicts=False, overwrites=False)
+
+
+def test_clear_deletes_no_key_twice() -> None:
+    """Keys that are gone make room for others that must be remembered."""
+    deleted: list[int] = []
+
+    class Counted(MemoryBackend):
+        def delete(self, keys: Sequence[bytes]) -> None:
+            deleted.append(len(keys))
+            super().delete(keys)
+
+    store = Prefix(Counted(), "a", remembered=2)
+    store.put(KEYS[:2], [value(0), value(1)])
+    store.delete(KEYS[:1])
+    store.put(KEYS[2:3], [value(2)])
+    store.clear()
+    store.put(KEYS[3:5], [value(3), value(4)])
+    store.clear()
+    store.clear()
+    assert deleted == [1, 2, 2, 0]
+
+
 def test_clear_says_when_more_was_put_than_it_remembers() -> None:
     inner = MemoryBackend()
     store = Prefix(inner, "a", remembered=3)

@@ -421,6 +421,21 @@ def test_what_waits_to_be_written_gives_way_and_what_is_being_written_does_not()
     rig.close_all()
 
 
+def test_what_waits_to_be_written_does_not_give_way_to_what_does_not_fit_even_so() -> None:
+    rig = Rig(host=8, backend=FaultyBackend(), writes=1)
+    for tokens in (A, B):
+        rig.serve(tokens)
+        rig.poll()
+        rig.land()
+        rig.poll()
+    rig.serve(prompt(5, 3))
+    rig.poll()
+    assert (rig.tiers.stats().backup_skipped, rig.tiers.stats().write_dropped) == (5, 0)
+    rig.settle()
+    assert rig.tiers.stats().stored == 8
+    rig.close_all()
+
+
 def test_what_the_device_holds_may_leave_the_host() -> None:
     rig = Rig(host=4)
     rig.serve(A)
@@ -855,6 +870,22 @@ def test_once_storage_said_nothing_in_time_nobody_waits_until_it_answers() -> No
     rig.close_all()
 
 
+def test_a_prompt_that_takes_too_long_to_read_says_nothing_of_the_next_one() -> None:
+    """Storage has answered: only where it has not, nobody waits for it."""
+    rig = Rig(backend=stored(A, B), timeout_s=0.1, timeout_per_page_s=0.01)
+    one = rig.tiers.prefetch(A)
+    rig.readers.run()
+    rig.poll()
+    rig.clock.now_s += 1.0
+    rig.poll()
+    two = rig.tiers.prefetch(B)
+    rig.poll()
+    assert one is not None and two is not None
+    assert (one.waiting, two.waiting) == (False, True)
+    rig.settle()
+    rig.close_all()
+
+
 def test_an_open_breaker_is_not_waited_for() -> None:
     backend = stored(A)
     rig = Rig(backend=backend, breaker_failures=1, prefetch="wait_complete", breaker_cooldown_s=5.0)
@@ -989,6 +1020,18 @@ def test_a_page_that_is_not_whole_ends_what_comes_into_the_tree(how: str, at: in
     cause = {"absent": "absent", "altered": "altered", "short": "length"}[how]
     assert rig.tiers.stats().faults == {cause: 1}
     assert rig.serve(A, load=True) == 2 * at
+    rig.close_all()
+
+
+def test_nothing_is_read_behind_a_page_that_is_not_whole() -> None:
+    backend = stored(A)
+    rig = Rig(backend=backend, batch_pages=1, batches=1)
+    rig.tiers.prefetch(A)
+    rig.readers.run()
+    backend.delete([backend.stored_keys()[1]])
+    calls = len(backend.calls)
+    rig.settle()
+    assert backend.calls[calls:] == ["get", "get"]
     rig.close_all()
 
 
@@ -1179,13 +1222,18 @@ def test_only_what_is_new_is_written() -> None:
     rig.serve(A)
     rig.settle()
     rig.serve(prompt(6, 1, 1, 1, 1, 2))
+    rig.poll()
+    rig.land()
+    rig.poll()
+    assert rig.tiers.stats().queued == 2
     rig.settle()
     assert rig.tiers.stats().stored == 6 and len(backend.stored_keys()) == 6
     assert backend.calls.count("put") == 2
 
 
-def test_a_full_queue_drops_the_newest_and_counts_it() -> None:
-    rig = Rig(device=32, backend=FaultyBackend(), queue_pages=8, writes=1)
+@pytest.mark.parametrize("queue_pages", [8, 11])
+def test_a_full_queue_drops_the_newest_and_counts_it(queue_pages: int) -> None:
+    rig = Rig(device=32, backend=FaultyBackend(), queue_pages=queue_pages, writes=1)
     for tokens in (A, B, C):
         rig.serve(tokens)
         rig.poll()
@@ -1580,6 +1628,19 @@ def test_what_requests_bring_is_not_evicted_for_what_was_hot_before() -> None:
     rig.settle()
     assert [rig.on(1, tokens) for tokens in (A, B, C)] == [0, 0, 4]
     rig.close_all()
+
+
+def test_who_has_nothing_to_remember_leaves_the_note_of_others() -> None:
+    backend = FaultyBackend()
+    before = Rig(backend=backend)
+    before.serve(A)
+    before.settle()
+    before.tiers.remember()
+    before.settle()
+    empty = Rig(backend=backend)
+    empty.tiers.remember()
+    empty.settle()
+    assert restarted(backend).on(1, A) == 4
 
 
 def test_namespaces_come_back_as_they_were() -> None:

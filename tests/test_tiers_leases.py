@@ -17,7 +17,7 @@ from hand_driven import fingerprint
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Component, Full, State, Window
-from mainstem.errors import BadArgument
+from mainstem.errors import BadArgument, OutOfPages
 from mainstem.tiers.controller import HostTier, Load
 
 DEVICE, HOST = 0, 1
@@ -275,6 +275,47 @@ def test_a_load_that_fails_leaves_all_as_it_was_at_the_hit(kind: str, kept: int,
     rig.close()
 
 
+@pytest.mark.parametrize("kept", [2, 4, 6])
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_load_that_fails_leaves_the_window_where_the_hit_ends(kind: str, kept: int) -> None:
+    """Pages behind the window of the hit are not named again, and none is private."""
+    rig = Rig(kind)
+    rig.below(P, kept)
+    lease = rig.lease(P)
+    before = rig.tables(lease)
+    assert [page >= 0 for page in before["window"]] == [page >= (kept - 3) // SIZE for page in range(kept // SIZE)]
+    free = {name: pool.free for name, pool in rig.cache.pools.items()}
+    load = rig.tiers.load(lease)
+    assert load is not None
+    rig.memory.tickets[-1].fail(RuntimeError("on purpose"))
+    assert not load.wait()
+    assert rig.tables(lease)["window"] == before["window"]
+    assert rig.cache.pools["window"].free == free["window"]
+    rig.finish(lease, P)
+    assert rig.serve(P) == 8
+    rig.close()
+
+
+def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
+    """Two leases were dropped while their pages were written to: each copy frees the pages of its own lease only."""
+    rig = Rig("full")
+    q = [token + 40 for token in P[:4]]
+    rig.below(P)
+    rig.below(q)
+    (one, first, ticket), (other, second, later) = rig.begin(P), rig.begin(q)
+    one.abort()
+    other.abort()
+    pool = rig.cache.pools["full"]
+    assert pool.private == 6
+    later.wait()
+    assert second.wait()
+    assert pool.private == 4, "those of the first are still written to"
+    ticket.fail(RuntimeError("on purpose"))
+    assert not first.wait()
+    assert pool.private == 0
+    rig.close()
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 @pytest.mark.parametrize("how", ["abort", "finish", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -320,6 +361,21 @@ def test_a_state_put_aside_before_a_load_is_not_lost(kind: str) -> None:
 
 
 # ---------------------------------------------------------------- what is not begun
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_lease_that_finds_no_slot_lets_go_of_both_tiers(kind: str) -> None:
+    rig = Rig(kind)
+    rig.below(P, 4)
+    others = [rig.cache.lease([50 + at]) for at in range(8)]  # each has a state of its own
+    with pytest.raises(OutOfPages, match="state slots"):
+        rig.cache.lease([*P, 99])
+    locked = [rig.cache.tree.core.counts(row, tier)[1] for row in range(len(rig.rows)) for tier in (DEVICE, HOST)]
+    assert locked == [0] * len(locked)
+    assert rig.cache.stats().leases == 8
+    for other in others:
+        other.abort()
+    rig.close()
 
 
 LACKS: list[tuple[str, str]] = [(kind, name) for kind in KINDS if " " in kind for name in kind.split()]

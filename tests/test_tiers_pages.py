@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,17 @@ def test_namespaces_secrets_and_kinds_of_name_never_meet() -> None:
         other.record(""),
     ]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Identity)])
+def test_every_part_of_the_identity_is_part_of_every_name(field: str) -> None:
+    identity = replace(IDENTITY, tp_size=2)
+    value = getattr(identity, field)
+    more: Any = {int: 1, str: " of another", tuple: ("more",)}[type(value)]
+    one, two = Sealer(identity, SECRET), Sealer(replace(identity, **{field: value + more}), SECRET)
+    assert one.root(b"space") != two.root(b"space")
+    assert one.record("name") != two.record("name")
+    assert not set(some_keys(one, namespace=b"space")) & set(some_keys(two, namespace=b"space"))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -274,6 +274,15 @@ bool fail_in_refusal(const Operation& refusal, const std::vector<Component>& row
   return fired;
 }
 
+// How many ids are locked, by component and tier.
+std::vector<std::uint64_t> locks_of(const Tree& tree) {
+  std::vector<std::uint64_t> locked;
+  for (std::uint32_t component = 0; component < tree.rows().size(); ++component)
+    for (std::uint32_t tier = 0; tier < tree.tiers(); ++tier)
+      locked.push_back(tree.counts(component, tier).locked);
+  return locked;
+}
+
 // Runs something with its k-th allocation failing. An operation may do without that memory.
 enum class End { had_fewer, did_without, failed };
 
@@ -295,6 +304,7 @@ bool fail_in_tree(const Operation& operation, const std::vector<Component>& rows
   Forest forest(rows);
   operation.prepare(forest);
   const std::int32_t next_id = forest.next_id;
+  const std::vector<std::uint64_t> locked = locks_of(forest.tree);
   const End end = fail(k, [&] { operation.run(forest); });
   if (end != End::failed) {
     if (!repeats_ids(operation)) forest.tree.check();
@@ -302,6 +312,7 @@ bool fail_in_tree(const Operation& operation, const std::vector<Component>& rows
   }
   forest.tree.check();
   expect(contents_of(forest.tree, rows, 2) == before, "the contents are the same");
+  expect(locks_of(forest.tree) == locked, "the same is locked");
   forest.next_id = next_id;
   operation.run(forest);
   if (!repeats_ids(operation)) forest.tree.check();
@@ -477,6 +488,7 @@ bool fail_in_lease(const LeaseOperation& operation, std::uint32_t tiers, long k)
   Desk desk(tiers);
   operation.prepare(desk);
   const Contents before = desk.contents();
+  const std::vector<std::uint64_t> locked = locks_of(desk.tree);
   const End end = fail(k, [&] { operation.run(desk); });
   if (end != End::failed) {
     desk.check();
@@ -486,6 +498,7 @@ bool fail_in_lease(const LeaseOperation& operation, std::uint32_t tiers, long k)
   desk.check();
   const Contents after = desk.contents();
   expect(operation.evicts ? is_part(after, before) : after == before, "the contents are the same");
+  expect(locks_of(desk.tree) == locked, "the same is locked");
   operation.run(desk);
   desk.check();
   desk.close();
