@@ -293,6 +293,57 @@ def test_by_prefix_less_than_half_does_not_count() -> None:
     assert row.replica_requests == (3, 3, 3)
 
 
+class Router:
+    """Who gets a request by prefix, as `Setup` says it."""
+
+    def __init__(self, replicas: list[Model]) -> None:
+        self.replicas = replicas
+        self.loads = [(0.0, 0.0)] * len(replicas)  # tokens, and when they were as many
+        self.sizes: list[int] = []
+
+    def serve(self, time_s: float, tokens: int, path: Path) -> int:
+        loads = [load * 0.5 ** ((time_s - at_s) / 60) for load, at_s in self.loads]
+        number = self.choose(time_s, path, loads)
+        self.loads[number] = (loads[number] + tokens, time_s)
+        self.sizes.append(tokens)
+        self.replicas[number].serve(time_s, path)
+        return number
+
+    def choose(self, time_s: float, path: Path, loads: list[float]) -> int:
+        if not path:
+            return len(self.sizes) % len(self.replicas)
+        mean = sum(loads) / len(loads)
+        request = sum(self.sizes) / max(1, len(self.sizes))
+
+        def order(number: int) -> tuple[bool, int, float]:
+            busy = loads[number] > 1.5 * mean and loads[number] > mean + 32 * request
+            replica = self.replicas[number]
+            replica.expire(time_s)
+            found = sum(path[: i + 1] in replica.tiers[0] for i in range(len(path)))
+            return busy, -found if 2 * found >= len(path) else 0, loads[number]
+
+        return min(range(len(loads)), key=order)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_by_prefix_each_request_goes_where_the_model_says(seed: int) -> None:
+    choose = random.Random(seed)
+    paths: list[Path] = []
+    for _ in range(500):
+        begin = (choose.choice([1, 1, 1, 2]),) * choose.randrange(1, 4)
+        paths.append((*begin, *(choose.randrange(4) for _ in range(choose.randrange(4))))[: choose.choice([0, 9, 9])])
+    times = np.cumsum([choose.choice([0.0, 0.0, 1.0, 3.0]) for _ in paths])
+    tokens = [choose.choice([1, 5, 40]) * max(1, len(path)) for path in paths]
+    batch = Batch.of(paths, time_s=times, input_tokens=tokens)
+    trees = [Tree(1, HashKeys(8)).core for _ in range(3)]
+    replicas = _core.Replay(trees, [15], 50.0, "prefix", [None] * 3).feed(
+        times, batch.input_tokens, batch.offsets, batch.blocks
+    )[1]
+    router = Router([Model("lru", [15], 50.0) for _ in range(3)])
+    expected = [router.serve(*each) for each in zip(times.tolist(), tokens, paths, strict=True)]
+    assert replicas.tolist() == expected
+
+
 def test_load_is_forgotten_in_time() -> None:
     batch = Batch.of([[1], [2], [3]], time_s=[0, 600, 600], input_tokens=[1000, 10, 10])
     row = replay(Trace.of(batch, block_size=1000), "lru", 9, setup=Setup(replicas=2))
