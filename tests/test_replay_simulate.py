@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mainstem import _core
 from mainstem.errors import BadArgument
 from mainstem.keys import HashKeys
 from mainstem.policies import BUILT_IN, NodeStats
+from mainstem.replay.rows import median_below
 from mainstem.replay.simulate import Row, Setup, hit_blocks, parse_capacities, parse_tiers, replay, sweep
 from mainstem.replay.trace import Batch, Trace
 from mainstem.tree import Tree
@@ -175,6 +177,7 @@ def test_tiers(policy: str, seed: int) -> None:
         assert row.block_hits == sum(model.hits)
         assert row.token_hits == sum(tier.token_hits for tier in row.tiers)
         assert [tier.loaded_bytes for tier in row.tiers] == [blocks * 40 for blocks in model.loaded]
+        assert [tier.written_bytes for tier in row.tiers] == [blocks * 40 for blocks in model.written]
 
 
 def test_what_a_lower_tier_has_need_not_fit_the_device() -> None:
@@ -229,6 +232,26 @@ def test_a_policy_in_python_is_asked() -> None:
         ours, built_in = replay(trace, Recent(), 5, setup=setup), replay(trace, "lru", 5, setup=setup)
         assert ours.policy == "recent"
         assert (ours.tiers, ours.replica_requests) == (built_in.tiers, built_in.replica_requests)
+
+
+def test_each_replica_has_a_policy_of_its_own() -> None:
+    class Counting:
+        name = "counting"
+
+        def __init__(self) -> None:
+            self.ranked = 0
+
+        def rank(self, node: NodeStats) -> tuple[float, float]:
+            self.ranked += 1
+            most.append(self.ranked)
+            return node.last_access, 0
+
+    most: list[int] = []
+    trace = Trace.of(Batch.of([[number] for number in range(30)]))
+    row = replay(trace, Counting(), 1, setup=Setup(replicas=3, routing="round-robin"))
+    assert (row.evicted_blocks, row.routing) == (27, "round-robin")
+    assert most.count(1) == 3
+    assert replay(trace, "lru", 1, setup=Setup(routing="hash")).routing == "", "there is none to choose"
 
 
 def test_a_policy_that_fails_is_heard_of() -> None:
@@ -383,6 +406,43 @@ def test_an_empty_trace_and_empty_prompts() -> None:
     assert (row.requests, row.block_hit_rate, row.timeline.block_hits) == (0, 0.0, ())
     row = replay(Trace.of(Batch.of([[], [1], []])), "lru", 5, setup=Setup(replicas=2, routing="hash"))
     assert (row.requests, row.block_accesses, row.block_hits) == (3, 1, 0)
+
+    def flops(tokens: NDArray[np.int64], past: NDArray[np.int64]) -> NDArray[np.float64]:
+        assert (tokens >= 1).all() and (past >= 0).all()
+        return tokens + 100.0
+
+    row = replay(Trace.of(Batch.of([[], [1], [1], []])), "lru", 5, flops=flops)
+    assert (row.prefill_flops, row.saved_flops) == (202, 0), "nothing is computed for an empty prompt"
+
+
+def test_ages_and_idle_times_are_in_whole_seconds_too() -> None:
+    trace = Trace.of(Batch.of([[1], [2], [1], [3], [4]], time_s=[0, 1, 5, 21.5, 100]))
+    tier = replay(trace, "fifo", 2).tiers[0]
+    assert tier.age_s == histogram(Counter([(21).bit_length(), (99).bit_length()]))
+    assert tier.idle_s == histogram(Counter([(16).bit_length(), (99).bit_length()])), "1 was used again at 5 s"
+    assert tier.age_accesses == histogram(Counter([(3).bit_length()] * 2))
+
+
+def test_spans_of_the_timeline_are_wide_enough_for_the_last_request() -> None:
+    for last, width, spans in ((255.9, 1, 256), (256, 2, 129), (511.9, 2, 256), (512, 4, 129)):
+        timeline = replay(Trace.of(Batch.of([[1], [1]], time_s=[0, last])), "lru", 5).timeline
+        assert (timeline.width_s, len(timeline.block_hits)) == (width, spans)
+        assert (timeline.block_accesses[-1], timeline.block_hits[-1]) == (1, 1)
+
+
+def test_one_tenant_has_its_share_beside_requests_of_none() -> None:
+    row = replay(Trace.of(Batch.of([[1], [1]], tenant=[0, 1]), tenants=("", "a")), "lru", 5)
+    assert [(share.name, share.block_hits) for share in row.tenants] == [("", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("histogram", "below"),
+    [((), None), ((0, 0), None), ((3,), 1), ((1, 0, 1), 1), ((0, 1, 1), 2), ((0, 0, 3), 4), ((1, 1, 1, 2, 2), 8)],
+)
+def test_the_median_of_a_histogram_is_the_power_of_two_that_half_is_below(
+    histogram: tuple[int, ...], below: int | None
+) -> None:
+    assert median_below(histogram) == below
 
 
 def test_batches_make_no_difference() -> None:
