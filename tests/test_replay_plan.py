@@ -160,6 +160,11 @@ def test_a_first_token_just_at_the_limit_is_in_time() -> None:
     assert planned(trace, Memory(), slo_ttft_s=limit * (1 - 1e-9)).bare.slo_share == 0
 
 
+def test_no_size_is_tried_that_half_of_it_would_do_for() -> None:
+    found = planned(traced([[1, 2, 3, 4, 5, 6]] * 3), Memory(2 * 6 * BLOCK), steps=2)
+    assert [row.host_bytes for row in found.rows] == [0, 3 * BLOCK, 6 * BLOCK]
+
+
 def test_the_fewest_devices_leave_a_tenth_of_the_weights_for_kv() -> None:
     assert planned(traced([[1]]), Memory(), device_memory=240 * 1.1 + 1e-6).engine.gpus == 1
     assert planned(traced([[1]]), Memory(), device_memory=240 * 1.1 - 1e-6).engine.gpus == 2
@@ -420,6 +425,8 @@ def test_weights_are_read_that_any_of_the_tokens_meets() -> None:
     sparse = ModelShape("sparse", (layer,), 4, 5, tied=True)
     found = planned(traced([[1, 2]]), Memory(), sparse, flops=1e9, bandwidth_device=1.0, device_memory=1e4)
     assert found.bare.ttft_mean_s == pytest.approx(2 * (20 + 100 + 800 * (1 - (8 / 9) ** 19)))
+    two = planned(traced([[1, 2]]), Memory(), sparse, flops=1e9, bandwidth_device=1.0, device_memory=1e4, gpus=2)
+    assert two.bare.ttft_mean_s == pytest.approx(found.bare.ttft_mean_s / 2), "each reads its half"
 
 
 def test_one_latent_on_eight_devices_leaves_an_eighth_of_their_room() -> None:

@@ -355,7 +355,7 @@ def test_by_prefix_each_request_goes_where_the_model_says(seed: int) -> None:
     for _ in range(500):
         begin = (choose.choice([1, 1, 1, 2]),) * choose.randrange(1, 4)
         paths.append((*begin, *(choose.randrange(4) for _ in range(choose.randrange(4))))[: choose.choice([0, 9, 9])])
-    times = np.cumsum([choose.choice([0.0, 0.0, 1.0, 3.0]) for _ in paths])
+    times = np.cumsum([choose.choice([0.0, 0.0, 1.0, 3.0]) for _ in paths]) / (1 + 50 * (seed % 2))
     tokens = [choose.choice([1, 5, 40]) * max(1, len(path)) for path in paths]
     batch = Batch.of(paths, time_s=times, input_tokens=tokens)
     trees = [Tree(1, HashKeys(8)).core for _ in range(3)]
@@ -416,11 +416,28 @@ def test_an_empty_trace_and_empty_prompts() -> None:
 
 
 def test_ages_and_idle_times_are_in_whole_seconds_too() -> None:
-    trace = Trace.of(Batch.of([[1], [2], [1], [3], [4]], time_s=[0, 1, 5, 21.5, 100]))
+    trace = Trace.of(Batch.of([[1], [2], [1], [3], [4]], time_s=[0, 1, 20, 21.5, 100]))
     tier = replay(trace, "fifo", 2).tiers[0]
     assert tier.age_s == histogram(Counter([(21).bit_length(), (99).bit_length()]))
-    assert tier.idle_s == histogram(Counter([(16).bit_length(), (99).bit_length()])), "1 was used again at 5 s"
+    assert tier.idle_s == histogram(Counter([(1).bit_length(), (99).bit_length()])), "1 was used again at 20 s"
     assert tier.age_accesses == histogram(Counter([(3).bit_length()] * 2))
+
+
+def test_ages_outlive_thousands_of_requests() -> None:
+    paths = [[0 if number % 2 == 0 else number] for number in range(10_101)]
+    tier = replay(Trace.of(Batch.of(paths)), "fifo", 5000).tiers[0]
+    assert tier.evicted_blocks > 20
+    assert tier.age_accesses == histogram(Counter([(10_000).bit_length()] * tier.evicted_blocks))
+
+
+def test_progress_of_a_sweep_counts_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.replay.trace._BATCH_BLOCKS", 20)
+    trace, paths, _ = some_trace(3)
+    told: list[tuple[int, int]] = []
+    sweep(trace, ["lru", "fifo", "opt"], [5], workers=2, progress=lambda *pair: told.append(pair))
+    assert len(told) > 10
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1] == (3 * len(paths), 3 * len(paths))
 
 
 def test_spans_of_the_timeline_are_wide_enough_for_the_last_request() -> None:

@@ -42,6 +42,7 @@ def _reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         (8, 0.8, 0.0),
         (8, 0.9, 0.2),
         (1, 0.5, 1.0),
+        (VOCAB - 1, 1.0, 0.0),
         (99, 1e-6, 0.0),
     ],
 )
@@ -121,6 +122,14 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits[VOCAB // 2] = 0.0
     sampler = Sampler(SamplingParams(temperature=1.0, seed=0), random.Random(0))
     assert {sampler.draw(logits) for _ in range(200)} == {VOCAB // 2}
+
+
+@pytest.mark.parametrize("uniform", [0.0, math.nextafter(1, 0)])
+def test_no_random_number_draws_a_token_of_probability_zero(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([-math.inf, -math.inf, 0.0, 1.0, -math.inf])
+    sampler = Sampler(SamplingParams(temperature=1.0), random.Random(0))
+    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.tensor(uniform, dtype=torch.float64))
+    assert sampler.draw(logits) == (2 if uniform == 0 else 3)
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_batch() -> None:
