@@ -293,12 +293,14 @@ def test_ranks_change_hands_one_after_another() -> None:
 
 
 def test_parts_of_a_mix_share_no_conversation_however_few_they_are() -> None:
-    talk = Mix(parts=((Chat(turns=30.0), 1.0), (Agents(steps=30.0), 1.0)))
+    talk = Mix(rate_per_s=0.001, parts=((Chat(turns=30.0), 1.0), (Agents(steps=30.0), 1.0)))
+    both = 0
     for seed in range(20):
         batch = generate(talk, 40, seed=seed).whole
         chats, tasks = (set(batch.chat[batch.kind == kind].tolist()) for kind in (1, 2))
         assert not chats & tasks
-        assert chats | tasks >= {0}
+        both += bool(chats and tasks)
+    assert both > 5
 
 
 def test_a_mix_has_its_shares_and_shares_nothing_between_parts() -> None:
