@@ -210,6 +210,20 @@ def test_regions_are_attended_both_ways(seed: int, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(out, slow_attention(pool, query, extents, window, sinks), atol=2e-6, rtol=1e-5)
 
 
+def test_a_prompt_as_long_as_the_window_takes_the_fast_path_and_a_longer_one_not() -> None:
+    pool, table = make_pool(10, 4), np.arange(10, dtype=np.int32)
+    for tokens, causal in ((7, True), (8, True), (9, False)):
+        (span,) = plan_batch([Extent(tokens, 0, table)], pool, window=8).spans
+        assert span.causal is causal
+
+
+def test_a_region_that_goes_on_behind_a_chunk_is_seen_as_far_as_the_chunk_goes() -> None:
+    (span,) = plan_batch([Extent(5, 0, np.arange(10, dtype=np.int32), ((2, 12),))], make_pool(10, 4)).spans
+    (block,) = span.blocks
+    assert block.keys == slice(0, 5)
+    assert block.runs is not None and block.runs.tolist() == [[0, 1], [0, 2], [0, 5], [0, 5], [0, 5]]
+
+
 def test_regions_elsewhere_leave_the_fast_path() -> None:
     """Only where a query lies in a region is anything else computed, and a mask only made where it hides a key."""
     pool = make_pool(40, 4)

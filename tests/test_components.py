@@ -326,6 +326,25 @@ def test_load_back_makes_it_matchable_again() -> None:
     tree.check()
 
 
+def test_what_left_the_device_is_inserted_anew_and_counted() -> None:
+    tree, node = backed_up()
+    tree.evict(2)
+    tree.match([1, 2, 3])
+    before = tree.stats()
+    assert before.hit_symbols == 1, "what the host has is no hit of the device"
+    tree.lock(node)
+    added = tree.insert([1, 2, 3, 4], range(20, 24))
+    assert added.existing == 1
+    assert tree.pages(added.node).tolist() == [0, 21, 22, 23]
+    stats = tree.stats()
+    assert stats.inserted_pages - before.inserted_pages == 3
+    assert (stats.cached_pages, stats.locked_pages) == (4, 3)
+    tree.check()
+    tree.unlock(node)
+    assert tree.stats().evictable_pages == 4
+    tree.check()
+
+
 def test_a_backup_that_fails_leaves_the_device_as_it_was() -> None:
     tree = Tree(page_size=1, tiers=2)
     node = tree.insert([1, 2], range(2)).node

@@ -134,3 +134,17 @@ def test_a_value_outside_its_range_is_refused_by_its_name(name: str, value: Any)
     with pytest.raises(BadArgument) as caught:
         replace(GOOD, **{name: value})
     assert caught.value.name == name
+
+
+def test_an_encoding_names_each_field_and_counts_its_strings() -> None:
+    """Stores keep keys made of it: other bytes, and nothing that was stored is found again."""
+
+    def string(text: str) -> bytes:
+        return len(text.encode()).to_bytes(8, "little") + text.encode()
+
+    named = replace(GOOD, model="é")
+    values = {**{name: [str(getattr(named, name))] for name in FIELDS}, "extra": ["a", "b"]}
+    parts = [
+        string(name) + len(values[name]).to_bytes(8, "little") + b"".join(map(string, values[name])) for name in FIELDS
+    ]
+    assert named.encode() == b"".join(parts)

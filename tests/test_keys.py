@@ -680,3 +680,8 @@ def test_bytes_in_any_form_are_whole_symbols() -> None:
 def test_lengths_may_be_numpy_integers() -> None:
     image = Image(bytes(16), np.int64(729))  # type: ignore[arg-type]
     assert len(TypedKeys().encode([image])) == 729 * 4
+
+
+def test_nothing_appended_changes_nothing() -> None:
+    sequence = BigramKeys().sequence()
+    assert sequence.append([1, 2]) + sequence.append([]) + sequence.append([3]) == BigramKeys().encode([1, 2, 3])

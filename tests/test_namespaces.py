@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainstem.errors import BadArgument
-from mainstem.namespaces import Namespace
+from mainstem.namespaces import Namespace, describe_namespace
 from mainstem.tree import Tree
 
 LOOKALIKES: list[Any] = [
@@ -103,3 +103,11 @@ def test_a_namespace_goes_with_its_last_page() -> None:
     assert tree.stats().namespaces == 0
     tree.insert([1], np.array([0], dtype=np.int32), "tenant 0")
     assert tree.stats().namespaces == 1
+
+
+def test_an_encoding_is_a_tag_a_length_in_bytes_and_utf_8() -> None:
+    """Stores keep it in their keys: other bytes, and nothing that was stored is found again."""
+    encoded = Namespace(adapter="ä", salt="s", extra=("", "x")).encode()
+    fields = [(b"a", "ä".encode()), (b"s", b"s"), (b"e", b""), (b"e", b"x")]
+    assert encoded == b"".join(tag + len(data).to_bytes(8, "little") + data for tag, data in fields)
+    assert describe_namespace(encoded) == "adapter='ä', salt='s', extra='', extra='x'"

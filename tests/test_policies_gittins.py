@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -148,6 +149,25 @@ def test_the_same_calls_give_the_same_evictions_once_it_has_learned() -> None:
     )
     assert first == again
     assert first != lru
+
+
+@pytest.mark.parametrize(("capacity", "longest", "families", "hits"), [(300, 60, 40, 10993), (300, 20, 60, 11145)])
+def test_what_other_prompts_cut_is_remembered_as_it_was(capacity: int, longest: int, families: int, hits: int) -> None:
+    """Nodes are cut by prompts that were not looked up. Other figures are another policy, to be measured anew."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("risks are sums of doubles, which other machines may round otherwise")
+    chance, tree, found, page = random.Random(1), Tree(page_size=1, policy=LEARNED), 0, 0
+    for request in range(3000):
+        family = int(chance.paretovariate(0.5 if longest == 60 else 0.4)) % families
+        tokens = [family] * 10 + [chance.randrange(3) for _ in range(4)]
+        tokens += [10**6 + request] * chance.randrange(1, longest)
+        if chance.random() < 0.3:
+            tokens = [10**5 + request % 97] * chance.randrange(1, 20)
+        if chance.random() < 0.7:
+            found += tree.match(tokens).length
+        tree.insert(tokens, np.arange(page, page := page + len(tokens), dtype=np.int32))
+        tree.evict(max(0, tree.stats().cached_pages - capacity))
+    assert found == hits
 
 
 def test_equal_replays_have_equal_rows() -> None:

@@ -278,6 +278,9 @@ def test_types_change_bytes_as_they_should() -> None:
         shape.kv_bytes_per_token("fp32") == 2 * shape.kv_bytes_per_token("bf16") == 4 * shape.kv_bytes_per_token("fp8")
     )
     assert shape.kv_bytes_per_token("int8") == shape.kv_bytes_per_token("fp8")
+    assert (
+        shape.kv_bytes_per_token("fp16") == 2 * shape.kv_bytes_per_token("int8") == 4 * shape.kv_bytes_per_token("int4")
+    )
     assert shape.state_bytes("bf16", "bf16") == 36 * (32 * 128 * 128 * 2 + 4 * 8192 * 2)
     assert read_shape("gpt-oss-120b").weights_bytes() == pytest.approx(116.8e9 * 17 / 32, rel=0.01)
     with pytest.raises(BadArgument, match="kv_dtype = 'fp7'"):

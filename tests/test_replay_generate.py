@@ -53,7 +53,32 @@ def columns(trace: Trace) -> list[Any]:
     return [getattr(batch, name).tobytes() for name in Batch.__slots__]
 
 
+DEFAULTS = {
+    "chat": "rate_per_s=1.0, context_tokens=131072, prompt_tokens=500.0, prompt_sigma=0.5, zipf=1.0, drift_s=inf, "
+    "length_sigma=1.0, turns=5.0, think_s=30.0, think_sigma=1.0, question_tokens=80.0, answer_tokens=250.0, prompts=4",
+    "agents": "rate_per_s=0.2, context_tokens=131072, prompt_tokens=6000.0, prompt_sigma=0.5, zipf=1.0, drift_s=inf, "
+    "length_sigma=1.2, burst=3.0, steps=20.0, tool_s=4.0, tool_sigma=1.0, task_tokens=400.0, result_tokens=500.0, "
+    "call_tokens=120.0, prompts=3",
+    "documents": "rate_per_s=0.5, context_tokens=131072, documents=500, zipf=0.8, drift_s=inf, document_tokens=6000.0, "
+    "document_sigma=1.0, questions=4.0, think_s=20.0, think_sigma=1.0, question_tokens=50.0, answer_tokens=200.0, "
+    "length_sigma=0.8, prompt_tokens=200",
+    "prompts": "rate_per_s=2.0, context_tokens=131072, prompts=5, zipf=1.0, drift_s=inf, prompt_tokens=4000.0, "
+    "prompt_sigma=0.5, question_tokens=150.0, answer_tokens=200.0, length_sigma=1.0",
+    "best-of-n": "rate_per_s=0.5, context_tokens=131072, samples=8, prompt_tokens=200, problem_tokens=600.0, "
+    "answer_tokens=600.0, length_sigma=0.8",
+    "tenants": "rate_per_s=1.0, context_tokens=131072, prompt_tokens=1500.0, prompt_sigma=0.8, zipf=1.0, drift_s=inf, "
+    "length_sigma=1.0, turns=3.0, think_s=30.0, think_sigma=1.0, question_tokens=80.0, answer_tokens=250.0, "
+    "prompts=100",
+}
+"""What recorded figures were made with: "chat, seed 1" must stay the same trace."""
+
+
 # --- every workload -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WORKLOADS)
+def test_a_workload_is_by_default_what_recorded_figures_were_made_with(kind: str) -> None:
+    assert repr(WORKLOADS[kind]()) == f"{WORKLOADS[kind].__name__}({DEFAULTS[kind]})"
 
 
 @pytest.mark.parametrize("workload", EVERY, ids=ids)
@@ -259,6 +284,23 @@ def test_popularity_drifts() -> None:
     assert moved(drifting) > 0.4
     counts = np.sort(np.bincount(drifting.tenant[:4000]))[::-1]
     assert counts[0] > 4000 / 20  # at every time some are much used
+
+
+def test_ranks_change_hands_one_after_another() -> None:
+    batch = generate(Tenants(prompts=50, turns=1.0, drift_s=10_000.0), 10_000, seed=15).whole
+    early, late = (np.bincount(batch.tenant[part], minlength=51) for part in (slice(0, 2500), slice(-2500, None)))
+    assert float(np.abs(early - late).sum() / 5000) > 0.3, "within the time that one item keeps its rank"
+
+
+def test_parts_of_a_mix_share_no_conversation_however_few_they_are() -> None:
+    talk = Mix(rate_per_s=0.001, parts=((Chat(turns=30.0), 1.0), (Agents(steps=30.0), 1.0)))
+    both = 0
+    for seed in range(20):
+        batch = generate(talk, 40, seed=seed).whole
+        chats, tasks = (set(batch.chat[batch.kind == kind].tolist()) for kind in (1, 2))
+        assert not chats & tasks
+        both += bool(chats and tasks)
+    assert both > 5
 
 
 def test_a_mix_has_its_shares_and_shares_nothing_between_parts() -> None:

@@ -103,6 +103,15 @@ def test_sums_are_those_counted_by_hand() -> None:
     assert (said.prompt_tokens.p50, said.prompt_tokens.max, said.prompt_tokens.mean) == (33, 48, 27)
 
 
+def test_quantiles_are_those_of_a_hundred_requests_and_one() -> None:
+    batch = Batch.of([[]] * 101, input_tokens=range(101), output_tokens=[0] * 100 + [101], chat=[0, 0, *[-1] * 99])
+    said = info(Trace.of(batch))
+    prompt, answer = said.prompt_tokens, said.answer_tokens
+    assert (prompt.mean, prompt.p50, prompt.p90, prompt.p99, prompt.max) == (50, 50, 90, 99, 100)
+    assert (answer.mean, answer.p99, answer.max) == (1, 0, 101)
+    assert said.chats == 1 and said.chat_requests is not None and said.chat_requests.mean == 2
+
+
 @pytest.fixture(scope="module")
 def large() -> Trace:
     return Trace.of(Batch.of(grown(4000, seed=2, depth=40), tenant=[0, 1, 2, 1] * 1000), tenants=("", "a", "b"))
@@ -122,6 +131,7 @@ def test_a_sample_of_blocks_is_close_and_the_rest_is_exact(large: Trace) -> None
     rates = {row.high: row.lru_hit_rate for row in sampled.reuses}
     for row in said.reuses[6:]:
         assert rates[row.high] == pytest.approx(row.lru_hit_rate, abs=0.03)
+    assert sum(row.uses for row in sampled.reuses) == pytest.approx(sum(row.uses for row in said.reuses), rel=0.1)
     assert sum(row.uses for row in sampled.waits) == pytest.approx(sum(row.uses for row in said.waits), rel=0.1)
 
 

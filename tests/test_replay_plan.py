@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -97,6 +99,85 @@ def test_one_prompt_twice_is_worked_out_by_hand() -> None:
     assert row.gpu_hours_saved == (whole - last) / 1000 / 3600
     assert row.busy == (whole + last) / 1000 / 10
     assert (found.bare.slo_share, row.slo_share) == (0.0, 0.5)
+
+
+def test_a_model_on_a_device_with_the_default_assumptions_is_worked_out_by_hand() -> None:
+    layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)  # q and o, k and v, the MLP
+    logits = 4096 * 128256
+    long, short = list(range(1000)), [5000, 5001]
+    trace = traced([long, short, short], time_s=[0, 50, 100])
+    memory = Memory(10**9, 10**10, 7e9)
+    found = plan(trace, read_shape("llama-3.1-8b"), find_device("h100"), memory, Assumptions(), slo_ttft_s=0.1)
+    engine = found.engine
+    assert (engine.gpus, engine.kv_copies, engine.weight_bytes) == (1, 1, 2)
+    assert engine.cache_bytes == pytest.approx(0.9 * 80e9 - 2 * (layers + 2 * logits), rel=1e-12)
+    assert engine.flops_per_s == pytest.approx(0.4 * 989e12, rel=1e-12)
+    assert engine.weights_bytes_per_s == 3.35e12
+    assert engine.host_bytes_per_s == pytest.approx(0.8 * 64e9, rel=1e-12)
+    assert engine.storage_bytes_per_s == 7e9
+    assert (engine.token_bytes, engine.end_bytes, engine.block_bytes) == (2 * 32 * 8 * 128 * 2, 0, 1310720)
+    computed = (2 * layers * 10000 + 2 * logits + 32 * 4 * 4096 * 10000 * 10001 / 2) / (0.4 * 989e12)
+    read = 2 * (layers + logits) / 3.35e12  # what a short prompt waits for: the weights
+    assert (computed, read) == pytest.approx((0.41912, 0.0044804), rel=1e-4)
+    assert found.bare.ttft_mean_s == pytest.approx((computed + 2 * read) / 3, rel=1e-12)
+    assert found.bare.gpu_hours == pytest.approx((computed + 2 * read) / 3600, rel=1e-12)
+    assert found.bare.busy == pytest.approx((computed + 2 * read) / 100, rel=1e-12)
+    assert (found.bare.slo_share, found.bare.slo_met, found.bare.replicas) == (2 / 3, False, 1)
+    assert found.rows[0].token_hit_rate == 20 / 10040
+    assert (found.span_s, found.input_tokens, found.distinct_blocks) == (100, 10040, 1002)
+    assert len({row.host_bytes for row in found.rows}) == 4, "nothing, and three sizes"
+
+
+def test_what_a_gigabyte_saves_is_counted_beside_the_device_alone() -> None:
+    found = planned(chats(), Memory(64 * BLOCK))
+    alone, *bought = found.rows
+    assert alone.gain_per_gb is None and alone.flops_saved_share > 0 and bought
+    for row in bought:
+        saved = 100 * (row.flops_saved_share - alone.flops_saved_share)
+        assert row.gain_per_gb == pytest.approx(saved / (row.host_bytes / 1e9), rel=1e-12)
+
+
+def test_the_knee_is_where_memory_is_just_worth_its_price() -> None:
+    trace, memory = chats(), Memory(64 * BLOCK)
+    (_, least), *curve = planned(trace, memory).knee.curve
+    price = max(100 * (saved - least) / (size / 1e9) for size, saved in curve)
+    below, above = (planned(trace, memory, gain=price * factor) for factor in (1 - 1e-9, 1 + 1e-9))
+    assert below.knee.memory_bytes > 0 and sum(tiers(below.buy)) > 0
+    assert above.knee.memory_bytes == 0 and sum(tiers(above.buy)) == 0
+
+
+def test_the_knee_is_looked_for_at_24_sizes_beside_those_of_the_table() -> None:
+    found = planned(chats(), Memory(512 * BLOCK), steps=2)
+    expected = {math.ceil(512 * BLOCK / 2 ** (i / 2)) for i in range(24)} | {0, 256 * BLOCK}
+    assert [size for size, _ in found.knee.curve] == sorted(expected)
+
+
+def test_a_first_token_just_at_the_limit_is_in_time() -> None:
+    trace = traced([[1, 2], [1, 2, 3]], time_s=[0, 10])
+    limit = (2 * 100 * 20 + 40) / 1000
+    bare = planned(trace, Memory(), slo_ttft_s=limit, slo_share=0.5).bare
+    assert (bare.slo_share, bare.slo_met) == (0.5, True)
+    assert planned(trace, Memory(), slo_ttft_s=limit * (1 - 1e-9)).bare.slo_share == 0
+
+
+def test_no_size_is_tried_that_half_of_it_would_do_for() -> None:
+    found = planned(traced([[1, 2, 3, 4, 5, 6]] * 3), Memory(2 * 6 * BLOCK), steps=2)
+    assert [row.host_bytes for row in found.rows] == [0, 3 * BLOCK, 6 * BLOCK]
+
+
+def test_the_fewest_devices_leave_a_tenth_of_the_weights_for_kv() -> None:
+    assert planned(traced([[1]]), Memory(), device_memory=240 * 1.1 + 1e-6).engine.gpus == 1
+    assert planned(traced([[1]]), Memory(), device_memory=240 * 1.1 - 1e-6).engine.gpus == 2
+    assert planned(traced([[1]]), Memory(), device_memory=60 * 1.1 - 1e-6).engine.gpus == 8, "a power of two"
+
+
+def test_a_block_has_one_end_and_its_own_part_of_a_window_at_most() -> None:
+    layers = (Layer(kv_numbers=8), Layer(kv_numbers=4, window=15), Layer(recurrent_numbers=7))
+    shape = ModelShape("hybrid", layers, 4, 5, tied=True)
+    often = planned(traced([[1, 2]] * 9), Memory(), shape)
+    assert often.engine.block_bytes == 10 * 16 + 10 * 4 * 2 + 7 * 4, "10 of a window of 15 positions, and one state"
+    seldom = planned(traced([[1, 2, 3, 4, 5, 6, 7, 8]]), Memory(), shape)
+    assert seldom.engine.block_bytes == 10 * 16 + (15 * 4 * 2 + 7 * 4) / 8
 
 
 @pytest.mark.parametrize(
@@ -344,6 +425,8 @@ def test_weights_are_read_that_any_of_the_tokens_meets() -> None:
     sparse = ModelShape("sparse", (layer,), 4, 5, tied=True)
     found = planned(traced([[1, 2]]), Memory(), sparse, flops=1e9, bandwidth_device=1.0, device_memory=1e4)
     assert found.bare.ttft_mean_s == pytest.approx(2 * (20 + 100 + 800 * (1 - (8 / 9) ** 19)))
+    two = planned(traced([[1, 2]]), Memory(), sparse, flops=1e9, bandwidth_device=1.0, device_memory=1e4, gpus=2)
+    assert two.bare.ttft_mean_s == pytest.approx(found.bare.ttft_mean_s / 2), "each reads its half"
 
 
 def test_one_latent_on_eight_devices_leaves_an_eighth_of_their_room() -> None:
@@ -447,6 +530,7 @@ def test_units() -> None:
         180,
         0.00025,
     ]
+    assert [parse_duration("slo", text) for text in ("1.5h", "2d")] == [5400, 172800]
     assert [show_bytes(size) for size in (0, 999, 131072, 1.5e12, 999.9e9)] == [
         "0 B",
         "999 B",
@@ -526,8 +610,9 @@ def test_the_page_has_every_option_and_the_figures_of_the_code() -> None:
     ]
     rows = {row[0].partition(" ")[0]: row[1:] for row in cells}
     for name, device in DEVICES.items():
-        memory, _, bf16, fp8, link = rows[name]
+        memory, rate, bf16, fp8, link = rows[name]
         assert (memory, link) == (f"{device.memory_bytes / 1e9:.0f} GB", f"{device.host_bytes_per_s / 1e9:.0f} GB/s")
+        assert rate == f"{device.memory_bytes_per_s / 1e12:.3g} TB/s"
         assert (bf16, fp8) == tuple(
             f"{rate / 1e12:,.0f}" if rate else "" for rate in (device.bf16_flops_per_s, device.fp8_flops_per_s)
         )
@@ -537,5 +622,11 @@ def test_the_page_has_every_option_and_the_figures_of_the_code() -> None:
         shape = read_shape(name)
         sizes = [show_bytes(size) if size else "" for size in (shape.window_bytes(1 << 20), shape.state_bytes())]
         assert rows[name] == [f"{shape.kv_bytes_per_token():,}", *sizes]
+    defaults = {row[1]: [float(number) for number in re.findall(r"[\d.]*\d", row[2])] for row in cells if len(row) == 3}
+    plain = Assumptions()
+    for name in ("memory_share", "mfu", "link_share", "slo_share", "most_busy"):
+        assert defaults[f"`--{name.replace('_', '-')}`"][0] == getattr(plain, name), name
+    assert defaults["`--gain`, `--steps`"] == [plain.gain, plain.steps]
+    assert defaults["`--overhead`"] == [plain.overhead_s]
     for field in Assumptions.__slots__:
         assert f"--{field.removesuffix('_s').replace('_', '-')}" in page, field

@@ -50,6 +50,7 @@ def test_curves_go_by_capacity() -> None:
         assert [x for x, _ in points] == [10, 20, 40]
         assert {y for _, y in points} == {row.block_hit_rate for row in rows if row.policy == policy}
     assert list(series.by_capacity(rows)) == [10, 20, 40]
+    assert series.domain(rows) == pytest.approx((10 / 1.5, 40 * 1.5))
 
 
 def test_shares_of_tiers_are_one() -> None:
@@ -61,14 +62,23 @@ def test_shares_of_tiers_are_one() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "distinct", "written"),
-    [(439, 43_924, "1 %"), (125, 1000, "12.5 %"), (1, 1_000_000, "0.0001 %"), (3000, 1000, "300 %"), (1, 0, "100 %")],
+    [
+        (439, 43_924, "1 %"),
+        (125, 1000, "12.5 %"),
+        (1, 1_000_000, "0.0001 %"),
+        (3000, 1000, "300 %"),
+        (1, 0, "100 %"),
+        (123, 100_000, "0.1 %"),
+        (94, 100_000, "0.094 %"),
+    ],
 )
 def test_a_capacity_as_a_share(blocks: int, distinct: int, written: str) -> None:
     assert series.marked(blocks, replace(info(TRACE), distinct_blocks=distinct)) == written
 
 
 @pytest.mark.parametrize(
-    ("span_s", "unit"), [(0.0, "s"), (100.0, "s"), (3600.0, "min"), (20_000.0, "h"), (1e6, "days")]
+    ("span_s", "unit"),
+    [(0.0, "s"), (179.0, "s"), (180.0, "min"), (3600.0, "min"), (10_800.0, "h"), (20_000.0, "h"), (1e6, "days")],
 )
 def test_times_are_in_a_unit_that_fits(span_s: float, unit: str) -> None:
     assert series.time_unit(span_s)[1] == unit

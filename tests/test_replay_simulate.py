@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mainstem import _core
 from mainstem.errors import BadArgument
 from mainstem.keys import HashKeys
 from mainstem.policies import BUILT_IN, NodeStats
+from mainstem.replay.rows import median_below
 from mainstem.replay.simulate import Row, Setup, hit_blocks, parse_capacities, parse_tiers, replay, sweep
 from mainstem.replay.trace import Batch, Trace
 from mainstem.tree import Tree
@@ -175,6 +177,7 @@ def test_tiers(policy: str, seed: int) -> None:
         assert row.block_hits == sum(model.hits)
         assert row.token_hits == sum(tier.token_hits for tier in row.tiers)
         assert [tier.loaded_bytes for tier in row.tiers] == [blocks * 40 for blocks in model.loaded]
+        assert [tier.written_bytes for tier in row.tiers] == [blocks * 40 for blocks in model.written]
 
 
 def test_what_a_lower_tier_has_need_not_fit_the_device() -> None:
@@ -229,6 +232,26 @@ def test_a_policy_in_python_is_asked() -> None:
         ours, built_in = replay(trace, Recent(), 5, setup=setup), replay(trace, "lru", 5, setup=setup)
         assert ours.policy == "recent"
         assert (ours.tiers, ours.replica_requests) == (built_in.tiers, built_in.replica_requests)
+
+
+def test_each_replica_has_a_policy_of_its_own() -> None:
+    class Counting:
+        name = "counting"
+
+        def __init__(self) -> None:
+            self.ranked = 0
+
+        def rank(self, node: NodeStats) -> tuple[float, float]:
+            self.ranked += 1
+            most.append(self.ranked)
+            return node.last_access, 0
+
+    most: list[int] = []
+    trace = Trace.of(Batch.of([[number] for number in range(30)]))
+    row = replay(trace, Counting(), 1, setup=Setup(replicas=3, routing="round-robin"))
+    assert (row.evicted_blocks, row.routing) == (27, "round-robin")
+    assert most.count(1) == 3
+    assert replay(trace, "lru", 1, setup=Setup(routing="hash")).routing == "", "there is none to choose"
 
 
 def test_a_policy_that_fails_is_heard_of() -> None:
@@ -293,6 +316,57 @@ def test_by_prefix_less_than_half_does_not_count() -> None:
     assert row.replica_requests == (3, 3, 3)
 
 
+class Router:
+    """Who gets a request by prefix, as `Setup` says it."""
+
+    def __init__(self, replicas: list[Model]) -> None:
+        self.replicas = replicas
+        self.loads = [(0.0, 0.0)] * len(replicas)  # tokens, and when they were as many
+        self.sizes: list[int] = []
+
+    def serve(self, time_s: float, tokens: int, path: Path) -> int:
+        loads = [load * 0.5 ** ((time_s - at_s) / 60) for load, at_s in self.loads]
+        number = self.choose(time_s, path, loads)
+        self.loads[number] = (loads[number] + tokens, time_s)
+        self.sizes.append(tokens)
+        self.replicas[number].serve(time_s, path)
+        return number
+
+    def choose(self, time_s: float, path: Path, loads: list[float]) -> int:
+        if not path:
+            return len(self.sizes) % len(self.replicas)
+        mean = sum(loads) / len(loads)
+        request = sum(self.sizes) / max(1, len(self.sizes))
+
+        def order(number: int) -> tuple[bool, int, float]:
+            busy = loads[number] > 1.5 * mean and loads[number] > mean + 32 * request
+            replica = self.replicas[number]
+            replica.expire(time_s)
+            found = sum(path[: i + 1] in replica.tiers[0] for i in range(len(path)))
+            return busy, -found if 2 * found >= len(path) else 0, loads[number]
+
+        return min(range(len(loads)), key=order)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_by_prefix_each_request_goes_where_the_model_says(seed: int) -> None:
+    choose = random.Random(seed)
+    paths: list[Path] = []
+    for _ in range(500):
+        begin = (choose.choice([1, 1, 1, 2]),) * choose.randrange(1, 4)
+        paths.append((*begin, *(choose.randrange(4) for _ in range(choose.randrange(4))))[: choose.choice([0, 9, 9])])
+    times = np.cumsum([choose.choice([0.0, 0.0, 1.0, 3.0]) for _ in paths]) / (1 + 50 * (seed % 2))
+    tokens = [choose.choice([1, 5, 40]) * max(1, len(path)) for path in paths]
+    batch = Batch.of(paths, time_s=times, input_tokens=tokens)
+    trees = [Tree(1, HashKeys(8)).core for _ in range(3)]
+    replicas = _core.Replay(trees, [15], 50.0, "prefix", [None] * 3).feed(
+        times, batch.input_tokens, batch.offsets, batch.blocks
+    )[1]
+    router = Router([Model("lru", [15], 50.0) for _ in range(3)])
+    expected = [router.serve(*each) for each in zip(times.tolist(), tokens, paths, strict=True)]
+    assert replicas.tolist() == expected
+
+
 def test_load_is_forgotten_in_time() -> None:
     batch = Batch.of([[1], [2], [3]], time_s=[0, 600, 600], input_tokens=[1000, 10, 10])
     row = replay(Trace.of(batch, block_size=1000), "lru", 9, setup=Setup(replicas=2))
@@ -332,6 +406,60 @@ def test_an_empty_trace_and_empty_prompts() -> None:
     assert (row.requests, row.block_hit_rate, row.timeline.block_hits) == (0, 0.0, ())
     row = replay(Trace.of(Batch.of([[], [1], []])), "lru", 5, setup=Setup(replicas=2, routing="hash"))
     assert (row.requests, row.block_accesses, row.block_hits) == (3, 1, 0)
+
+    def flops(tokens: NDArray[np.int64], past: NDArray[np.int64]) -> NDArray[np.float64]:
+        assert (tokens >= 1).all() and (past >= 0).all()
+        return tokens + 100.0
+
+    row = replay(Trace.of(Batch.of([[], [1], [1], []])), "lru", 5, flops=flops)
+    assert (row.prefill_flops, row.saved_flops) == (202, 0), "nothing is computed for an empty prompt"
+
+
+def test_ages_and_idle_times_are_in_whole_seconds_too() -> None:
+    trace = Trace.of(Batch.of([[1], [2], [1], [3], [4]], time_s=[0, 1, 20, 21.5, 100]))
+    tier = replay(trace, "fifo", 2).tiers[0]
+    assert tier.age_s == histogram(Counter([(21).bit_length(), (99).bit_length()]))
+    assert tier.idle_s == histogram(Counter([(1).bit_length(), (99).bit_length()])), "1 was used again at 20 s"
+    assert tier.age_accesses == histogram(Counter([(3).bit_length()] * 2))
+
+
+def test_ages_outlive_thousands_of_requests() -> None:
+    paths = [[0 if number % 2 == 0 else number] for number in range(10_101)]
+    tier = replay(Trace.of(Batch.of(paths)), "fifo", 5000).tiers[0]
+    assert tier.evicted_blocks > 20
+    assert tier.age_accesses == histogram(Counter([(10_000).bit_length()] * tier.evicted_blocks))
+
+
+def test_progress_of_a_sweep_counts_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.replay.trace._BATCH_BLOCKS", 20)
+    trace, paths, _ = some_trace(3)
+    told: list[tuple[int, int]] = []
+    sweep(trace, ["lru", "fifo", "opt"], [5], workers=2, progress=lambda *pair: told.append(pair))
+    assert len(told) > 10
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1] == (3 * len(paths), 3 * len(paths))
+
+
+def test_spans_of_the_timeline_are_wide_enough_for_the_last_request() -> None:
+    for last, width, spans in ((255.9, 1, 256), (256, 2, 129), (511.9, 2, 256), (512, 4, 129)):
+        timeline = replay(Trace.of(Batch.of([[1], [1]], time_s=[0, last])), "lru", 5).timeline
+        assert (timeline.width_s, len(timeline.block_hits)) == (width, spans)
+        assert (timeline.block_accesses[-1], timeline.block_hits[-1]) == (1, 1)
+
+
+def test_one_tenant_has_its_share_beside_requests_of_none() -> None:
+    row = replay(Trace.of(Batch.of([[1], [1]], tenant=[0, 1]), tenants=("", "a")), "lru", 5)
+    assert [(share.name, share.block_hits) for share in row.tenants] == [("", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("histogram", "below"),
+    [((), None), ((0, 0), None), ((3,), 1), ((1, 0, 1), 1), ((0, 1, 1), 2), ((0, 0, 3), 4), ((1, 1, 1, 2, 2), 8)],
+)
+def test_the_median_of_a_histogram_is_the_power_of_two_that_half_is_below(
+    histogram: tuple[int, ...], below: int | None
+) -> None:
+    assert median_below(histogram) == below
 
 
 def test_batches_make_no_difference() -> None:

@@ -77,6 +77,8 @@ def test_requests_are_sorted_by_time_and_times_count_from_the_first() -> None:
     assert trace.whole.blocks.tolist() == [2, 3, 7, 1, 4, 5, 6]
     assert trace.whole.offsets.tolist() == [0, 2, 3, 4, 7]
     assert trace.notes == ("Requests that stood behind later ones, and were sorted by time: 2.",)
+    late = Trace.of(Batch.of(paths, time_s=[5, 1, 2, 3])).notes
+    assert late == ("Requests that stood behind later ones, and were sorted by time: 3.",)
     assert Trace.of(Batch.of(paths)).notes == ()
 
 

@@ -42,6 +42,7 @@ def _reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         (8, 0.8, 0.0),
         (8, 0.9, 0.2),
         (1, 0.5, 1.0),
+        (VOCAB - 1, 1.0, 0.0),
         (99, 1e-6, 0.0),
     ],
 )
@@ -73,6 +74,36 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert (probabilities(logits, SamplingParams(temperature=1, top_p=0.55)) > 0).tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.5, [1, 0, 0, 0]),
+        (math.nextafter(0.5, 1), [1, 1, 0, 0]),
+        (0.75, [1, 1, 0, 0]),
+        (math.nextafter(0.75, 1), [1, 1, 1, 1]),  # the last two are equals
+        (0.875, [1, 1, 1, 1]),
+    ],
+)
+def test_top_p_ends_with_the_token_that_reaches_it(top_p: float, kept: list[int]) -> None:
+    halving = 1 / math.log(2)  # the temperature at which a logit less by 1 is half as likely
+    logits = torch.tensor([0.0, -1.0, -2.0, -2.0])
+    exact = probabilities(logits, SamplingParams(temperature=halving))
+    assert exact.tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 8], "or there is no exact tie to test"
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        chances = probabilities(logits[order], SamplingParams(temperature=halving, top_p=top_p))
+        assert (chances > 0).tolist() == [kept[token] for token in order]
+        assert float(chances.sum()) == pytest.approx(1, abs=1e-15)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.7}])
+@pytest.mark.parametrize("equals", [4, 300])
+def test_of_equally_likely_tokens_top_k_and_top_p_keep_all_or_none(filters: dict[str, float], equals: int) -> None:
+    logits = torch.zeros(equals + 2)
+    logits[equals // 2], logits[equals] = -20.0, 1.0
+    kept = probabilities(logits, SamplingParams(temperature=1.0, **filters)) > 0
+    assert kept.tolist() == [token != equals // 2 for token in range(equals + 2)]
+
+
 def test_draws_follow_the_probabilities() -> None:
     logits = _logits(1)[0]
     params = SamplingParams(temperature=1.5, top_k=6, seed=11)
@@ -91,6 +122,14 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits[VOCAB // 2] = 0.0
     sampler = Sampler(SamplingParams(temperature=1.0, seed=0), random.Random(0))
     assert {sampler.draw(logits) for _ in range(200)} == {VOCAB // 2}
+
+
+@pytest.mark.parametrize("uniform", [0.0, math.nextafter(1, 0)])
+def test_no_random_number_draws_a_token_of_probability_zero(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([-math.inf, -math.inf, 0.0, 1.0, -math.inf])
+    sampler = Sampler(SamplingParams(temperature=1.0), random.Random(0))
+    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.tensor(uniform, dtype=torch.float64))
+    assert sampler.draw(logits) == (2 if uniform == 0 else 3)
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_batch() -> None:

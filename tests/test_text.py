@@ -168,3 +168,10 @@ def test_the_text_does_not_depend_on_how_it_is_cut_into_tokens() -> None:
 
 def _token_of_byte(byte: int) -> int:
     return BYTE_LEVEL.convert_tokens_to_ids(_byte_letters()[byte])
+
+
+def test_of_two_stop_strings_in_one_token_the_one_that_is_whole_first_counts() -> None:
+    vocab = BYTE_LEVEL.get_vocab()
+    for tokens in ([vocab["hell"]], [vocab["he"], vocab["ll"]], [vocab[letter] for letter in "hel"]):
+        pieces, stopped = _pieces(BYTE_LEVEL, tokens, ("hell", "el"))
+        assert ("".join(pieces), stopped) == ("h", True)

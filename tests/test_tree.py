@@ -537,6 +537,23 @@ def test_partial_never_names_a_page_in_flight() -> None:
     assert tree.match([1, 2, 3, 9], partial=True).partial == 0
 
 
+@pytest.mark.parametrize(("younger", "symbols"), [(31, 3), (32, 0)])
+def test_partial_looks_at_the_32_youngest_children(younger: int, symbols: int) -> None:
+    tree = Tree(page_size=4)
+    for first in range(younger + 1):
+        tree.insert([first, first, first, 100], [first])
+    assert tree.match([0, 0, 0, 9], partial=True).partial == symbols
+    assert tree.match([younger] * 3, partial=True).partial == 3
+
+
+def test_of_pages_that_agree_equally_partial_names_the_youngest() -> None:
+    tree = Tree(page_size=4)
+    for page, last in enumerate((7, 8, 9)):
+        tree.insert([1, 2, last, last], [page])
+    assert (tree.match([1, 2, 3], partial=True).partial, tree.match([1, 2, 3], partial=True).partial_page) == (2, 2)
+    assert tree.match([1, 2, 8, 0], partial=True).partial_page == 1
+
+
 def test_commit_of_what_is_not_in_flight_is_refused() -> None:
     tree = single()
     node = tree.insert([1], ids(0)).node
@@ -607,6 +624,8 @@ def test_statistics_add_up() -> None:
     assert stats.cached_pages == stats.evictable_pages + stats.locked_pages == 2
     assert (stats.match_calls, stats.queried_symbols, stats.hit_symbols) == (2, 7, 2)
     assert (stats.inserted_pages, stats.evicted_pages, stats.splits) == (3, 1, 1)
+    assert len(tree.evict(100)[0]) == 1
+    assert tree.stats().evicted_pages == 2, "what was freed, not what was asked for"
 
 
 def test_nodes_are_listed_depth_first_and_add_up() -> None:

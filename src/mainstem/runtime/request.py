@@ -35,7 +35,8 @@ class SamplingParams:
     Args:
         max_tokens: tokens to make at most, >= 1.
         temperature: 0 takes the most likely token; otherwise logits are divided by it. 0 .. finite.
-        top_p: only the smallest set of most likely tokens whose probabilities reach it. (0, 1].
+        top_p: only the smallest set of most likely tokens whose probabilities reach it, and what is as likely as its
+            last. (0, 1].
         top_k: only the k most likely tokens; 0 = off.
         min_p: only tokens at least this likely relative to the most likely one. [0, 1].
         seed: the same seed gives the same tokens, in any batch; None draws one.

@@ -1,9 +1,10 @@
 """From logits to tokens, one request at a time; greedy requests of a batch together.
 
 Temperature, top-k, top-p and min-p are applied in this order, each on what the one before left, as the warpers of
-Hugging Face transformers do; ties at the border of top-k are kept. A token is drawn by inverting the cumulative
-distribution at one uniform number a token, so a request's draws depend on its seed and on how many tokens it has made,
-never on the batch, the device or the filters.
+Hugging Face transformers do. Top-p keeps the likeliest tokens up to the one with which their sum reaches it. A token
+that is as likely as the last one kept is kept, too, by top-k and by top-p, so that no order of equals decides. A token
+is drawn by inverting the cumulative distribution at one uniform number a token, so a request's draws depend on its seed
+and on how many tokens it has made, never on the batch, the device or the filters.
 
 Knows nothing of requests, pages or text.
 """
@@ -98,12 +99,12 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int,
 def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     chances = torch.softmax(scores, dim=-1)
     # Nearly always a few tokens reach top_p, and finding them is much quicker than sorting a whole vocabulary.
-    values, tokens = torch.topk(chances, min(_FEW, chances.numel()))
-    if float(values.sum()) < top_p:
-        values, tokens = torch.sort(chances, descending=True)
-    more_likely = torch.cumsum(values, dim=-1) - values
-    kept = tokens[more_likely < top_p]
-    return torch.full_like(scores, -math.inf).scatter(0, kept, scores[kept])
+    best = torch.topk(chances, min(_FEW, chances.numel())).values
+    if float(best.sum()) < top_p:
+        best = torch.sort(chances, descending=True).values
+    more_likely = torch.cumsum(best, dim=-1) - best
+    least = best[more_likely < top_p][-1]
+    return scores.masked_fill(chances < least, -math.inf)
 
 
 def _logprob(logits: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
