@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from machine import patience
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,7 +38,7 @@ def test_a_block_of_the_documentation_runs_and_leaves_nothing_open(code: str) ->
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs(example: Path) -> None:
     command = [sys.executable, "-W", "always::ResourceWarning", str(example)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(120))
     assert result.returncode == 0, result.stderr
     assert "ResourceWarning" not in result.stderr, result.stderr
     assert result.stdout, "an example shows something"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from machine import patience
 from PIL import Image
 
 from mainstem.errors import BadArgument
@@ -211,7 +212,7 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-HERE = ImagePolicy(allow_http=("127.0.0.1", "here.test"), max_bytes=1 << 16, timeout_s=5)
+HERE = ImagePolicy(allow_http=("127.0.0.1", "here.test"), max_bytes=1 << 16, timeout_s=patience(5))
 
 
 def here(_host: str, _port: int) -> list[str]:

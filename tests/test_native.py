@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from machine import patience
 
 from bench.native import compiler_version, instructions
 
@@ -29,7 +30,7 @@ def test_random_operations_and_failing_allocations() -> None:
     out = ROOT / "build" / "native" / "short"
     options = ["FLAVOUR=asan", "OPTIMISE=-O0", f"OUT={out}", "SEEDS=1", "OPERATIONS=100"]
     command = ["make", "--silent", "--jobs=2", "--directory", str(NATIVE), *options, "run"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(280))
     assert result.returncode == 0, result.stdout + result.stderr
     failed = [int(line.split()[-3]) for line in (out / "asan" / "out_of_memory.txt").read_text().splitlines()]
     assert len(failed) > 100

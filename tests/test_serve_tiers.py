@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 import pytest
+from machine import patience
 from servers import free_port
 from tiny_models import tiny
 
@@ -35,7 +36,7 @@ DOCUMENTS = 20
 PAGE_BYTES = 12288
 DEVICE_BYTES = 42 * PAGE_BYTES  # a tenth of all documents
 HOST_BYTES = 4 * DEVICE_BYTES
-PATIENCE_S = 60.0
+PATIENCE_S = patience(60)
 PRELOADED = [
     "mainstem.cli",
     "mainstem.runtime.engine",
@@ -485,7 +486,7 @@ def test_a_damaged_store_is_recomputed_and_counted(
 
 
 @pytest.mark.model
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(patience(900))
 def test_a_real_model_whose_traffic_is_ten_times_the_device(smollm2: Any, tmp_path: Path) -> None:
     # 64 MB are 1,392 positions of float32 KV; 16 prompts of 870 tokens are ten times that.
     prompts = [document(number)[:10] * 87 for number in range(16)]
