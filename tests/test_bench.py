@@ -47,7 +47,7 @@ TINY_SIZES = Sizes(
 )  # fmt: skip
 OURS = ("mainstem", "mainstem-tree", "python", "dict")
 
-FIELDS = {"name", "date", "quick", "commit", "machine", "versions", "settings", "rows", "notes"}
+FIELDS = {"name", "date", "quick", "seconds", "commit", "machine", "versions", "settings", "rows", "notes"}
 
 
 class Tokenizer(GhostTokenizer):
