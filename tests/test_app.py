@@ -585,6 +585,7 @@ def test_a_client_that_goes_cancels(stream: bool) -> None:
     assert 'mainstem_requests_total{outcome="cancelled"} 2.0' in TestClient(app).get("/metrics").text
 
 
+@pytest.mark.deadline
 def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
     engine = FakeEngine()
     release, entered = threading.Event(), threading.Event()
@@ -610,6 +611,7 @@ def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
 # --- a real server ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_real_engine_behind_the_server(smollm2: Any) -> None:
     """Chat, stream, reuse, salts and flush against real weights."""
@@ -706,6 +708,7 @@ class RealServer:
         self.process.communicate()
 
 
+@pytest.mark.deadline
 def test_the_official_client() -> None:
     messages: Any = [{"role": "user", "content": PROMPT}]
     with RealServer(step_s=0) as server:
@@ -743,6 +746,7 @@ def test_the_official_client() -> None:
             list(api.completions.create(model="fake", prompt="fail!", stream=True))
 
 
+@pytest.mark.deadline
 def test_sigterm_drains() -> None:
     with RealServer(step_s=0.1) as server:
         started = threading.Event()
@@ -771,6 +775,7 @@ def test_sigterm_drains() -> None:
         assert "ended well" in server.process.stdout.read()
 
 
+@pytest.mark.deadline
 def test_what_is_served_is_logged() -> None:
     import torch
 
@@ -779,6 +784,7 @@ def test_what_is_served_is_logged() -> None:
         assert server.served_at.rstrip().endswith(wanted)
 
 
+@pytest.mark.deadline
 def test_a_dead_engine_ends_the_server() -> None:
     with RealServer(step_s=0) as server:
         server.client.completions.create(model="fake", prompt="die!")

@@ -23,7 +23,11 @@ BLOCKS = [
     if page.name not in NOT_RUN
     for number, code in enumerate(BLOCK.findall(page.read_text()), 1)
 ]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+WITH_A_REAL_MODEL = {"shared_store.py"}
+EXAMPLES = [
+    pytest.param(path, id=path.name, marks=[pytest.mark.slow, pytest.mark.deadline] * (path.name in WITH_A_REAL_MODEL))
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
 @pytest.mark.parametrize("code", BLOCKS)
@@ -35,7 +39,7 @@ def test_a_block_of_the_documentation_runs_and_leaves_nothing_open(code: str) ->
     assert not [str(one.message) for one in caught if issubclass(one.category, ResourceWarning)]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(example: Path) -> None:
     command = [sys.executable, "-W", "always::ResourceWarning", str(example)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(120))

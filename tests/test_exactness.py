@@ -114,6 +114,7 @@ def test_cold_warm_chunked_and_batched_give_the_same_tokens(family: str, config:
             same(completion, greedy(prompt, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_real_model_gives_the_same_tokens(smollm2: LoadedModel) -> None:
     greedy = plain(copy.deepcopy(smollm2.model))

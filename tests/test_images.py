@@ -277,6 +277,7 @@ def test_answers_that_are_not_taken(port: int, path: str, code: str) -> None:
     assert refused(HERE, f"http://127.0.0.1:{port}{path}")[1] == code
 
 
+@pytest.mark.deadline
 def test_a_site_that_sends_a_byte_now_and_then_runs_out_of_time(port: int) -> None:
     policy = ImagePolicy(allow_http=("127.0.0.1",), timeout_s=0.3)
     assert refused(policy, f"http://127.0.0.1:{port}/slow")[1] == "image_not_fetched"

@@ -169,6 +169,7 @@ def _load_in_another_process(path: str, ready: Any, results: Any) -> None:
     results.put(float(logits(load_model(path, dtype="float32").model).sum()))
 
 
+@pytest.mark.deadline
 def test_two_processes_may_convert_at_once(weights: Path, cache: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(2), context.Queue()

@@ -257,6 +257,7 @@ def test_a_full_disk_is_counted_and_logged_once_and_leaves_whole_lines(
     assert "No space left" in caplog.text
 
 
+@pytest.mark.deadline
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     go_on, writing = threading.Event(), threading.Event()
 
@@ -417,6 +418,7 @@ serve(FakeEngine(step_s=0.03), config, bind(config))
 """
 
 
+@pytest.mark.deadline
 def test_sigterm_loses_nothing(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(

@@ -22,6 +22,7 @@ from mainstem.storage.aibrix import AIBrixBackend
 from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
 
+pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(20)
 """Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(8)]

@@ -16,6 +16,7 @@ from mainstem.storage.base import ABSENT, BackendStats, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
 from mainstem.storage.eic import EICBackend
 
+pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)
 SIZE = 10_000
 ROOM = 200_000

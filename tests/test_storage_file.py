@@ -514,7 +514,13 @@ def test_the_scenario_makes_every_call_of_the_file_system(tiny_steps: None) -> N
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from-then-on"])
 @pytest.mark.parametrize(
-    "code", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get
+    "code",
+    [
+        errno.ENOSPC,
+        errno.EIO,
+        *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EMFILE, errno.EROFS, errno.EDQUOT)),
+    ],
+    ids=errno.errorcode.get,
 )
 def test_an_error_of_any_call_costs_values_at_most(code: int, persistent: bool, tiny_steps: None) -> None:
     counted = Faulty(Disk())

@@ -20,6 +20,7 @@ from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
 from mainstem.storage.hf3fs import HF3FSBackend
 
+pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)
 SIZE = 5000
 

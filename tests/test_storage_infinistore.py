@@ -17,6 +17,7 @@ from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
 from mainstem.storage.infinistore import InfiniStoreBackend
 from mainstem.storage.native import ClientThread, Frames
 
+pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)
 SIZE = 10_000
 ROOM = 200_000

@@ -24,6 +24,7 @@ from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
 from mainstem.storage.lmcache import LMCacheBackend
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(5)
 """Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(8)]

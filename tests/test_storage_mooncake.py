@@ -28,6 +28,7 @@ try:
 except ImportError as error:
     pytest.skip(f"no Mooncake client here: {error}", allow_module_level=True)
 
+pytestmark = pytest.mark.deadline
 MIB = 1 << 20
 
 
@@ -215,6 +216,7 @@ def bare_port() -> Iterator[int]:
         yield port
 
 
+@pytest.mark.slow
 def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int) -> None:
     backend = client(bare_port)
     keys = make_keys_of(3)
@@ -255,6 +257,7 @@ def test_a_full_store_says_no_until_leases_are_over(bare_port: int) -> None:
     backend.close()
 
 
+@pytest.mark.slow
 def test_master_frozen_killed_and_restarted() -> None:
     port = free_port()
     keys = make_keys_of(2)

@@ -23,6 +23,7 @@ from mainstem.storage.nixl import APIS, PACKAGES, Files, NixlBackend
 if not any(importlib.util.find_spec(name) for name in PACKAGES):
     pytest.skip("no NIXL here: pip install nixl-cu12", allow_module_level=True)
 
+pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(20)
 """Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(100)]

@@ -27,6 +27,7 @@ from mainstem.storage.redis import RedisBackend
 if not importlib.util.find_spec("redis"):
     pytest.skip("the package redis is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(5)
 """Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(200)]

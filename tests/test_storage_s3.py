@@ -27,6 +27,7 @@ from mainstem.storage.s3 import S3Backend
 if not importlib.util.find_spec("obstore"):
     pytest.skip("the package obstore is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(5)
 """Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(100)]

@@ -18,6 +18,7 @@ from machine import patience
 from mainstem.errors import OutOfPages, StorageError
 from mainstem.tiers.controller import Prefetch
 
+pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(30)
 
 Step = Callable[["Rank"], None]

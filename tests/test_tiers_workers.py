@@ -12,6 +12,7 @@ from machine import patience
 
 from mainstem.tiers.workers import Call, ThreadWorkers
 
+pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(20)  # of the test, for what must happen
 
 
