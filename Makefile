@@ -82,7 +82,7 @@ $(VENV)/gemma: $(VENV)/dev
 	@touch $@
 
 test-gemma: $(VENV)/gemma
-	$(BIN)/python -m tests.lanes run gemma
+	$(BIN)/pytest tests/test_gemma.py $(ARGS)
 
 # SEEDS=0:200 names the runs, ARGS what else `python -m simulator --help` lists.
 simulate: $(VENV)/dev

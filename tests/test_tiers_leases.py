@@ -7,7 +7,7 @@ give. Copies go one layer further, or end, when the test says so.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -275,6 +275,15 @@ def test_a_load_that_fails_leaves_all_as_it_was_at_the_hit(kind: str, kept: int,
     rig.close()
 
 
+@pytest.fixture
+def little_garbage() -> Iterator[None]:
+    """A collection looks at what is made from here on: with PyTorch imported there is a second's worth of the rest."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("arrives", [True, False])
 @pytest.mark.parametrize("how", ["abort", "finish", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
