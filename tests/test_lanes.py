@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/lanes.py is also a command, from the root
 
+from tests import lanes
 from tests.lanes import LANES, Lane, changed, check, digests, run
 
 LANE = Lane("drum", ("test_drum.py",), ("drum.py", "parts/*.txt", "test_drum.py"), ("skin",))
@@ -98,6 +99,18 @@ def test_a_file_that_is_nowhere_is_an_error(root: Path) -> None:
         digests(LANE, root)
     with pytest.raises(FileNotFoundError, match="does not pin horn"):
         digests(Lane("horn", (), ("drum.py",), ("horn",)), root)
+
+
+def test_the_command_takes_all_lanes_or_those_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[list[str]] = []
+    monkeypatch.setattr(lanes, "check", lambda chosen: checked.append([lane.name for lane in chosen]) or 0)
+    assert lanes.main(["check"]) == lanes.main(["check", LANES[0].name]) == 0
+    assert checked == [[lane.name for lane in LANES], [LANES[0].name]]
+    with pytest.raises(SystemExit):
+        lanes.main(["check", "drum"])
+    assert "no such lane: drum" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.name)
