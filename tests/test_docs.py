@@ -52,3 +52,10 @@ def test_an_example_runs(example: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_files_with_slow_tests_are_named_where_contributors_look() -> None:
+    files = Path(__file__).parent.glob("test_*.py")
+    marked = {path.name for path in files if re.search(r"pytest\.mark\.slow", path.read_text())}
+    named = re.findall(r"^\| (`test_.*`) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(test_\w+\.py)`", " ".join(named))) == marked
