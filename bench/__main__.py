@@ -29,7 +29,7 @@ def main() -> None:
         report = Report(name, options.date, options.quick, progress=lambda line: log.print(line, style="dim"))
         _run(name, report, options)
         report.show(console)
-        console.print(f"written to {report.write(options.out)}", soft_wrap=True)
+        console.print(f"written to {report.write(options.out, options.record)}", soft_wrap=True)
         failures += len(report.failures)
     sys.exit(1 if failures else 0)
 
@@ -38,6 +38,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help=f"of {', '.join(NAMES)}; all without")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller settings")
+    parser.add_argument("--record", action="store_true", help="write recorded-*.json, which the documentation shows")
     parser.add_argument("--peers-python", metavar="PATH", help="the interpreter that has the peers; this one without")
     parser.add_argument("--only", nargs="+", choices=index.PARTS, metavar="PART", help="of index: these parts alone")
     parser.add_argument(
@@ -51,6 +52,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="written into the JSON")
     options = parser.parse_args()
+    if options.record and (options.quick or options.only or options.systems or options.trace):
+        parser.error("only whole runs are recorded: not with --quick, --only, --systems or --trace")
     unknown = set(options.benchmarks) - set(NAMES)
     if unknown:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -46,6 +47,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
 
     def show(self, console: Console) -> None:
         """Prints tables, notes and failures."""
@@ -56,10 +58,10 @@ class Report:
         for failure in self.failures:
             console.print(f"[bold]failed[/bold]: {failure}")
 
-    def write(self, folder: Path) -> Path:
-        """Writes `<name>.json`; its place."""
+    def write(self, folder: Path, recorded: bool = False) -> Path:
+        """Writes `<name>.json`, or `recorded-<name>.json`, which the repository keeps; its place."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
+        path = folder / f"{'recorded-' if recorded else ''}{self.name}.json"
         path.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
         return path
 
@@ -69,6 +71,7 @@ class Report:
             "name": self.name,
             "date": self.date,
             "quick": self.quick,
+            "seconds": round(time.monotonic() - self._began),
             "commit": _commit(),
             "machine": _machine(),
             "versions": _versions() | self.versions,

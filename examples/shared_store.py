@@ -85,7 +85,7 @@ def process(*command: str, ready: Callable[[], object]) -> Iterator[None]:
 
 def came_to_be(ready: Callable[[], object], running: subprocess.Popen[bytes] | None = None) -> bool:
     """Waits until a call raises no OSError; not if the process ends, and not for ever."""
-    end_s = time.monotonic() + 100
+    end_s = time.monotonic() + 600
     while time.monotonic() < end_s and (running is None or running.poll() is None):
         try:
             ready()

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from simulator.campaign import PROFILES
@@ -674,19 +675,23 @@ def _folder() -> Iterator[Path]:
 
 
 def _verdicts(names: Sequence[str], native: bool) -> Iterator[tuple[Mutant, Verdict]]:
-    wanted = [mutant for mutant in PYTHON if not names or any(name in mutant.name for name in names)]
-    for mutant in wanted:
-        with _folder() as folder:
-            yield mutant, judge(mutant, folder)
-    if not native:
-        return
-    with _folder() as objects:
-        builder = Builder(objects)
-        for mutant in NATIVE:
-            if names and not any(name in mutant.name for name in names):
-                continue
-            with _folder() as folder, _folder() as built:
-                yield mutant, judge(mutant, folder, builder.build(mutant, built))
+    """Of those whose names contain one of these, in order, as many at a time as there are cores."""
+    wanted = [mutant for mutant in PYTHON if _is_wanted(mutant, names)]
+    in_core = [mutant for mutant in NATIVE if native and _is_wanted(mutant, names)]
+    with _folder() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from zip(wanted, pool.map(_verdict, wanted), strict=True)
+        if in_core:
+            verdict = partial(_verdict, builder=Builder(objects))
+            yield from zip(in_core, pool.map(verdict, in_core), strict=True)
+
+
+def _is_wanted(mutant: Mutant, names: Sequence[str]) -> bool:
+    return not names or any(name in mutant.name for name in names)
+
+
+def _verdict(mutant: Mutant, builder: Builder | None = None) -> Verdict:
+    with _folder() as folder, _folder() as built:
+        return judge(mutant, folder, builder.build(mutant, built) if builder else None)
 
 
 def main() -> int:

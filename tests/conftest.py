@@ -1,13 +1,29 @@
-"""What several test files share."""
+"""What several test files share, and what is asked of a run as a whole: its deadlines, and what it left out."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import patience
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ and simulator/ are no part of the package
+
+from skips import Skips
 
 from mainstem.errors import ModelNotFound
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives each test as long as this machine needs, and looks at what is skipped."""
+    if config.option.timeout is None:  # a worker has it from the process that started it
+        config.option.timeout = patience(float(config.getini("timeout")))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Skips())
 
 
 @pytest.fixture(scope="session")

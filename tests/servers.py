@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -10,9 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from machine import patience
+
+from mainstem.errors import StorageError
 
 S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testtest"}
 """What an S3 client of the tests signs with, as environment variables."""
@@ -51,14 +56,14 @@ def stop(server: subprocess.Popen[bytes], timeout_s: float = 5.0) -> None:
         server.send_signal(signal.SIGCONT)
         server.terminate()
     try:
-        server.wait(timeout_s)
+        server.wait(patience(timeout_s))
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
 
 
 def _wait_for(server: subprocess.Popen[bytes], port: int, timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + patience(timeout_s)
     while server.poll() is None and time.monotonic() < end:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
@@ -68,13 +73,29 @@ def _wait_for(server: subprocess.Popen[bytes], port: int, timeout_s: float) -> N
     raise RuntimeError(f"{server.args!r} does not listen on port {port}; exit status {server.poll()}")
 
 
+def patiently(call: Callable[[], int]) -> int:
+    """The result of a call that may fail until the server has come to itself."""
+    end = time.monotonic() + patience(5)
+    while time.monotonic() < end:
+        try:
+            return call()
+        except StorageError:
+            time.sleep(0.1)
+    return call()
+
+
 @contextmanager
 def mooncake_master(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A master that gives up on a client after 3 s and lets values go 0.5 s after they were read."""
+    """A master that gives up on a client after `patience(3)` and lets values go 0.5 s after they were read."""
     package = importlib.util.find_spec("mooncake")
     assert package and package.submodule_search_locations
     binary = Path(package.submodule_search_locations[0], "mooncake_master")
-    own = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--client_ttl=3", "--default_kv_lease_ttl=500"]
+    own = [
+        f"--rpc_port={port}",
+        "--rpc_address=127.0.0.1",
+        f"--client_ttl={math.ceil(patience(3))}",
+        "--default_kv_lease_ttl=500",
+    ]
     metrics = ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
     with start([str(binary), *own, *metrics], port) as server:
         yield server

@@ -23,6 +23,7 @@ import numpy as np
 import openai
 import pytest
 from fake_engine import FakeEngine
+from machine import patience
 from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument, CorruptTree, UnsupportedModel
@@ -640,13 +641,14 @@ def test_a_client_that_goes_cancels(stream: bool) -> None:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         gone.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, patience(5))
 
     asyncio.run(scenario())
     assert [stream.cancelled for stream in engine.streams] == [True, True]
     assert 'mainstem_requests_total{outcome="cancelled"} 2.0' in TestClient(app).get("/metrics").text
 
 
+@pytest.mark.deadline
 def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
     engine = FakeEngine()
     release, entered = threading.Event(), threading.Event()
@@ -654,17 +656,17 @@ def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
 
     def slow(text: str, add_special_tokens: bool = True) -> list[int]:
         entered.set()
-        assert release.wait(10)
+        assert release.wait(patience(10))
         return encode(text)
 
     engine.tokenizer.encode = slow  # type: ignore[method-assign]
     with TestClient(create_app(engine)) as server:
         worker = threading.Thread(target=complete, args=(server,))
         worker.start()
-        assert entered.wait(10)
+        assert entered.wait(patience(10))
         started = time.monotonic()
         assert server.get("/health").status_code == 200
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < patience(5)
         release.set()
         worker.join()
 
@@ -672,6 +674,7 @@ def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
 # --- a real server ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_real_engine_behind_the_server(smollm2: Any) -> None:
     """Chat, stream, reuse, salts and flush against real weights."""
@@ -768,6 +771,7 @@ class RealServer:
         self.process.communicate()
 
 
+@pytest.mark.deadline
 def test_the_official_client() -> None:
     messages: Any = [{"role": "user", "content": PROMPT}]
     with RealServer(step_s=0) as server:
@@ -805,6 +809,7 @@ def test_the_official_client() -> None:
             list(api.completions.create(model="fake", prompt="fail!", stream=True))
 
 
+@pytest.mark.deadline
 def test_sigterm_drains() -> None:
     with RealServer(step_s=0.1) as server:
         started = threading.Event()
@@ -817,22 +822,23 @@ def test_sigterm_drains() -> None:
 
         follower = threading.Thread(target=follow)
         follower.start()
-        assert started.wait(10)
+        assert started.wait(patience(10))
         server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + patience(5)
         while _health(server.port) != 503:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         with pytest.raises(openai.InternalServerError) as refused:
             server.client.completions.create(model="fake", prompt="b")
         assert refused.value.status_code == 503
-        follower.join(10)
+        follower.join(patience(10))
         assert "".join(text) == "Hello, world."
-        assert server.process.wait(10) == 0
+        assert server.process.wait(patience(10)) == 0
         assert server.process.stdout is not None
         assert "ended well" in server.process.stdout.read()
 
 
+@pytest.mark.deadline
 def test_what_is_served_is_logged() -> None:
     import torch
 
@@ -841,16 +847,17 @@ def test_what_is_served_is_logged() -> None:
         assert server.served_at.rstrip().endswith(wanted)
 
 
+@pytest.mark.deadline
 def test_a_dead_engine_ends_the_server() -> None:
     with RealServer(step_s=0) as server:
         server.client.completions.create(model="fake", prompt="die!")
-        assert server.process.wait(10) == 1
+        assert server.process.wait(patience(10)) == 1
         assert server.process.stderr is not None
         assert server.process.stderr.read().count("ended badly: the engine failed: RuntimeError: out of memory") == 1
 
 
 def _health(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience(5))
     connection.request("GET", "/health")
     status = connection.getresponse().status
     connection.close()

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # bench/ is no part of the package
 
+from bench import __main__ as command  # noqa: E402
 from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, tiers, ttft  # noqa: E402
 from bench.block_dict import BlockCache  # noqa: E402
 from bench.entries import SYSTEMS, Entry  # noqa: E402
@@ -47,7 +48,7 @@ TINY_SIZES = Sizes(
 )  # fmt: skip
 OURS = ("mainstem", "mainstem-tree", "python", "dict")
 
-FIELDS = {"name", "date", "quick", "commit", "machine", "versions", "settings", "rows", "notes"}
+FIELDS = {"name", "date", "quick", "seconds", "commit", "machine", "versions", "settings", "rows", "notes"}
 
 
 class Tokenizer(GhostTokenizer):
@@ -299,6 +300,22 @@ def test_a_scenario_runs_apart() -> None:
     assert child.run_apart(lambda: {"a": [1][2]}, 10) == {"error": "IndexError: list index out of range"}
     assert child.run_apart(wait, 0.1) == {"error": "took more than 0.1 s"}
     assert child.run_apart(end, 10) == {"error": "ended by signal 9"}
+
+
+def test_a_record_has_a_name_of_its_own_and_says_how_long_it_took(tmp_path: Path) -> None:
+    path = _report("core").write(tmp_path, recorded=True)
+    assert path == tmp_path / "recorded-core.json"
+    assert json.loads(path.read_text())["seconds"] >= 0
+
+
+@pytest.mark.parametrize("part", [["--quick"], ["--only", "miss"], ["--systems", "python"], ["--trace", "file"]])
+def test_a_part_of_a_run_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], part: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "core", "--record", *part])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "only whole runs are recorded" in capsys.readouterr().err
 
 
 def test_the_index_benchmark_writes_rows(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from machine import patience
 from numpy.typing import NDArray
 
 from mainstem._core import copy_rows
@@ -149,7 +150,7 @@ def test_a_copy_that_fails_ends_the_transfer_and_lets_readers_go() -> None:
     assert reader.is_alive()
     ticket.advance()
     for thread in (reader, waiter):
-        thread.join(60)
+        thread.join(patience(60))
         assert not thread.is_alive()
     assert isinstance(ticket.error, RuntimeError)
     assert copier.reached == 1  # what was begun before still has to end

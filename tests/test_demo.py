@@ -101,6 +101,7 @@ def test_a_failing_engine_is_an_error() -> None:
         run(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_on_real_weights(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
+from machine import patience
 from tiny_models import loaded as tiny_loaded
 from tiny_models import tiny
 from transformers import Gemma3TextConfig, LlamaConfig
@@ -29,7 +30,7 @@ from mainstem.runtime.runner import Segment
 from mainstem.runtime.tiers import TierConfig
 from mainstem.storage import open_backend
 
-WAIT_S = 20.0
+WAIT_S = patience(20)
 
 
 class Gate(Ghost):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from machine import patience
 from tiny_models import FAMILIES, VOCAB, loaded, tiny
 
 from mainstem.runtime.engine import Engine, EngineConfig
@@ -64,7 +65,7 @@ def ask(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[Comp
     """All prompts at once."""
     params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0)
     streams = [engine.submit(Request(np.array(prompt), params)) for prompt in prompts]
-    return [stream.result(timeout_s=120) for stream in streams]
+    return [stream.result(timeout_s=patience(120)) for stream in streams]
 
 
 def same(completion: Completion, expected: Greedy) -> None:
@@ -113,6 +114,7 @@ def test_cold_warm_chunked_and_batched_give_the_same_tokens(family: str, config:
             same(completion, greedy(prompt, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_real_model_gives_the_same_tokens(smollm2: LoadedModel) -> None:
     greedy = plain(copy.deepcopy(smollm2.model))

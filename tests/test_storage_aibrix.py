@@ -15,12 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from machine import patience
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.aibrix import AIBrixBackend
 from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
 
+pytestmark = pytest.mark.deadline
+TIMEOUT_S = patience(20)
+"""Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(8)]
 needs_package = pytest.mark.skipif(
     not (find_spec("aibrix_kvcache") and find_spec("rocksdict")),
@@ -63,20 +67,20 @@ def writer_held_back(folder: Path, key: bytes) -> Iterator[Callable[[], bytes]]:
 
 def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(60))
 
 
 @needs_package
 @both
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_conformance(case: Case, connector: str, tmp_path: Path) -> None:
-    result = run(case, lambda: AIBrixBackend(connector, tmp_path))
+    result = run(case, lambda: AIBrixBackend(connector, tmp_path, timeout_s=TIMEOUT_S))
     assert result.passed, result.reason
 
 
 @needs_package
 def test_values_outlive_the_process(tmp_path: Path) -> None:
-    spec = f"aibrix:rocksdb?path={tmp_path}&timeout=20"
+    spec = f"aibrix:rocksdb?path={tmp_path}&timeout={TIMEOUT_S}"
     backend = open_backend(spec)
     backend.put(KEYS, values(1000))
     backend.close()
@@ -100,10 +104,10 @@ def test_processes_share_a_folder_and_not_a_database(tmp_path: Path) -> None:
         "except BackendUnavailable: print('unavailable')"
     )
     for connector, seen in (("shfs", "1"), ("rocksdb", "unavailable")):
-        backend = AIBrixBackend(connector, tmp_path / connector)
+        backend = AIBrixBackend(connector, tmp_path / connector, timeout_s=TIMEOUT_S)
         assert backend.capabilities.shared == (connector == "shfs")
         backend.put(KEYS[:1], values(1000)[:1])
-        found = run_python(code, f"aibrix:{connector}?path={tmp_path / connector}")
+        found = run_python(code, f"aibrix:{connector}?path={tmp_path / connector}&timeout={TIMEOUT_S}")
         assert found.stdout.strip() == seen, found.stderr
         backend.close()
 
@@ -123,7 +127,7 @@ def test_a_writer_that_is_killed_leaves_whole_values(connector: str, tmp_path: P
         for _ in range(5):
             assert writer.stdout.readline()
         writer.kill()
-    backend = AIBrixBackend(connector, tmp_path)
+    backend = AIBrixBackend(connector, tmp_path, timeout_s=TIMEOUT_S)
     pool = Pool([100_000] * 8)
     assert backend.get(KEYS, pool.buffers) == [100_000] * 8
     for key, buffer in zip(KEYS, pool.buffers, strict=True):
@@ -134,7 +138,7 @@ def test_a_writer_that_is_killed_leaves_whole_values(connector: str, tmp_path: P
 
 @needs_package
 def test_a_frozen_file_system_costs_the_time_out_and_no_more(tmp_path: Path) -> None:
-    backend = AIBrixBackend("shfs", tmp_path, timeout_s=0.3)
+    backend = AIBrixBackend("shfs", tmp_path, timeout_s=patience(0.3))
     value = values(1000)[0]
     with writer_held_back(tmp_path, KEYS[0]) as free:
         expect_error("timeout", lambda: backend.put(KEYS[:1], [value]))
@@ -146,7 +150,7 @@ def test_a_frozen_file_system_costs_the_time_out_and_no_more(tmp_path: Path) -> 
 
 @needs_package
 def test_a_key_has_one_writer_at_a_time(tmp_path: Path) -> None:
-    backend = AIBrixBackend("shfs", tmp_path, timeout_s=20)
+    backend = AIBrixBackend("shfs", tmp_path, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor(2) as threads, writer_held_back(tmp_path, KEYS[0]) as free:
         puts = [threads.submit(backend.put, KEYS[:1], values(1000, version)[:1]) for version in (1, 2)]
         while len(asyncio.all_tasks(backend._loop)) < 4:  # both calls, and a task for the key of each
@@ -161,7 +165,7 @@ def test_a_key_has_one_writer_at_a_time(tmp_path: Path) -> None:
 
 @needs_package
 def test_close_ends_calls_that_wait(tmp_path: Path) -> None:
-    backend = AIBrixBackend("shfs", tmp_path, timeout_s=20)
+    backend = AIBrixBackend("shfs", tmp_path, timeout_s=TIMEOUT_S)
     ended = threading.Event()
 
     def put() -> None:
@@ -174,13 +178,13 @@ def test_close_ends_calls_that_wait(tmp_path: Path) -> None:
         while backend._workers._work_queue.qsize() or not backend._workers._threads:
             time.sleep(0.01)
         backend.close()
-        assert ended.wait(10)
+        assert ended.wait(patience(10))
         caller.join()
 
 
 @needs_package
 def test_a_value_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
-    backend = AIBrixBackend("shfs", tmp_path)
+    backend = AIBrixBackend("shfs", tmp_path, timeout_s=TIMEOUT_S)
     backend.put(KEYS, values(1000))
     file_of(tmp_path, KEYS[2]).write_bytes(bytes(5))
     broken = file_of(tmp_path, KEYS[5])
@@ -195,7 +199,7 @@ def test_a_value_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
 
 @needs_package
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    backend = AIBrixBackend("shfs", tmp_path / "store")
+    backend = AIBrixBackend("shfs", tmp_path / "store", timeout_s=TIMEOUT_S)
     (tmp_path / "store").mkdir(exist_ok=True)
     (tmp_path / "store" / "mainstem").write_text("a file in the way")
     expect_error("io", lambda: backend.put(KEYS, values(10)))
@@ -213,7 +217,7 @@ def test_a_full_disk(connector: str, tmp_path: Path) -> None:
     if mount.returncode:
         pytest.skip(f"no small disk here: {mount.stderr.strip()}")
     try:
-        backend = AIBrixBackend(connector, tmp_path)
+        backend = AIBrixBackend(connector, tmp_path, timeout_s=TIMEOUT_S)
         first = backend.put(KEYS[:4], values(1 << 20)[:4])
         stored = first + [backend.put([key], [make_value(key, 3 << 20)])[0] for key in KEYS[4:]]
         assert stored[:4] == [True] * 4 and not all(stored)
@@ -230,7 +234,7 @@ def test_a_full_disk(connector: str, tmp_path: Path) -> None:
 
 @needs_package
 def test_clear_leaves_what_is_not_ours(tmp_path: Path) -> None:
-    ours, other = (AIBrixBackend("shfs", tmp_path, namespace=name) for name in ("ours", "other"))
+    ours, other = (AIBrixBackend("shfs", tmp_path, namespace=name, timeout_s=TIMEOUT_S) for name in ("ours", "other"))
     ours.put(KEYS, values(100))
     other.put(KEYS, values(100))
     (tmp_path / "ours" / "note").write_text("of somebody else")

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 from doubles import eic as double
+from machine import patience
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
 from mainstem.storage.eic import EICBackend
 
+pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)
 SIZE = 10_000
 ROOM = 200_000
@@ -28,7 +30,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> double.World:
 
 @pytest.fixture
 def store(world: double.World) -> Iterator[EICBackend]:
-    opened = EICBackend("10.0.0.1:7000", "kv-1", staging_bytes=ROOM, timeout_s=0.2)
+    opened = EICBackend("10.0.0.1:7000", "kv-1", staging_bytes=ROOM, timeout_s=patience(0.2))
     yield opened
     opened.close()
 
@@ -114,7 +116,7 @@ def test_a_service_that_hangs_is_a_timeout_and_what_ends_late_touches_nobody(
     world.frozen = release = threading.Event()
     buffer = memoryview(bytearray(SIZE))
     for call in (lambda: store.get([KEYS[0]], [buffer]), lambda: put(store, 1), lambda: store.exists(KEYS)):
-        with pytest.raises(StorageError, match=r"timeout: EIC: no answer in 0\.2 s"):
+        with pytest.raises(StorageError, match="timeout: EIC: no answer in"):
             call()
     world.frozen = None
     release.set()

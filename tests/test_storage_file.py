@@ -21,6 +21,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from machine import patience
 from simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
@@ -623,7 +624,13 @@ def test_the_scenario_makes_every_call_of_the_file_system(tiny_steps: None) -> N
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from-then-on"])
 @pytest.mark.parametrize(
-    "code", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get
+    "code",
+    [
+        errno.ENOSPC,
+        errno.EIO,
+        *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EMFILE, errno.EROFS, errno.EDQUOT)),
+    ],
+    ids=errno.errorcode.get,
 )
 def test_an_error_of_any_call_costs_values_at_most(code: int, persistent: bool, tiny_steps: None) -> None:
     counted = Faulty(Disk())
@@ -1089,7 +1096,9 @@ def test_a_second_opening_is_refused_by_name_of_the_lock(tmp_path: Path, store: 
         "import sys\nfrom mainstem.errors import BackendUnavailable\nfrom mainstem.storage import open_backend\n"
         f"try: open_backend('file:{root}')\nexcept BackendUnavailable as error: print(error)"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60), check=True
+    )
     assert f"{root / 'lock'} is held" in told.stdout
     store.put(KEYS[:1], [value_of(0, 10)])
     store.close()

@@ -21,7 +21,7 @@ from mainstem.storage import file
 from mainstem.storage.base import ABSENT
 from mainstem.storage.file import FileBackend
 
-KILLS = int(os.environ.get("MAINSTEM_KILLS", "25"))
+KILLS = int(os.environ.get("MAINSTEM_KILLS", "10"))
 KEYS = [at.to_bytes(32, "big") for at in range(150)]
 CAPACITY_BYTES = 3 << 20
 BLOCK = struct.Struct("<QQ48x")

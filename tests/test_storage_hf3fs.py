@@ -13,12 +13,14 @@ from types import ModuleType
 
 import pytest
 from doubles import hf3fs_fuse_io
+from machine import patience
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
 from mainstem.storage.hf3fs import HF3FSBackend
 
+pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)
 SIZE = 5000
 
@@ -35,7 +37,7 @@ def open_one(tmp_path: Path) -> Iterator[Callable[..., HF3FSBackend]]:
     opened: list[HF3FSBackend] = []
 
     def open_it(slots: int = 16, entries: int = 4) -> HF3FSBackend:
-        opened.append(HF3FSBackend(tmp_path / "rank0", slots * SIZE, SIZE, entries, timeout_s=0.1))
+        opened.append(HF3FSBackend(tmp_path / "rank0", slots * SIZE, SIZE, entries, timeout_s=patience(0.1)))
         return opened[-1]
 
     yield open_it
@@ -170,7 +172,7 @@ store = test.HF3FSBackend({str(tmp_path / "rank0")!r}, 16 * test.SIZE, test.SIZE
 test.put(store, *range(12))
 os.kill(os.getpid(), 9)
 """
-    subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=patience(60))
     assert all(read(open_one(), *range(12)))
 
 

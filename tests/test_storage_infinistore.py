@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from doubles import infinistore as double
+from machine import patience
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
@@ -16,6 +17,7 @@ from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
 from mainstem.storage.infinistore import InfiniStoreBackend
 from mainstem.storage.native import ClientThread, Frames
 
+pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)
 SIZE = 10_000
 ROOM = 200_000
@@ -29,7 +31,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> double.World:
 
 @pytest.fixture
 def store(world: double.World) -> Iterator[InfiniStoreBackend]:
-    opened = InfiniStoreBackend("10.0.0.1", 12345, staging_bytes=ROOM, timeout_s=0.2)
+    opened = InfiniStoreBackend("10.0.0.1", 12345, staging_bytes=ROOM, timeout_s=patience(0.2))
     yield opened
     world.down, world.frozen = False, None
     opened.close()
@@ -136,7 +138,7 @@ def test_a_server_that_hangs_is_a_timeout_and_what_ends_late_touches_nobody(
     world.frozen = release = threading.Event()
     buffer = memoryview(bytearray(SIZE))
     for call in (lambda: store.get([KEYS[0]], [buffer]), lambda: put(store, 1), lambda: store.exists(KEYS)):
-        with pytest.raises(StorageError, match=r"timeout: InfiniStore: no answer in 0\.2 s"):
+        with pytest.raises(StorageError, match="timeout: InfiniStore: no answer in"):
             call()
     world.frozen = None
     release.set()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from doubles.lmcache_server import PUT, REPLY, REQUEST, LMCacheServer
+from machine import patience
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, open_backend
@@ -23,6 +24,9 @@ from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
 from mainstem.storage.lmcache import LMCacheBackend
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.deadline
+TIMEOUT_S = patience(5)
+"""Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
@@ -55,7 +59,7 @@ def server() -> Iterator[LMCacheServer]:
 
 @pytest.fixture
 def backend(server: LMCacheServer) -> Iterator[LMCacheBackend]:
-    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=5.0)
+    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
     yield backend
     backend.close()
 
@@ -65,14 +69,14 @@ def backend(server: LMCacheServer) -> Iterator[LMCacheBackend]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_conformance(case: Case, server: LMCacheServer) -> None:
-    result = run(case, lambda: LMCacheBackend("127.0.0.1", server.port))
+    result = run(case, lambda: LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S))
     assert result.passed, result.reason
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 35, 37, 1000])
 def test_replies_in_pieces_are_put_together(piece_bytes: int) -> None:
     with LMCacheServer(piece_bytes) as server:
-        backend = LMCacheBackend("127.0.0.1", server.port)
+        backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
         backend.put(KEYS, values(700))
         pool = Pool([700] * 7 + [699])
         assert backend.get(KEYS, pool.buffers) == [700] * 8
@@ -125,7 +129,7 @@ def test_a_server_that_ends_the_connection_amid_a_value_once(
 
 
 def test_a_writer_that_ended_amid_a_value_costs_that_value_alone(server: LMCacheServer) -> None:
-    backend = LMCacheBackend("127.0.0.1", server.port)
+    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
     backend.put(KEYS, values(1000))
     for key in (KEYS[2], KEYS[3], KEYS[7]):
         name = next(name for name in server.values if f"@1@0@{key.hex()}" in name)
@@ -147,7 +151,7 @@ def die_amid_put(port: int, name: str) -> None:
 
 
 def test_a_frozen_server_costs_the_time_out_and_no_more(server: LMCacheServer) -> None:
-    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=0.2)
+    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=patience(0.2))
     backend.put(KEYS, values(1000))
     server.answering.clear()
     for call in every_call(backend):
@@ -158,13 +162,15 @@ def test_a_frozen_server_costs_the_time_out_and_no_more(server: LMCacheServer) -
 
 
 def test_a_server_that_drips_does_not_hold_a_call_beyond_the_time_out() -> None:
-    with LMCacheServer(piece_bytes=1, pause_s=0.02) as server, pytest.raises(BackendUnavailable, match="timeout"):
-        LMCacheBackend("127.0.0.1", server.port, timeout_s=0.2)
+    timeout_s = patience(0.2)
+    server = LMCacheServer(piece_bytes=1, pause_s=timeout_s / 10)
+    with server, pytest.raises(BackendUnavailable, match="timeout"):
+        LMCacheBackend("127.0.0.1", server.port, timeout_s=timeout_s)
 
 
 def test_a_dead_server_is_unreachable_and_a_new_one_is_found() -> None:
     with LMCacheServer() as server:
-        backend = LMCacheBackend("127.0.0.1", server.port)
+        backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
         backend.put(KEYS, values(1000))
     for call in every_call(backend):
         expect_error("unreachable", call)
@@ -176,7 +182,7 @@ def test_a_dead_server_is_unreachable_and_a_new_one_is_found() -> None:
 
 def test_a_server_that_started_again_between_two_calls_is_not_noticed() -> None:
     with LMCacheServer() as server:
-        backend = LMCacheBackend("127.0.0.1", server.port)
+        backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
         backend.put(KEYS, values(1000))
     with LMCacheServer(port=server.port):
         assert backend.exists(KEYS) == 0
@@ -190,7 +196,7 @@ def test_calls_one_after_the_other_share_a_connection(server: LMCacheServer, bac
 
 
 def test_clients_see_each_other_and_prefixes_keep_them_apart(server: LMCacheServer, backend: LMCacheBackend) -> None:
-    same = LMCacheBackend("127.0.0.1", server.port)
+    same = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
     other = LMCacheBackend("127.0.0.1", server.port, prefix="other")
     backend.put(KEYS, values(1000))
     assert (same.exists(KEYS), other.exists(KEYS)) == (8, 0)
@@ -207,7 +213,7 @@ def test_clients_see_each_other_and_prefixes_keep_them_apart(server: LMCacheServ
 
 
 def test_delete_frees_the_value_and_leaves_no_names_of_what_was_never_there(server: LMCacheServer) -> None:
-    backend = LMCacheBackend("127.0.0.1", server.port)
+    backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
     backend.delete(KEYS)
     assert not server.values
     backend.put(KEYS, values(1000))
@@ -227,7 +233,7 @@ def test_what_the_protocol_cannot_hold_is_refused(backend: LMCacheBackend) -> No
 
 
 def test_specs(server: LMCacheServer) -> None:
-    backend = open_backend(f"lmcache://127.0.0.1:{server.port}?timeout=2&prefix=a.b")
+    backend = open_backend(f"lmcache://127.0.0.1:{server.port}?timeout={TIMEOUT_S}&prefix=a.b")
     backend.put(KEYS[:1], values(10)[:1])
     assert any(name.startswith("a.b.") for name in server.values)
     backend.close()
@@ -245,9 +251,9 @@ def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(BackendUnavailable, match="timeout"):
-            LMCacheBackend("127.0.0.1", port, timeout_s=0.1)
+            LMCacheBackend("127.0.0.1", port, timeout_s=patience(0.1))
     with pytest.raises(BackendUnavailable, match="unreachable"):
-        LMCacheBackend("127.0.0.1", port, timeout_s=1.0)
+        LMCacheBackend("127.0.0.1", port, timeout_s=patience(1))
 
 
 # ---------------------------------------------------------------- the real server
@@ -279,9 +285,10 @@ class RealServer:
     def start(self) -> None:
         quiet = {**os.environ, "LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
         self.process = subprocess.Popen(self._command, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(600):
+        end_s = time.monotonic() + patience(60)
+        while time.monotonic() < end_s:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 0.1).close()
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
                 return
             except OSError:
                 assert self.process.poll() is None, "lmcache_server ended at once"
@@ -293,7 +300,7 @@ class RealServer:
         self.process.kill()  # its threads keep it from ending otherwise
         self.process.wait()
 
-    def open(self, timeout_s: float = 5.0) -> LMCacheBackend:
+    def open(self, timeout_s: float = TIMEOUT_S) -> LMCacheBackend:
         return LMCacheBackend("127.0.0.1", self.port, timeout_s=timeout_s)
 
 
@@ -337,14 +344,14 @@ def test_real_server_read_by_another_process(real: RealServer) -> None:
         "store = open_backend(sys.argv[1]); buffer = memoryview(bytearray(1000)); "
         "assert store.get([bytes([3]) * 32], [buffer]) == [1000]; print(buffer.hex())"
     )
-    spec = f"lmcache://127.0.0.1:{real.port}"
+    spec = f"lmcache://127.0.0.1:{real.port}?timeout={TIMEOUT_S}"
     found = subprocess.run([sys.executable, "-c", code, spec], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == values(1000)[3].hex()
     backend.close()
 
 
 def test_real_server_frozen_killed_and_started_again(real: RealServer) -> None:
-    backend = real.open(timeout_s=0.5)
+    backend = real.open(timeout_s=patience(0.5))
     backend.put(KEYS, values(1000))
     real.process.send_signal(signal.SIGSTOP)
     for call in every_call(backend):

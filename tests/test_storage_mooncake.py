@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import patience
 from servers import free_port, mooncake_master, stop
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
@@ -27,6 +28,7 @@ try:
 except ImportError as error:
     pytest.skip(f"no Mooncake client here: {error}", allow_module_level=True)
 
+pytestmark = pytest.mark.deadline
 MIB = 1 << 20
 
 
@@ -39,7 +41,7 @@ def port() -> Iterator[int]:
 
 
 def client(port: int, **options: Any) -> MooncakeBackend:
-    return MooncakeBackend(f"127.0.0.1:{port}", **{"timeout_s": 1.0, "segment_bytes": 0, **options})
+    return MooncakeBackend(f"127.0.0.1:{port}", **{"timeout_s": patience(1), "segment_bytes": 0, **options})
 
 
 NODE = """
@@ -59,7 +61,7 @@ backend.close()
 @contextmanager
 def store_node(port: int, segment: str = "32MiB") -> Iterator[subprocess.Popen[bytes]]:
     """Another process that lends its memory, and reads what it is told to."""
-    spec = f"mooncake://127.0.0.1:{port}?segment={segment}&timeout=1"
+    spec = f"mooncake://127.0.0.1:{port}?segment={segment}&timeout={patience(1)}"
     pipe = subprocess.PIPE
     node = subprocess.Popen([sys.executable, "-c", NODE, spec], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
     assert node.stdout
@@ -71,7 +73,7 @@ def store_node(port: int, segment: str = "32MiB") -> Iterator[subprocess.Popen[b
 
 
 def eventually(what: Any, within_s: float = 15.0) -> None:
-    end = time.monotonic() + within_s
+    end = time.monotonic() + patience(within_s)
     while not what():
         assert time.monotonic() < end, "it did not come to that"
         time.sleep(0.1)
@@ -89,7 +91,9 @@ class Open(MooncakeBackend):
 
 @pytest.fixture(scope="module")
 def shared(port: int) -> Iterator[Open]:
-    backend = Open(f"127.0.0.1:{port}", segment_bytes=64 * MIB, staging_bytes=4 * MIB, timeout_s=1.0, prefix="cases")
+    backend = Open(
+        f"127.0.0.1:{port}", segment_bytes=64 * MIB, staging_bytes=4 * MIB, timeout_s=patience(1), prefix="cases"
+    )
     yield backend
     MooncakeBackend.close(backend)
 
@@ -212,6 +216,7 @@ def bare_port() -> Iterator[int]:
         yield port
 
 
+@pytest.mark.slow
 def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int) -> None:
     backend = client(bare_port)
     keys = make_keys_of(3)
@@ -252,6 +257,7 @@ def test_a_full_store_says_no_until_leases_are_over(bare_port: int) -> None:
     backend.close()
 
 
+@pytest.mark.slow
 def test_master_frozen_killed_and_restarted() -> None:
     port = free_port()
     keys = make_keys_of(2)

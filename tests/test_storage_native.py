@@ -6,6 +6,7 @@ import ctypes
 import threading
 
 import pytest
+from machine import patience
 
 from mainstem.errors import StorageError
 from mainstem.storage.native import Calls, Memory, address_of
@@ -120,12 +121,12 @@ def test_calls_end_before_close_and_none_begins_after_it() -> None:
     def work() -> None:
         with calls.call():
             inside.set()
-            leave.wait(10)
+            leave.wait(patience(10))
             events.append("call ended")
 
     worker = threading.Thread(target=work)
     worker.start()
-    inside.wait(10)
+    inside.wait(patience(10))
     closer = threading.Thread(target=lambda: events.append(calls.close()))
     closer.start()
     while True:  # until close has shut the gate

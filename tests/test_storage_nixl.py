@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from machine import patience
 from servers import S3_CREDENTIALS, free_port, rclone_s3
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
@@ -22,6 +23,9 @@ from mainstem.storage.nixl import APIS, PACKAGES, Files, NixlBackend
 if not any(importlib.util.find_spec(name) for name in PACKAGES):
     pytest.skip("no NIXL here: pip install nixl-cu12", allow_module_level=True)
 
+pytestmark = pytest.mark.deadline
+TIMEOUT_S = patience(20)
+"""Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(100)]
 
 
@@ -215,7 +219,7 @@ def s3(buckets: Path) -> Iterator[int]:
         yield port
 
 
-def objects(port: int, timeout_s: float = 20) -> Backend:
+def objects(port: int, timeout_s: float = TIMEOUT_S) -> Backend:
     place = f"bucket=bucket&endpoint=http://127.0.0.1:{port}&region=us-east-1"
     return open_backend(f"nixl:obj?{place}&timeout={timeout_s}&staging=4MiB")
 
@@ -227,7 +231,8 @@ def test_conformance_of_objects(case: Case, s3: int) -> None:
 
 
 def test_objects_are_those_of_the_s3_back_end(s3: int) -> None:
-    writer, reader = objects(s3), open_backend(f"s3://bucket?endpoint=http://127.0.0.1:{s3}&region=us-east-1")
+    spec = f"s3://bucket?endpoint=http://127.0.0.1:{s3}&region=us-east-1&timeout={TIMEOUT_S}"
+    writer, reader = objects(s3), open_backend(spec)
     assert writer.put(KEYS[:2], [page(1), page(2)]) == [True] * 2
     buffers = blank(2)
     assert reader.get(KEYS[:2], buffers) == [65_536] * 2
@@ -246,7 +251,7 @@ def test_no_bucket_and_no_server(s3: int) -> None:
 def test_an_s3_server_that_freezes_dies_and_comes_back(buckets: Path) -> None:
     port = free_port()
     with server(buckets, port) as process:
-        backend = objects(port, timeout_s=1)
+        backend = objects(port, timeout_s=patience(1))
         backend.put(KEYS[:2], [page(1), page(2)])
         process.send_signal(signal.SIGSTOP)
         calls = (lambda: backend.get(KEYS[:2], blank(2)), lambda: backend.put(KEYS[:1], [page(3)]))

@@ -16,7 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from servers import S3_CREDENTIALS, free_port, rclone_s3
+from machine import patience
+from servers import S3_CREDENTIALS, free_port, patiently, rclone_s3
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
@@ -26,6 +27,9 @@ from mainstem.storage.s3 import S3Backend
 if not importlib.util.find_spec("obstore"):
     pytest.skip("the package obstore is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.deadline
+TIMEOUT_S = patience(5)
+"""Of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(100)]
 
 
@@ -54,7 +58,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def backend(endpoint: str) -> Iterator[S3Backend]:
-    backend = S3Backend("bucket", endpoint=endpoint)
+    backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
     backend.clear()
     yield backend
     backend.close()
@@ -62,7 +66,9 @@ def backend(endpoint: str) -> Iterator[S3Backend]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_conformance(case: Case, endpoint: str) -> None:
-    result = run(case, lambda: open_backend(f"s3://bucket/cases?endpoint={endpoint}&region=us-east-1&timeout=20"))
+    result = run(
+        case, lambda: open_backend(f"s3://bucket/cases?endpoint={endpoint}&region=us-east-1&timeout={4 * TIMEOUT_S}")
+    )
     assert result.passed, result.reason
 
 
@@ -75,7 +81,7 @@ def test_another_process_reads_what_was_written(backend: S3Backend, endpoint: st
         "assert store.exists(keys) == 3 and store.get(keys, buffers) == [100_000] * 3;"
         "assert all(bytes(buffer) == bytes([at]) * 100_000 for at, buffer in enumerate(buffers)); print('seen')"
     )
-    spec = f"s3://bucket?endpoint={endpoint}"
+    spec = f"s3://bucket?endpoint={endpoint}&timeout={TIMEOUT_S}"
     seen = subprocess.run([sys.executable, "-c", script, spec], capture_output=True, text=True, check=True)
     assert seen.stdout == "seen\n"
 
@@ -90,7 +96,7 @@ def test_clear_leaves_what_is_not_ours(backend: S3Backend, endpoint: str) -> Non
         bucket.put(name, b"kept")
     backend.put(KEYS, [page(1, 10) for _ in KEYS])
     assert len(bucket.list().collect()) == len(KEYS) + 3
-    assert S3Backend("bucket", "mainstem/deeper", endpoint=endpoint).exists([bytes(32)]) == 1
+    assert S3Backend("bucket", "mainstem/deeper", endpoint=endpoint, timeout_s=TIMEOUT_S).exists([bytes(32)]) == 1
     backend.clear()
     assert sorted(found["path"] for found in bucket.list().collect()) == others
 
@@ -99,7 +105,8 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     port = free_port()
     with rclone_s3(port, tmp_path) as server:
-        backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}")
+        timeout_s = patience(5)
+        backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}", timeout_s=timeout_s)
         backend.put(KEYS[:2], [page(1), page(2)])
         server.kill()
         server.wait()
@@ -109,7 +116,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
         assert cause_of(lambda: backend.get(KEYS[:1], [page(1)])) == "unreachable"
         assert cause_of(lambda: backend.delete(KEYS)) == "unreachable"
         assert cause_of(backend.clear) == "unreachable"
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 2 * timeout_s
     with rclone_s3(port, tmp_path):
         into = page(0)
         assert backend.exists(KEYS[:3]) == 2
@@ -121,14 +128,15 @@ def test_a_frozen_server_costs_no_more_than_the_timeout(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     port = free_port()
     with rclone_s3(port, tmp_path) as server:
-        backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}", timeout_s=1.0)
+        timeout_s = patience(1)
+        backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}", timeout_s=timeout_s)
         backend.put(KEYS[:1], [page(1)])
         server.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         assert cause_of(lambda: backend.get(KEYS, [page(0) for _ in KEYS])) == "timeout"
         assert cause_of(lambda: backend.put(KEYS, [page(1) for _ in KEYS])) == "timeout"
         assert cause_of(lambda: backend.exists(KEYS)) == "timeout"
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 6 * timeout_s
         server.send_signal(signal.SIGCONT)
         assert patiently(lambda: backend.exists(KEYS[:1])) == 1
 
@@ -138,7 +146,7 @@ def test_a_wrong_key_and_a_missing_bucket(endpoint: str, monkeypatch: pytest.Mon
         S3Backend("no-such-bucket", endpoint=endpoint)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(BackendUnavailable, match="refused") as error:
-        S3Backend("bucket", endpoint=endpoint)
+        S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
     assert "wrong" not in str(error.value)
 
 
@@ -149,8 +157,8 @@ def test_the_process_ends_well_with_requests_under_way(endpoint: str) -> None:
         "threading.Thread(target=store.put, args=(keys, [memoryview(bytearray(50_000))] * 200)).start();"
         "threading.Thread(target=store.exists, args=(keys,), daemon=True).start()"
     )
-    spec = f"s3://bucket/ends?endpoint={endpoint}"
-    ended = subprocess.run([sys.executable, "-c", script, spec], capture_output=True, text=True, timeout=60)
+    spec = f"s3://bucket/ends?endpoint={endpoint}&timeout={TIMEOUT_S}"
+    ended = subprocess.run([sys.executable, "-c", script, spec], capture_output=True, text=True, timeout=patience(60))
     assert (ended.returncode, "panicked" in ended.stderr) == (0, False), ended.stderr
 
 
@@ -218,10 +226,10 @@ class FalseObjects(BaseHTTPRequestHandler):
 
     def say_trickle(self, _: str) -> None:
         self.say(200, b"", content_length="100")
-        self.write_on(b"x" for _ in range(100) if not time.sleep(0.1))  # type: ignore[func-returns-value]
+        self.write_on(b"x" for _ in range(100) if not time.sleep(patience(0.1)))  # type: ignore[func-returns-value]
 
     def say_hang(self, _: str) -> None:
-        self.connection.settimeout(20)
+        self.connection.settimeout(patience(60))
         self.write_on([b""])
         self.rfile.read(1)
 
@@ -263,7 +271,7 @@ def false_server(**faults: str) -> Iterator[tuple[str, FalseServer]]:
     ],
 )
 def test_a_fault_of_every_request_is_the_error_of_the_call(fault: str, cause: str) -> None:
-    timeout_s = 1.0 if cause == "timeout" else 10.0  # what is not about time must not run into it on a busy machine
+    timeout_s = patience(1 if cause == "timeout" else 10)  # what is not about time must not run into it
     with false_server(_1=fault) as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=timeout_s)
         began = time.monotonic()
@@ -274,7 +282,7 @@ def test_a_fault_of_every_request_is_the_error_of_the_call(fault: str, cause: st
 
 def test_a_fault_of_one_request_is_a_miss_of_its_key() -> None:
     with false_server(_1="500 InternalError", _2="404 NoSuchKey", _3="cut", _4="longer", _5="shorter") as (endpoint, _):
-        backend = S3Backend("bucket", endpoint=endpoint)
+        backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
         into = [page(0, 100) for _ in range(7)]
         assert backend.get(KEYS[:7], into) == [100, ABSENT, ABSENT, ABSENT, 101, 99, 100]
         assert bytes(into[0]) == bytes(into[6]) == b"x" * 100
@@ -283,7 +291,7 @@ def test_a_fault_of_one_request_is_a_miss_of_its_key() -> None:
 def test_a_body_longer_than_announced_stays_within_its_buffer() -> None:
     memory = bytearray(b"g" * 300)
     with false_server(_1="endless") as (endpoint, _):
-        backend = S3Backend("bucket", endpoint=endpoint)
+        backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
         (length,) = backend.get(KEYS[1:2], [memoryview(memory)[100:200]])
         assert length > 100
         assert memory[:100] == memory[200:] == b"g" * 100
@@ -292,14 +300,14 @@ def test_a_body_longer_than_announced_stays_within_its_buffer() -> None:
 def test_no_room_is_no_error() -> None:
     faults = {"_1": "507 InsufficientStorage", "_2": "403 QuotaExceeded"}
     with false_server(**faults) as (endpoint, _):
-        backend = S3Backend("bucket", endpoint=endpoint)
+        backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
         assert backend.put(KEYS[:4], [page(1)] * 4) == [True, False, False, True]
         assert backend.put(KEYS[1:3], [page(1)] * 2) == [False, False]
 
 
 def test_exists_is_exact_and_asks_no_further_than_it_must() -> None:
     with false_server(_5="404 NoSuchKey", _3="500 InternalError") as (endpoint, server):
-        backend = S3Backend("bucket", endpoint=endpoint, requests=4)
+        backend = S3Backend("bucket", endpoint=endpoint, requests=4, timeout_s=TIMEOUT_S)
         good, gap, broken = KEYS[1], KEYS[5], KEYS[3]
         for at in (0, 1, 7):
             asked = []
@@ -315,14 +323,14 @@ def test_exists_is_exact_and_asks_no_further_than_it_must() -> None:
 
 def test_a_silent_server_is_asked_no_more() -> None:
     with false_server(_1="hang") as (endpoint, server):
-        backend = S3Backend("bucket", endpoint=endpoint, requests=4, timeout_s=1.0)
+        backend = S3Backend("bucket", endpoint=endpoint, requests=4, timeout_s=patience(1))
         assert cause_of(lambda: backend.get([KEYS[1]] * 60, [page(0, 100)] * 60)) == "timeout"
         assert server.seen["GET"] < 8
 
 
 def test_deletes_go_a_thousand_at_a_time() -> None:
     with false_server() as (endpoint, server):
-        backend = S3Backend("bucket", endpoint=endpoint)
+        backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
         with pytest.raises(StorageError):  # the false server knows no answer to it
             backend.delete([number.to_bytes(32, "big") for number in range(1000)])
         assert 1 <= server.seen["POST"] <= 3
@@ -330,7 +338,7 @@ def test_deletes_go_a_thousand_at_a_time() -> None:
 
 def test_closing_ends_a_call_under_way() -> None:
     with false_server(_1="hang") as (endpoint, _):
-        backend = S3Backend("bucket", endpoint=endpoint, requests=2, timeout_s=4.0)
+        backend = S3Backend("bucket", endpoint=endpoint, requests=2, timeout_s=patience(4))
         threading.Timer(0.3, backend.close).start()
         assert cause_of(lambda: backend.get([KEYS[1]] * 60, [page(0, 100)] * 60)) == "closed"
 
@@ -376,13 +384,3 @@ def cause_of(call: Callable[[], object]) -> str:
     with pytest.raises(StorageError) as error:
         call()
     return error.value.cause
-
-
-def patiently(call: Callable[[], int]) -> int:
-    """The result of a call that may fail until the server has come to itself."""
-    for _ in range(20):
-        try:
-            return call()
-        except StorageError:
-            time.sleep(0.1)
-    return call()

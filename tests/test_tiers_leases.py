@@ -7,7 +7,7 @@ give. Copies go one layer further, or end, when the test says so.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -316,6 +316,15 @@ def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
     rig.close()
 
 
+@pytest.fixture
+def little_garbage() -> Iterator[None]:
+    """A collection looks at what is made from here on: with PyTorch imported there is a second's worth of the rest."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("arrives", [True, False])
 @pytest.mark.parametrize("how", ["abort", "finish", "drop"])
 @pytest.mark.parametrize("kind", KINDS)

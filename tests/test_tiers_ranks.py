@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 from hand_driven import FaultyBackend, Rig, prompt
+from machine import patience
 
 from mainstem.errors import OutOfPages, StorageError
 from mainstem.tiers.controller import Prefetch
 
-PATIENCE_S = 30.0
+pytestmark = pytest.mark.deadline
+PATIENCE_S = patience(30)
 
 Step = Callable[["Rank"], None]
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from machine import patience
 
 from mainstem.tiers.workers import Call, ThreadWorkers
 
-PATIENCE_S = 20.0  # of the test, for what must happen
+pytestmark = pytest.mark.deadline
+PATIENCE_S = patience(20)  # of the test, for what must happen
 
 
 @pytest.fixture
@@ -130,4 +132,4 @@ def each(threads: list[threading.Thread], step: Callable[[threading.Thread], Non
 def test_a_slow_call_has_all_of_the_time_to_end_not_a_part_for_each_thread() -> None:
     workers = ThreadWorkers(2, "slow")
     workers.submit(lambda: time.sleep(0.6))
-    assert workers.close(1.0)
+    assert workers.close(patience(1))

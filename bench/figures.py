@@ -1,0 +1,402 @@
+"""Figures of the documentation, made of the recorded results.
+
+    python -m bench.figures [--write]
+
+A page marks what comes from a record, a table by its name in `TABLES`, a number by where it stands and how it is
+written:
+
+    <!--= requests -->
+    | ...
+    <!--/-->
+
+    takes <!--= core: long match, page 16, 1 nodes, over its floor / median | .2f -->1.01<!--/--> times what
+
+Without `--write` it says what differs from the records, and a test does the same; with it the pages are written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGES = ("README.md", "docs/models.md", "docs/performance.md", "docs/planning.md", "docs/policies.md")
+"""Where recorded figures stand."""
+MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
+
+Row = Mapping[str, Any]
+Records = Mapping[str, Mapping[str, Any]]
+"""Each recorded file, by the name of its benchmark."""
+
+
+def load(folder: Path = RESULTS) -> Records:
+    """All that is recorded."""
+    paths = folder.glob("recorded-*.json")
+    return {path.stem.removeprefix("recorded-"): json.loads(path.read_text()) for path in paths}
+
+
+def rewritten(page: str, records: Records) -> str:
+    """A page with the figures of these records.
+
+    Raises:
+        KeyError: a mark names no table and no number; it is quoted.
+    """
+    return MARK.sub(lambda found: found[1] + found["line"] + _figure(found["what"], records) + found["end"], page)
+
+
+def _figure(what: str, records: Records) -> str:
+    if what in TABLES:
+        return TABLES[what](records)
+    where, _, form = what.partition(" | ")
+    try:
+        return FORMS[form](number(where, records)) if form in FORMS else format(number(where, records), form)
+    except (KeyError, ValueError) as error:
+        raise KeyError(f"no such figure: {what!r} ({error})") from error
+
+
+# ---------------------------------------------------------------- numbers
+
+
+class Source(NamedTuple):
+    """Rows of a record, and which of their fields name one."""
+
+    record: str
+    rows: str
+    keys: tuple[str, ...]
+
+
+SOURCES = {
+    "core": Source("core", "rows", ("name",)),
+    "request": Source("index", "rows", ("system", "page_size")),
+    "scenario": Source("index", "scenarios", ("system", "scenario")),
+    "faults": Source("store-faults", "rows", ("store", "kind")),
+    "tiers": Source("tiers", "rows", ("what", "page_size", "dtype")),
+    "policy": Source("policies", "rows", ("policy",)),
+}
+FORMS: Mapping[str, Callable[[float], str]] = {
+    "ms": lambda seconds: f"{1000 * seconds:,.0f}",
+    "%": lambda share: f"{100 * share:.0f}",
+}
+
+
+def number(where: str, records: Records) -> float:
+    """`source: key / ... / field / ...`, as `scenario: mainstem / miss / measures / µs / median`.
+
+    Raises:
+        KeyError: there is no such row or field.
+    """
+    name, _, rest = where.partition(": ")
+    source, parts = SOURCES[name], rest.split(" / ")
+    keys, path = parts[: len(source.keys)], parts[len(source.keys) :]
+    rows = records[source.record][source.rows]
+    found: Any = next((row for row in rows if [str(row[key]) for key in source.keys] == keys), None)
+    if found is None:
+        raise KeyError(" / ".join(keys))
+    for field in path:
+        found = found[field]
+    return float(found)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+MAIN_PEERS = ("mainstem", "python", "sglang-rust", "sglang-python", "vllm")
+
+
+def _requests(records: Records, systems: Sequence[str] | None = None) -> str:
+    """Microseconds a request, in brackets the ratio to the leases in the same turns."""
+    record = records["index"]
+    rows = {(row["system"], row["page_size"]): row for row in record["rows"]}
+    sizes = sorted({size for _, size in rows})
+
+    def cell(system: str, size: int, mode: str) -> str:
+        measured = rows[system, size].get(mode)
+        if measured is None:
+            return "–"
+        ratio = "" if system == "mainstem" else f" ({measured['ratio']:.1f})"
+        return f"{measured['us']:,.1f}{ratio}"
+
+    lines = []
+    for system in systems or dict.fromkeys(system for system, _ in rows):
+        cells = [*(cell(system, size, "prepared") for size in sizes), cell(system, 16, "lists")]
+        if any(text != "–" for text in cells):
+            lines.append([_label(rows[system, 16], record), *cells])
+    return _table(["µs a request", *(f"page {size}" for size in sizes), "page 16, from lists"], lines)
+
+
+def _label(row: Row, record: Row) -> str:
+    """A system's name, with its version if it is another project's."""
+    for package, name in (("sglang", "SGLang"), ("vllm", "vLLM"), ("ai-dynamo-runtime", "Dynamo")):
+        if row["label"].startswith(name) and package in record["versions"]:
+            return str(row["label"].replace(name, f"{name} {record['versions'][package]}", 1))
+    return f"**{row['label']}**" if row["system"] == "mainstem" else str(row["label"])
+
+
+_SCENARIOS = (
+    ("look-up of 131,072 cached tokens, page 16, 1 node", "long", "page 16, 1 node, µs"),
+    ("in 64 nodes", "long", "page 16, 64 nodes, µs"),
+    ("in 1,024 nodes", "long", "page 16, 1024 nodes, µs"),
+    ("the same tokens as a list", "lists", "µs"),
+    ("a miss of 131,072 tokens", "miss", "µs"),
+    ("evict one page of 50,000 leaves and take it back, p50", "leaves", "all free, p50 µs"),
+    ("the same, p99", "leaves", "all free, p99 µs"),
+    ("half of them locked, p50", "leaves", "half locked, p50 µs"),
+    ("the same, p99", "leaves", "half locked, p99 µs"),
+    ("one request of a session, turns 1 to 50", "session", "first 50 turns, µs"),
+    ("turns 451 to 500 (170,000 tokens)", "session", "last 50 turns, µs"),
+    ("first request in one of 10,000 namespaces, p50", "namespaces", "first visit, p50 µs"),
+    ("chunk of 512 behind 1k", "chunks", "near, µs"),
+    ("chunk of 512 behind 120k", "chunks", "far, µs"),
+    ("16 decoded tokens behind 100,000", "decode", "far, µs"),
+    ("look-up beside a busy thread, p50", "busy", "p50 µs"),
+    ("the same, p99", "busy", "p99 µs"),
+    ("cold look-up among 51 million tokens, others 5.1 million, p50", "cold", "p50 µs"),
+    ("bytes a token, 4,096-token nodes", "memory-4096", "bytes a token"),
+    ("bytes a token, 256-token leaves", "memory-256", "bytes a token"),
+)
+
+
+def _scenarios(records: Records) -> str:
+    """A line for each scenario, medians of the rounds; every system that was measured has a column."""
+    record = records["index"]
+    rows = {(row["system"], row["scenario"]): row for row in record["scenarios"]}
+    systems = list(dict.fromkeys(system for system, _ in rows))
+    lines = []
+    for what, scenario, name in _SCENARIOS:
+        found = [rows.get((system, scenario), {}).get("measures", {}).get(name) for system in systems]
+        lines.append([what, *("–" if one is None else _short(one["median"]) for one in found)])
+    heads = [_label(next(row for (of, _), row in rows.items() if of == system), record) for system in systems]
+    return _table(["", *heads], lines)
+
+
+def _core(records: Records) -> str:
+    """The goals of the core alone, and what was measured."""
+    goals = records["core"]["goals"]
+    return _table(
+        ["", "measured", "goal", ""],
+        ([goal["what"], _short(goal["measured"]), f"{goal['goal']:g}", goal["unit"]] for goal in goals),
+    )
+
+
+def _missed(records: Records) -> str:
+    """Goals of any benchmark that the recorded run missed."""
+    goals = (goal for _, record in sorted(records.items()) for goal in record.get("goals", ()))
+    lines = [
+        [goal["what"], _short(goal["measured"]), _short(goal["goal"]), goal["unit"]]
+        for goal in goals
+        if goal["met"] is False
+    ]
+    return _table(["", "measured", "goal", ""], lines) if lines else "All of them are met."
+
+
+def _hits(records: Records) -> str:
+    """Percent of tokens, for each policy of Mainstem and each peer."""
+    rows = records["index"]["hit_rates"]
+    columns = list(dict.fromkeys((row["workload"], row["capacity_tokens"]) for row in rows))
+    found = {(row["label"], row["policy"], row["workload"], row["capacity_tokens"]): row for row in rows}
+    lines = []
+    for label, policy in dict.fromkeys((row["label"], row["policy"]) for row in rows):
+        own = [found[label, policy, *column] for column in columns]
+        if any("hit_rate" in row for row in own):
+            cells = [f"{100 * row['hit_rate']:.2f}" if "hit_rate" in row else "–" for row in own]
+            lines.append([f"{label}, {policy}", *cells])
+    return _table(["%", *(f"{workload}, {slots:,}" for workload, slots in columns)], lines)
+
+
+def _tiers(records: Records) -> str:
+    """GB/s with pages of 16 tokens; in brackets the part of memcpy (host) or of the plain file (stores)."""
+    rows = {(row["what"], row["dtype"]): row for row in records["tiers"]["rows"] if row["page_size"] == 16}
+    dtypes = list(dict.fromkeys(dtype for _, dtype in rows))
+
+    def cell(row: Row, way: str) -> str:
+        peers = row.get("of", {})
+        peer = peers.get("plain file, fdatasync", peers.get("memcpy"))
+        return _short(row[way]["median"]) + (f" ({100 * peer[way]:.0f} %)" if peer else "")
+
+    lines = []
+    for what in dict.fromkeys(what for what, _ in rows):
+        cells = [cell(rows[what, dtype], way) for dtype in dtypes for way in ("down", "up") if (what, dtype) in rows]
+        lines.append([what, *cells])
+    return _table(["GB/s", *(f"{dtype}, {way}" for dtype in dtypes for way in ("down", "up"))], lines)
+
+
+def _faults(records: Records) -> str:
+    """Time to the first token beside each store, and without one."""
+    lines = []
+    for row in records["store-faults"]["rows"]:
+        times = [f"{1000 * row[name]:.0f}" for name in ("without_p50_s", "p50_s", "without_p99_s", "p99_s")]
+        ratios = [f"{row['ratio']:.2f}", f"{row['p99_ratio']:.2f}"]
+        lines.append([row["store"], row["kind"], str(row["requests"]), *times, *ratios])
+    heads = ["store", "prefix", "requests", "without, p50 ms", "with, p50 ms", "without, p99 ms", "with, p99 ms"]
+    return _table([*heads, "median ratio", "p99 ratio"], lines)
+
+
+def _ttft(records: Records) -> str:
+    """Milliseconds to the first token, cold and warm, for each length of the prefix."""
+    rows = {(row["dtype"], row["prefix"]): row for row in records["ttft"]["rows"]}
+    prefixes = sorted({prefix for _, prefix in rows})
+
+    def cell(row: Row) -> str:
+        return f"{1000 * row['cold_s']:,.0f} / {1000 * row['warm_s']:,.0f} ({row['ratio']:.0f}x)"
+
+    dtypes = dict.fromkeys(dtype for dtype, _ in rows)
+    lines = [[f"{dtype}, cold / warm, ms", *(cell(rows[dtype, prefix]) for prefix in prefixes)] for dtype in dtypes]
+    return _table(["prefix", *(f"{prefix:,}" for prefix in prefixes)], lines)
+
+
+def _throughput(records: Records) -> str:
+    """Requests a second with the prefix reused, and without."""
+    record = records["throughput"]
+    rows = record["rows"]
+    lines = [
+        [f"{what}, requests a second", *(f"{row[key]['requests_per_s']:.2f}" for row in rows)]
+        for what, key in (("with reuse", "reuse"), ("without", "no_reuse"))
+    ]
+    return _table([f"at once ({record['settings']['dtype']})", *(str(row["concurrent"]) for row in rows)], lines)
+
+
+def _policies(records: Records) -> str:
+    """What each policy closes of the gap to the optimum, and its worst and best cell, from the best on."""
+
+    def cell(side: Row) -> list[str]:
+        return [f"{side['gain']:+.2f}", f"{side['workload']}, {side['percent']} %" if side["gain"] else ""]
+
+    rows = sorted(records["policies"]["rows"], key=lambda row: -row["closed"])
+    lines = [
+        [row["policy"], f"{row['closed']:.1f}", *cell(row["worst"]), *cell(row["best"]), f"{row['cost']:.1f}"]
+        for row in rows
+    ]
+    return _table(["policy", "% of the gap", "worst", "at", "best", "at", "time"], lines)
+
+
+def _plan(records: Records) -> str:
+    """Predicted and measured processor time of prefills."""
+    lines = (
+        [
+            f"{row['tokens']:,}",
+            f"{row['past']:,}",
+            f"{row['flops'] / 1e9:.1f}",
+            f"{1000 * row['predicted_s']:,.0f} ms",
+            f"{1000 * row['measured_s']:,.0f} ms",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in records["plan"]["rows"]
+    )
+    return _table(["tokens", "cached before", "GFLOPs", "predicted", "measured", "ratio"], lines)
+
+
+def _models(records: Records) -> str:
+    """The table of the models, as the benchmark itself writes it."""
+    from bench.models import markdown  # which imports the runtime
+
+    return markdown(records["models"]["rows"]).rstrip()
+
+
+def _runs(records: Records) -> str:
+    """When and on what each record was made."""
+    lines = []
+    for name, record in sorted(records.items()):
+        machine, versions = record["machine"], record["versions"]
+        on = f"{machine['cores']} cores of {machine['cpu']}, load {machine['load']} at the end"
+        length = "quick" if record["quick"] else "full"
+        if "seconds" in record:
+            length += f", {record['seconds'] / 60:.0f} min"
+        torch = versions.get("torch", "–")
+        lines.append([name, record["date"][:10], (record["commit"] or "–")[:7], length, on, machine["python"], torch])
+    return _table(["record", "date", "commit", "run", "machine", "Python", "PyTorch"], lines)
+
+
+_IN_SHORT: Sequence[tuple[str, Sequence[str], str]] = (
+    (
+        "match of 131,072 tokens in C++, over comparing the bytes and copying the page ids; 1 / 64 / 1,024 nodes",
+        [f"core: long match, page 16, {nodes} nodes, over its floor / median" for nodes in (1, 64, 1024)],
+        ".2f",
+    ),
+    (
+        "bytes a cached token, all of malloc; 4,096 / 256 / 64 tokens a node",
+        [f"core: memory, nodes of {tokens} tokens, as malloc counts / median" for tokens in (4096, 256, 64)],
+        ".1f",
+    ),
+    (
+        "load back from the host, times memcpy, pages of 16 tokens; float32 / bfloat16",
+        [f"tiers: host, page_first / 16 / {dtype} / of / memcpy / up" for dtype in ("float32", "bfloat16")],
+        ".2f",
+    ),
+    (
+        "the same, pages of one token",
+        [f"tiers: host, page_first / 1 / {dtype} / of / memcpy / up" for dtype in ("float32", "bfloat16")],
+        ".2f",
+    ),
+    *(
+        (
+            f"first token beside a {store} store over that without storage, {what}; median / p99 / requests",
+            [f"faults: {store} / {kind} / {field}" for field in ("ratio", "p99_ratio", "requests")],
+            ".3g",
+        )
+        for store in ("dead", "hung")
+        for kind, what in (("new", "new prompt"), ("on host", "prefix on the host"))
+    ),
+)
+
+
+def _in_short(records: Records) -> str:
+    """What the README shows of all records."""
+    rows = ([what, " / ".join(format(number(one, records), form) for one in ones)] for what, ones, form in _IN_SHORT)
+    return _table(["", ""], rows)
+
+
+def _short(value: float) -> str:
+    """Three digits or so."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"
+
+
+TABLES: Mapping[str, Callable[[Records], str]] = {
+    "requests": _requests,
+    "requests, main peers": lambda records: _requests(records, MAIN_PEERS),
+    "in short": _in_short,
+    "scenarios": _scenarios,
+    "core": _core,
+    "missed goals": _missed,
+    "hit rates": _hits,
+    "tiers": _tiers,
+    "store faults": _faults,
+    "ttft": _ttft,
+    "throughput": _throughput,
+    "policies": _policies,
+    "plan": _plan,
+    "models": _models,
+    "records": _runs,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a page is not as the records are and was not to be written."""
+    parser = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the pages anew")
+    options = parser.parse_args(arguments)
+    records, status = load(), 0
+    for name in PAGES:
+        path = ROOT / name
+        before = path.read_text()
+        after = rewritten(before, records)
+        if after != before:
+            print(f"{name}: {'written' if options.write else 'differs from the records; --write writes it'}")
+            status = int(not options.write)
+        if options.write:
+            path.write_text(after)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

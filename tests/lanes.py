@@ -1,0 +1,179 @@
+"""Tests too heavy for every run: each leaves a record, and runs again only where what it tests has changed.
+
+    python -m tests.lanes run lmcache       the tests, then tests/recorded/lmcache.json
+    python -m tests.lanes check             runs those whose record is out of date; fails where there is none
+
+A lane is a row of `LANES`. Its record says when and at which commit it passed, and the digest of every file that its
+outcome depends on. CI goes by the digests: a lane whose files are those that passed is believed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Tests with a record.
+
+    Args:
+        name: `make test-NAME` sets up what it needs, runs it and writes its record.
+        tests: what pytest is given.
+        files: what its outcome depends on: files and patterns, from the root of the repository.
+        pins: packages whose lines in constraints.txt it depends on.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    files: tuple[str, ...]
+    pins: tuple[str, ...] = ()
+
+    @property
+    def record(self) -> str:
+        """Its record, from the root of the repository."""
+        return f"tests/recorded/{self.name}.json"
+
+
+Tests = Callable[[Lane, Path], tuple[int, str]]
+
+LANES = (
+    Lane(
+        "lmcache",
+        ("tests/test_storage_lmcache.py",),
+        (
+            "src/mainstem/storage/lmcache.py",
+            "src/mainstem/storage/base.py",
+            "src/mainstem/storage/conformance.py",
+            "tests/test_storage_lmcache.py",
+            "tests/doubles/lmcache_server.py",
+            "tests/requirements-lmcache.txt",
+        ),
+    ),
+)
+
+
+def digests(lane: Lane, root: Path = ROOT) -> dict[str, str]:
+    """Of each file, and of each pin, what it is now.
+
+    Raises:
+        FileNotFoundError: a file or a pattern of the lane is nowhere.
+    """
+    found: dict[str, str] = {}
+    for pattern in lane.files:
+        paths = sorted(path for path in root.glob(pattern) if path.is_file())
+        if not paths:
+            raise FileNotFoundError(f"lane {lane.name}: there is no {pattern}")
+        for path in paths:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[path.relative_to(root).as_posix()] = digest[:16]
+    constraints = (root / "constraints.txt").read_text() if lane.pins else ""
+    for pin in lane.pins:
+        line = re.search(rf"^{re.escape(pin)}==\S+$", constraints, re.MULTILINE)
+        if line is None:
+            raise FileNotFoundError(f"lane {lane.name}: constraints.txt does not pin {pin}")
+        found[f"constraints.txt: {pin}"] = line[0]
+    return found
+
+
+def changed(lane: Lane, root: Path = ROOT) -> list[str] | None:
+    """What is not as it was when the lane passed; None without a record."""
+    path = root / lane.record
+    if not path.exists():
+        return None
+    then, now = json.loads(path.read_text())["digests"], digests(lane, root)
+    return sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+
+
+def run(lane: Lane, root: Path = ROOT, tests: Tests | None = None) -> int:
+    """Runs the lane and writes its record, where all of its tests passed and none was skipped; the exit status.
+
+    Args:
+        tests: runs them; the exit status and what pytest printed.
+    """
+    before, began = digests(lane, root), time.monotonic()
+    status, output = (tests or _pytest)(lane, root)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", output.strip().rpartition("\n")[2])}
+    if status or "skipped" in counts:
+        print(f"lane {lane.name}: failed, or left something out; its record stays as it was")
+        return 1
+    record = {
+        "passed": counts["passed"],
+        "seconds": round(time.monotonic() - began),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(root),
+        "python": platform.python_version(),
+        "digests": before,
+    }
+    (root / lane.record).write_text(json.dumps(record, indent=1) + "\n")
+    print(f"lane {lane.name}: written to {lane.record}")
+    return 0
+
+
+def check(lanes: Iterable[Lane] = LANES, root: Path = ROOT, make: Callable[[str], int] | None = None) -> int:
+    """Believes a lane whose files are those that passed, runs one whose files are others; 0 if all is well.
+
+    Args:
+        make: runs a target of the Makefile; its exit status.
+    """
+    failed = 0
+    for lane in lanes:
+        names = changed(lane, root)
+        if names is None:
+            print(f"lane {lane.name}: no record; run `make test-{lane.name}` and commit {lane.record}")
+            failed += 1
+        elif names:
+            print(f"lane {lane.name}: runs again, since these have changed: {', '.join(names)}", flush=True)
+            failed += (make or _make)(f"test-{lane.name}") != 0
+        else:
+            record: dict[str, Any] = json.loads((root / lane.record).read_text())
+            print(f"lane {lane.name}: {record['passed']} passed on {record['date'][:10]}, nothing has changed since")
+    return int(failed > 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    names = [lane.name for lane in LANES]
+    parser = argparse.ArgumentParser(prog="python -m tests.lanes", description=__doc__)
+    parser.add_argument("task", choices=["run", "check"])
+    parser.add_argument("lanes", nargs="*", metavar="lane", help=f"of {', '.join(names)}; all without")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.lanes) - set(names):
+        parser.error(f"no such lane: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    chosen = [lane for lane in LANES if not options.lanes or lane.name in options.lanes]
+    return check(chosen) if options.task == "check" else max(run(lane) for lane in chosen)
+
+
+def _pytest(lane: Lane, root: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-q", *lane.tests]
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout)
+    return done.returncode, done.stdout
+
+
+def _make(target: str) -> int:
+    return subprocess.run(["make", target], cwd=ROOT, check=False).returncode
+
+
+def _commit(root: Path) -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

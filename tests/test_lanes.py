@@ -1,0 +1,121 @@
+"""Lanes: what passed is believed as long as nothing that it depends on has changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/lanes.py is also a command, from the root
+
+from tests import lanes
+from tests.lanes import LANES, Lane, changed, check, digests, run
+
+LANE = Lane("drum", ("test_drum.py",), ("drum.py", "parts/*.txt", "test_drum.py"), ("skin",))
+PASSES = "def test_a(): pass\n\ndef test_b(): pass\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "tests" / "recorded").mkdir(parents=True)
+    (tmp_path / "drum.py").write_text("loud = True\n")
+    (tmp_path / "parts" / "a.txt").write_text("a")
+    (tmp_path / "test_drum.py").write_text(PASSES)
+    (tmp_path / "constraints.txt").write_text("skin==1.0\nskinny==3.0\n")
+    return tmp_path
+
+
+def pass_two(_lane: Lane, _root: Path) -> tuple[int, str]:
+    return 0, "..  [100%]\n2 passed in 0.01s\n"
+
+
+def _never(target: str) -> int:
+    raise AssertionError(target)
+
+
+def test_a_lane_that_passed_is_believed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(LANE, root) == 0
+    record = json.loads((root / LANE.record).read_text())
+    assert record["passed"] == 2
+    assert record["digests"].keys() == {"drum.py", "parts/a.txt", "test_drum.py", "constraints.txt: skin"}
+    assert changed(LANE, root) == []
+    capsys.readouterr()
+    assert check([LANE], root, _never) == 0
+    assert capsys.readouterr().out.startswith("lane drum: 2 passed on ")
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "named"),
+    [
+        ("drum.py", "loud = False\n", "drum.py"),
+        ("parts/b.txt", "b", "parts/b.txt"),
+        ("parts/a.txt", "c", "parts/a.txt"),
+        ("constraints.txt", "skin==1.1\nskinny==3.0\n", "constraints.txt: skin"),
+    ],
+)
+def test_a_lane_runs_again_when_what_it_depends_on_has_changed(
+    root: Path, capsys: pytest.CaptureFixture[str], path: str, text: str, named: str
+) -> None:
+    run(LANE, root, pass_two)
+    (root / path).write_text(text)
+    assert changed(LANE, root) == [named]
+    made: list[str] = []
+    assert check([LANE], root, lambda target: made.append(target) or 0) == 0  # type: ignore[func-returns-value]
+    assert check([LANE], root, lambda target: made.append(target) or 2) == 1  # type: ignore[func-returns-value]
+    assert made == ["test-drum"] * 2
+    assert named in capsys.readouterr().out
+
+
+def test_what_it_does_not_depend_on_may_change(root: Path) -> None:
+    run(LANE, root, pass_two)
+    (root / "horn.py").write_text("")
+    (root / "constraints.txt").write_text("skin==1.0\nskinny==4.0\n")
+    assert check([LANE], root, _never) == 0
+
+
+def test_without_a_record_it_fails_and_says_what_makes_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([LANE], root, _never) == 1
+    assert "run `make test-drum` and commit tests/recorded/drum.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "output"), [(1, "1 failed, 1 passed in 0.01s\n"), (0, "1 passed, 1 skipped in 0.01s\n"), (5, "")]
+)
+def test_a_failure_or_a_skip_leaves_the_record_as_it_was(root: Path, status: int, output: str) -> None:
+    run(LANE, root, pass_two)
+    before = (root / LANE.record).read_text()
+    (root / "drum.py").write_text("loud = False\n")
+    assert run(LANE, root, lambda _lane, _root: (status, output)) == 1
+    assert (root / LANE.record).read_text() == before
+    assert changed(LANE, root) == ["drum.py"]
+
+
+def test_a_file_that_is_nowhere_is_an_error(root: Path) -> None:
+    (root / "parts" / "a.txt").unlink()
+    with pytest.raises(FileNotFoundError, match="no parts/"):
+        digests(LANE, root)
+    with pytest.raises(FileNotFoundError, match="does not pin horn"):
+        digests(Lane("horn", (), ("drum.py",), ("horn",)), root)
+
+
+def test_the_command_takes_all_lanes_or_those_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[list[str]] = []
+    monkeypatch.setattr(lanes, "check", lambda chosen: checked.append([lane.name for lane in chosen]) or 0)
+    assert lanes.main(["check"]) == lanes.main(["check", LANES[0].name]) == 0
+    assert checked == [[lane.name for lane in LANES], [LANES[0].name]]
+    with pytest.raises(SystemExit):
+        lanes.main(["check", "drum"])
+    assert "no such lane: drum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.name)
+def test_every_lane_has_its_files_its_target_and_its_record(lane: Lane) -> None:
+    assert digests(lane)
+    top = Path(__file__).parents[1]
+    assert f"\ntest-{lane.name}:" in (top / "Makefile").read_text()
+    assert (top / lane.record).exists()
