@@ -310,6 +310,13 @@ def test_by_prefix_the_busy_are_passed_over() -> None:
         assert replay(Trace.of(batch), "lru", 99, setup=Setup(replicas=2)).replica_requests == served
 
 
+def test_by_prefix_one_and_a_half_times_the_mean_is_not_busy_yet() -> None:
+    others = [[1000 + i] for i in range(200)]  # 100 for each replica, so that 32 more are no measure
+    for requests, served in ((201, (301, 100)), (202, (301, 101))):
+        batch = Batch.of(others + [[1]] * requests, time_s=[0.0] * (200 + requests))
+        assert replay(Trace.of(batch), "lru", 999, setup=Setup(replicas=2)).replica_requests == served
+
+
 def test_by_prefix_less_than_half_does_not_count() -> None:
     prompts = [[1, 10 + i, 20 + i] for i in range(9)]  # all begin alike
     row = replay(Trace.of(Batch.of(prompts, time_s=[0.0] * 9)), "lru", 99, setup=Setup(replicas=3))
