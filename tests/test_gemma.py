@@ -18,6 +18,7 @@ from bench import models
 from bench.report import Report
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(patience(900))  # the first time its weights are converted
 def test_a_branching_prompt_longer_than_its_window_is_the_same_cold_and_warm_and_without_us() -> None:
     settings = models.Settings(models=("Gemma 3 270M",))

@@ -33,13 +33,12 @@ def pytest_configure(config):
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")])
 @pytest.mark.parametrize(
-    "code",
+    ("code", "workers"),
     [
-        "import pytest\n\ndef test_a(): pytest.skip('not today')",
-        "import pytest\npytest.skip('not today', allow_module_level=True)",
-        "import pytest\n\n@pytest.mark.skipif(True, reason='not today')\ndef test_a(): pass",
+        ("import pytest\n\ndef test_a(): pytest.skip('not today')", ()),
+        ("import pytest\npytest.skip('not today', allow_module_level=True)", ("-n", "1")),
+        ("import pytest\n\n@pytest.mark.skipif(True, reason='not today')\ndef test_a(): pass", ("-n", "1")),
     ],
 )
 def test_a_run_that_skips_without_an_excuse_fails(
