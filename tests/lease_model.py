@@ -164,7 +164,8 @@ class LeaseModel:
 
     def _note_parting(self, names: list[int], hit: int) -> None:
         """Remembers a hit of a prompt that parts from another sequence further on."""
-        if "state" not in self.rows or not self.before:
+        row = self.rows.get("state")
+        if not isinstance(row, State) or row.most_on_path is None:
             return
         whole = range(self.page_size, len(names) - 1, self.page_size)
         known = list(takewhile(lambda end: names[end] in self.held[self.first], whole))

@@ -214,8 +214,9 @@ void old_generations() {
   Tree tree(4, 1, kFull, 1, "lru", 1);
   for (int i = 0; i < 2; ++i) {
     const Handle node = insert(tree, key_of({1, 2, 3}), 0).node;
-    Probe::node(tree, node).generation = 0x7fffffff;
-    const Handle last = Handle{0x7fffffff} << 32 | Probe::index(tree, Handle{0x7fffffff} << 32 | 2);
+    Probe::node(tree, node).generation = Node::kMostGenerations;
+    const Handle last =
+        Handle{Node::kMostGenerations} << 32 | Probe::index(tree, Handle{Node::kMostGenerations} << 32 | 2);
     expect_equal(tree.end(last), 3, "the end of a node of the last generation");
     tree.evict(i == 0 ? 1 : 3, 0, 0);
     thrown<StaleHandle>("a handle of the generation before", [&] { tree.end(last); });

@@ -47,14 +47,15 @@ void Tree::check_node(Index node) const {
   if (n.root()) {
     const std::string_view name(reinterpret_cast<const char*>(n.key.data()), n.key.size());
     if (find_root(name) != node) broken(node, "a root is found by its name");
-    if (n.pages != 0 || (n.branches == 0 && pins(node, 0) == 0)) broken(node, "a root has no pages, and a child");
+    if (n.pages != 0 || (n.branches == 0 && pins(node, 0) == 0))
+      broken(node, "a root has no pages and at least one child");
   } else {
     if (n.pages == 0) broken(node, "a node holds at least one page");
     if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key is as long as the pages");
     if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
     const auto itself = [&](Index found) { return found == node; };
     const bool found = table_.find(hash(n.parent, n.key.data()), itself) == node;
-    if (found == (n.detached != 0)) broken(node, "a node is found by its parent and first page, unless it was removed");
+    if (found == (n.detached != 0)) broken(node, "a node is found by its parent and first page");
     if ((n.detached || nodes_[n.parent].removed) && !n.removed) broken(node, "what follows a removed node is removed");
     if (n.removed && !n.detached && !nodes_[n.parent].removed) broken(node, "the first removed node is detached");
     if (dead(node)) broken(node, "a node has a cell, a child or a lock");

@@ -113,6 +113,13 @@ bool Tree::divides_pages() const {
 
 // ---------------------------------------------------------------- orders
 
+inline Rank Tree::rank_of(Index node, std::size_t slot) const {
+  const Node& n = nodes_[node];
+  if (n.removed || !row(slot).leaf_only()) [[unlikely]]
+    return rank_by_standing(node, slot);
+  return policy_.rank ? policy_.rank(n, n.accessed, protected_hits_) : Rank{kUnranked, 0};
+}
+
 // Policies that remember have functions of their own: the others must not pay for them.
 inline void Tree::put(Index node, std::size_t slot) {
   if (remembers_) [[unlikely]]
@@ -433,14 +440,20 @@ bool Tree::empty(Index node) const {
   return true;
 }
 
+// A detached node goes: its parent is held no longer.
+[[gnu::noinline]] void Tree::let_go_above(Index node) {
+  const Index parent = nodes_[node].parent;
+  --pins(parent, 0);
+  if (--above_removed_[parent] == 0) above_removed_.erase(parent);
+  if (!nodes_[parent].root()) lock_all(parent, 0, -1);
+}
+
 // Removes a node that holds nothing, and every ancestor left like it; a root goes when its last child went.
 void Tree::reap(Index node) {
   while (node != kNone && dead(node)) {
     const Index parent = nodes_[node].parent;
-    if (nodes_[node].detached) {
-      --pins(parent, 0);
-      if (--above_removed_[parent] == 0) above_removed_.erase(parent);
-      if (!nodes_[parent].root()) lock_all(parent, 0, -1);
+    if (nodes_[node].detached) [[unlikely]] {
+      let_go_above(node);
     } else if (parent == kNone) {
       const Run<std::uint8_t>& name = nodes_[node].key;
       table_.erase(hash({reinterpret_cast<const char*>(name.data()), name.size()}), node);
@@ -550,7 +563,7 @@ std::uint64_t Tree::used(Index node, std::size_t slot) const {
   return row(slot).leaf_only() ? nodes_[node].accessed : standing(node, slot).used;
 }
 
-Rank Tree::rank_of(Index node, std::size_t slot) const {
+[[gnu::noinline]] Rank Tree::rank_by_standing(Index node, std::size_t slot) const {
   const std::uint64_t used = this->used(node, slot);
   if (goes_first(node, slot)) return {std::numeric_limits<double>::lowest(), number(used)};
   if (row(slot).weighs) return {standing(node, slot).worth, number(used)};
@@ -636,7 +649,7 @@ void Tree::refresh_use(Handle handle, std::uint32_t tier) {
   const Index node = resolve(handle);
   if (node == kNone) return;
   ++tick_;
-  if (!remembers_) touch(node, tick_);
+  if (!remembers_) nodes_[node].accessed = tick_;  // it is locked, and so in no order
   for (std::uint32_t c = 0; has_standings_ && c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
     if (row(s).leaf_only()) continue;
@@ -662,6 +675,13 @@ void Tree::refresh(Index node, std::size_t slot) {
     remove(node, slot);
 }
 
+// A window or a state was put here.
+[[gnu::noinline]] void Tree::note_standing(Index node, std::size_t slot) {
+  standing(node, slot).worth = 0;
+  credit(node, slot);
+  if (!row(slot).per_page()) supersede_above(node, slot);
+}
+
 // Puts ids into an absent cell. With `transfer` the cell is in flight, under that node's name.
 void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) {
   Cell& c = cell(node, slot);
@@ -679,11 +699,8 @@ void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index t
   }
   const Index parent = nodes_[node].parent;
   ++cell(parent, slot).holders;
-  if (!row(slot).leaf_only()) {
-    standing(node, slot).worth = 0;
-    credit(node, slot);
-    if (!row(slot).per_page()) supersede_above(node, slot);
-  }
+  if (!row(slot).leaf_only()) [[unlikely]]
+    note_standing(node, slot);
   refresh(node, slot);
   refresh(parent, slot);
 }

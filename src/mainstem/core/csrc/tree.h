@@ -144,7 +144,8 @@ class Tree {
   bool knows(std::string_view ns, Handle after, Bytes key) const;  // the first page of a tail
   bool lies_on(std::string_view ns, Bytes key, Handle node) const;
 
-  // A prefix was in use up to now. That refreshes its recency; it is no hit, and policies that remember hear of no use.
+  // A locked prefix was in use up to now. That refreshes its recency; it is no hit, and policies that remember hear of
+  // no use.
   void refresh_use(Handle node, std::uint32_t tier);
   // Prefixes part at the end of this node: its window is worth as much as one where a match ended.
   void keep_window(Handle node, std::uint32_t tier);
@@ -283,6 +284,7 @@ class Tree {
   bool empty(Index node) const;
   void prepare_to_detach(Index node);
   std::uint64_t detach(Index node) noexcept;
+  void let_go_above(Index node);
   std::vector<Index> children_like(Index parent, Bytes tail) const;
 
   // cells
@@ -297,6 +299,8 @@ class Tree {
   void refresh(Index node, std::size_t slot);
   bool candidate(Index node, std::size_t slot) const;
   Rank rank_of(Index node, std::size_t slot) const;
+  Rank rank_by_standing(Index node, std::size_t slot) const;
+  void note_standing(Index node, std::size_t slot);
   Place place_of(Index node, std::size_t slot) const;
   Replacement* replacement(std::size_t slot) const { return remembers_ ? replacements_[slot].get() : nullptr; }
   Queues queues(std::size_t slot) const { return {const_cast<Order*>(&orders_[slot]), slots_, queue_count_}; }
