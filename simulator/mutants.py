@@ -297,7 +297,7 @@ PYTHON: tuple[Mutant, ...] = (
         "host pages may be evicted while they are written to storage", "Mooncake#4239", _TIERS,
         (
             ("        self._core.lock(node, HOST)\n        self._queued += pages", "        self._queued += pages"),
-            ("        tiers._core.unlock(self._node, HOST)\n\n\nclass _Note", "\n\nclass _Note"),
+            ("        tiers._core.unlock(self.node, HOST)\n\n\nclass _Note", "\n\nclass _Note"),
         ),
     ),
     _mutant(
@@ -364,7 +364,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "an adapter's prefixes are the base model's", "here", "runtime/engine.py",
-        "namespace = replace(namespace, adapter=adapter.namespace)", "namespace = replace(namespace, adapter=None)",
+        "return replace(namespace, adapter=adapter.namespace), adapter",
+        "return replace(namespace, adapter=None), adapter",
         "tests/test_adapters.py",
     ),
     # ---------------------------------------------------------------- the file store

@@ -142,9 +142,9 @@ class Ranks:
     def _tree(self, process: Process) -> bytes:
         digest = blake2b()
         for name in process.cache.tree.core.namespaces():
-            for stats, parent, _, key, cells in process.cache.tree.core.nodes(name):
+            for stats, parent, _, removed, key, cells in process.cache.tree.core.nodes(name):
                 shown = [(state, locks, ids.tolist()) for state, locks, ids in cells]
-                digest.update(f"{stats} {parent} {shown}".encode() + name + key)
+                digest.update(f"{stats} {parent} {removed} {shown}".encode() + name + key)
         return digest.digest()
 
     # ---------------------------------------------------------------- steps
