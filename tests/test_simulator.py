@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ from simulator.campaign import PROFILES, Record, run_seed  # noqa: E402
 from simulator.ghost import SimMemory, fingerprints, salt  # noqa: E402
 from simulator.mutants import NATIVE, PYTHON, Mutant, judge  # noqa: E402
 from simulator.world import World, WrongError  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _log_level(caplog: pytest.LogCaptureFixture) -> None:
+    """A run of the simulator is quiet; what comes after it in this process must not be."""
+    caplog.set_level(logging.getLogger("mainstem").level, "mainstem")
 
 
 def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
