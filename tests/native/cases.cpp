@@ -1192,6 +1192,8 @@ void weighed_states() {
   Mixed mixed({kPaged, {Kind::state, 0, 0, true}});
   const auto write = [&](std::initializer_list<std::uint32_t> key) { mixed.marked(key, key.size())->finish({}); };
   write({1, 1});
+  write({1, 1, 8, 8});
+  mixed.open({1, 1, 1});            // it is of use again, though a sequence has grown past it; others part there now
   write({1, 1, 2, 2, 3, 3, 4, 4});  // saves three pages more
   write({5, 5, 6, 6});
   const auto hits = [&](std::uint64_t one, std::uint64_t four, std::uint64_t two) {
@@ -1201,7 +1203,7 @@ void weighed_states() {
     mixed.tree.check();
   };
   hits(2, 8, 4);
-  mixed.give_back(mixed.tree.evict(1, 1, 0));
+  mixed.give_back(mixed.tree.evict(2, 1, 0));
   hits(0, 8, 4);
   mixed.open({5, 5, 6, 6});  // saves two, on top of the one that went
   write({7, 7});             // one more than the one that went

@@ -559,8 +559,9 @@ class World {
     if (next) {
       const Ids own = tree_.own_ids(next, c, tier);
       const std::int32_t first = rows_[c].from_tail() ? own.back() : own.front();
-      // What lies behind all windows goes before the policy's first; a policy that remembers goes by more than a rank.
-      if (rows_[c].begins_late() || (remembers() && c == 0)) victim = first;
+      // Windows and states go by their own use, which a node does not show; a policy that remembers by more than a
+      // rank.
+      if (!rows_[c].leaf_only() || (remembers() && c == 0)) victim = first;
       expect_equal(first, victim, "the next victim");
     }
     const std::vector<Ids> freed = tree_.evict(want, c, tier);

@@ -649,7 +649,10 @@ void Tree::refresh_use(Handle handle, std::uint32_t tier) {
   const Index node = resolve(handle);
   if (node == kNone) return;
   ++tick_;
-  if (!remembers_) nodes_[node].accessed = tick_;  // it is locked, and so in no order
+  if (single_cell_ && !remembers_)
+    nodes_[node].accessed = tick_;  // it is locked, and so in no order
+  else if (!remembers_)
+    touch(node, tick_);
   for (std::uint32_t c = 0; has_standings_ && c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
     if (row(s).leaf_only()) continue;
