@@ -409,7 +409,7 @@ class Chance:
 
 SETTINGS: list[tuple[int, str | Policy, dict[str, int]]] = [
     (1, "lru", {}),
-    (2, Youngest(), {"full": 50, "windows": 30, "states": 12}),
+    pytest.param(2, Youngest(), {"full": 50, "windows": 30, "states": 12}, marks=pytest.mark.slow),
     (4, "slru", {"full": 16, "windows": 9, "states": 5}),
 ]
 
