@@ -407,9 +407,9 @@ class Chance:
         world.finish(run, None if whole and rng.random() < 0.5 else rng.randint(0, run.computed))
 
 
-SETTINGS: list[tuple[int, str | Policy, dict[str, int]]] = [
+SETTINGS = [
     (1, "lru", {}),
-    (2, Youngest(), {"full": 50, "windows": 30, "states": 12}),
+    pytest.param(2, Youngest(), {"full": 50, "windows": 30, "states": 12}, marks=pytest.mark.slow),
     (4, "slru", {"full": 16, "windows": 9, "states": 5}),
 ]
 

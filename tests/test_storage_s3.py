@@ -271,7 +271,7 @@ def false_server(**faults: str) -> Iterator[tuple[str, FalseServer]]:
     ],
 )
 def test_a_fault_of_every_request_is_the_error_of_the_call(fault: str, cause: str) -> None:
-    timeout_s = patience(1 if cause == "timeout" else 10)  # what is not about time must not run into it
+    timeout_s = patience(1 if cause == "timeout" else 4)  # what is not about time must not run into it
     with false_server(_1=fault) as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=timeout_s)
         began = time.monotonic()
