@@ -364,7 +364,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "an adapter's prefixes are the base model's", "here", "runtime/engine.py",
-        "return replace(namespace, adapter=adapter.namespace), adapter", "return replace(namespace, adapter=None), adapter",
+        "return replace(namespace, adapter=adapter.namespace), adapter",
+        "return replace(namespace, adapter=None), adapter",
         "tests/test_adapters.py",
     ),
     # ---------------------------------------------------------------- the file store
