@@ -521,6 +521,56 @@ NATIVE: tuple[Mutant, ...] = (
         "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size()) + 1) : end - 1;",
         "hybrid",
     ),
+    # ---------------------------------------------------------------- states and windows that others need
+    _mutant(
+        "a cap takes the state from which others part", "here", _CORE + "evict.cpp",
+        "const bool shared = std::exchange(forks, false) || nodes_[at].forked;", "const bool shared = false;",
+        "tests/test_components.py::test_a_cap_leaves_states_that_others_part_from",
+    ),
+    _mutant(
+        "a state goes first though others part from it", "here", _CORE + "tree.cpp",
+        "  if (nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked) return;\n",
+        "  if (nodes_[above].root()) return;\n",
+        "tests/test_components.py",
+    ),
+    _mutant(
+        "pages in front of the window of an insertion go by their age", "here", _CORE + "tree.cpp",
+        "  return row(slot).per_page() && nodes_[node].start < row(slot).first_needed", "  return false && row(slot).first_needed",
+        "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
+    ),
+    _mutant(
+        "with what is in front of a window the window goes", "here", _CORE + "evict.cpp",
+        "  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
+        "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
+    ),
+    # ---------------------------------------------------------------- what is removed, and what follows what is in flight
+    _mutant(
+        "ids of what hangs on a cancelled beginning come back while they are written to", "here", _CORE + "locks.cpp",
+        "  for (const Index at : below)  // nothing below can fail\n    detach(at);\n",
+        "  for (const Index at : below) {\n"
+        "    detach(at);\n"
+        "    const Run<std::int32_t> ids = vacate(at, slot(0, tier));\n"
+        "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
+        "  }\n",
+        "tests/test_tree.py::test_what_is_behind_a_cancelled_beginning_comes_back_when_its_own_transfer_has_ended",
+    ),
+    _mutant(
+        "a transfer locks what another has in flight", "here", _CORE + "insert.cpp",
+        "    if (cell(node, slot(c, tier)).transfer == node && !others[c]) lock_all(node, tier, +1);\n",
+        "    if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);\n",
+        "tests/test_tree.py::test_of_a_transfer_that_adds_nothing_nothing_is_in_flight",
+    ),
+    _mutant(
+        "a user's unlock lets go of what a removed node holds", "here", _CORE + "locks.cpp",
+        "  if (locks_taken(node, tier) == 0) throw NotLocked{handle};\n",
+        "  if (pins(node, tier) == 0) throw NotLocked{handle};\n",
+        "tests/test_stateful.py",
+    ),
+    _mutant(
+        "the end of a lease is no use of its prefix", "here", _CORE + "cache.cpp",
+        "  tree.refresh_use(node, 0);\n", "",
+        "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_and_no_hit",
+    ),
     # ---------------------------------------------------------------- the policy that learns
     _mutant(
         "it goes on as it has learned, however much is lost against lru", "-", _POLICIES + "gittins.h",
