@@ -535,7 +535,8 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "pages in front of the window of an insertion go by their age", "here", _CORE + "tree.cpp",
-        "  return row(slot).per_page() && nodes_[node].start < row(slot).first_needed", "  return false && row(slot).first_needed",
+        "  return row(slot).per_page() && nodes_[node].start < row(slot).first_needed",
+        "  return false && row(slot).first_needed",
         "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
     ),
     _mutant(
@@ -543,7 +544,7 @@ NATIVE: tuple[Mutant, ...] = (
         "  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
         "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
     ),
-    # ---------------------------------------------------------------- what is removed, and what follows what is in flight
+    # ---------------------------------------------------------- what is removed, and what follows what is in flight
     _mutant(
         "ids of what hangs on a cancelled beginning come back while they are written to", "here", _CORE + "locks.cpp",
         "  for (const Index at : below)  // nothing below can fail\n    detach(at);\n",
