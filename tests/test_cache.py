@@ -858,3 +858,28 @@ def test_a_removed_namespace_leaves_the_others() -> None:
     with pytest.raises(BadTokens):
         cache.remove([-1], "b")
     assert cache.peek([1, 2, 3], "b") == 2
+
+
+def test_a_removed_namespace_with_states_is_sound_while_it_is_in_use() -> None:
+    cache = PrefixCache({Full(): 20, State(): 6}, 1, copy_state=lambda source, target: None)
+    lease = cache.lease([1, 2, 3])
+    lease.reserve(3)
+    lease.checkpoint(2)
+    lease.publish(2)
+    cache.remove([])
+    cache.check()
+    lease.finish()
+    cache.check()
+    assert cache.peek([1, 2, 9]) == 0
+
+
+def test_pages_of_a_removed_prefix_serve_others_after_the_lease() -> None:
+    cache = PrefixCache(pages=16, page_size=1)
+    with cache.lease(range(12)) as lease:
+        lease.reserve(12)
+        lease.publish(12)
+        cache.remove(range(12))
+        lease.finish(12)
+    with cache.lease(range(100, 116)) as lease:
+        lease.reserve(16)
+    cache.check()

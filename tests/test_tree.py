@@ -10,7 +10,8 @@ import pytest
 
 from mainstem.components import Full, Window
 from mainstem.core.reference import ReferenceTree
-from mainstem.errors import BadArgument, NotLocked, StaleHandle
+from mainstem.errors import BadArgument, BadTokens, NotLocked, StaleHandle
+from mainstem.keys import BigramKeys
 from mainstem.namespaces import Namespace
 from mainstem.tree import Tree
 
@@ -501,6 +502,82 @@ def test_what_is_locked_outlives_its_removal_and_goes_first_then(policy: str) ->
     assert tree.evict(2)[0].tolist() in ([1, 2], [2, 1])
     assert tree.peek([1, 2, 3]) == 3
     tree.check()
+
+
+def test_what_is_in_front_of_a_removed_page_can_go_with_it() -> None:
+    tree = single()
+    node = tree.insert(range(12), range(12)).node
+    tree.lock(node)
+    tree.remove(range(12))
+    tree.unlock(node)
+    assert tree.stats().evictable_pages == 12
+    assert tree.evict(12)[0].tolist()[0] == 11
+    assert tree.stats().nodes == tree.stats().namespaces == 0
+    tree.check()
+
+
+def test_removed_nodes_are_shown_after_what_they_follow() -> None:
+    tree = single()
+    node = tree.insert(range(8), range(8)).node
+    tree.lock(node)
+    tree.remove(range(8))
+    tree.remove(range(4))
+    seen = [0]
+    for view in tree.nodes():
+        assert view.parent in seen
+        seen.append(view.node)
+    assert "8 tokens in 3 nodes" in tree.pretty()
+
+
+def test_a_hole_that_others_have_in_flight_below_it_is_left_to_them() -> None:
+    tree = Tree(page_size=1, components=(Window(2),))
+    tree.insert([1, 2], ids(0, 1))
+    first = tree.insert([1, 2, 3, 4, 5, 6], ids(0, 1, 2, 3, 4, 5), ready=False)
+    assert sorted(tree.evict(2, "window")[0].tolist()) == [0, 1]
+    second = tree.insert([1, 2, 3, 4, 5, 6], ids(20, 21, 22, 23, 24, 25), ready=False)
+    assert (second.length, second.existing) == (0, 0)
+    tree.commit(first.node)
+    assert tree.match([1, 2]).length == 0, "its pages were never written"
+    tree.check()
+
+
+def test_a_transfer_that_a_removal_has_cut_can_be_cancelled() -> None:
+    tree = single()
+    first = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3), ready=False)
+    tree.insert([1, 2, 9], ids(0, 1, 9))
+    tree.remove([1, 2, 3])
+    assert sorted(tree.cancel(first.node)[0].tolist()) == [0, 1, 2, 3]
+    tree.check()
+    assert tree.flush()[0].tolist() == [9]
+    assert tree.stats().nodes == 0
+
+
+def test_a_policy_that_fails_loses_nothing_of_what_was_removed() -> None:
+    class Failing:
+        name = "failing"
+        fails = False
+
+        def rank(self, node: Any) -> tuple[float, float]:
+            if self.fails:
+                raise ZeroDivisionError
+            return 0, 0
+
+    policy = Failing()
+    tree = Tree(page_size=1, policy=policy)
+    tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3))
+    policy.fails = True
+    [[freed]] = tree.remove([1, 2, 3])
+    policy.fails = False
+    assert sorted([*freed.tolist(), *tree.flush()[0].tolist()]) == [0, 1, 2, 3]
+
+
+def test_tokens_that_make_no_symbol_are_no_namespace() -> None:
+    tree = Tree(page_size=1, keys=BigramKeys())
+    tree.insert([1, 2, 3], ids(0, 1))
+    with pytest.raises(BadTokens, match="no symbol"):
+        tree.remove([5])
+    assert tree.peek([1, 2, 3]) == 2
+    assert len(tree.remove([])[0][0]) == 2
 
 
 def test_a_node_whose_removed_child_is_locked_cannot_go_before_it() -> None:

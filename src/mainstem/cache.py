@@ -231,9 +231,9 @@ class PrefixCache:
     def remove(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
         """Forgets the page that holds the last token of a prefix, and all that follows it, on device and host.
 
-        From now on no lease finds them. Pages of running leases stay theirs, and go back to the pool after them. Of
-        storage, what the tree knew of is deleted soon; what only storage knows of stays, and so does what is being
-        written. An empty prefix stands for the whole namespace.
+        No lease finds them from now on. Running leases keep their pages, which are the first to be evicted after them;
+        one that had such a prefix for itself still publishes it. Of storage, what the tree knew of is deleted soon,
+        where the back end answers; what only storage knows of stays. An empty prefix stands for the whole namespace.
 
         Returns:
             Device pages that are free now.
@@ -244,8 +244,8 @@ class PrefixCache:
         self._core.take_back()
         before = self.pool.free
         name = encode_namespace(namespace)
-        key = tokens if self._token_limit else self.tree.keys.encode(tokens)
-        if self.tree.core.remove(name, key, self._token_limit) and self.tiers is not None:
+        key, limit = self.tree.key_to_remove(tokens)
+        if self.tree.core.remove(name, key, limit) and self.tiers is not None:
             self.tiers.forget(name)
         for pool, ids in zip(self.pools.values(), self.tree.evict_removed(), strict=True):
             pool.reclaim(ids)

@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mainstem import _core
 from mainstem.components import Component, Full
-from mainstem.errors import BadArgument, check_integer
-from mainstem.keys import HashKeys, KeyKind, TokenKeys, TokenLike
+from mainstem.errors import BadArgument, BadTokens, check_integer
+from mainstem.keys import HashKeys, KeyKind, Spliced, TokenKeys, TokenLike
 from mainstem.namespaces import NamespaceLike, describe_namespace, encode_namespace
 from mainstem.policies import SLRU_PROTECTED_HITS, BuiltIn, NodeStats, Policy, Rank, find_policy
 
@@ -240,9 +240,31 @@ class Tree:
         Raises:
             BadTokens: see `KeyKind.encode`.
         """
-        key, limit = self._key(tokens)
+        key, limit = self.key_to_remove(tokens)
         self.core.remove(encode_namespace(namespace), key, limit)
-        return [self.evict_removed(tier) for tier in range(self.tiers)]
+        freed: list[list[Ids]] = []
+        for tier in range(self.tiers):
+            try:
+                freed.append(self.evict_removed(tier))
+            except Exception:  # as there
+                if not any(len(ids) for part in freed for ids in part):
+                    raise
+                freed.append([np.empty(0, np.int32) for _ in self.components])
+        return freed
+
+    def key_to_remove(self, tokens: TokenLike) -> tuple[TokenLike, int]:
+        """What the core is told to remove: nothing stands for a whole namespace only if nothing was given.
+
+        Raises:
+            BadTokens: see `KeyKind.encode`; or tokens that make no symbol yet.
+        """
+        key, limit = self._key(tokens)
+        given = tokens.ids if isinstance(tokens, Spliced) else tokens
+        if key == b"" and len(cast("Items[object]", given)):
+            raise BadTokens(
+                f"{tokens!r} make no symbol: a prefix to be removed has one, or no token for a whole namespace"
+            )
+        return key, limit
 
     def evict_removed(self, tier: int = 0) -> list[Ids]:
         """Ids of what was removed and is neither locked nor in flight any more; an array for each component.
@@ -251,13 +273,19 @@ class Tree:
             BadArgument: no such tier.
         """
         tier = self._tier(tier)
-        parts = []
-        while True:  # what has no rank yet hides those that go first
-            for row in range(len(self.components)):
-                self._rank_waiting(row, tier)
+        parts = [self.core.evict_removed(tier)]
+        while self.ranks_outside:  # what has no rank yet hides those that go first
+            try:
+                for row in range(len(self.components)):
+                    self._rank_waiting(row, tier)
+            except Exception:
+                if not any(len(ids) for part in parts for ids in part):
+                    raise
+                break  # what is freed already must reach the caller; the policy fails again at the next eviction
             parts.append(self.core.evict_removed(tier))
-            if not self.ranks_outside or not any(map(len, parts[-1])):
-                return [np.concatenate(column) for column in zip(*parts, strict=True)]
+            if not any(map(len, parts[-1])):
+                break
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def lock(self, node: int, tier: int = 0) -> None:
         """Keeps a prefix from eviction, from its node to the root. Locks are counted; the root needs none.

@@ -180,9 +180,8 @@ class ReferenceTree:
         return gone
 
     def evictable(self) -> set[Page]:
-        """The pages that repeated eviction would take: all that no lock, transfer or removed page stands after."""
+        """The pages that repeated eviction would take: all that no lock or transfer stands after."""
         held = [page for page in self.pages if page.locks or not page.ready]
-        held += [page.top.above for page in self.pages if page.top and page.top.above]
         return set(self.pages).difference(*(page.path() for page in held))
 
     def keys(self, symbols: Symbols, namespace: Hashable) -> Iterator[Key]:

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats, PrefixCache
 from mainstem.components import Component, Full, State, Window
-from mainstem.errors import BadArgument, EngineClosed, EngineFull, UnsupportedModel
+from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, UnsupportedModel
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.policies import find_policy
@@ -577,7 +577,7 @@ class Engine:
                 result = question()
                 self._stats = self._count()
                 answer.set_result(result)
-            except (BadArgument, UnsupportedModel) as error:
+            except (BadArgument, BadTokens, UnsupportedModel) as error:
                 answer.set_exception(error)
             except Exception as error:
                 answer.set_exception(error)

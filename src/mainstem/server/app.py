@@ -671,9 +671,15 @@ class _Service:
             raise ApiError(400, "api_key: only the admin may name one, where there are several", param="api_key")
         adapter = None if ask.model == self._engine.name else ask.model
         namespace = _namespace(adapter, ask.cache_salt, tenant)
-        prompt = [] if ask.prompt is None else ask.prompt
-        tokens = self._prompts.text(prompt) if isinstance(prompt, str) else prompt
-        pages = await anyio.to_thread.run_sync(lambda: self._engine.remove(tokens, namespace))
+
+        def remove() -> int:
+            if ask.prompt is None:
+                return self._engine.remove([], namespace)
+            prompt = ask.prompt
+            tokens = self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
+            return self._engine.remove(tokens, namespace)
+
+        pages = await anyio.to_thread.run_sync(remove, limiter=self._parsing)
         return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
 
     def _remover(self, http: HttpRequest) -> tuple[bytes | None, bool]:

@@ -330,7 +330,7 @@ class Tiers:
                 write.give_up()
             keys = self._removed_keys(namespace)
             if keys:
-                self._add(_Note(self.store.delete(keys)))
+                self._add(_Asked(self.store.delete(keys)))
         for pool, ids in zip(self.host_pools, self.tree.evict_removed(HOST), strict=True):
             pool.reclaim(ids)
 
@@ -955,7 +955,7 @@ class _Write(Pending):
         tiers._core.unlock(self.node, HOST)
 
 
-class _Note(Pending):
+class _Asked(Pending):
     """Something that the store is asked to do, and nobody waits for."""
 
     def __init__(self, asked: hottest.Keeping | StoreCall[bool]) -> None:
@@ -965,7 +965,11 @@ class _Note(Pending):
         return int(self._asked.done())
 
     def settle(self, outcome: int) -> None:
-        """Nothing hangs on it."""
+        """Nothing follows from it."""
+
+
+class _Note(_Asked):
+    """The list of the hottest prefixes on its way to the store."""
 
 
 class _Warm(Pending):

@@ -134,7 +134,7 @@ void Tree::check_locks() const {
   for (Index node = 1; node < nodes_.size(); ++node) {
     if (!nodes_[node].live) continue;
     for (std::uint32_t tier = 0; tier < tiers_; ++tier) {
-      std::uint32_t times = pins(node, tier);
+      std::uint32_t times = locks_taken(node, tier);
       for (std::uint32_t c = 0; c < rows_.size(); ++c)
         times += cell(node, slot(c, tier)).transfer == node;
       if (times) hold(node, tier, times);

@@ -86,7 +86,7 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   }
   if (want < pages) {
     const auto cut = static_cast<std::uint32_t>(want);
-    if (nodes_[node].branches == 0 && only_on(node, tier)) {
+    if (nodes_[node].branches == 0 && pins(node, tier) == 0 && only_on(node, tier)) {
       trim(node, cut, tier, freed);
       return;
     }
@@ -135,7 +135,7 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   while (asked.size() < want) {
     const Index node = victim(s);
     if (node == kNone || (!ranks_itself() && orders_[s].rank(node).major == kUnranked)) break;
-    if (rows_[component].weighs) worn_[s] = std::max(worn_[s], standing(node, s).worth);
+    if (rows_[component].weighs && !nodes_[node].removed) worn_[s] = std::max(worn_[s], standing(node, s).worth);
     try {
       const std::uint64_t at_once = replacement(s) ? replacement(s)->at_once(node) : want;
       evict_one(node, std::min(at_once, want - asked.size()), component, tier, &freed);
@@ -196,8 +196,11 @@ std::vector<Ids> Tree::evict_removed(std::uint32_t tier) {
   std::vector<Ids> freed(rows_.size());
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const Queues candidates = queues(slot(c, tier));
-    while (!candidates.empty(0) && nodes_[candidates.top()].removed)
-      evict_one(candidates.top(), nodes_[candidates.top()].pages, c, tier, &freed);
+    try {
+      while (!candidates.empty(0) && nodes_[candidates.top()].removed)
+        evict_one(candidates.top(), nodes_[candidates.top()].pages, c, tier, &freed);
+    } catch (const std::bad_alloc&) {  // what was freed before must not be lost; the rest goes with the next eviction
+    }
     counters_.evicted_pages += freed[c].size();
   }
   return freed;

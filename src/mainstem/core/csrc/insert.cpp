@@ -68,9 +68,16 @@ bool Tree::blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const Cell& at = cell(node, slot(c, tier));
     if (at.in_flight() && !past_flights) return true;
-    if (!ready && at.absent() && rows_[c].per_page() && tail.ids[c][page] >= 0) return !past_flights || !empty(node);
+    if (!ready && at.absent() && rows_[c].per_page() && tail.ids[c][page] >= 0) return !past_flights || !hollow(node);
   }
   return false;
+}
+
+// Whether a node holds nothing, and neither do its children: what was left when a transfer was cancelled.
+bool Tree::hollow(Index node) const {
+  for (Index at = nodes_[node].first_child; at != kNone; at = nodes_[at].next)
+    if (!empty(at)) return false;
+  return empty(node);
 }
 
 // Goes down along the tail from `node`, as far as the tree has it and nothing blocks; splits where the key parts, or

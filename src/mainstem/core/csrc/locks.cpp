@@ -149,13 +149,14 @@ void Tree::commit(Handle handle, std::uint32_t tier) {
 // What was put behind pages in flight under a node, and cannot be found without them: the first nodes of it.
 std::vector<Index> Tree::hanging_on(Index node, std::uint32_t tier) const {
   std::vector<Index> found;
-  if (node == kNone || !rows_[0].leaf_only() || nodes_[node].removed) return found;
+  if (node == kNone || !rows_[0].leaf_only()) return found;
   const std::size_t s = slot(0, tier);
   for (Index at = node, from = kNone; cell(at, s).transfer == node; from = at, at = nodes_[at].parent)
     for (Index child = nodes_[at].first_child; child != kNone; child = nodes_[child].next)
-      if (child != from && !cell(child, s).absent()) {
+      if (child != from && !nodes_[at].removed && !cell(child, s).absent()) {
         if (!subtree_only_on(child, tier))
-          throw BadValue{"node", std::to_string(handle(node)), "cancelled only after what hangs below it on this tier"};
+          throw BadValue{"node", std::to_string(handle(node)),
+                         "cancelled only after what follows it on this tier and on another was cancelled or removed"};
         found.push_back(child);
       }
   return found;

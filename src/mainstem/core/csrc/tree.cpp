@@ -434,6 +434,12 @@ bool Tree::dead(Index node) const {
   return empty(node);
 }
 
+bool Tree::empty_of(Index node, std::size_t component) const {
+  for (std::uint32_t tier = 0; tier < tiers_; ++tier)
+    if (!cell(node, component * tiers_ + tier).absent()) return false;
+  return true;
+}
+
 bool Tree::empty(Index node) const {
   for (std::size_t s = 0; s < slots_; ++s)
     if (!cell(node, s).absent()) return false;
@@ -445,15 +451,16 @@ bool Tree::empty(Index node) const {
   const Index parent = nodes_[node].parent;
   --pins(parent, 0);
   if (--above_removed_[parent] == 0) above_removed_.erase(parent);
-  if (!nodes_[parent].root()) lock_all(parent, 0, -1);
 }
 
 // Removes a node that holds nothing, and every ancestor left like it; a root goes when its last child went.
 void Tree::reap(Index node) {
+  bool let_go = false;
   while (node != kNone && dead(node)) {
     const Index parent = nodes_[node].parent;
     if (nodes_[node].detached) [[unlikely]] {
       let_go_above(node);
+      let_go = true;
     } else if (parent == kNone) {
       const Run<std::uint8_t>& name = nodes_[node].key;
       table_.erase(hash({reinterpret_cast<const char*>(name.data()), name.size()}), node);
@@ -468,25 +475,22 @@ void Tree::reap(Index node) {
     if (node != kNone && nodes_[node].accessed < accessed)
       touch(node, accessed);  // see vacate(): this node may have held nothing
   }
+  if (let_go && node != kNone) release_border(node);
 }
 
 // ---------------------------------------------------------------- removal
 //
 // What is removed may be in use: it stays what it was, below its parent, but the parent does not know it any more, and
 // neither does the child table. So the parent may get another child that begins with the same page. The first removed
-// node of a path is called detached; it holds a lock on its parent, which therefore outlives it.
+// node of a path is called detached; it pins its parent, which therefore outlives it.
 
 // Makes detach() unable to fail.
 void Tree::prepare_to_detach(Index node) {
-  const Index parent = nodes_[node].parent;
-  for (std::uint32_t c = 0; c < rows_.size() && !nodes_[parent].root(); ++c)
-    cut_window_border(parent, slot(c, 0));
-  above_removed_.try_emplace(parent, 0);
+  above_removed_.try_emplace(nodes_[node].parent, 0);
 }
 
 std::uint64_t Tree::detach(Index node) noexcept {
   const Index parent = nodes_[node].parent;
-  if (!nodes_[parent].root()) lock_all(parent, 0, +1);
   ++pins(parent, 0);
   ++above_removed_[parent];
   table_.erase(hash(parent, nodes_[node].key.data()), node);
@@ -721,7 +725,7 @@ Run<std::int32_t> Tree::vacate(Index node, std::size_t slot) {
       note_gone(node, nodes_[node].pages, slot);
   }
   c.transfer = kNone;
-  if (!row(slot).per_page()) nodes_[node].forked = false;
+  if (!row(slot).per_page()) nodes_[node].forked = nodes_[node].forked && !empty_of(node, slot / tiers_);
   const Index parent = nodes_[node].parent;
   --cell(parent, slot).holders;
   refresh(node, slot);

@@ -250,7 +250,7 @@ class Tree {
   const Cell& cell(Index node, std::size_t slot) const { return cells_[std::size_t{node} * slots_ + slot]; }
   std::uint32_t& pins(Index node, std::uint32_t tier) { return pins_[std::size_t{node} * tiers_ + tier]; }
   std::uint32_t pins(Index node, std::uint32_t tier) const { return pins_[std::size_t{node} * tiers_ + tier]; }
-  // Of the pins those that lock() took: the rest holds what was removed from below a node, see detach().
+  // Of the pins those that lock() took: the rest is of what was removed from below a node, see detach().
   std::uint32_t locks_taken(Index node, std::uint32_t tier) const {
     const auto found = tier || above_removed_.empty() ? above_removed_.end() : above_removed_.find(node);
     return pins(node, tier) - (found == above_removed_.end() ? 0 : found->second);
@@ -282,6 +282,8 @@ class Tree {
   void reap(Index node);
   bool dead(Index node) const;
   bool empty(Index node) const;
+  bool empty_of(Index node, std::size_t component) const;
+  bool hollow(Index node) const;
   void prepare_to_detach(Index node);
   std::uint64_t detach(Index node) noexcept;
   void let_go_above(Index node);

@@ -218,8 +218,12 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   };
   if (root == kNone) return views;
   below(root);
-  for (Index node = 1; node < nodes_.size(); ++node) {
-    if (!nodes_[node].live || !nodes_[node].detached || root_of(node) != root) continue;
+  std::vector<Index> removed;  // one may follow another, which begins before it
+  for (Index node = 1; node < nodes_.size(); ++node)
+    if (nodes_[node].live && nodes_[node].detached && root_of(node) == root) removed.push_back(node);
+  std::sort(removed.begin(), removed.end(),
+            [&](Index a, Index b) { return std::tie(nodes_[a].start, a) < std::tie(nodes_[b].start, b); });
+  for (const Index node : removed) {
     views.push_back(view(node));
     below(node);
   }
