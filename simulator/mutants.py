@@ -297,7 +297,7 @@ PYTHON: tuple[Mutant, ...] = (
         "host pages may be evicted while they are written to storage", "Mooncake#4239", _TIERS,
         (
             ("        self._core.lock(node, HOST)\n        self._queued += pages", "        self._queued += pages"),
-            ("        tiers._core.unlock(self.node, HOST)\n\n\nclass _Note", "\n\nclass _Note"),
+            ("        tiers._core.unlock(self.node, HOST)\n\n\nclass _Asked", "\n\nclass _Asked"),
         ),
     ),
     _mutant(
@@ -410,7 +410,8 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a node is cut short though the host has it", "sglang#10637", _CORE + "evict.cpp",
-        "if (nodes_[node].branches == 0 && only_on(node, tier)) {", "if (nodes_[node].branches == 0) {",
+        "if (nodes_[node].branches == 0 && pins(node, tier) == 0 && only_on(node, tier)) {",
+        "if (nodes_[node].branches == 0 && pins(node, tier) == 0) {",
     ),
     _mutant(
         "a lease publishes without moving its lock", "vllm#37076", _CORE + "cache.cpp",
