@@ -14,9 +14,7 @@ bool Tree::only_on(Index node, std::uint32_t tier) const {
 }
 
 bool Tree::subtree_only_on(Index node, std::uint32_t tier) const {
-  for (Index at = nodes_[node].first_child; at != kNone; at = nodes_[at].next)
-    if (!subtree_only_on(at, tier)) return false;
-  return only_on(node, tier);
+  return every_from(node, [&](Index at) { return only_on(at, tier); });
 }
 
 // Room for all that evicting one node can free, so that taking it cannot fail.

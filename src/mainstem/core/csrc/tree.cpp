@@ -498,19 +498,13 @@ std::uint64_t Tree::detach(Index node) noexcept {
   nodes_[node].next = nodes_[node].previous = kNone;
   nodes_[node].detached = true;
   std::uint64_t pages = 0;
-  for (Index at = node; at != kNone;) {  // depth first
+  every_from(node, [&](Index at) {
     nodes_[at].removed = true;
     pages += nodes_[at].pages;
     for (std::size_t s = 0; s < slots_; ++s)
       refresh(at, s);
-    if (nodes_[at].first_child != kNone) {
-      at = nodes_[at].first_child;
-      continue;
-    }
-    while (at != node && nodes_[at].next == kNone)
-      at = nodes_[at].parent;
-    at = at == node ? kNone : nodes_[at].next;
-  }
+    return true;
+  });
   return pages;
 }
 
@@ -525,13 +519,12 @@ std::vector<Index> Tree::children_like(Index parent, Bytes tail) const {
 std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
   const std::uint32_t pages = whole_pages(key);
   const Bytes tail = key.subspan(std::size_t{pages} * page_bytes_);
-  const std::uint32_t kept =
-      tail.empty() && pages ? pages - 1 : pages;  // those in front of the one that the key ends in
+  const std::uint32_t kept = tail.empty() && pages ? pages - 1 : pages;  // in front of the page that the key ends in
   const Index root = find_root(ns);
   std::vector<Step> path;
   walk(root, key, pages, &path, {});
   if (root == kNone || (path.empty() ? 0 : nodes_[path.back().node].start + path.back().pages) < pages) return 0;
-  Bytes first = key.subspan(std::size_t{kept} * page_bytes_);  // of what goes: a page, or its beginning
+  const Bytes first = key.subspan(std::size_t{kept} * page_bytes_);  // of what goes: a page, or its beginning
   while (!path.empty() && nodes_[path.back().node].start >= kept)
     path.pop_back();
   const Index above = path.empty() ? root : path.back().node;

@@ -284,6 +284,21 @@ class Tree {
   bool empty(Index node) const;
   bool empty_of(Index node, std::size_t component) const;
   bool hollow(Index node) const;
+  // A node and all below it, depth first, until `each` is false for one: whether it was for none.
+  template <class Each>
+  bool every_from(Index top, Each each) const {
+    for (Index at = top; at != kNone;) {
+      if (!each(at)) return false;
+      if (nodes_[at].first_child != kNone) {
+        at = nodes_[at].first_child;
+        continue;
+      }
+      while (at != top && nodes_[at].next == kNone)
+        at = nodes_[at].parent;
+      at = at == top ? kNone : nodes_[at].next;
+    }
+    return true;
+  }
   void prepare_to_detach(Index node);
   std::uint64_t detach(Index node) noexcept;
   void let_go_above(Index node);

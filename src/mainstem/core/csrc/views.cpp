@@ -125,10 +125,7 @@ std::vector<Stretch> Tree::hot_stretches(std::uint32_t tier) const {
 std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t begin) const {
   const Index node = resolve(handle_);
   if (node == kNone) return {};
-  Index root = node;
-  while (!nodes_[root].root())
-    root = nodes_[root].parent;
-  return {std::string(text(nodes_[root].key)), symbols(node, std::min(begin, nodes_[node].end()))};
+  return {std::string(text(nodes_[root_of(node)].key)), symbols(node, std::min(begin, nodes_[node].end()))};
 }
 
 std::string Tree::symbols(Index node, std::uint32_t begin) const {
@@ -204,29 +201,19 @@ NodeView Tree::view(Index node) const {
 std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   std::vector<NodeView> views;
   const Index root = find_root(ns);
-  const auto below = [&](Index top) {
-    for (Index at = nodes_[top].first_child; at != kNone;) {
-      views.push_back(view(at));
-      if (nodes_[at].first_child != kNone) {
-        at = nodes_[at].first_child;
-        continue;
-      }
-      while (at != top && nodes_[at].next == kNone)
-        at = nodes_[at].parent;
-      at = at == top ? kNone : nodes_[at].next;
-    }
+  const auto show = [&](Index node) {
+    if (node != root) views.push_back(view(node));
+    return true;
   };
   if (root == kNone) return views;
-  below(root);
+  every_from(root, show);
   std::vector<Index> removed;  // one may follow another, which begins before it
   for (Index node = 1; node < nodes_.size(); ++node)
     if (nodes_[node].live && nodes_[node].detached && root_of(node) == root) removed.push_back(node);
   std::sort(removed.begin(), removed.end(),
             [&](Index a, Index b) { return std::tie(nodes_[a].start, a) < std::tie(nodes_[b].start, b); });
-  for (const Index node : removed) {
-    views.push_back(view(node));
-    below(node);
-  }
+  for (const Index node : removed)
+    every_from(node, show);
   return views;
 }
 
