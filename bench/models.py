@@ -62,9 +62,9 @@ class Settings:
         suffixes: tokens of B, C and D. They differ by more than `new_tokens`, so that the place of a row of logits
             says whose it is.
         new_tokens: of each answer.
-        page_size, chunk_tokens: of the engine.
+        page_size, token_budget: of the engine.
         real: whether the real model runs, where its package is installed; the first time takes a minute.
-        real_shared, real_page_size, real_chunk_tokens: the same for it; A is longer than twice its window.
+        real_shared, real_page_size, real_token_budget: the same for it; A is longer than twice its window.
     """
 
     models: tuple[str, ...] | None = None
@@ -72,11 +72,11 @@ class Settings:
     suffixes: tuple[int, int, int] = (9, 20, 31)
     new_tokens: int = 8
     page_size: int = 8
-    chunk_tokens: int = 16
+    token_budget: int = 16
     real: bool = True
     real_shared: int = 1216
     real_page_size: int = 16
-    real_chunk_tokens: int = 256
+    real_token_budget: int = 256
 
 
 QUICK = Settings(real=False)
@@ -352,9 +352,9 @@ def _row(case: Case, settings: Settings) -> dict[str, Any]:
 
 def _config(case: Case, settings: Settings) -> EngineConfig:
     if case.real:
-        size, chunk = settings.real_page_size, settings.real_chunk_tokens
-        return EngineConfig(pages=2 * settings.real_shared // size, page_size=size, chunk_tokens=chunk)
-    return EngineConfig(pages=200, state_slots=24, page_size=settings.page_size, chunk_tokens=settings.chunk_tokens)
+        size, chunk = settings.real_page_size, settings.real_token_budget
+        return EngineConfig(pages=2 * settings.real_shared // size, page_size=size, token_budget=chunk)
+    return EngineConfig(pages=200, state_slots=24, page_size=settings.page_size, token_budget=settings.token_budget)
 
 
 def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dict[str, Any]:

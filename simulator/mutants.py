@@ -338,7 +338,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a rank takes its own pages from storage", "sglang#22607", _TIERS,
-        "self._prefetch.looked(self._call.value[: outcome - 1])", "self._prefetch.looked(self._call.value)",
+        "self._prefetch.looked_up(self._call.value[: outcome - 1])", "self._prefetch.looked_up(self._call.value)",
         "ranks",
     ),
     # ---------------------------------------------------------------- images and adapters
@@ -508,7 +508,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "window pages that a load writes to are given back", "here", _CORE + "cache.cpp",
-        "    if (!load_) forget_behind(c, ", "    forget_behind(c, ",
+        "    if (!load_) drop_before(c, ", "    drop_before(c, ",
         "tests/test_tiers_leases.py::test_pages_on_their_way_stay_though_the_window_goes_on",
     ),
     _mutant(

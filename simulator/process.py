@@ -280,12 +280,12 @@ class Process:
         self._require_recovery()
         world.calm, world.rate, self.disk.outage = False, 0.0, "dead"
         for _ in range(config.breaker_failures):
-            self._look(until_s=config.call_timeout_s)
+            self._lookup(until_s=config.call_timeout_s)
         require(breaker.open, "the breaker does not open")
         self.disk.outage = None
         self._require_recovery()
         self.disk.outage = "hangs"
-        call = self._look(until_s=config.call_timeout_s)
+        call = self._lookup(until_s=config.call_timeout_s)
         require(call.done() or call.overdue(), "a call that hangs is never overdue")
         world.calm, self.disk.outage = True, None
         self.world.wait_for(call.done)
@@ -298,15 +298,15 @@ class Process:
             if not self.store.breaker.open and not self.store.slow:
                 return
             self.world.pass_time(0.1)
-            calls.append(self._look(until_s=0.2))
+            calls.append(self._lookup(until_s=0.2))
             calls = [call for call in calls if not call.done()]  # whoever calls asks until it has ended
         require(False, "a store that is back is not used again", self.store.breaker.open, self.store.slow)
 
-    def _look(self, until_s: float) -> StoreCall[list[bytes]]:
+    def _lookup(self, until_s: float) -> StoreCall[list[bytes]]:
         """A call, when it has ended or its time is over."""
         assert self.store is not None
         symbols = bytes(4 * self.cache.page_size)
-        call = self.store.look(self.store.sealer.root(b""), symbols, len(symbols))
+        call = self.store.look_up(self.store.sealer.root(b""), symbols, len(symbols))
         end_s = self.world.now_s + until_s
         while not call.done() and self.world.now_s <= end_s:
             self.world.pass_time(0.01)

@@ -195,7 +195,7 @@ class Requests:
 
     def _with_windows(self, sizes: Sizes) -> Sizes:
         """With as many window pages as one request needs."""
-        chunk, states = min(self.limits.chunk_tokens, 40), any(isinstance(row, State) for row in sizes)
+        chunk, states = min(self.limits.token_budget, 40), any(isinstance(row, State) for row in sizes)
         pages: dict[Component, tuple[int, int]] = {}
         for row, (here, there) in sizes.items():
             least = window_pages(row.tokens, chunk, self.page_size, states=states) if isinstance(row, Window) else 1
@@ -206,8 +206,8 @@ class Requests:
         """One thing more."""
         world, random = self.world, self.world.random
         server = random.choice(self.servers)
-        rest_s = server.scheduler.rest_s
-        world.pass_time(random.expovariate(200) if rest_s == 0.0 else random.expovariate(20))
+        idle_s = server.scheduler.idle_s
+        world.pass_time(random.expovariate(200) if idle_s == 0.0 else random.expovariate(20))
         kind = random.random()
         if kind < 0.06:
             self._seldom(server)

@@ -52,7 +52,7 @@ class FakeTokenizer:
 @dataclass(frozen=True)
 class FakeConfig:
     page_size: int = 16
-    chunk_tokens: int = 512
+    token_budget: int = 512
     tiers: None = None
 
 

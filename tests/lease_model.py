@@ -194,7 +194,7 @@ class LeaseModel:
         border, duplicates, too_many = upto // self.page_size * self.page_size, 0, 0
         if lease.mark and lease.published <= lease.mark[0] <= border:
             duplicates += self._publish_pages(lease, lease.mark[0])
-            too_many = self._plant(lease)
+            too_many = self._request_checkpoint(lease)
         if self.first != "window" or border // self.page_size - 1 in lease.own["window"]:
             duplicates += self._publish_pages(lease, border)  # else it ends where there is nothing left to publish
         return duplicates, too_many
@@ -210,7 +210,7 @@ class LeaseModel:
         lease.published = max(lease.published, border)
         return duplicates
 
-    def _plant(self, lease: ModelLease) -> int:
+    def _request_checkpoint(self, lease: ModelLease) -> int:
         """The state that was put aside becomes the tree's, if there is none; how many are too many on its path then."""
         assert lease.mark
         (position, slot), lease.mark = lease.mark, None

@@ -272,7 +272,7 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
     served: list[Any] = []
     monkeypatch.setattr(server_app, "serve", lambda engine, config, listener: served.append((engine, config)))
     monkeypatch.setenv("MAINSTEM_API_KEY", "from-the-environment")
-    engine_options = "--kv-bytes 1.5GiB --page-size 32 --chunk-tokens 64 --max-running 2 --max-waiting 3 --no-cache"
+    engine_options = "--kv-bytes 1.5GiB --page-size 32 --token-budget 64 --max-running 2 --max-waiting 3 --no-cache"
     hybrid_options = (
         f"--window-ratio 0.25 --window-trace {trace} --state-share 0.3 --checkpoint-tokens 0 --states-per-path 4"
     )
@@ -296,7 +296,7 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
         "checkpoint_tokens": 0,
         "states_per_path": 4,
         "page_size": 32,
-        "chunk_tokens": 64,
+        "token_budget": 64,
         "max_running": 2,
         "max_waiting": 3,
         "policy": "lfu",

@@ -178,7 +178,7 @@ async def _shielded(reader: Any, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def test_many_threads_submit_cancel_flush_and_read_at_once(rig: Callable[..., Rig]) -> None:
-    made = rig(pages=24, chunk_tokens=7, max_running=5)
+    made = rig(pages=24, token_budget=7, max_running=5)
     failures: list[BaseException] = []
 
     def client(number: int) -> None:
@@ -245,7 +245,7 @@ def test_generate_gives_up_its_own_when_others_fill_the_queue(rig: Callable[...,
 
 def test_progress_of_the_prompt_is_reported(rig: Callable[..., Rig]) -> None:
     seen: list[tuple[int, int]] = []
-    rig(chunk_tokens=8).submit(length=20, on_progress=lambda done, total: seen.append((done, total))).result(WAIT_S)
+    rig(token_budget=8).submit(length=20, on_progress=lambda done, total: seen.append((done, total))).result(WAIT_S)
     assert seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
 
 
@@ -256,7 +256,7 @@ def test_a_progress_callback_that_fails_is_called_no_more_and_harms_nobody(rig: 
         next(calls)
         raise ValueError("a bug of the caller")
 
-    stream = rig(chunk_tokens=2).submit(on_progress=on_progress)
+    stream = rig(token_budget=2).submit(on_progress=on_progress)
     assert stream.result(WAIT_S).finish_reason == "length"
     assert next(calls) == 1
 
@@ -345,7 +345,7 @@ def test_the_engine_reports_the_stages_of_its_start() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "age_limit_s"]
+    "field", ["pages", "kv_bytes", "page_size", "token_budget", "max_running", "max_waiting", "age_limit_s"]
 )
 def test_a_bad_setting_is_named(field: str) -> None:
     for value in (-1, True, "3", None)[: 3 if field == "pages" else 4]:
@@ -575,7 +575,7 @@ def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
     documents = tuple([*range(600), end] for end in range(8))
 
     def window_pages(trace: tuple[list[int], ...] | None) -> int:
-        config = EngineConfig(kv_bytes=80_000, page_size=4, chunk_tokens=8, window_trace=trace)
+        config = EngineConfig(kv_bytes=80_000, page_size=4, token_budget=8, window_trace=trace)
         sizes = _sizes(_loaded(model=SimpleNamespace(config=shape, generation_config=None)), config)
         return next(n for component, n in sizes.items() if component.name == "window")
 

@@ -52,7 +52,7 @@ def pair(family: str) -> tuple[LoadedModel, tuple[Greedy, ...]]:
 def engine(family: str, *, pages: int = 400, slots: int = 60, write: WritePolicy | None = None) -> Iterator[Engine]:
     tiers = None if write is None else TierConfig(HostSize(ratio=20.0), write, hits=1, load_min_tokens=4)
     states = slots if family in HYBRIDS else None
-    config = EngineConfig(pages=pages, page_size=4, chunk_tokens=16, state_slots=states, tiers=tiers)
+    config = EngineConfig(pages=pages, page_size=4, token_budget=16, state_slots=states, tiers=tiers)
     with Engine(pair(family)[0], config, random=random.Random(0)) as made:
         yield made
 

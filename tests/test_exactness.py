@@ -92,10 +92,10 @@ def family_of_prompts(vocab: int, shared: int, suffixes: Sequence[int], seed: in
     "config",
     [
         EngineConfig(pages=100, page_size=16),
-        EngineConfig(pages=200, page_size=8, chunk_tokens=7),
-        EngineConfig(pages=500, page_size=1, chunk_tokens=40),
+        EngineConfig(pages=200, page_size=8, token_budget=7),
+        EngineConfig(pages=500, page_size=1, token_budget=40),
         EngineConfig(pages=100, page_size=16, cache=False),
-        EngineConfig(pages=17, page_size=5, chunk_tokens=16),  # too few for all at once: some are set back
+        EngineConfig(pages=17, page_size=5, token_budget=16),  # too few for all at once: some are set back
     ],
     ids=["whole", "chunks", "page 1", "no cache", "few pages"],
 )
@@ -122,7 +122,7 @@ def test_the_real_model_gives_the_same_tokens(smollm2: LoadedModel) -> None:
     shared = smollm2.tokenizer.encode(text)
     prompts = [shared + smollm2.tokenizer.encode(q) for q in ("How tall is the lighthouse?", "Who dug it?", "It")]
     expected = [greedy(prompt, 6) for prompt in prompts]
-    with Engine(smollm2, EngineConfig(pages=64, page_size=16, chunk_tokens=33)) as engine:
+    with Engine(smollm2, EngineConfig(pages=64, page_size=16, token_budget=33)) as engine:
         for completion, wanted in zip(ask(engine, prompts, 6), expected, strict=True):
             same(completion, wanted)
         for prompt, wanted in zip(prompts, expected, strict=True):

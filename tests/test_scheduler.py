@@ -27,7 +27,7 @@ class Bench:
         partial: bool = True,
         cache: bool = True,
         max_context: int = 256,
-        chunk_tokens: int = 512,
+        token_budget: int = 512,
         max_running: int = 16,
         age_limit_s: float = 30.0,
     ) -> None:
@@ -37,7 +37,7 @@ class Bench:
         keys = TokenKeys(VOCAB)
         self.cache = PrefixCache(pages, page_size, keys=keys, enabled=cache, copy_page=copy_page)
         self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
-        limits = Limits(max_context, chunk_tokens, max_running, age_limit_s)
+        limits = Limits(max_context, token_budget, max_running, age_limit_s)
         self.scheduler = Scheduler(
             self.cache,
             self.ghost,
@@ -124,7 +124,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_si
         page_size,
         partial=rng.random() < 0.6,
         cache=cache,
-        chunk_tokens=rng.choice([1, 3, 7, 64]),
+        token_budget=rng.choice([1, 3, 7, 64]),
         max_running=rng.choice([1, 2, 5, 12]),
         age_limit_s=rng.choice([0.0, 5.0, 1e9]),
     )
@@ -205,7 +205,7 @@ def test_a_wrong_page_would_be_noticed() -> None:
 
 
 def test_every_running_request_gets_a_token_in_every_step_beside_a_long_prompt() -> None:
-    bench = Bench(chunk_tokens=8)
+    bench = Bench(token_budget=8)
     decoding = [bench.add(prompt(i, 3), max_tokens=20, ignore_eos=True) for i in range(2)]
     bench.step()
     long = bench.add(prompt(9, 60), max_tokens=1, ignore_eos=True)
@@ -218,7 +218,7 @@ def test_every_running_request_gets_a_token_in_every_step_beside_a_long_prompt()
 
 
 def test_prompts_share_the_chunk_in_order_of_admission() -> None:
-    bench = Bench(chunk_tokens=10)
+    bench = Bench(token_budget=10)
     for i, length in enumerate((7, 7, 7)):
         bench.add(prompt(i, length), max_tokens=1)
     bench.run()
@@ -237,11 +237,11 @@ def test_no_more_run_than_allowed() -> None:
 
 
 def test_progress_of_a_prompt_is_told_from_the_hit_to_the_end() -> None:
-    bench = Bench(chunk_tokens=8)
+    bench = Bench(token_budget=8)
     first = bench.add(prompt(1, 20), max_tokens=1)
     bench.run()
     assert bench.progress[first] == [Progress(n, 20) for n in (0, 8, 16, 20)]
-    bench = Bench(chunk_tokens=8)
+    bench = Bench(token_budget=8)
     bench.add(prompt(1, 12), max_tokens=1)
     bench.step(3)
     again = bench.add(prompt(1, 12) + [1] * 10, max_tokens=1)
@@ -252,9 +252,9 @@ def test_progress_of_a_prompt_is_told_from_the_hit_to_the_end() -> None:
 # The cache
 
 
-@pytest.mark.parametrize("chunk_tokens", [6, 40, 512])
-def test_a_prefix_that_several_wait_for_is_computed_once(chunk_tokens: int) -> None:
-    bench = Bench(chunk_tokens=chunk_tokens)
+@pytest.mark.parametrize("token_budget", [6, 40, 512])
+def test_a_prefix_that_several_wait_for_is_computed_once(token_budget: int) -> None:
+    bench = Bench(token_budget=token_budget)
     shared = prompt(1, 16)
     ids = [bench.add(shared + [i] * 5, max_tokens=3, ignore_eos=True) for i in range(6)]
     bench.run()
@@ -264,7 +264,7 @@ def test_a_prefix_that_several_wait_for_is_computed_once(chunk_tokens: int) -> N
 
 
 def test_nested_shared_prefixes_are_each_computed_once() -> None:
-    bench = Bench(chunk_tokens=5)
+    bench = Bench(token_budget=5)
     trunk, left, right = prompt(1, 8), prompt(2, 12), prompt(3, 4)
     for tail in ([], left, left + [1] * 4, right, right + [2] * 4, left + [3] * 8):
         bench.add(trunk + tail + [9], max_tokens=1)
@@ -274,7 +274,7 @@ def test_nested_shared_prefixes_are_each_computed_once() -> None:
 
 
 def test_who_waits_for_a_prefix_starts_in_the_step_after_it_is_published() -> None:
-    bench = Bench(chunk_tokens=8, page_size=4)
+    bench = Bench(token_budget=8, page_size=4)
     long = bench.add(prompt(1, 21), max_tokens=1)
     short = bench.add(prompt(1, 8) + [1, 2], max_tokens=1)
     bench.step()
@@ -285,7 +285,7 @@ def test_who_waits_for_a_prefix_starts_in_the_step_after_it_is_published() -> No
 
 
 def test_a_prompt_that_is_all_shared_waits_for_all_pages_but_its_last() -> None:
-    bench = Bench(chunk_tokens=8, page_size=4)
+    bench = Bench(token_budget=8, page_size=4)
     bench.add(prompt(1, 21), max_tokens=1)
     inside = bench.add(prompt(1, 16), max_tokens=1)
     bench.step(3)
@@ -294,7 +294,7 @@ def test_a_prompt_that_is_all_shared_waits_for_all_pages_but_its_last() -> None:
 
 
 def test_each_page_is_published_as_it_fills_and_all_become_one_node() -> None:
-    bench = Bench(chunk_tokens=4, page_size=4)
+    bench = Bench(token_budget=4, page_size=4)
     id = bench.add(prompt(1, 12), max_tokens=20, ignore_eos=True)
     all_tokens = prompt(1, 12) + list(complete(bench.requests[id])[0])
     for published in (4, 8, 12, 12, 12, 12, 16, 16, 16, 16, 20):
@@ -318,7 +318,7 @@ def test_nothing_is_waited_for_that_would_not_come() -> None:
 
 
 def test_who_waits_for_a_prefix_goes_on_when_its_maker_ends() -> None:
-    bench = Bench(chunk_tokens=4)
+    bench = Bench(token_budget=4)
     maker = bench.add(prompt(1, 40), max_tokens=1)
     follower = bench.add(prompt(1, 40) + [3], max_tokens=1)
     bench.step(3)
@@ -406,7 +406,7 @@ def test_a_request_without_a_hit_waits_for_the_age_limit_and_no_longer(age_limit
 
 def test_a_request_over_the_age_limit_is_not_held_back() -> None:
     for age_limit_s, running in ((3.0, 2), (1e9, 1)):
-        bench = Bench(chunk_tokens=4, age_limit_s=age_limit_s)
+        bench = Bench(token_budget=4, age_limit_s=age_limit_s)
         bench.add(prompt(1, 6), max_tokens=1)
         bench.add(prompt(2, 40), max_tokens=1)
         follower = bench.add(prompt(2, 40) + [3], max_tokens=1)
@@ -498,7 +498,7 @@ def test_the_newest_is_set_back_and_resumed_from_the_cache() -> None:
 
 
 def test_generated_tokens_that_were_evicted_are_computed_again_in_chunks() -> None:
-    bench = Bench(pages=6, page_size=4, chunk_tokens=4)
+    bench = Bench(pages=6, page_size=4, token_budget=4)
     bench.add(prompt(1, 8), max_tokens=7, ignore_eos=True)
     newer = bench.add(prompt(2, 8), max_tokens=12, ignore_eos=True)
     while not bench.scheduler.totals.preemptions:
@@ -549,7 +549,7 @@ def test_a_request_that_can_not_go_on_alone_ends() -> None:
 
 @pytest.mark.parametrize("when", range(12))
 def test_cancelling_at_any_moment_frees_everything(when: int) -> None:
-    bench = Bench(pages=5, page_size=4, chunk_tokens=3)
+    bench = Bench(pages=5, page_size=4, token_budget=3)
     ids = [bench.add(prompt(i, 8), max_tokens=8, ignore_eos=True) for i in range(3)]
     bench.step(when)
     alive = [id for id in ids if not bench.ended(id)]
@@ -619,7 +619,7 @@ def test_nothing_of_a_failed_step_is_published() -> None:
 
 
 def test_usage_counts_tokens_and_times() -> None:
-    bench = Bench(max_running=1, chunk_tokens=8)
+    bench = Bench(max_running=1, token_budget=8)
     first = bench.add(prompt(1, 16), max_tokens=3, ignore_eos=True)
     second = bench.add(prompt(1, 12) + [1, 2], max_tokens=1, ignore_eos=True)
     bench.run()

@@ -34,7 +34,7 @@ class Bench:
         cache: bool = True,
         images: bool = False,
         max_context: int = 1024,
-        chunk_tokens: int = 512,
+        token_budget: int = 512,
         max_running: int = 16,
         age_limit_s: float = 1e9,
         checkpoint_tokens: int = 0,
@@ -55,7 +55,7 @@ class Bench:
             self.cache,
             self.ghost,
             GhostTokenizer(),
-            Limits(max_context, chunk_tokens, max_running, age_limit_s, checkpoint_tokens, checkpoints),
+            Limits(max_context, token_budget, max_running, age_limit_s, checkpoint_tokens, checkpoints),
             eos=frozenset({EOS}),
             clock=lambda: self.now_s,
             random=random.Random(0),
@@ -216,7 +216,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, kind: s
         page_size,
         cache=rng.random() < 0.9,
         images=images,
-        chunk_tokens=chunk,
+        token_budget=chunk,
         max_running=rng.choice([1, 2, 5, 12]),
         age_limit_s=rng.choice([0.0, 5.0, 1e9]),
         checkpoint_tokens=rng.choice([0, 0, page_size, 3 * page_size]),
@@ -289,10 +289,10 @@ def test_the_second_request_plants_the_state_from_which_the_third_starts(shared:
     assert states_at(bench, a) == [12]
 
 
-@pytest.mark.parametrize("chunk_tokens", [4, 6, 24, 512])
+@pytest.mark.parametrize("token_budget", [4, 6, 24, 512])
 @pytest.mark.parametrize("shared", [40, 42])
-def test_a_system_prompt_of_requests_that_come_together_is_computed_once(shared: int, chunk_tokens: int) -> None:
-    bench = Bench(with_states(), chunk_tokens=chunk_tokens)
+def test_a_system_prompt_of_requests_that_come_together_is_computed_once(shared: int, token_budget: int) -> None:
+    bench = Bench(with_states(), token_budget=token_budget)
     system = prompt("system", shared)
     ids = [bench.add(system + [i] + prompt(i, 8), max_tokens=3, ignore_eos=True) for i in range(8)]
     bench.run()
@@ -302,7 +302,7 @@ def test_a_system_prompt_of_requests_that_come_together_is_computed_once(shared:
 
 
 def test_who_comes_while_a_shared_prompt_is_computed_waits_for_the_state_where_they_part() -> None:
-    bench = Bench(with_states(), chunk_tokens=8)
+    bench = Bench(with_states(), token_budget=8)
     first = bench.add(prompt(1, 60), max_tokens=1)
     bench.step(2)
     second = bench.add(prompt(1, 37) + [1, 2, 3], max_tokens=1)
@@ -330,10 +330,10 @@ def test_the_next_turn_starts_at_the_last_page_border_of_the_answer(asked: int, 
 
 
 @pytest.mark.parametrize("kind", ["full window", "window", "full window state"])
-@pytest.mark.parametrize("chunk_tokens", [1, 6, 16])
+@pytest.mark.parametrize("token_budget", [1, 6, 16])
 @pytest.mark.parametrize("window", [3, 8, 17])
-def test_a_long_request_holds_its_window_and_a_chunk(window: int, chunk_tokens: int, kind: str) -> None:
-    bench = Bench(some_rows(kind, window), chunk_tokens=chunk_tokens)
+def test_a_long_request_holds_its_window_and_a_chunk(window: int, token_budget: int, kind: str) -> None:
+    bench = Bench(some_rows(kind, window), token_budget=token_budget)
     bench.add(prompt(1, 100), max_tokens=100, ignore_eos=True)
     most = 0
     while bench.scheduler.busy:
@@ -341,11 +341,11 @@ def test_a_long_request_holds_its_window_and_a_chunk(window: int, chunk_tokens: 
         pool = bench.cache.stats().pools["window"]
         most = max(most, pool.private + pool.locked)
     bench.assert_complete()
-    assert -(-window // PAGE) <= most <= window_pages(window, chunk_tokens, PAGE, states="state" in kind)
+    assert -(-window // PAGE) <= most <= window_pages(window, token_budget, PAGE, states="state" in kind)
 
 
 def test_where_prompts_part_the_window_stays_in_a_small_pool() -> None:
-    bench = Bench({Full(): 400, Window(6): 24}, chunk_tokens=8)
+    bench = Bench({Full(): 400, Window(6): 24}, token_budget=8)
     shared = prompt("shared", 32)
     hits = []
     for i in range(6):
@@ -360,10 +360,10 @@ def test_a_request_alone_goes_on_with_the_least_window_pages(page_size: int, kin
     for window in (2, 4, 7, 9):
         for chunk in (1, 5, 12):
             least = window_pages(window, chunk, page_size, states="state" in kind)
-            bench = Bench(some_rows(kind, window, least), page_size, chunk_tokens=chunk)
+            bench = Bench(some_rows(kind, window, least), page_size, token_budget=chunk)
             bench.one(prompt(1, 31), max_tokens=25)
             assert bench.scheduler.totals.preemptions == 0
-            less = Bench(some_rows(kind, window, least - 1), page_size, chunk_tokens=chunk)
+            less = Bench(some_rows(kind, window, least - 1), page_size, token_budget=chunk)
             with pytest.raises(
                 RequestTooLong, match=rf"need {least} window pages of {page_size} positions: .* {least - 1}$"
             ):
@@ -375,7 +375,7 @@ def test_a_request_alone_goes_on_with_the_least_window_pages(page_size: int, kin
 
 @pytest.mark.parametrize("kind", ["full state", "full window state", "full window"])
 def test_a_prompt_that_is_set_back_goes_on_where_it_was(kind: str) -> None:
-    bench = Bench({**some_rows(kind), Full(): 19}, chunk_tokens=8)
+    bench = Bench({**some_rows(kind), Full(): 19}, token_budget=8)
     bench.add(prompt(1, 20), max_tokens=10, ignore_eos=True)
     bench.step(4)
     newer = bench.add(prompt(2, 50), max_tokens=2, ignore_eos=True)
@@ -393,7 +393,7 @@ def test_a_prompt_that_is_set_back_goes_on_where_it_was(kind: str) -> None:
 @pytest.mark.parametrize("before", range(7))
 def test_nothing_that_a_failed_forward_left_is_used(before: int, kind: str) -> None:
     """The prompt takes three chunks, the answer the rest."""
-    bench = Bench(some_rows(kind), chunk_tokens=8)
+    bench = Bench(some_rows(kind), token_budget=8)
     failed = bench.add(prompt(1, 22), max_tokens=8, ignore_eos=True)
     bench.step(before)
     bench.ghost.fail_next = RuntimeError("no memory")
@@ -479,7 +479,7 @@ def test_a_state_is_planted_before_an_image_that_page_borders_cut(start: int) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_longer_than_a_chunk_is_computed_at_once(kind: str) -> None:
     for splits, forwards in ((False, [[6], [30], [8], [1]]), (True, [[8], [8], [8], [8], [8], [5]])):
-        bench = Bench(some_rows(kind), images=True, chunk_tokens=8)
+        bench = Bench(some_rows(kind), images=True, token_budget=8)
         bench.one(**illustrated("cat", "a", 30, splits))
         if "state" not in kind:
             assert bench.ghost.forwards == forwards
@@ -488,7 +488,7 @@ def test_an_image_longer_than_a_chunk_is_computed_at_once(kind: str) -> None:
 
 def test_tokens_stand_where_the_request_says_also_when_it_is_resumed() -> None:
     """M-RoPE: under an image positions do not rise by one; behind the prompt they go on from the highest."""
-    bench = Bench({Full(): 12, State(): 9}, images=True, chunk_tokens=8)
+    bench = Bench({Full(): 12, State(): 9}, images=True, token_budget=8)
     seen: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     forward = bench.ghost.forward
 

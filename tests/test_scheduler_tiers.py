@@ -355,12 +355,12 @@ def test_it_looks_again_soon_while_somebody_waits_for_storage() -> None:
     bench = Bench()
     bench.workers.instant = False
     bench.scheduler.add("waits", Request(np.array(prompt(15, 22)), SamplingParams(max_tokens=4)))
-    assert bench.scheduler.rest_s == 0.0, "it has not looked at the request yet"
+    assert bench.scheduler.idle_s == 0.0, "it has not looked at the request yet"
     bench.step()
-    assert bench.scheduler.rest_s is not None
-    assert 0 < bench.scheduler.rest_s <= 0.01
+    assert bench.scheduler.idle_s is not None
+    assert 0 < bench.scheduler.idle_s <= 0.01
     bench.scheduler.add("comes", Request(np.array([3]), SamplingParams(max_tokens=4)))
-    assert bench.scheduler.rest_s == 0.0
+    assert bench.scheduler.idle_s == 0.0
 
 
 def test_it_looks_again_until_what_goes_on_behind_the_last_request_has_ended() -> None:
@@ -371,14 +371,14 @@ def test_it_looks_again_until_what_goes_on_behind_the_last_request_has_ended() -
     while bench.scheduler.busy:
         bench.step()
     assert bench.tiers.busy, "pages are on their way to storage"
-    assert bench.scheduler.rest_s is not None
-    assert 0 < bench.scheduler.rest_s <= 0.1
+    assert bench.scheduler.idle_s is not None
+    assert 0 < bench.scheduler.idle_s <= 0.1
     bench.workers.instant = True
     bench.workers.run()
     for _ in range(5):
         bench.step()
     assert not bench.tiers.busy
-    assert bench.scheduler.rest_s is None, "nothing comes but a request"
+    assert bench.scheduler.idle_s is None, "nothing comes but a request"
 
 
 def test_without_a_cache_storage_is_not_asked() -> None:

@@ -29,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    config = EngineConfig(pages=256, page_size=4, chunk_tokens=64)
+    config = EngineConfig(pages=256, page_size=4, token_budget=64)
     with Engine(load_model(str(folder), dtype="float32"), config) as made:
         yield made
 

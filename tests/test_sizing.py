@@ -160,7 +160,7 @@ def best(trace: list[object], memory: int = 60_000, page_size: int = 4, **argume
         "memory": memory,
         "page_size": page_size,
         "need": Need(10, 1000, 1),
-        "chunk_tokens": 16,
+        "token_budget": 16,
     }
     return best_window_ratio(trace, **{**settings, **arguments})  # type: ignore[arg-type]
 
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_a_miss_and_disturbs_nobody() -> None:
         ({"memory": 0}, "memory"),
         ({"memory": 1000}, "kv_bytes"),
         ({"page_size": 0}, "page_size"),
-        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"token_budget": 0}, "token_budget"),
         ({"ratios": ()}, "ratios"),
         ({"ratios": (0.5, 0.0)}, "window_ratio"),
         ({"page_bytes": {"full": 100}}, "page_bytes of window"),

@@ -48,7 +48,7 @@ def file_of(folder: Path, key: bytes) -> Path:
 
 
 @contextlib.contextmanager
-def writer_held_back(folder: Path, key: bytes) -> Iterator[Callable[[], bytes]]:
+def write_blocked(folder: Path, key: bytes) -> Iterator[Callable[[], bytes]]:
     """Whoever writes this key hangs in the file system until the function that this gives has read what he writes."""
     path = file_of(folder, key).with_name(key.hex() + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def test_a_writer_that_is_killed_leaves_whole_values(connector: str, tmp_path: P
 def test_a_frozen_file_system_costs_the_time_out_and_no_more(tmp_path: Path) -> None:
     backend = AIBrixBackend("shfs", tmp_path, timeout_s=patience(0.3))
     value = values(1000)[0]
-    with writer_held_back(tmp_path, KEYS[0]) as free:
+    with write_blocked(tmp_path, KEYS[0]) as free:
         expect_error("timeout", lambda: backend.put(KEYS[:1], [value]))
         value[:] = bytes(1000)  # the buffer is the caller's again
         assert backend.put(KEYS[1:], values(1000)[1:]) == [True] * 7
@@ -152,7 +152,7 @@ def test_a_frozen_file_system_costs_the_time_out_and_no_more(tmp_path: Path) -> 
 @needs_package
 def test_a_key_has_one_writer_at_a_time(tmp_path: Path) -> None:
     backend = AIBrixBackend("shfs", tmp_path, timeout_s=TIMEOUT_S)
-    with ThreadPoolExecutor(2) as threads, writer_held_back(tmp_path, KEYS[0]) as free:
+    with ThreadPoolExecutor(2) as threads, write_blocked(tmp_path, KEYS[0]) as free:
         puts = [threads.submit(backend.put, KEYS[:1], values(1000, version)[:1]) for version in (1, 2)]
         while len(asyncio.all_tasks(backend._loop)) < 4:  # both calls, and a task for the key of each
             time.sleep(0.01)
@@ -173,7 +173,7 @@ def test_close_ends_calls_that_wait(tmp_path: Path) -> None:
         expect_error("closed", lambda: backend.put(KEYS[:1], values(1000)[:1]))
         ended.set()
 
-    with writer_held_back(tmp_path, KEYS[0]):
+    with write_blocked(tmp_path, KEYS[0]):
         caller = threading.Thread(target=put)
         caller.start()
         while backend._workers._work_queue.qsize() or not backend._workers._threads:

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.hottest import PIECE_BYTES, Finding, Keeping, Prefixes, Stretch, decode, encode
+from mainstem.tiers.hottest import PIECE_BYTES, Finding, Keeping, Prefixes, PathSpan, decode, encode
 from mainstem.tree import Tree
 
 PAGE = 4
@@ -24,7 +24,7 @@ KEYS = st.binary(min_size=1, max_size=5).map(lambda pages: b"".join(bytes([p % 3
 PREFIXES = st.lists(st.tuples(st.sampled_from([b"", b"a", b"space"]), KEYS, st.integers(0, 3)), max_size=12)
 
 
-def stretches_of(prefixes: Sequence[tuple[bytes, bytes, int]]) -> list[Stretch]:
+def spans_of(prefixes: Sequence[tuple[bytes, bytes, int]]) -> list[PathSpan]:
     """Of a tree of these prefixes, each found so often."""
     tree = Tree(1)
     for namespace, key, hits in prefixes:
@@ -32,7 +32,7 @@ def stretches_of(prefixes: Sequence[tuple[bytes, bytes, int]]) -> list[Stretch]:
         tree.core.insert(namespace, key, 0, [ids], 0, 0, 0, True)
         for _ in range(hits):
             tree.core.match(namespace, key, 0, False)
-    return tree.core.hot_stretches(0)
+    return tree.core.hot_spans(0)
 
 
 def left(prefixes: Prefixes) -> list[Prefix]:
@@ -49,8 +49,8 @@ def pages_of(prefixes: Sequence[Prefix]) -> set[Prefix]:
 
 def test_what_is_shared_is_there_once() -> None:
     shared, one, two = b"s" * 100 * PAGE, b"1" * PAGE, b"2" * PAGE
-    stretches = stretches_of([(b"n", shared, 5), (b"n", shared + one, 1), (b"n", shared + two, 0), (b"", one, 0)])
-    content = encode(stretches, PAGE, MANY)
+    spans = spans_of([(b"n", shared, 5), (b"n", shared + one, 1), (b"n", shared + two, 0), (b"", one, 0)])
+    content = encode(spans, PAGE, MANY)
     assert len(content) < len(shared) + 4 * 20
     assert left(decode(content, PAGE, MANY)) == [(b"n", shared), (b"n", shared + one), (b"", one), (b"n", shared + two)]
 
@@ -63,32 +63,32 @@ def test_what_is_as_hot_as_what_it_begins_is_listed_with_it() -> None:
         tree.core.insert(b"", key[: end * PAGE], 0, [ids], 0, 0, 0, True)
         tree.lock(tree.core.locate(b"", key[: end * PAGE], end))
     tree.core.match(b"", key, 0, False)
-    assert [symbols for _, _, _, symbols in tree.core.hot_stretches(0)] == [key]
+    assert [symbols for _, _, _, symbols in tree.core.hot_spans(0)] == [key]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(PREFIXES)
 def test_every_page_is_listed_once_and_comes_out_again(prefixes: list[tuple[bytes, bytes, int]]) -> None:
-    stretches = stretches_of(prefixes)
+    spans = spans_of(prefixes)
     pages = pages_of([(space, key) for space, key, _ in prefixes])
-    assert sum(len(symbols) for *_, symbols in stretches) == len(pages) * PAGE
-    found = left(decode(encode(stretches, PAGE, MANY), PAGE, MANY))
+    assert sum(len(symbols) for *_, symbols in spans) == len(pages) * PAGE
+    found = left(decode(encode(spans, PAGE, MANY), PAGE, MANY))
     assert pages_of(found) == pages
-    assert len(set(found)) == len(found) == len(stretches)
+    assert len(set(found)) == len(found) == len(spans)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(PREFIXES, st.integers(0, 12))
 def test_a_smaller_host_takes_the_hottest_pages(prefixes: list[tuple[bytes, bytes, int]], room: int) -> None:
-    content = encode(stretches_of(prefixes), PAGE, MANY)
+    content = encode(spans_of(prefixes), PAGE, MANY)
     every, some = left(decode(content, PAGE, MANY)), left(decode(content, PAGE, room))
     assert len(pages_of(some)) == min(room, len(pages_of(every)))
     assert some[:-1] == every[: len(some[:-1])] and (not some or every[len(some) - 1][1].startswith(some[-1][1]))
 
 
 def test_the_list_of_a_small_host_is_short() -> None:
-    stretches = [(-1, 0, b"n" * 100, b"x" * PAGE)] * 30_000
-    content = encode(stretches, PAGE, 10)
+    spans = [(-1, 0, b"n" * 100, b"x" * PAGE)] * 30_000
+    content = encode(spans, PAGE, 10)
     assert len(content) < PIECE_BYTES + 10 * 100
     assert 0 < len(decode(content, PAGE, MANY)) < 30_000
 
@@ -115,7 +115,7 @@ def check_keys(content: bytes, page_bytes: int, pages: int) -> None:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(PREFIXES.filter(len), st.data())
 def test_a_damaged_list_gives_whole_keys_or_none(prefixes: list[tuple[bytes, bytes, int]], data: st.DataObject) -> None:
-    content = bytearray(encode(stretches_of(prefixes), PAGE, MANY))
+    content = bytearray(encode(spans_of(prefixes), PAGE, MANY))
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
         content[at] ^= data.draw(st.integers(1, 255))
     cut = data.draw(st.integers(0, len(content)))
@@ -126,7 +126,7 @@ def test_a_damaged_list_gives_whole_keys_or_none(prefixes: list[tuple[bytes, byt
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(PREFIXES.filter(len), st.data())
 def test_the_beginning_of_a_list_is_a_list(prefixes: list[tuple[bytes, bytes, int]], data: st.DataObject) -> None:
-    content = encode(stretches_of(prefixes), PAGE, MANY)
+    content = encode(spans_of(prefixes), PAGE, MANY)
     cut = data.draw(st.integers(0, len(content)))
     every, some = left(decode(content, PAGE, MANY)), left(decode(content[:cut], PAGE, MANY))
     assert pages_of(some) <= pages_of(every)

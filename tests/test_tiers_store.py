@@ -35,10 +35,10 @@ def keys_of(store: Store, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> l
     return store.sealer.keys(store.sealer.root(namespace), symbols, PAGE)
 
 
-def look(store: Store, have: int = 0, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> StoreCall[list[bytes]]:
+def look_up(store: Store, have: int = 0, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> StoreCall[list[bytes]]:
     """For the pages behind the first `have`."""
     parent = [store.sealer.root(namespace), *keys_of(store, symbols, namespace)][have]
-    return store.look(parent, symbols[have * PAGE :], PAGE)
+    return store.look_up(parent, symbols[have * PAGE :], PAGE)
 
 
 def write(store: Store, slots: Sequence[memoryview], begin: int = 0, symbols: bytes = SYMBOLS) -> StoreCall[Written]:
@@ -161,9 +161,9 @@ def test_openings_are_counted() -> None:
 def test_pages_are_found_and_read_as_they_were_written() -> None:
     store = make_store(MemoryBackend())
     assert fill(store) == Written(4, gap=False)
-    found = look(store)
+    found = look_up(store)
     assert found.done() and found.value == keys_of(store)
-    assert look(store, 3).value == [] and look(store, 3).done()
+    assert look_up(store, 3).value == [] and look_up(store, 3).done()
     slots = new_slots(4, 100)
     call = store.read(found.value, slots)
     assert call.done() and call.value == 4
@@ -176,13 +176,13 @@ def test_a_look_begins_behind_what_is_there_and_ends_at_a_gap() -> None:
     store = make_store(backend)
     fill(store)
     keys = keys_of(store)
-    assert done(look(store, 1)) == keys[1:]
-    assert done(look(store, 0, SYMBOLS + b"xxxx")) == keys
-    assert done(look(store, 0, SYMBOLS, b"other")) == []
+    assert done(look_up(store, 1)) == keys[1:]
+    assert done(look_up(store, 0, SYMBOLS + b"xxxx")) == keys
+    assert done(look_up(store, 0, SYMBOLS, b"other")) == []
     backend.delete([keys[2]])
-    assert done(look(store)) == keys[:2]
-    assert done(look(store, 2)) == []
-    assert done(look(store, 0, b"")) == []
+    assert done(look_up(store)) == keys[:2]
+    assert done(look_up(store, 2)) == []
+    assert done(look_up(store, 0, b"")) == []
     assert not store.faults, "nothing found is no fault"
 
 
@@ -364,7 +364,7 @@ def test_numbers_that_a_codec_cannot_write_are_no_fault_of_the_store() -> None:
 # ---------------------------------------------------------------- calls that fail
 
 MISSES: dict[str, tuple[Callable[[Store], StoreCall[Any]], Any]] = {
-    "look": (lambda store: look(store), []),
+    "look_up": (lambda store: look_up(store), []),
     "read": (lambda store: store.read(keys_of(store), new_slots(4, 100)), 0),
     "write": (lambda store: write(store, new_slots(4)), Written(0, gap=False)),
     "write behind": (lambda store: write(store, new_slots(2), 2), Written(0, gap=False)),
@@ -409,7 +409,7 @@ def test_an_interrupt_is_no_fault_of_the_store() -> None:
     store = make_store(backend)
     backend.always = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        look(store).done()
+        look_up(store).done()
 
 
 @pytest.mark.parametrize("lengths", [[], [SLOT] * 3, [SLOT] * 5, None, SLOT], ids=repr)
@@ -442,7 +442,7 @@ def test_no_more_pages_are_found_than_were_asked_for(count: int, found: int) -> 
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: count
-    assert done(look(store)) == keys_of(store)[:found]
+    assert done(look_up(store)) == keys_of(store)[:found]
     assert fill(store) == Written(4 - found, gap=False)
 
 
@@ -451,7 +451,7 @@ def test_a_count_that_is_none_is_a_miss(count: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: count
-    assert done(look(store)) == []
+    assert done(look_up(store)) == []
     assert fill(store) == Written(0, gap=False)
     assert store.faults == {"crashed": 2}
 
@@ -462,7 +462,7 @@ def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mainstem.tiers.store")
     for cause in ("io", "io", "refused", "io", "refused"):
         backend.always = StorageError(cause, "on purpose")
-        done(look(store))
+        done(look_up(store))
     assert [record.message.split(";")[0] for record in caplog.records] == ["storage: io", "storage: refused"]
     assert store.faults == {"io": 3, "refused": 2}
 
@@ -473,7 +473,7 @@ def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_call_is_not_done_before_it_has_run() -> None:
     workers = HandWorkers()
     store = make_store(MemoryBackend(), workers)
-    call = look(store)
+    call = look_up(store)
     assert not call.done() and call.value == []
     workers.run()
     assert call.done() and call.value == []
@@ -497,7 +497,7 @@ def test_a_call_over_its_deadline_has_failed_but_keeps_its_slots() -> None:
 def test_asking_whether_it_is_done_finds_out_that_it_is_late() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)
-    call = look(store)
+    call = look_up(store)
     clock.now_s += 5
     assert not call.done()
     assert store.faults == {"timeout": 1} and store.slow
@@ -525,7 +525,7 @@ def test_a_late_failure_is_counted_by_its_cause_but_fails_once() -> None:
     backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
     store = make_store(backend, workers, clock, breaker_failures=2)
     backend.always = StorageError("io", "on purpose")
-    call = look(store)
+    call = look_up(store)
     clock.now_s += 60
     assert not call.done()
     workers.run()
@@ -537,7 +537,7 @@ def test_a_late_failure_is_counted_by_its_cause_but_fails_once() -> None:
 def test_a_call_that_ended_in_time_is_not_late_however_late_one_asks() -> None:
     workers, clock = HandWorkers(instant=True), Clock()
     store = make_store(MemoryBackend(), workers, clock)
-    call = look(store)
+    call = look_up(store)
     clock.now_s += 60
     assert not call.overdue()
     assert call.done() and not store.faults and not store.slow
@@ -551,7 +551,7 @@ def test_repeated_failures_stop_calls_and_one_that_goes_well_lets_them_through()
     store = make_store(backend, clock=clock, breaker_failures=3, breaker_cooldown_s=5.0)
     backend.always = StorageError("unreachable", "on purpose")
     for _ in range(3):
-        assert done(look(store)) == []
+        assert done(look_up(store)) == []
     reached = len(backend.calls)
     for begin, nothing in MISSES.values():
         assert done(begin(store)) == nothing
@@ -559,39 +559,39 @@ def test_repeated_failures_stop_calls_and_one_that_goes_well_lets_them_through()
     assert store.faults == {"unreachable": 3, "breaker": len(MISSES)}
 
     backend.always = None
-    assert done(look(store)) == []
+    assert done(look_up(store)) == []
     clock.now_s += 5.0
     assert fill(store) == Written(4, gap=False)
     assert not store.breaker.open and store.breaker.openings == 1
-    assert done(look(store)) == keys_of(store)
+    assert done(look_up(store)) == keys_of(store)
 
 
 def test_while_one_call_is_tried_others_are_not_made() -> None:
     backend, workers, clock = FaultyBackend(), HandWorkers(), Clock()
     store = make_store(backend, workers, clock, breaker_failures=1, breaker_cooldown_s=5.0)
     backend.always = StorageError("io", "on purpose")
-    call = look(store)
+    call = look_up(store)
     workers.run()
     assert call.done()
     clock.now_s += 5
-    tried, other = look(store), look(store)
+    tried, other = look_up(store), look_up(store)
     assert not tried.done() and other.done()
     assert len(workers.waiting) == 1
     workers.run()
     assert tried.done()
     assert store.breaker.open
-    assert look(store).done()
+    assert look_up(store).done()
     assert workers.waiting == []
 
 
 def test_calls_that_hang_open_the_breaker() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, breaker_failures=3, breaker_cooldown_s=100.0)
-    calls = [look(store) for _ in range(3)]
+    calls = [look_up(store) for _ in range(3)]
     clock.now_s += 5
     assert not any(call.done() for call in calls)
     assert store.breaker.open and store.slow
-    assert look(store).done()
+    assert look_up(store).done()
     assert len(workers.waiting) == 3
 
 
@@ -696,7 +696,7 @@ def test_reads_do_not_wait_behind_writes() -> None:
     readers, writers = HandWorkers(instant=True), HandWorkers()
     store = make_store(MemoryBackend(), readers, writers=writers)
     written = write(store, new_slots(4))
-    assert look(store).done()
+    assert look_up(store).done()
     assert not written.done()
     writers.run_all()
     assert done(written) == Written(4, gap=False)

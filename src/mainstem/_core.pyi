@@ -89,9 +89,9 @@ class Tree:
     def residency(self, node: int, component: int, tier: int) -> int:
         """0: absent, 1: in flight, 2: present."""
 
-    def hot_stretches(self, tier: int) -> list[tuple[int, int, bytes, bytes]]:
+    def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]:
         """
-        All that is present on a tier, each page once, what is hottest first: see Stretch in tree.h.
+        All that is present on a tier, each page once, what is hottest first: see PathSpan in tree.h.
         """
 
     def in_flight_above(self, node: int, tier: int) -> int:

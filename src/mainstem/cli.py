@@ -251,7 +251,7 @@ class EngineOptions:
             keeps copies only where prompts part and end.
         states_per_path: Copies of the state along one sequence at most; 1 or more.
         page_size: Tokens a page, the unit of sharing; 1 or more.
-        chunk_tokens: Prompt tokens computed a step, all requests together; 1 or more.
+        token_budget: Prompt tokens computed a step, all requests together; 1 or more.
         max_running: Requests computed together; 1 or more.
         max_waiting: Requests that may wait; more are refused with 429. 1 or more.
         policy: What is evicted first when pages run out: lru, slru, slru:3, arc, gittins and others, or
@@ -266,7 +266,7 @@ class EngineOptions:
     checkpoint_tokens: int = 1024
     states_per_path: int = 16
     page_size: int = 16
-    chunk_tokens: int = 512
+    token_budget: int = 512
     max_running: int = 16
     max_waiting: int = 1024
     policy: str = "lru"

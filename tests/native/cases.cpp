@@ -540,13 +540,13 @@ void paths() {
   expect(tree.hottest(9, 1).empty(), "nothing is on the host");
   expect_equal(tree.parent(lower), upper, "what a node hangs below");
   expect_equal(tree.parent(upper), 0, "the root has no handle");
-  const std::vector<Stretch> stretches = tree.hot_stretches(0);
+  const std::vector<PathSpan> stretches = tree.hot_spans(0);
   expect_equal(stretches.size(), 2, "each node is a stretch");
   expect_equal(stretches[1].from, 0, "behind the hotter one");
   expect_equal(stretches[1].at, tree.end(upper), "where that one ends");
   expect(stretches[1].symbols == tree.path_key(lower, tree.end(upper)).second, "its own symbols");
   expect(stretches[0].symbols + stretches[1].symbols == tree.path_key(lower).second, "all symbols, once");
-  expect(tree.hot_stretches(1).empty(), "nothing is listed of the host");
+  expect(tree.hot_spans(1).empty(), "nothing is listed of the host");
   const Ids two{7, 8};
   tree.attach(upper, 0, 1, two, false);
   expect_equal(tree.in_flight_above(lower, 1), upper, "by whose name the upper node is in flight");
@@ -561,7 +561,7 @@ void paths() {
     expect_bad("tier", [&] { tree.in_flight_above(lower, tier); });
     expect_bad("tier", [&] { tree.residency(lower, 0, tier); });
     expect_bad("tier", [&] { tree.hottest(1, tier); });
-    expect_bad("tier", [&] { tree.hot_stretches(tier); });
+    expect_bad("tier", [&] { tree.hot_spans(tier); });
     expect_bad("tier", [&] { tree.own_ids(lower, 0, tier); });
     expect_bad("tier", [&] { tree.next_victim(0, tier); });
   }

@@ -180,7 +180,7 @@ const std::vector<Operation> kOperations{
      [](Forest& f) {
        for (const Handle node : f.tree.hottest(10, 0))
          f.tree.path_key(node);
-       f.tree.hot_stretches(0);
+       f.tree.hot_spans(0);
      }},
     {"evict everything", nothing, [](Forest& f) { evict(f, 100000, 0); }},
     {"evict a part", nothing, [](Forest& f) { evict(f, 10, 0); }},

@@ -108,7 +108,7 @@ class World {
     return length - above;
   }
   void credit(const Contents& held, const Path& path) {
-    if (rows_.back().weighs) worths_[path] = worn_ + static_cast<double>(saved(held, path));
+    if (rows_.back().weighs) worths_[path] = inflation_ + static_cast<double>(saved(held, path));
   }
   std::set<Path> locked_states() const {
     std::set<Path> paths = left_;
@@ -136,7 +136,7 @@ class World {
       expect_equal(freed[component].size(), 1, "states evicted");
       const Path& victim = written(component, freed[component].front());
       expect_least_worth(before, victim);
-      worn_ = worths_.at(victim);
+      inflation_ = worths_.at(victim);
     }
   }
 
@@ -406,7 +406,7 @@ class World {
   std::vector<std::uint64_t> dropped_;      // by component: private ids of leases that were dropped
   std::set<Path> left_;                     // where their locks end
   std::map<Path, double> worths_;           // of states, by GreedyDual
-  double worn_ = 0;                         // worth of the last that was evicted
+  double inflation_ = 0;                         // worth of the last that was evicted
 };
 
 std::vector<Shape> some_shapes(Choices& choose) {

@@ -128,7 +128,7 @@ class _Reader:
         self._decode = _decoder()
         self._lines = source.lines()
         self._first = list(islice(self._lines, _FIRST_LINES))
-        self._format = self._told() if format == "auto" else next(row for row in FORMATS if row.name == format)
+        self._format = self._detect_format() if format == "auto" else next(row for row in FORMATS if row.name == format)
         self._notes: list[str] = []
         self._bad: list[str] = []
         self._bad_lines = 0
@@ -194,7 +194,7 @@ class _Reader:
             with suppress(BadLine):
                 yield self._object(line)
 
-    def _told(self) -> Format:
+    def _detect_format(self) -> Format:
         found = next((row for line in self._objects() for row in FORMATS if row.fits(line)), None)
         if found is None:
             raise TraceError(f"{self._source.name} is no trace that can be told by its first lines{self._instead()}")

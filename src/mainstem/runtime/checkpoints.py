@@ -71,15 +71,15 @@ def plan_checkpoints(
         Ascending by position, all in (hit, length).
     """
     assert 0 <= hit <= reach and page_size >= 1 and interval >= 0 and most >= 0
-    end = last_border(length - 1, page_size, atomic)
-    branch = min(last_border(reach, page_size, atomic), end)
+    end = last_boundary(length - 1, page_size, atomic)
+    branch = min(last_boundary(reach, page_size, atomic), end)
     wanted = [position for position in dict.fromkeys((branch, end)) if position > hit][:most]
     regular = _regular(hit, end, math.lcm(interval, page_size), most - len(wanted), {*wanted}, atomic)
     plan = [Checkpoint(position, True) for position in wanted]
     return sorted(plan + [Checkpoint(position, False) for position in regular])
 
 
-def last_border(position: int, page_size: int, atomic: Sequence[Span]) -> int:
+def last_boundary(position: int, page_size: int, atomic: Sequence[Span]) -> int:
     """The last border of pages at or before `position` that is in no span."""
     border = position // page_size * page_size
     while span := _around(border, atomic):

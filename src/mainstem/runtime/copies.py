@@ -228,13 +228,13 @@ class Transfer:
 
     def done(self) -> bool:
         """See `Ticket.done`."""
-        return self._ended and self._landed(self._copier.passed)
+        return self._ended and self._passed_marks(self._copier.passed)
 
     def wait(self) -> None:
         """See `Ticket.wait`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
-        self._landed(self._copier.finish)
+        self._passed_marks(self._copier.finish)
 
     def wait_layer(self, layer: int) -> None:
         """See `LayerTicket.wait_layer`."""
@@ -267,7 +267,7 @@ class Transfer:
             self._ended = True
             self._changed.notify_all()
 
-    def _landed(self, look: Callable[[Any], bool | None]) -> bool:
+    def _passed_marks(self, look: Callable[[Any], bool | None]) -> bool:
         """Looks at the last mark. A device that fails there touches memory no more, and has failed the transfer."""
         try:
             return not self._marks or look(self._marks[-1]) is not False

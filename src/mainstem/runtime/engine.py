@@ -100,7 +100,7 @@ class EngineConfig:
             only where prompts part and end.
         states_per_path: copies of the state along one sequence at most.
         page_size: positions a page, the unit of sharing.
-        chunk_tokens: prompt tokens a step, all requests together.
+        token_budget: prompt tokens a step, all requests together.
         max_running: requests in one forward.
         max_waiting: requests that wait at most; more are refused.
         policy: what is evicted first, see `mainstem.policies.find_policy`.
@@ -121,7 +121,7 @@ class EngineConfig:
     checkpoint_tokens: int = 1024
     states_per_path: int = 16
     page_size: int = 16
-    chunk_tokens: int = 512
+    token_budget: int = 512
     max_running: int = 16
     max_waiting: int = 1024
     policy: str = "lru"
@@ -132,7 +132,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Checks every field: what is wrong is said before a model is loaded."""
         for name in (
-            "pages", "kv_bytes", "page_size", "chunk_tokens", "max_running", "max_waiting", "state_slots",
+            "pages", "kv_bytes", "page_size", "token_budget", "max_running", "max_waiting", "state_slots",
             "states_per_path", "checkpoint_tokens",
         ):  # fmt: skip
             value, least = getattr(self, name), 0 if name == "checkpoint_tokens" else 1
@@ -356,7 +356,7 @@ class Engine:
             loaded.tokenizer,
             scheduler.Limits(
                 loaded.max_context,
-                config.chunk_tokens,
+                config.token_budget,
                 config.max_running,
                 config.age_limit_s,
                 config.checkpoint_tokens,
@@ -375,7 +375,7 @@ class Engine:
         self._closed: str | None = None  # why no more requests are taken
         self._failure: BaseException | None = None
         self._over = False  # no command is obeyed any more
-        self._unheard = 0  # requests on their way to the scheduler
+        self._undelivered = 0  # requests on their way to the scheduler
         self._streams: dict[str, Stream] = {}
         self._questions: set[Future[Any]] = set()
         # The engine's thread alone writes these.
@@ -406,12 +406,12 @@ class Engine:
         arrived_s = self._clock()
         with self._changed:
             self._require_open()
-            waiting = self._scheduler.waiting + self._unheard
+            waiting = self._scheduler.waiting + self._undelivered
             if waiting >= self.config.max_waiting:
                 raise EngineFull(f"{waiting} requests wait: max_waiting is {self.config.max_waiting}")
             stream = Stream(f"request-{next(self._ids)}", self._cancel)
             self._streams[stream.id] = stream
-            self._unheard += 1
+            self._undelivered += 1
             self._commands.put(lambda: self._add(stream.id, request, prompt, arrived_s, on_progress))
         return stream
 
@@ -606,7 +606,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping or self._scheduler.busy:
-                self._obey()
+                self._run_commands()
                 self._remember()
                 events = self._scheduler.step()
                 self._stats = self._count()
@@ -620,16 +620,16 @@ class Engine:
         finally:
             self._close_tiers()
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """All commands that are there; waits for one as long as the scheduler has nothing to do."""
-        rest_s = self._scheduler.rest_s
+        idle_s = self._scheduler.idle_s
         while True:
             try:
-                command = self._commands.get(block=rest_s != 0, timeout=rest_s)
+                command = self._commands.get(block=idle_s != 0, timeout=idle_s)
             except queue.Empty:
                 return
             command()
-            rest_s = 0.0
+            idle_s = 0.0
 
     def _remember(self) -> None:
         """Now and then has storage keep a list of what is hot, for a restart."""
@@ -653,7 +653,7 @@ class Engine:
         if on_progress is not None:
             self._on_progress[id] = on_progress
         with self._changed:
-            self._unheard -= 1
+            self._undelivered -= 1
         try:
             self._scheduler.add(id, request, arrived_s, prompt)
         except Exception as error:  # such as a tokenizer that cannot decode the prompt: the others go on
@@ -722,7 +722,7 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     """Pages and slots of the model's components."""
     layout = Layout.of(loaded.model.config, loaded.max_context)
     size = config.page_size
-    chunk = min(config.chunk_tokens, loaded.max_context)
+    chunk = min(config.token_budget, loaded.max_context)
     need = Need(
         window_pages=scheduler.window_pages(layout.window or 0, chunk, size, states=bool(layout.state_layers)),
         context_pages=-(-loaded.max_context // size),
@@ -741,7 +741,7 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
             memory=memory,
             page_size=size,
             need=need,
-            chunk_tokens=chunk,
+            token_budget=chunk,
         )
         log.info("of %d ratios %g hits the most of the trace", len(found.all), found.best.window_ratio)
         shares = replace(shares, window_ratio=found.best.window_ratio)

@@ -50,7 +50,7 @@ from mainstem.components import Full, State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
-from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end, last_border, plan_checkpoints
+from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end, last_boundary, plan_checkpoints
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
@@ -63,11 +63,11 @@ log = logging.getLogger(__name__)
 # Bounds the time of a step, however many wait.
 _RANKED = 128
 
-_LOOKS = 4  # at storage, for one request
+_PREFETCHES = 4  # at storage, for one request
 
 _MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured, and how many there are
 
-_POLL_S = 0.001  # between looks at transfers that nobody can do anything without
+_POLL_S = 0.001  # between prefetches at transfers that nobody can do anything without
 _IDLE_POLL_S = 0.01  # the same, when nobody waits
 
 _NOTHING = Delta("")
@@ -93,7 +93,7 @@ class Limits:
 
     Args:
         max_context: positions of one request, prompt and completion.
-        chunk_tokens: prompt tokens a step, all requests together.
+        token_budget: prompt tokens a step, all requests together.
         max_running: requests in one forward.
         age_limit_s: after so long a request is passed no more, except by what is older or has a higher priority.
         checkpoint_tokens: of a recurrent state a copy is kept about every so many tokens of a prompt where a slot is
@@ -102,7 +102,7 @@ class Limits:
     """
 
     max_context: int
-    chunk_tokens: int = 512
+    token_budget: int = 512
     max_running: int = 16
     age_limit_s: float = 30.0
     checkpoint_tokens: int = 1024
@@ -164,8 +164,8 @@ class Scheduler:
         self._tiers: Tiers | None = cache.tiers
         self._limits, self._eos = limits, eos
         self._clock, self._random = clock, random
-        self._waiting: dict[str, _Task] = {}
-        self._running: dict[str, _Task] = {}  # in order of admission
+        self._waiting: dict[str, _Sequence] = {}
+        self._running: dict[str, _Sequence] = {}  # in order of admission
         self._events: list[Event] = []
         self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
         self._window = next((c.tokens for c in cache.tree.components if isinstance(c, Window)), None)
@@ -175,7 +175,7 @@ class Scheduler:
         self._meter = _Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
-    def rest_s(self) -> float | None:
+    def idle_s(self) -> float | None:
         """How long a step would find nothing to do, unless a request comes; None: for ever."""
         if self._running or self._events or (self._waiting and not self._idle):
             return 0.0
@@ -218,7 +218,7 @@ class Scheduler:
                 f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
             )
         if self._window is not None:
-            self._check_window(min(prompt, max(longest, self._limits.chunk_tokens)))
+            self._check_window(min(prompt, max(longest, self._limits.token_budget)))
         images = _images(request)
         return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
 
@@ -249,12 +249,12 @@ class Scheduler:
         arrived_s = self._clock() if arrived_s is None else arrived_s
         sampler = Sampler(request.params, self._random)
         text = Detokenizer(self._tokenizer, request.params.stop, request.tokens)
-        self._waiting[id] = task = _Task(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
+        self._waiting[id] = sequence = _Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self._idle = False
         for other in self._running.values():
-            self._plant(other, task)
-        self._look_below(task)
+            self._request_checkpoint(other, sequence)
+        self._prefetch(sequence)
 
     def measure(self) -> None:
         """Computes a few tokens for nothing, so that the first request knows what it costs not to wait for storage.
@@ -262,7 +262,7 @@ class Scheduler:
         For caches of full attention alone, before the first request.
         """
         size, pool = self._cache.page_size, self._cache.pool
-        n = min(_MEASURED, self._limits.max_context, self._limits.chunk_tokens, pool.free * size)
+        n = min(_MEASURED, self._limits.max_context, self._limits.token_budget, pool.free * size)
         pages = pool.allocate(-(-n // size))
         try:
             for _ in range(_MEASUREMENTS):
@@ -275,90 +275,92 @@ class Scheduler:
 
     def cancel(self, id: str) -> None:
         """Ends a request; its last event comes with the next step. Does nothing if it has ended."""
-        task = self._waiting.get(id) or self._running.get(id)
-        if task is not None:
-            self._end(task, "cancelled")
+        sequence = self._waiting.get(id) or self._running.get(id)
+        if sequence is not None:
+            self._finish(sequence, "cancelled")
 
     def step(self) -> list[Event]:
         """One forward at most, and everything that became known since the last step, in order."""
         if self._tiers is not None:
             self._tiers.poll()
-        shares = self._share_running()
-        shares += self._share_waiting(self._limits.chunk_tokens - sum(n for task, n in shares if task.prefilling))
-        self._idle = not shares
-        if shares:
-            self._forward(shares)
+        scheduled = self._schedule_running()
+        scheduled += self._schedule_waiting(
+            self._limits.token_budget - sum(n for sequence, n in scheduled if sequence.prefilling)
+        )
+        self._idle = not scheduled
+        if scheduled:
+            self._forward(scheduled)
         events, self._events = self._events, []
         return events
 
-    def _set_back(self, task: _Task) -> None:
-        log.info("out of pages: request %s is set back at %d positions", task.id, task.computed)
-        del self._running[task.id]
-        task.keep_state()
-        task.close()
-        task.was_set_back = True
-        self._waiting[task.id] = task
+    def _preempt(self, sequence: _Sequence) -> None:
+        log.info("out of pages: request %s is set back at %d positions", sequence.id, sequence.computed)
+        del self._running[sequence.id]
+        sequence.keep_state()
+        sequence.close()
+        sequence.was_preempted = True
+        self._waiting[sequence.id] = sequence
         self.totals.preemptions += 1
 
-    def _share_running(self) -> list[tuple[_Task, int]]:
+    def _schedule_running(self) -> list[tuple[_Sequence, int]]:
         """How many tokens each running request computes in this step: decodes first, then prefills, oldest first.
 
         Each gets the pages for them; where there are none, the newest is set back.
         """
-        self._grow()
+        self._allocate_running()
         running = tuple(self._running.values())
-        budget = self._limits.chunk_tokens
-        shares: dict[str, tuple[_Task, int]] = {}
-        for task in sorted(running, key=lambda task: task.prefilling):
-            if task.prefilling and budget <= 0:
+        budget = self._limits.token_budget
+        scheduled: dict[str, tuple[_Sequence, int]] = {}
+        for sequence in sorted(running, key=lambda sequence: sequence.prefilling):
+            if sequence.prefilling and budget <= 0:
                 break
-            n = task.chunk(budget)
-            if self._has_pages(task, partial(task.slide, n)):
-                shares[task.id] = task, n
-                budget -= n if task.prefilling else 0
-        return [share for id, share in shares.items() if id in self._running]
+            n = sequence.chunk(budget)
+            if self._allocate(sequence, partial(sequence.slide, n)):
+                scheduled[sequence.id] = sequence, n
+                budget -= n if sequence.prefilling else 0
+        return [item for id, item in scheduled.items() if id in self._running]
 
-    def _grow(self) -> None:
+    def _allocate_running(self) -> None:
         """Pages for the newest token of all that run, oldest first."""
-        for task in tuple(self._running.values()):
-            self._has_pages(task, task.reserve)
+        for sequence in tuple(self._running.values()):
+            self._allocate(sequence, sequence.reserve)
 
-    def _has_pages(self, task: _Task, take: Callable[[], None]) -> bool:
+    def _allocate(self, sequence: _Sequence, take: Callable[[], None]) -> bool:
         """Whether a request that runs got its pages, for which the newest ones are set back: itself at last."""
-        while task.id in self._running:
+        while sequence.id in self._running:
             try:
                 take()
                 return True
             except OutOfPages:
-                self._set_back(next(reversed(self._running.values())))
+                self._preempt(next(reversed(self._running.values())))
         return False
 
-    def _share_waiting(self, budget: int) -> list[tuple[_Task, int]]:
+    def _schedule_waiting(self, budget: int) -> list[tuple[_Sequence, int]]:
         """Admits who can compute something in this step, and says how much."""
-        shares: list[tuple[_Task, int]] = []
+        scheduled: list[tuple[_Sequence, int]] = []
         if not self._has_room(budget):
-            return shares
+            return scheduled
         ranked = self._ranked()
-        for task, hit in ranked:
+        for sequence, hit in ranked:
             if not self._has_room(budget):
                 break
-            if self._is_held_back(task, hit) or self._is_awaited(task):
+            if self._is_deferred(sequence, hit) or self._awaits_prefetch(sequence):
                 continue
-            if self._blocked == (task.id, self._room()):
+            if self._blocked == (sequence.id, self._room()):
                 break
             try:
-                self._admit(task, budget)
+                self._admit(sequence, budget)
             except OutOfPages as error:
                 if self._running or (self._tiers is not None and self._tiers.copying):
-                    self._blocked = (task.id, self._room())
+                    self._blocked = (sequence.id, self._room())
                     break
-                self._end(task, "error", error=str(error))  # Nothing runs, so no page will ever come back.
+                self._finish(sequence, "error", error=str(error))  # Nothing runs, so no page will ever come back.
                 continue
             for other, _ in ranked:
-                self._plant(task, other)
-            shares.append((task, task.chunk(budget)))
-            budget -= shares[-1][1]
-        return shares
+                self._request_checkpoint(sequence, other)
+            scheduled.append((sequence, sequence.chunk(budget)))
+            budget -= scheduled[-1][1]
+        return scheduled
 
     def _room(self) -> tuple[int, ...]:
         """Pages and slots that are free or could be, by component."""
@@ -369,94 +371,107 @@ class Scheduler:
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
 
-    def _ranked(self) -> list[tuple[_Task, int]]:
+    def _ranked(self) -> list[tuple[_Sequence, int]]:
         """The waiting in the order of admission, with the length of each one's hit."""
         now_s, keys = self._clock(), self._cache.tree.keys
-        oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Task.precedence)
-        hits = [(task, self._cache.peek(task.encoded(keys), task.request.namespace)) for task in oldest]
+        oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Sequence.precedence)
+        hits = [(sequence, self._cache.peek(sequence.encoded(keys), sequence.request.namespace)) for sequence in oldest]
 
-        def rank(entry: tuple[_Task, int]) -> tuple[object, ...]:
-            task, hit = entry
-            fresh = not (task.was_set_back or self._is_aged(task, now_s))
-            priority, first, arrival = task.precedence()
+        def rank(entry: tuple[_Sequence, int]) -> tuple[object, ...]:
+            sequence, hit = entry
+            fresh = not (sequence.was_preempted or self._is_aged(sequence, now_s))
+            priority, first, arrival = sequence.precedence()
             return priority, first, fresh, -hit if fresh else 0, arrival
 
         return sorted(hits, key=rank)
 
-    def _is_aged(self, task: _Task, now_s: float) -> bool:
-        return now_s - task.arrived_s > self._limits.age_limit_s
+    def _is_aged(self, sequence: _Sequence, now_s: float) -> bool:
+        return now_s - sequence.arrived_s > self._limits.age_limit_s
 
-    def _is_held_back(self, task: _Task, hit: int) -> bool:
+    def _is_deferred(self, sequence: _Sequence, hit: int) -> bool:
         """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
-        if not self._cache.enabled or self._is_aged(task, self._clock()):
+        if not self._cache.enabled or self._is_aged(sequence, self._clock()):
             return False
         for other in self._running.values():
-            if other.prefilling and other.namespace == task.namespace and self._will_share(other, task, hit):
+            if other.prefilling and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
                 return True
         return False
 
-    def _will_share(self, other: _Task, task: _Task, hit: int) -> bool:
+    def _will_share(self, other: _Sequence, sequence: _Sequence, hit: int) -> bool:
         """Whether a running prefill will publish, or has loaded, more of a prompt than `hit`."""
-        shared = self._shared(other, task)
+        shared = self._shared(other, sequence)
         if self._plans_states:
             shared = other.last_planned(shared)
-        return shared > hit or shared > other.landing_from
+        return shared > hit or shared > other.loading_from
 
-    def _shared(self, one: _Task, other: _Task) -> int:
+    def _shared(self, one: _Sequence, other: _Sequence) -> int:
         """The last page border up to which two prompts agree, and where the other one could start."""
         # One token is always left to compute, so a hit never reaches the last one.
         page = self._cache.page_size
         same = min(_common_prefix(one.symbols, other.symbols, page), other.length - 1)
-        return last_border(same, page, other.atomic)
+        return last_boundary(same, page, other.atomic)
 
-    def _plant(self, running: _Task, task: _Task) -> None:
+    def _request_checkpoint(self, running: _Sequence, sequence: _Sequence) -> None:
         """Has a prefill keep its state where a waiting request parts from it."""
-        wanted = self._plans_states and self._cache.enabled and task.id in self._waiting and running.prefilling
-        if wanted and running.namespace == task.namespace:
-            running.plant(self._shared(running, task), self._limits.checkpoints)
+        wanted = self._plans_states and self._cache.enabled and sequence.id in self._waiting and running.prefilling
+        if wanted and running.namespace == sequence.namespace:
+            running.add_checkpoint(self._shared(running, sequence), self._limits.checkpoints)
 
-    def _look_below(self, task: _Task) -> None:
+    def _prefetch(self, sequence: _Sequence) -> None:
         """Has storage asked for what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
-            task.prefetch = self._tiers.prefetch(task.encoded(self._cache.tree.keys), task.request.namespace)
-            task.looks += 1
+            sequence.prefetch = self._tiers.prefetch(
+                sequence.encoded(self._cache.tree.keys), sequence.request.namespace
+            )
+            sequence.prefetches += 1
 
-    def _is_awaited(self, task: _Task) -> bool:
+    def _awaits_prefetch(self, sequence: _Sequence) -> bool:
         """Whether storage may bring more of this request's prompt before long."""
-        prefetch = task.prefetch
-        if prefetch is not None and prefetch.ended and prefetch.shared and prefetch.loaded and task.looks < _LOOKS:
-            self._forget_prefetch(task)  # it was for another prompt, too, which may part from this one further on
-            self._look_below(task)
-        elif prefetch is None and task.looks < _LOOKS and self._tiers is not None and self._tiers.can_prefetch:
-            self._look_below(task)  # too many were under way
-        return task.prefetch is not None and task.prefetch.waiting
+        prefetch = sequence.prefetch
+        if (
+            prefetch is not None
+            and prefetch.ended
+            and prefetch.shared
+            and prefetch.loaded
+            and sequence.prefetches < _PREFETCHES
+        ):
+            self._drop_prefetch(sequence)  # it was for another prompt, too, which may part from this one further on
+            self._prefetch(sequence)
+        elif (
+            prefetch is None
+            and sequence.prefetches < _PREFETCHES
+            and self._tiers is not None
+            and self._tiers.can_prefetch
+        ):
+            self._prefetch(sequence)  # too many were under way
+        return sequence.prefetch is not None and sequence.prefetch.waiting
 
-    def _forget_prefetch(self, task: _Task) -> None:
-        if task.prefetch is not None:
-            task.stored += task.prefetch.loaded
-            task.prefetch.revoke()
-            task.prefetch = None
+    def _drop_prefetch(self, sequence: _Sequence) -> None:
+        if sequence.prefetch is not None:
+            sequence.stored += sequence.prefetch.loaded
+            sequence.prefetch.revoke()
+            sequence.prefetch = None
 
-    def _admit(self, task: _Task, budget: int) -> None:
+    def _admit(self, sequence: _Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
-        lease = self._cache.lease(task.key, task.request.namespace, priority=task.request.priority)
-        load = self._tiers.load(lease) if self._tiers is not None and self._fits(task, lease) else None
+        lease = self._cache.lease(sequence.key, sequence.request.namespace, priority=sequence.request.priority)
+        load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
         try:
-            task.open(lease, load, self._checkpoints(task, lease), self._cache.page_size)
-            task.slide(task.chunk(budget))
+            sequence.open(lease, load, self._checkpoints(sequence, lease), self._cache.page_size)
+            sequence.slide(sequence.chunk(budget))
         except OutOfPages:
-            task.drop()
+            sequence.drop()
             raise
-        del self._waiting[task.id]
-        self._running[task.id] = task
-        self._forget_prefetch(task)
-        if task.admitted_s is None:
-            task.admitted_s = self._clock()
-            self._count_hits(task, 0 if load is None else load.pages * self._cache.page_size)
-            task.counted = load
-        self._tell_progress(task)
+        del self._waiting[sequence.id]
+        self._running[sequence.id] = sequence
+        self._drop_prefetch(sequence)
+        if sequence.admitted_s is None:
+            sequence.admitted_s = self._clock()
+            self._count_hits(sequence, 0 if load is None else load.pages * self._cache.page_size)
+            sequence.counted = load
+        self._report_progress(sequence)
 
-    def _checkpoints(self, task: _Task, lease: Lease) -> list[Checkpoint]:
+    def _checkpoints(self, sequence: _Sequence, lease: Lease) -> list[Checkpoint]:
         """Where copies of a request's state are to be kept."""
         if not self._plans_states or not self._cache.enabled:
             return []
@@ -464,132 +479,134 @@ class Scheduler:
         return plan_checkpoints(
             lease.hit,
             lease.reach,
-            task.length,
+            sequence.length,
             page,
             interval=limits.checkpoint_tokens,
             most=limits.checkpoints,
-            atomic=task.atomic,
+            atomic=sequence.atomic,
         )
 
-    def _count_hits(self, task: _Task, loaded: int) -> None:
+    def _count_hits(self, sequence: _Sequence, loaded: int) -> None:
         """Where the cached tokens of a request lay, at its first admission."""
-        task.cached_tokens = task.computed
-        task.storage_tokens = min(task.stored, loaded)
-        task.host_tokens = loaded - task.storage_tokens
-        self.totals.prompt_tokens += len(task.request.tokens)
-        self.totals.cached_tokens += task.cached_tokens
-        self.totals.host_tokens += task.host_tokens
-        self.totals.storage_tokens += task.storage_tokens
+        sequence.cached_tokens = sequence.computed
+        sequence.storage_tokens = min(sequence.stored, loaded)
+        sequence.host_tokens = loaded - sequence.storage_tokens
+        self.totals.prompt_tokens += len(sequence.request.tokens)
+        self.totals.cached_tokens += sequence.cached_tokens
+        self.totals.host_tokens += sequence.host_tokens
+        self.totals.storage_tokens += sequence.storage_tokens
 
-    def _forward(self, shares: list[tuple[_Task, int]]) -> None:
-        shares = [(task, n) for task, n in shares if not task.request.images or self._embeds(task, n)]
-        if not shares:
+    def _forward(self, scheduled: list[tuple[_Sequence, int]]) -> None:
+        scheduled = [
+            (sequence, n) for sequence, n in scheduled if not sequence.request.images or self._embeds(sequence, n)
+        ]
+        if not scheduled:
             return
-        sampled = [task for task, n in shares if n == task.pending]
-        self._meter.begin(shares)
+        sampled = [sequence for sequence, n in scheduled if n == sequence.pending]
+        self._meter.begin(scheduled)
         try:
-            logits = self._runner.forward([task.segment(n) for task, n in shares])
-            shares, sampled, logits = self._drop_failed_loads(shares, sampled, logits)
-            picked = sample(logits, [task.sampler for task in sampled])
+            logits = self._runner.forward([sequence.segment(n) for sequence, n in scheduled])
+            scheduled, sampled, logits = self._drop_failed_loads(scheduled, sampled, logits)
+            picked = sample(logits, [sequence.sampler for sequence in sampled])
             if picked or logits.device.type == "cpu":
                 self._meter.end()
         except Exception as error:
             self._meter.drop()
-            log.exception("a forward over %d requests failed; they end", len(shares))
-            for task, _ in shares:
-                self._end(task, "error", error=f"{type(error).__name__}: {error}")
+            log.exception("a forward over %d requests failed; they end", len(scheduled))
+            for sequence, _ in scheduled:
+                self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
             return
         given = dict(zip(sampled, picked, strict=True))
-        for task, n in shares:
+        for sequence, n in scheduled:
             self.totals.computed_tokens += n
-            if given.get(task, _NOT_ASKED) is None:  # what it has computed is not worth keeping
-                self._end(task, "error", error="the model's logits hold NaN or infinity")
+            if given.get(sequence, _NOT_ASKED) is None:  # what it has computed is not worth keeping
+                self._finish(sequence, "error", error="the model's logits hold NaN or infinity")
                 continue
-            was_prefilling = task.prefilling
-            task.advance(n)
+            was_prefilling = sequence.prefilling
+            sequence.advance(n)
             if was_prefilling:
-                self._tell_progress(task)
-        for task, choice in given.items():
+                self._report_progress(sequence)
+        for sequence, choice in given.items():
             if choice is None:
                 continue
             token, logprob = choice
             try:
-                self._take(task, token, () if logprob is None else (logprob,))
+                self._process_token(sequence, token, () if logprob is None else (logprob,))
             except Exception as error:  # such as a tokenizer that cannot decode a token: the others go on
-                log.exception("request %s failed and ends", task.id)
-                self._end(task, "error", error=f"{type(error).__name__}: {error}")
+                log.exception("request %s failed and ends", sequence.id)
+                self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
 
-    def _embeds(self, task: _Task, n: int) -> bool:
-        """Whether the images of a share can be encoded: one that cannot ends its own request, and no other."""
+    def _embeds(self, sequence: _Sequence, n: int) -> bool:
+        """Whether the images of a item can be encoded: one that cannot ends its own request, and no other."""
         try:
-            self._runner.embed(task.segment(n))
+            self._runner.embed(sequence.segment(n))
         except Exception as error:
-            log.exception("the images of request %s cannot be encoded; it ends", task.id)
-            self._end(task, "error", error=f"{type(error).__name__}: {error}")
+            log.exception("the images of request %s cannot be encoded; it ends", sequence.id)
+            self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
             return False
         return True
 
     def _drop_failed_loads(
-        self, shares: list[tuple[_Task, int]], sampled: list[_Task], logits: torch.Tensor
-    ) -> tuple[list[tuple[_Task, int]], list[_Task], torch.Tensor]:
+        self, scheduled: list[tuple[_Sequence, int]], sampled: list[_Sequence], logits: torch.Tensor
+    ) -> tuple[list[tuple[_Sequence, int]], list[_Sequence], torch.Tensor]:
         """Leaves out what was computed behind pages that did not arrive; it is computed again, with those pages."""
-        failed = [task for task, _ in shares if not task.land()]
+        failed = [sequence for sequence, _ in scheduled if not sequence.finish_load()]
         if not failed:
-            return shares, sampled, logits
-        for task in failed:
-            self._uncount_load(task)
-        good = [row for row, task in enumerate(sampled) if task not in failed]
-        shares = [(task, n) for task, n in shares if task not in failed]
-        return shares, [sampled[row] for row in good], logits[good]
+            return scheduled, sampled, logits
+        for sequence in failed:
+            self._uncount_load(sequence)
+        good = [row for row, sequence in enumerate(sampled) if sequence not in failed]
+        scheduled = [(sequence, n) for sequence, n in scheduled if sequence not in failed]
+        return scheduled, [sampled[row] for row in good], logits[good]
 
-    def _fits(self, task: _Task, lease: Lease) -> bool:
+    def _fits(self, sequence: _Sequence, lease: Lease) -> bool:
         """Whether all of a request's pages can be had: a load that is thrown away is a load too many."""
         if Full.name not in self._cache.pools:
             return True  # window pages come as they are needed
         size = self._cache.page_size
-        return -(-task.length // size) - lease.hit // size <= self._room()[0]
+        return -(-sequence.length // size) - lease.hit // size <= self._room()[0]
 
-    def _uncount_load(self, task: _Task) -> None:
-        if task.counted is None:
+    def _uncount_load(self, sequence: _Sequence) -> None:
+        if sequence.counted is None:
             return  # it failed at a later admission, which does not count
-        task.counted = None
-        task.cached_tokens -= task.host_tokens + task.storage_tokens
-        self.totals.cached_tokens -= task.host_tokens + task.storage_tokens
-        self.totals.host_tokens -= task.host_tokens
-        self.totals.storage_tokens -= task.storage_tokens
-        task.host_tokens = task.storage_tokens = 0
+        sequence.counted = None
+        sequence.cached_tokens -= sequence.host_tokens + sequence.storage_tokens
+        self.totals.cached_tokens -= sequence.host_tokens + sequence.storage_tokens
+        self.totals.host_tokens -= sequence.host_tokens
+        self.totals.storage_tokens -= sequence.storage_tokens
+        sequence.host_tokens = sequence.storage_tokens = 0
 
-    def _tell_progress(self, task: _Task) -> None:
-        if not task.generated:
-            self._events.append((task.id, Progress(task.computed, task.length)))
+    def _report_progress(self, sequence: _Sequence) -> None:
+        if not sequence.generated:
+            self._events.append((sequence.id, Progress(sequence.computed, sequence.length)))
 
-    def _take(self, task: _Task, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+    def _process_token(self, sequence: _Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
         """One sampled token: to the client, and back into the sequence unless it was the last."""
-        params = task.request.params
+        params = sequence.request.params
         self.totals.generated_tokens += 1
-        if task.first_token_s is None:
-            task.first_token_s = self._clock()
-        task.append(token)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = self._clock()
+        sequence.append(token)
         if token in self._eos and not params.ignore_eos:
-            self._end(task, "stop", Delta("", (token,), logprobs))
+            self._finish(sequence, "stop", Delta("", (token,), logprobs))
             return
-        delta = Delta(task.text.push(token), (token,), logprobs)
-        if task.text.stopped:
-            self._end(task, "stop", delta)
-        elif task.generated == params.max_tokens:
-            self._end(task, "length", delta)
+        delta = Delta(sequence.text.push(token), (token,), logprobs)
+        if sequence.text.stopped:
+            self._finish(sequence, "stop", delta)
+        elif sequence.generated == params.max_tokens:
+            self._finish(sequence, "length", delta)
         else:
-            self._events.append((task.id, delta))
+            self._events.append((sequence.id, delta))
 
-    def _end(self, task: _Task, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
-        self._waiting.pop(task.id, None)
-        self._running.pop(task.id, None)
-        self._forget_prefetch(task)
-        task.close()
+    def _finish(self, sequence: _Sequence, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
+        self._waiting.pop(sequence.id, None)
+        self._running.pop(sequence.id, None)
+        self._drop_prefetch(sequence)
+        sequence.close()
         self.totals.errors += error is not None
-        text = last.text + _flush(task)
-        usage = task.usage(self._clock())
-        self._events.append((task.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
+        text = last.text + _flush(sequence)
+        usage = sequence.usage(self._clock())
+        self._events.append((sequence.id, Delta(text, last.tokens, last.logprobs, reason, usage, error)))
 
 
 class _Meter:
@@ -604,13 +621,13 @@ class _Meter:
         self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
         self._began_s = 0.0
 
-    def begin(self, shares: Sequence[tuple[_Task, int]]) -> None:
+    def begin(self, scheduled: Sequence[tuple[_Sequence, int]]) -> None:
         if not self._parts:
             self._began_s = self._clock()
-        if any(task.loading for task, _ in shares):
+        if any(sequence.loading for sequence, _ in scheduled):
             self.drop()  # it waits for pages, too
-        elif any(task.prefilling for task, _ in shares):
-            self._parts += [(n, task.computed) for task, n in shares]
+        elif any(sequence.prefilling for sequence, _ in scheduled):
+            self._parts += [(n, sequence.computed) for sequence, n in scheduled]
 
     def end(self) -> None:
         if self._prefill is not None:
@@ -621,7 +638,7 @@ class _Meter:
         self._parts = []
 
 
-class _Task:
+class _Sequence:
     """One request on its way.
 
     ```
@@ -651,9 +668,9 @@ class _Task:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
-        self.was_set_back = False
+        self.was_preempted = False
         self.prefetch: Prefetch | None = None
-        self.looks = 0  # prefetches begun
+        self.prefetches = 0  # prefetches begun
         self.stored = 0  # positions that they brought
         self.counted: Load | None = None  # the load that is part of `cached_tokens`
         self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
@@ -690,7 +707,7 @@ class _Task:
 
     @property
     def symbols(self) -> NDArray[np.int32]:
-        """What two sequences that may share KV have in common: tokens, and in images their identity."""
+        """What two sequences that may item KV have in common: tokens, and in images their identity."""
         return self._symbols[: self.length]
 
     @property
@@ -713,13 +730,13 @@ class _Task:
         return self._load is not None
 
     @property
-    def landing_from(self) -> int:
+    def loading_from(self) -> int:
         """Positions from here on are being loaded; none are, where that is behind the end."""
         return self.length if self._load is None or self._lease is None else self._lease.hit
 
     def precedence(self) -> tuple[int, bool, int]:
         """Lower goes first, hits and age left aside."""
-        return -self.request.priority, not self.was_set_back, self._arrival
+        return -self.request.priority, not self.was_preempted, self._arrival
 
     def open(self, lease: Lease, load: Load | None, checkpoints: list[Checkpoint], page_size: int) -> None:
         """Takes a lease and pages for all known tokens.
@@ -753,7 +770,7 @@ class _Task:
             budget = max(border - self.computed, 0) or budget
         return chunk_end(self.computed, budget, self._checkpoints, self.atomic) - self.computed
 
-    def plant(self, position: int, most: int) -> None:
+    def add_checkpoint(self, position: int, most: int) -> None:
         """Keeps the state at a page border, too, unless others have asked for `most` places."""
         asked = [checkpoint.position for checkpoint in self._checkpoints if checkpoint.room]
         if position > self.computed and position not in asked and len(asked) < most:
@@ -773,7 +790,7 @@ class _Task:
         begin = self.computed - self.computed % self._page_size if self._page_size else self.computed
         self._lease.slide(begin, self.computed + n)
 
-    def land(self) -> bool:
+    def finish_load(self) -> bool:
         """After a forward: whether all that it read had arrived. If not, computing starts again behind the hit."""
         load, self._load = self._load, None
         if load is None or load.wait():
@@ -861,17 +878,17 @@ class _Task:
         )
 
 
-def _flush(task: _Task) -> str:
+def _flush(sequence: _Sequence) -> str:
     """The text that was held back; none where the tokenizer fails, so that a request can end in any case."""
     try:
-        return task.text.flush()
+        return sequence.text.flush()
     except Exception:
-        log.exception("the last text of request %s cannot be decoded", task.id)
+        log.exception("the last text of request %s cannot be decoded", sequence.id)
         return ""
 
 
 def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:
-    """Positions that two sequences share; 0 if they part in the first page, which is what most do."""
+    """Positions that two sequences item; 0 if they part in the first page, which is what most do."""
     if not np.array_equal(a[:page_size], b[:page_size]):
         return 0
     n = min(len(a), len(b))

@@ -202,7 +202,7 @@ def best_window_ratio(
     memory: int,
     page_size: int,
     need: Need,
-    chunk_tokens: int = 512,
+    token_budget: int = 512,
     ratios: Sequence[float] = RATIOS,
 ) -> Trials:
     """Replay a trace through a cache without tensors, once for each ratio: the same trace gives the same answer.
@@ -217,14 +217,14 @@ def best_window_ratio(
         memory: bytes for both pools.
         page_size: positions a page.
         need: as for `share_out`.
-        chunk_tokens: positions that are computed at once.
+        token_budget: positions that are computed at once.
         ratios: to try; each above 0.
 
     Raises:
         BadArgument: an argument is out of range, the trace is empty, or the memory holds no pages for a ratio.
         BadTokens: of the trace.
     """
-    check_integer("chunk_tokens", chunk_tokens, 1, MAX_TOKEN)
+    check_integer("token_budget", token_budget, 1, MAX_TOKEN)
     check_integer("memory", memory, 1, 2**63 - 1)
     for name in (Full.name, Window.name):
         check_integer(f"page_bytes of {name}", page_bytes.get(name), 1, 2**63 - 1)
@@ -234,7 +234,7 @@ def best_window_ratio(
     full, slides = Full(), Window(window)
     asked = [Shares(memory, window_ratio=ratio) for ratio in ratios]
     sizes = [share_out((full, slides), page_bytes, 0, shares, need) for shares in asked]
-    rates = [_replay(PrefixCache(pages, page_size), sequences, chunk_tokens) for pages in sizes]
+    rates = [_replay(PrefixCache(pages, page_size), sequences, token_budget) for pages in sizes]
     trials = tuple(
         Trial(shares.window_ratio, pages[full], pages[slides], rate)
         for shares, pages, rate in zip(asked, sizes, rates, strict=True)
@@ -298,7 +298,7 @@ def _tokens_of(use: Use, earlier: list[TokenLike], fresh: int) -> NDArray[np.int
     return np.concatenate([known[: use.shared], new.astype(np.int32)])
 
 
-def _replay(cache: PrefixCache, sequences: list[TokenLike], chunk_tokens: int) -> float:
+def _replay(cache: PrefixCache, sequences: list[TokenLike], token_budget: int) -> float:
     """Cached tokens a token."""
     hit = asked = 0
     for tokens in sequences:
@@ -306,8 +306,8 @@ def _replay(cache: PrefixCache, sequences: list[TokenLike], chunk_tokens: int) -
         with cache.lease(tokens) as lease:
             try:
                 lease.reserve(len(tokens) - lease.reserved)
-                for begin in range(lease.hit, len(tokens), chunk_tokens):
-                    end = min(begin + chunk_tokens, len(tokens))
+                for begin in range(lease.hit, len(tokens), token_budget):
+                    end = min(begin + token_budget, len(tokens))
                     lease.slide(begin, end)
                     lease.publish(end)
             except OutOfPages:

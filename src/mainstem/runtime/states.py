@@ -369,7 +369,7 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Continuati
                 f"{name}: with states side by side logits differ from those of each prompt alone by {stacked:.2g} of "
                 f"their spread; {limit:g} is allowed"
             )
-        return "chunked" if chunked <= limit and trial.minds_states() else "stepped"
+        return "chunked" if chunked <= limit and trial.uses_states() else "stepped"
 
 
 class _Trial:
@@ -411,7 +411,7 @@ class _Trial:
             self._pool.store(slots, cache)
         return error
 
-    def minds_states(self) -> bool:
+    def uses_states(self) -> bool:
         """Whether every kind of state makes a difference to the tokens behind it, when there are several of them.
 
         A scan that starts from zeros instead may differ by less than a low precision rounds.

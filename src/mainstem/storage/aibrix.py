@@ -100,7 +100,7 @@ class AIBrixBackend(Backend):
             statuses = self._call(lambda: [self._connector.get(key, region) for key, region in wanted])
         finally:
             for _, region in wanted:
-                region.let_go()
+                region.release()
         self._raise_if_all_failed(statuses)
         return [_length(status, region) for status, (_, region) in zip(statuses, wanted, strict=True)]
 
@@ -111,7 +111,7 @@ class AIBrixBackend(Backend):
             statuses = self._call(lambda: [self._put(key, region) for key, region in wanted])
         finally:
             for _, region in wanted:
-                region.let_go()
+                region.release()
         if not any(_is_full(status) for status in statuses):
             self._raise_if_all_failed(statuses)
         return [status.is_ok() for status in statuses]
@@ -242,7 +242,7 @@ class _Region:
                 raise ValueError("the call has ended")
             return bytes(self._view)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """From here on nobody reads or writes the buffer."""
         with self._lock:
             self._view = None

@@ -208,7 +208,7 @@ class LMCacheBackend(Backend):
             except BaseException:
                 connection.close()
                 raise
-        self._give_back(connection)
+        self._release(connection)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -233,7 +233,7 @@ class LMCacheBackend(Backend):
                 return connection
             connection.close()
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _release(self, connection: _Connection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(connection)

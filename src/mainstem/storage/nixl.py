@@ -252,7 +252,7 @@ class NixlBackend(Backend):
         self._sleep = sleep
         self._name = f"mainstem-{uuid.uuid4().hex}"
         self._agent, self._errors = _new_agent(self._name, place)
-        self._told: dict[int, Any] = {}
+        self._registrations: dict[int, Any] = {}
         self._calls = Calls("nixl")
         self._memory = Memory(self._tell, self._forget, staging_bytes)
 
@@ -396,14 +396,14 @@ class NixlBackend(Backend):
 
     def _tell(self, address: int, size: int) -> None:
         try:
-            self._told[address] = self._agent.register_memory(
+            self._registrations[address] = self._agent.register_memory(
                 [(address, size, 0, "")], "DRAM", backends=[self._place.plugin]
             )
         except self._errors as error:
             raise StorageError("refused", f"nixl does not register {size} bytes: {error}") from error
 
     def _forget(self, address: int, size: int) -> None:
-        self._agent.deregister_memory(self._told.pop(address), backends=[self._place.plugin])
+        self._agent.deregister_memory(self._registrations.pop(address), backends=[self._place.plugin])
 
 
 def _runs(

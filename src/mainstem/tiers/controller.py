@@ -289,7 +289,7 @@ class Tiers:
         targets = self._host_room(held)
         if targets is None:
             for at in held:
-                self._let_go(at)
+                self._unlock_node(at)
             return False
         moves = [self._attach(held, row, ids) for row, ids in enumerate(targets)]
         ticket = self._memory.down([move for move in moves if len(move.source)])
@@ -350,8 +350,8 @@ class Tiers:
             return
         if any(isinstance(item, _Note) for item in self._pending):
             return  # the last list is on its way still
-        if stretches := self._core.hot_stretches(HOST):  # an empty list would wipe out what another process has found
-            content = hottest.encode(stretches, self._page_bytes, self.host_pools[0].total)
+        if spans := self._core.hot_spans(HOST):  # an empty list would wipe out what another process has found
+            content = hottest.encode(spans, self._page_bytes, self.host_pools[0].total)
             self._add(_Note(hottest.Keeping(self.store, content)))
 
     def warm(self) -> None:
@@ -481,7 +481,7 @@ class Tiers:
                 self._core.lock(at, HOST)
             held += new
 
-    def _let_go(self, node: int) -> None:
+    def _unlock_node(self, node: int) -> None:
         self._core.unlock(node, DEVICE)
         self._core.unlock(node, HOST)
 
@@ -667,7 +667,7 @@ class _Backup(Pending):
         for node in self._nodes:
             del self._tiers._flights[node]
         for node in self._nodes:
-            self._tiers._let_go(node)
+            self._tiers._unlock_node(node)
 
 
 class Load(Pending):
@@ -733,7 +733,7 @@ class Prefetch:
         self._keys: list[bytes] = []
         self._first = have
         self._reads: deque[_Read] = deque()
-        self._looked = self._cut = self._ended = self._expired = False
+        self._looked_up = self._cut = self._ended = self._expired = False
         self._pages = len(key) // tiers._page_bytes
         self._wait = Wait(self._store, tiers.prefill, tiers.tree.page_size, have, self._pages)
 
@@ -756,8 +756,8 @@ class Prefetch:
         tiers = self._tiers
         parent = self._names.last(self._namespace, self._anchor)
         missing = self._key[self._have * tiers._page_bytes :]
-        self._look = self._store.look(parent, missing, tiers._page_bytes)
-        tiers._add(_Look(self, self._look))
+        self._lookup = self._store.look_up(parent, missing, tiers._page_bytes)
+        tiers._add(_Lookup(self, self._lookup))
         tiers._add(_Expiry(self))
 
     def late(self) -> bool:
@@ -768,26 +768,26 @@ class Prefetch:
         """Nobody waits any longer; nor for others, if storage has not even said what it has."""
         self._expired = True
         if self.wanted and self.users > 0:
-            end = self._first + len(self._keys) if self._looked and not self._look.refused else self._pages
+            end = self._first + len(self._keys) if self._looked_up and not self._lookup.refused else self._pages
             self._tiers.late[self._why()] += end - self._have
-        if self.wanted and not self._looked:
+        if self.wanted and not self._looked_up:
             self._store.gave_up(self._wait.waited_s)
 
     def _overdue(self) -> bool:
-        return self._look.overdue() or any(read.call.overdue() for read in self._reads)
+        return self._lookup.overdue() or any(read.call.overdue() for read in self._reads)
 
     def _why(self) -> Cause:
         """What keeps pages that are not there from being waited for."""
-        if self._look.refused or self._store.breaker.open:
+        if self._lookup.refused or self._store.breaker.open:
             return "breaker"
         if self._cut:
             return "fault"
         return "slow" if self._store.slow and not self._overdue() else "timeout"
 
-    def looked(self, keys: list[bytes]) -> None:
+    def looked_up(self, keys: list[bytes]) -> None:
         """Storage has these pages."""
-        self._looked = True
-        self._wait.answered(len(keys), self._look.took_s)
+        self._looked_up = True
+        self._wait.answered(len(keys), self._lookup.took_s)
         if len(keys) >= self._least:
             self._keys = keys
         self._go_on()
@@ -823,7 +823,7 @@ class Prefetch:
                 self._tiers.late["host_room"] += end - self._asked
             end = self._asked
             self._keys = self._keys[: end - self._first]
-        if not self._reads and self._looked and (self._cut or self.users <= 0 or self._asked >= end):
+        if not self._reads and self._looked_up and (self._cut or self.users <= 0 or self._asked >= end):
             self._end()
 
     def _read(self, n: int) -> bool:
@@ -875,7 +875,7 @@ class Prefetch:
             del self._tiers._prefetches[self._name]
 
 
-class _Look(Pending):
+class _Lookup(Pending):
     def __init__(self, prefetch: Prefetch, call: StoreCall[list[bytes]]) -> None:
         self._prefetch, self._call = prefetch, call
 
@@ -883,7 +883,7 @@ class _Look(Pending):
         return 1 + len(self._call.value) if self._call.done() else 0
 
     def settle(self, outcome: int) -> None:
-        self._prefetch.looked(self._call.value[: outcome - 1])
+        self._prefetch.looked_up(self._call.value[: outcome - 1])
 
 
 class _Read(Pending):

@@ -1,11 +1,11 @@
 """The list of the hottest prefixes: what a restart brings back first.
 
-It names all that the host holds, each page once, what is hottest first. A stretch of pages says behind which page of
-which earlier stretch it comes, so what prefixes share is there once, and any beginning of the list is a list:
+It names all that the host holds, each page once, what is hottest first. A span of pages says behind which page of
+which earlier span it comes, so what prefixes share is there once, and any beginning of the list is a list:
 
-    stretch   from 4 | at 4 | pages 4 | { length 4 | namespace } if from is 0 | symbols             little-endian
+    span   from 4 | at 4 | pages 4 | { length 4 | namespace } if from is 0 | symbols             little-endian
 
-It comes behind page `at` of the path that stretch `from` ends, counted from 1; 0: it is the first of its namespace.
+It comes behind page `at` of the path that span `from` ends, counted from 1; 0: it is the first of its namespace.
 
 The store keeps the list in pieces of one size, each a note of its own: hidden, since namespaces may carry salts, and
 sealed like a page:
@@ -35,15 +35,15 @@ _PIECE = struct.Struct("<16sI")
 _CONTENT_BYTES = PIECE_BYTES - _PIECE.size
 _SPARE_BYTES = 64  # a page, for what stands in front of its symbols
 
-Stretch = tuple[int, int, bytes, bytes]
-"""Of `_core.Tree.hot_stretches`: the number of the stretch before it (-1: none), at which page, namespace, symbols."""
+PathSpan = tuple[int, int, bytes, bytes]
+"""Of `_core.Tree.hot_spans`: the number of the span before it (-1: none), at which page, namespace, symbols."""
 
 
-def encode(stretches: Sequence[Stretch], page_bytes: int, pages: int) -> bytes:
-    """The hottest stretches, up to what a host of so many pages takes back."""
+def encode(spans: Sequence[PathSpan], page_bytes: int, pages: int) -> bytes:
+    """The hottest spans, up to what a host of so many pages takes back."""
     parts: list[bytes] = []
     room = _room(pages, page_bytes)
-    for before, at, namespace, symbols in stretches:
+    for before, at, namespace, symbols in spans:
         named = b"" if before >= 0 else _LENGTH.pack(len(namespace)) + namespace
         entry = _STRETCH.pack(before + 1, at, len(symbols) // page_bytes) + named + symbols
         room -= len(entry)
@@ -55,8 +55,8 @@ def encode(stretches: Sequence[Stretch], page_bytes: int, pages: int) -> bytes:
 
 def decode(content: bytes, page_bytes: int, pages: int) -> Prefixes:
     """What `encode` was given, as far as it is whole and a host of so many pages has room for it."""
-    stretches: list[Stretch] = []
-    ends: list[int] = []  # of each stretch, in pages from the root
+    spans: list[PathSpan] = []
+    ends: list[int] = []  # of each span, in pages from the root
     read = 0
     while pages > 0 and read + _STRETCH.size <= len(content):
         number, at, size = _STRETCH.unpack_from(content, read)
@@ -68,28 +68,28 @@ def decode(content: bytes, page_bytes: int, pages: int) -> Prefixes:
             (length,) = _LENGTH.unpack_from(content, read)
             read += _LENGTH.size + length
             namespace = content[read - length : read]
-        if number > len(stretches) or at > (ends[number - 1] if number else 0) or read > len(content):
+        if number > len(spans) or at > (ends[number - 1] if number else 0) or read > len(content):
             break
         size = min(size, pages, (len(content) - read) // page_bytes)
         if size == 0:
             break
-        stretches.append((number - 1, at, namespace, content[read : read + size * page_bytes]))
+        spans.append((number - 1, at, namespace, content[read : read + size * page_bytes]))
         ends.append(at + size)
         read += size * page_bytes
         pages -= size
-    return Prefixes(stretches, page_bytes)
+    return Prefixes(spans, page_bytes)
 
 
 class Prefixes:
     """Prefixes that are left to bring back, the hottest first. Their symbols are put together one at a time."""
 
-    def __init__(self, stretches: Sequence[Stretch] = (), page_bytes: int = 1) -> None:
-        self._stretches, self._page_bytes = stretches, page_bytes
+    def __init__(self, spans: Sequence[PathSpan] = (), page_bytes: int = 1) -> None:
+        self._spans, self._page_bytes = spans, page_bytes
         self._at = 0
         self._first: tuple[bytes, bytes] | None = None
 
     def __len__(self) -> int:
-        return len(self._stretches) - self._at
+        return len(self._spans) - self._at
 
     @property
     def first(self) -> tuple[bytes, bytes]:
@@ -102,10 +102,10 @@ class Prefixes:
         self._at, self._first = self._at + 1, None
 
     def _path(self, number: int) -> tuple[bytes, bytes]:
-        number, end, namespace, symbols = self._stretches[number]
+        number, end, namespace, symbols = self._spans[number]
         parts = [symbols]
         while number >= 0:
-            number, at, namespace, symbols = self._stretches[number]
+            number, at, namespace, symbols = self._spans[number]
             if at < end:
                 parts.append(symbols[: (end - at) * self._page_bytes])
                 end = at

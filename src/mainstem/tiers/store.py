@@ -150,7 +150,7 @@ class StoreCall(Generic[T]):
     def __init__(self, store: Store, call: Call[_Answer[T]] | None, nothing: T, deadline_s: float) -> None:
         self._store, self._call, self._deadline_s = store, call, deadline_s
         self._overdue = False
-        self._told = call is None
+        self._reported = call is None
         self.value = nothing
         self.took_s = math.inf  # once it has come back
 
@@ -181,9 +181,9 @@ class StoreCall(Generic[T]):
         return self._overdue
 
     def _tell(self, call: Call[_Answer[T]]) -> None:
-        if self._told:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         answer = call.result()
         self.value = answer.value
         for cause, count in answer.causes.items():
@@ -240,14 +240,14 @@ class Store:
         """
         self.backend.register(regions)
 
-    def look(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> StoreCall[list[bytes]]:
+    def look_up(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> StoreCall[list[bytes]]:
         """Keys of pages that are stored, up to the first gap, of those of `symbols` behind the page of key `parent`."""
 
-        def look(causes: Counter[str]) -> list[bytes]:
+        def look_up(causes: Counter[str]) -> list[bytes]:
             keys = self.sealer.keys(parent, symbols, page_bytes)
             return keys[: max(0, min(self.backend.exists(keys), len(keys)))]
 
-        return self._submit(self._readers, look, [])
+        return self._submit(self._readers, look_up, [])
 
     def read(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[int]:
         """How many pages, from the first on, are in their slots now, whole and verified."""

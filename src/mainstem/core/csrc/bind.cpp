@@ -77,9 +77,9 @@ nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t w
   return nb::borrow<nb::bytes>(hashes);
 }
 
-nb::list hot_stretches(const Tree& tree, std::uint32_t tier) {
+nb::list hot_spans(const Tree& tree, std::uint32_t tier) {
   nb::list out;
-  for (const Stretch& s : tree.hot_stretches(tier))
+  for (const PathSpan& s : tree.hot_spans(tier))
     out.append(nb::make_tuple(s.from, s.at, nb::bytes(s.ns.data(), s.ns.size()),
                               nb::bytes(s.symbols.data(), s.symbols.size())));
   return out;
@@ -310,9 +310,9 @@ NB_MODULE(_core, m) {
             return static_cast<int>(t.residency(node, c, tier));
           },
           "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
-      .def("hot_stretches", &hot_stretches, "tier"_a,
-           nb::sig("def hot_stretches(self, tier: int) -> list[tuple[int, int, bytes, bytes]]"),
-           "All that is present on a tier, each page once, what is hottest first: see Stretch in tree.h.")
+      .def("hot_spans", &hot_spans, "tier"_a,
+           nb::sig("def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]"),
+           "All that is present on a tier, each page once, what is hottest first: see PathSpan in tree.h.")
       .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
            "By whose name the nearest pages above a node are in flight; 0: none are.")
       .def(

@@ -291,11 +291,11 @@ void bind_cache(nb::module_& m) {
           "to "
           "there are published. A copy that was not published is replaced.\n\n"
           "Args:\n"
-          "    position: a page border, not before what is published.\n"
+          "    position: a page boundary, not before what is published.\n"
           "    room: evict another state where no slot is free.\n\n"
           "Returns whether there was a slot for it.\n\n"
           "Raises:\n"
-          "    BadArgument: no page border, before what is published, or beyond what is reserved.\n"
+          "    BadArgument: no page boundary, before what is published, or beyond what is reserved.\n"
           "    LeaseClosed: the lease has ended.")
       .def(
           "reserve",

@@ -82,7 +82,7 @@ void Cache::free(std::uint32_t component, IdSpan ids) {
   pools[component]->move(ids, Owner::privately, Owner::free);
 }
 
-void Cache::give_back(Handle node, Holdings& held, std::size_t owned) {
+void Cache::release_held(Handle node, Holdings& held, std::size_t owned) {
   tree.refresh_use(node, 0);
   tree.unlock(node, 0);
   for (const std::uint32_t c : paged)
@@ -102,7 +102,7 @@ void Cache::end_abandoned() {
     abandoned_.pop_back();
     tree.unlock(left.donor, 0);
     if (left.host_node) tree.unlock(left.host_node, 1);
-    give_back(left.node, left.held, left.owned);
+    release_held(left.node, left.held, left.owned);
   }
 }
 
@@ -382,7 +382,7 @@ void Lease::take_back_load() {
       own.table.drop_back(own.table.size() - owned_);
       if (node_) cache_.tree.copy_ids(node_, c, 0, 0, ids);
       own.front = 0;
-      forget_behind(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
+      drop_before(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
     }
   }
 }
@@ -416,7 +416,7 @@ void Lease::reserve(std::uint64_t n) {
 }
 
 // Entries before page `first` are not read any more: those that are private go back, the tree's are the tree's.
-void Lease::forget_behind(std::uint32_t component, std::uint32_t first) {
+void Lease::drop_before(std::uint32_t component, std::uint32_t first) {
   Holding& own = held_[component];
   first = std::min(first, static_cast<std::uint32_t>(own.table.size()));
   if (first <= own.front) return;
@@ -439,7 +439,7 @@ void Lease::slide(std::uint64_t begin, std::uint64_t end) {
     const std::uint64_t covered = std::uint64_t{table.size()} * cache_.tree.page_size();
     require(begin <= covered, "begin", begin, "at most what has window pages");
     const std::uint64_t seen = begin - std::min<std::uint64_t>(row.window, begin);
-    if (!load_) forget_behind(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));  // they are written to
+    if (!load_) drop_before(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));  // they are written to
     while (pages_of(end) > table.size() && pages_of(end) - table.size() > cache_.pools[c]->owned(Owner::free)) {
       cache_.make_room(pages_of(end) - table.size(), c);
       require_open();  // that may have run anybody's code
@@ -479,8 +479,8 @@ void Lease::publish(std::uint64_t upto) {
 
 // Pages up to there become the tree's, and with them the state that `state_row` has marked there.
 void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
-  const bool plants = state_row < kMaxComponents;
-  if (pages < owned_ || (pages == owned_ && !plants)) return;
+  const bool keeps_state = state_row < kMaxComponents;
+  if (pages < owned_ || (pages == owned_ && !keeps_state)) return;
   if (pages == owned_) {
     if (cache_.tree.residency(node_, state_row, 0) == Residency::absent)
       cache_.tree.attach(node_, state_row, 0, {&held_[state_row].mark, 1}, true);
@@ -488,11 +488,11 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
     return;
   }
   // All of it lies behind the window, and there is nothing else to keep of it.
-  if (slides(0) && !plants && held_[0].table.part(0, pages).back() < 0) return;
+  if (slides(0) && !keeps_state && held_[0].table.part(0, pages).back() < 0) return;
   std::array<IdSpan, kMaxComponents> ids;
   for (const std::uint32_t c : cache_.paged)
     ids[c] = held_[c].table.part(owned_, pages);
-  if (plants) ids[state_row] = {&held_[state_row].mark, 1};
+  if (keeps_state) ids[state_row] = {&held_[state_row].mark, 1};
   const Bytes key = Bytes(key_).subspan(key_begin_, (pages - owned_) * std::size_t{cache_.tree.page_bytes()});
   // For tables that name the tree's pages instead, before anything changes.
   Table::Memory spare;
@@ -509,18 +509,18 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
   cache_.tree.move_lock(node_, added.node, 0);
   node_ = added.node;
   cache_.touched(node_);
-  if (!slides(0)) take_over(added.pages, added.existing, &spare);
+  if (!slides(0)) adopt(added.pages, added.existing, &spare);
   for (const std::uint32_t c : cache_.windows)
-    take_over_sliding(c, added.pages, theirs.data());
-  forget_key(added.pages - owned_);
+    adopt_sliding(c, added.pages, theirs.data());
+  drop_key(added.pages - owned_);
   owned_ = added.pages;
   forget_behind_windows();
-  if (plants && owned_ == pages) settle_mark(state_row);
+  if (keeps_state && owned_ == pages) settle_mark(state_row);
 }
 
 // Pages up to `end` are the tree's now. Of those before `existing` it may have had others, which take the place of
 // ours.
-void Lease::take_over(std::uint32_t end, std::uint32_t existing, Table::Memory* spare) {
+void Lease::adopt(std::uint32_t end, std::uint32_t existing, Table::Memory* spare) {
   Table& table = held_[0].table;
   if (existing <= owned_) {
     cache_.pools[0]->move(table.part(owned_, end), Owner::privately, Owner::cached);
@@ -535,7 +535,7 @@ void Lease::take_over(std::uint32_t end, std::uint32_t existing, Table::Memory* 
 }
 
 // The same of a component that the tree may have lacked here and there: each page is looked at.
-void Lease::take_over_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs) {
+void Lease::adopt_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs) {
   cache_.tree.copy_ids(node_, component, 0, owned_, theirs);
   std::int32_t* ours = held_[component].table.own();
   for (std::uint32_t page = owned_; page < end; ++page, ++theirs) {
@@ -553,7 +553,7 @@ void Lease::settle_page(std::uint32_t component, std::int32_t ours, std::int32_t
 }
 
 // The tree has these pages' symbols now.
-void Lease::forget_key(std::uint32_t pages) {
+void Lease::drop_key(std::uint32_t pages) {
   key_begin_ += std::size_t{pages} * cache_.tree.page_bytes();
   if (key_begin_ * 2 < key_.size()) return;
   key_.erase(key_.begin(), key_.begin() + static_cast<std::ptrdiff_t>(key_begin_));
@@ -578,7 +578,7 @@ void Lease::abort() {
     return;
   }
   forget_host();
-  cache_.give_back(node_, held_, owned_);
+  cache_.release_held(node_, held_, owned_);
 }
 
 }  // namespace mainstem

@@ -114,7 +114,7 @@ class Cache {
   }
   std::int32_t allocate_slot(std::uint32_t component);
   void free(std::uint32_t component, IdSpan private_ids);  // -1 is nobody's
-  void give_back(Handle node, Holdings& held, std::size_t owned);
+  void release_held(Handle node, Holdings& held, std::size_t owned);
   void expect_lease() {  // so that abandon() cannot fail
     if (abandoned_.capacity() <= counters.leases) abandoned_.reserve(2 * counters.leases + 1);
   }
@@ -186,7 +186,7 @@ class Lease {
   // Positions [begin, end) are computed next: pages for them where attention slides. What lies behind the window of
   // `begin` goes back.
   void slide(std::uint64_t begin, std::uint64_t end);
-  // The state that the sequence computes with stands at `position`, a page border: a copy of it is published with the
+  // The state that the sequence computes with stands at `position`, a page boundary: a copy of it is published with the
   // pages up to there. Without `room` only a free slot is taken for it. Whether there was one.
   bool checkpoint(std::uint64_t position, bool room);
   void append(Bytes symbols);
@@ -229,17 +229,17 @@ class Lease {
   void take_back_load();
   void take_state(std::uint32_t component);
   std::int32_t state_at_node(std::uint32_t component) const;
-  void forget_behind(std::uint32_t component, std::uint32_t first);
+  void drop_before(std::uint32_t component, std::uint32_t first);
   void forget_behind_windows() {
     for (const std::uint32_t c : cache_.windows)
-      forget_behind(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
+      drop_before(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
   }
   void publish_pages(std::uint32_t pages, std::uint32_t state_row);
-  void take_over(std::uint32_t end, std::uint32_t existing, Table::Memory* spare);
-  void take_over_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs);
+  void adopt(std::uint32_t end, std::uint32_t existing, Table::Memory* spare);
+  void adopt_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs);
   void settle_page(std::uint32_t component, std::int32_t ours, std::int32_t theirs);
   void settle_mark(std::uint32_t component);
-  void forget_key(std::uint32_t pages);
+  void drop_key(std::uint32_t pages);
 
   Cache& cache_;
   const std::string ns_;

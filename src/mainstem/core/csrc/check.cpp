@@ -128,7 +128,7 @@ void Tree::check_locks() const {
       Index at = node;
       for (; !nodes_[at].root() && nodes_[at].start >= first; at = nodes_[at].parent)
         expected[std::size_t{at} * slots_ + s] += times;
-      if (nodes_[at].end() > first) broken(node, "a window lock begins at a node border");
+      if (nodes_[at].end() > first) broken(node, "a window lock begins at a node boundary");
     }
   };
   for (Index node = 1; node < nodes_.size(); ++node) {

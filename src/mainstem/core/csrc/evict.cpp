@@ -78,7 +78,7 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
       reap(node);
     } else if (!single_cell_) {
       join(node);
-      release_border(node);
+      release_boundary(node);
     }
     return;
   }
@@ -95,7 +95,7 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   if (dead(node))
     reap(node);
   else
-    release_border(node);  // other tiers have what was cut off before, too: one node of it all
+    release_boundary(node);  // other tiers have what was cut off before, too: one node of it all
 }
 
 // The first candidate; none: kNone.
@@ -133,7 +133,7 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   while (asked.size() < want) {
     const Index node = victim(s);
     if (node == kNone || (!ranks_itself() && orders_[s].rank(node).major == kUnranked)) break;
-    if (rows_[component].weighs && !nodes_[node].removed) worn_[s] = std::max(worn_[s], standing(node, s).worth);
+    if (rows_[component].weighs && !nodes_[node].removed) inflation_[s] = std::max(inflation_[s], standing(node, s).worth);
     try {
       const std::uint64_t at_once = replacement(s) ? replacement(s)->at_once(node) : want;
       evict_one(node, std::min(at_once, want - asked.size()), component, tier, &freed);

@@ -124,7 +124,7 @@ void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::ui
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].begins_late()) {
         if (tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
-        // Where a lock begins must be a border.
+        // Where a lock begins must be a boundary.
         const std::uint32_t first = rows_[c].first_needed(begin + pages, page_size_);
         if (locked && first > begin + at) piece.end = std::min(piece.end, first - begin);
       }
@@ -138,7 +138,7 @@ void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::ui
 }
 
 // Hangs pieces below `node`; the last one, by which they are named if they are in flight.
-Index Tree::hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready) {
+Index Tree::append_pieces(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready) {
   reserve_nodes(pieces->size());  // nothing below can fail
   for (Piece& piece : *pieces)
     piece.node = node = add_child(node, std::move(piece.key), priority);
@@ -191,7 +191,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     std::tie(node, stopped) = descend(node, tail, tier, priority, ready, past_flights);
     const std::uint32_t end = stopped ? nodes_[node].end() : result.pages;
     for (std::uint32_t c = 0; c < rows_.size() && locked; ++c)
-      if (rows_[c].begins_late()) cut_border(node, rows_[c].first_needed(end, page_size_));
+      if (rows_[c].begins_late()) split_at(node, rows_[c].first_needed(end, page_size_));
     note_fills(node, top, tail, tier, &fills);
     if (!stopped) cut_pieces(node, begin, tail, tier, locked, &pieces_);
     for (std::uint32_t c = 0; c < rows_.size() && !stopped; ++c)
@@ -199,7 +199,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
         states.push_back({kNone, c, Run<std::int32_t>(tail.ids[c].data(), 1)});
     if (!pieces_.empty()) {
       result.existing = nodes_[node].end();
-      node = hang(node, &pieces_, tier, priority, ready);
+      node = append_pieces(node, &pieces_, tier, priority, ready);
       grown = true;
     }
   } catch (...) {

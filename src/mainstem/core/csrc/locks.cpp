@@ -22,16 +22,16 @@ void Tree::change_locks(Index node, std::size_t slot, int by) {
 }
 
 // Makes a node end in front of a page, on the path to `node`.
-void Tree::cut_border(Index node, std::uint32_t page) {
+void Tree::split_at(Index node, std::uint32_t page) {
   while (nodes_[node].start > page)
     node = nodes_[node].parent;
   if (nodes_[node].start < page && page < nodes_[node].end()) split(node, page - nodes_[node].start);
 }
 
-// A window lock begins at a node border, so that it covers exactly the pages it needs (split 3).
-void Tree::cut_window_border(Index node, std::size_t slot) {
+// A window lock begins at a node boundary, so that it covers exactly the pages it needs (split 3).
+void Tree::split_at_window(Index node, std::size_t slot) {
   if (!row(slot).begins_late()) return;
-  cut_border(node, row(slot).first_needed(nodes_[node].end(), page_size_));
+  split_at(node, row(slot).first_needed(nodes_[node].end(), page_size_));
 }
 
 // Locks (+1) or unlocks (-1) what a match ending at `node` needs, below `stop`.
@@ -50,7 +50,7 @@ void Tree::lock_path(Index node, Index stop, std::size_t slot, int by) {
 // A lock, or a transfer in flight, holds all components of a prefix on one tier.
 void Tree::lock_all(Index node, std::uint32_t tier, int by) {
   for (std::uint32_t c = 0; c < rows_.size() && by > 0; ++c)
-    cut_window_border(node, slot(c, tier));
+    split_at_window(node, slot(c, tier));
   for (std::uint32_t c = 0; c < rows_.size(); ++c)
     lock_path(node, kNone, slot(c, tier), by);
 }
@@ -73,7 +73,7 @@ void Tree::unlock(Handle handle, std::uint32_t tier) {
   if (dead(node))
     reap(node);
   else
-    release_border(node);
+    release_boundary(node);
 }
 
 void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
@@ -88,7 +88,7 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
     return;
   }
   for (std::uint32_t c = 0; c < rows_.size(); ++c)
-    cut_window_border(to, slot(c, tier));
+    split_at_window(to, slot(c, tier));
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
     if (rows_[c].locks_to_root()) {
@@ -100,9 +100,9 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
   }
   ++pins(to, tier);
   --pins(from, tier);
-  release_border(from);
+  release_boundary(from);
   for (std::uint32_t c = 0; c < rows_.size(); ++c)
-    join_behind(to, slot(c, tier));
+    join_after(to, slot(c, tier));
 }
 
 void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready) {
@@ -147,7 +147,7 @@ void Tree::commit(Handle handle, std::uint32_t tier) {
 }
 
 // What was put behind pages in flight under a node, and cannot be found without them: the first nodes of it.
-std::vector<Index> Tree::hanging_on(Index node, std::uint32_t tier) const {
+std::vector<Index> Tree::inserted_after(Index node, std::uint32_t tier) const {
   std::vector<Index> found;
   if (node == kNone || !rows_[0].leaf_only()) return found;
   const std::size_t s = slot(0, tier);
@@ -166,7 +166,7 @@ std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
   require_tier(tier);
   const Index node = resolve(handle);
   std::vector<Ids> freed(rows_.size());
-  std::vector<Index> below = hanging_on(node, tier);
+  std::vector<Index> below = inserted_after(node, tier);
   bool found = false;
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);

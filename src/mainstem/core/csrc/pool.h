@@ -46,7 +46,7 @@ class Pool {
     for (std::size_t at = 0; at < pages.size();) {
       const std::size_t n = run_length(pages.subspan(at));
       if (!held(pages[at], n, from)) {
-        give_back(pages.first(at), from);
+        undo_move(pages.first(at), from);
         refuse(pages.subspan(at, n), from);
       }
       std::memset(&owner_[static_cast<std::size_t>(pages[at])], static_cast<int>(to), n);
@@ -104,7 +104,7 @@ class Pool {
     if (page < 0 || first + n > owner_.size() || owner_[first] != owner) return false;
     return std::memcmp(&owner_[first], &owner_[first] + 1, n - 1) == 0;  // each is as the one before
   }
-  void give_back(std::span<const std::int32_t> pages, Owner owner) {
+  void undo_move(std::span<const std::int32_t> pages, Owner owner) {
     for (const std::int32_t page : pages)
       owner_[static_cast<std::size_t>(page)] = owner;
   }

@@ -91,7 +91,7 @@ class Run {
   void drop_back(std::size_t n) noexcept { keep(0, len_ - n); }
 
   // Room to append n; at most `limit` elements are held in all.
-  Room room_behind(std::size_t n, std::size_t limit) const {
+  Room room_after(std::size_t n, std::size_t limit) const {
     const std::size_t needed = len_ + n;
     if (needed <= kInside || (!inside() && at_.far.off + needed <= at_.far.cap)) return {};
     return Room(std::max(needed, std::min(needed + needed / 4, limit)));

@@ -56,7 +56,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
   orders_.resize(queue_count_ * slots_);
   counts_.resize(slots_);
   rooms_.resize(slots_);
-  worn_.resize(slots_);
+  inflation_.resize(slots_);
   new_node();  // index 0 is nobody
 }
 
@@ -374,9 +374,9 @@ void Tree::join(Index lower) noexcept {
   if (told) return;
   Run<std::uint8_t>::Room key_room;
   try {
-    key_room = u.key.room_behind(l.key.size(), kJoinedBytes);
+    key_room = u.key.room_after(l.key.size(), kJoinedBytes);
     for (std::size_t s = 0; s < slots_; ++s)
-      rooms_[s] = cell(upper, s).ids.room_behind(cell(lower, s).ids.size(), kJoinedBytes / page_bytes_);
+      rooms_[s] = cell(upper, s).ids.room_after(cell(lower, s).ids.size(), kJoinedBytes / page_bytes_);
   } catch (const std::bad_alloc&) {
     return;
   }
@@ -412,7 +412,7 @@ void Tree::join(Index lower) noexcept {
 }
 
 // What has come to lie behind the window that ends at a node may be joined.
-void Tree::join_behind(Index node, std::size_t slot) {
+void Tree::join_after(Index node, std::size_t slot) {
   if (!row(slot).begins_late()) return;
   const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
   while (!nodes_[node].root() && nodes_[node].start > first)
@@ -423,7 +423,7 @@ void Tree::join_behind(Index node, std::size_t slot) {
 }
 
 // A lock that ended at this node is gone: the node may be joined to what follows.
-void Tree::release_border(Index node) {
+void Tree::release_boundary(Index node) {
   if (nodes_[node].branches == Node::kChild) join(nodes_[node].first_child);
 }
 
@@ -447,7 +447,7 @@ bool Tree::empty(Index node) const {
 }
 
 // A detached node goes: its parent is held no longer.
-[[gnu::noinline]] void Tree::let_go_above(Index node) {
+[[gnu::noinline]] void Tree::unpin_parent(Index node) {
   const Index parent = nodes_[node].parent;
   --pins(parent, 0);
   if (--above_removed_[parent] == 0) above_removed_.erase(parent);
@@ -455,12 +455,12 @@ bool Tree::empty(Index node) const {
 
 // Removes a node that holds nothing, and every ancestor left like it; a root goes when its last child went.
 void Tree::reap(Index node) {
-  bool let_go = false;
+  bool unpinned = false;
   while (node != kNone && dead(node)) {
     const Index parent = nodes_[node].parent;
     if (nodes_[node].detached) [[unlikely]] {
-      let_go_above(node);
-      let_go = true;
+      unpin_parent(node);
+      unpinned = true;
     } else if (parent == kNone) {
       const Run<std::uint8_t>& name = nodes_[node].key;
       table_.erase(hash({reinterpret_cast<const char*>(name.data()), name.size()}), node);
@@ -475,7 +475,7 @@ void Tree::reap(Index node) {
     if (node != kNone && nodes_[node].accessed < accessed)
       touch(node, accessed);  // see vacate(): this node may have held nothing
   }
-  if (let_go && node != kNone) release_border(node);
+  if (unpinned && node != kNone) release_boundary(node);
 }
 
 // ---------------------------------------------------------------- removal
@@ -586,7 +586,7 @@ std::uint32_t Tree::saved_pages(Index node, std::size_t slot) const {
 void Tree::credit(Index node, std::size_t slot) {
   Standing& at = standing(node, slot);
   at.used = tick_;
-  if (!row(slot).per_page()) at.worth = row(slot).weighs ? worn_[slot] + saved_pages(node, slot) : kPutHere;
+  if (!row(slot).per_page()) at.worth = row(slot).weighs ? inflation_[slot] + saved_pages(node, slot) : kPutHere;
 }
 
 // A sequence has grown past a state. Its next turn starts from the new one; the old one serves only who parts from the

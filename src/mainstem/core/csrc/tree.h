@@ -106,7 +106,7 @@ struct NodeView {
 
 // A stretch of pages of one path. Where it begins is said by an earlier stretch: behind page `at` of the path that this
 // one ends. The first stretch of a namespace has none (-1), and names the namespace.
-struct Stretch {
+struct PathSpan {
   std::int64_t from;
   std::uint32_t at;
   std::string ns, symbols;
@@ -188,7 +188,7 @@ class Tree {
   // What evict() comes to first, or 0; the policy gives out the second chances that come before it.
   Handle next_victim(std::uint32_t component, std::uint32_t tier);
   // All that is present on a tier, each page once, in the order of `hottest`; above it what it hangs below.
-  std::vector<Stretch> hot_stretches(std::uint32_t tier) const;
+  std::vector<PathSpan> hot_spans(std::uint32_t tier) const;
   // The name of its namespace, and the symbols from page `begin` to its end.
   std::pair<std::string, std::string> path_key(Handle node, std::uint32_t begin = 0) const;
   // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
@@ -273,8 +273,8 @@ class Tree {
   Index split(Index node, std::uint32_t pages);
   void join(Index lower) noexcept;
   bool joins(Index upper, Index lower) const;
-  void release_border(Index node);
-  void join_behind(Index node, std::size_t slot);
+  void release_boundary(Index node);
+  void join_after(Index node, std::size_t slot);
   void take_place(Index node, Index of);
   void link(Index parent, Index node);
   void unlink(Index node);
@@ -301,7 +301,7 @@ class Tree {
   }
   void prepare_to_detach(Index node);
   std::uint64_t detach(Index node) noexcept;
-  void let_go_above(Index node);
+  void unpin_parent(Index node);
   std::vector<Index> children_like(Index parent, Bytes tail) const;
 
   // cells
@@ -311,8 +311,8 @@ class Tree {
   void change_locks(Index node, std::size_t slot, int by);
   void lock_path(Index node, Index stop, std::size_t slot, int by);
   void lock_all(Index node, std::uint32_t tier, int by);
-  void cut_border(Index node, std::uint32_t page);
-  void cut_window_border(Index node, std::size_t slot);
+  void split_at(Index node, std::uint32_t page);
+  void split_at_window(Index node, std::size_t slot);
   void refresh(Index node, std::size_t slot);
   bool candidate(Index node, std::size_t slot) const;
   Rank rank_of(Index node, std::size_t slot) const;
@@ -362,7 +362,7 @@ class Tree {
   void note_fills(Index node, Index top, const Tail& tail, std::uint32_t tier, std::vector<Fill>* fills) const;
   void cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::uint32_t tier, bool locked,
                   std::vector<Piece>* pieces) const;
-  Index hang(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready);
+  Index append_pieces(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready);
   void renew(Index node, std::int32_t priority);
   bool blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready,
                bool past_flights) const;
@@ -372,7 +372,7 @@ class Tree {
   void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
   bool only_on(Index node, std::uint32_t tier) const;
   bool subtree_only_on(Index node, std::uint32_t tier) const;
-  std::vector<Index> hanging_on(Index node, std::uint32_t tier) const;
+  std::vector<Index> inserted_after(Index node, std::uint32_t tier) const;
   std::uint32_t dispensable(Index node, std::size_t slot) const;
   NodeStats stats(Index node) const;
   NodeView view(Index node) const;
@@ -402,7 +402,7 @@ class Tree {
   Array<Cell> cells_;
   Array<std::uint32_t> pins_;   // locks taken at exactly this node, by tier
   Array<Standing> standings_;   // as cells_, where a component has an order of its own: see credit() and end_window()
-  std::vector<double> worn_;    // by slot: the worth of the last that was evicted
+  std::vector<double> inflation_;    // by slot: the worth of the last that was evicted
   Array<std::uint64_t> names_;  // by node, where the policy remembers: the identity of its last page
   std::unordered_map<Index, std::uint32_t> above_removed_;  // the nodes that have detached children, and how many
   Index free_ = kNone;                                      // the first of the free nodes, linked by `next`

@@ -100,8 +100,8 @@ std::string_view text(const Run<std::uint8_t>& run) {
 
 }  // namespace
 
-std::vector<Stretch> Tree::hot_stretches(std::uint32_t tier) const {
-  std::vector<Stretch> stretches;
+std::vector<PathSpan> Tree::hot_spans(std::uint32_t tier) const {
+  std::vector<PathSpan> stretches;
   std::vector<std::int64_t> number(nodes_.size(), -1);  // of the stretch that a node is in
   for (const Handle hot : hottest(nodes_.size(), tier)) {
     const Index node = resolve(hot);
@@ -111,7 +111,7 @@ std::vector<Stretch> Tree::hot_stretches(std::uint32_t tier) const {
     if (above == node) continue;
     const auto mine = static_cast<std::int64_t>(stretches.size());
     const std::uint32_t at = nodes_[above].root() ? 0 : nodes_[above].end();
-    Stretch& stretch = stretches.emplace_back(Stretch{number[above], at, {}, symbols(node, at)});
+    PathSpan& stretch = stretches.emplace_back(PathSpan{number[above], at, {}, symbols(node, at)});
     if (number[above] < 0) {
       stretch.ns = text(nodes_[above].key);
       number[above] = mine;

@@ -24,15 +24,15 @@ class Gdsf final : public Remembering<GdsfRecord> {
   }
   void used(Index index) noexcept override {
     GdsfRecord& record = records_[index];
-    record.worth = worn_ + ++record.uses * page_cost(node(index), around_);
+    record.worth = inflation_ + ++record.uses * page_cost(node(index), around_);
   }
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
-    worn_ = std::max(worn_, records_[index].worth);
+    inflation_ = std::max(inflation_, records_[index].worth);
   }
 
  private:
-  double worn_ = 0;
+  double inflation_ = 0;
 };
 
 }  // namespace mainstem

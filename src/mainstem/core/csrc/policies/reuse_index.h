@@ -126,10 +126,10 @@ class ReuseIndex {
 
   // Some buckets in a row: for a page at their beginning, the chance that it is used in them, for how long it is held,
   // and the chance that it comes through. Counted from there, all is exact however few pages come so far.
-  struct Stretch {
+  struct PathSpan {
     double chance, held, through;
     double slope() const { return chance / held; }
-    Stretch with(const Stretch& next) const {
+    PathSpan with(const PathSpan& next) const {
       return {chance + through * next.chance, held + through * next.held, through * next.through};
     }
   };
@@ -137,11 +137,11 @@ class ReuseIndex {
   // For each bucket the steepest chord to a later one, of the curve of reuse chances over time held: the upper hull
   // from the right.
   static void rank(const Hazards& hazards, float* index) {
-    std::array<Stretch, kBuckets> hull;
+    std::array<PathSpan, kBuckets> hull;
     int top = 0;
     for (int a = kBuckets - 1; a >= 0; --a) {
       const double h = std::min(kMost, hazards[a] / (1 + hazards[a] / 2));
-      Stretch best{h, ages::width(a) * (1 - h / 2), 1 - h};
+      PathSpan best{h, ages::width(a) * (1 - h / 2), 1 - h};
       while (top > 0 && hull[top - 1].slope() >= best.slope())
         best = best.with(hull[--top]);
       index[a] = static_cast<float>(best.slope());
