@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 LMCACHE := .venv-lmcache
-CORE := $(wildcard src/mainstem/core/csrc/*.* src/mainstem/core/csrc/policies/*)
+CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 

@@ -513,7 +513,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a state is put aside where a load writes to", "here", _CORE + "cache.cpp",
-        "  require(!load_, \"position\", position, \"none while a state is on its way\");\n", "",
+        "  require(!load_, \"position\", position, \"none while a state is in flight\");\n", "",
         "tests/test_tiers_leases.py::test_no_state_is_put_aside_while_one_is_on_its_way",
     ),
     _mutant(
@@ -685,14 +685,14 @@ class Builder:
     def __init__(self, folder: Path) -> None:
         import nanobind  # type: ignore[import-untyped]
 
-        self._folder = folder
         binder = Path(nanobind.__file__).parent
         includes = [binder / "include", binder / "ext" / "robin_map" / "include", sysconfig.get_path("include")]
         self._flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
         self._flags += [f"-I{include}" for include in includes]
-        sources = [*sorted((_PACKAGE / "core" / "csrc").glob("*.cpp")), binder / "src" / "nb_combined.cpp"]
+        csrc = _PACKAGE / "core" / "csrc"
+        sources = [*sorted(csrc.rglob("*.cpp")), binder / "src" / "nb_combined.cpp"]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = pool.map(self._compile, sources)
+            objects = pool.map(partial(self._compile, csrc=csrc, folder=folder), sources)
             self._objects = {source.name: compiled for source, compiled in zip(sources, objects, strict=True)}
 
     def build(self, mutant: Mutant, folder: Path) -> Path:
@@ -700,18 +700,20 @@ class Builder:
         csrc = folder / "core" / "csrc"
         shutil.copytree(_PACKAGE / "core" / "csrc", csrc)
         _patch(mutant, folder)
-        changed = folder / mutant.file
-        if changed.suffix == ".h":  # of a policy: the tree makes it, and the linker takes what comes first
-            changed = csrc / "tree.cpp"
-        objects = {changed.name: self._compile(changed, folder)}
+        changed = [folder / mutant.file]
+        if _POLICIES in mutant.file:
+            changed = [csrc / "eviction" / "eviction.cpp"]  # which alone makes policies
+        elif changed[0].suffix == ".h":
+            changed = [source for source in csrc.rglob("*.cpp") if source.parent.name != "python"]
+        objects = {source.name: self._compile(source, csrc, folder) for source in changed}
         objects |= {name: compiled for name, compiled in self._objects.items() if name not in objects}
         module = folder / _core_file().name
         self._call([*map(str, objects.values()), "-shared", "-o", str(module)])
         return module
 
-    def _compile(self, source: Path, folder: Path | None = None) -> Path:
-        target = (folder or self._folder) / (source.stem + ".o")
-        self._call(["-c", str(source), "-o", str(target)])
+    def _compile(self, source: Path, csrc: Path, folder: Path) -> Path:
+        target = folder / (source.stem + ".o")
+        self._call([f"-I{csrc}", "-c", str(source), "-o", str(target)])
         return target
 
     def _call(self, arguments: Sequence[str]) -> None:

@@ -30,9 +30,9 @@ def build(name: str, flags: Sequence[str] = (), core: Path = CORE, out: Path = O
     Raises:
         CannotBuild: no g++, or it fails.
     """
-    sources = [PROGRAMS / f"{name}.cpp", *sorted(path for path in core.glob("*.cpp") if not _is_binding(path))]
+    sources = [PROGRAMS / f"{name}.cpp", *sorted(path for path in core.glob("*/*.cpp") if path.parent.name != "python")]
     program = out / name
-    newest = max(path.stat().st_mtime for folder in (core, PROGRAMS) for path in folder.iterdir())
+    newest = max(path.stat().st_mtime for folder in (core, PROGRAMS) for path in folder.rglob("*.*"))
     if program.exists() and program.stat().st_mtime > newest:
         return program
     command = [_compiler(), *FLAGS, *flags, f"-I{core}", *map(str, sources), "-o", str(program)]
@@ -51,10 +51,6 @@ def compiler_version() -> str:
     """
     command = [_compiler(), "--version"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-
-
-def _is_binding(path: Path) -> bool:
-    return path.name.startswith(("bind", "python"))
 
 
 def _compiler() -> str:

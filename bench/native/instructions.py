@@ -136,7 +136,7 @@ def _by_group(files: Counter[str], requests: int) -> dict[str, float]:
     for file, instructions in files.items():
         path = Path(file)
         if path.name not in ("instructions.cpp", "measure.h"):  # the run itself
-            groups[path.stem if path.parent.name == CORE.name else STANDARD] += instructions
+            groups[path.stem if CORE.name in path.parts else STANDARD] += instructions
     counts = {group: round(n / requests, 1) for group, n in sorted(groups.items())}
     return counts | {TOTAL: round(sum(groups.values()) / requests, 1)}
 

@@ -1,0 +1,135 @@
+// Eviction: in which order nodes lose what they hold. It is told what came, was used, left, was cut or joined, and
+// answers which node is next, which nodes may be joined, and where a cell must be cut. It reads nodes and cells, and
+// writes what ranks a node: recency, hits, priority.
+//
+// Each slot has an order of its candidates. The cells of full attention rank by the policy. A window or a state has a
+// standing of its own, since a match that passes over it does not use it. A policy that remembers more than the node
+// shows has an object for each slot of the first component (replacement.h); the others pay one test for that.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "eviction/order.h"
+#include "eviction/policy.h"
+#include "residency/residency.h"
+#include "structure/structure.h"
+
+namespace mainstem {
+
+// A window page is worth 1 in the window of an inserted prefix, until that grows; 2 in the window of a matched prefix;
+// else 0. For the worth of a state see credit() in eviction.cpp.
+inline constexpr double kInserted = 1, kMatched = 2;
+
+struct Standing {
+  double worth = 0;
+  Tick used;  // when the cell was filled, or when a match last needed it
+};
+
+class Eviction {
+ public:
+  Eviction(Structure& nodes, const Residency& cells, std::string_view policy, double symbol_tokens,
+           std::uint32_t protected_hits);
+  Eviction(const Eviction&) = delete;
+  Eviction& operator=(const Eviction&) = delete;
+
+  bool ranks_itself() const { return policy_.rank != nullptr; }  // false: ranks come from outside
+  bool remembers() const { return remembers_; }
+  bool has_standings() const { return has_standings_; }
+  void advance() { ++tick_; }  // a match or an insertion begins
+
+  // ---- nodes come, go, are cut and joined
+  void reserve(std::size_t nodes);
+  void add(Index node) noexcept;
+  void made(Index node, std::int32_t priority) noexcept;
+  void renew(Index node, std::int32_t priority) noexcept;  // a node that held nothing begins anew
+  void cut(Index upper, Index lower) noexcept;
+  bool may_join(Index upper, Index lower) const;
+  void join(Index upper, Index lower) noexcept;
+  void removed(Index node) noexcept;                          // the node was removed from the tree
+  void inherit(Index node, std::uint64_t accessed) noexcept;  // a child that was used up to then is gone
+
+  // ---- ids come and go
+  void came(Index node, std::size_t slot) noexcept;     // the cell is not absent any more
+  void settled(Index node, std::size_t slot) noexcept;  // it was in flight and is present
+  void gone(Index node, std::size_t slot, bool was_present) noexcept;
+  void trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcept;  // its last pages are about to go
+  void refresh(Index node, std::size_t slot) noexcept;                      // its locks, or its standing, have changed
+
+  // ---- use
+  void asked(std::string_view ns, const Walk& path, Bytes key) noexcept;
+  void found(const Walk& path) noexcept;                            // a match includes these nodes
+  void ended(Index node, std::size_t slot, double worth) noexcept;  // a match, or an insertion, ends here
+  void end_window(Index node, std::size_t slot, double worth) noexcept;
+  void pass_window(Index node, std::size_t slot) noexcept;   // the prefix that ended here has grown
+  void visited(Index node, std::int32_t priority) noexcept;  // an insertion goes through the node
+  void in_use(Index node, std::uint32_t tier) noexcept;      // a lock has kept it until now
+
+  // ---- what goes next
+  Index victim(std::size_t slot);  // kNone: there is no candidate, or it waits for a rank
+  // How many ids of a victim to take before the next one is chosen.
+  std::uint64_t at_once(Index node, std::size_t slot, std::uint64_t want) const {
+    return replacement(slot) ? std::min(want, replacement(slot)->at_once(node)) : want;
+  }
+  // How many pages of a window's cell go together: those before the window that ends at the node, if there are any.
+  std::uint32_t cut_before(Index node, std::size_t slot) const;
+  void evicted(Index node, std::size_t slot) noexcept;            // the victim is about to go
+  void done(std::size_t slot) noexcept;                           // an eviction ends
+  Index first_removed(std::size_t slot) const;                    // a candidate that was removed, or kNone
+  std::uint32_t saved_pages(Index node, std::size_t slot) const;  // need not be computed, because a state lies here
+  // How many of the first pages to come may be one node: those with one past.
+  std::uint32_t alike_pages(std::uint64_t name, std::uint32_t tier, std::uint32_t depth, Bytes pages) noexcept {
+    return replacements_[tier]->alike_pages(name, depth, pages);
+  }
+  std::uint64_t name(Index node) const { return names_[node]; }
+
+  // Policy "external".
+  Index unranked(std::size_t slot) const;
+  void rank(Index node, std::size_t slot, Rank rank);
+
+  std::size_t bytes() const;
+  void check() const;
+  void check_node(Index node) const;
+
+ private:
+  friend struct Probe;
+
+  Rank rank_of(Index node, std::size_t slot) const;
+  Rank rank_by_standing(Index node, std::size_t slot) const;
+  Place place_of(Index node, std::size_t slot) const;
+  bool goes_first(Index node, std::size_t slot) const;
+  void put(Index node, std::size_t slot);
+  void drop(Index node, std::size_t slot);
+  void put_in_queue(Index node, std::size_t slot);
+  void drop_from_queue(Index node, std::size_t slot);
+  void touch(Index node, std::uint64_t tick);
+  void credit(Index node, std::size_t slot);
+  void supersede_above(Index node, std::size_t slot);
+  void note_standing(Index node, std::size_t slot);
+  Index choose(std::size_t slot);
+  std::uint64_t used(Index node, std::size_t slot) const;
+  Standing& standing(Index node, std::size_t slot) { return standings_[std::size_t{node} * cells_.slots + slot]; }
+  const Standing& standing(Index node, std::size_t slot) const {
+    return standings_[std::size_t{node} * cells_.slots + slot];
+  }
+  Replacement* replacement(std::size_t slot) const { return remembers_ ? replacements_[slot].get() : nullptr; }
+  Queues queues(std::size_t slot) const { return {const_cast<Order*>(&orders_[slot]), cells_.slots, queue_count_}; }
+
+  Structure& nodes_;
+  const Residency& cells_;
+  const Policy policy_;
+  const std::uint32_t protected_hits_;  // for slru
+  const bool remembers_;
+  const bool has_standings_;  // there are windows or states
+  std::uint64_t tick_ = 0;
+  std::vector<Order> orders_;  // by queue, then by slot
+  std::uint32_t queue_count_ = 1;
+  Array<Standing> standings_;                               // by node, then by slot
+  std::vector<double> inflation_;                           // by slot: the worth of the last state that was evicted
+  Array<std::uint64_t> names_;                              // by node, where the policy remembers
+  std::vector<std::unique_ptr<Replacement>> replacements_;  // by slot; null: ranks
+};
+
+}  // namespace mainstem

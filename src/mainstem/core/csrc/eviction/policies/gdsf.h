@@ -1,0 +1,38 @@
+// GDSF: uses times the cost of computing a page again, plus the worth of the last evicted node, so that unused nodes
+// age. Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HP
+// Labs 1998; pages are of one size.
+#pragma once
+
+#include "eviction/policies/cost.h"
+
+namespace mainstem {
+
+struct GdsfRecord : Mark {
+  std::uint32_t uses = 0;
+  double worth = 0;
+  bool operator==(const GdsfRecord&) const = default;
+};
+
+class Gdsf final : public Remembering<GdsfRecord> {
+ public:
+  using Remembering::Remembering;
+  Place place(Index index) const override { return {{records_[index].worth, number(node(index).accessed)}}; }
+
+  void came(Index index) noexcept override {
+    enter(index, {});
+    used(index);
+  }
+  void used(Index index) noexcept override {
+    GdsfRecord& record = records_[index];
+    record.worth = inflation_ + ++record.uses * page_cost(node(index), around_);
+  }
+  void gone(Index index, std::uint32_t pages) noexcept override {
+    Remembering::gone(index, pages);
+    inflation_ = std::max(inflation_, records_[index].worth);
+  }
+
+ private:
+  double inflation_ = 0;
+};
+
+}  // namespace mainstem

@@ -1,0 +1,96 @@
+#include "lease/cache.h"
+
+#include <new>
+
+namespace mainstem {
+
+namespace {
+
+const char* what(const Component& row) {
+  if (row.kind == Kind::state) return "state slots";
+  return row.begins_late() ? "window pages" : "pages";
+}
+
+}  // namespace
+
+Cache::Cache(Tree& tree_, std::vector<Pool*> pools_, bool enabled_)
+    : tree(tree_), pools(std::move(pools_)), enabled(enabled_) {
+  require(pools.size() == tree.rows().size(), "pools", pools.size(), "one for each component");
+  require(row(0).per_page(), "components", 0, "first one with an id for each page");
+  for (std::uint32_t c = 1; c < pools.size(); ++c)
+    require(!row(c).leaf_only(), "components", c, "full attention first");
+}
+
+NoPages Cache::none(std::uint64_t n, std::uint32_t component, std::uint64_t evictable) const {
+  return {n, free_ids(component), evictable, pools[component]->total(), what(row(component))};
+}
+
+void Cache::make_room(std::uint64_t n, std::uint32_t component) {
+  end_abandoned();
+  while (free_ids(component) < n) {
+    const std::uint64_t free = free_ids(component);
+    const CellCounts counts = tree.counts(component, kDevice);
+    const std::uint64_t evictable = counts.present - counts.locked;
+    const NoPages none = this->none(n, component, evictable);
+    if (n - free > evictable) throw none;
+    if (evict) {
+      evict(component, n - free);
+      if (free_ids(component) <= free) throw none;
+    } else {
+      const std::vector<Ids> freed = tree.evict(n - free, component, kDevice);
+      for (std::size_t c = 0; c < freed.size(); ++c)
+        pools[c]->move(freed[c], Owner::cached, Owner::free);
+    }
+  }
+}
+
+std::int32_t Cache::allocate_slot(std::uint32_t component) {
+  std::int32_t slot;
+  pools[component]->allocate(1, &slot);
+  return slot;
+}
+
+void Cache::free(std::uint32_t component, IdSpan ids) {
+  while (!ids.empty() && ids.front() < 0)
+    ids = ids.subspan(1);
+  pools[component]->move(ids, Owner::privately, Owner::free);
+}
+
+void Cache::publish(std::uint32_t component, std::int32_t id, bool duplicate) {
+  pools[component]->move({&id, 1}, Owner::privately, duplicate ? Owner::free : Owner::cached);
+}
+
+void Cache::end(Handle node, Holdings& held, std::size_t owned) {
+  tree.refresh_use(node, kDevice);
+  tree.unlock(node, kDevice);
+  held.free(*this, owned);
+  --counters.leases;
+}
+
+void Cache::end_all_abandoned() {
+  for (std::size_t at = abandoned_.size(); at-- > 0;) {
+    if (abandoned_[at].load) continue;  // pages that are still written to must not be freed yet
+    Abandoned left = std::exchange(abandoned_[at], std::move(abandoned_.back()));
+    abandoned_.pop_back();
+    tree.unlock(left.donor, kDevice);
+    if (left.host_node) tree.unlock(left.host_node, kHost);
+    end(left.node, left.held, left.owned);
+  }
+}
+
+void Cache::end_load(std::uint64_t load) {
+  for (Abandoned& left : abandoned_)
+    if (left.load == load) left.load = 0;
+  end_abandoned();
+}
+
+void Cache::touched(Handle node) noexcept {
+  if (tree.tiers() == 1 || node == 0 || touched_.size() >= kMaxTouched) return;
+  if (!touched_.empty() && touched_.back() == node) return;
+  try {
+    touched_.push_back(node);
+  } catch (const std::bad_alloc&) {  // the only loss: it is not copied down
+  }
+}
+
+}  // namespace mainstem

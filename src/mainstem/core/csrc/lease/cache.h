@@ -1,0 +1,91 @@
+// Cache: a tree, and the pools of pages and slots that its ids come from. Leases use it together, on one thread.
+//
+//   free --reserve--> private (one lease) --publish--> cached (the tree) --evict--> free
+//                         |                   |
+//                         +------ finish -----+--- the tree has it already: the duplicate is freed
+//
+// Handles symbols and page ids: no tokens, no tensors, no Python. Positions count symbols.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "lease/holding.h"
+#include "lease/pool.h"
+#include "tree/tree.h"
+
+namespace mainstem {
+
+// What a dropped lease leaves. It may have been dropped on any thread, at any point.
+struct Abandoned {
+  Handle node;
+  Handle donor;        // the donor of a copy that was never ended, or 0
+  Handle host_node;    // see Lease
+  std::uint64_t load;  // the load that still writes to the pages, or 0
+  Holdings held;
+  std::size_t owned;
+};
+
+struct LeaseCounters {
+  std::uint64_t leases = 0;  // open ones
+  std::uint64_t queried = 0, hit = 0, partial_hit = 0, partial_missed = 0, duplicate_pages = 0, host_hit = 0;
+  std::uint64_t checkpoints = 0, checkpoints_missed = 0;  // states published; states without a free slot
+};
+
+class Cache {
+ public:
+  // `pools`: one of pages or slots for each component.
+  Cache(Tree& tree, std::vector<Pool*> pools, bool enabled);
+  Cache(Tree& tree, Pool& pool, bool enabled) : Cache(tree, std::vector<Pool*>{&pool}, enabled) {}
+  Cache(const Cache&) = delete;
+  Cache& operator=(const Cache&) = delete;
+
+  const Component& row(std::uint32_t component) const { return tree.rows()[component]; }
+  std::uint64_t free_ids(std::uint32_t component) const { return pools[component]->owned(Owner::free); }
+  // Evicts ids of a component until n are free, or throws NoPages and evicts nothing.
+  void make_room(std::uint64_t n, std::uint32_t component = 0);
+  NoPages none(std::uint64_t n, std::uint32_t component, std::uint64_t evictable) const;
+  void allocate(std::uint64_t n, std::uint32_t component, Table* table) {  // of free ones, after its end
+    table->reserve(table->size() + n);
+    pools[component]->allocate(n, table->extend(n));
+  }
+  std::int32_t allocate_slot(std::uint32_t component);
+  void free(std::uint32_t component, IdSpan private_ids);  // ignores leading -1
+  // Publishes a private id, or frees it if the tree has another in its place.
+  void publish(std::uint32_t component, std::int32_t id, bool duplicate);
+  void end(Handle node, Holdings& held, std::size_t owned);  // of a lease
+  void expect_lease() {                                      // makes abandon() unable to fail
+    if (abandoned_.capacity() <= counters.leases) abandoned_.reserve(2 * counters.leases + 1);
+  }
+  void abandon(Abandoned left) noexcept { abandoned_.push_back(std::move(left)); }
+  void end_abandoned() {
+    if (!abandoned_.empty()) end_all_abandoned();
+  }
+  std::uint64_t begin_load() { return ++loads_; }
+  void end_load(std::uint64_t load);  // of a closed lease
+
+  // With a host tier: the ends of prefixes matched and published since the last call, to be copied down. At most
+  // kMaxTouched; later ones are dropped.
+  std::vector<Handle> take_touched() { return std::exchange(touched_, {}); }
+  void touched(Handle node) noexcept;
+
+  Tree& tree;
+  const std::vector<Pool*> pools;  // by component
+  const bool enabled;              // false: nothing is matched or published
+  // Evicts about n ids of a component; empty: the tree's own order decides.
+  std::function<void(std::uint32_t, std::uint64_t)> evict;
+  std::function<void(std::int32_t, std::int32_t)> copy_state;  // from slot to slot
+  LeaseCounters counters;
+
+ private:
+  void end_all_abandoned();
+  static constexpr std::size_t kMaxTouched = 1 << 16;
+
+  std::vector<Abandoned> abandoned_;
+  std::vector<Handle> touched_;
+  std::uint64_t loads_ = 0;  // started so far
+};
+
+}  // namespace mainstem

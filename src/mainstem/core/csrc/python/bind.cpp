@@ -1,0 +1,424 @@
+// The Python bindings of the core. Signatures are spelled out for the type stub; tree.h and pool.h define the rules.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "lease/lease.h"
+#include "lease/pool.h"
+#include "python/bind.h"
+#include "python/blake2b.h"
+#include "tree/tree.h"
+
+namespace mainstem {
+
+using namespace nb::literals;
+
+namespace {
+
+constexpr std::int64_t kEverything = std::int64_t{1} << 62;
+constexpr std::size_t kLongKey = 1 << 16;  // bytes; hashing at least this much releases the GIL
+
+Component parse_component(nb::handle row) {
+  const auto kind = nb::cast<std::string>(row[0]);
+  const auto number = nb::cast<std::uint32_t>(row[1]);
+  if (kind == "full") return {Kind::full};
+  if (kind == "state") return {Kind::state, 0, number, nb::cast<bool>(row[2])};
+  if (kind == "window" && number > 0) return {Kind::window, number};
+  throw BadValue{"component", kind + "(" + std::to_string(number) + ")", "full, state, or window of at least 1 symbol"};
+}
+
+nb::list to_list(const std::vector<Ids>& by_component) {
+  nb::list arrays;
+  for (const Ids& ids : by_component)
+    arrays.append(to_array(ids));
+  return arrays;
+}
+
+nb::tuple to_tuple(const NodeStats& s) {
+  return nb::make_tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
+}
+
+// Each hash covers the previous hash and the tokens of its block.
+nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t width, nb::handle seed) {
+  const Tokens symbols(tokens, std::int64_t{1} << 31);
+  symbols.check(0);
+  const View key(seed);
+  if (width < 1 || width > Blake2b::kMaxBytes) throw BadValue{"width", std::to_string(width), "1 to 64"};
+  if (key.bytes().size() > Blake2b::kMaxBytes) throw BadValue{"seed", "too long", "at most 64 bytes"};
+  if (block_tokens < 1) throw BadValue{"block_tokens", "0", "1 or more"};
+  const Bytes bytes = symbols.bytes();
+  const std::size_t block_bytes = block_tokens * sizeof(std::uint32_t);
+  const std::size_t blocks = bytes.size() / block_bytes;
+  nb::object hashes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(blocks * width)));
+  if (!hashes.is_valid()) throw nb::python_error();
+  auto* out = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(hashes.ptr()));
+  const auto hash = [&] {
+    const Blake2b keyed(width, key.bytes());
+    Bytes parent;
+    for (std::size_t block = 0; block < blocks; ++block, out += width) {
+      Blake2b hasher = keyed;
+      hasher.update(parent);
+      hasher.update(bytes.subspan(block * block_bytes, block_bytes));
+      hasher.finish(out);
+      parent = {out, width};
+    }
+  };
+  if (bytes.size() < kLongKey) {
+    hash();
+  } else {
+    const nb::gil_scoped_release unlocked;
+    hash();
+  }
+  return nb::borrow<nb::bytes>(hashes);
+}
+
+nb::list hot_spans(const Tree& tree, std::uint32_t tier) {
+  nb::list out;
+  for (const PathSpan& s : tree.hot_spans(tier))
+    out.append(nb::make_tuple(s.from, s.at, nb::bytes(s.ns.data(), s.ns.size()),
+                              nb::bytes(s.symbols.data(), s.symbols.size())));
+  return out;
+}
+
+nb::tuple match(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial) {
+  const Key key(tokens, limit);
+  const MatchResult m = tree.match(view(ns), key.bytes(), partial, [&](std::size_t from) { key.check(from); });
+  std::int32_t* data = nullptr;
+  nb::object ids = new_ids(m.pages, &data);
+  if (m.node) tree.copy_ids(m.node, 0, 0, 0, data);
+  const auto symbols = [&](std::uint64_t pages) { return pages * tree.page_size(); };
+  return nb::make_tuple(m.node, symbols(m.pages), ids, m.partial, m.partial_id, m.partial_node,
+                        symbols(m.pending_pages), symbols(m.reach_pages), symbols(m.host_pages), m.host_node);
+}
+
+nb::tuple peek(const Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, bool partial,
+               std::optional<std::int64_t> most) {
+  const Key key(tokens, limit);
+  const auto symbols = static_cast<std::int64_t>(key.bytes().size() / tree.symbol_bytes());
+  const std::int64_t end = std::clamp(most.value_or(symbols) + (most < 0 ? symbols : 0), std::int64_t{0}, symbols);
+  const Bytes bytes = key.bytes().first(static_cast<std::size_t>(end) * tree.symbol_bytes());
+  const PeekResult p = tree.peek(view(ns), bytes, partial, [&](std::size_t from) { key.check(from); });
+  const auto whole = [&](std::uint64_t pages) { return pages * tree.page_size(); };
+  return nb::make_tuple(whole(p.pages), p.partial, whole(p.host_pages));
+}
+
+nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_t limit, nb::sequence ids, Handle after,
+                 std::int32_t priority, std::uint32_t tier, bool ready, bool past_flights) {
+  const Key key(tokens, limit);
+  const bool on_path = tree.lies_on(view(ns), key.bytes(), after);
+  key.check(on_path ? std::size_t{tree.end(after)} * tree.page_size() : 0);
+  if (!on_path) throw BadValue{"after", std::to_string(after), "a node on the path of the key, in its namespace"};
+  const std::size_t pages = key.bytes().size() / tree.page_bytes();
+  const std::uint32_t begin = tree.end(after);
+  const std::size_t n = std::min(nb::len(ids), kMaxComponents);
+  std::array<std::optional<View>, kMaxComponents> views;
+  std::array<IdSpan, kMaxComponents> spans;
+  for (std::size_t c = 0; c < n; ++c) {
+    spans[c] = views[c].emplace(ids[c]).ids();
+    if (!tree.one_id_a_page(c)) continue;
+    if (spans[c].size() != pages)
+      throw BadValue{"number of page ids", std::to_string(spans[c].size()),
+                     "one per whole page of the key: " + std::to_string(pages)};
+    spans[c] = spans[c].subspan(begin);
+  }
+  const Tail tail{key.bytes().subspan(std::size_t{begin} * tree.page_bytes()), {spans.data(), n}};
+  const InsertResult r = tree.insert(view(ns), after, tail, priority, tier, ready, false, past_flights);
+  std::int32_t* data = nullptr;
+  nb::object adopted = new_ids(r.pages - begin, &data);
+  tree.copy_ids(r.node, 0, tier, begin, data);
+  const auto symbols = [&](std::uint64_t count) { return count * tree.page_size(); };
+  return nb::make_tuple(r.node, symbols(r.pages), symbols(r.existing), adopted);
+}
+
+nb::list nodes(const Tree& tree, const nb::bytes& ns) {
+  nb::list out;
+  for (const NodeView& n : tree.nodes(view(ns))) {
+    nb::list cells;
+    for (const CellView& c : n.cells)
+      cells.append(nb::make_tuple(static_cast<int>(c.presence), c.locks, to_array(c.ids)));
+    out.append(nb::make_tuple(to_tuple(n.stats), n.parent, n.children, n.removed, nb::bytes(n.key.data(), n.key.size()),
+                              cells));
+  }
+  return out;
+}
+
+nb::tuple counters(const Tree& tree) {
+  const Counters& c = tree.counters();
+  return nb::make_tuple(c.match_calls, c.queried_symbols, c.hit_symbols, c.insert_calls, c.inserted_pages,
+                        c.evicted_pages, c.splits, tree.size(), tree.namespace_count());
+}
+
+// Translates errors of the core into those of mainstem.errors.
+void translate(const std::exception_ptr& pending, void*) {
+  try {
+    std::rethrow_exception(pending);
+  } catch (const StaleHandle& e) {
+    raise_error("StaleHandle", nb::str(("handle " + std::to_string(e.handle) +
+                                        ": its node was evicted, cut short or joined to the next")
+                                           .c_str()));
+  } catch (const NotLocked& e) {
+    raise_error("NotLocked", nb::str(("handle " + std::to_string(e.handle) + " is not locked").c_str()));
+  } catch (const BadValue& e) {
+    raise_error("BadArgument", nb::make_tuple(e.name, e.value, e.allowed));
+  } catch (const BadTokens& e) {
+    raise_error("BadTokens", nb::str(e.message.c_str()));
+  } catch (const WrongOwner& e) {
+    raise_error("WrongOwner", nb::str(e.message.c_str()));
+  } catch (const NoPages& e) {
+    raise_error("OutOfPages", nb::make_tuple(e.needed, e.free, e.evictable, e.total, e.what));
+  } catch (const Closed&) {
+    raise_error("LeaseClosed", nb::str("the lease was finished or aborted"));
+  } catch (const Corrupt& e) {
+    raise_error("CorruptTree", nb::str(e.message.c_str()));
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() =
+      "The core of Mainstem: the radix tree over bytes, and the page pool. Use mainstem.Tree and mainstem.PrefixCache.";
+  nb::register_exception_translator(translate);
+  nb::set_leak_warnings(false);  // an engine's thread may keep a tree alive when the interpreter exits
+
+  m.def("encode_tokens", &encode_tokens, "tokens"_a.none(), "limit"_a,
+        nb::sig("def encode_tokens(tokens: object, limit: int) -> bytes"),
+        "Encodes token ids as little-endian 4-byte symbols. Raises BadTokens.");
+  m.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_tokens"_a, "width"_a, "seed"_a,
+        nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
+        "See mainstem.hash_blocks, which checks its arguments.");
+
+  nb::class_<Tree>(m, "Tree", "The radix tree over bytes; see src/mainstem/core/csrc/tree.h.")
+      .def(
+          "__init__",
+          [](Tree* self, std::uint32_t symbol_bytes, std::uint32_t page_size, nb::sequence components,
+             std::uint32_t tiers, std::string_view policy, std::uint64_t hash_seed, double symbol_tokens,
+             std::uint32_t protected_hits) {
+            std::vector<Component> rows;
+            for (nb::handle row : components)
+              rows.push_back(parse_component(row));
+            new (self)
+                Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed, symbol_tokens, protected_hits);
+          },
+          "symbol_bytes"_a, "page_size"_a, "components"_a, "tiers"_a, "policy"_a, "hash_seed"_a,
+          "symbol_tokens"_a = 1.0, "protected_hits"_a = kSlruProtectedHits,
+          nb::sig("def __init__(self, symbol_bytes: int, page_size: int, components: "
+                  "collections.abc.Sequence[tuple[str, int, bool]], tiers: int, "
+                  "policy: str, hash_seed: int, symbol_tokens: float = 1.0, protected_hits: int = 2) -> None"))
+      .def("match", &match, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a,
+           nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "
+                   "tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]"),
+           "The fields of mainstem.Match. Tokens are ids below `limit`; with limit 0, symbols in bytes.")
+      .def("peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
+           nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
+                   "tuple[int, int, int]"),
+           "Symbols that a match of the first `most` symbols would find (-1: all but one): in whole pages, in the next "
+           "page, and in further whole pages when every tier counts.")
+      .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
+           "ready"_a, "past_flights"_a = false,
+           nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "
+                   "collections.abc.Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, "
+                   "tier: int, ready: bool, past_flights: bool = False) -> "
+                   "tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
+           "The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.")
+      .def(
+          "remove",
+          [](Tree& t, const nb::bytes& ns, nb::handle tokens, std::int64_t limit) {
+            const Key key(tokens, limit);
+            key.check(0);
+            return t.remove(view(ns), key.bytes());
+          },
+          "ns"_a, "tokens"_a.none(), "limit"_a,
+          nb::sig("def remove(self, ns: bytes, tokens: object, limit: int) -> int"),
+          "Removes the page that a key ends in, and everything after it. Returns the number of pages removed.")
+      .def(
+          "evict_removed", [](Tree& t, std::uint32_t tier) { return to_list(t.evict_removed(tier)); }, "tier"_a,
+          nb::sig("def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"),
+          "Evicts removed nodes that are neither locked nor in flight; their ids, by component.")
+      .def("removed", &Tree::removed, "node"_a, "Whether a node was removed.")
+      .def("lock", &Tree::lock, "node"_a, "tier"_a)
+      .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
+      .def(
+          "attach",
+          [](Tree& t, Handle node, std::uint32_t component, std::uint32_t tier, nb::handle ids, bool ready) {
+            t.attach(node, component, tier, View(ids).ids(), ready);
+          },
+          "node"_a, "component"_a, "tier"_a, "ids"_a, "ready"_a,
+          nb::sig("def attach(self, node: int, component: int, tier: int, ids: numpy.typing.NDArray[numpy.int32], "
+                  "ready: bool) -> None"))
+      .def("commit", &Tree::commit, "node"_a, "tier"_a)
+      .def(
+          "cancel", [](Tree& t, Handle node, std::uint32_t tier) { return to_list(t.cancel(node, tier)); }, "node"_a,
+          "tier"_a, nb::sig("def cancel(self, node: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
+      .def(
+          "evict",
+          [](Tree& t, nb::handle ids, std::uint32_t component, nb::handle tier) {
+            const auto want = static_cast<std::uint64_t>(integer(ids, "pages", 0, kEverything));
+            const auto from = static_cast<std::uint32_t>(integer(tier, "tier", 0, t.tiers() - 1));
+            return to_list(t.evict(want, component, from));
+          },
+          "ids"_a.none(), "component"_a, "tier"_a.none(),
+          nb::sig("def evict(self, ids: int, component: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
+      .def(
+          "waiting",
+          [](const Tree& t, std::uint32_t c, std::uint32_t tier) -> nb::object {
+            NodeStats stats;
+            if (!t.waiting(c, tier, &stats)) return nb::none();
+            return to_tuple(stats);
+          },
+          "component"_a, "tier"_a,
+          nb::sig("def waiting(self, component: int, tier: int) -> tuple[int, int, int, int, int, int, int] | None"),
+          "The first candidate without a rank: node, created, accessed, hits, priority, start and number of pages.")
+      .def(
+          "rank",
+          [](Tree& t, Handle node, std::uint32_t c, std::uint32_t tier, double major, double minor) {
+            t.rank(node, c, tier, {major, minor});
+          },
+          "node"_a, "component"_a, "tier"_a, "major"_a, "minor"_a)
+      .def("end", &Tree::end, "node"_a, "Pages from the root to the node's end.")
+      .def("start", &Tree::start, "node"_a, "Pages from the root to the node's beginning.")
+      .def("parent", &Tree::parent, "node"_a, "The parent of a node; 0: the root.")
+      .def(
+          "lacking",
+          [](const Tree& t, Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) {
+            nb::list handles;
+            for (const Handle at : t.lacking(node, from, to, hits))
+              handles.append(at);
+            return handles;
+          },
+          "node"_a, "above"_a, "below"_a, "hits"_a,
+          nb::sig("def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]"),
+          "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks. Stops where "
+          "`below` would get a gap, or at such a node with fewer than `hits` hits.")
+      .def(
+          "locate",
+          [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t pages) {
+            const std::string_view bytes = view(key);
+            return t.locate(view(ns), {reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()}, pages);
+          },
+          "ns"_a, "key"_a, "pages"_a,
+          "The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.")
+      .def(
+          "residency",
+          [](const Tree& t, Handle node, std::uint32_t c, std::uint32_t tier) {
+            return static_cast<int>(t.presence(node, c, tier));
+          },
+          "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
+      .def("hot_spans", &hot_spans, "tier"_a,
+           nb::sig("def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]"),
+           "Everything present on a tier, each page once, the hottest first; see PathSpan in tree.h.")
+      .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
+           "The node that names the transfer of the nearest pages in flight above a node; 0: none.")
+      .def(
+          "own_ids",
+          [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
+            return to_array(t.own_ids(node, component, tier));
+          },
+          "node"_a, "component"_a, "tier"_a,
+          nb::sig("def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]"),
+          "The node's own ids; empty unless present.")
+      .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() takes first, or 0.")
+      .def(
+          "path_key",
+          [](const Tree& t, Handle node, std::uint32_t begin) {
+            const auto [ns, key] = t.path_key(node, begin);
+            return nb::make_tuple(nb::bytes(ns.data(), ns.size()), nb::bytes(key.data(), key.size()));
+          },
+          "node"_a, "begin"_a = 0, nb::sig("def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]"),
+          "The name of a node's namespace, and the symbols from page `begin` to the node's end.")
+      .def(
+          "ids",
+          [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
+            std::int32_t* data = nullptr;
+            nb::object array = new_ids(t.end(node), &data);
+            t.copy_ids(node, component, tier, 0, data);
+            return array;
+          },
+          "node"_a, "component"_a, "tier"_a,
+          nb::sig("def ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]"),
+          "Ids from the root to the node's end; -1 where the cell is absent.")
+      .def(
+          "namespaces",
+          [](const Tree& t) {
+            nb::list names;
+            for (const std::string& name : t.namespaces())
+              names.append(nb::bytes(name.data(), name.size()));
+            return names;
+          },
+          nb::sig("def namespaces(self) -> list[bytes]"))
+      .def("nodes", &nodes, "ns"_a,
+           nb::sig("def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bool, "
+                   "bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]"),
+           "Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, "
+           "ids) for each cell.")
+      .def(
+          "counts",
+          [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
+            const CellCounts counts = t.counts(c, tier);
+            return nb::make_tuple(counts.present, counts.locked, counts.in_flight);
+          },
+          "component"_a, "tier"_a, nb::sig("def counts(self, component: int, tier: int) -> tuple[int, int, int]"),
+          "Ids present, locked (of those present), and in flight.")
+      .def("counters", &counters, nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]"),
+           "match calls, queried and hit symbols, insert calls, inserted and evicted pages, splits; nodes, namespaces, "
+           "bytes.")
+      .def("bytes", &Tree::bytes, "Memory used, in bytes; reads every node.")
+      .def("check", &Tree::check, "Raises CorruptTree with the node and the broken rule.");
+
+  nb::class_<Pool>(m, "Pool",
+                   "Tracks the owner of each page: nobody (free), the tree (cached), or one lease (private).")
+      .def(
+          "__init__",
+          [](Pool* self, std::int64_t pages) {
+            if (pages < 1 || pages > 0x7fffffff) throw BadValue{"pages", std::to_string(pages), "1 to 2147483647"};
+            new (self) Pool(static_cast<std::uint32_t>(pages));
+          },
+          "pages"_a)
+      .def(
+          "allocate",
+          [](Pool& pool, std::int64_t asked) {
+            if (asked < 0) throw BadValue{"n", std::to_string(asked), "0 or more"};
+            const auto n = static_cast<std::uint64_t>(asked);
+            if (n > pool.owned(Owner::free)) throw NoPages{n, pool.owned(Owner::free), 0, pool.total()};
+            std::int32_t* data = nullptr;
+            nb::object array = new_ids(n, &data);
+            pool.allocate(n, data);
+            return array;
+          },
+          "n"_a, nb::sig("def allocate(self, n: int) -> numpy.typing.NDArray[numpy.int32]"),
+          "free -> private. Raises OutOfPages.")
+      .def(
+          "publish", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::privately, Owner::cached); }, "ids"_a,
+          nb::sig("def publish(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"),
+          "private -> cached. Raises WrongOwner.")
+      .def(
+          "release", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::privately, Owner::free); }, "ids"_a,
+          nb::sig("def release(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"),
+          "private -> free. Raises WrongOwner.")
+      .def(
+          "reclaim", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::cached, Owner::free); }, "ids"_a,
+          nb::sig("def reclaim(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"),
+          "cached -> free. Raises WrongOwner.")
+      .def("owner", &Pool::owner, "page"_a, "'free', 'cached' or 'private'. Raises WrongOwner outside the pool.")
+      .def(
+          "check",
+          [](const Pool& p) {
+            if (!p.sound()) throw Corrupt{"pool: free, cached and private pages are all pages, each once"};
+          },
+          "Raises CorruptTree.")
+      .def_prop_ro("free", [](const Pool& p) { return p.owned(Owner::free); })
+      .def_prop_ro("cached", [](const Pool& p) { return p.owned(Owner::cached); })
+      .def_prop_ro("private", [](const Pool& p) { return p.owned(Owner::privately); })
+      .def_prop_ro("total", &Pool::total);
+
+  bind_cache(m);
+  bind_copy(m);
+  bind_replay(m);
+}
+
+}  // namespace mainstem

@@ -1,0 +1,385 @@
+// The Python bindings of the cache and the lease; cache.h defines the rules.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "lease/lease.h"
+#include "python/bind.h"
+
+namespace mainstem {
+
+using namespace nb::literals;
+
+namespace {
+
+constexpr std::int64_t kMaxPositions = std::numeric_limits<std::int32_t>::max();
+
+struct PyCache {
+  PyCache(nb::object tree, nb::tuple pools, std::int64_t token_limit, bool enabled)
+      : tree(tree), pools(pools), token_limit(token_limit), cache(nb::cast<Tree&>(tree), pools_of(pools), enabled) {}
+
+  static std::vector<Pool*> pools_of(nb::tuple pools) {
+    std::vector<Pool*> found;
+    for (nb::handle pool : pools)
+      found.push_back(nb::cast<Pool*>(pool));
+    return found;
+  }
+
+  nb::object tree, pools;    // kept alive
+  nb::object evict;          // evicts instead of the tree's own order, if set
+  nb::object copy_state;     // copies a state from slot to slot, if there are states
+  std::int64_t token_limit;  // limit of token ids; 0: keys are symbols
+  Cache cache;
+};
+
+// A policy, and so the callback that runs it, may refer to the cache and to leases: the collector must see the cycle.
+int traverse_cache(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  const PyCache& cache = *nb::inst_ptr<PyCache>(self);
+  Py_VISIT(cache.tree.ptr());
+  Py_VISIT(cache.pools.ptr());
+  Py_VISIT(cache.evict.ptr());
+  Py_VISIT(cache.copy_state.ptr());
+  return 0;
+}
+
+int clear_cache(PyObject* self) {
+  if (!nb::inst_ready(self)) return 0;
+  PyCache& cache = *nb::inst_ptr<PyCache>(self);
+  cache.evict.reset();
+  cache.copy_state.reset();
+  return 0;
+}
+
+PyType_Slot kCacheSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_cache)},
+                             {Py_tp_clear, reinterpret_cast<void*>(&clear_cache)},
+                             {0, nullptr}};
+
+// Exposes a table's memory to NumPy, and keeps it alive.
+struct Pages {
+  Table::Memory memory;
+  std::size_t size;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  if (flags & PyBUF_WRITABLE) {  // NumPy tries this first and clears the error: it needs no message
+    PyErr_SetNone(PyExc_BufferError);
+    return -1;
+  }
+  if (!nb::inst_ready(self)) {
+    PyErr_SetString(PyExc_BufferError, "this page table was not initialized");
+    return -1;
+  }
+  const Pages& pages = *nb::inst_ptr<Pages>(self);
+  return PyBuffer_FillInfo(view, self, pages.memory.get(), static_cast<Py_ssize_t>(pages.size * sizeof(std::int32_t)),
+                           /*readonly=*/1, flags);
+}
+
+PyType_Slot kPagesSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)}, {0, nullptr}};
+
+class PyLease {
+ public:
+  PyLease(nb::handle owner, PyCache& cache, std::string_view ns, const Key& key, std::int32_t priority,
+          std::uint64_t limit, bool inside)
+      : owner_(nb::borrow(owner)),
+        cache_(cache),
+        lease(cache.cache, ns, priority, key.bytes(), limit, inside, [&](std::size_t from) { key.check(from); }) {}
+  // The garbage collector may run this on any thread, at any point: the cache frees the pages at its next call.
+  ~PyLease() {
+    if (lease.closed()) return;
+    nb::error_scope pending;
+    if (PyErr_WarnEx(PyExc_ResourceWarning, "a lease was neither finished nor aborted", 1) != 0)
+      PyErr_WriteUnraisable(nullptr);
+  }
+  PyLease(const PyLease&) = delete;
+  PyLease& operator=(const PyLease&) = delete;
+
+  nb::handle owner() const { return owner_; }
+  std::size_t components() const { return cache_.cache.pools.size(); }
+
+  void append(nb::handle tokens) {
+    const Key more(tokens, cache_.token_limit);
+    more.check(0);
+    lease.append(more.bytes());
+  }
+
+  nb::object page_table() { return view_of(lease.table(), &views_[0]); }
+  // The table of the window, unless that is the first component.
+  nb::object window_table() {
+    lease.require_open();
+    const std::vector<Component>& rows = cache_.cache.tree.rows();
+    for (std::uint32_t c = 1; c < rows.size(); ++c)
+      if (rows[c].begins_late()) return view_of(lease.table(c), &views_[1]);
+    return nb::none();
+  }
+
+ private:
+  struct View {
+    nb::object array;
+    const std::int32_t* memory = nullptr;
+    std::size_t pages = 0;
+  };
+  // Returns the same array while the table is the same.
+  static nb::object view_of(const Table& table, View* view) {
+    if (!view->array.is_valid() || view->memory != table.memory().get() || view->pages != table.size()) {
+      view->array = table.size() ? array_over(nb::cast(Pages{table.memory(), table.size()})) : to_array({});
+      view->memory = table.memory().get();
+      view->pages = table.size();
+    }
+    return view->array;
+  }
+
+  nb::object owner_;  // before the lease: it must live longer
+  PyCache& cache_;
+  View views_[2];
+
+ public:
+  Lease lease;
+};
+
+int traverse_lease(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PyLease>(self)->owner().ptr());
+  return 0;
+}
+
+PyType_Slot kLeaseSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_lease)}, {0, nullptr}};
+
+void make_lease(PyLease* self, nb::handle owner, const nb::bytes& ns, nb::handle tokens, nb::handle priority,
+                std::optional<std::uint64_t> most, bool inside) {
+  const auto rank =
+      integer(priority, "priority", std::numeric_limits<std::int32_t>::min(), std::numeric_limits<std::int32_t>::max());
+  PyCache& cache = nb::cast<PyCache&>(owner);
+  const Key key(tokens, cache.token_limit);
+  const std::uint64_t length = key.bytes().size() / cache.cache.tree.symbol_bytes();
+  if (length == 0) throw BadTokens{"the prompt is empty: a lease needs at least one position"};
+  new (self) PyLease(owner, cache, view(ns), key, static_cast<std::int32_t>(rank),
+                     std::min(most.value_or(length), length - 1), inside);
+}
+
+std::uint64_t position(nb::handle value, const char* name, std::uint64_t limit) {
+  return static_cast<std::uint64_t>(integer(value, name, 0, static_cast<std::int64_t>(limit)));
+}
+
+}  // namespace
+
+void bind_cache(nb::module_& m) {
+  nb::class_<PyCache>(m, "Cache", nb::type_slots(kCacheSlots),
+                      "A tree and the pools of its pages; see src/mainstem/core/csrc/cache.h.")
+      .def(nb::init<nb::object, nb::tuple, std::int64_t, bool>(), "tree"_a, "pools"_a, "token_limit"_a, "enabled"_a,
+           nb::sig("def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None"))
+      .def(
+          "evict_with",
+          [](PyCache& self, nb::callable evict) {
+            self.evict = evict;
+            self.cache.evict = [&self](std::uint32_t component, std::uint64_t ids) {
+              if (self.evict.is_valid()) nb::borrow(self.evict)(component, ids);
+            };
+          },
+          "evict"_a, nb::sig("def evict_with(self, evict: collections.abc.Callable[[int, int], object]) -> None"),
+          "Calls evict(component, n) from now on to free about n ids of a pool, instead of the tree's own order.")
+      .def(
+          "copy_state_with",
+          [](PyCache& self, nb::callable copy) {
+            self.copy_state = copy;
+            self.cache.copy_state = [&self](std::int32_t source, std::int32_t target) {
+              if (self.copy_state.is_valid()) nb::borrow(self.copy_state)(source, target);
+            };
+          },
+          "copy"_a, nb::sig("def copy_state_with(self, copy: collections.abc.Callable[[int, int], object]) -> None"),
+          "Calls copy(source, target) from now on to copy states from slot to slot.")
+      .def(
+          "take_back", [](PyCache& self) { self.cache.end_abandoned(); }, "Ends leases that were dropped.")
+      .def(
+          "counters",
+          [](const PyCache& self) {
+            const LeaseCounters& c = self.cache.counters;
+            return nb::make_tuple(c.leases, c.queried, c.hit, c.partial_hit, c.partial_missed, c.duplicate_pages,
+                                  c.host_hit, c.checkpoints, c.checkpoints_missed);
+          },
+          nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]"),
+          "Open leases; positions queried, hit, and hit inside pages; leases that found no page for that; duplicate "
+          "pages; positions hit on the host; states published, and states without a free slot.")
+      .def(
+          "take_touched",
+          [](PyCache& self) {
+            nb::list handles;
+            for (const Handle node : self.cache.take_touched())
+              handles.append(node);
+            return handles;
+          },
+          nb::sig("def take_touched(self) -> list[int]"),
+          "Ends of the prefixes matched and published since the last call, if there is more than one tier.")
+      .def(
+          "end_load", [](PyCache& self, std::uint64_t load) { self.cache.end_load(load); }, "load"_a,
+          "Ends a load whose lease is closed: its pages are freed.");
+
+  nb::class_<Pages>(m, "_Pages", nb::type_slots(kPagesSlots), "The memory of a page table.");
+
+  nb::class_<PyLease>(m, "Lease", nb::type_slots(kLeaseSlots),
+                      "One sequence's hold on its prefix and on the pages it adds. Made by `PrefixCache.lease`; a "
+                      "context manager.")
+      .def("__init__", &make_lease, "cache"_a, "ns"_a, "tokens"_a.none(), "priority"_a.none(), "most"_a = nb::none(),
+           "inside"_a = false,
+           nb::sig("def __init__(self, cache: Cache, ns: bytes, tokens: object, priority: int, "
+                   "most: int | None = None, inside: bool = False) -> None"))
+      .def_prop_ro(
+          "hit", [](const PyLease& self) { return self.lease.hit(); },
+          "Positions that need no compute; less than the length of the prompt.")
+      .def_prop_ro(
+          "hit_tokens", [](const PyLease& self) { return self.lease.hit(); }, "The same in tokens of the key kind.")
+      .def_prop_ro(
+          "loadable", [](const PyLease& self) { return self.lease.loadable(); },
+          "Positions after the hit that the host tier has.")
+      .def_prop_ro(
+          "reserved", [](const PyLease& self) { return self.lease.reserved(); }, "Positions that have a page.")
+      .def_prop_ro(
+          "length", [](const PyLease& self) { return self.lease.length(); },
+          "Positions of the sequence: the prompt and the appended tokens.")
+      .def_prop_ro(
+          "published", [](const PyLease& self) { return self.lease.published(); },
+          "Positions of this sequence that are known to be in the tree.")
+      .def_prop_ro("page_table", &PyLease::page_table,
+                   nb::sig("def page_table(self) -> numpy.typing.NDArray[numpy.int32]"),
+                   "Page ids of the sequence, int32 [pages], the tree's first. Read it again after `reserve` and "
+                   "`publish`.\n\n"
+                   "Raises:\n"
+                   "    LeaseClosed: the lease has ended; others may own its pages by now.")
+      .def_prop_ro("window_table", &PyLease::window_table,
+                   nb::sig("def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None"),
+                   "Page ids of sliding-window attention, int32 [pages]; -1 before the window, which must not be read. "
+                   "None if there is no window besides full attention. If all layers slide, `page_table` is such a "
+                   "table.\n\n"
+                   "Raises:\n"
+                   "    LeaseClosed: the lease has ended.")
+      .def_prop_ro(
+          "state", [](const PyLease& self) { return self.lease.state(); },
+          "The slot of the recurrent state that this sequence computes with; -1 if there are no states. It starts as a "
+          "copy of the tree's state at the hit; without a hit it holds garbage.\n\n"
+          "Raises:\n"
+          "    LeaseClosed: the lease has ended.")
+      .def_prop_ro(
+          "reach", [](const PyLease& self) { return self.lease.reach(); },
+          "Positions that the first component alone matched; if they exceed the hit, a checkpoint there pays off.")
+      .def(
+          "slide",
+          [](PyLease& self, nb::handle begin, nb::handle end) {
+            self.lease.require_open();
+            self.lease.slide(position(begin, "begin", kMaxPositions), position(end, "end", kMaxPositions));
+          },
+          "begin"_a.none(), "end"_a.none(), nb::sig("def slide(self, begin: int, end: int) -> None"),
+          "Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the "
+          "window of `begin`. Does nothing without a window.\n\n"
+          "Raises:\n"
+          "    OutOfPages: no room for more window pages; pages before the window were freed all the same.\n"
+          "    BadArgument: end is beyond what is reserved, or begin beyond what has window pages.\n"
+          "    LeaseClosed: the lease has ended.")
+      .def(
+          "checkpoint",
+          [](PyLease& self, nb::handle at, bool room) {
+            self.lease.require_open();
+            return self.lease.checkpoint(position(at, "position", kMaxPositions), room);
+          },
+          "position"_a.none(), "room"_a = true,
+          nb::sig("def checkpoint(self, position: int, room: bool = True) -> bool"),
+          "Copies the state of this sequence, which is at `position`. Others see the copy once the pages up to there "
+          "are published. Replaces a copy that was not published.\n\n"
+          "Args:\n"
+          "    position: a page boundary, not before what is published.\n"
+          "    room: evict another state if no slot is free.\n\n"
+          "Returns whether there was a slot for it.\n\n"
+          "Raises:\n"
+          "    BadArgument: not a page boundary, before what is published, or beyond what is reserved.\n"
+          "    LeaseClosed: the lease has ended.")
+      .def(
+          "reserve",
+          [](PyLease& self, nb::handle n) {
+            self.lease.require_open();
+            self.lease.reserve(position(n, "n", kMaxPositions));
+          },
+          "n"_a.none(), nb::sig("def reserve(self, n: int) -> None"),
+          "Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window.\n\n"
+          "Raises:\n"
+          "    OutOfPages: no room; nothing was changed.\n"
+          "    BadArgument: n is negative.\n"
+          "    LeaseClosed: the lease has ended.")
+      .def("append", &PyLease::append, "tokens"_a.none(), nb::sig("def append(self, tokens: object) -> None"),
+           "Appends decoded tokens to the sequence. O(1) per token.\n\n"
+           "Raises:\n"
+           "    BadTokens: a token is out of range; nothing was appended.\n"
+           "    LeaseClosed: the lease has ended.")
+      .def(
+          "publish",
+          [](PyLease& self, nb::handle upto) {
+            self.lease.require_open();
+            self.lease.publish(position(upto, "upto", self.lease.publishable()));
+          },
+          "upto"_a.none(), nb::sig("def publish(self, upto: int) -> None"),
+          "Publishes the whole pages of positions [0, upto), which are computed: others can find them now.\n\n"
+          "Pages that another lease published first are freed, and `page_table` names the tree's instead. The cost "
+          "grows with the new pages, not with the prefix. Only if another lease was first is the table copied, so that "
+          "views of it do not change.\n\n"
+          "Raises:\n"
+          "    BadArgument: upto is beyond what is reserved, or beyond the sequence.\n"
+          "    LeaseClosed: the lease has ended.")
+      .def(
+          "finish",
+          [](PyLease& self, nb::handle upto) {
+            if (self.lease.closed()) return;
+            if (upto.is_none())
+              self.lease.finish({});
+            else
+              self.lease.finish(position(upto, "upto", self.lease.publishable()));
+          },
+          "upto"_a = nb::none(), nb::sig("def finish(self, upto: int | None = None) -> None"),
+          "Publishes [0, upto), unlocks, and frees every private page. A second call does nothing.\n\n"
+          "Args:\n"
+          "    upto: positions whose KV is computed. None: all reserved positions, less the last one if tokens were "
+          "appended, since no forward has computed the KV of a token that was just sampled.\n\n"
+          "Raises:\n"
+          "    BadArgument: see `publish`; the lease stays open.")
+      .def(
+          "abort", [](PyLease& self) { self.lease.abort(); },
+          "Unlocks and frees every private page; published pages stay. A second call does nothing.")
+      .def(
+          "begin_copy",
+          [](PyLease& self) -> std::optional<std::tuple<std::int32_t, std::int32_t, std::uint32_t>> {
+            const std::optional<PageCopy> copy = self.lease.begin_copy();
+            if (!copy) return {};
+            return std::tuple(copy->source, copy->target, copy->positions);
+          },
+          "Source page, target page and positions of a copy that would extend the hit; for `PrefixCache`.")
+      .def(
+          "end_copy", [](PyLease& self, bool copied) { self.lease.end_copy(copied); }, "copied"_a,
+          "Ends the copy that `begin_copy` started.")
+      .def(
+          "begin_load",
+          [](PyLease& self) {
+            const PageLoad load = self.lease.begin_load();
+            nb::list moves;
+            for (std::size_t c = 0; c < self.components(); ++c)
+              moves.append(nb::make_tuple(to_array(load.source[c]), to_array(load.target[c])));
+            return nb::make_tuple(load.id, moves);
+          },
+          nb::sig("def begin_load(self) -> tuple[int, list[tuple[numpy.typing.NDArray[numpy.int32], "
+                  "numpy.typing.NDArray[numpy.int32]]]]"),
+          "The number of the load, and for each component the host's ids and the private ids to copy them to; for the "
+          "tiers.")
+      .def(
+          "end_load", [](PyLease& self, bool arrived) { self.lease.end_load(arrived); }, "arrived"_a,
+          "Ends the load that `begin_load` started; if it arrived, publishes it and adds it to the hit.")
+      .def_prop_ro(
+          "closed", [](const PyLease& self) { return self.lease.closed(); }, "Whether the lease has ended.")
+      .def(
+          "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> typing.Self"))
+      .def(
+          "__exit__", [](PyLease& self, nb::args) { self.lease.abort(); },
+          nb::sig("def __exit__(self, *error: object) -> None"));
+}
+
+}  // namespace mainstem

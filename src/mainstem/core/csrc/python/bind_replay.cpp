@@ -1,0 +1,200 @@
+// The Python bindings of replay.h and optimum.h: columns of requests as arrays. A batch runs without the GIL; only
+// policies written in Python take it, to choose what to evict.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "python/bind.h"
+#include "replay/optimum.h"
+#include "replay/replay.h"
+
+namespace mainstem {
+
+using namespace nb::literals;
+
+namespace {
+
+template <class T>
+std::span<const T> column(const View& view, const char* name) {
+  const std::span<const std::uint8_t> bytes = view.bytes();
+  require(bytes.size() % sizeof(T) == 0, name, bytes.size(), "an array of items of 8 bytes");
+  return {reinterpret_cast<const T*>(bytes.data()), bytes.size() / sizeof(T)};
+}
+
+// Requests of a trace: request i has blocks [offsets[i], offsets[i + 1]).
+struct Requests {
+  Requests(const View& offset_view, const View& block_view)
+      : offsets(column<std::uint64_t>(offset_view, "offsets")), blocks(column<std::uint64_t>(block_view, "blocks")) {
+    require(!offsets.empty() && offsets.front() == 0, "offsets", offsets.size(), "starting with 0");
+    for (std::size_t i = 1; i < offsets.size(); ++i)
+      require(offsets[i - 1] <= offsets[i] && offsets[i] - offsets[i - 1] < (1u << 28), "offsets", offsets[i],
+              "non-decreasing, with fewer than 2**28 blocks per request");
+    require(offsets.back() == blocks.size(), "offsets", offsets.back(), "ending with the number of blocks");
+  }
+  std::size_t size() const { return offsets.size() - 1; }
+  Blocks of(std::size_t request) const {
+    return blocks.subspan(offsets[request], offsets[request + 1] - offsets[request]);
+  }
+
+  std::span<const std::uint64_t> offsets;
+  Blocks blocks;
+};
+
+Replica::Evict evict_by_order(Tree* tree) {
+  return [tree](std::uint64_t pages, std::uint32_t tier) { return std::move(tree->evict(pages, 0, tier)[0]); };
+}
+
+Replica::Evict evict_by_call(const std::shared_ptr<nb::object>& evict) {
+  return [evict](std::uint64_t pages, std::uint32_t tier) {
+    const nb::gil_scoped_acquire locked;
+    const nb::object freed = (*evict)(pages, tier);
+    const View view(freed[0]);
+    return Ids(view.ids().begin(), view.ids().end());
+  };
+}
+
+class PyReplay {
+ public:
+  PyReplay(nb::sequence trees, const std::vector<std::uint64_t>& capacities, double ttl_s, const std::string& routing,
+           nb::sequence evictions)
+      : replay_(replicas(trees, capacities, ttl_s, evictions), parse(routing)) {
+    for (nb::handle tree : trees)
+      trees_.push_back(nb::borrow(tree));
+  }
+  PyReplay(const PyReplay&) = delete;
+  PyReplay& operator=(const PyReplay&) = delete;
+
+  nb::tuple feed(nb::handle times, nb::handle tokens, nb::handle offsets, nb::handle blocks) {
+    const View time_view(times), token_view(tokens), offset_view(offsets), block_view(blocks);
+    const Requests requests(offset_view, block_view);
+    const auto at_s = column<double>(time_view, "times");
+    const auto lengths = column<std::int64_t>(token_view, "tokens");
+    require(at_s.size() == requests.size(), "times", at_s.size(), "one per request");
+    require(lengths.size() == requests.size(), "tokens", lengths.size(), "one per request");
+    const std::size_t tiers = replay_.replicas().front().tiers();
+    std::int32_t *hits = nullptr, *replicas = nullptr;
+    nb::object hit_ids = new_ids(requests.size() * tiers, &hits);
+    nb::object replica_ids = new_ids(requests.size(), &replicas);
+    {
+      const nb::gil_scoped_release unlocked;
+      for (std::size_t i = 0; i < requests.size(); ++i)
+        replicas[i] = static_cast<std::int32_t>(
+            replay_.serve(at_s[i], static_cast<std::uint64_t>(std::max<std::int64_t>(0, lengths[i])), requests.of(i),
+                          hits + i * tiers));
+    }
+    return nb::make_tuple(hit_ids, replica_ids);
+  }
+
+  nb::tuple totals(std::size_t replica, std::uint32_t tier) const {
+    require(replica < replay_.replicas().size(), "replica", replica, "the index of a replica");
+    const Replica& one = replay_.replicas()[replica];
+    require(tier < one.tiers(), "tier", tier, "the index of a tier");
+    const TierTotals& t = one.totals(tier);
+    return nb::make_tuple(t.hits, t.loaded, t.written, t.evicted, t.expired, to_list(t.age), to_list(t.idle),
+                          to_list(t.age_s), to_list(t.idle_s));
+  }
+
+  std::size_t bytes() const {
+    std::size_t total = 0;
+    for (const Replica& replica : replay_.replicas())
+      total += replica.bytes();
+    return total;
+  }
+
+ private:
+  static std::vector<Replica> replicas(nb::sequence trees, const std::vector<std::uint64_t>& capacities, double ttl_s,
+                                       nb::sequence evictions) {
+    const std::size_t n = nb::len(trees);
+    require(n > 0 && nb::len(evictions) == n, "trees", n, "one or more, and as many evictions");
+    std::vector<Replica> made;
+    for (std::size_t i = 0; i < n; ++i) {
+      auto* tree = nb::cast<Tree*>(trees[i]);
+      const nb::object call = evictions[i];
+      made.emplace_back(tree, capacities, ttl_s,
+                        call.is_none() ? evict_by_order(tree) : evict_by_call(std::make_shared<nb::object>(call)));
+    }
+    return made;
+  }
+  static Routing parse(const std::string& name) {
+    if (name == "round-robin") return Routing::round_robin;
+    if (name == "prefix") return Routing::prefix;
+    if (name == "hash") return Routing::hash;
+    throw BadValue{"routing", name, "round-robin, prefix or hash"};
+  }
+  static nb::list to_list(const Histogram& histogram) {
+    nb::list counts;
+    std::size_t n = histogram.counts.size();
+    while (n > 0 && histogram.counts[n - 1] == 0)
+      --n;
+    for (std::size_t i = 0; i < n; ++i)
+      counts.append(histogram.counts[i]);
+    return counts;
+  }
+
+  std::vector<nb::object> trees_;
+  Replay replay_;
+};
+
+void add(Optimum& optimum, nb::handle offsets, nb::handle blocks) {
+  const View offset_view(offsets), block_view(blocks);
+  const Requests requests(offset_view, block_view);
+  const nb::gil_scoped_release unlocked;
+  for (std::size_t i = 0; i < requests.size(); ++i)
+    optimum.add(requests.of(i));
+}
+
+nb::tuple run(const Optimum& optimum, std::uint64_t capacity) {
+  std::int32_t* hits = nullptr;
+  nb::object hit_ids = new_ids(optimum.requests(), &hits);
+  std::uint64_t evicted = 0;
+  {
+    const nb::gil_scoped_release unlocked;
+    evicted = optimum.run(capacity, hits);
+  }
+  return nb::make_tuple(hit_ids, evicted);
+}
+
+}  // namespace
+
+void bind_replay(nb::module_& m) {
+  nb::class_<PyReplay>(m, "Replay",
+                       "Serves the requests of a trace with real trees, which nothing else may use from then on; see "
+                       "src/mainstem/core/csrc/replay.h.")
+      .def(nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence>(),
+           "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a,
+           nb::sig("def __init__(self, trees: collections.abc.Sequence[Tree], capacities: "
+                   "collections.abc.Sequence[int], ttl_s: float, routing: str, evictions: "
+                   "collections.abc.Sequence[collections.abc.Callable[[int, int], "
+                   "list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None"),
+           "Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) "
+           "evicts.")
+      .def("feed", &PyReplay::feed, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a,
+           nb::sig("def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
+                   "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
+                   "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                   "numpy.typing.NDArray[numpy.int32]]"),
+           "Serves requests. Returns the blocks that each hit, [requests * tiers], and the replica that served it.")
+      .def("totals", &PyReplay::totals, "replica"_a, "tier"_a,
+           nb::sig("def totals(self, replica: int, tier: int) -> tuple[int, int, int, int, int, list[int], list[int], "
+                   "list[int], list[int]]"),
+           "Blocks hit, loaded, written, evicted and expired; age and idle time of evicted blocks, in accesses and in "
+           "seconds: [0] counts zeros, [i] counts numbers in [2**(i-1), 2**i).")
+      .def("bytes", &PyReplay::bytes, "Memory used in addition to the trees, in bytes.");
+
+  nb::class_<Optimum>(m, "Optimum", "The offline optimum; see src/mainstem/core/csrc/optimum.h.")
+      .def(nb::init<>())
+      .def("add", &add, "offsets"_a, "blocks"_a,
+           nb::sig("def add(self, offsets: numpy.typing.NDArray[numpy.int64], blocks: "
+                   "numpy.typing.NDArray[numpy.uint64]) -> None"),
+           "Adds the next requests.")
+      .def("finish", &Optimum::finish, "Ends the trace: `run` may be called now, from several threads.")
+      .def("run", &run, "capacity"_a,
+           nb::sig("def run(self, capacity: int) -> tuple[numpy.typing.NDArray[numpy.int32], int]"),
+           "Returns the blocks that each request hits, and the number of blocks evicted.");
+}
+
+}  // namespace mainstem

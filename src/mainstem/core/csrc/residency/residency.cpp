@@ -1,0 +1,383 @@
+#include "residency/residency.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+namespace mainstem {
+
+Residency::Residency(const Structure& nodes, std::vector<Component> rows_, std::uint32_t tiers_)
+    : rows(std::move(rows_)),
+      tiers(tiers_),
+      slots(rows.size() * tiers),
+      single_cell(slots == 1 && rows[0].leaf_only()),
+      nodes_(nodes) {
+  require(tiers >= 1 && tiers <= kMaxTiers, "tiers", tiers, "1 to 4");
+  require(!rows.empty() && rows.size() <= kMaxComponents, "components", rows.size(), "1 to 8 of them");
+  for (std::size_t s = 0; s < slots; ++s)
+    row_of_slot_.push_back(rows[component_of(s)]);
+  counts_.resize(slots);
+  rooms_.resize(slots);
+}
+
+std::size_t Residency::bytes() const {
+  std::size_t total = cells_.bytes() + pins_.bytes();
+  for (const Cell& c : cells_)
+    total += c.ids.heap_bytes();
+  return total;
+}
+
+// ---------------------------------------------------------------- what a node holds
+
+bool Residency::empty(Index node) const {
+  for (std::size_t s = 0; s < slots; ++s)
+    if (!cell(node, s).absent()) return false;
+  return true;
+}
+
+bool Residency::empty_of(Index node, std::uint32_t component) const {
+  for (std::uint32_t tier = 0; tier < tiers; ++tier)
+    if (!cell(node, slot(component, tier)).absent()) return false;
+  return true;
+}
+
+bool Residency::empty_with_children(Index node) const {
+  for (Index at = nodes_[node].first_child; at != kNone; at = nodes_[at].next)
+    if (!empty(at)) return false;
+  return empty(node);
+}
+
+bool Residency::dead(Index node) const {
+  return nodes_[node].branches == 0 && !pinned(node) && empty(node);
+}
+
+bool Residency::only_on(Index node, std::uint32_t tier) const {
+  for (std::size_t s = 0; s < slots; ++s)
+    if (tier_of(s) != tier && (!cell(node, s).absent() || pinned(node, tier_of(s)))) return false;
+  return true;
+}
+
+bool Residency::subtree_only_on(Index node, std::uint32_t tier) const {
+  return nodes_.every_from(node, [&](Index at) { return only_on(at, tier); });
+}
+
+bool Residency::has(Index node, std::size_t slot, std::uint32_t begin) const {
+  if (!row(slot).per_page()) return node != kNone && cell(node, slot).present();
+  for (Index at = node; at != kNone && nodes_[at].end() > begin; at = nodes_[at].parent)
+    if (!cell(at, slot).present()) return false;
+  return true;
+}
+
+void Residency::copy_ids(Index node, std::size_t slot, std::uint32_t begin, std::int32_t* out) const {
+  for (Index at = node; at != kNone && nodes_[at].end() > begin; at = nodes_[at].parent) {
+    const Cell& c = cell(at, slot);
+    const std::uint32_t skipped = std::max(begin, nodes_[at].start) - nodes_[at].start;
+    const std::uint32_t pages = nodes_[at].pages - skipped;
+    std::int32_t* to = out + (nodes_[at].start + skipped - begin);
+    if (row(slot).per_page() && !c.absent()) {
+      std::memcpy(to, c.ids.data() + skipped, pages * sizeof(std::int32_t));
+    } else {
+      std::fill_n(to, pages, -1);
+      if (!c.absent()) to[pages - 1] = c.ids[0];
+    }
+  }
+}
+
+// Where a match may end. Walking down, each component keeps its coverage; a match ends at the deepest position at which
+// all of them allow it. A cell counts as usable on a tier when it is present there or on a tier above.
+//   full     every page from the root to here is present
+//   window   the last `window` symbols are present
+//   state    the position is the end of a node whose state is present
+Reach Residency::reach(const Walk& path) const {
+  Reach reach;
+  if (single_cell) {  // what the loop below finds when a match may end at any present page
+    std::size_t at = 0;
+    for (; at < path.size() && cell(path[at].node, 0).present(); ++at)
+      reach.first += path[at].pages;
+    reach.best[0] = reach.first;
+    for (; at < path.size() && cell(path[at].node, 0).in_flight(); ++at)
+      reach.pending += path[at].pages;
+    return reach;
+  }
+  std::array<Coverage, kMaxComponents * kMaxTiers> cover{};
+  bool in_flight_only = true;
+  for (const Step& step : path) {
+    const Node& n = nodes_[step.node];
+    const std::uint32_t end = n.start + step.pages;
+    bool pending = false;
+    std::array<bool, kMaxComponents> usable{};
+    for (std::uint32_t tier = 0; tier < tiers; ++tier) {
+      bool all = true;
+      for (std::uint32_t c = 0; c < components(); ++c) {
+        const Cell& at = cell(step.node, slot(c, tier));
+        usable[c] = usable[c] || at.present();
+        pending = pending || at.in_flight();
+        Coverage& coverage = cover[slot(c, tier)];
+        coverage.pass(rows[c], usable[c], end, step.pages == n.pages);
+        all = all && coverage.allows(rows[c], end, nodes_.page_size);
+      }
+      if (all) reach.best[tier] = end;
+    }
+    if (cover[0].allows(rows[0], end, nodes_.page_size)) reach.first = end;
+    if (end > reach.best[tiers - 1]) {
+      in_flight_only = in_flight_only && pending;
+      if (in_flight_only) reach.pending += step.pages;
+    } else {  // the match goes on after what seemed to end it
+      in_flight_only = true;
+      reach.pending = 0;
+    }
+  }
+  return reach;
+}
+
+// ---------------------------------------------------------------- ids come and go
+
+void Residency::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) noexcept {
+  Cell& c = cell(node, slot);
+  assert(c.absent());
+  c.ids = std::move(ids);
+  c.transfer = transfer == kNone ? kHere : transfer;
+  const std::uint64_t n = c.ids.size();
+  if (c.in_flight()) {
+    counts_[slot].in_flight += n;
+  } else {
+    counts_[slot].present += n;
+    if (c.locks) counts_[slot].locked += n;
+  }
+  ++cell(nodes_[node].parent, slot).holders;
+}
+
+Run<std::int32_t> Residency::vacate(Index node, std::size_t slot) noexcept {
+  Cell& c = cell(node, slot);
+  assert(!c.absent());
+  const std::uint64_t n = c.ids.size();
+  if (c.in_flight()) {
+    counts_[slot].in_flight -= n;
+  } else {
+    counts_[slot].present -= n;
+    assert(c.locks == 0);
+  }
+  c.transfer = kNone;
+  --cell(nodes_[node].parent, slot).holders;
+  return std::move(c.ids);
+}
+
+void Residency::settle(Index node, std::size_t slot) noexcept {
+  Cell& c = cell(node, slot);
+  const std::uint64_t n = c.ids.size();
+  counts_[slot].in_flight -= n;
+  counts_[slot].present += n;
+  if (c.locks) counts_[slot].locked += n;
+  c.transfer = kHere;
+}
+
+void Residency::drop_back(Index node, std::size_t slot, std::uint32_t pages, Ids* freed) {
+  Cell& c = cell(node, slot);
+  const std::int32_t* end = c.ids.data() + c.ids.size();
+  freed->insert(freed->end(), end - pages, end);
+  c.ids.drop_back(pages);
+  counts_[slot].present -= pages;
+}
+
+// ---------------------------------------------------------------- locks and pins
+
+bool Residency::lock(Index node, std::size_t slot, int by) {
+  Cell& c = cell(node, slot);
+  const bool before = c.locks > 0;
+  assert(by > 0 || c.locks > 0);
+  c.locks += static_cast<std::uint32_t>(by);
+  const bool after = c.locks > 0;
+  if (before == after) return false;
+  if (c.present()) {
+    if (after)
+      counts_[slot].locked += c.ids.size();
+    else
+      counts_[slot].locked -= c.ids.size();
+  }
+  return c.holders == 0 || !row(slot).leaf_only();  // others are never candidates, locked or not
+}
+
+bool Residency::pinned(Index node) const {
+  for (std::uint32_t tier = 0; tier < tiers; ++tier)
+    if (pinned(node, tier)) return true;
+  return false;
+}
+
+std::uint32_t Residency::locks_taken(Index node, std::uint32_t tier) const {
+  const std::uint32_t pins = pins_[std::size_t{node} * tiers + tier];
+  if (tier != kDevice || detached_.empty()) return pins;
+  const auto found = detached_.find(node);
+  return pins - (found == detached_.end() ? 0 : found->second);
+}
+
+void Residency::pin_for_detached(Index parent) noexcept {
+  pin(parent, kDevice, +1);
+  ++detached_[parent];
+}
+
+void Residency::unpin_for_detached(Index parent) noexcept {
+  pin(parent, kDevice, -1);
+  if (--detached_[parent] == 0) detached_.erase(parent);
+}
+
+// ---------------------------------------------------------------- nodes come, go, are cut and joined
+
+void Residency::reserve(std::size_t nodes) {
+  cells_.reserve(nodes * slots);
+  pins_.reserve(nodes * tiers);
+}
+
+void Residency::add(Index node) noexcept {
+  if (cells_.size() > std::size_t{node} * slots) return;
+  cells_.resize((std::size_t{node} + 1) * slots);
+  pins_.resize((std::size_t{node} + 1) * tiers);
+}
+
+void Residency::free(Index node) noexcept {
+  for (std::size_t s = 0; s < slots; ++s)
+    cell(node, s) = Cell{};
+}
+
+void Residency::make_room_to_cut(Index node, std::uint32_t pages) {
+  for (std::size_t s = 0; s < slots; ++s)
+    if (row(s).divides() && !cell(node, s).absent()) rooms_[s] = cell(node, s).ids.room(pages);
+}
+
+// What a cut does to each cell, on every tier:
+//   full, window   the upper half takes the first ids, and joins the transfer if they are in flight
+//                  its locks are those of the lower half: a lock of full attention passes through it, and the lock of a
+//                  window begins at a node boundary, so that it covers both halves or ends between nodes
+//   state          stays with the lower half, with its locks; the upper half has none
+void Residency::cut(Index upper, Index lower) noexcept {
+  for (std::size_t s = 0; s < slots; ++s) {
+    Cell& low = cell(lower, s);
+    Cell& up = cell(upper, s);
+    up.holders = low.absent() ? 0 : 1;
+    if (row(s).divides()) {
+      up.locks = low.locks;
+      up.transfer = low.transfer;
+      if (!low.absent()) up.ids = low.ids.take_front(nodes_[upper].pages, std::move(rooms_[s]));
+    } else if (!low.absent()) {
+      --cell(nodes_[upper].parent, s).holders;
+    }
+  }
+}
+
+// Both must hold the same cells, none in flight, with the same locks. No lock may end between them, and no state may
+// lie there.
+bool Residency::may_join(Index upper, Index lower) const {
+  if (pinned(upper)) return false;
+  for (std::size_t s = 0; s < slots; ++s) {
+    const Cell& up = cell(upper, s);
+    const Cell& low = cell(lower, s);
+    if (row(s).divides() ? up.in_flight() || up.transfer != low.transfer || up.locks != low.locks : !up.absent())
+      return false;
+  }
+  return true;
+}
+
+void Residency::make_room_to_join(Index upper, Index lower) {
+  for (std::size_t s = 0; s < slots; ++s)
+    rooms_[s] = cell(upper, s).ids.room_after(cell(lower, s).ids.size(), Structure::kJoinedBytes / nodes_.page_bytes);
+}
+
+// The reverse of a cut; the nodes are joined already.
+void Residency::join(Index upper, Index lower) noexcept {
+  for (std::size_t s = 0; s < slots; ++s) {
+    Cell& up = cell(upper, s);
+    Cell& low = cell(lower, s);
+    if (row(s).divides()) {
+      up.ids.append(low.ids, std::move(rooms_[s]));
+      low.ids = std::move(up.ids);
+    } else if (!low.absent()) {
+      ++cell(nodes_[lower].parent, s).holders;
+    }
+  }
+}
+
+// ---------------------------------------------------------------- check
+
+void Residency::check() const {
+  check_locks();
+  for (std::size_t s = 0; s < slots; ++s)
+    check_counts(s);
+}
+
+void Residency::check_node(Index node) const {
+  const Node& n = nodes_[node];
+  std::vector<Index> detached;
+  for (Index at = 1; pinned(node, kDevice) && at < nodes_.nodes().size(); ++at)
+    if (nodes_[at].live && nodes_[at].parent == node && nodes_[at].detached) detached.push_back(at);
+  if (pins_[std::size_t{node} * tiers] != locks_taken(node, kDevice) + detached.size())
+    broken(node, "a detached child pins its parent");
+  if (n.root() && n.branches == 0 && !pinned(node, kDevice)) broken(node, "a root has at least one child");
+  if (!n.root() && dead(node)) broken(node, "a node has a cell, a child or a lock");
+  for (std::size_t s = 0; s < slots; ++s) {
+    const Cell& c = cell(node, s);
+    const std::size_t expected = c.absent() ? 0 : row(s).ids(n.pages);
+    if (c.ids.size() != expected) broken(node, "a cell has an id for each page, or none");
+    if (c.in_flight() && (c.transfer >= nodes_.nodes().size() || !nodes_[c.transfer].live))
+      broken(node, "a cell in flight names its transfer");
+    if (n.root() && !c.absent()) broken(node, "a root holds no pages");
+    std::uint32_t holders = 0;
+    for (Index at = n.first_child; at != kNone; at = nodes_[at].next)
+      holders += !cell(at, s).absent();
+    if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root() && !n.removed)
+      broken(node, "a child is held only with its parent");
+    for (const Index at : detached)
+      holders += !cell(at, s).absent();
+    if (holders != c.holders) broken(node, "the children that hold a cell are counted");
+  }
+}
+
+// Counts locks from nothing: what pins and transfers hold must be what the cells say.
+void Residency::check_locks() const {
+  std::vector<std::uint32_t> expected(cells_.size(), 0);
+  const auto hold = [&](Index node, std::uint32_t tier, std::uint32_t times) {
+    for (std::uint32_t c = 0; c < components(); ++c) {
+      const std::size_t s = slot(c, tier);
+      if (!rows[c].per_page()) {
+        expected[std::size_t{node} * slots + s] += times;
+        continue;
+      }
+      const std::uint32_t first = first_needed(node, s);
+      Index at = node;
+      for (; !nodes_[at].root() && nodes_[at].start >= first; at = nodes_[at].parent)
+        expected[std::size_t{at} * slots + s] += times;
+      if (nodes_[at].end() > first) broken(node, "a window lock begins at a node boundary");
+    }
+  };
+  for (Index node = 1; node < nodes_.nodes().size(); ++node) {
+    if (!nodes_[node].live) continue;
+    for (std::uint32_t tier = 0; tier < tiers; ++tier) {
+      std::uint32_t times = locks_taken(node, tier);
+      for (std::uint32_t c = 0; c < components(); ++c)
+        times += cell(node, slot(c, tier)).transfer == node;
+      if (times) hold(node, tier, times);
+    }
+  }
+  for (Index node = 1; node < nodes_.nodes().size(); ++node)
+    for (std::size_t s = 0; s < slots; ++s)
+      if (cell(node, s).locks != expected[std::size_t{node} * slots + s]) broken(node, "locks add up along the path");
+}
+
+void Residency::check_counts(std::size_t slot) const {
+  CellCounts sum;
+  std::unordered_set<std::int32_t> seen;
+  for (Index node = 1; node < nodes_.nodes().size(); ++node) {
+    const Cell& c = cell(node, slot);
+    if (c.in_flight()) sum.in_flight += c.ids.size();
+    if (c.present()) sum.present += c.ids.size();
+    if (c.present() && c.locks) sum.locked += c.ids.size();
+    for (std::size_t i = 0; i < c.ids.size(); ++i)
+      if (!seen.insert(c.ids[i]).second) broken(node, "page " + std::to_string(c.ids[i]) + " has one owner");
+  }
+  const CellCounts& kept = counts_[slot];
+  if (sum.present != kept.present || sum.locked != kept.locked || sum.in_flight != kept.in_flight)
+    broken(kNone, "pages are counted");
+}
+
+}  // namespace mainstem

@@ -1,0 +1,151 @@
+// Residency: which ids each node holds, by component and tier, and what keeps them there: locks, pins and transfers. It
+// knows the nodes and their links. It knows no keys and no policy.
+//
+// A slot is a component on a tier; a node has a cell for each. What can fail is done before anything changes:
+// reserve(), make_room_to_cut(), make_room_to_join().
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "residency/cell.h"
+#include "residency/component.h"
+#include "structure/structure.h"
+
+namespace mainstem {
+
+using Ids = std::vector<std::int32_t>;
+using IdSpan = std::span<const std::int32_t>;
+
+constexpr std::size_t kMaxComponents = 8;
+constexpr std::size_t kMaxTiers = 4;
+constexpr std::uint32_t kDevice = 0, kHost = 1;
+
+struct CellCounts {  // in ids
+  std::uint64_t present = 0, locked = 0, in_flight = 0;
+};
+
+struct Reach {                                  // in pages
+  std::array<std::uint32_t, kMaxTiers> best{};  // by tier: how far a match goes over this tier and those above
+  std::uint32_t first = 0;                      // the first component alone, on the device
+  std::uint32_t pending = 0;                    // in flight after the match
+};
+
+class Residency {
+ public:
+  Residency(const Structure& nodes, std::vector<Component> rows, std::uint32_t tiers);
+  Residency(const Residency&) = delete;
+  Residency& operator=(const Residency&) = delete;
+
+  const std::vector<Component> rows;
+  const std::uint32_t tiers;
+  const std::size_t slots;
+  const bool single_cell;  // full attention on one tier: only leaves can be evicted, and a match may end anywhere
+
+  // ---- addresses
+  std::uint32_t components() const { return static_cast<std::uint32_t>(rows.size()); }
+  std::size_t slot(std::uint32_t component, std::uint32_t tier) const { return component * tiers + tier; }
+  std::uint32_t tier_of(std::size_t slot) const { return static_cast<std::uint32_t>(slot % tiers); }
+  std::uint32_t component_of(std::size_t slot) const { return static_cast<std::uint32_t>(slot / tiers); }
+  const Component& row(std::size_t slot) const { return row_of_slot_[slot]; }
+  Cell& cell(Index node, std::size_t slot) { return cells_[std::size_t{node} * slots + slot]; }
+  const Cell& cell(Index node, std::size_t slot) const { return cells_[std::size_t{node} * slots + slot]; }
+  void require_tier(std::uint32_t tier) const {
+    if (tier >= tiers) throw BadValue{"tier", std::to_string(tier), "below " + std::to_string(tiers)};
+  }
+  std::size_t find_slot(std::uint32_t component, std::uint32_t tier) const {  // of a caller's numbers
+    require_tier(tier);
+    if (component < components()) return slot(component, tier);
+    throw BadValue{"component", std::to_string(component), "below " + std::to_string(components())};
+  }
+  // The first page that a prefix ending at this node needs.
+  std::uint32_t first_needed(Index node, std::size_t slot) const {
+    return row(slot).first_needed(nodes_[node].end(), nodes_.page_size);
+  }
+
+  // ---- what a node holds
+  bool candidate(Index node, std::size_t slot) const {  // can it be evicted
+    const Cell& c = cell(node, slot);
+    return c.present() && c.locks == 0 && !(row(slot).leaf_only() && c.holders > 0);
+  }
+  bool empty(Index node) const;
+  bool empty_of(Index node, std::uint32_t component) const;
+  bool empty_with_children(Index node) const;  // neither the node nor its children hold anything
+  bool dead(Index node) const;                 // no child, no pin and no cell: the node may go
+  bool only_on(Index node, std::uint32_t tier) const;
+  bool subtree_only_on(Index node, std::uint32_t tier) const;
+  bool has(Index node, std::size_t slot, std::uint32_t begin) const;
+  void copy_ids(Index node, std::size_t slot, std::uint32_t begin, std::int32_t* out) const;
+  const CellCounts& counts(std::size_t slot) const { return counts_[slot]; }
+  Reach reach(const Walk& path) const;
+
+  // ---- ids come and go
+  // Puts ids into an absent cell: present, or in flight with the name of `transfer`.
+  void occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) noexcept;
+  Run<std::int32_t> vacate(Index node, std::size_t slot) noexcept;
+  void settle(Index node, std::size_t slot) noexcept;                             // in flight -> present
+  void drop_back(Index node, std::size_t slot, std::uint32_t pages, Ids* freed);  // `freed` has room
+
+  // ---- locks and pins
+  // Adds or takes one lock. Whether that may have made the node a candidate, or ended that.
+  bool lock(Index node, std::size_t slot, int by);
+  // Locks (+1) or unlocks (-1) all that a match ending at `node` needs, below `stop`; `changed` is called with each
+  // node that may have become a candidate, or is none any more.
+  template <class Changed>
+  void lock_path(Index node, Index stop, std::size_t slot, int by, Changed changed);
+  bool pinned(Index node, std::uint32_t tier) const { return pins_[std::size_t{node} * tiers + tier] > 0; }
+  bool pinned(Index node) const;
+  void pin(Index node, std::uint32_t tier, int by) {
+    pins_[std::size_t{node} * tiers + tier] += static_cast<std::uint32_t>(by);
+  }
+  // Pins that lock() took; the others are those of detached children.
+  std::uint32_t locks_taken(Index node, std::uint32_t tier) const;
+  // A detached child pins its parent, which therefore outlives it. After expect_detached() that cannot fail.
+  void expect_detached(Index parent) { detached_.try_emplace(parent, 0); }
+  void pin_for_detached(Index parent) noexcept;
+  void unpin_for_detached(Index parent) noexcept;
+
+  // ---- nodes come, go, are cut and joined
+  void reserve(std::size_t nodes);
+  void add(Index node) noexcept;
+  void free(Index node) noexcept;
+  void make_room_to_cut(Index node, std::uint32_t pages);
+  void cut(Index upper, Index lower) noexcept;
+  bool may_join(Index upper, Index lower) const;
+  void make_room_to_join(Index upper, Index lower);
+  void join(Index upper, Index lower) noexcept;
+
+  std::size_t bytes() const;
+  void check() const;
+  void check_node(Index node) const;
+
+ private:
+  friend struct Probe;
+
+  void check_locks() const;
+  void check_counts(std::size_t slot) const;
+
+  const Structure& nodes_;
+  std::vector<Component> row_of_slot_;
+  Array<Cell> cells_;                                  // by node, then by slot
+  Array<std::uint32_t> pins_;                          // by node, then by tier
+  std::unordered_map<Index, std::uint32_t> detached_;  // nodes with detached children, and how many
+  std::vector<CellCounts> counts_;
+  std::vector<Run<std::int32_t>::Room> rooms_;  // by slot, for ids that are about to be cut or joined
+};
+
+template <class Changed>
+void Residency::lock_path(Index node, Index stop, std::size_t slot, int by, Changed changed) {
+  if (!row(slot).per_page()) {
+    if (lock(node, slot, by)) changed(node);
+    return;
+  }
+  const std::uint32_t first = first_needed(node, slot);
+  for (; node != stop && !nodes_[node].root() && nodes_[node].start >= first; node = nodes_[node].parent)
+    if (lock(node, slot, by)) changed(node);
+}
+
+}  // namespace mainstem

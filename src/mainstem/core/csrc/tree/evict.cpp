@@ -1,0 +1,146 @@
+// Eviction: evicts candidates in the order of the policy, exactly as many ids as requested.
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "tree/tree.h"
+
+namespace mainstem {
+
+// Makes room for everything that evicting one node can free, so that taking it cannot fail.
+void Tree::reserve_freed(Index node, std::vector<Ids>* freed) const {
+  for (std::uint32_t c = 0; c < cells_.components(); ++c) {
+    Ids& ids = (*freed)[c];
+    const std::size_t needed = ids.size() + cells_.rows[c].ids(nodes_[node].pages);
+    if (needed > ids.capacity()) ids.reserve(needed + needed / 2);
+  }
+}
+
+// Cuts the last pages off a leaf that is on this tier only. Its end moves, so its handles go stale.
+void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed) {
+  for (std::uint32_t c = 0; c < cells_.components(); ++c) {
+    const std::size_t s = cells_.slot(c, tier);
+    if (cells_.cell(node, s).absent()) continue;
+    if (cells_.rows[c].per_page())
+      cells_.drop_back(node, s, pages, &(*freed)[c]);
+    else
+      vacate_into(node, s, &(*freed)[c]);
+  }
+  eviction_.trim(node, tier, pages);
+  nodes_.drop_back(node, pages);
+  for (std::uint32_t c = 0; c < cells_.components(); ++c)
+    eviction_.refresh(node, cells_.slot(c, tier));
+}
+
+// Takes at most `want` ids of a component from a node. Full attention goes from the end of the node, with the other
+// components' ids there; a window from the front, alone; a state alone.
+void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier,
+                     std::vector<Ids>* freed) {
+  const Component& row = cells_.rows[component];
+  const std::size_t s = cells_.slot(component, tier);
+  const std::uint32_t pages = nodes_[node].pages;
+  reserve_freed(node, freed);
+  if (!row.from_tail()) {
+    if (row.per_page()) want = std::min<std::uint64_t>(want, eviction_.cut_before(node, s));
+    if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
+    vacate_into(node, s, &(*freed)[component]);
+    if (cells_.dead(node)) {
+      reap(node);
+    } else if (!cells_.single_cell) {
+      join(node);
+      release_boundary(node);
+    }
+    return;
+  }
+  if (want < pages) {
+    const auto cut = static_cast<std::uint32_t>(want);
+    if (nodes_[node].branches == 0 && !cells_.pinned(node, tier) && cells_.only_on(node, tier)) {
+      trim(node, cut, tier, freed);
+      return;
+    }
+    split(node, pages - cut);
+  }
+  for (std::uint32_t c = 0; c < cells_.components(); ++c)
+    if (!cells_.cell(node, cells_.slot(c, tier)).absent()) vacate_into(node, cells_.slot(c, tier), &(*freed)[c]);
+  if (cells_.dead(node))
+    reap(node);
+  else
+    release_boundary(node);  // other tiers still have what was cut off before: join it
+}
+
+std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier) {
+  const std::size_t s = cells_.find_slot(component, tier);
+  std::vector<Ids> freed(cells_.components());
+  Ids& asked = freed[component];
+  while (asked.size() < want) {
+    const Index node = eviction_.victim(s);
+    if (node == kNone) break;
+    eviction_.evicted(node, s);
+    try {
+      evict_one(node, eviction_.at_once(node, s, want - asked.size()), component, tier, &freed);
+    } catch (const std::bad_alloc&) {
+      if (asked.empty()) throw;
+      break;  // keep what was freed before
+    }
+  }
+  counters_.evicted_pages += asked.size();
+  if (!asked.empty()) eviction_.done(s);
+  return freed;
+}
+
+Handle Tree::next_victim(std::uint32_t component, std::uint32_t tier) {
+  return nodes_.handle(eviction_.victim(cells_.find_slot(component, tier)));
+}
+
+Ids Tree::drop(Handle handle, std::uint64_t pages, std::uint32_t tier) {
+  cells_.require_tier(tier);
+  const Index node = nodes_.resolve(handle);
+  if (node == kNone || !cells_.candidate(node, cells_.slot(0, tier)))
+    throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
+  std::vector<Ids> freed(cells_.components());
+  if (pages) evict_one(node, pages, 0, tier, &freed);
+  counters_.evicted_pages += freed[0].size();
+  return std::move(freed[0]);
+}
+
+Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t limit) {
+  const std::size_t s = cells_.find_slot(component, tier);
+  const Index node = nodes_.resolve(handle);
+  Ids freed;
+  for (;;) {
+    std::uint32_t states = 0;
+    std::uint32_t least = 0;
+    bool forks = false;  // another sequence parts from this one between a state and the next one below
+    Index victim = kNone;
+    for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent) {
+      forks = forks || nodes_[at].children() > 1;
+      const Cell& cell = cells_.cell(at, s);
+      if (cell.absent()) continue;
+      ++states;
+      const bool shared = std::exchange(forks, false) || nodes_[at].forked;
+      if (at == node || shared || !cell.present() || cell.locks) continue;
+      const std::uint32_t saved = eviction_.saved_pages(at, s);
+      if (victim != kNone && saved > least) continue;
+      victim = at;
+      least = saved;
+    }
+    if (states <= limit || victim == kNone) return freed;
+    if (freed.empty()) freed.reserve(states);  // nothing below can fail, in later turns either
+    vacate_into(victim, s, &freed);
+    ++counters_.evicted_pages;
+    reap(victim);
+  }
+}
+
+bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const {
+  const Index node = eviction_.unranked(cells_.find_slot(component, tier));
+  if (node == kNone) return false;
+  *out = stats(node);
+  return true;
+}
+
+void Tree::rank(Handle handle, std::uint32_t component, std::uint32_t tier, Rank rank) {
+  eviction_.rank(nodes_.resolve(handle), cells_.find_slot(component, tier), rank);
+}
+
+}  // namespace mainstem

@@ -1,0 +1,123 @@
+// Matching: how much of a key is in the tree, and how much of that is usable.
+#include <algorithm>
+
+#include "tree/tree.h"
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match tries, youngest first
+
+}  // namespace
+
+Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
+           std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits)
+    : TreeShape(symbol_bytes, page_size, std::move(components), tiers, policy, hash_seed, symbol_tokens, protected_hits) {}
+
+// Makes the walk end exactly at `pages`, and splits the node there if needed. Returns that node.
+Index Tree::cut(Walk* path, std::uint32_t pages) {
+  while (!path->empty() && nodes_[path->back().node].start >= pages)
+    path->pop_back();
+  if (path->empty()) return kNone;
+  Step& last = path->back();
+  const std::uint32_t inside = pages - nodes_[last.node].start;
+  if (inside < nodes_[last.node].pages) last.node = split(last.node, inside);
+  last.pages = inside;
+  return last.node;
+}
+
+// Returns how many symbols of `tail` agree with page `page` of a node; 0 if that page is not on the device.
+std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const {
+  return cells_.cell(node, 0).present() ? nodes_.agreement(node, page, tail) : 0;
+}
+
+// Returns the child of `node` whose first page agrees longest with `tail`, among the youngest.
+Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
+  Inside best;
+  Index at = nodes_[node].last_child;
+  for (std::uint32_t seen = 0; at != kNone && seen < kPartialSiblings; ++seen, at = nodes_[at].previous) {
+    const std::uint32_t symbols = agreement(at, 0, tail);
+    if (symbols > best.symbols) best = {at, symbols};
+  }
+  return best;
+}
+
+// Whether a walked key parts from another sequence: neither at the end of a leaf, nor at its own end.
+bool Tree::parts_from_another(std::uint32_t pages) const {
+  if (path_.empty()) return false;
+  const Step& last = path_.back();
+  const Node& n = nodes_[last.node];
+  return n.start + last.pages < pages && (last.pages < n.pages || n.branches);
+}
+
+MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) {
+  const std::uint32_t pages = nodes_.whole_pages(key);
+  const Index root = nodes_.find_root(ns);
+  nodes_.walk(root, key, pages, &path_, check_rest);
+
+  MatchResult result;
+  eviction_.advance();
+  ++counters_.match_calls;
+  counters_.queried_symbols += key.size() / nodes_.symbol_bytes;
+  if (root == kNone) {
+    if (eviction_.remembers()) eviction_.asked(ns, path_, key);
+    return result;
+  }
+  const Reach reach = cells_.reach(path_);
+  const bool parts = eviction_.has_standings() && parts_from_another(pages);
+  result.pages = reach.best[kDevice];
+  result.host_pages = reach.best[cells_.tiers - 1] - result.pages;
+  result.reach_pages = reach.first;
+  result.pending_pages = reach.pending;
+  const Index deepest = cut(&path_, result.pages + result.host_pages);
+  if (eviction_.remembers()) eviction_.asked(ns, path_, key);
+  eviction_.found(path_);
+  const Index node = cut(&path_, result.pages);
+  if (parts && node != kNone) nodes_[node].forked = true;
+  for (std::size_t s = 0; eviction_.has_standings() && s < cells_.slots; ++s)
+    eviction_.ended(cells_.tier_of(s) == kDevice ? node : deepest, s, kMatched);
+  result.host_node = deepest ? nodes_.handle(deepest) : 0;
+  result.node = node ? nodes_.handle(node) : 0;
+  counters_.hit_symbols += std::uint64_t{result.pages} * nodes_.page_size;
+
+  if (partial && divides_pages()) {
+    const Bytes tail = key.subspan(std::size_t{result.pages} * nodes_.page_bytes);
+    const Inside inside = look_inside(node ? node : root, tail);
+    if (inside.node != kNone) {
+      result.partial = inside.symbols;
+      result.partial_id = cells_.cell(inside.node, 0).ids[0];
+      result.partial_node = nodes_.handle(inside.node);
+    }
+  }
+  return result;
+}
+
+Handle Tree::locate(std::string_view ns, Bytes key, std::uint32_t pages) {
+  const Index root = nodes_.find_root(ns);
+  nodes_.walk(root, key, std::min(pages, nodes_.whole_pages(key)), &path_, {});
+  if (path_.empty() || nodes_[path_.back().node].start + path_.back().pages < pages) return 0;
+  const Index node = cut(&path_, pages);
+  return node ? nodes_.handle(node) : 0;
+}
+
+PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {
+  const Index root = nodes_.find_root(ns);
+  Walk path;
+  nodes_.walk(root, key, nodes_.whole_pages(key), &path, check_rest);
+  if (root == kNone) return {};
+  const Reach reach = cells_.reach(path);
+  const std::uint32_t end = reach.best[kDevice];
+  const std::uint32_t host = reach.best[cells_.tiers - 1] - end;
+  if (!partial || !divides_pages()) return {end, host, 0, reach.first};
+  while (!path.empty() && nodes_[path.back().node].start >= end)
+    path.pop_back();
+  const Index node = path.empty() ? root : path.back().node;
+  const Bytes tail = key.subspan(std::size_t{end} * nodes_.page_bytes);
+  const bool within = end < nodes_[node].end();
+  const std::uint32_t inside =
+      within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols;
+  return {end, host, inside, reach.first};
+}
+
+}  // namespace mainstem

@@ -1,0 +1,154 @@
+#include "tree/shape.h"
+
+#include <new>
+#include <utility>
+
+namespace mainstem {
+
+TreeShape::TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components,
+             std::uint32_t tiers, std::string_view policy, std::uint64_t hash_seed, double symbol_tokens,
+             std::uint32_t protected_hits)
+    : nodes_(symbol_bytes, page_size, hash_seed),
+      cells_(nodes_, std::move(components), tiers),
+      eviction_(nodes_, cells_, policy, symbol_tokens, protected_hits) {
+  reserve(1);
+  new_node();  // index 0 is no node
+}
+
+// ---------------------------------------------------------------- nodes
+
+void TreeShape::reserve(std::size_t count) {
+  const std::size_t room = nodes_.reserve(count);
+  if (!room) return;
+  cells_.reserve(room);
+  eviction_.reserve(room);
+  nodes_.has_room(room);
+}
+
+Index TreeShape::new_node() noexcept {
+  const Index node = nodes_.new_node();
+  cells_.add(node);
+  eviction_.add(node);
+  return node;
+}
+
+Index TreeShape::make_root(std::string_view ns) {
+  if (const Index root = nodes_.find_root(ns)) return root;
+  Structure::Key name(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
+  reserve(1);  // nothing below can fail
+  const Index root = new_node();
+  nodes_.add_root(root, std::move(name));
+  eviction_.made(root, 0);
+  return root;
+}
+
+Index TreeShape::add_child(Index parent, Structure::Key key, std::int32_t priority) noexcept {
+  const Index node = new_node();
+  nodes_.add_child(parent, node, std::move(key));
+  eviction_.made(node, priority);
+  return node;
+}
+
+// In three steps: make room, which may fail; cut; tell the order.
+Index TreeShape::split(Index node, std::uint32_t pages) {
+  Structure::Key::Room room = nodes_.room_to_cut(node, pages);
+  cells_.make_room_to_cut(node, pages);
+  reserve(1);
+
+  const Index upper = new_node();
+  nodes_.cut(node, upper, pages, std::move(room));
+  cells_.cut(upper, node);
+
+  eviction_.cut(upper, node);
+  ++splits_;
+  return upper;
+}
+
+void TreeShape::split_at(Index node, std::uint32_t page) {
+  while (nodes_[node].start > page)
+    node = nodes_[node].parent;
+  if (nodes_[node].start < page && page < nodes_[node].end()) split(node, page - nodes_[node].start);
+}
+
+// The lock of a window begins at a node boundary, so that it covers exactly the pages that the window needs.
+void TreeShape::split_at_window(Index node, std::size_t slot) {
+  if (cells_.row(slot).begins_late()) split_at(node, cells_.first_needed(node, slot));
+}
+
+// Joins pieces of one insertion, or undoes a split: the parent becomes a part of `lower`, whose handles stay valid.
+// Does nothing where somebody could tell the difference, or without memory.
+void TreeShape::join(Index lower) noexcept {
+  const Index upper = nodes_[lower].parent;
+  if (!nodes_.may_join(upper, lower) || !cells_.may_join(upper, lower) || !eviction_.may_join(upper, lower)) return;
+  Structure::Key::Room room;
+  try {
+    room = nodes_.room_to_join(lower);
+    cells_.make_room_to_join(upper, lower);
+  } catch (const std::bad_alloc&) {
+    return;
+  }
+  nodes_.join(lower, std::move(room));
+  eviction_.join(upper, lower);
+  cells_.join(upper, lower);
+  cells_.free(upper);
+  nodes_.free(upper);
+}
+
+void TreeShape::join_before_window(Index node, std::size_t slot) noexcept {
+  if (!cells_.row(slot).begins_late()) return;
+  const std::uint32_t first = cells_.first_needed(node, slot);
+  while (!nodes_[node].root() && nodes_[node].start > first)
+    node = nodes_[node].parent;
+  if (nodes_[node].root()) return;
+  node = nodes_[node].parent;
+  if (!nodes_[node].root()) join(node);
+}
+
+void TreeShape::reap(Index node) noexcept {
+  bool unpinned = false;
+  while (node != kNone && cells_.dead(node)) {
+    const Index parent = nodes_[node].parent;
+    if (nodes_[node].detached) [[unlikely]] {
+      cells_.unpin_for_detached(parent);
+      unpinned = true;
+    }
+    const std::uint64_t accessed = nodes_[node].accessed;
+    cells_.free(node);
+    nodes_.remove(node);
+    node = parent;
+    if (node != kNone) eviction_.inherit(node, accessed);  // the node may have held nothing
+  }
+  if (unpinned && node != kNone) release_boundary(node);
+}
+
+// A removed node may be in use: it keeps its contents and its parent, but the parent and the child table do not refer
+// to it any more. So the parent may get another child that begins with the same page. The first removed node of a path
+// is called detached; it pins its parent, which therefore outlives it.
+std::uint64_t TreeShape::detach(Index node) noexcept {
+  cells_.pin_for_detached(nodes_[node].parent);
+  nodes_.detach(node);
+  std::uint64_t pages = 0;
+  nodes_.every_from(node, [&](Index at) {
+    nodes_[at].removed = true;
+    pages += nodes_[at].pages;
+    eviction_.removed(at);
+    return true;
+  });
+  return pages;
+}
+
+// ---------------------------------------------------------------- cells
+
+void TreeShape::vacate_into(Index node, std::size_t slot, Ids* freed) {
+  const Run<std::int32_t> ids = vacate(node, slot);
+  freed->insert(freed->end(), ids.data(), ids.data() + ids.size());
+}
+
+void TreeShape::lock_all(Index node, std::uint32_t tier, int by) {
+  for (std::uint32_t c = 0; c < cells_.components() && by > 0; ++c)
+    split_at_window(node, cells_.slot(c, tier));
+  for (std::uint32_t c = 0; c < cells_.components(); ++c)
+    lock_path(node, kNone, cells_.slot(c, tier), by);
+}
+
+}  // namespace mainstem

@@ -1,0 +1,76 @@
+// TreeShape: the three parts of a tree, and every change that concerns more than one of them. Structure knows keys,
+// Residency ids, Eviction ranks; none calls another that lies higher here.
+//
+//   TreeShape        cells are filled, settled and emptied; nodes come, are split, joined, detached and freed
+//   Eviction     which goes first            reads both, and writes what ranks a node
+//   Residency    which ids, what holds them  reads the structure
+//   Structure    which nodes, where
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "eviction/eviction.h"
+#include "residency/residency.h"
+#include "structure/structure.h"
+
+namespace mainstem {
+
+class TreeShape {
+ protected:
+  TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
+        std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits);
+
+  // ---- nodes
+  // Makes room for `count` new nodes, so that creating them, linking them and filling their cells cannot fail.
+  void reserve(std::size_t count);
+  Index make_root(std::string_view ns);
+  Index add_child(Index parent, Structure::Key key, std::int32_t priority) noexcept;  // reserve() first
+  Index split(Index node, std::uint32_t pages);  // after its first pages; the new upper half
+  // Makes a node on the path to `node` end before a page.
+  void split_at(Index node, std::uint32_t page);
+  void split_at_window(Index node, std::size_t slot);
+  void join(Index lower) noexcept;  // with its parent, if nobody can tell
+  // A lock that ended at this node is gone, or a cell: joins the node to its only child, if it has one.
+  void release_boundary(Index node) noexcept {
+    if (nodes_[node].branches == Node::kChild) join(nodes_[node].first_child);
+  }
+  // Joins the node before the window that ends at a node, if that is possible now.
+  void join_before_window(Index node, std::size_t slot) noexcept;
+  // Frees a node that holds nothing, and every ancestor that is then empty, too; a root goes with its last child.
+  void reap(Index node) noexcept;
+  // Removes a node and all below it. expect_detached() for its parent first. Returns the number of pages.
+  std::uint64_t detach(Index node) noexcept;
+
+  // ---- cells
+  void occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) noexcept {
+    cells_.occupy(node, slot, std::move(ids), transfer);
+    eviction_.came(node, slot);
+  }
+  Run<std::int32_t> vacate(Index node, std::size_t slot) noexcept {
+    const bool present = cells_.cell(node, slot).present();
+    Run<std::int32_t> ids = cells_.vacate(node, slot);
+    eviction_.gone(node, slot, present);
+    return ids;
+  }
+  void vacate_into(Index node, std::size_t slot, Ids* freed);  // which has room
+  void settle(Index node, std::size_t slot) noexcept {
+    cells_.settle(node, slot);
+    eviction_.settled(node, slot);
+  }
+  void lock_path(Index node, Index stop, std::size_t slot, int by) {
+    cells_.lock_path(node, stop, slot, by, [&](Index changed) { eviction_.refresh(changed, slot); });
+  }
+  // A lock, or a transfer in flight, holds all components of a prefix on one tier.
+  void lock_all(Index node, std::uint32_t tier, int by);
+
+  Structure nodes_;
+  Residency cells_;
+  Eviction eviction_;
+  std::uint64_t splits_ = 0;
+
+ private:
+  Index new_node() noexcept;
+};
+
+}  // namespace mainstem

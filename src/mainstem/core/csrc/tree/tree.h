@@ -1,0 +1,217 @@
+// Tree: the radix tree over paged memory. It knows bytes and integers: no tokens, no tensors, no Python. Its operations
+// stand in one file each: match, insert, lock, transfer, evict, remove; views.cpp describes the tree, check.cpp
+// verifies it.
+//
+// Each operation is one loop over components and tiers (residency/component.h).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tree/shape.h"
+
+namespace mainstem {
+
+struct MatchResult {
+  Handle node = 0;       // end of the match on tier 0; 0: nothing matched
+  Handle host_node = 0;  // end of the match over all tiers
+  std::uint32_t pages = 0;
+  std::uint32_t host_pages = 0;   // further pages when every tier counts
+  std::uint32_t reach_pages = 0;  // match length of the first component alone, on tier 0
+  std::uint32_t pending_pages = 0;
+  std::uint32_t partial = 0;  // symbols of the next page that agree
+  std::int32_t partial_id = -1;
+  Handle partial_node = 0;  // its first page is partial_id
+};
+
+struct PeekResult {
+  std::uint32_t pages = 0;
+  std::uint32_t host_pages = 0;   // further pages when every tier counts
+  std::uint32_t partial = 0;      // symbols of the next page that agree
+  std::uint32_t reach_pages = 0;  // match length of the first component alone, on tier 0
+};
+
+struct InsertResult {
+  Handle node = 0;
+  std::uint32_t pages = 0;     // how much of the key is in the tree, counted from the root
+  std::uint32_t existing = 0;  // pages before the first one that was adopted
+  std::uint32_t states = 0;    // a bit for each component whose state was adopted
+};
+
+// What to insert after a node: whole pages of symbols, and each component's ids for them. A component with one id per
+// page has an id for each page; leading -1 ids of a window component stand for pages before the window.
+struct Tail {
+  Bytes key;
+  std::span<const IdSpan> ids;
+};
+
+struct NodeStats {
+  Handle node;
+  std::uint64_t created, accessed;
+  std::uint32_t hits, start, pages;
+  std::int32_t priority;
+};
+
+struct CellView {
+  Presence presence;
+  std::uint32_t locks;
+  Ids ids;
+};
+struct NodeView {
+  NodeStats stats;
+  Handle parent;
+  std::uint32_t children;
+  bool removed;
+  std::string key;
+  std::vector<CellView> cells;
+};
+
+// A span of pages of one path. It continues an earlier span: it starts after page `at` of the path that ends with the
+// span `from`. The first span of a namespace continues none (-1) and holds the name of the namespace.
+struct PathSpan {
+  std::int64_t from;
+  std::uint32_t at;
+  std::string ns, symbols;
+};
+
+struct Counters {
+  std::uint64_t match_calls = 0, queried_symbols = 0, hit_symbols = 0, insert_calls = 0;
+  std::uint64_t inserted_pages = 0, evicted_pages = 0, splits = 0;
+};
+
+class Tree : private TreeShape {
+ public:
+  Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
+       std::string_view policy, std::uint64_t hash_seed, double symbol_tokens = 1,
+       std::uint32_t protected_hits = kSlruProtectedHits);
+  Tree(const Tree&) = delete;
+  Tree& operator=(const Tree&) = delete;
+
+  // Calls `check_rest` before anything changes, with the number of symbols that the tree has: those were valid when
+  // they were stored. It may throw.
+  MatchResult match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {});
+  PeekResult peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {}) const;
+
+  // Inserts after the root of a namespace, or after a node (the namespace is then ignored). The caller ensures that the
+  // node is on the path of the whole key; see `lies_on`. With `to_be_locked` nodes are split so that a lock at the end
+  // needs no memory. The insertion stops before pages in flight, or continues past them with `past_flights`: no match
+  // gets there before they are present.
+  InsertResult insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
+                      bool ready, bool to_be_locked = false, bool past_flights = false);
+  // Returns the node that ends after the first `pages` pages of a key, and splits one if needed; 0 if they are absent.
+  Handle locate(std::string_view ns, Bytes key, std::uint32_t pages);
+  bool knows(std::string_view ns, Handle after, Bytes key) const;  // has the first page of a tail
+  bool lies_on(std::string_view ns, Bytes key, Handle node) const;
+
+  // Refreshes the recency of a locked prefix that was in use until now. This does not count as a hit, and policies that
+  // remember are not notified.
+  void refresh_use(Handle node, std::uint32_t tier);
+  // Prefixes part at the end of this node: values its window like one where a match ended.
+  void keep_window(Handle node, std::uint32_t tier);
+  void lock(Handle node, std::uint32_t tier);
+  void unlock(Handle node, std::uint32_t tier);
+  void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` is `from` or below it
+  void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
+  void commit(Handle node, std::uint32_t tier);
+  // Also removes what was inserted after them; its ids are freed when it is evicted or its own transfer ends.
+  std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
+  std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
+  // Removes the page that a key ends in, and everything after it: no match finds them any more, on any tier. An empty
+  // key removes the whole namespace. A node that is locked or in flight stays until it is released; then it is evicted
+  // first. Returns the number of pages removed.
+  std::uint64_t remove(std::string_view ns, Bytes key);
+  std::vector<Ids> evict_removed(std::uint32_t tier);  // all removed nodes that can be evicted now, as by evict()
+  bool removed(Handle node) const;
+  // Evicts the last pages of the first component of one candidate, whatever its rank. The policy does not take this as
+  // a sign of the capacity.
+  Ids drop(Handle node, std::uint64_t pages, std::uint32_t tier);
+  // Evicts states above a node, those that save the least first, until the path holds at most `limit`, the node's own
+  // included. Locked states and states that other sequences share stay, so the limit is soft where prompts part.
+  Ids thin(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t limit);
+
+  // Policy "external": finds a candidate without a rank, if there is one; sets its rank.
+  bool waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const;
+  void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank);
+
+  std::uint32_t end(Handle node) const;
+  std::uint32_t start(Handle node) const;
+  Handle parent(Handle node) const;  // 0: the root
+  // Returns, from the top, the nodes on the path to `node` that hold something on tier `from` that tier `to` lacks.
+  // Stops where `to` would get a gap, or at such a node with fewer than `hits` hits.
+  std::vector<Handle> lacking(Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const;
+  // The node that names the transfer of the nearest in-flight pages of the first component above a node; 0: none.
+  Handle in_flight_above(Handle node, std::uint32_t tier) const;
+  Presence presence(Handle node, std::uint32_t component, std::uint32_t tier) const;
+  // Nodes present on a tier: most hits first, then most recently used, then latest end.
+  std::vector<Handle> hottest(std::size_t limit, std::uint32_t tier) const;
+  Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // the node's own, where present
+  // The node that evict() takes first, or 0. The policy gives the second chances that come before it.
+  Handle next_victim(std::uint32_t component, std::uint32_t tier);
+  // Everything present on a tier, each page once, in the order of `hottest`; the pages above a node come with it.
+  std::vector<PathSpan> hot_spans(std::uint32_t tier) const;
+  // The name of the node's namespace, and the symbols from page `begin` to the node's end.
+  std::pair<std::string, std::string> path_key(Handle node, std::uint32_t begin = 0) const;
+  // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
+  bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const;
+  // Ids of pages [begin, end of the node); -1 where they are absent.
+  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
+  std::vector<std::string> namespaces() const;
+  std::vector<NodeView> nodes(std::string_view ns) const;
+  void check() const;
+
+  Counters counters() const;
+  CellCounts counts(std::uint32_t component, std::uint32_t tier) const;
+  std::size_t size() const { return nodes_.size(); }
+  std::size_t namespace_count() const { return nodes_.roots(); }
+  std::size_t bytes() const { return nodes_.bytes() + cells_.bytes() + eviction_.bytes(); }
+
+  std::uint32_t symbol_bytes() const { return nodes_.symbol_bytes; }
+  std::uint32_t page_size() const { return nodes_.page_size; }
+  std::uint32_t page_bytes() const { return nodes_.page_bytes; }
+  std::uint32_t tiers() const { return cells_.tiers; }
+  const std::vector<Component>& rows() const { return cells_.rows; }
+  bool one_id_a_page(std::size_t component) const {
+    return component < cells_.rows.size() && cells_.rows[component].per_page();
+  }
+
+ private:
+  friend struct Probe;  // benchmarks and tests look at the memory itself
+
+  struct Inside {
+    Index node = kNone;
+    std::uint32_t symbols = 0;
+  };
+  struct Piece {  // a node to be added
+    std::uint32_t end = 0;
+    Index node = kNone;
+    Structure::Key key;
+    std::array<Run<std::int32_t>, kMaxComponents> ids;  // empty: absent
+  };
+  struct Insertion;
+
+  Index cut(Walk* path, std::uint32_t pages);
+  bool parts_from_another(std::uint32_t pages) const;
+  std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
+  Inside look_inside(Index node, Bytes tail) const;
+  bool divides_pages() const { return cells_.rows.size() == 1 && cells_.rows[0].leaf_only(); }
+  template <class Each>
+  void end_transfer(Index node, std::uint32_t tier, Each each);
+  std::vector<Index> inserted_after(Index node, std::uint32_t tier) const;
+  void reserve_freed(Index node, std::vector<Ids>* freed) const;
+  void trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed);
+  void evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier, std::vector<Ids>* freed);
+  std::vector<Index> children_like(Index parent, Bytes tail) const;
+  NodeStats stats(Index node) const;
+  NodeView view(Index node) const;
+
+  Counters counters_;
+  Walk path_;  // these are kept between calls for their memory
+  std::vector<Piece> pieces_;
+};
+
+}  // namespace mainstem

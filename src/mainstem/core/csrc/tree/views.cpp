@@ -1,0 +1,178 @@
+// Views: read-only descriptions of the tree.
+#include <algorithm>
+#include <tuple>
+
+#include "tree/tree.h"
+
+namespace mainstem {
+
+NodeStats Tree::stats(Index node) const {
+  const Node& n = nodes_[node];
+  return {nodes_.handle(node), n.created, n.accessed, n.hits, n.start, n.pages, n.priority};
+}
+
+std::uint32_t Tree::end(Handle node) const {
+  return nodes_[nodes_.resolve(node)].end();
+}
+
+std::uint32_t Tree::start(Handle node) const {
+  return nodes_[nodes_.resolve(node)].start;
+}
+
+Handle Tree::parent(Handle node) const {
+  const Index at = nodes_.resolve(node);
+  if (at == kNone || nodes_[at].root() || nodes_[nodes_[at].parent].root()) return 0;
+  return nodes_.handle(nodes_[at].parent);
+}
+
+std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
+  cells_.require_tier(from);
+  cells_.require_tier(to);
+  std::vector<Index> path;
+  const Index node = nodes_.resolve(handle_);
+  if (nodes_[node].removed) return {};  // removed nodes are not worth a copy
+  for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent)
+    path.push_back(at);
+  std::vector<Handle> found;
+  for (auto at = path.rbegin(); at != path.rend(); ++at) {
+    bool lacks = false, gap = false;
+    for (std::uint32_t c = 0; c < cells_.components(); ++c) {
+      const bool missing = cells_.cell(*at, cells_.slot(c, to)).absent();
+      const bool present = cells_.cell(*at, cells_.slot(c, from)).present();
+      lacks = lacks || (missing && present);
+      gap = gap || (missing && !present && cells_.rows[c].leaf_only());
+    }
+    if (gap || (lacks && nodes_[*at].hits < hits)) break;
+    if (lacks) found.push_back(nodes_.handle(*at));
+  }
+  return found;
+}
+
+Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
+  cells_.require_tier(tier);
+  Index at = nodes_.resolve(node);
+  while (at != kNone && !nodes_[at].root()) {
+    at = nodes_[at].parent;
+    const Cell& above = cells_.cell(at, cells_.slot(0, tier));
+    if (above.in_flight()) return nodes_.handle(above.transfer);
+  }
+  return 0;
+}
+
+Presence Tree::presence(Handle node, std::uint32_t component, std::uint32_t tier) const {
+  return cells_.cell(nodes_.resolve(node), cells_.find_slot(component, tier)).presence();
+}
+
+std::vector<Handle> Tree::hottest(std::size_t limit, std::uint32_t tier) const {
+  cells_.require_tier(tier);
+  std::vector<Index> found;
+  for (Index node = 1; node < nodes_.nodes().size(); ++node)
+    if (nodes_[node].live && !nodes_[node].root() && !nodes_[node].removed &&
+        cells_.cell(node, cells_.slot(0, tier)).present())
+      found.push_back(node);
+  limit = std::min(limit, found.size());
+  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(limit), found.end(),
+                    [&](Index a, Index b) {
+                      const Node &one = nodes_[a], &two = nodes_[b];
+                      return std::tuple(two.hits, std::uint64_t{two.accessed}, two.end(), a) <
+                             std::tuple(one.hits, std::uint64_t{one.accessed}, one.end(), b);
+                    });
+  std::vector<Handle> handles;
+  for (std::size_t at = 0; at < limit; ++at)
+    handles.push_back(nodes_.handle(found[at]));
+  return handles;
+}
+
+Ids Tree::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const {
+  const Cell& c = cells_.cell(nodes_.resolve(node), cells_.find_slot(component, tier));
+  return c.present() ? Ids(c.ids.data(), c.ids.data() + c.ids.size()) : Ids{};
+}
+
+std::vector<PathSpan> Tree::hot_spans(std::uint32_t tier) const {
+  std::vector<PathSpan> spans;
+  std::vector<std::int64_t> number(nodes_.nodes().size(), -1);  // index of the span that a node is in
+  for (const Handle hot : hottest(nodes_.nodes().size(), tier)) {
+    const Index node = nodes_.resolve(hot);
+    Index above = node;
+    while (number[above] < 0 && !nodes_[above].root())
+      above = nodes_[above].parent;
+    if (above == node) continue;
+    const auto mine = static_cast<std::int64_t>(spans.size());
+    const std::uint32_t at = nodes_[above].root() ? 0 : nodes_[above].end();
+    PathSpan& span = spans.emplace_back(PathSpan{number[above], at, {}, nodes_.symbols(node, at)});
+    if (number[above] < 0) {
+      span.ns = text(nodes_[above].key);
+      number[above] = mine;
+    }
+    for (Index on = node; number[on] < 0; on = nodes_[on].parent)
+      number[on] = mine;
+  }
+  return spans;
+}
+
+std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t begin) const {
+  const Index node = nodes_.resolve(handle_);
+  if (node == kNone) return {};
+  return {std::string(text(nodes_[nodes_.root_of(node)].key)),
+          nodes_.symbols(node, std::min(begin, nodes_[node].end()))};
+}
+
+bool Tree::has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const {
+  return cells_.has(nodes_.resolve(node), cells_.find_slot(component, tier), begin);
+}
+
+void Tree::copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
+                    std::int32_t* out) const {
+  cells_.copy_ids(nodes_.resolve(node), cells_.find_slot(component, tier), begin, out);
+}
+
+CellCounts Tree::counts(std::uint32_t component, std::uint32_t tier) const {
+  return cells_.counts(cells_.find_slot(component, tier));
+}
+
+Counters Tree::counters() const {
+  Counters counters = counters_;
+  counters.splits = splits_;
+  return counters;
+}
+
+std::vector<std::string> Tree::namespaces() const {
+  std::vector<std::string> names;
+  for (Index node = 1; node < nodes_.nodes().size(); ++node)
+    if (nodes_[node].live && nodes_[node].root()) names.emplace_back(text(nodes_[node].key));
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+NodeView Tree::view(Index node) const {
+  const Node& n = nodes_[node];
+  NodeView view{stats(node), nodes_.handle(n.parent), n.children(), n.removed != 0, {}, {}};
+  view.key = text(n.key);
+  for (std::size_t s = 0; s < cells_.slots; ++s) {
+    const Cell& c = cells_.cell(node, s);
+    view.cells.push_back({c.presence(), c.locks, Ids(c.ids.data(), c.ids.data() + c.ids.size())});
+  }
+  return view;
+}
+
+// Depth first, parents before children, children by age. Removed nodes come last.
+std::vector<NodeView> Tree::nodes(std::string_view ns) const {
+  std::vector<NodeView> views;
+  const Index root = nodes_.find_root(ns);
+  const auto show = [&](Index node) {
+    if (node != root) views.push_back(view(node));
+    return true;
+  };
+  if (root == kNone) return views;
+  nodes_.every_from(root, show);
+  std::vector<Index> removed;  // a removed node may follow another, which starts earlier
+  for (Index node = 1; node < nodes_.nodes().size(); ++node)
+    if (nodes_[node].live && nodes_[node].detached && nodes_.root_of(node) == root) removed.push_back(node);
+  std::sort(removed.begin(), removed.end(),
+            [&](Index a, Index b) { return std::tie(nodes_[a].start, a) < std::tie(nodes_[b].start, b); });
+  for (const Index node : removed)
+    nodes_.every_from(node, show);
+  return views;
+}
+
+}  // namespace mainstem
