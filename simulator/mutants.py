@@ -513,7 +513,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a state is put aside where a load writes to", "here", _CORE + "cache.cpp",
-        "  require(!load_, \"position\", position, \"none while a state is on its way\");\n", "",
+        "  require(!load_, \"position\", position, \"none while a state is in flight\");\n", "",
         "tests/test_tiers_leases.py::test_no_state_is_put_aside_while_one_is_on_its_way",
     ),
     _mutant(

@@ -214,9 +214,9 @@ void old_generations() {
   Tree tree(4, 1, kFull, 1, "lru", 1);
   for (int i = 0; i < 2; ++i) {
     const Handle node = insert(tree, key_of({1, 2, 3}), 0).node;
-    Probe::node(tree, node).generation = Node::kMostGenerations;
+    Probe::node(tree, node).generation = Node::kMaxGenerations;
     const Handle last =
-        Handle{Node::kMostGenerations} << 32 | Probe::index(tree, Handle{Node::kMostGenerations} << 32 | 2);
+        Handle{Node::kMaxGenerations} << 32 | Probe::index(tree, Handle{Node::kMaxGenerations} << 32 | 2);
     expect_equal(tree.end(last), 3, "the end of a node of the last generation");
     tree.evict(i == 0 ? 1 : 3, 0, 0);
     thrown<StaleHandle>("a handle of the generation before", [&] { tree.end(last); });
@@ -253,13 +253,13 @@ const std::vector<Fault> kFaults{
        Probe::table(b.tree).insert(12345, Probe::index(b.tree, b.leaf));
      }},
     {"roots are counted", [](Broken& b) { ++Probe::roots(b.tree); }},
-    {"what is free is not alive", [](Broken& b) { Probe::free(b.tree) = Probe::index(b.tree, b.leaf); }},
+    {"a free node is not alive", [](Broken& b) { Probe::free(b.tree) = Probe::index(b.tree, b.leaf); }},
     {"a node is alive or free",
      [](Broken& b) {
        b.tree.evict(3, 0, 0);
        Probe::free(b.tree) = kNone;
      }},
-    {"what is free cannot be evicted",
+    {"a free node cannot be evicted",
      [](Broken& b) {
        b.tree.evict(1000, 0, 0);
        Probe::order(b.tree).put(Probe::free(b.tree), {1, 0}, 0);
@@ -268,7 +268,7 @@ const std::vector<Fault> kFaults{
     {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").pages = 1; }},
     {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").branches = 0; }},
     {"a node holds at least one page", [](Broken& b) { Probe::node(b.tree, b.leaf).pages = 0; }},
-    {"the key is as long as the pages", [](Broken& b) { ++Probe::node(b.tree, b.leaf).pages; }},
+    {"the key has the length of the pages", [](Broken& b) { ++Probe::node(b.tree, b.leaf).pages; }},
     {"a node begins where its parent ends", [](Broken& b) { ++Probe::node(b.tree, b.leaf).start; }},
     {"a node is found by its parent and first page",
      [](Broken& b) {
@@ -288,20 +288,20 @@ const std::vector<Fault> kFaults{
      [](Broken& b) { Probe::node(b.tree, b.parent).branches = 3 * Node::kChild; }},
     {"children are counted, and the last is known",
      [](Broken& b) { Probe::node(b.tree, b.parent).last_child = kNone; }},
-    {"two children part where the fork says", [](Broken& b) { ++Probe::node(b.tree, b.parent).fork_word; }},
+    {"two children part at the recorded fork", [](Broken& b) { ++Probe::node(b.tree, b.parent).fork_word; }},
     {"a cell has an id for each page, or none",
      [](Broken& b) { Probe::cell(b.tree, b.leaf, 0).ids = Run<std::int32_t>(); }},
     {"a cell in flight names its transfer", [](Broken& b) { Probe::cell(b.tree, b.leaf, 0).transfer = 12345; }},
     {"a root holds no pages", [](Broken& b) { Probe::root_cell(b.tree, "a").transfer = kHere; }},
-    {"the children that hold a cell are counted", [](Broken& b) { ++Probe::cell(b.tree, b.leaf, 0).holders; }},
-    {"a child is held only with its parent",
+    {"children that hold a cell are counted", [](Broken& b) { ++Probe::cell(b.tree, b.leaf, 0).holders; }},
+    {"a child holds a cell only if its parent does",
      [](Broken& b) {
        Cell& cell = Probe::cell(b.tree, b.parent, 0);
        cell.transfer = kNone;
        cell.ids = Run<std::int32_t>();
        --Probe::root_cell(b.tree, "").holders;
      }},
-    {"what can be evicted, and nothing else, is in the order",
+    {"exactly the cells that can be evicted are in the order",
      [](Broken& b) { Probe::order(b.tree).remove(Probe::index(b.tree, b.leaf)); }},
     {"the order has the node's rank", [](Broken& b) { Probe::node(b.tree, b.leaf).accessed = 999; }},
     {"locks add up along the path", [](Broken& b) { ++Probe::pins(b.tree, b.parent); }},

@@ -28,7 +28,7 @@ const char* what(const Component& row) {
 }
 
 template <class Which>
-std::vector<std::uint32_t> those(const std::vector<Component>& rows, Which which) {
+std::vector<std::uint32_t> components_where(const std::vector<Component>& rows, Which which) {
   std::vector<std::uint32_t> found;
   for (std::uint32_t c = 0; c < rows.size(); ++c)
     if (which(rows[c])) found.push_back(c);
@@ -41,9 +41,9 @@ Cache::Cache(Tree& tree_, std::vector<Pool*> pools_, bool enabled_)
     : tree(tree_),
       pools(std::move(pools_)),
       enabled(enabled_),
-      paged(those(tree.rows(), std::mem_fn(&Component::per_page))),
-      windows(those(tree.rows(), std::mem_fn(&Component::begins_late))),
-      states(those(tree.rows(), std::not_fn(&Component::per_page))) {
+      paged(components_where(tree.rows(), std::mem_fn(&Component::per_page))),
+      windows(components_where(tree.rows(), std::mem_fn(&Component::begins_late))),
+      states(components_where(tree.rows(), std::not_fn(&Component::per_page))) {
   require(pools.size() == tree.rows().size(), "pools", pools.size(), "one for each component");
   require(tree.rows()[0].per_page(), "components", 0, "first one with an id for each page");
   for (std::size_t c = 1; c < pools.size(); ++c)
@@ -97,7 +97,7 @@ void Cache::release_held(Handle node, Holdings& held, std::size_t owned) {
 
 void Cache::end_abandoned() {
   for (std::size_t at = abandoned_.size(); at-- > 0;) {
-    if (abandoned_[at].load) continue;  // pages that are being written cannot be anybody else's yet
+    if (abandoned_[at].load) continue;  // pages that are still written to must not be freed yet
     Abandoned left = std::exchange(abandoned_[at], std::move(abandoned_.back()));
     abandoned_.pop_back();
     tree.unlock(left.donor, 0);
@@ -113,17 +113,17 @@ void Cache::end_load(std::uint64_t load) {
 }
 
 void Cache::touched(Handle node) noexcept {
-  if (tree.tiers() == 1 || node == 0 || touched_.size() >= kMostTouched) return;
+  if (tree.tiers() == 1 || node == 0 || touched_.size() >= kMaxTouched) return;
   if (!touched_.empty() && touched_.back() == node) return;
   try {
     touched_.push_back(node);
-  } catch (const std::bad_alloc&) {  // it is only not copied down
+  } catch (const std::bad_alloc&) {  // the only loss: it is not copied down
   }
 }
 
 // ---------------------------------------------------------------- lease
 
-Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key, std::uint64_t most, bool inside,
+Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key, std::uint64_t limit, bool inside,
              const CheckRest& check_rest)
     : cache_(cache),
       ns_(ns),
@@ -134,11 +134,11 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   cache.expect_lease();
   MatchResult match;
   if (cache.enabled)
-    match = cache.tree.match(ns, key.first(most * cache.tree.symbol_bytes()), inside, check_rest);
+    match = cache.tree.match(ns, key.first(limit * cache.tree.symbol_bytes()), inside, check_rest);
   else if (check_rest)
     check_rest(0);
-  std::uint32_t reach = match.reach_pages;  // which does not end where a token that must not be cut ends the match
-  if (cache.enabled && held_.size() > 1 && most + 1 < length_)
+  std::uint32_t reach = match.reach_pages;  // not shortened by `limit`, which keeps images whole
+  if (cache.enabled && held_.size() > 1 && limit + 1 < length_)
     reach = cache.tree.peek(ns, key.first((length_ - 1) * cache.tree.symbol_bytes()), false).reach_pages;
   const Bytes rest = key.subspan(std::size_t{match.pages} * cache.tree.page_bytes());
   key_.assign(rest.begin(), rest.end());
@@ -163,7 +163,7 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   if (node_) {
     for (const std::uint32_t c : cache.paged)
       cache.tree.copy_ids(node_, c, 0, 0, held_[c].table.extend(owned_));
-    forget_behind_windows();
+    drop_before_windows();
   }
   inside_ = match.partial;
   source_ = match.partial_id;
@@ -192,7 +192,7 @@ std::int32_t Lease::state() const {
   return cache_.states.empty() ? -1 : held_[cache_.states[0]].state;
 }
 
-// A slot of its own, with a copy of what the tree has at the end of the match: the tree's is never computed with.
+// Allocates a slot with a copy of the tree's state at the end of the match. The tree's own state is never modified.
 void Lease::take_state(std::uint32_t component) {
   cache_.make_room(1, component);
   require_open();  // that may have run anybody's code
@@ -209,7 +209,7 @@ std::int32_t Lease::state_at_node(std::uint32_t component) const {
 bool Lease::checkpoint(std::uint64_t position, bool room) {
   require_open();
   const std::uint32_t page_size = cache_.tree.page_size();
-  require(!load_, "position", position, "none while a state is on its way");
+  require(!load_, "position", position, "none while a state is in flight");
   require(position % page_size == 0, "position", position, "the end of a page");
   require(position >= std::max<std::uint64_t>(published(), 1), "position", position, "not before what is published");
   require(position <= publishable(), "position", position, "at most what is reserved, and what is known");
@@ -240,7 +240,7 @@ bool Lease::checkpoint(std::uint64_t position, bool room) {
   return all;
 }
 
-// The tree has the copy now, or has had one at that place before.
+// Hands the copy to the tree, or frees it if the tree already has one there.
 void Lease::settle_mark(std::uint32_t component) {
   Holding& own = held_[component];
   const bool taken = state_at_node(component) == own.mark;
@@ -248,8 +248,8 @@ void Lease::settle_mark(std::uint32_t component) {
   own.mark = -1;
   if (!taken) return;
   ++cache_.counters.checkpoints;
-  const std::uint32_t most = cache_.tree.rows()[component].most_on_path;
-  if (most) cache_.pools[component]->move(cache_.tree.thin(node_, component, 0, most), Owner::cached, Owner::free);
+  const std::uint32_t limit = cache_.tree.rows()[component].max_on_path;
+  if (limit) cache_.pools[component]->move(cache_.tree.thin(node_, component, 0, limit), Owner::cached, Owner::free);
 }
 
 // ---- pages
@@ -258,7 +258,7 @@ std::optional<PageCopy> Lease::begin_copy() {
   require_open();
   Table& table = held_[0].table;
   if (inside_ == 0 || copying_ || table.size() != owned_ || published() != hit_) return {};
-  // Neither the eviction for the new page nor the code that copies may free the source.
+  // Neither the eviction for the new page nor the copying code may free the source.
   cache_.tree.lock(donor_, 0);
   try {
     cache_.make_room(1);
@@ -290,14 +290,14 @@ void Lease::end_copy(bool copied) {
   inside_ = 0;
 }
 
-// The first page that a load up to `end` brings of a component.
+// Returns the first page of a component that a load up to `end` copies.
 std::uint32_t Lease::load_from(std::uint32_t component, std::uint32_t end) const {
   const Component& row = cache_.tree.rows()[component];
   return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size())) : end - 1;
 }
 
-// Whether the host alone has all that a load needs. Where there is more than full attention a part of it may be on the
-// device only.
+// Whether the host alone has everything that a load needs. With more than full attention a part may be on the device
+// only.
 bool Lease::host_has(const MatchResult& match) const {
   const std::uint32_t end = match.pages + match.host_pages;
   const bool mixed = held_.size() > 1 || slides(0);
@@ -331,7 +331,7 @@ PageLoad Lease::begin_load() {
   // Nothing below can fail.
   for (std::uint32_t c = 0; c < held_.size(); ++c) {
     Holding& own = held_[c];
-    if (own.state >= 0) {  // one to compute with, and where a slot is free one for the tree
+    if (own.state >= 0) {  // one to compute with, and one for the tree if a slot is free
       load.target[c] = {own.state};
       if (own.mark < 0 && cache_.pools[c]->owned(Owner::free) > 0) own.mark = cache_.allocate_slot(c);
       if (own.mark >= 0) {
@@ -341,13 +341,13 @@ PageLoad Lease::begin_load() {
       load.source[c].resize(load.target[c].size());
       continue;
     }
-    const std::uint32_t behind = load_from(c, end) - owned_;
-    std::fill_n(own.table.extend(behind), behind, -1);
+    const std::uint32_t skipped = load_from(c, end) - owned_;
+    std::fill_n(own.table.extend(skipped), skipped, -1);
     cache_.allocate(load.target[c].size(), c, &own.table);
-    std::copy_n(own.table.from(owned_ + behind).data(), load.target[c].size(), load.target[c].data());
+    std::copy_n(own.table.from(owned_ + skipped).data(), load.target[c].size(), load.target[c].data());
   }
   reserved_ = published() + loadable();
-  inside_ = 0;  // what the host has is longer
+  inside_ = 0;  // the host has more
   load.id = load_ = ++cache_.loads_;
   return load;
 }
@@ -359,7 +359,7 @@ void Lease::end_load(bool arrived) {
   const std::uint64_t positions = loadable();
   forget_host();
   if (!arrived) {
-    take_back_load();
+    revert_load();
     return;
   }
   hit_ += positions;
@@ -368,8 +368,8 @@ void Lease::end_load(bool arrived) {
   publish(hit_);
 }
 
-// Nothing came. The pages of full attention stay, to be computed; the rest is as it was at the hit.
-void Lease::take_back_load() {
+// The load failed. Keeps the full-attention pages, to be computed; resets everything else to the hit.
+void Lease::revert_load() {
   for (std::uint32_t c = 0; c < held_.size(); ++c) {
     Holding& own = held_[c];
     if (own.state >= 0) {
@@ -393,7 +393,7 @@ void Lease::forget_host() {
   host_pages_ = 0;
 }
 
-// A lease counts as a question when it gets its first pages: who found no room will ask again.
+// A lease counts as a query when it gets its first pages: a request that found no room tries again.
 void Lease::count_once() {
   if (counted_) return;
   counted_ = true;
@@ -415,7 +415,7 @@ void Lease::reserve(std::uint64_t n) {
   count_once();
 }
 
-// Entries before page `first` are not read any more: those that are private go back, the tree's are the tree's.
+// Entries before page `first` are not read any more: frees the private ones.
 void Lease::drop_before(std::uint32_t component, std::uint32_t first) {
   Holding& own = held_[component];
   first = std::min(first, static_cast<std::uint32_t>(own.table.size()));
@@ -439,7 +439,7 @@ void Lease::slide(std::uint64_t begin, std::uint64_t end) {
     const std::uint64_t covered = std::uint64_t{table.size()} * cache_.tree.page_size();
     require(begin <= covered, "begin", begin, "at most what has window pages");
     const std::uint64_t seen = begin - std::min<std::uint64_t>(row.window, begin);
-    if (!load_) drop_before(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));  // they are written to
+    if (!load_) drop_before(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));  // a load writes to them
     while (pages_of(end) > table.size() && pages_of(end) - table.size() > cache_.pools[c]->owned(Owner::free)) {
       cache_.make_room(pages_of(end) - table.size(), c);
       require_open();  // that may have run anybody's code
@@ -471,13 +471,13 @@ void Lease::publish(std::uint64_t upto) {
   for (const std::uint32_t c : cache_.states)
     if (held_[c].mark >= 0 && held_[c].mark_pages <= pages) publish_pages(held_[c].mark_pages, c);
   if (owned_ < reach_ && reach_ <= pages && reach() > hit_ && held_.size() > 1) {
-    publish_pages(reach_, kMaxComponents);  // others part from this sequence there
+    publish_pages(reach_, kMaxComponents);  // other sequences part from this one there
     if (owned_ == reach_) cache_.tree.keep_window(node_, 0);
   }
   publish_pages(pages, kMaxComponents);
 }
 
-// Pages up to there become the tree's, and with them the state that `state_row` has marked there.
+// Publishes the pages up to `pages`, and the marked state of component `state_row` there, if any.
 void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
   const bool keeps_state = state_row < kMaxComponents;
   if (pages < owned_ || (pages == owned_ && !keeps_state)) return;
@@ -487,14 +487,14 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
     settle_mark(state_row);
     return;
   }
-  // All of it lies behind the window, and there is nothing else to keep of it.
+  // Everything is before the window: there is nothing to keep.
   if (slides(0) && !keeps_state && held_[0].table.part(0, pages).back() < 0) return;
   std::array<IdSpan, kMaxComponents> ids;
   for (const std::uint32_t c : cache_.paged)
     ids[c] = held_[c].table.part(owned_, pages);
   if (keeps_state) ids[state_row] = {&held_[state_row].mark, 1};
   const Bytes key = Bytes(key_).subspan(key_begin_, (pages - owned_) * std::size_t{cache_.tree.page_bytes()});
-  // For tables that name the tree's pages instead, before anything changes.
+  // Allocate memory for tables that name the tree's pages instead, before anything changes.
   Table::Memory spare;
   if (!slides(0) && cache_.tree.knows(ns_, node_, key)) spare = held_[0].table.copy(held_[0].table.room());
   std::vector<std::int32_t> theirs;
@@ -502,7 +502,7 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
     theirs.resize(pages - owned_);
     held_[c].table.own();
   }
-  // The key is this lease's own, so its node lies on it: the prefix need not be read again.
+  // The key is this lease's own, so its node is on its path: the prefix need not be read again.
   const InsertResult added =
       cache_.tree.insert(ns_, node_, {key, {ids.data(), held_.size()}}, priority_, 0, true, true);
   if (added.pages == owned_) return;
@@ -514,12 +514,11 @@ void Lease::publish_pages(std::uint32_t pages, std::uint32_t state_row) {
     adopt_sliding(c, added.pages, theirs.data());
   drop_key(added.pages - owned_);
   owned_ = added.pages;
-  forget_behind_windows();
+  drop_before_windows();
   if (keeps_state && owned_ == pages) settle_mark(state_row);
 }
 
-// Pages up to `end` are the tree's now. Of those before `existing` it may have had others, which take the place of
-// ours.
+// Pages up to `end` are the tree's now. Before `existing` the tree may have had other pages: they replace ours.
 void Lease::adopt(std::uint32_t end, std::uint32_t existing, Table::Memory* spare) {
   Table& table = held_[0].table;
   if (existing <= owned_) {
@@ -534,17 +533,17 @@ void Lease::adopt(std::uint32_t end, std::uint32_t existing, Table::Memory* spar
     settle_page(0, ours[page], *theirs);
 }
 
-// The same of a component that the tree may have lacked here and there: each page is looked at.
+// The same for a component that the tree may have lacked in places: checks each page.
 void Lease::adopt_sliding(std::uint32_t component, std::uint32_t end, std::int32_t* theirs) {
   cache_.tree.copy_ids(node_, component, 0, owned_, theirs);
   std::int32_t* ours = held_[component].table.own();
   for (std::uint32_t page = owned_; page < end; ++page, ++theirs) {
     settle_page(component, ours[page], *theirs);
-    if (ours[page] >= 0) ours[page] = *theirs;  // what lies behind the window may not be locked
+    if (ours[page] >= 0) ours[page] = *theirs;  // pages before the window may be unlocked
   }
 }
 
-// A page that was ours (or none, -1) has the tree's beside it.
+// Publishes a page of ours (-1: none), or frees it if the tree has another in its place.
 void Lease::settle_page(std::uint32_t component, std::int32_t ours, std::int32_t theirs) {
   if (ours < 0) return;
   const bool duplicate = ours != theirs;
@@ -552,7 +551,7 @@ void Lease::settle_page(std::uint32_t component, std::int32_t ours, std::int32_t
   cache_.counters.duplicate_pages += duplicate;
 }
 
-// The tree has these pages' symbols now.
+// Drops the symbols of published pages: the tree has them.
 void Lease::drop_key(std::uint32_t pages) {
   key_begin_ += std::size_t{pages} * cache_.tree.page_bytes();
   if (key_begin_ * 2 < key_.size()) return;
@@ -560,8 +559,8 @@ void Lease::drop_key(std::uint32_t pages) {
   key_begin_ = 0;
 }
 
-// Without `upto`: all that is reserved, less the last position if something was appended, since no forward has computed
-// the KV of a token that was only just sampled.
+// Without `upto`: everything reserved, less the last position if tokens were appended, since no forward has computed
+// the KV of a token that was just sampled.
 void Lease::finish(std::optional<std::uint64_t> upto) {
   if (closed_) return;
   const std::uint64_t end = upto ? *upto : std::min(publishable(), length_ - appended_);

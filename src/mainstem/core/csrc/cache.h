@@ -2,9 +2,9 @@
 //
 //   free --reserve--> private (one lease) --publish--> cached (the tree) --evict--> free
 //                         |                   |
-//                         +------ finish -----+--- the tree had it already: the duplicate goes back to free
+//                         +------ finish -----+--- the tree has it already: the duplicate is freed
 //
-// Knows symbols and page ids; knows no tokens, no tensors and no Python. Positions are symbols. One thread at a time.
+// Handles symbols and page ids: no tokens, no tensors, no Python. Positions count symbols. One thread at a time.
 #pragma once
 
 #include <array>
@@ -24,8 +24,8 @@ namespace mainstem {
 
 struct Closed {};
 
-// The ids of one component for each page of a sequence, -1 where it has none. Memory that was given out keeps what it
-// showed: it is written behind its end only, and left to those who have it when the table needs more room or changes.
+// The ids of one component for each page of a sequence, -1 where it has none. Memory that was handed out never changes:
+// writes go after its end only, and the table moves to new memory when it needs more room or changes.
 class Table {
  public:
   using Memory = std::shared_ptr<std::int32_t[]>;
@@ -38,7 +38,7 @@ class Table {
   void reserve(std::size_t n) {
     if (n > room_) move_to(std::max(n, 2 * size_));
   }
-  std::int32_t* extend(std::size_t n) {  // reserve() first
+  std::int32_t* extend(std::size_t n) {  // call reserve() first
     size_ += n;
     return memory_.get() + size_ - n;
   }
@@ -46,7 +46,7 @@ class Table {
   Memory copy(std::size_t room) const;
   void exchange(Memory& other) { memory_.swap(other); }  // for a copy of the same room
   std::size_t room() const { return room_; }
-  // Memory that nobody else looks at.
+  // Returns memory that nobody else reads.
   std::int32_t* own() {
     if (memory_.use_count() > 1) move_to(room_);
     return memory_.get();
@@ -62,14 +62,14 @@ class Table {
 
 // What a lease holds of one component.
 struct Holding {
-  Table table;              // of a component with an id a page
-  std::uint32_t front = 0;  // entries before this one are -1: they lie behind the window
+  Table table;              // of a component with one id per page
+  std::uint32_t front = 0;  // entries before this one are -1: they are before the window
   std::int32_t state = -1;  // of a state: the slot that the sequence computes with
-  std::int32_t mark = -1;   // and a copy of it as it stood behind `mark_pages` pages, to be published
+  std::int32_t mark = -1;   // and a copy of it after `mark_pages` pages, to be published
   std::uint32_t mark_pages = 0;
 };
 
-// That of each component. The first lies in the lease itself, as most models have no other.
+// The holdings of all components. The first is stored inline, as most models have no other.
 class Holdings {
  public:
   explicit Holdings(std::size_t components) : others_(components - 1) {}
@@ -82,12 +82,12 @@ class Holdings {
   std::vector<Holding> others_;
 };
 
-// What was left behind by a lease that was dropped: it may have been dropped on any thread, in the middle of anything.
+// What a dropped lease leaves. It may have been dropped on any thread, at any point.
 struct Abandoned {
   Handle node;
-  Handle donor;        // of a copy that was never ended, or 0
+  Handle donor;        // the donor of a copy that was never ended, or 0
   Handle host_node;    // see Lease
-  std::uint64_t load;  // that still writes to the pages, or 0
+  std::uint64_t load;  // the load that still writes to the pages, or 0
   Holdings held;
   std::size_t owned;
 };
@@ -95,47 +95,47 @@ struct Abandoned {
 struct LeaseCounters {
   std::uint64_t leases = 0;  // open ones
   std::uint64_t queried = 0, hit = 0, partial_hit = 0, partial_missed = 0, duplicate_pages = 0, host_hit = 0;
-  std::uint64_t checkpoints = 0, checkpoints_missed = 0;  // states published; those for which there was no slot
+  std::uint64_t checkpoints = 0, checkpoints_missed = 0;  // states published; states without a free slot
 };
 
 class Cache {
  public:
-  // `pools`: one for each component, of pages or slots.
+  // `pools`: one of pages or slots for each component.
   Cache(Tree& tree, std::vector<Pool*> pools, bool enabled);
   Cache(Tree& tree, Pool& pool, bool enabled) : Cache(tree, std::vector<Pool*>{&pool}, enabled) {}
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
-  // Frees ids of a component until n are free, or throws NoPages and has evicted nothing.
+  // Evicts ids of a component until n are free, or throws NoPages and evicts nothing.
   void make_room(std::uint64_t n, std::uint32_t component = 0);
-  void allocate(std::uint64_t n, std::uint32_t component, Table* table) {  // of free ones, behind its end
+  void allocate(std::uint64_t n, std::uint32_t component, Table* table) {  // of free ones, after its end
     table->reserve(table->size() + n);
     pools[component]->allocate(n, table->extend(n));
   }
   std::int32_t allocate_slot(std::uint32_t component);
-  void free(std::uint32_t component, IdSpan private_ids);  // -1 is nobody's
+  void free(std::uint32_t component, IdSpan private_ids);  // ignores -1
   void release_held(Handle node, Holdings& held, std::size_t owned);
-  void expect_lease() {  // so that abandon() cannot fail
+  void expect_lease() {  // makes abandon() unable to fail
     if (abandoned_.capacity() <= counters.leases) abandoned_.reserve(2 * counters.leases + 1);
   }
   void abandon(Abandoned left) noexcept { abandoned_.push_back(std::move(left)); }
   void take_back() {
     if (!abandoned_.empty()) end_abandoned();
   }
-  void end_load(std::uint64_t load);  // of a lease that is closed
+  void end_load(std::uint64_t load);  // of a closed lease
 
-  // With more than one tier: ends of what was matched and published since the last call, for who copies it down. At
-  // most kMostTouched; what comes then is left out.
+  // With more than one tier: the ends of prefixes matched and published since the last call, to be copied down. At most
+  // kMaxTouched; later ones are dropped.
   std::vector<Handle> take_touched() { return std::exchange(touched_, {}); }
   void touched(Handle node) noexcept;
 
   Tree& tree;
   const std::vector<Pool*> pools;  // by component
-  const bool enabled;              // false: nothing is matched and nothing published
-  // The components that a lease goes through: those with an id a page, those of them that slide, and states. With full
-  // attention alone that is one, none and none.
+  const bool enabled;              // false: nothing is matched or published
+  // The components of a lease: those with one id per page, those of them that slide, and states. With full attention
+  // only: one, none and none.
   const std::vector<std::uint32_t> paged, windows, states;
-  // Frees about so many ids of a component; empty: the tree's own order does.
+  // Evicts about n ids of a component; empty: the tree's own order decides.
   std::function<void(std::uint32_t, std::uint64_t)> evict;
   std::function<void(std::int32_t, std::int32_t)> copy_state;  // from slot to slot
   LeaseCounters counters;
@@ -143,11 +143,11 @@ class Cache {
  private:
   friend class Lease;
   void end_abandoned();
-  static constexpr std::size_t kMostTouched = 1 << 16;
+  static constexpr std::size_t kMaxTouched = 1 << 16;
 
   std::vector<Abandoned> abandoned_;
   std::vector<Handle> touched_;
-  std::uint64_t loads_ = 0;  // begun so far
+  std::uint64_t loads_ = 0;  // started so far
 };
 
 struct PageCopy {
@@ -155,7 +155,7 @@ struct PageCopy {
   std::uint32_t positions;
 };
 
-// What is to be copied from the host into private pages and slots of a lease: by component, source[i] to target[i].
+// Copies from the host into private pages and slots of a lease: by component, source[i] to target[i].
 struct PageLoad {
   std::uint64_t id = 0;  // never 0
   std::array<Ids, kMaxComponents> source, target;
@@ -163,31 +163,31 @@ struct PageLoad {
 
 class Lease {
  public:
-  // Matches at most `most` positions of a key and locks what it finds. `inside`: note what of the next page agrees.
-  Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key, std::uint64_t most, bool inside,
+  // Matches at most `limit` positions of a key and locks the match. `inside`: also match inside the next page.
+  Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key, std::uint64_t limit, bool inside,
         const CheckRest& check_rest);
   ~Lease();
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
 
-  // The beginning of a shared page to be copied into a private one, if there is any and a page can be had. Until
-  // end_copy() the shared page is locked.
+  // Starts copying the beginning of a shared page into a private one, if there is such a page and a private one can be
+  // allocated. The shared page is locked until end_copy().
   std::optional<PageCopy> begin_copy();
   void end_copy(bool copied);
 
-  // What the host tier has behind the hit, into private pages: they stay private until end_load(), and so nobody else
-  // finds what has not arrived. If the lease is closed before, its pages wait for Cache::end_load().
+  // Loads what the host tier has after the hit into private pages. They stay private until end_load(), so nobody else
+  // finds pages that have not arrived. If the lease is closed first, its pages are freed at Cache::end_load().
   std::uint64_t loadable() const { return std::uint64_t{host_pages_} * cache_.tree.page_size(); }
   PageLoad begin_load();
   void end_load(bool arrived);
 
-  // Pages of full attention for n positions more.
+  // Allocates full-attention pages for n more positions.
   void reserve(std::uint64_t n);
-  // Positions [begin, end) are computed next: pages for them where attention slides. What lies behind the window of
-  // `begin` goes back.
+  // Positions [begin, end) are computed next: allocates window pages for them. Frees pages before the window of
+  // `begin`.
   void slide(std::uint64_t begin, std::uint64_t end);
-  // The state that the sequence computes with stands at `position`, a page boundary: a copy of it is published with the
-  // pages up to there. Without `room` only a free slot is taken for it. Whether there was one.
+  // The state of the sequence is at `position`, a page boundary: a copy of it is published with the pages up to there.
+  // Without `room`, uses a free slot only. Returns whether there was a slot.
   bool checkpoint(std::uint64_t position, bool room);
   void append(Bytes symbols);
   void publish(std::uint64_t upto);
@@ -226,11 +226,11 @@ class Lease {
   void forget_host();
   std::uint32_t load_from(std::uint32_t component, std::uint32_t end) const;
   bool host_has(const MatchResult& match) const;
-  void take_back_load();
+  void revert_load();
   void take_state(std::uint32_t component);
   std::int32_t state_at_node(std::uint32_t component) const;
   void drop_before(std::uint32_t component, std::uint32_t first);
-  void forget_behind_windows() {
+  void drop_before_windows() {
     for (const std::uint32_t c : cache_.windows)
       drop_before(c, cache_.tree.rows()[c].first_needed(owned_, cache_.tree.page_size()));
   }
@@ -247,15 +247,15 @@ class Lease {
   Handle node_ = 0;                // its prefix is locked
   std::uint32_t owned_ = 0;        // pages at the front of the tables that the tree owns; the rest are private
   Holdings held_;                  // by component
-  std::vector<std::uint8_t> key_;  // symbols from page `owned_` on, behind the first `key_begin_` bytes
+  std::vector<std::uint8_t> key_;  // symbols from page `owned_` on, after the first `key_begin_` bytes
   std::size_t key_begin_ = 0;
   std::uint64_t length_, hit_ = 0, reserved_ = 0;
   std::uint32_t reach_ = 0;   // pages
-  std::uint32_t inside_ = 0;  // positions of a page of `donor_` that agree with what follows
+  std::uint32_t inside_ = 0;  // positions of a page of `donor_` that agree with the key
   std::int32_t source_ = -1;
   Handle donor_ = 0;
-  Handle host_node_ = 0;          // its prefix is locked on tier 1, if the host has more than the device
-  std::uint32_t host_pages_ = 0;  // that it has more
+  Handle host_node_ = 0;          // its prefix is locked on tier 1 if the host has more than the device
+  std::uint32_t host_pages_ = 0;  // how many more
   std::uint64_t load_ = 0;        // between begin_load() and end_load(): private pages are being written
   bool copying_ = false;          // between begin_copy() and end_copy(): the last page of the table is being written
   bool appended_ = false, counted_ = false, closed_ = false;

@@ -1,4 +1,4 @@
-// check(): every structural rule of the tree, verified from scratch. Slow on purpose.
+// check(): verifies every structural rule of the tree from scratch. Deliberately slow.
 #include <string>
 #include <unordered_set>
 
@@ -31,9 +31,9 @@ void Tree::check() const {
 void Tree::check_free() const {
   std::size_t free = 0;
   for (Index node = free_; node != kNone; node = nodes_[node].next) {
-    if (nodes_[node].live) broken(node, "what is free is not alive");
+    if (nodes_[node].live) broken(node, "a free node is not alive");
     for (const Order& order : orders_)
-      if (order.contains(node)) broken(node, "what is free cannot be evicted");
+      if (order.contains(node)) broken(node, "a free node cannot be evicted");
     ++free;
   }
   std::size_t alive = 0;
@@ -51,12 +51,12 @@ void Tree::check_node(Index node) const {
       broken(node, "a root has no pages and at least one child");
   } else {
     if (n.pages == 0) broken(node, "a node holds at least one page");
-    if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key is as long as the pages");
+    if (n.key.size() != std::size_t{n.pages} * page_bytes_) broken(node, "the key has the length of the pages");
     if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
     const auto itself = [&](Index found) { return found == node; };
     const bool found = table_.find(hash(n.parent, n.key.data()), itself) == node;
     if (found == (n.detached != 0)) broken(node, "a node is found by its parent and first page");
-    if ((n.detached || nodes_[n.parent].removed) && !n.removed) broken(node, "what follows a removed node is removed");
+    if ((n.detached || nodes_[n.parent].removed) && !n.removed) broken(node, "children of a removed node are removed");
     if (n.removed && !n.detached && !nodes_[n.parent].removed) broken(node, "the first removed node is detached");
     if (dead(node)) broken(node, "a node has a cell, a child or a lock");
   }
@@ -70,7 +70,7 @@ void Tree::check_node(Index node) const {
   if (children != n.children() || before != n.last_child) broken(node, "children are counted, and the last is known");
   const auto word = [&](Index child) { return load_word(nodes_[child].key.data() + n.fork_at(), 4); };
   if (n.forks() && (word(n.first_child) != n.fork_word || word(n.last_child) == n.fork_word))
-    broken(node, "two children part where the fork says");
+    broken(node, "two children part at the recorded fork");
 }
 
 void Tree::check_cells(Index node) const {
@@ -86,20 +86,20 @@ void Tree::check_cells(Index node) const {
     for (Index at = n.first_child; at != kNone; at = nodes_[at].next)
       holders += !cell(at, s).absent();
     if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root() && !n.removed)
-      broken(node, "a child is held only with its parent");
+      broken(node, "a child holds a cell only if its parent does");
     std::uint32_t detached = 0;
     for (Index at = 1; pins(node, 0) && at < nodes_.size(); ++at) {
       if (!nodes_[at].live || nodes_[at].parent != node || !nodes_[at].detached) continue;
       holders += !cell(at, s).absent();
       ++detached;
     }
-    if (pins(node, 0) != locks_taken(node, 0) + detached) broken(node, "what was removed holds its parent");
-    if (holders != c.holders) broken(node, "the children that hold a cell are counted");
+    if (pins(node, 0) != locks_taken(node, 0) + detached) broken(node, "a detached node pins its parent");
+    if (holders != c.holders) broken(node, "children that hold a cell are counted");
     const Queues order = queues(s);
     if (order.contains(node) != candidate(node, s))
-      broken(node, "what can be evicted, and nothing else, is in the order");
+      broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(s) && replacement(s)->offers(node, candidate(node, s)) != candidate(node, s))
-      broken(node, "a policy knows what can be evicted");
+      broken(node, "the policy knows the candidates");
     if (!order.contains(node)) continue;
     const bool known = policy_.rank || row(s).weighs || goes_first(node, s);
     if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))
@@ -114,7 +114,7 @@ void Tree::check_name(Index node) const {
   if (names_[node] != name) broken(node, "a node has the name of its last page");
 }
 
-// Locks again from nothing: what pins and transfers hold must be what the cells count.
+// Recomputes all locks: the cells must count exactly what pins and transfers hold.
 void Tree::check_locks() const {
   std::vector<std::uint32_t> expected(cells_.size(), 0);
   const auto hold = [&](Index node, std::uint32_t tier, std::uint32_t times) {

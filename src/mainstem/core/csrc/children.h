@@ -1,6 +1,6 @@
-// ChildTable: who is the child of this node that begins with this page? One open-addressing table for the whole tree.
-// A slot holds 32 bits of the hash and the child; parent and page are then compared in the node itself. Roots are in
-// it, too: the children of nobody, found by the name of their namespace.
+// ChildTable: finds the child of a node that begins with a given page. One open-addressing table for the whole tree.
+// A slot holds 32 bits of the hash, and the child; parent and page are then compared in the node itself. Roots are in
+// the table, too: they have no parent and are found by the name of their namespace.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ inline std::uint64_t load_word(const std::uint8_t* from, std::size_t bytes = 8) 
   return word;
 }
 
-// Two lanes of 16 bytes a step, so that the multiplications need not wait for each other. The seed is secret and keeps
-// anyone from making pages that collide.
+// Two lanes of 16 bytes each step, so that the multiplications do not wait for each other. The seed is secret, so that
+// nobody can construct colliding pages.
 inline std::uint32_t page_hash(std::uint64_t seed, Index parent, const std::uint8_t* page, std::size_t bytes) {
   constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ull;
   std::uint64_t one = fold(seed ^ parent, kOdd ^ bytes);
@@ -54,9 +54,9 @@ class ChildTable {
     return kNone;
   }
 
-  // Room for so many more, after which insert() cannot fail for them.
-  void reserve(std::size_t more) {
-    while ((size_ + more) * 4 > slots_.size() * 3)
+  // Makes room for n more, so that insert() cannot fail for them.
+  void reserve(std::size_t n) {
+    while ((size_ + n) * 4 > slots_.size() * 3)
       grow();
   }
   void insert(std::uint32_t hash, Index child) noexcept {
@@ -67,7 +67,7 @@ class ChildTable {
 
   void erase(std::uint32_t hash, Index child) {
     std::size_t hole = locate(hash, child);
-    // Move back what was pushed past the hole, so that no search stops early.
+    // Move entries that were pushed past the hole back, so that no search stops early.
     for (std::size_t i = next(hole); slots_[i].child != kNone; i = next(i)) {
       if (pushed(home(slots_[i].hash), i) >= pushed(hole, i)) {
         slots_[hole] = slots_[i];
@@ -87,7 +87,7 @@ class ChildTable {
     Index child = kNone;
   };
 
-  // Where a hash belongs: in their order, so that a larger table is filled from one end to the other.
+  // The slot of a hash. Slots are in hash order, so that growing fills the larger table from end to end.
   std::size_t home(std::uint32_t hash) const { return std::uint64_t{hash} * slots_.size() >> 32; }
   std::size_t next(std::size_t i) const { return i + 1 == slots_.size() ? 0 : i + 1; }
   std::size_t pushed(std::size_t from, std::size_t to) const { return to - from + (to < from ? slots_.size() : 0); }
@@ -111,7 +111,7 @@ class ChildTable {
       if (slot.child != kNone) place(slot.hash, slot.child);
   }
 
-  static constexpr std::size_t kLarge = 1 << 12;  // slots; a larger table grows by less at a time
+  static constexpr std::size_t kLarge = 1 << 12;  // slots; a larger table grows in smaller steps
   Array<Slot> slots_;
   std::size_t size_ = 0;
 };

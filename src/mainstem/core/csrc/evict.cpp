@@ -1,4 +1,4 @@
-// Eviction: candidates leave in the order of the policy, exactly as many ids as are asked for.
+// Eviction: evicts candidates in the order of the policy, exactly as many ids as requested.
 #include <algorithm>
 #include <utility>
 
@@ -17,7 +17,7 @@ bool Tree::subtree_only_on(Index node, std::uint32_t tier) const {
   return every_from(node, [&](Index at) { return only_on(at, tier); });
 }
 
-// Room for all that evicting one node can free, so that taking it cannot fail.
+// Makes room for everything that evicting one node can free, so that taking it cannot fail.
 void Tree::reserve_freed(Index node, std::vector<Ids>* freed) const {
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     Ids& ids = (*freed)[c];
@@ -26,13 +26,13 @@ void Tree::reserve_freed(Index node, std::vector<Ids>* freed) const {
   }
 }
 
-// Empties one cell; its ids are the caller's.
+// Empties one cell and passes its ids to the caller.
 void Tree::take_cell(Index node, std::size_t slot, Ids* freed) {
   const Run<std::int32_t> ids = vacate(node, slot);
   freed->insert(freed->end(), ids.data(), ids.data() + ids.size());
 }
 
-// Cuts the last pages off a childless node that lies on this tier alone. Its end moves, so its handles go stale.
+// Cuts the last pages off a leaf that is on this tier only. Its end moves, so its handles go stale.
 void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed) {
   Node& n = nodes_[node];
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
@@ -58,7 +58,7 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
     refresh(node, slot(c, tier));
 }
 
-// How many pages of a window's cell go at once: those before the window that ends here, if there are any.
+// Returns how many pages of a window's cell to evict at once: those before the window that ends here, if any.
 std::uint32_t Tree::dispensable(Index node, std::size_t slot) const {
   const Node& n = nodes_[node];
   const std::uint32_t first = row(slot).first_needed(n.end(), page_size_);
@@ -95,16 +95,16 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   if (dead(node))
     reap(node);
   else
-    release_boundary(node);  // other tiers have what was cut off before, too: one node of it all
+    release_boundary(node);  // other tiers still have what was cut off before: join it
 }
 
-// The first candidate; none: kNone.
+// Returns the first candidate, or kNone.
 inline Index Tree::victim(std::size_t slot) {
   if (remembers_) return spare_and_choose(slot);
   return orders_[slot].empty() ? kNone : orders_[slot].top();
 }
 
-// The same behind all that get a second chance.
+// As victim(), after giving second chances.
 Index Tree::spare_and_choose(std::size_t slot) {
   const Queues candidates = queues(slot);
   if (candidates.empty()) return kNone;
@@ -133,13 +133,14 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   while (asked.size() < want) {
     const Index node = victim(s);
     if (node == kNone || (!ranks_itself() && orders_[s].rank(node).major == kUnranked)) break;
-    if (rows_[component].weighs && !nodes_[node].removed) inflation_[s] = std::max(inflation_[s], standing(node, s).worth);
+    if (rows_[component].weighs && !nodes_[node].removed)
+      inflation_[s] = std::max(inflation_[s], standing(node, s).worth);
     try {
       const std::uint64_t at_once = replacement(s) ? replacement(s)->at_once(node) : want;
       evict_one(node, std::min(at_once, want - asked.size()), component, tier, &freed);
     } catch (const std::bad_alloc&) {
       if (asked.empty()) throw;
-      break;  // what was freed before must not be lost
+      break;  // keep what was freed before
     }
   }
   counters_.evicted_pages += asked.size();
@@ -158,21 +159,21 @@ Ids Tree::drop(Handle handle, std::uint64_t pages, std::uint32_t tier) {
   return std::move(freed[0]);
 }
 
-Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t most) {
+Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t limit) {
   require_tier(tier);
   require_component(component);
   const std::size_t s = slot(component, tier);
   const Index node = resolve(handle);
   Ids freed;
   for (;;) {
-    std::uint32_t standing = 0;
+    std::uint32_t states = 0;
     std::uint32_t least = 0;
     bool forks = false;  // another sequence parts from this one between a state and the next one below
     Index victim = kNone;
     for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent) {
       forks = forks || nodes_[at].children() > 1;
       if (cell(at, s).absent()) continue;
-      ++standing;
+      ++states;
       const bool shared = std::exchange(forks, false) || nodes_[at].forked;
       if (at == node || shared || !cell(at, s).present() || cell(at, s).locks) continue;
       const std::uint32_t saved = saved_pages(at, s);
@@ -180,15 +181,15 @@ Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::
       victim = at;
       least = saved;
     }
-    if (standing <= most || victim == kNone) return freed;
-    if (freed.empty()) freed.reserve(standing);  // nothing below can fail, at the next turn too
+    if (states <= limit || victim == kNone) return freed;
+    if (freed.empty()) freed.reserve(states);  // nothing below can fail, in later turns either
     take_cell(victim, s, &freed);
     ++counters_.evicted_pages;
     reap(victim);
   }
 }
 
-// Removed cells are the first of their order, so this ends where the others begin.
+// Removed cells come first in their order, so this stops at the first other one.
 std::vector<Ids> Tree::evict_removed(std::uint32_t tier) {
   require_tier(tier);
   std::vector<Ids> freed(rows_.size());
@@ -197,7 +198,7 @@ std::vector<Ids> Tree::evict_removed(std::uint32_t tier) {
     try {
       while (!candidates.empty(0) && nodes_[candidates.top()].removed)
         evict_one(candidates.top(), nodes_[candidates.top()].pages, c, tier, &freed);
-    } catch (const std::bad_alloc&) {  // what was freed before must not be lost; the rest goes with the next eviction
+    } catch (const std::bad_alloc&) {  // keep what was freed before; the next eviction takes the rest
     }
     counters_.evicted_pages += freed[c].size();
   }

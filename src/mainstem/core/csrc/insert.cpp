@@ -1,4 +1,4 @@
-// Insertion: down along what is there, then new nodes for the rest.
+// Insertion: goes down along existing nodes, then adds nodes for the rest.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace mainstem {
 
 namespace {
 
-// Where a component's ids begin: the first page from `start` on that has one.
+// Returns the first page from `start` on that has an id.
 std::uint32_t first_id(IdSpan ids, std::uint32_t start) {
   const auto found = std::find_if(ids.begin() + start, ids.end(), [](std::int32_t id) { return id >= 0; });
   return static_cast<std::uint32_t>(found - ids.begin());
@@ -21,7 +21,7 @@ std::uint32_t first_id(IdSpan ids, std::uint32_t start) {
 
 }  // namespace
 
-// Of every component there must be as many ids as it takes, and some at the end of the key.
+// Every component must have the right number of ids, and some component an id at the end of the key.
 void Tree::check_tail(const Tail& tail, std::uint32_t pages) const {
   require(tail.ids.size() == rows_.size(), "ids", tail.ids.size(), "one array for each component");
   bool holds_end = pages == 0;
@@ -42,7 +42,7 @@ void Tree::check_tail(const Tail& tail, std::uint32_t pages) const {
   if (!holds_end) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
 }
 
-// Whether the key begins with all that leads to a node. Reads the whole prefix.
+// Whether the key begins with the path to a node. Reads the whole prefix.
 bool Tree::lies_on(std::string_view ns, Bytes key, Handle handle) const {
   Index node = resolve(handle);
   if (node == kNone) return true;
@@ -60,28 +60,29 @@ bool Tree::knows(std::string_view ns, Handle after, Bytes key) const {
   return from != kNone && key.size() >= page_bytes_ && step_down(from, key.data(), 1).node != kNone;
 }
 
-// Whether an insertion must stop in front of this node: somebody else's pages are on their way here, or (while its own
-// are on their way) there is a hole here that only a finished copy may fill. With `past_flights` neither does what is
-// in flight stop it, nor what was left empty when a transfer was cancelled.
+// Whether an insertion must stop before this node: another transfer's pages are in flight here, or the insertion is a
+// transfer itself and the node has a hole that only present pages may fill. With `past_flights` it stops neither at
+// pages in flight nor at a node that a cancelled transfer left empty.
 bool Tree::blocked(Index node, const Tail& tail, std::uint32_t page, std::uint32_t tier, bool ready,
                    bool past_flights) const {
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const Cell& at = cell(node, slot(c, tier));
     if (at.in_flight() && !past_flights) return true;
-    if (!ready && at.absent() && rows_[c].per_page() && tail.ids[c][page] >= 0) return !past_flights || !hollow(node);
+    if (!ready && at.absent() && rows_[c].per_page() && tail.ids[c][page] >= 0)
+      return !past_flights || !has_no_pages(node);
   }
   return false;
 }
 
-// Whether a node holds nothing, and neither do its children: what was left when a transfer was cancelled.
-bool Tree::hollow(Index node) const {
+// Whether a node and its children hold nothing, as after a cancelled transfer.
+bool Tree::has_no_pages(Index node) const {
   for (Index at = nodes_[node].first_child; at != kNone; at = nodes_[at].next)
     if (!empty(at)) return false;
   return empty(node);
 }
 
 // Goes down along the tail from `node`, as far as the tree has it and nothing blocks; splits where the key parts, or
-// where a window's ids begin. The last node, and whether it was blocked.
+// where a window's ids begin. Returns the last node, and whether the next one is blocked.
 std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t tier, std::int32_t priority,
                                      bool ready, bool past_flights) {
   const std::uint32_t pages = whole_pages(tail.key);
@@ -100,7 +101,7 @@ std::pair<Index, bool> Tree::descend(Index node, const Tail& tail, std::uint32_t
   return {node, false};
 }
 
-// The absent cells that will get ids, from `node` up to `top`, behind which the tail begins.
+// Collects the absent cells that will get ids, from `node` up to `top`, after which the tail begins.
 void Tree::note_fills(Index node, Index top, const Tail& tail, std::uint32_t tier, std::vector<Fill>* fills) const {
   for (; node != top; node = nodes_[node].parent) {
     const std::uint32_t at = nodes_[node].start - nodes_[top].end();
@@ -111,8 +112,8 @@ void Tree::note_fills(Index node, Index top, const Tail& tail, std::uint32_t tie
   }
 }
 
-// The rest of the tail, whose pages begin at `begin`, behind a node, as new nodes: one, or more where a window's ids
-// begin, or where pages have different pasts.
+// Cuts the rest of the tail into new nodes after `node`: one, or more where a window's ids begin or where pages have
+// different histories. The tail starts at page `begin`.
 void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::uint32_t tier, bool locked,
                       std::vector<Piece>* pieces) const {
   std::uint32_t at = nodes_[node].end() - begin;
@@ -124,7 +125,7 @@ void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::ui
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].begins_late()) {
         if (tail.ids[c][at] < 0) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
-        // Where a lock begins must be a boundary.
+        // A lock must begin at a node boundary.
         const std::uint32_t first = rows_[c].first_needed(begin + pages, page_size_);
         if (locked && first > begin + at) piece.end = std::min(piece.end, first - begin);
       }
@@ -137,8 +138,9 @@ void Tree::cut_pieces(Index node, std::uint32_t begin, const Tail& tail, std::ui
   }
 }
 
-// Hangs pieces below `node`; the last one, by which they are named if they are in flight.
-Index Tree::append_pieces(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority, bool ready) {
+// Adds the pieces below `node`. Returns the last one, which names their transfer if they are in flight.
+Index Tree::append_pieces(Index node, std::vector<Piece>* pieces, std::uint32_t tier, std::int32_t priority,
+                          bool ready) {
   reserve_nodes(pieces->size());  // nothing below can fail
   for (Piece& piece : *pieces)
     piece.node = node = add_child(node, std::move(piece.key), priority);
@@ -150,7 +152,7 @@ Index Tree::append_pieces(Index node, std::vector<Piece>* pieces, std::uint32_t 
   return node;
 }
 
-// A node that held nothing, because its transfer was cancelled, begins anew.
+// Resets a node that holds nothing because its transfer was cancelled.
 void Tree::renew(Index node, std::int32_t priority) {
   Node& n = nodes_[node];
   n.created = n.accessed = tick_;
@@ -180,7 +182,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   InsertResult result{after, begin + pages, begin + pages, 0};
   if (result.pages == 0) return result;
 
-  // First everything that can fail, then everything that changes what the tree holds.
+  // First do everything that can fail, then everything that changes what the tree holds.
   Index node = from ? from : make_root(ns);
   std::vector<Fill> fills, states;
   pieces_.clear();
@@ -203,10 +205,10 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
       grown = true;
     }
   } catch (...) {
-    reap(node);  // a root that was made for this
+    reap(node);  // a root created for this insertion
     throw;
   }
-  std::array<bool, kMaxComponents> others{};  // what is in flight at the end already is locked already
+  std::array<bool, kMaxComponents> others{};  // cells already in flight at the end are already locked
   for (std::uint32_t c = 0; c < rows_.size(); ++c)
     others[c] = !grown && cell(node, slot(c, tier)).transfer == node;
   for (Fill& fill : fills) {
@@ -215,7 +217,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
     if (empty(fill.node)) renew(fill.node, priority);
     occupy(fill.node, slot(fill.component, tier), std::move(fill.ids), ready ? kNone : node);
   }
-  for (Fill& state : states) {  // at the end, wherever that is by now
+  for (Fill& state : states) {  // at the end of what was inserted
     const std::size_t s = slot(state.component, tier);
     if (!cell(node, s).absent()) continue;
     occupy(node, s, std::move(state.ids), ready ? kNone : node);
@@ -223,7 +225,7 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   }
   for (std::uint32_t c = 0; has_standings_ && c < rows_.size(); ++c) {
     if (from) pass_window(from, slot(c, tier));
-    end_window(node, slot(c, tier), kPutHere);
+    end_window(node, slot(c, tier), kInserted);
   }
   for (std::uint32_t c = 0; c < rows_.size() && !ready; ++c)
     if (cell(node, slot(c, tier)).transfer == node && !others[c]) lock_all(node, tier, +1);

@@ -1,4 +1,4 @@
-// Locks and transfers: what may not be evicted, and what is on its way.
+// Locks and transfers: what must not be evicted, and what is in flight.
 #include <cassert>
 
 #include "tree.h"
@@ -18,10 +18,10 @@ void Tree::change_locks(Index node, std::size_t slot, int by) {
     else
       counts_[slot].locked -= c.ids.size();
   }
-  if (c.holders == 0 || !row(slot).leaf_only()) refresh(node, slot);  // others are in no order, locked or not
+  if (c.holders == 0 || !row(slot).leaf_only()) refresh(node, slot);  // other cells are in no order, locked or not
 }
 
-// Makes a node end in front of a page, on the path to `node`.
+// Makes a node on the path to `node` end before a page.
 void Tree::split_at(Index node, std::uint32_t page) {
   while (nodes_[node].start > page)
     node = nodes_[node].parent;
@@ -92,7 +92,7 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
   for (std::uint32_t c = 0; c < rows_.size(); ++c) {
     const std::size_t s = slot(c, tier);
     if (rows_[c].locks_to_root()) {
-      lock_path(to, from, s, +1);  // what lies above `from` keeps its count
+      lock_path(to, from, s, +1);  // nodes above `from` keep their count
     } else {
       lock_path(to, kNone, s, +1);
       lock_path(from, kNone, s, -1);
@@ -146,7 +146,7 @@ void Tree::commit(Handle handle, std::uint32_t tier) {
   join(node);
 }
 
-// What was put behind pages in flight under a node, and cannot be found without them: the first nodes of it.
+// Returns the first nodes of what was inserted after pages in flight, and cannot be found without them.
 std::vector<Index> Tree::inserted_after(Index node, std::uint32_t tier) const {
   std::vector<Index> found;
   if (node == kNone || !rows_[0].leaf_only()) return found;

@@ -1,4 +1,4 @@
-// Matching: how far a key is in the tree, and how far what is there can be used.
+// Matching: how much of a key is in the tree, and how much of that is usable.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -9,10 +9,10 @@ namespace mainstem {
 
 namespace {
 
-constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match looks at, youngest first
+constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match tries, youngest first
 
-// Where two byte strings part that are not the same: by halving.
-std::size_t parting(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
+// The first position where two different byte strings differ, by bisection.
+std::size_t first_difference(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
   std::size_t at = 0;
   std::size_t step = 64;
   while (at + step < n && std::memcmp(a + at, b + at, step) == 0) {
@@ -36,10 +36,11 @@ std::size_t parting(const std::uint8_t* a, const std::uint8_t* b, std::size_t n)
 
 std::uint32_t Tree::common_pages(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t pages) const {
   const std::size_t bytes = std::size_t{pages} * page_bytes_;
-  return std::memcmp(a, b, bytes) == 0 ? pages : static_cast<std::uint32_t>(parting(a, b, bytes) / page_bytes_);
+  return std::memcmp(a, b, bytes) == 0 ? pages
+                                       : static_cast<std::uint32_t>(first_difference(a, b, bytes) / page_bytes_);
 }
 
-// The child of `parent` that begins with this page, and in how many of the `pages` from there on it agrees.
+// Returns the child of `parent` that begins with this page, and how many of the `pages` pages agree.
 Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t pages) const {
   Step step{kNone, 0};
   const auto agrees = [&](Index node) {
@@ -61,7 +62,7 @@ Tree::Step Tree::step_down(Index parent, const std::uint8_t* page, std::uint32_t
   return step;
 }
 
-// The nodes along the key, as far as the key is in the tree at all.
+// Finds the nodes along the key, as far as the key is in the tree.
 void Tree::walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* path,
                 const CheckRest& check_rest) const {
   path->clear();
@@ -76,10 +77,10 @@ void Tree::walk(Index root, Bytes key, std::uint32_t pages, std::vector<Step>* p
   if (check_rest) check_rest(std::size_t{at} * page_size_);
 }
 
-// How far each tier reaches along a walk: best[t] counts a cell as usable when it is present on any tier up to t.
+// Computes how far each tier reaches along a walk. For best[t], a cell is usable if it is present on any tier up to t.
 Tree::Reach Tree::judge(const std::vector<Step>& path) const {
   Reach reach;
-  if (single_cell_) {  // what the loop below comes to, when a match may end at any present page
+  if (single_cell_) {  // a shortcut for the loop below: a match may end at any present page
     std::size_t at = 0;
     for (; at < path.size() && cell(path[at].node, 0).present(); ++at)
       reach.first += path[at].pages;
@@ -111,7 +112,7 @@ Tree::Reach Tree::judge(const std::vector<Step>& path) const {
     if (end > reach.best[tiers_ - 1]) {
       in_flight_only = in_flight_only && pending;
       if (in_flight_only) reach.pending += step.pages;
-    } else {  // the match goes on behind what seemed to end it
+    } else {  // the match continues past what seemed to end it
       in_flight_only = true;
       reach.pending = 0;
     }
@@ -119,7 +120,7 @@ Tree::Reach Tree::judge(const std::vector<Step>& path) const {
   return reach;
 }
 
-// Makes the walk end exactly at `pages`, splitting the node that it ends in; the node there.
+// Makes the walk end exactly at `pages`, and splits the node there if needed. Returns that node.
 Index Tree::cut(std::vector<Step>* path, std::uint32_t pages) {
   while (!path->empty() && nodes_[path->back().node].start >= pages)
     path->pop_back();
@@ -131,16 +132,16 @@ Index Tree::cut(std::vector<Step>* path, std::uint32_t pages) {
   return last.node;
 }
 
-// How many symbols of `tail` the page at `page` of a node agrees with; 0 when that page is not on the device.
+// Returns how many symbols of `tail` agree with page `page` of a node; 0 if that page is not on the device.
 std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const {
   if (!cell(node, 0).present()) return 0;
   const std::uint8_t* own = nodes_[node].key.data() + std::size_t{page} * page_bytes_;
   const std::size_t bytes = std::min<std::size_t>(tail.size(), page_bytes_);
   const bool same = std::memcmp(own, tail.data(), bytes) == 0;
-  return static_cast<std::uint32_t>((same ? bytes : parting(own, tail.data(), bytes)) / symbol_bytes_);
+  return static_cast<std::uint32_t>((same ? bytes : first_difference(own, tail.data(), bytes)) / symbol_bytes_);
 }
 
-// The child of `node` whose first page agrees longest with `tail`, among the youngest.
+// Returns the child of `node` whose first page agrees longest with `tail`, among the youngest.
 Tree::Inside Tree::look_inside(Index node, Bytes tail) const {
   Inside best;
   Index at = nodes_[node].last_child;
@@ -161,7 +162,7 @@ void Tree::note_uses(std::uint64_t root, Bytes key) {
       if (cell(step.node, tier).present()) replacements_[tier]->used(step.node);
 }
 
-// Whether a key that was walked parts from another sequence: not at the end of a leaf, nor at its own.
+// Whether a walked key parts from another sequence: neither at the end of a leaf, nor at its own end.
 bool Tree::parts_from_another(std::uint32_t pages) const {
   if (path_.empty()) return false;
   const Step& last = path_.back();
@@ -193,12 +194,12 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   for (const Step& step : path_) {
     ++nodes_[step.node].hits;
     nodes_[step.node].accessed = tick_;
-    if (!single_cell_ || &step == &path_.back()) touch(step.node, tick_);  // with one cell, inner nodes have no rank
+    if (!single_cell_ || &step == &path_.back()) touch(step.node, tick_);  // with one cell, inner nodes are unranked
   }
   const Index node = cut(&path_, result.pages);
   if (parts && node != kNone) nodes_[node].forked = true;
   for (std::size_t s = 0; has_standings_ && s < slots_; ++s)
-    note_end(s % tiers_ ? deepest : node, s, kFoundHere);
+    note_end(s % tiers_ ? deepest : node, s, kMatched);
   result.host_node = deepest ? handle(deepest) : 0;
   result.node = node ? handle(node) : 0;
   counters_.hit_symbols += std::uint64_t{result.pages} * page_size_;

@@ -1,4 +1,4 @@
-// The node and its cells. Links are indices, never pointers; index 0 is nobody.
+// The node and its cells. Links are indices, never pointers; index 0 is no node.
 //
 //                     tier 0 (device)        tier 1 (host)
 //   component 0       cell                   cell             a cell holds ids, locks and residency of
@@ -19,10 +19,10 @@ enum class Residency : std::uint8_t { absent, in_flight, present };
 constexpr Index kHere = ~Index{0};  // of a cell: present
 
 struct Cell {
-  [[no_unique_address]] Run<std::int32_t> ids;  // whose padding is what follows
-  std::uint32_t locks = 0;                      // locks of this node and of those below that reach here
+  [[no_unique_address]] Run<std::int32_t> ids;  // the fields below fit into its padding
+  std::uint32_t locks = 0;                      // locks of this node, and of nodes below that reach here
   std::uint32_t holders = 0;                    // children whose cell is not absent
-  Index transfer = kNone;                       // absent: kNone; present: kHere; else in flight, by this node's name
+  Index transfer = kNone;                       // absent: kNone; present: kHere; else the node that names the transfer
 
   bool absent() const { return transfer == kNone; }
   bool present() const { return transfer == kHere; }
@@ -32,7 +32,7 @@ struct Cell {
   }
 };
 
-// What the tree's counter showed, in six bytes: enough for 2**48 calls.
+// A value of the tree's counter in six bytes: enough for 2**48 calls.
 class Tick {
  public:
   Tick& operator=(std::uint64_t tick) {
@@ -47,14 +47,14 @@ class Tick {
   std::uint16_t parts_[3] = {};
 };
 
-// How a window or a state stands among its own kind: see Tree::rank_of().
+// The standing of a window or a state among its own kind: see Tree::rank_of().
 struct Standing {
   double worth = 0;
-  Tick used;  // when it was put here, or a match last needed it; what a match passed over it did not use
+  Tick used;  // when it was inserted, or a match last needed it; passing over it does not count
 };
 
 struct Node {
-  [[no_unique_address]] Run<std::uint8_t> key;  // pages * page_bytes; of a root the name of its namespace
+  [[no_unique_address]] Run<std::uint8_t> key;  // pages * page_bytes; for a root: the name of its namespace
   Tick created, accessed;
   std::uint32_t hits = 0;
   std::int32_t priority = 0;
@@ -63,28 +63,28 @@ struct Node {
   Index parent = kNone;               // kNone for a root
   Index first_child = kNone;          // the oldest
   Index last_child = kNone;           // the youngest
-  Index next = kNone;                 // younger sibling; of a free node the next one that is free
+  Index next = kNone;                 // younger sibling; for a free node: the next free node
   Index previous = kNone;             // older sibling
-  std::uint32_t branches = 0;         // children, times kChild; of two kFork and where their first pages part (a word
-  std::uint32_t fork_word = 0;        // of 4 bytes), and the word that the oldest has there
+  std::uint32_t branches = 0;         // children * kChild; for two: kFork + the offset of the 4-byte word where
+  std::uint32_t fork_word = 0;        // their first pages part, and the oldest child's word there
   std::uint32_t generation : 28 = 0;  // bumped when handles to this node go stale
   std::uint32_t live : 1 = false;
   std::uint32_t removed : 1 = false;   // no match finds it: see Tree::remove()
-  std::uint32_t detached : 1 = false;  // the first one of those on its path
+  std::uint32_t detached : 1 = false;  // the first removed node on its path
   std::uint32_t forked : 1 = false;    // a match ended here and parted from what is below: see Tree::thin()
 
   static constexpr std::uint32_t kFork = 1, kChild = 2;  // in `branches`
-  static constexpr std::uint32_t kMostGenerations = (1u << 28) - 1;
+  static constexpr std::uint32_t kMaxGenerations = (1u << 28) - 1;
 
   std::uint32_t children() const { return forks() ? 2 : branches / kChild; }
   bool forks() const { return branches & kFork; }
   std::uint32_t fork_at() const { return branches - kFork; }
   std::uint32_t end() const { return start + pages; }
   bool root() const { return parent == kNone; }
-  void outdate() { generation = generation == kMostGenerations ? 1 : (generation + 1) & kMostGenerations; }
+  void outdate() { generation = generation == kMaxGenerations ? 1 : (generation + 1) & kMaxGenerations; }
 };
 
-// What a node takes decides what a large tree takes.
+// The size of a node decides the size of a large tree.
 static_assert(sizeof(Cell) == 32 && sizeof(Node) == 80);
 
 }  // namespace mainstem

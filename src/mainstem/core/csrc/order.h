@@ -17,7 +17,7 @@ struct Rank {
   auto operator<=>(const Rank&) const = default;
 };
 
-// Where a candidate stands: its rank in one of the queues of its order.
+// The place of a candidate: its rank in one of the queues of its order.
 struct Place {
   Rank rank;
   std::uint32_t queue = 0;
@@ -25,14 +25,14 @@ struct Place {
 };
 
 inline constexpr std::uint32_t kQueues = 3;                                    // at most
-inline constexpr double kUnranked = -std::numeric_limits<double>::infinity();  // waits for a rank from outside
+inline constexpr double kUnranked = -std::numeric_limits<double>::infinity();  // waits for an external rank
 
 inline double number(std::uint64_t n) {
   return static_cast<double>(n);
 }
 
-// A 4-ary min-heap that knows where each node is. Equal ranks fall to the lower depth, then to the lower index, so that
-// the same calls give the same evictions everywhere.
+// A 4-ary min-heap that tracks where each node is. Of equal ranks the lower depth comes first, then the lower index, so
+// that the same calls give the same evictions everywhere.
 class Order {
  public:
   bool contains(Index node) const { return node < place_.size() && place_[node] != kNowhere; }
@@ -40,7 +40,7 @@ class Order {
   std::size_t size() const { return heap_.size(); }
   Index top() const { return heap_.front().node; }
 
-  // Room for nodes [0, nodes), after which put() cannot fail for them.
+  // Makes room for nodes [0, nodes), so that put() cannot fail for them.
   void reserve(std::size_t nodes) {
     heap_.reserve(nodes);
     place_.resize(nodes, kNowhere);
@@ -72,7 +72,7 @@ class Order {
       sink(at, last);
   }
 
-  // For check(): whether the heap, and the places, are as they must be, and `node` has this rank and depth.
+  // For check(): whether the heap and the places are consistent; whether `node` has this rank and depth.
   bool sound() const {
     for (std::size_t i = 0; i < heap_.size(); ++i) {
       if (place_[heap_[i].node] != i) return false;
@@ -133,7 +133,7 @@ class Order {
   Array<std::uint32_t> place_;  // by node
 };
 
-// The orders of one cell, one a queue; they lie `stride` apart.
+// The orders of one cell, one for each queue, `stride` apart.
 class Queues {
  public:
   Queues(Order* first, std::size_t stride, std::uint32_t count) : first_(first), stride_(stride), count_(count) {}
@@ -149,7 +149,7 @@ class Queues {
     return total;
   }
   bool contains(Index node) const { return queue(node) < count_; }
-  std::uint32_t queue(Index node) const {  // the number of queues, if it is in none
+  std::uint32_t queue(Index node) const {  // the number of queues if it is in none
     std::uint32_t queue = 0;
     while (queue < count_ && !at(queue).contains(node))
       ++queue;

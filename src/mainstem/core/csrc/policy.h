@@ -1,4 +1,4 @@
-// The policies by name: a rank that the node itself gives, or an object that remembers more (policies/).
+// The policies by name: a rank computed from the node alone, or an object that remembers more (policies/).
 #pragma once
 
 #include <memory>
@@ -18,10 +18,10 @@ namespace mainstem {
 
 struct Policy {
   std::string_view name;
-  // Of a node that was last used then, where slru protects from so many hits on; null: ranks come from outside, see
-  // Tree::waiting().
+  // The rank of a node last used at `used`; slru protects nodes with at least `protected_hits` hits. Null: ranks are
+  // external, see Tree::waiting().
   Rank (*rank)(const Node&, std::uint64_t used, std::uint32_t protected_hits);
-  // For the first component; the others then go by the rank.
+  // For the first component; the others use the rank.
   std::unique_ptr<Replacement> (*make)(const Surroundings&) = nullptr;
 };
 
@@ -44,7 +44,7 @@ inline constexpr Policy kPolicies[] = {
     {"filo",     [](const Node& n, auto, auto) { return Rank{-number(n.created), 0}; }},
     {"slru",     [](const Node& n, auto used, auto hits) { return Rank{n.hits >= hits ? 1.0 : 0.0, number(used)}; }},
     {"priority", [](const Node& n, auto used, auto) { return Rank{static_cast<double>(n.priority), number(used)}; }},
-    // LengthAwareCache: as lfu, but what stands later in prompts first (Qin et al., "Mooncake", arXiv:2407.00079).
+    // LengthAwareCache: like lfu, but later positions first (Qin et al., "Mooncake", arXiv:2407.00079).
     {"length-aware", [](const Node& n, auto, auto) { return Rank{number(n.hits), -number(n.start)}; }},
     {"lru-2",      by_recency, make<Lru2>},
     {"2q",         by_recency, make<TwoQueues>},

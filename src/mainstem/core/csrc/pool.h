@@ -1,4 +1,4 @@
-// Pool: who owns each page. A page is free, cached (the tree's) or private (one lease's); nothing else, and never two.
+// Pool: tracks the owner of each page. A page is either free, cached (the tree's) or private (one lease's).
 #pragma once
 
 #include <algorithm>
@@ -40,20 +40,21 @@ class Pool {
     count(Owner::free, Owner::privately, n);
   }
 
-  // Moves pages from one owner to another; all of them, or none if one is not the owner's (or comes twice).
-  void move(std::span<const std::int32_t> pages, Owner from, Owner to) {
-    // What was given out together mostly has consecutive numbers, and is looked at together.
-    for (std::size_t at = 0; at < pages.size();) {
-      const std::size_t n = run_length(pages.subspan(at));
-      if (!held(pages[at], n, from)) {
-        undo_move(pages.first(at), from);
-        refuse(pages.subspan(at, n), from);
+  // Moves pages from one owner to another; moves none if one of them is not the owner's, or is named twice.
+  void move(std::span<const std::int32_t> page_ids, Owner from, Owner to) {
+    // Pages allocated together mostly have consecutive ids: move each run at once.
+    for (std::size_t at = 0; at < page_ids.size();) {
+      const std::size_t n = run_length(page_ids.subspan(at));
+      if (!held(page_ids[at], n, from)) {
+        undo_move(page_ids.first(at), from);
+        refuse(page_ids.subspan(at, n), from);
       }
-      std::memset(&owner_[static_cast<std::size_t>(pages[at])], static_cast<int>(to), n);
+      std::memset(&owner_[static_cast<std::size_t>(page_ids[at])], static_cast<int>(to), n);
       at += n;
     }
-    if (to == Owner::free) free_.insert(free_.end(), pages.rbegin(), pages.rend());  // the first is the next to go
-    count(from, to, pages.size());
+    if (to == Owner::free)
+      free_.insert(free_.end(), page_ids.rbegin(), page_ids.rend());  // the first is allocated next
+    count(from, to, page_ids.size());
   }
 
   std::uint64_t owned(Owner owner) const { return count_[static_cast<std::size_t>(owner)]; }
@@ -74,43 +75,43 @@ class Pool {
   }
 
  private:
-  // The compiler makes vectors only of loops whose length it knows.
-  static constexpr std::size_t kBlock = 8;
+  // The compiler vectorizes only loops of known length.
+  static constexpr std::size_t kLanes = 8;
 
-  // Whether each page of a block follows the one before it.
-  static bool all_follow(const std::int32_t* pages) {
+  // Whether each id of a group follows the one before it.
+  static bool all_follow(const std::int32_t* page_ids) {
     std::int32_t apart = 0;
-    for (std::size_t i = 0; i < kBlock; ++i)
-      apart |= pages[i] ^ (pages[i - 1] + 1);
+    for (std::size_t i = 0; i < kLanes; ++i)
+      apart |= page_ids[i] ^ (page_ids[i - 1] + 1);
     return apart == 0;
   }
-  // How many pages at the front follow each other: 7 8 9 | 4 ...
-  static std::size_t run_length(std::span<const std::int32_t> pages) {
+  // How many ids at the front are consecutive: 7 8 9 | 4 ...
+  static std::size_t run_length(std::span<const std::int32_t> page_ids) {
     std::size_t n = 1;
     const auto step = [&](std::size_t end) {
-      while (n < end && pages[n] == pages[n - 1] + 1)
+      while (n < end && page_ids[n] == page_ids[n - 1] + 1)
         ++n;
     };
-    step(std::min(pages.size(), kBlock));
-    if (n < kBlock) return n;
-    while (n + kBlock <= pages.size() && all_follow(&pages[n]))
-      n += kBlock;
-    step(pages.size());
+    step(std::min(page_ids.size(), kLanes));
+    if (n < kLanes) return n;
+    while (n + kLanes <= page_ids.size() && all_follow(&page_ids[n]))
+      n += kLanes;
+    step(page_ids.size());
     return n;
   }
   // Whether pages [page, page + n) are all the owner's, n > 0.
   bool held(std::int32_t page, std::size_t n, Owner owner) const {
     const auto first = static_cast<std::size_t>(page);
     if (page < 0 || first + n > owner_.size() || owner_[first] != owner) return false;
-    return std::memcmp(&owner_[first], &owner_[first] + 1, n - 1) == 0;  // each is as the one before
+    return std::memcmp(&owner_[first], &owner_[first] + 1, n - 1) == 0;  // each equals the one before
   }
-  void undo_move(std::span<const std::int32_t> pages, Owner owner) {
-    for (const std::int32_t page : pages)
+  void undo_move(std::span<const std::int32_t> page_ids, Owner owner) {
+    for (const std::int32_t page : page_ids)
       owner_[static_cast<std::size_t>(page)] = owner;
   }
-  [[noreturn]] void refuse(std::span<const std::int32_t> pages, Owner expected) const {
-    std::int32_t page = pages.front();
-    for (const std::int32_t other : pages)
+  [[noreturn]] void refuse(std::span<const std::int32_t> page_ids, Owner expected) const {
+    std::int32_t page = page_ids.front();
+    for (const std::int32_t other : page_ids)
       if (!held(other, 1, expected)) {
         page = other;
         break;
@@ -125,7 +126,7 @@ class Pool {
   }
 
   std::vector<Owner> owner_;
-  std::vector<std::int32_t> free_;  // a stack: what was freed last is given out first, while it is warm
+  std::vector<std::int32_t> free_;  // a stack: allocates the page freed last, while it is warm
   std::uint64_t count_[3] = {0, 0, 0};
 };
 

@@ -1,9 +1,9 @@
-// Replacement: a policy that remembers more of a node than the node says: queues, second chances, what was evicted.
+// Replacement: a policy that remembers more about a node than the node stores: queues, second chances, evicted pages.
 //
-// One object serves one component on one tier, hears what happens to the nodes that are present there, and names the
-// place of each: a queue and a rank. Events come before the tree asks for the new place. A node's pages have one
-// record; they part when the node is split. Nothing here can fail once reserve() has returned: what there is no memory
-// to remember is forgotten. It knows no locks and no children: the tree puts only candidates into the order.
+// One object serves one component on one tier. It is notified of what happens to the nodes that are present there, and
+// assigns each a place: a queue and a rank. Events arrive before the tree asks for the new place. A node's pages share
+// one record; a split copies it. Nothing here can fail once reserve() has returned: a policy forgets what it has no
+// memory for. Policies do not see locks and children: the tree puts only candidates into the order.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace mainstem {
 
 using Bytes = std::span<const std::uint8_t>;
 
-// What a policy may look at.
+// What a policy may read.
 struct Surroundings {
   const Array<Node>& nodes;
   const Array<std::uint64_t>& names;  // by node: the identity of its last page
@@ -30,7 +30,7 @@ struct Surroundings {
   double page_tokens;
   bool has_states;  // the model is a hybrid
 
-  // The identities of the last `pages` pages of a node, the last one first.
+  // Calls `each` with the identities of the last `pages` pages of a node, the last one first.
   template <class Each>
   void each_page(Index node, std::uint32_t pages, Each each) const {
     std::uint64_t name = names[node];
@@ -52,29 +52,29 @@ class Replacement {
 
   virtual Place place(Index node) const = 0;
   virtual std::uint32_t queue(Index node) const = 0;
-  virtual bool alike(Index upper, Index lower) const = 0;  // whether one record says both
-  // How many of the first pages that are to come, behind the one of that name at that depth, have one past.
-  virtual std::uint32_t alike_pages(std::uint64_t before, std::uint32_t depth, Bytes pages) noexcept = 0;
+  virtual bool alike(Index upper, Index lower) const = 0;  // whether one record fits both
+  // How many of the first pages of `key`, after the page named `before` at `depth`, have the same history.
+  virtual std::uint32_t alike_pages(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept = 0;
 
-  // A request looked pages up, from a root of that name; it found what leads to this node, on some tier.
+  // A request looked up these pages from a root of that name, and found the path to this node, on some tier.
   virtual void asked(std::uint64_t, Index, Bytes) noexcept {}
   virtual void used(Index) noexcept {}                              // a match went through it
   virtual void came(Index node) noexcept = 0;                       // all its pages are present now
-  virtual void gone(Index node, std::uint32_t pages) noexcept = 0;  // its last so many pages are being evicted
+  virtual void gone(Index node, std::uint32_t pages) noexcept = 0;  // its last `pages` pages are being evicted
   virtual void split(Index upper, Index lower) noexcept = 0;        // the upper is new
   virtual void joined(Index, Index) noexcept {}                     // the upper becomes a part of the lower
-  virtual void offered(Index) noexcept {}                           // it is a candidate, has changed, and has its place
+  virtual void offered(Index) noexcept {}  // it is a candidate, has changed, and is in its place
   virtual void withdrawn(Index) noexcept {}
 
-  // The next victim; there is a candidate. Asked again after each one that was spared.
+  // The next victim; there is a candidate. Called again after each one that was spared.
   virtual Index victim(const Queues& queues) { return queues.top(choose(queues)); }
-  // Whether the victim gets another chance: it has a new place then.
+  // Whether the victim gets a second chance; if so, it has a new place.
   virtual bool spares(Index) { return false; }
-  // How many pages of a victim go before the next one is chosen.
+  // How many pages of a victim are evicted before the next victim is chosen.
   virtual std::uint64_t at_once(Index) const { return ~std::uint64_t{0}; }
   virtual bool offers(Index, bool candidate) const { return candidate; }  // for check()
 
-  // So many pages are left behind an eviction: this is how the capacity is learned.
+  // `present` pages remain after an eviction: this is how the policy learns the capacity.
   void settle(std::uint64_t present, const Queues& queues) noexcept {
     capacity_ = present;
     bound(queues);
@@ -82,11 +82,11 @@ class Replacement {
   std::uint64_t size(std::uint32_t queue) const { return sizes_[queue]; }
 
  protected:
-  virtual std::uint32_t choose(const Queues&) { return 0; }  // which queue the victim is in; it is not empty
-  virtual void bound(const Queues&) noexcept {}              // forgets what is too much to remember
+  virtual std::uint32_t choose(const Queues&) { return 0; }  // the queue to take the victim from; it is not empty
+  virtual void bound(const Queues&) noexcept {}              // forgets what exceeds its bounds
 
   bool full() const { return capacity_ != 0; }  // there was an eviction
-  // Before the first eviction: as if one page were too many.
+  // Before the first eviction: one page less than is present.
   std::uint64_t capacity() const {
     const std::uint64_t present = sizes_[0] + sizes_[1] + sizes_[2];
     return capacity_ ? capacity_ : present - std::min<std::uint64_t>(present, 1);
@@ -111,15 +111,15 @@ class Remembering : public Replacement {
   std::size_t bytes() const override { return records_.bytes(); }
   std::uint32_t queue(Index node) const override { return records_[node].queue; }
   bool alike(Index upper, Index lower) const override { return records_[upper] == records_[lower]; }
-  std::uint32_t alike_pages(std::uint64_t before, std::uint32_t, Bytes pages) noexcept override {
-    const std::uint8_t* at = pages.data();
+  std::uint32_t alike_pages(std::uint64_t before, std::uint32_t, Bytes key) noexcept override {
+    const std::uint8_t* at = key.data();
     const auto next_is_known = [&] {
       before = Identity::after(before, std::exchange(at, at + around_.page_bytes), around_.page_bytes);
       return remembers(before);
     };
     const bool known = next_is_known();
     std::uint32_t alike = 1;
-    while (at != pages.data() + pages.size() && next_is_known() == known)
+    while (at != key.data() + key.size() && next_is_known() == known)
       ++alike;
     return alike;
   }
@@ -127,7 +127,7 @@ class Remembering : public Replacement {
   void gone(Index node, std::uint32_t pages) noexcept override { sizes_[records_[node].queue] -= pages; }
 
  protected:
-  virtual bool remembers(std::uint64_t) const { return false; }  // a page that was evicted
+  virtual bool remembers(std::uint64_t) const { return false; }  // an evicted page
   const Node& node(Index index) const { return around_.nodes[index]; }
 
   void enter(Index index, Record record) noexcept {
@@ -142,7 +142,7 @@ class Remembering : public Replacement {
     sizes_[queue] += node(index).pages;
     records_[index].queue = queue;
   }
-  // Pages in the first queue without those that have just come: papers choose the victim before they let these in.
+  // Pages in the first queue except newcomers of this tick: papers choose the victim before they insert those.
   std::uint64_t settled() const { return sizes_[0] - (newest_ == around_.tick ? std::min(newcomers_, sizes_[0]) : 0); }
   static std::uint32_t either(const Queues& queues, std::uint32_t queue) {
     return queues.empty(queue) ? 1 - queue : queue;

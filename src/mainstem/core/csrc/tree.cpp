@@ -1,4 +1,4 @@
-// The tree's structure: nodes and cells, how they are made, cut, joined and removed. Its operations are in match.cpp,
+// The tree's structure: how nodes and cells are created, split, joined and removed. The operations are in match.cpp,
 // insert.cpp, locks.cpp, evict.cpp and views.cpp.
 #include "tree.h"
 
@@ -13,7 +13,7 @@ namespace mainstem {
 
 namespace {
 
-// A joined node holds at most so many bytes of key, so that a joint moves no more than that.
+// The most bytes of key in a joined node: limits what a join moves.
 constexpr std::size_t kJoinedBytes = 16384;
 
 const Policy& find_policy(std::string_view name) {
@@ -57,7 +57,7 @@ Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Comp
   counts_.resize(slots_);
   rooms_.resize(slots_);
   inflation_.resize(slots_);
-  new_node();  // index 0 is nobody
+  new_node();  // index 0 is no node
 }
 
 // ---------------------------------------------------------------- addresses
@@ -120,7 +120,7 @@ inline Rank Tree::rank_of(Index node, std::size_t slot) const {
   return policy_.rank ? policy_.rank(n, n.accessed, protected_hits_) : Rank{kUnranked, 0};
 }
 
-// Policies that remember have functions of their own: the others must not pay for them.
+// Policies that remember have functions of their own, so that the others do not pay for them.
 inline void Tree::put(Index node, std::size_t slot) {
   if (remembers_) [[unlikely]]
     put_in_queue(node, slot);
@@ -156,7 +156,7 @@ inline void Tree::remove(Index node, std::size_t slot) {
 
 // ---------------------------------------------------------------- structure
 
-// Room for so many new nodes, after which making them, linking them and giving them cells cannot fail.
+// Makes room for `count` new nodes, so that creating them, linking them and filling their cells cannot fail.
 void Tree::reserve_nodes(std::size_t count) {
   table_.reserve(count);
   if (count <= free_count_) return;
@@ -237,7 +237,7 @@ void Tree::unlink(Index node) {
   if (p.children() == 2) note_fork(n.parent);
 }
 
-// Two children are told apart by one word, without a look at either.
+// Records a word that distinguishes two children, so that a walk reads neither.
 void Tree::note_fork(Index parent) {
   Node& p = nodes_[parent];
   const std::uint8_t* one = nodes_[p.first_child].key.data();
@@ -262,7 +262,7 @@ Index Tree::add_child(Index parent, Run<std::uint8_t>&& key, std::int32_t priori
   return node;
 }
 
-// Cuts `node` behind its first `pages` pages and gives the new upper half back. The numbers are the cases of
+// Splits `node` after its first `pages` pages and returns the new upper half. The numbers are the cases in
 // docs/design.md, "The cases of a split".
 Index Tree::split(Index node, std::uint32_t pages) {
   assert(pages > 0 && pages < nodes_[node].pages);
@@ -323,7 +323,7 @@ Index Tree::split(Index node, std::uint32_t pages) {
   return upper;
 }
 
-// Gives `node`, which begins with the same page, the parent and the place among its children that `of` has.
+// Gives `node` the parent of `of`, and its place among the children; both begin with the same page.
 void Tree::take_place(Index node, Index of) {
   Node& n = nodes_[node];
   const Node& o = nodes_[of];
@@ -335,8 +335,8 @@ void Tree::take_place(Index node, Index of) {
   (n.next == kNone ? p.last_child : nodes_[n.next].previous) = node;
 }
 
-// Whether nobody can tell if an only child is joined to its parent: both hold the same cells, no lock ends between
-// them, no state stands there, and of windows both lie behind all ends.
+// Whether joining an only child to its parent is unobservable: both hold the same cells, no lock or state ends between
+// them, and neither is part of a window that counts.
 bool Tree::joins(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
@@ -358,8 +358,8 @@ bool Tree::joins(Index upper, Index lower) const {
   return true;
 }
 
-// Makes one node of what came in pieces, or undoes a split: the parent becomes a part of `lower`, whose handles stay.
-// Not where eviction would come to the parent later than to the child; and not without memory.
+// Joins pieces of one insertion, or undoes a split: the parent becomes a part of `lower`, whose handles stay valid.
+// Does nothing if the two differ in rank, or without memory.
 void Tree::join(Index lower) noexcept {
   const Index upper = nodes_[lower].parent;
   if (!joins(upper, lower)) return;
@@ -367,11 +367,11 @@ void Tree::join(Index lower) noexcept {
   Node& u = nodes_[upper];
   const std::uint64_t accessed =
       std::exchange(u.accessed, std::max<std::uint64_t>(u.accessed, l.accessed));  // see vacate()
-  bool told = !remembers_ && row(0).leaf_only() && rank_of(upper, 0) != rank_of(lower, 0);
+  bool ranks_differ = !remembers_ && row(0).leaf_only() && rank_of(upper, 0) != rank_of(lower, 0);
   for (std::size_t s = 0; remembers_ && s < tiers_; ++s)
-    if (cell(upper, s).present()) told = told || place_of(upper, s) != place_of(lower, s);
+    if (cell(upper, s).present()) ranks_differ = ranks_differ || place_of(upper, s) != place_of(lower, s);
   u.accessed = accessed;
-  if (told) return;
+  if (ranks_differ) return;
   Run<std::uint8_t>::Room key_room;
   try {
     key_room = u.key.room_after(l.key.size(), kJoinedBytes);
@@ -411,7 +411,7 @@ void Tree::join(Index lower) noexcept {
   free_node(upper);
 }
 
-// What has come to lie behind the window that ends at a node may be joined.
+// Joins the node before the window that ends at a node, if that is possible now.
 void Tree::join_after(Index node, std::size_t slot) {
   if (!row(slot).begins_late()) return;
   const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
@@ -422,7 +422,7 @@ void Tree::join_after(Index node, std::size_t slot) {
   if (!nodes_[node].root()) join(node);
 }
 
-// A lock that ended at this node is gone: the node may be joined to what follows.
+// A lock that ended at this node is gone: joins the node to its only child, if it has one.
 void Tree::release_boundary(Index node) {
   if (nodes_[node].branches == Node::kChild) join(nodes_[node].first_child);
 }
@@ -446,14 +446,14 @@ bool Tree::empty(Index node) const {
   return true;
 }
 
-// A detached node goes: its parent is held no longer.
+// Unpins the parent of a detached node that is being freed.
 [[gnu::noinline]] void Tree::unpin_parent(Index node) {
   const Index parent = nodes_[node].parent;
   --pins(parent, 0);
   if (--above_removed_[parent] == 0) above_removed_.erase(parent);
 }
 
-// Removes a node that holds nothing, and every ancestor left like it; a root goes when its last child went.
+// Frees a node that holds nothing, and every ancestor that is then empty, too; a root goes with its last child.
 void Tree::reap(Index node) {
   bool unpinned = false;
   while (node != kNone && dead(node)) {
@@ -480,11 +480,11 @@ void Tree::reap(Index node) {
 
 // ---------------------------------------------------------------- removal
 //
-// What is removed may be in use: it stays what it was, below its parent, but the parent does not know it any more, and
-// neither does the child table. So the parent may get another child that begins with the same page. The first removed
-// node of a path is called detached; it pins its parent, which therefore outlives it.
+// A removed node may be in use: it keeps its contents and its parent, but the parent and the child table do not refer
+// to it any more. So the parent may get another child that begins with the same page. The first removed node of a path
+// is called detached; it pins its parent, which therefore outlives it.
 
-// Makes detach() unable to fail.
+// Allocates what detach() needs, so that it cannot fail.
 void Tree::prepare_to_detach(Index node) {
   above_removed_.try_emplace(nodes_[node].parent, 0);
 }
@@ -508,7 +508,7 @@ std::uint64_t Tree::detach(Index node) noexcept {
   return pages;
 }
 
-// The children whose first page begins with a tail of less than a page.
+// Returns the children whose first page begins with a tail shorter than a page.
 std::vector<Index> Tree::children_like(Index parent, Bytes tail) const {
   std::vector<Index> found;
   for (Index at = nodes_[parent].first_child; at != kNone; at = nodes_[at].next)
@@ -519,12 +519,12 @@ std::vector<Index> Tree::children_like(Index parent, Bytes tail) const {
 std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
   const std::uint32_t pages = whole_pages(key);
   const Bytes tail = key.subspan(std::size_t{pages} * page_bytes_);
-  const std::uint32_t kept = tail.empty() && pages ? pages - 1 : pages;  // in front of the page that the key ends in
+  const std::uint32_t kept = tail.empty() && pages ? pages - 1 : pages;  // before the page that the key ends in
   const Index root = find_root(ns);
   std::vector<Step> path;
   walk(root, key, pages, &path, {});
   if (root == kNone || (path.empty() ? 0 : nodes_[path.back().node].start + path.back().pages) < pages) return 0;
-  const Bytes first = key.subspan(std::size_t{kept} * page_bytes_);  // of what goes: a page, or its beginning
+  const Bytes first = key.subspan(std::size_t{kept} * page_bytes_);  // the first page to remove, or its beginning
   while (!path.empty() && nodes_[path.back().node].start >= kept)
     path.pop_back();
   const Index above = path.empty() ? root : path.back().node;
@@ -572,7 +572,7 @@ Place Tree::place_of(Index node, std::size_t slot) const {
   return at && !goes_first(node, slot) ? at->place(node) : Place{rank_of(node, slot)};
 }
 
-// Pages that need not be computed again because a state stands here: those behind the one above.
+// Pages that need no recomputation because of the state here: those after the previous state.
 std::uint32_t Tree::saved_pages(Index node, std::size_t slot) const {
   Index above = nodes_[node].parent;
   while (!nodes_[above].root() && cell(above, slot).absent())
@@ -580,17 +580,17 @@ std::uint32_t Tree::saved_pages(Index node, std::size_t slot) const {
   return nodes_[node].end() - nodes_[above].end();
 }
 
-// A state was made or used. GreedyDual (Young 1994; Cao and Irani 1997): its worth is what it saves, on top of the
-// worth of the last one that was evicted, so that what is not used ages. States are of one size and what they save
-// grows with the pages, so pages stand for floating-point operations saved a byte.
+// A state was created or used. GreedyDual (Young 1994; Cao and Irani 1997): its worth is what it saves, plus the worth
+// of the last evicted state, so that unused states age. All states have one size and their savings grow with the pages,
+// so pages stand for floating-point operations saved per byte.
 void Tree::credit(Index node, std::size_t slot) {
   Standing& at = standing(node, slot);
   at.used = tick_;
-  if (!row(slot).per_page()) at.worth = row(slot).weighs ? inflation_[slot] + saved_pages(node, slot) : kPutHere;
+  if (!row(slot).per_page()) at.worth = row(slot).weighs ? inflation_[slot] + saved_pages(node, slot) : kInserted;
 }
 
-// A sequence has grown past a state. Its next turn starts from the new one; the old one serves only who parts from the
-// sequence in between. It goes first, unless that has happened: somebody does so now, or did.
+// A sequence has grown past a state. Its next turn starts from the new state; the old one serves only sequences that
+// part in between. It is evicted first, unless a sequence parts there or did.
 void Tree::supersede_above(Index node, std::size_t slot) {
   Index above = nodes_[node].parent;
   for (; !nodes_[above].root() && nodes_[above].children() == 1; above = nodes_[above].parent)
@@ -600,10 +600,10 @@ void Tree::supersede_above(Index node, std::size_t slot) {
   refresh(above, slot);
 }
 
-// What is evicted before all others of its kind, whatever the policy: what was removed, states that were superseded,
-// and pages in front of the windows of all prefixes that ended so far. A window's page is worth one in the window of a
-// prefix that was put here, until that grows; two in the window of one that was found here; else nothing. A window that
-// ends at a node's end may begin inside it: then the pages in front of it go first, and evict_one() cuts there.
+// Whether a cell is evicted before all others of its kind, whatever the policy: removed nodes, superseded states, and
+// window pages before the windows of all prefixes that have ended so far. A window page is worth 1 in the window of an
+// inserted prefix, until that grows; 2 in the window of a matched prefix; else 0. A window that ends with a node may
+// begin inside it: then the pages before the window are evicted first, and evict_one() splits there.
 bool Tree::goes_first(Index node, std::size_t slot) const {
   if (nodes_[node].removed) return true;
   if (row(slot).leaf_only()) return false;
@@ -611,7 +611,7 @@ bool Tree::goes_first(Index node, std::size_t slot) const {
   return row(slot).per_page() && nodes_[node].start < row(slot).first_needed(nodes_[node].end(), page_size_);
 }
 
-// A prefix ends at a node: it uses the window and the state there, and none before them.
+// A prefix ends at a node: it uses the window and the state there, and no earlier ones.
 void Tree::note_end(Index node, std::size_t slot, double worth) {
   if (node == kNone || row(slot).leaf_only()) return;
   end_window(node, slot, worth);
@@ -635,7 +635,7 @@ void Tree::pass_window(Index node, std::size_t slot) {
   if (!row(slot).begins_late()) return;
   const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);
   for (; !nodes_[node].root() && nodes_[node].end() > first; node = nodes_[node].parent) {
-    if (standing(node, slot).worth != kPutHere) continue;
+    if (standing(node, slot).worth != kInserted) continue;
     standing(node, slot).worth = 0;
     refresh(node, slot);
   }
@@ -647,7 +647,7 @@ void Tree::refresh_use(Handle handle, std::uint32_t tier) {
   if (node == kNone) return;
   ++tick_;
   if (single_cell_ && !remembers_)
-    nodes_[node].accessed = tick_;  // it is locked, and so in no order
+    nodes_[node].accessed = tick_;  // a locked node is in no order
   else if (!remembers_)
     touch(node, tick_);
   for (std::uint32_t c = 0; has_standings_ && c < rows_.size(); ++c) {
@@ -664,10 +664,10 @@ void Tree::keep_window(Handle handle, std::uint32_t tier) {
   require_tier(tier);
   const Index node = resolve(handle);
   for (std::uint32_t c = 0; node != kNone && c < rows_.size(); ++c)
-    end_window(node, slot(c, tier), kFoundHere);
+    end_window(node, slot(c, tier), kMatched);
 }
 
-// Called whenever a node or its cell has changed. A rank from outside is dropped, to be asked for anew.
+// Called whenever a node or its cell has changed. Drops an external rank; the policy is asked for a new one.
 void Tree::refresh(Index node, std::size_t slot) {
   if (candidate(node, slot))
     put(node, slot);
@@ -675,14 +675,14 @@ void Tree::refresh(Index node, std::size_t slot) {
     remove(node, slot);
 }
 
-// A window or a state was put here.
+// A window or a state was inserted here.
 [[gnu::noinline]] void Tree::note_standing(Index node, std::size_t slot) {
   standing(node, slot).worth = 0;
   credit(node, slot);
   if (!row(slot).per_page()) supersede_above(node, slot);
 }
 
-// Puts ids into an absent cell. With `transfer` the cell is in flight, under that node's name.
+// Puts ids into an absent cell. With `transfer` the cell is in flight, in the transfer that this node names.
 void Tree::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) {
   Cell& c = cell(node, slot);
   assert(c.absent());
@@ -723,8 +723,8 @@ Run<std::int32_t> Tree::vacate(Index node, std::size_t slot) {
   --cell(parent, slot).holders;
   refresh(node, slot);
   refresh(parent, slot);
-  // Whoever used the child used its parent. An insertion behind a node does not say so to all nodes above: that would
-  // cost the depth, and matters only now that the parent may be the next to go.
+  // Using a child uses its parent. An insertion after a node does not mark all nodes above: that would cost O(depth),
+  // and it matters only now that the parent may be evicted next.
   if (row(slot).leaf_only() && nodes_[parent].accessed < nodes_[node].accessed) touch(parent, nodes_[node].accessed);
   return std::move(c.ids);
 }

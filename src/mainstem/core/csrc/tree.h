@@ -1,7 +1,7 @@
-// Tree: the radix tree over paged memory. It knows bytes and integers: no tokens, no tensors, no Python.
+// Tree: the radix tree over paged memory. It handles bytes and integers: no tokens, no tensors, no Python.
 //
-// Each operation is one loop over components and tiers (component.h); a cell is addressed by (node, component, tier).
-// Numbered cases ("split 3", "match 2") are those of docs/design.md, section 3.
+// Each operation is one loop over components and tiers (component.h). A cell is addressed by (node, component, tier).
+// Numbered cases ("split 3", "match 2") refer to docs/design.md, section 3.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@
 
 namespace mainstem {
 
-using Handle = std::int64_t;  // generation << 32 | index; 0 is the root of whatever namespace
+using Handle = std::int64_t;  // generation << 32 | index; 0 is the root of any namespace
 using Ids = std::vector<std::int32_t>;
 using IdSpan = std::span<const std::int32_t>;
 using CheckRest = std::function<void(std::size_t)>;
@@ -54,30 +54,30 @@ struct MatchResult {
   Handle node = 0;       // end of the match on tier 0; 0: nothing matched
   Handle host_node = 0;  // end of the match over all tiers
   std::uint32_t pages = 0;
-  std::uint32_t host_pages = 0;   // pages more when every tier counts
-  std::uint32_t reach_pages = 0;  // how far the first component alone went, on tier 0
+  std::uint32_t host_pages = 0;   // further pages when every tier counts
+  std::uint32_t reach_pages = 0;  // match length of the first component alone, on tier 0
   std::uint32_t pending_pages = 0;
   std::uint32_t partial = 0;  // symbols of the next page that agree
   std::int32_t partial_id = -1;
-  Handle partial_node = 0;  // whose first page that is
+  Handle partial_node = 0;  // its first page is partial_id
 };
 
 struct PeekResult {
   std::uint32_t pages = 0;
-  std::uint32_t host_pages = 0;   // pages more when every tier counts
+  std::uint32_t host_pages = 0;   // further pages when every tier counts
   std::uint32_t partial = 0;      // symbols of the next page that agree
-  std::uint32_t reach_pages = 0;  // how far the first component alone goes, on tier 0
+  std::uint32_t reach_pages = 0;  // match length of the first component alone, on tier 0
 };
 
 struct InsertResult {
   Handle node = 0;
-  std::uint32_t pages = 0;     // the key is in the tree up to here, counted from the root
+  std::uint32_t pages = 0;     // how much of the key is in the tree, counted from the root
   std::uint32_t existing = 0;  // pages before the first one that was adopted
   std::uint32_t states = 0;    // a bit for each component whose state was adopted
 };
 
-// What is to be inserted: whole pages of symbols behind a place in the tree, and the ids of each component for them. Of
-// a component with one id a page there is one for each; in a window's a beginning of -1 lies behind the window.
+// What to insert after a node: whole pages of symbols, and each component's ids for them. A component with one id per
+// page has an id for each page; leading -1 ids of a window component stand for pages before the window.
 struct Tail {
   Bytes key;
   std::span<const IdSpan> ids;
@@ -104,8 +104,8 @@ struct NodeView {
   std::vector<CellView> cells;
 };
 
-// A stretch of pages of one path. Where it begins is said by an earlier stretch: behind page `at` of the path that this
-// one ends. The first stretch of a namespace has none (-1), and names the namespace.
+// A span of pages of one path. It continues an earlier span: it starts after page `at` of the path that ends with the
+// span `from`. The first span of a namespace continues none (-1) and holds the name of the namespace.
 struct PathSpan {
   std::int64_t from;
   std::uint32_t at;
@@ -128,68 +128,69 @@ class Tree {
   Tree(const Tree&) = delete;
   Tree& operator=(const Tree&) = delete;
 
-  // `check_rest` is called before anything changes, with the number of symbols that the tree has (those are as good as
-  // when they were stored); it may throw.
+  // Calls `check_rest` before anything changes, with the number of symbols that the tree has: those were valid when
+  // they were stored. It may throw.
   MatchResult match(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {});
   PeekResult peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest = {}) const;
 
-  // Behind the root of a namespace, or (the namespace does not matter then) behind a node; whether that node lies on
-  // the path of the whole key is for the caller to know, or to ask `lies_on`. What is to be locked is cut so that a
-  // lock at its end needs no memory. It ends in front of pages in flight, or goes on behind them with `past_flights`:
-  // no match comes there before they are present.
+  // Inserts after the root of a namespace, or after a node (the namespace is then ignored). The caller ensures that the
+  // node is on the path of the whole key; see `lies_on`. With `to_be_locked` nodes are split so that a lock at the end
+  // needs no memory. The insertion stops before pages in flight, or continues past them with `past_flights`: no match
+  // gets there before they are present.
   InsertResult insert(std::string_view ns, Handle after, Tail tail, std::int32_t priority, std::uint32_t tier,
                       bool ready, bool to_be_locked = false, bool past_flights = false);
-  // The node that ends behind the first `pages` pages of a key, splitting one; 0 if the tree does not have them.
+  // Returns the node that ends after the first `pages` pages of a key, and splits one if needed; 0 if they are absent.
   Handle locate(std::string_view ns, Bytes key, std::uint32_t pages);
-  bool knows(std::string_view ns, Handle after, Bytes key) const;  // the first page of a tail
+  bool knows(std::string_view ns, Handle after, Bytes key) const;  // has the first page of a tail
   bool lies_on(std::string_view ns, Bytes key, Handle node) const;
 
-  // A locked prefix was in use up to now. That refreshes its recency; it is no hit, and policies that remember hear of
-  // no use.
+  // Refreshes the recency of a locked prefix that was in use until now. This does not count as a hit, and policies that
+  // remember are not notified.
   void refresh_use(Handle node, std::uint32_t tier);
-  // Prefixes part at the end of this node: its window is worth as much as one where a match ended.
+  // Prefixes part at the end of this node: values its window like one where a match ended.
   void keep_window(Handle node, std::uint32_t tier);
   void lock(Handle node, std::uint32_t tier);
   void unlock(Handle node, std::uint32_t tier);
-  void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` lies at or below `from`
+  void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` is `from` or below it
   void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
   void commit(Handle node, std::uint32_t tier);
-  // What was inserted behind them is removed with them; its ids come back when it is evicted, or its own transfer ends.
+  // Also removes what was inserted after them; its ids are freed when it is evicted or its own transfer ends.
   std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
   std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
-  // Takes the page that a key ends in, and all that follows it, out of the tree: no match finds them any more, on any
-  // tier. An empty key stands for the whole namespace. What is locked or in flight lives on until it is let go; then it
-  // is the first to be evicted. The number of pages taken out.
+  // Removes the page that a key ends in, and everything after it: no match finds them any more, on any tier. An empty
+  // key removes the whole namespace. A node that is locked or in flight stays until it is released; then it is evicted
+  // first. Returns the number of pages removed.
   std::uint64_t remove(std::string_view ns, Bytes key);
-  std::vector<Ids> evict_removed(std::uint32_t tier);  // as evict(): of what was removed, all that can go now
+  std::vector<Ids> evict_removed(std::uint32_t tier);  // all removed nodes that can be evicted now, as by evict()
   bool removed(Handle node) const;
-  // The last pages of the first component of one candidate, whatever its place; this says nothing of the capacity.
+  // Evicts the last pages of the first component of one candidate, whatever its rank. The policy does not take this as
+  // a sign of the capacity.
   Ids drop(Handle node, std::uint64_t pages, std::uint32_t tier);
-  // Takes states off the path above a node until at most `most` stand on it, with the node's own; first those that save
-  // the least. Locked ones stay, and so do those that other sequences share: `most` is soft where prompts part.
-  Ids thin(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t most);
+  // Evicts states above a node, those that save the least first, until the path holds at most `limit`, the node's own
+  // included. Locked states and states that other sequences share stay, so the limit is soft where prompts part.
+  Ids thin(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t limit);
 
-  // Policy "external": the candidate that has no rank yet, if any, and its rank.
+  // Policy "external": finds a candidate without a rank, if there is one; sets its rank.
   bool waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const;
   void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank);
 
   std::uint32_t end(Handle node) const;
   std::uint32_t start(Handle node) const;
   Handle parent(Handle node) const;  // 0: the root
-  // From the top, the nodes on the path to `node` that hold something on tier `from` that tier `to` lacks: as far as
-  // `to` can have them without a gap, and they have so many hits.
+  // Returns, from the top, the nodes on the path to `node` that hold something on tier `from` that tier `to` lacks.
+  // Stops where `to` would get a gap, or at such a node with fewer than `hits` hits.
   std::vector<Handle> lacking(Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const;
-  // By whose name the nearest pages of the first component above a node are in flight; 0: none are.
+  // The node that names the transfer of the nearest in-flight pages of the first component above a node; 0: none.
   Handle in_flight_above(Handle node, std::uint32_t tier) const;
   Residency residency(Handle node, std::uint32_t component, std::uint32_t tier) const;
-  // Nodes present on a tier, those with the most hits first, then those used last, then those that end last.
-  std::vector<Handle> hottest(std::size_t most, std::uint32_t tier) const;
-  Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // of the node alone, where present
-  // What evict() comes to first, or 0; the policy gives out the second chances that come before it.
+  // Nodes present on a tier: most hits first, then most recently used, then latest end.
+  std::vector<Handle> hottest(std::size_t limit, std::uint32_t tier) const;
+  Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // the node's own, where present
+  // The node that evict() takes first, or 0. The policy gives the second chances that come before it.
   Handle next_victim(std::uint32_t component, std::uint32_t tier);
-  // All that is present on a tier, each page once, in the order of `hottest`; above it what it hangs below.
+  // Everything present on a tier, each page once, in the order of `hottest`; the pages above a node come with it.
   std::vector<PathSpan> hot_spans(std::uint32_t tier) const;
-  // The name of its namespace, and the symbols from page `begin` to its end.
+  // The name of the node's namespace, and the symbols from page `begin` to the node's end.
   std::pair<std::string, std::string> path_key(Handle node, std::uint32_t begin = 0) const;
   // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
   bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const;
@@ -214,7 +215,7 @@ class Tree {
   bool ranks_itself() const { return policy_.rank != nullptr; }
 
  private:
-  friend struct Probe;  // benchmarks look at the memory itself
+  friend struct Probe;  // benchmarks read the memory directly
 
   struct Step {  // one node of a walk, and how many of its pages agree
     Index node;
@@ -231,12 +232,12 @@ class Tree {
     std::uint32_t pending = 0;
   };
 
-  struct Fill {  // ids for a cell that is absent so far
+  struct Fill {  // ids for an absent cell
     Index node;
     std::uint32_t component;
     Run<std::int32_t> ids;
   };
-  struct Piece {  // a node to be
+  struct Piece {  // a future node
     std::uint32_t end = 0;
     Index node = kNone;
     Run<std::uint8_t> key;
@@ -250,7 +251,7 @@ class Tree {
   const Cell& cell(Index node, std::size_t slot) const { return cells_[std::size_t{node} * slots_ + slot]; }
   std::uint32_t& pins(Index node, std::uint32_t tier) { return pins_[std::size_t{node} * tiers_ + tier]; }
   std::uint32_t pins(Index node, std::uint32_t tier) const { return pins_[std::size_t{node} * tiers_ + tier]; }
-  // Of the pins those that lock() took: the rest is of what was removed from below a node, see detach().
+  // The pins that lock() took. The others hold the node for its detached children; see detach().
   std::uint32_t locks_taken(Index node, std::uint32_t tier) const {
     const auto found = tier || above_removed_.empty() ? above_removed_.end() : above_removed_.find(node);
     return pins(node, tier) - (found == above_removed_.end() ? 0 : found->second);
@@ -283,8 +284,8 @@ class Tree {
   bool dead(Index node) const;
   bool empty(Index node) const;
   bool empty_of(Index node, std::size_t component) const;
-  bool hollow(Index node) const;
-  // A node and all below it, depth first, until `each` is false for one: whether it was for none.
+  bool has_no_pages(Index node) const;
+  // Calls `each` for a node and its descendants, depth first, until it returns false. Returns whether it never did.
   template <class Each>
   bool every_from(Index top, Each each) const {
     for (Index at = top; at != kNone;) {
@@ -400,25 +401,25 @@ class Tree {
 
   Array<Node> nodes_;
   Array<Cell> cells_;
-  Array<std::uint32_t> pins_;   // locks taken at exactly this node, by tier
-  Array<Standing> standings_;   // as cells_, where a component has an order of its own: see credit() and end_window()
-  std::vector<double> inflation_;    // by slot: the worth of the last that was evicted
-  Array<std::uint64_t> names_;  // by node, where the policy remembers: the identity of its last page
-  std::unordered_map<Index, std::uint32_t> above_removed_;  // the nodes that have detached children, and how many
+  Array<std::uint32_t> pins_;      // locks that end at this node, by tier
+  Array<Standing> standings_;      // like cells_, if a component has an order of its own: see credit() and end_window()
+  std::vector<double> inflation_;  // by slot: the worth of the last evicted state
+  Array<std::uint64_t> names_;     // by node, if the policy remembers: the identity of its last page
+  std::unordered_map<Index, std::uint32_t> above_removed_;  // nodes with detached children, and how many
   Index free_ = kNone;                                      // the first of the free nodes, linked by `next`
   std::size_t free_count_ = 0;
-  std::size_t room_ = 0;  // nodes for which there is memory everywhere
+  std::size_t room_ = 0;  // nodes for which every array has memory
   ChildTable table_;
-  std::size_t roots_ = 0;      // of the nodes in the table
+  std::size_t roots_ = 0;      // nodes in the table that are roots
   std::vector<Order> orders_;  // by queue, then by slot
   std::uint32_t queue_count_ = 1;
   std::vector<std::unique_ptr<Replacement>> replacements_;  // by slot; null: ranks
   std::vector<CellCounts> counts_;
   Counters counters_;
   std::uint64_t tick_ = 0;
-  std::vector<Step> path_;  // these are kept between calls for their memory
+  std::vector<Step> path_;  // scratch, kept between calls for its memory
   std::vector<Piece> pieces_;
-  std::vector<Run<std::int32_t>::Room> rooms_;  // by slot, of ids that are about to be cut or joined
+  std::vector<Run<std::int32_t>::Room> rooms_;  // by slot, for ids about to be cut or joined
 };
 
 }  // namespace mainstem

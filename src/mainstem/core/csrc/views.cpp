@@ -1,4 +1,4 @@
-// Views: what the tree says of itself.
+// Views: read-only descriptions of the tree.
 #include <algorithm>
 #include <cstring>
 #include <tuple>
@@ -31,7 +31,7 @@ std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint3
   require_tier(to);
   std::vector<Index> path;
   const Index node = resolve(handle_);
-  if (nodes_[node].removed) return {};  // what nobody can find is not worth a copy
+  if (nodes_[node].removed) return {};  // removed nodes are not worth a copy
   for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent)
     path.push_back(at);
   std::vector<Handle> found;
@@ -66,21 +66,21 @@ Residency Tree::residency(Handle node, std::uint32_t component, std::uint32_t ti
   return cell(resolve(node), slot(component, tier)).residency();
 }
 
-std::vector<Handle> Tree::hottest(std::size_t most, std::uint32_t tier) const {
+std::vector<Handle> Tree::hottest(std::size_t limit, std::uint32_t tier) const {
   require_tier(tier);
   std::vector<Index> found;
   for (Index node = 1; node < nodes_.size(); ++node)
     if (nodes_[node].live && !nodes_[node].root() && !nodes_[node].removed && cell(node, slot(0, tier)).present())
       found.push_back(node);
-  most = std::min(most, found.size());
-  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(most), found.end(),
+  limit = std::min(limit, found.size());
+  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(limit), found.end(),
                     [&](Index a, Index b) {
                       const Node &one = nodes_[a], &two = nodes_[b];
                       return std::tuple(two.hits, std::uint64_t{two.accessed}, two.end(), a) <
                              std::tuple(one.hits, std::uint64_t{one.accessed}, one.end(), b);
                     });
   std::vector<Handle> handles;
-  for (std::size_t at = 0; at < most; ++at)
+  for (std::size_t at = 0; at < limit; ++at)
     handles.push_back(handle(found[at]));
   return handles;
 }
@@ -101,25 +101,25 @@ std::string_view text(const Run<std::uint8_t>& run) {
 }  // namespace
 
 std::vector<PathSpan> Tree::hot_spans(std::uint32_t tier) const {
-  std::vector<PathSpan> stretches;
-  std::vector<std::int64_t> number(nodes_.size(), -1);  // of the stretch that a node is in
+  std::vector<PathSpan> spans;
+  std::vector<std::int64_t> number(nodes_.size(), -1);  // index of the span that a node is in
   for (const Handle hot : hottest(nodes_.size(), tier)) {
     const Index node = resolve(hot);
     Index above = node;
     while (number[above] < 0 && !nodes_[above].root())
       above = nodes_[above].parent;
     if (above == node) continue;
-    const auto mine = static_cast<std::int64_t>(stretches.size());
+    const auto mine = static_cast<std::int64_t>(spans.size());
     const std::uint32_t at = nodes_[above].root() ? 0 : nodes_[above].end();
-    PathSpan& stretch = stretches.emplace_back(PathSpan{number[above], at, {}, symbols(node, at)});
+    PathSpan& span = spans.emplace_back(PathSpan{number[above], at, {}, symbols(node, at)});
     if (number[above] < 0) {
-      stretch.ns = text(nodes_[above].key);
+      span.ns = text(nodes_[above].key);
       number[above] = mine;
     }
     for (Index on = node; number[on] < 0; on = nodes_[on].parent)
       number[on] = mine;
   }
-  return stretches;
+  return spans;
 }
 
 std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t begin) const {
@@ -197,7 +197,7 @@ NodeView Tree::view(Index node) const {
   return view;
 }
 
-// Depth first, parents before children, children in the order they came. What was removed comes last.
+// Depth first, parents before children, children by age. Removed nodes come last.
 std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   std::vector<NodeView> views;
   const Index root = find_root(ns);
@@ -207,7 +207,7 @@ std::vector<NodeView> Tree::nodes(std::string_view ns) const {
   };
   if (root == kNone) return views;
   every_from(root, show);
-  std::vector<Index> removed;  // one may follow another, which begins before it
+  std::vector<Index> removed;  // a removed node may follow another, which starts earlier
   for (Index node = 1; node < nodes_.size(); ++node)
     if (nodes_[node].live && nodes_[node].detached && root_of(node) == root) removed.push_back(node);
   std::sort(removed.begin(), removed.end(),
