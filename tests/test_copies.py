@@ -58,7 +58,7 @@ def test_rows_are_copied_and_nothing_else(size: int, gap: int, offset: int, orde
         (table(4, 8, 8, 0, 0), ids(4), table(4, 8, 8, 0, 0), ids(0), "targets"),
         (table(4, 8, 8, 0, 0), ids(0), table(4, 8, 8, 0, 0), ids(-1), "sources"),
         (table(4, 8, 8, 0, 0), ids(0, 1), table(4, 8, 8, 0, 0), ids(0), "sources"),
-        (table(4, 8, 8, 0, 0), ids(0), table(4, 7, 8, 0, 0), ids(0), "bytes a row"),
+        (table(4, 8, 8, 0, 0), ids(0), table(4, 7, 8, 0, 0), ids(0), "bytes per row"),
         (table(4, 8, 8, 0, 0)[:, ::2], ids(0), table(4, 4, 8, 0, 0), ids(0), "target"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy.typing
 
 
 def encode_tokens(tokens: object, limit: int) -> bytes:
-    """Token ids as little-endian 4-byte symbols. Raises BadTokens."""
+    """Encodes token ids as little-endian 4-byte symbols. Raises BadTokens."""
 
 def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes:
     """See mainstem.hash_blocks, which checks its arguments."""
@@ -27,22 +27,22 @@ class Tree:
 
     def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> tuple[int, int, int]:
         """
-        Symbols that a match of the first `most` would find (-1: all but one): in whole pages, of the next page, and in whole pages more when every tier counts.
+        Symbols that a match of the first `most` symbols would find (-1: all but one): in whole pages, in the next page, and in further whole pages when every tier counts.
         """
 
     def insert(self, ns: bytes, tokens: object, limit: int, ids: Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, tier: int, ready: bool, past_flights: bool = False) -> tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]:
         """
-        The fields of mainstem.Inserted. Ends in front of pages in flight, or goes on behind them.
+        The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.
         """
 
     def remove(self, ns: bytes, tokens: object, limit: int) -> int:
         """
-        Takes the page that a key ends in, and all that follows it, out of the tree; the number of pages.
+        Removes the page that a key ends in, and everything after it. Returns the number of pages removed.
         """
 
     def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]:
         """
-        Ids of what was removed and is neither locked nor in flight, by component.
+        Evicts removed nodes that are neither locked nor in flight; their ids, by component.
         """
 
     def removed(self, node: int) -> bool:
@@ -74,16 +74,16 @@ class Tree:
         """Pages from the root to the node's beginning."""
 
     def parent(self, node: int) -> int:
-        """The node that a node hangs below; 0: the root."""
+        """The parent of a node; 0: the root."""
 
     def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]:
         """
-        From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks: as far as `below` can have them without a gap, and they have so many hits.
+        From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks. Stops where `below` would get a gap, or at such a node with fewer than `hits` hits.
         """
 
     def locate(self, ns: bytes, key: bytes, pages: int) -> int:
         """
-        The node that ends behind the first pages of a key, splitting one; 0 if the tree does not have them.
+        The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.
         """
 
     def residency(self, node: int, component: int, tier: int) -> int:
@@ -91,23 +91,23 @@ class Tree:
 
     def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]:
         """
-        All that is present on a tier, each page once, what is hottest first: see PathSpan in tree.h.
+        Everything present on a tier, each page once, the hottest first; see PathSpan in tree.h.
         """
 
     def in_flight_above(self, node: int, tier: int) -> int:
         """
-        By whose name the nearest pages above a node are in flight; 0: none are.
+        The node that names the transfer of the nearest pages in flight above a node; 0: none.
         """
 
     def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:
-        """Ids of the node alone; none where they are not present."""
+        """The node's own ids; empty unless present."""
 
     def next_victim(self, component: int, tier: int) -> int:
-        """The node that evict() comes to first, or 0."""
+        """The node that evict() takes first, or 0."""
 
     def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]:
         """
-        The name of a node's namespace, and the symbols from page `begin` to its end.
+        The name of a node's namespace, and the symbols from page `begin` to the node's end.
         """
 
     def ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]:
@@ -117,11 +117,11 @@ class Tree:
 
     def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bool, bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]:
         """
-        Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, ids) a cell.
+        Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, ids) for each cell.
         """
 
     def counts(self, component: int, tier: int) -> tuple[int, int, int]:
-        """Ids present, of these locked, and in flight."""
+        """Ids present, locked (of those present), and in flight."""
 
     def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]:
         """
@@ -129,14 +129,14 @@ class Tree:
         """
 
     def bytes(self) -> int:
-        """Memory held, in bytes; looks at every node."""
+        """Memory used, in bytes; reads every node."""
 
     def check(self) -> None:
-        """Raises CorruptTree, naming the node and the rule."""
+        """Raises CorruptTree with the node and the broken rule."""
 
 class Pool:
     """
-    Who owns each page: nobody (free), the tree (cached), or one lease (private).
+    Tracks the owner of each page: nobody (free), the tree (cached), or one lease (private).
     """
 
     def __init__(self, pages: int) -> None: ...
@@ -172,18 +172,18 @@ class Pool:
     def total(self) -> int: ...
 
 class Cache:
-    """A tree and a pool that agree; see src/mainstem/core/csrc/cache.h."""
+    """A tree and the pools of its pages; see src/mainstem/core/csrc/cache.h."""
 
     def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None: ...
 
     def evict_with(self, evict: Callable[[int, int], object]) -> None:
         """
-        From now on evict(component, n) is asked to free about n ids of a pool, instead of the tree's own order.
+        Calls evict(component, n) from now on to free about n ids of a pool, instead of the tree's own order.
         """
 
     def copy_state_with(self, copy: Callable[[int, int], object]) -> None:
         """
-        From now on copy(source, target) is asked to copy states from slot to slot.
+        Calls copy(source, target) from now on to copy states from slot to slot.
         """
 
     def take_back(self) -> None:
@@ -191,16 +191,16 @@ class Cache:
 
     def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]:
         """
-        Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages; positions hit on the host; states published, and those for which there was no slot.
+        Open leases; positions queried, hit, and hit inside pages; leases that found no page for that; duplicate pages; positions hit on the host; states published, and states without a free slot.
         """
 
     def take_touched(self) -> list[int]:
         """
-        Ends of what was matched and published since the last call, if there is more than one tier.
+        Ends of the prefixes matched and published since the last call, if there is more than one tier.
         """
 
     def end_load(self, load: int) -> None:
-        """A load whose lease is closed has ended: its pages can be given back."""
+        """Ends a load whose lease is closed: its pages are freed."""
 
 class Lease:
     """
@@ -219,7 +219,7 @@ class Lease:
 
     @property
     def loadable(self) -> int:
-        """Positions behind the hit that the host tier has."""
+        """Positions after the hit that the host tier has."""
 
     @property
     def reserved(self) -> int:
@@ -227,7 +227,7 @@ class Lease:
 
     @property
     def length(self) -> int:
-        """Positions of the sequence: the prompt and what was appended."""
+        """Positions of the sequence: the prompt and the appended tokens."""
 
     @property
     def published(self) -> int:
@@ -236,16 +236,16 @@ class Lease:
     @property
     def page_table(self) -> numpy.typing.NDArray[numpy.int32]:
         """
-        Page ids of the sequence, int32 [pages], those of the tree first; read it again after `reserve` and `publish`.
+        Page ids of the sequence, int32 [pages], the tree's first. Read it again after `reserve` and `publish`.
 
         Raises:
-            LeaseClosed: the lease has ended; its pages may be others' by now.
+            LeaseClosed: the lease has ended; others may own its pages by now.
         """
 
     @property
     def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None:
         """
-        Page ids of sliding-window attention, int32 [pages], -1 behind the window, which must not be read; None where there is no window beside full attention. Where all layers slide, `page_table` is such a table.
+        Page ids of sliding-window attention, int32 [pages]; -1 before the window, which must not be read. None if there is no window besides full attention. If all layers slide, `page_table` is such a table.
 
         Raises:
             LeaseClosed: the lease has ended.
@@ -254,7 +254,7 @@ class Lease:
     @property
     def state(self) -> int:
         """
-        The slot of the recurrent state that this sequence computes with; -1 where there are no states. Its content is a copy of the tree's at the hit; without a hit it is garbage.
+        The slot of the recurrent state that this sequence computes with; -1 if there are no states. It starts as a copy of the tree's state at the hit; without a hit it holds garbage.
 
         Raises:
             LeaseClosed: the lease has ended.
@@ -263,37 +263,37 @@ class Lease:
     @property
     def reach(self) -> int:
         """
-        How far the first component alone was matched; where it is more than the hit, a checkpoint there pays.
+        Positions that the first component alone matched; if they exceed the hit, a checkpoint there pays off.
         """
 
     def slide(self, begin: int, end: int) -> None:
         """
-        Positions [begin, end) are computed next: window pages for them. Private pages behind the window of `begin` go back. Does nothing without a window.
+        Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the window of `begin`. Does nothing without a window.
 
         Raises:
-            OutOfPages: no room for more window pages; what lay behind the window went back all the same.
+            OutOfPages: no room for more window pages; pages before the window were freed all the same.
             BadArgument: end is beyond what is reserved, or begin beyond what has window pages.
             LeaseClosed: the lease has ended.
         """
 
     def checkpoint(self, position: int, room: bool = True) -> bool:
         """
-        The state of this sequence stands at `position`: a copy of it becomes visible to others when the pages up to there are published. A copy that was not published is replaced.
+        Copies the state of this sequence, which is at `position`. Others see the copy once the pages up to there are published. Replaces a copy that was not published.
 
         Args:
-            position: a page border, not before what is published.
-            room: evict another state where no slot is free.
+            position: a page boundary, not before what is published.
+            room: evict another state if no slot is free.
 
         Returns whether there was a slot for it.
 
         Raises:
-            BadArgument: no page border, before what is published, or beyond what is reserved.
+            BadArgument: not a page boundary, before what is published, or beyond what is reserved.
             LeaseClosed: the lease has ended.
         """
 
     def reserve(self, n: int) -> None:
         """
-        Pages for n positions more; evicts what it must. Those of a sliding window come with `slide`.
+        Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window.
 
         Raises:
             OutOfPages: no room; nothing was changed.
@@ -303,7 +303,7 @@ class Lease:
 
     def append(self, tokens: object) -> None:
         """
-        Decoded tokens join the sequence. O(1) a token.
+        Appends decoded tokens to the sequence. O(1) per token.
 
         Raises:
             BadTokens: a token is out of range; nothing was appended.
@@ -312,9 +312,9 @@ class Lease:
 
     def publish(self, upto: int) -> None:
         """
-        Positions [0, upto) are computed: their whole pages become visible to others now.
+        Publishes the whole pages of positions [0, upto), which are computed: others can find them now.
 
-        Pages that another lease published first go back to the pool, and `page_table` names the tree's instead. The cost grows with what is new, not with the prefix; only where another lease was first is the table copied, so that views of it keep what they showed.
+        Pages that another lease published first are freed, and `page_table` names the tree's instead. The cost grows with the new pages, not with the prefix. Only if another lease was first is the table copied, so that views of it do not change.
 
         Raises:
             BadArgument: upto is beyond what is reserved, or beyond the sequence.
@@ -323,10 +323,10 @@ class Lease:
 
     def finish(self, upto: int | None = None) -> None:
         """
-        Publishes [0, upto), unlocks, and gives every private page back. A second call does nothing.
+        Publishes [0, upto), unlocks, and frees every private page. A second call does nothing.
 
         Args:
-            upto: positions whose KV is computed. None: all that are reserved, less the last one if tokens were appended, since no forward has computed the KV of a token that was only just sampled.
+            upto: positions whose KV is computed. None: all reserved positions, less the last one if tokens were appended, since no forward has computed the KV of a token that was just sampled.
 
         Raises:
             BadArgument: see `publish`; the lease stays open.
@@ -334,25 +334,25 @@ class Lease:
 
     def abort(self) -> None:
         """
-        Unlocks and gives every private page back; what was published stays. A second call does nothing.
+        Unlocks and frees every private page; published pages stay. A second call does nothing.
         """
 
     def begin_copy(self) -> tuple[int, int, int] | None:
         """
-        Source page, target page and positions of a copy that would lengthen the hit; for `PrefixCache`.
+        Source page, target page and positions of a copy that would extend the hit; for `PrefixCache`.
         """
 
     def end_copy(self, copied: bool) -> None:
-        """Ends what `begin_copy` began."""
+        """Ends the copy that `begin_copy` started."""
 
     def begin_load(self) -> tuple[int, list[tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]]]:
         """
-        A number for the load, and of each component the host's ids and the private ones that they are to be copied to; for the tiers.
+        The number of the load, and for each component the host's ids and the private ids to copy them to; for the tiers.
         """
 
     def end_load(self, arrived: bool) -> None:
         """
-        Ends what `begin_load` began; what arrived is part of the hit now, and published.
+        Ends the load that `begin_load` started; if it arrived, publishes it and adds it to the hit.
         """
 
     @property
@@ -367,31 +367,31 @@ def copy_rows(target: numpy.typing.NDArray[numpy.uint8], targets: numpy.typing.N
     """
     Copies row sources[i] of `source` to row targets[i] of `target`, both [rows, bytes], without the GIL.
 
-    No row may be written twice in a call, or read and written. Raises BadArgument.
+    In one call, no row may be written twice, or both read and written. Raises BadArgument.
     """
 
 class Replay:
     """
-    Serves the requests of a trace by real trees, which are its own from then on; see src/mainstem/core/csrc/replay.h.
+    Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay.h.
     """
 
     def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None:
         """
-        A tree a replica, a capacity a tier. Where a tree's policy is written in Python, evict(pages, tier) evicts.
+        Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) evicts.
         """
 
     def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32]]:
         """
-        Serves requests; the blocks that each hit, [requests * tiers], and the replica that served it.
+        Serves requests. Returns the blocks that each hit, [requests * tiers], and the replica that served it.
         """
 
     def totals(self, replica: int, tier: int) -> tuple[int, int, int, int, int, list[int], list[int], list[int], list[int]]:
         """
-        Blocks hit, loaded, written, evicted and expired; of those evicted age and idle time, in accesses and in seconds: [0] counts zeros, [i] numbers in [2**(i-1), 2**i).
+        Blocks hit, loaded, written, evicted and expired; age and idle time of evicted blocks, in accesses and in seconds: [0] counts zeros, [i] counts numbers in [2**(i-1), 2**i).
         """
 
     def bytes(self) -> int:
-        """Memory held beside the trees."""
+        """Memory used in addition to the trees, in bytes."""
 
 class Optimum:
     """The offline optimum; see src/mainstem/core/csrc/optimum.h."""
@@ -399,10 +399,12 @@ class Optimum:
     def __init__(self) -> None: ...
 
     def add(self, offsets: numpy.typing.NDArray[numpy.int64], blocks: numpy.typing.NDArray[numpy.uint64]) -> None:
-        """The next requests."""
+        """Adds the next requests."""
 
     def finish(self) -> None:
-        """Those were all: `run` may be called, from several threads."""
+        """Ends the trace: `run` may be called now, from several threads."""
 
     def run(self, capacity: int) -> tuple[numpy.typing.NDArray[numpy.int32], int]:
-        """The blocks that each request hits, and how many blocks are evicted."""
+        """
+        Returns the blocks that each request hits, and the number of blocks evicted.
+        """

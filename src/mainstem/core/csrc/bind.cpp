@@ -1,4 +1,4 @@
-// The Python face of the core. Signatures are written out for the type stub; the rules are in tree.h and pool.h.
+// The Python bindings of the core. Signatures are spelled out for the type stub; tree.h and pool.h define the rules.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -21,7 +21,7 @@ using namespace nb::literals;
 namespace {
 
 constexpr std::int64_t kEverything = std::int64_t{1} << 62;
-constexpr std::size_t kLongKey = 1 << 16;  // bytes from which on hashing lets other threads run
+constexpr std::size_t kLongKey = 1 << 16;  // bytes; hashing at least this much releases the GIL
 
 Component parse_component(nb::handle row) {
   const auto kind = nb::cast<std::string>(row[0]);
@@ -43,13 +43,13 @@ nb::tuple to_tuple(const NodeStats& s) {
   return nb::make_tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
 }
 
-// Each hash is over the one before it and the tokens of its block.
+// Each hash covers the previous hash and the tokens of its block.
 nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t width, nb::handle seed) {
   const Tokens symbols(tokens, std::int64_t{1} << 31);
   symbols.check(0);
   const View key(seed);
-  if (width < 1 || width > Blake2b::kMostBytes) throw BadValue{"width", std::to_string(width), "1 to 64"};
-  if (key.bytes().size() > Blake2b::kMostBytes) throw BadValue{"seed", "longer", "at most 64 bytes"};
+  if (width < 1 || width > Blake2b::kMaxBytes) throw BadValue{"width", std::to_string(width), "1 to 64"};
+  if (key.bytes().size() > Blake2b::kMaxBytes) throw BadValue{"seed", "too long", "at most 64 bytes"};
   if (block_tokens < 1) throw BadValue{"block_tokens", "0", "1 or more"};
   const Bytes bytes = symbols.bytes();
   const std::size_t block_bytes = block_tokens * sizeof(std::uint32_t);
@@ -123,7 +123,7 @@ nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_
     if (!tree.one_id_a_page(c)) continue;
     if (spans[c].size() != pages)
       throw BadValue{"number of page ids", std::to_string(spans[c].size()),
-                     "one a whole page of the key: " + std::to_string(pages)};
+                     "one per whole page of the key: " + std::to_string(pages)};
     spans[c] = spans[c].subspan(begin);
   }
   const Tail tail{key.bytes().subspan(std::size_t{begin} * tree.page_bytes()), {spans.data(), n}};
@@ -153,7 +153,7 @@ nb::tuple counters(const Tree& tree) {
                         c.evicted_pages, c.splits, tree.size(), tree.namespace_count());
 }
 
-// Errors of the core become those of mainstem.errors.
+// Translates errors of the core into those of mainstem.errors.
 void translate(const std::exception_ptr& pending, void*) {
   try {
     std::rethrow_exception(pending);
@@ -184,11 +184,11 @@ NB_MODULE(_core, m) {
   m.doc() =
       "The core of Mainstem: the radix tree over bytes, and the page pool. Use mainstem.Tree and mainstem.PrefixCache.";
   nb::register_exception_translator(translate);
-  nb::set_leak_warnings(false);  // a tree may well be alive when the interpreter ends, on an engine's thread
+  nb::set_leak_warnings(false);  // an engine's thread may keep a tree alive when the interpreter exits
 
   m.def("encode_tokens", &encode_tokens, "tokens"_a.none(), "limit"_a,
         nb::sig("def encode_tokens(tokens: object, limit: int) -> bytes"),
-        "Token ids as little-endian 4-byte symbols. Raises BadTokens.");
+        "Encodes token ids as little-endian 4-byte symbols. Raises BadTokens.");
   m.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_tokens"_a, "width"_a, "seed"_a,
         nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
         "See mainstem.hash_blocks, which checks its arguments.");
@@ -217,16 +217,15 @@ NB_MODULE(_core, m) {
       .def("peek", &peek, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a, "most"_a = nb::none(),
            nb::sig("def peek(self, ns: bytes, tokens: object, limit: int, partial: bool, most: int | None = None) -> "
                    "tuple[int, int, int]"),
-           "Symbols that a match of the first `most` would find (-1: all but one): in whole pages, of the next page, "
-           "and "
-           "in whole pages more when every tier counts.")
+           "Symbols that a match of the first `most` symbols would find (-1: all but one): in whole pages, in the next "
+           "page, and in further whole pages when every tier counts.")
       .def("insert", &insert, "ns"_a, "tokens"_a.none(), "limit"_a, "ids"_a, "after"_a, "priority"_a, "tier"_a,
            "ready"_a, "past_flights"_a = false,
            nb::sig("def insert(self, ns: bytes, tokens: object, limit: int, ids: "
                    "collections.abc.Sequence[numpy.typing.NDArray[numpy.int32]], after: int, priority: int, "
                    "tier: int, ready: bool, past_flights: bool = False) -> "
                    "tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]"),
-           "The fields of mainstem.Inserted. Ends in front of pages in flight, or goes on behind them.")
+           "The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.")
       .def(
           "remove",
           [](Tree& t, const nb::bytes& ns, nb::handle tokens, std::int64_t limit) {
@@ -236,11 +235,11 @@ NB_MODULE(_core, m) {
           },
           "ns"_a, "tokens"_a.none(), "limit"_a,
           nb::sig("def remove(self, ns: bytes, tokens: object, limit: int) -> int"),
-          "Takes the page that a key ends in, and all that follows it, out of the tree; the number of pages.")
+          "Removes the page that a key ends in, and everything after it. Returns the number of pages removed.")
       .def(
           "evict_removed", [](Tree& t, std::uint32_t tier) { return to_list(t.evict_removed(tier)); }, "tier"_a,
           nb::sig("def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"),
-          "Ids of what was removed and is neither locked nor in flight, by component.")
+          "Evicts removed nodes that are neither locked nor in flight; their ids, by component.")
       .def("removed", &Tree::removed, "node"_a, "Whether a node was removed.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
@@ -283,7 +282,7 @@ NB_MODULE(_core, m) {
           "node"_a, "component"_a, "tier"_a, "major"_a, "minor"_a)
       .def("end", &Tree::end, "node"_a, "Pages from the root to the node's end.")
       .def("start", &Tree::start, "node"_a, "Pages from the root to the node's beginning.")
-      .def("parent", &Tree::parent, "node"_a, "The node that a node hangs below; 0: the root.")
+      .def("parent", &Tree::parent, "node"_a, "The parent of a node; 0: the root.")
       .def(
           "lacking",
           [](const Tree& t, Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) {
@@ -294,8 +293,8 @@ NB_MODULE(_core, m) {
           },
           "node"_a, "above"_a, "below"_a, "hits"_a,
           nb::sig("def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]"),
-          "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks: as far as "
-          "`below` can have them without a gap, and they have so many hits.")
+          "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks. Stops where "
+          "`below` would get a gap, or at such a node with fewer than `hits` hits.")
       .def(
           "locate",
           [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t pages) {
@@ -303,7 +302,7 @@ NB_MODULE(_core, m) {
             return t.locate(view(ns), {reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()}, pages);
           },
           "ns"_a, "key"_a, "pages"_a,
-          "The node that ends behind the first pages of a key, splitting one; 0 if the tree does not have them.")
+          "The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.")
       .def(
           "residency",
           [](const Tree& t, Handle node, std::uint32_t c, std::uint32_t tier) {
@@ -312,9 +311,9 @@ NB_MODULE(_core, m) {
           "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
       .def("hot_spans", &hot_spans, "tier"_a,
            nb::sig("def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]"),
-           "All that is present on a tier, each page once, what is hottest first: see PathSpan in tree.h.")
+           "Everything present on a tier, each page once, the hottest first; see PathSpan in tree.h.")
       .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
-           "By whose name the nearest pages above a node are in flight; 0: none are.")
+           "The node that names the transfer of the nearest pages in flight above a node; 0: none.")
       .def(
           "own_ids",
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
@@ -322,8 +321,8 @@ NB_MODULE(_core, m) {
           },
           "node"_a, "component"_a, "tier"_a,
           nb::sig("def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]"),
-          "Ids of the node alone; none where they are not present.")
-      .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() comes to first, or 0.")
+          "The node's own ids; empty unless present.")
+      .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() takes first, or 0.")
       .def(
           "path_key",
           [](const Tree& t, Handle node, std::uint32_t begin) {
@@ -331,7 +330,7 @@ NB_MODULE(_core, m) {
             return nb::make_tuple(nb::bytes(ns.data(), ns.size()), nb::bytes(key.data(), key.size()));
           },
           "node"_a, "begin"_a = 0, nb::sig("def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]"),
-          "The name of a node's namespace, and the symbols from page `begin` to its end.")
+          "The name of a node's namespace, and the symbols from page `begin` to the node's end.")
       .def(
           "ids",
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
@@ -356,7 +355,7 @@ NB_MODULE(_core, m) {
            nb::sig("def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bool, "
                    "bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]"),
            "Depth first: stats (as in waiting), parent, children, whether it was removed, key, and (residency, locks, "
-           "ids) a cell.")
+           "ids) for each cell.")
       .def(
           "counts",
           [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
@@ -364,14 +363,15 @@ NB_MODULE(_core, m) {
             return nb::make_tuple(counts.present, counts.locked, counts.in_flight);
           },
           "component"_a, "tier"_a, nb::sig("def counts(self, component: int, tier: int) -> tuple[int, int, int]"),
-          "Ids present, of these locked, and in flight.")
+          "Ids present, locked (of those present), and in flight.")
       .def("counters", &counters, nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]"),
            "match calls, queried and hit symbols, insert calls, inserted and evicted pages, splits; nodes, namespaces, "
            "bytes.")
-      .def("bytes", &Tree::bytes, "Memory held, in bytes; looks at every node.")
-      .def("check", &Tree::check, "Raises CorruptTree, naming the node and the rule.");
+      .def("bytes", &Tree::bytes, "Memory used, in bytes; reads every node.")
+      .def("check", &Tree::check, "Raises CorruptTree with the node and the broken rule.");
 
-  nb::class_<Pool>(m, "Pool", "Who owns each page: nobody (free), the tree (cached), or one lease (private).")
+  nb::class_<Pool>(m, "Pool",
+                   "Tracks the owner of each page: nobody (free), the tree (cached), or one lease (private).")
       .def(
           "__init__",
           [](Pool* self, std::int64_t pages) {
@@ -408,7 +408,7 @@ NB_MODULE(_core, m) {
       .def(
           "check",
           [](const Pool& p) {
-            if (!p.sound()) throw Corrupt{"pool: free + cached + private is every page, once"};
+            if (!p.sound()) throw Corrupt{"pool: free, cached and private pages are all pages, each once"};
           },
           "Raises CorruptTree.")
       .def_prop_ro("free", [](const Pool& p) { return p.owned(Owner::free); })

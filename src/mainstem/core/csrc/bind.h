@@ -1,4 +1,4 @@
-// What the bindings share: keys as they come from Python.
+// Shared by the bindings: keys as passed from Python.
 #pragma once
 
 #include <optional>
@@ -9,7 +9,7 @@
 
 namespace mainstem {
 
-// A key for the time of one call: token ids below `limit`, or (limit 0) symbols that are encoded and checked already.
+// A key for the duration of one call: token ids below `limit`, or (limit 0) symbols, encoded and checked already.
 class Key {
  public:
   Key(nb::handle tokens, std::int64_t limit) {

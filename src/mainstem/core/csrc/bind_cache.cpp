@@ -1,4 +1,4 @@
-// The Python face of the cache and the lease; the rules are in cache.h.
+// The Python bindings of the cache and the lease; cache.h defines the rules.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
@@ -16,7 +16,7 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr std::int64_t kMostPositions = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t kMaxPositions = std::numeric_limits<std::int32_t>::max();
 
 struct PyCache {
   PyCache(nb::object tree, nb::tuple pools, std::int64_t token_limit, bool enabled)
@@ -30,13 +30,13 @@ struct PyCache {
   }
 
   nb::object tree, pools;    // kept alive
-  nb::object evict;          // what evicts instead of the tree's own order, if anything does
-  nb::object copy_state;     // what copies a state from slot to slot, if there are states
-  std::int64_t token_limit;  // of token ids; 0: keys come as symbols
+  nb::object evict;          // evicts instead of the tree's own order, if set
+  nb::object copy_state;     // copies a state from slot to slot, if there are states
+  std::int64_t token_limit;  // limit of token ids; 0: keys are symbols
   Cache cache;
 };
 
-// A policy, and so what asks it, may refer to the cache and to leases: the collector must see the circle.
+// A policy, and so the callback that runs it, may refer to the cache and to leases: the collector must see the cycle.
 int traverse_cache(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
@@ -60,19 +60,19 @@ PyType_Slot kCacheSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse_
                              {Py_tp_clear, reinterpret_cast<void*>(&clear_cache)},
                              {0, nullptr}};
 
-// A table's memory for NumPy to look at; keeps it alive.
+// Exposes a table's memory to NumPy, and keeps it alive.
 struct Pages {
   Table::Memory memory;
   std::size_t size;
 };
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
-  if (flags & PyBUF_WRITABLE) {  // NumPy asks for that first: what it clears at once need not be put into words
+  if (flags & PyBUF_WRITABLE) {  // NumPy tries this first and clears the error: it needs no message
     PyErr_SetNone(PyExc_BufferError);
     return -1;
   }
   if (!nb::inst_ready(self)) {
-    PyErr_SetString(PyExc_BufferError, "these pages were never made");
+    PyErr_SetString(PyExc_BufferError, "this page table was not initialized");
     return -1;
   }
   const Pages& pages = *nb::inst_ptr<Pages>(self);
@@ -85,12 +85,11 @@ PyType_Slot kPagesSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buff
 class PyLease {
  public:
   PyLease(nb::handle owner, PyCache& cache, std::string_view ns, const Key& key, std::int32_t priority,
-          std::uint64_t most, bool inside)
+          std::uint64_t limit, bool inside)
       : owner_(nb::borrow(owner)),
         cache_(cache),
-        lease(cache.cache, ns, priority, key.bytes(), most, inside, [&](std::size_t from) { key.check(from); }) {}
-  // The garbage collector may do this on any thread, in the middle of anything: the pages stay where the cache finds
-  // them at its next call.
+        lease(cache.cache, ns, priority, key.bytes(), limit, inside, [&](std::size_t from) { key.check(from); }) {}
+  // The garbage collector may run this on any thread, at any point: the cache frees the pages at its next call.
   ~PyLease() {
     if (lease.closed()) return;
     nb::error_scope pending;
@@ -110,7 +109,7 @@ class PyLease {
   }
 
   nb::object page_table() { return view_of(lease.table(0), &views_[0]); }
-  // Of the window where it is not the first component.
+  // The table of the window, unless that is the first component.
   nb::object window_table() {
     for (const std::uint32_t c : cache_.cache.windows)
       if (c > 0) return view_of(lease.table(c), &views_[1]);
@@ -124,7 +123,7 @@ class PyLease {
     const std::int32_t* memory = nullptr;
     std::size_t pages = 0;
   };
-  // The same array as long as the table is the same.
+  // Returns the same array while the table is the same.
   static nb::object view_of(const Table& table, View* view) {
     if (!view->array.is_valid() || view->memory != table.memory().get() || view->pages != table.size()) {
       view->array = table.size() ? array_over(nb::cast(Pages{table.memory(), table.size()})) : to_array({});
@@ -162,15 +161,15 @@ void make_lease(PyLease* self, nb::handle owner, const nb::bytes& ns, nb::handle
                      std::min(most.value_or(length), length - 1), inside);
 }
 
-std::uint64_t position(nb::handle value, const char* name, std::uint64_t most) {
-  return static_cast<std::uint64_t>(integer(value, name, 0, static_cast<std::int64_t>(most)));
+std::uint64_t position(nb::handle value, const char* name, std::uint64_t limit) {
+  return static_cast<std::uint64_t>(integer(value, name, 0, static_cast<std::int64_t>(limit)));
 }
 
 }  // namespace
 
 void bind_cache(nb::module_& m) {
   nb::class_<PyCache>(m, "Cache", nb::type_slots(kCacheSlots),
-                      "A tree and a pool that agree; see src/mainstem/core/csrc/cache.h.")
+                      "A tree and the pools of its pages; see src/mainstem/core/csrc/cache.h.")
       .def(nb::init<nb::object, nb::tuple, std::int64_t, bool>(), "tree"_a, "pools"_a, "token_limit"_a, "enabled"_a,
            nb::sig("def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None"))
       .def(
@@ -182,7 +181,7 @@ void bind_cache(nb::module_& m) {
             };
           },
           "evict"_a, nb::sig("def evict_with(self, evict: collections.abc.Callable[[int, int], object]) -> None"),
-          "From now on evict(component, n) is asked to free about n ids of a pool, instead of the tree's own order.")
+          "Calls evict(component, n) from now on to free about n ids of a pool, instead of the tree's own order.")
       .def(
           "copy_state_with",
           [](PyCache& self, nb::callable copy) {
@@ -192,7 +191,7 @@ void bind_cache(nb::module_& m) {
             };
           },
           "copy"_a, nb::sig("def copy_state_with(self, copy: collections.abc.Callable[[int, int], object]) -> None"),
-          "From now on copy(source, target) is asked to copy states from slot to slot.")
+          "Calls copy(source, target) from now on to copy states from slot to slot.")
       .def(
           "take_back", [](PyCache& self) { self.cache.take_back(); }, "Ends leases that were dropped.")
       .def(
@@ -203,8 +202,8 @@ void bind_cache(nb::module_& m) {
                                   c.host_hit, c.checkpoints, c.checkpoints_missed);
           },
           nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]"),
-          "Open leases; positions queried, hit and hit inside pages; leases without a page for that; duplicate pages; "
-          "positions hit on the host; states published, and those for which there was no slot.")
+          "Open leases; positions queried, hit, and hit inside pages; leases that found no page for that; duplicate "
+          "pages; positions hit on the host; states published, and states without a free slot.")
       .def(
           "take_touched",
           [](PyCache& self) {
@@ -214,10 +213,10 @@ void bind_cache(nb::module_& m) {
             return handles;
           },
           nb::sig("def take_touched(self) -> list[int]"),
-          "Ends of what was matched and published since the last call, if there is more than one tier.")
+          "Ends of the prefixes matched and published since the last call, if there is more than one tier.")
       .def(
           "end_load", [](PyCache& self, std::uint64_t load) { self.cache.end_load(load); }, "load"_a,
-          "A load whose lease is closed has ended: its pages can be given back.");
+          "Ends a load whose lease is closed: its pages are freed.");
 
   nb::class_<Pages>(m, "_Pages", nb::type_slots(kPagesSlots), "The memory of a page table.");
 
@@ -235,82 +234,81 @@ void bind_cache(nb::module_& m) {
           "hit_tokens", [](const PyLease& self) { return self.lease.hit(); }, "The same in tokens of the key kind.")
       .def_prop_ro(
           "loadable", [](const PyLease& self) { return self.lease.loadable(); },
-          "Positions behind the hit that the host tier has.")
+          "Positions after the hit that the host tier has.")
       .def_prop_ro(
           "reserved", [](const PyLease& self) { return self.lease.reserved(); }, "Positions that have a page.")
       .def_prop_ro(
           "length", [](const PyLease& self) { return self.lease.length(); },
-          "Positions of the sequence: the prompt and what was appended.")
+          "Positions of the sequence: the prompt and the appended tokens.")
       .def_prop_ro(
           "published", [](const PyLease& self) { return self.lease.published(); },
           "Positions of this sequence that are known to be in the tree.")
       .def_prop_ro("page_table", &PyLease::page_table,
                    nb::sig("def page_table(self) -> numpy.typing.NDArray[numpy.int32]"),
-                   "Page ids of the sequence, int32 [pages], those of the tree first; read it again after `reserve` "
-                   "and `publish`.\n\n"
+                   "Page ids of the sequence, int32 [pages], the tree's first. Read it again after `reserve` and "
+                   "`publish`.\n\n"
                    "Raises:\n"
-                   "    LeaseClosed: the lease has ended; its pages may be others' by now.")
+                   "    LeaseClosed: the lease has ended; others may own its pages by now.")
       .def_prop_ro("window_table", &PyLease::window_table,
                    nb::sig("def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None"),
-                   "Page ids of sliding-window attention, int32 [pages], -1 behind the window, which must not be read; "
-                   "None where there is no window beside full attention. Where all layers slide, `page_table` is such "
-                   "a table.\n\n"
+                   "Page ids of sliding-window attention, int32 [pages]; -1 before the window, which must not be read. "
+                   "None if there is no window besides full attention. If all layers slide, `page_table` is such a "
+                   "table.\n\n"
                    "Raises:\n"
                    "    LeaseClosed: the lease has ended.")
       .def_prop_ro(
           "state", [](const PyLease& self) { return self.lease.state(); },
-          "The slot of the recurrent state that this sequence computes with; -1 where there are no states. Its content "
-          "is a copy of the tree's at the hit; without a hit it is garbage.\n\n"
+          "The slot of the recurrent state that this sequence computes with; -1 if there are no states. It starts as a "
+          "copy of the tree's state at the hit; without a hit it holds garbage.\n\n"
           "Raises:\n"
           "    LeaseClosed: the lease has ended.")
       .def_prop_ro(
           "reach", [](const PyLease& self) { return self.lease.reach(); },
-          "How far the first component alone was matched; where it is more than the hit, a checkpoint there pays.")
+          "Positions that the first component alone matched; if they exceed the hit, a checkpoint there pays off.")
       .def(
           "slide",
           [](PyLease& self, nb::handle begin, nb::handle end) {
             self.lease.require_open();
-            self.lease.slide(position(begin, "begin", kMostPositions), position(end, "end", kMostPositions));
+            self.lease.slide(position(begin, "begin", kMaxPositions), position(end, "end", kMaxPositions));
           },
           "begin"_a.none(), "end"_a.none(), nb::sig("def slide(self, begin: int, end: int) -> None"),
-          "Positions [begin, end) are computed next: window pages for them. Private pages behind the window of `begin` "
-          "go back. Does nothing without a window.\n\n"
+          "Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the "
+          "window of `begin`. Does nothing without a window.\n\n"
           "Raises:\n"
-          "    OutOfPages: no room for more window pages; what lay behind the window went back all the same.\n"
+          "    OutOfPages: no room for more window pages; pages before the window were freed all the same.\n"
           "    BadArgument: end is beyond what is reserved, or begin beyond what has window pages.\n"
           "    LeaseClosed: the lease has ended.")
       .def(
           "checkpoint",
           [](PyLease& self, nb::handle at, bool room) {
             self.lease.require_open();
-            return self.lease.checkpoint(position(at, "position", kMostPositions), room);
+            return self.lease.checkpoint(position(at, "position", kMaxPositions), room);
           },
           "position"_a.none(), "room"_a = true,
           nb::sig("def checkpoint(self, position: int, room: bool = True) -> bool"),
-          "The state of this sequence stands at `position`: a copy of it becomes visible to others when the pages up "
-          "to "
-          "there are published. A copy that was not published is replaced.\n\n"
+          "Copies the state of this sequence, which is at `position`. Others see the copy once the pages up to there "
+          "are published. Replaces a copy that was not published.\n\n"
           "Args:\n"
           "    position: a page boundary, not before what is published.\n"
-          "    room: evict another state where no slot is free.\n\n"
+          "    room: evict another state if no slot is free.\n\n"
           "Returns whether there was a slot for it.\n\n"
           "Raises:\n"
-          "    BadArgument: no page boundary, before what is published, or beyond what is reserved.\n"
+          "    BadArgument: not a page boundary, before what is published, or beyond what is reserved.\n"
           "    LeaseClosed: the lease has ended.")
       .def(
           "reserve",
           [](PyLease& self, nb::handle n) {
             self.lease.require_open();
-            self.lease.reserve(position(n, "n", kMostPositions));
+            self.lease.reserve(position(n, "n", kMaxPositions));
           },
           "n"_a.none(), nb::sig("def reserve(self, n: int) -> None"),
-          "Pages for n positions more; evicts what it must. Those of a sliding window come with `slide`.\n\n"
+          "Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window.\n\n"
           "Raises:\n"
           "    OutOfPages: no room; nothing was changed.\n"
           "    BadArgument: n is negative.\n"
           "    LeaseClosed: the lease has ended.")
       .def("append", &PyLease::append, "tokens"_a.none(), nb::sig("def append(self, tokens: object) -> None"),
-           "Decoded tokens join the sequence. O(1) a token.\n\n"
+           "Appends decoded tokens to the sequence. O(1) per token.\n\n"
            "Raises:\n"
            "    BadTokens: a token is out of range; nothing was appended.\n"
            "    LeaseClosed: the lease has ended.")
@@ -321,10 +319,10 @@ void bind_cache(nb::module_& m) {
             self.lease.publish(position(upto, "upto", self.lease.publishable()));
           },
           "upto"_a.none(), nb::sig("def publish(self, upto: int) -> None"),
-          "Positions [0, upto) are computed: their whole pages become visible to others now.\n\n"
-          "Pages that another lease published first go back to the pool, and `page_table` names the tree's instead. "
-          "The cost grows with what is new, not with the prefix; only where another lease was first is the table "
-          "copied, so that views of it keep what they showed.\n\n"
+          "Publishes the whole pages of positions [0, upto), which are computed: others can find them now.\n\n"
+          "Pages that another lease published first are freed, and `page_table` names the tree's instead. The cost "
+          "grows with the new pages, not with the prefix. Only if another lease was first is the table copied, so that "
+          "views of it do not change.\n\n"
           "Raises:\n"
           "    BadArgument: upto is beyond what is reserved, or beyond the sequence.\n"
           "    LeaseClosed: the lease has ended.")
@@ -338,15 +336,15 @@ void bind_cache(nb::module_& m) {
               self.lease.finish(position(upto, "upto", self.lease.publishable()));
           },
           "upto"_a = nb::none(), nb::sig("def finish(self, upto: int | None = None) -> None"),
-          "Publishes [0, upto), unlocks, and gives every private page back. A second call does nothing.\n\n"
+          "Publishes [0, upto), unlocks, and frees every private page. A second call does nothing.\n\n"
           "Args:\n"
-          "    upto: positions whose KV is computed. None: all that are reserved, less the last one if tokens were "
-          "appended, since no forward has computed the KV of a token that was only just sampled.\n\n"
+          "    upto: positions whose KV is computed. None: all reserved positions, less the last one if tokens were "
+          "appended, since no forward has computed the KV of a token that was just sampled.\n\n"
           "Raises:\n"
           "    BadArgument: see `publish`; the lease stays open.")
       .def(
           "abort", [](PyLease& self) { self.lease.abort(); },
-          "Unlocks and gives every private page back; what was published stays. A second call does nothing.")
+          "Unlocks and frees every private page; published pages stay. A second call does nothing.")
       .def(
           "begin_copy",
           [](PyLease& self) -> std::optional<std::tuple<std::int32_t, std::int32_t, std::uint32_t>> {
@@ -354,10 +352,10 @@ void bind_cache(nb::module_& m) {
             if (!copy) return {};
             return std::tuple(copy->source, copy->target, copy->positions);
           },
-          "Source page, target page and positions of a copy that would lengthen the hit; for `PrefixCache`.")
+          "Source page, target page and positions of a copy that would extend the hit; for `PrefixCache`.")
       .def(
           "end_copy", [](PyLease& self, bool copied) { self.lease.end_copy(copied); }, "copied"_a,
-          "Ends what `begin_copy` began.")
+          "Ends the copy that `begin_copy` started.")
       .def(
           "begin_load",
           [](PyLease& self) {
@@ -369,11 +367,11 @@ void bind_cache(nb::module_& m) {
           },
           nb::sig("def begin_load(self) -> tuple[int, list[tuple[numpy.typing.NDArray[numpy.int32], "
                   "numpy.typing.NDArray[numpy.int32]]]]"),
-          "A number for the load, and of each component the host's ids and the private ones that they are to be copied "
-          "to; for the tiers.")
+          "The number of the load, and for each component the host's ids and the private ids to copy them to; for the "
+          "tiers.")
       .def(
           "end_load", [](PyLease& self, bool arrived) { self.lease.end_load(arrived); }, "arrived"_a,
-          "Ends what `begin_load` began; what arrived is part of the hit now, and published.")
+          "Ends the load that `begin_load` started; if it arrived, publishes it and adds it to the hit.")
       .def_prop_ro(
           "closed", [](const PyLease& self) { return self.lease.closed(); }, "Whether the lease has ended.")
       .def(

@@ -1,4 +1,4 @@
-// The Python face of copy.h: two-dimensional arrays of bytes, and ids of their rows.
+// The Python bindings of copy.h: two-dimensional byte arrays, and ids of their rows.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -29,9 +29,9 @@ void copy(const Table& target, nb::handle targets, const Table& source, nb::hand
   const View to(targets), from(sources);
   const Rows written = rows_of(target, "target"), read = rows_of(source, "source");
   if (target.shape(1) != source.shape(1))
-    throw BadValue{"bytes a row", std::to_string(source.shape(1)), "the target's " + std::to_string(target.shape(1))};
+    throw BadValue{"bytes per row", std::to_string(source.shape(1)), "the target's " + std::to_string(target.shape(1))};
   if (to.ids().size() != from.ids().size())
-    throw BadValue{"sources", std::to_string(from.ids().size()), "one a target: " + std::to_string(to.ids().size())};
+    throw BadValue{"sources", std::to_string(from.ids().size()), "one per target: " + std::to_string(to.ids().size())};
   check_ids(to.ids(), target, "targets");
   check_ids(from.ids(), source, "sources");
   const nb::gil_scoped_release unlocked;
@@ -45,7 +45,7 @@ void bind_copy(nb::module_& m) {
         nb::sig("def copy_rows(target: numpy.typing.NDArray[numpy.uint8], targets: numpy.typing.NDArray[numpy.int32], "
                 "source: numpy.typing.NDArray[numpy.uint8], sources: numpy.typing.NDArray[numpy.int32]) -> None"),
         "Copies row sources[i] of `source` to row targets[i] of `target`, both [rows, bytes], without the GIL.\n\n"
-        "No row may be written twice in a call, or read and written. Raises BadArgument.");
+        "In one call, no row may be written twice, or both read and written. Raises BadArgument.");
 }
 
 }  // namespace mainstem

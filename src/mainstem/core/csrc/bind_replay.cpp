@@ -1,5 +1,5 @@
-// The Python face of replay.h and optimum.h: columns of requests as arrays. A batch runs without the GIL; only policies
-// written in Python take it, to be asked what to evict.
+// The Python bindings of replay.h and optimum.h: columns of requests as arrays. A batch runs without the GIL; only
+// policies written in Python take it, to choose what to evict.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -25,14 +25,14 @@ std::span<const T> column(const View& view, const char* name) {
   return {reinterpret_cast<const T*>(bytes.data()), bytes.size() / sizeof(T)};
 }
 
-// Requests of a trace: blocks [offsets[i], offsets[i + 1]) are request i's.
+// Requests of a trace: request i has blocks [offsets[i], offsets[i + 1]).
 struct Requests {
   Requests(const View& offset_view, const View& block_view)
       : offsets(column<std::uint64_t>(offset_view, "offsets")), blocks(column<std::uint64_t>(block_view, "blocks")) {
-    require(!offsets.empty() && offsets.front() == 0, "offsets", offsets.size(), "beginning with 0");
+    require(!offsets.empty() && offsets.front() == 0, "offsets", offsets.size(), "starting with 0");
     for (std::size_t i = 1; i < offsets.size(); ++i)
       require(offsets[i - 1] <= offsets[i] && offsets[i] - offsets[i - 1] < (1u << 28), "offsets", offsets[i],
-              "never falling, and below 2**28 blocks a request");
+              "non-decreasing, with fewer than 2**28 blocks per request");
     require(offsets.back() == blocks.size(), "offsets", offsets.back(), "ending with the number of blocks");
   }
   std::size_t size() const { return offsets.size() - 1; }
@@ -73,8 +73,8 @@ class PyReplay {
     const Requests requests(offset_view, block_view);
     const auto at_s = column<double>(time_view, "times");
     const auto lengths = column<std::int64_t>(token_view, "tokens");
-    require(at_s.size() == requests.size(), "times", at_s.size(), "one a request");
-    require(lengths.size() == requests.size(), "tokens", lengths.size(), "one a request");
+    require(at_s.size() == requests.size(), "times", at_s.size(), "one per request");
+    require(lengths.size() == requests.size(), "tokens", lengths.size(), "one per request");
     const std::size_t tiers = replay_.replicas().front().tiers();
     std::int32_t *hits = nullptr, *replicas = nullptr;
     nb::object hit_ids = new_ids(requests.size() * tiers, &hits);
@@ -90,9 +90,9 @@ class PyReplay {
   }
 
   nb::tuple totals(std::size_t replica, std::uint32_t tier) const {
-    require(replica < replay_.replicas().size(), "replica", replica, "one of those there are");
+    require(replica < replay_.replicas().size(), "replica", replica, "the index of a replica");
     const Replica& one = replay_.replicas()[replica];
-    require(tier < one.tiers(), "tier", tier, "one of those there are");
+    require(tier < one.tiers(), "tier", tier, "the index of a tier");
     const TierTotals& t = one.totals(tier);
     return nb::make_tuple(t.hits, t.loaded, t.written, t.evicted, t.expired, to_list(t.age), to_list(t.idle),
                           to_list(t.age_s), to_list(t.idle_s));
@@ -162,39 +162,39 @@ nb::tuple run(const Optimum& optimum, std::uint64_t capacity) {
 
 void bind_replay(nb::module_& m) {
   nb::class_<PyReplay>(m, "Replay",
-                       "Serves the requests of a trace by real trees, which are its own from then on; see "
+                       "Serves the requests of a trace with real trees, which nothing else may use from then on; see "
                        "src/mainstem/core/csrc/replay.h.")
-      .def(
-          nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence>(),
-          "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a,
-          nb::sig("def __init__(self, trees: collections.abc.Sequence[Tree], capacities: "
-                  "collections.abc.Sequence[int], ttl_s: float, routing: str, evictions: "
-                  "collections.abc.Sequence[collections.abc.Callable[[int, int], "
-                  "list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None"),
-          "A tree a replica, a capacity a tier. Where a tree's policy is written in Python, evict(pages, tier) evicts.")
+      .def(nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence>(),
+           "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a,
+           nb::sig("def __init__(self, trees: collections.abc.Sequence[Tree], capacities: "
+                   "collections.abc.Sequence[int], ttl_s: float, routing: str, evictions: "
+                   "collections.abc.Sequence[collections.abc.Callable[[int, int], "
+                   "list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None"),
+           "Takes one tree per replica and one capacity per tier. For policies written in Python, evict(pages, tier) "
+           "evicts.")
       .def("feed", &PyReplay::feed, "times_s"_a, "tokens"_a, "offsets"_a, "blocks"_a,
            nb::sig("def feed(self, times_s: numpy.typing.NDArray[numpy.float64], tokens: "
                    "numpy.typing.NDArray[numpy.int64], offsets: numpy.typing.NDArray[numpy.int64], blocks: "
                    "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], "
                    "numpy.typing.NDArray[numpy.int32]]"),
-           "Serves requests; the blocks that each hit, [requests * tiers], and the replica that served it.")
+           "Serves requests. Returns the blocks that each hit, [requests * tiers], and the replica that served it.")
       .def("totals", &PyReplay::totals, "replica"_a, "tier"_a,
            nb::sig("def totals(self, replica: int, tier: int) -> tuple[int, int, int, int, int, list[int], list[int], "
                    "list[int], list[int]]"),
-           "Blocks hit, loaded, written, evicted and expired; of those evicted age and idle time, in accesses and in "
-           "seconds: [0] counts zeros, [i] numbers in [2**(i-1), 2**i).")
-      .def("bytes", &PyReplay::bytes, "Memory held beside the trees.");
+           "Blocks hit, loaded, written, evicted and expired; age and idle time of evicted blocks, in accesses and in "
+           "seconds: [0] counts zeros, [i] counts numbers in [2**(i-1), 2**i).")
+      .def("bytes", &PyReplay::bytes, "Memory used in addition to the trees, in bytes.");
 
   nb::class_<Optimum>(m, "Optimum", "The offline optimum; see src/mainstem/core/csrc/optimum.h.")
       .def(nb::init<>())
       .def("add", &add, "offsets"_a, "blocks"_a,
            nb::sig("def add(self, offsets: numpy.typing.NDArray[numpy.int64], blocks: "
                    "numpy.typing.NDArray[numpy.uint64]) -> None"),
-           "The next requests.")
-      .def("finish", &Optimum::finish, "Those were all: `run` may be called, from several threads.")
+           "Adds the next requests.")
+      .def("finish", &Optimum::finish, "Ends the trace: `run` may be called now, from several threads.")
       .def("run", &run, "capacity"_a,
            nb::sig("def run(self, capacity: int) -> tuple[numpy.typing.NDArray[numpy.int32], int]"),
-           "The blocks that each request hits, and how many blocks are evicted.");
+           "Returns the blocks that each request hits, and the number of blocks evicted.");
 }
 
 }  // namespace mainstem

@@ -1,4 +1,4 @@
-// BLAKE2b, as RFC 7693 has it: digests of up to 64 bytes, keyed or not, sequential.
+// BLAKE2b (RFC 7693): digests of up to 64 bytes, keyed or not, sequential.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace mainstem {
 
-// A hasher may be copied at any time: what is hashed into the copy leaves the original as it was.
+// A hasher may be copied at any time: updates of the copy do not change the original.
 class Blake2b {
  public:
-  static constexpr std::size_t kMostBytes = 64;  // of a digest, and of a key
+  static constexpr std::size_t kMaxBytes = 64;  // of a digest, and of a key
 
   Blake2b(std::size_t digest_bytes, std::span<const std::uint8_t> key) : digest_bytes_(digest_bytes), state_(kIv) {
     state_[0] ^= 0x01010000u ^ key.size() << 8 ^ digest_bytes;
@@ -25,7 +25,7 @@ class Blake2b {
 
   void update(std::span<const std::uint8_t> data) {
     while (!data.empty()) {
-      if (filled_ == kBlock) compress(false);  // only now: the last block is marked as such
+      if (filled_ == kBlock) compress(false);  // delayed until now: the last block is flagged as such
       const std::size_t n = std::min(kBlock - filled_, data.size());
       std::memcpy(block_.data() + filled_, data.data(), n);
       filled_ += n;
@@ -33,7 +33,7 @@ class Blake2b {
     }
   }
 
-  // Writes `digest_bytes`; once.
+  // Writes `digest_bytes`. Call it once.
   void finish(std::uint8_t* digest) {
     std::fill(block_.begin() + static_cast<std::ptrdiff_t>(filled_), block_.end(), std::uint8_t{0});
     compress(true);

@@ -28,7 +28,7 @@ void Tree::check_tail(const Tail& tail, std::uint32_t pages) const {
   for (std::size_t c = 0; c < rows_.size(); ++c) {
     IdSpan ids = tail.ids[c];
     if (rows_[c].per_page() && ids.size() != pages)
-      throw BadValue{"number of page ids", std::to_string(ids.size()), "one a whole page: " + std::to_string(pages)};
+      throw BadValue{"number of page ids", std::to_string(ids.size()), "one per whole page: " + std::to_string(pages)};
     if (!rows_[c].per_page() && ids.size() > 1)
       throw BadValue{"number of state ids", std::to_string(ids.size()), "0 or 1"};
     if (rows_[c].begins_late()) ids = ids.subspan(first_id(ids, 0));

@@ -155,8 +155,9 @@ std::vector<Index> Tree::inserted_after(Index node, std::uint32_t tier) const {
     for (Index child = nodes_[at].first_child; child != kNone; child = nodes_[child].next)
       if (child != from && !nodes_[at].removed && !cell(child, s).absent()) {
         if (!subtree_only_on(child, tier))
-          throw BadValue{"node", std::to_string(handle(node)),
-                         "cancelled only after what follows it on this tier and on another was cancelled or removed"};
+          throw BadValue{
+              "node", std::to_string(handle(node)),
+              "cancelled only after nodes that follow it, here and on another tier, are cancelled or removed"};
         found.push_back(child);
       }
   return found;
