@@ -1,4 +1,4 @@
-// Rows of bytes copied by their numbers, between tables whose rows lie a stride apart. Knows nothing of what they hold.
+// Copies rows of bytes by index, between tables whose rows are a stride apart, whatever the rows hold.
 //
 //   source  |row 0|..|row 1|..|row 2|..      row from[i]
 //                                               |
@@ -24,16 +24,16 @@ struct Rows {
   std::uint8_t* operator[](std::int32_t row) const { return first + row * stride; }
 };
 
-// Rows that are shorter than this, or few, gain nothing from going past the caches.
+// Shorter or fewer rows gain nothing from bypassing the caches.
 inline constexpr std::size_t kStreamedRow = 2048;
 inline constexpr std::size_t kStreamedTotal = std::size_t{1} << 20;
 
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kLanes = 4;
-inline constexpr std::size_t kBurst = 6 * kLine;   // of a lane before the next one has its turn
-inline constexpr std::size_t kAhead = 24 * kLine;  // fetched before it is read
+inline constexpr std::size_t kBurst = 6 * kLine;   // copied from one lane before the next one's turn
+inline constexpr std::size_t kAhead = 24 * kLine;  // prefetch distance
 
-// A line past the caches, to an address that 16 divides.
+// Copies a line past the caches, to an address that is a multiple of 16.
 inline void stream_line(std::uint8_t* to, const std::uint8_t* from) {
 #ifdef __SSE2__
   for (std::size_t at = 0; at < kLine; at += 16)
@@ -43,16 +43,16 @@ inline void stream_line(std::uint8_t* to, const std::uint8_t* from) {
 #endif
 }
 
-// What was streamed is there before anybody is told so.
+// Makes streamed data visible before anything that follows.
 inline void end_streams() {
 #ifdef __SSE2__
   _mm_sfence();
 #endif
 }
 
-// The first four of the rows in turns, as memcpy does it with the parts of one long block. A row alone ends before the
-// memory's own prefetching has found it, so each lane fetches on into the row that it has next; and a line that is
-// written through the caches would be read first.
+// Copies the first four rows in turns, as memcpy does with the parts of one long block. A single row ends before the
+// hardware prefetcher detects it, so each lane prefetches into its next row. A line written through the caches would be
+// read first.
 inline void stream_rows(const Rows& target, std::span<const std::int32_t> to, const Rows& source,
                         std::span<const std::int32_t> from, std::size_t bytes) {
   const std::size_t lines = bytes / kLine * kLine;
@@ -76,7 +76,7 @@ inline bool worth_streams(const Rows& target, std::size_t rows, std::size_t byte
   return misaligned % 16 == 0 && bytes >= kStreamedRow && rows * bytes >= kStreamedTotal;
 }
 
-// How many rows from `at` on lie behind each other on both sides, and so are one block.
+// Returns how many rows from `at` on are contiguous on both sides.
 inline std::size_t run_length(std::span<const std::int32_t> to, std::span<const std::int32_t> from, std::size_t at) {
   std::size_t end = at + 1;
   while (end < to.size() && to[end] == to[end - 1] + 1 && from[end] == from[end - 1] + 1)
@@ -84,7 +84,7 @@ inline std::size_t run_length(std::span<const std::int32_t> to, std::span<const 
   return end - at;
 }
 
-// Copies row from[i] of `source` to row to[i] of `target`, `bytes` each; no two rows of both may overlap.
+// Copies row from[i] of `source` to row to[i] of `target`, `bytes` each. No two of all these rows may overlap.
 inline void copy_rows(const Rows& target, std::span<const std::int32_t> to, const Rows& source,
                       std::span<const std::int32_t> from, std::size_t bytes) {
   const bool dense = target.stride == source.stride && target.stride == static_cast<std::ptrdiff_t>(bytes);

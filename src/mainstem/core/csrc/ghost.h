@@ -1,5 +1,5 @@
-// Ghost: pages that were evicted, by their identities, in the order in which they went; each with a number. It holds a
-// bounded number of them, 36 to 72 bytes each, and what it has no memory for it forgets.
+// Ghost: evicted pages by identity, in order of eviction, each with a number. It holds a bounded number of pages, 36 to
+// 72 bytes each, and forgets what it has no memory for.
 #pragma once
 
 #include <cstdint>
@@ -11,75 +11,75 @@ namespace mainstem {
 class Ghost {
  public:
   std::size_t size() const { return size_; }
-  bool contains(std::uint64_t page) const { return find(page) != kNobody; }
+  bool contains(std::uint64_t page) const { return find(page) != kNowhere; }
   std::size_t bytes() const { return entries_.capacity() * sizeof(Entry) + table_.capacity() * sizeof(std::uint32_t); }
 
-  // The newest now. Drops the oldest ones until there are at most `most`.
-  void add(std::uint64_t page, std::size_t most, std::uint64_t note = 0) noexcept {
+  // Adds a page as the newest. Drops the oldest ones until there are at most `limit`.
+  void add(std::uint64_t page, std::size_t limit, std::uint64_t note = 0) noexcept {
     remove(page);
-    bound(most ? most - 1 : 0);
-    if (most == 0) return;
+    bound(limit ? limit - 1 : 0);
+    if (limit == 0) return;
     const std::uint32_t at = room();
-    if (at == kNobody) return;
+    if (at == kNowhere) return;
     std::uint32_t& head = bucket(page);
-    entries_[at] = {page, note, head, kNobody, newest_};
+    entries_[at] = {page, note, head, kNowhere, newest_};
     head = at;
-    (newest_ == kNobody ? oldest_ : entries_[newest_].newer) = at;
+    (newest_ == kNowhere ? oldest_ : entries_[newest_].newer) = at;
     newest_ = at;
     ++size_;
   }
 
-  // Takes a page out; whether it was there, and its number.
+  // Removes a page. Returns whether it was present, and sets `note` to its number.
   bool remove(std::uint64_t page, std::uint64_t* note = nullptr) noexcept {
     const std::uint32_t at = find(page);
-    if (at == kNobody) return false;
+    if (at == kNowhere) return false;
     Entry& entry = entries_[at];
     if (note) *note = entry.note;
     std::uint32_t* link = &bucket(page);
     while (*link != at)
       link = &entries_[*link].next;
     *link = entry.next;
-    (entry.older == kNobody ? oldest_ : entries_[entry.older].newer) = entry.newer;
-    (entry.newer == kNobody ? newest_ : entries_[entry.newer].older) = entry.older;
+    (entry.older == kNowhere ? oldest_ : entries_[entry.older].newer) = entry.newer;
+    (entry.newer == kNowhere ? newest_ : entries_[entry.newer].older) = entry.older;
     entry.next = free_;
     free_ = at;
     --size_;
     return true;
   }
 
-  void bound(std::size_t most) noexcept {
-    if (most == 0 && size_) *this = Ghost{};
-    while (size_ > most)
+  void bound(std::size_t limit) noexcept {
+    if (limit == 0 && size_) *this = Ghost{};
+    while (size_ > limit)
       remove(entries_[oldest_].page);
   }
 
  private:
-  static constexpr std::uint32_t kNobody = ~std::uint32_t{0};
+  static constexpr std::uint32_t kNowhere = ~std::uint32_t{0};
   struct Entry {
     std::uint64_t page = 0, note = 0;
-    std::uint32_t next = kNobody;  // in its bucket, or of the free ones
-    std::uint32_t newer = kNobody, older = kNobody;
+    std::uint32_t next = kNowhere;  // in its bucket, or the next free one
+    std::uint32_t newer = kNowhere, older = kNowhere;
   };
 
   std::uint32_t& bucket(std::uint64_t page) { return table_[page * 0x9E3779B97F4A7C15ull >> shift_]; }
   std::uint32_t find(std::uint64_t page) const {
-    if (table_.empty()) return kNobody;
+    if (table_.empty()) return kNowhere;
     std::uint32_t at = table_[page * 0x9E3779B97F4A7C15ull >> shift_];
-    while (at != kNobody && entries_[at].page != page)
+    while (at != kNowhere && entries_[at].page != page)
       at = entries_[at].next;
     return at;
   }
   std::uint32_t room() noexcept {
-    if (free_ == kNobody && !grow()) return kNobody;
+    if (free_ == kNowhere && !grow()) return kNowhere;
     const std::uint32_t at = free_;
     free_ = entries_[at].next;
     return at;
   }
-  // Makes one entry more, and the table larger when there are as many as buckets.
+  // Adds an entry, and enlarges the table when there are as many entries as buckets.
   bool grow() noexcept {
     try {
       if (entries_.size() == table_.size()) {
-        std::vector<std::uint32_t> table(table_.empty() ? 16 : table_.size() * 2, kNobody);
+        std::vector<std::uint32_t> table(table_.empty() ? 16 : table_.size() * 2, kNowhere);
         entries_.reserve(table.size());
         table_.swap(table);
         shift_ = 64 - __builtin_ctzll(table_.size());
@@ -100,7 +100,7 @@ class Ghost {
   std::vector<Entry> entries_;
   std::vector<std::uint32_t> table_;  // the first entry of each bucket
   int shift_ = 64;
-  std::uint32_t free_ = kNobody, oldest_ = kNobody, newest_ = kNobody;
+  std::uint32_t free_ = kNowhere, oldest_ = kNowhere, newest_ = kNowhere;
   std::size_t size_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// Identity: the name of a page that outlives it: 64 bits of everything from the root to its end. A node keeps the name
-// of its last page; from there a name can be taken back page by page, so nodes need not keep one a page.
+// Identity: a name of a page that outlives it: a 64-bit hash of everything from the root to its end. A node keeps the
+// name of its last page. From it, earlier names can be computed page by page, so nodes need not keep one per page.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 namespace mainstem {
 
 // A polynomial over mixed pages, modulo 2**64; the factor is odd, so it has an inverse. No seed: the same calls must
-// give the same evictions. Who makes names collide can only make a policy remember wrongly.
+// give the same evictions. Colliding names can only make a policy remember wrongly.
 struct Identity {
   static constexpr std::uint64_t kFactor = 0xD1342543DE82EF95ull;
   static constexpr std::uint64_t inverse() {
-    std::uint64_t x = kFactor;  // right in 3 bits; each step doubles them (Newton)
+    std::uint64_t x = kFactor;  // correct in 3 bits; each step doubles that (Newton)
     for (int i = 0; i < 5; ++i)
       x *= 2 - kFactor * x;
     return x;
@@ -29,7 +29,7 @@ struct Identity {
     return mixed ^ mixed >> 29;
   }
 
-  // The name of a page, from that of the one before it, and back.
+  // The name of a page from the name of the one before it, and back.
   static std::uint64_t after(std::uint64_t before, const std::uint8_t* page, std::size_t bytes) {
     return before * kFactor + mix(page, bytes);
   }

@@ -1,6 +1,6 @@
-// Array: a vector of what may be moved as plain bytes. Long ones, which are read at random, lie in large pages where
-// the system gives any, so that fewer of their addresses must be looked up in memory. On Linux they grow without a
-// copy: their pages get new addresses, so that they need little room to spare, and never twice the memory on the way.
+// Array: a vector of elements that can be moved as plain bytes. Long arrays, which are read at random, use large pages
+// where the system provides them, to save TLB misses. On Linux they grow without a copy: their pages get new addresses,
+// so they need little spare room, and never twice the memory while they grow.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace mainstem {
 
-// What a block of malloc takes, with glibc's header and granularity; others are alike.
+// The memory that malloc uses, with glibc's header and granularity; other allocators are similar.
 inline std::size_t block_bytes(std::size_t bytes) {
   return bytes ? std::max<std::size_t>(32, (bytes + 8 + 15) / 16 * 16) : 0;
 }
@@ -25,11 +25,11 @@ inline std::size_t block_bytes(std::size_t bytes) {
 namespace memory {
 
 #ifdef __linux__
-inline constexpr std::size_t kSpare = 32;                         // room for one part in so many more
+inline constexpr std::size_t kSpare = 32;                         // spare room: one part in this many
 inline constexpr std::size_t kLargePage = std::size_t{2} << 20;   // bytes
-inline constexpr std::size_t kMany = 4 * kLargePage;              // below this they are not worth it
-inline constexpr std::size_t kLong = kLargePage / 2;              // below this memory is malloc's
-inline constexpr std::size_t kSmallPage = std::size_t{64} << 10;  // of any system a whole number of pages
+inline constexpr std::size_t kMany = 4 * kLargePage;              // below this, large pages are not worth it
+inline constexpr std::size_t kLong = kLargePage / 2;              // below this, memory comes from malloc
+inline constexpr std::size_t kSmallPage = std::size_t{64} << 10;  // a whole number of pages on any system
 
 inline std::size_t rounded(std::size_t bytes) {
   return (bytes + kSmallPage - 1) / kSmallPage * kSmallPage;
@@ -39,7 +39,7 @@ inline char* granted(void* memory) {
   if (memory == MAP_FAILED) throw std::bad_alloc();
   return static_cast<char*>(memory);
 }
-// Addresses at the beginning of a large page.
+// Maps addresses that start at a large page.
 inline char* map(std::size_t bytes, int protection) {
   const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   char* const begin = granted(mmap(nullptr, bytes + kLargePage, protection, kind, -1, 0));
@@ -51,7 +51,7 @@ inline char* map(std::size_t bytes, int protection) {
 inline void* allocate(std::size_t bytes) {
   if (bytes < kLong) return std::malloc(bytes);
   void* const memory = map(rounded(bytes), PROT_READ | PROT_WRITE);
-  if (bytes >= kMany) madvise(memory, rounded(bytes), MADV_HUGEPAGE);  // refused, it changes nothing
+  if (bytes >= kMany) madvise(memory, rounded(bytes), MADV_HUGEPAGE);  // a failure is harmless
   return memory;
 }
 inline void release(void* memory, std::size_t bytes) noexcept {
@@ -60,7 +60,7 @@ inline void release(void* memory, std::size_t bytes) noexcept {
   else
     munmap(memory, rounded(bytes));
 }
-// Long memory, made longer. Where that fails, the addresses may be another thread's by now: they are left alone.
+// Extends long memory. If that fails, does not unmap `place`: another thread may have it by now.
 inline void* stretch(void* memory, std::size_t bytes, std::size_t more) {
   char* const place = map(rounded(more), PROT_NONE);
   granted(mremap(memory, rounded(bytes), rounded(more), MREMAP_MAYMOVE | MREMAP_FIXED, place));
@@ -78,7 +78,7 @@ inline void release(void* memory, std::size_t) noexcept {
 }
 #endif
 
-// Of memory with so many bytes, memory with more that begins alike.
+// Enlarges memory from `bytes` to `more` bytes and keeps its contents.
 inline void* grow(void* memory, std::size_t bytes, std::size_t more) {
 #ifdef __linux__
   if (bytes >= kLong) return stretch(memory, bytes, more);
@@ -92,7 +92,7 @@ inline void* grow(void* memory, std::size_t bytes, std::size_t more) {
 
 }  // namespace memory
 
-// How much room to make where so much is needed: what is short is copied when it grows.
+// Returns the capacity to allocate for `needed` elements: short arrays are copied when they grow.
 inline std::size_t with_spare(std::size_t needed) {
   return needed + needed / (needed < (1u << 12) ? 2 : needed < (1u << 16) ? 4 : memory::kSpare);
 }

@@ -11,7 +11,7 @@ namespace mainstem {
 
 namespace {
 
-// The blocks that are cached now. Of two leaves the one that is used again later goes first.
+// The cached blocks. Of two leaves the one whose next use is later is evicted first.
 class Cached {
  public:
   explicit Cached(std::size_t nodes, const std::vector<Index>& parents)
@@ -22,7 +22,7 @@ class Cached {
   bool has(Index node) const { return held_[node]; }
   std::size_t size() const { return size_; }
 
-  // A path is cached, and used again at these times; only its last block can be a leaf.
+  // Caches a path whose blocks are used again at these times; only its last block can be a leaf.
   void use(std::span<const Index> path, std::span<const std::uint32_t> next_uses) {
     for (std::size_t i = 0; i < path.size(); ++i) {
       uses_[path[i]] = next_uses[i];

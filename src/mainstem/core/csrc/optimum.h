@@ -1,9 +1,9 @@
-// Optimum: what the best policy that knows the future would hit, with eviction of leaves only.
+// Optimum: the hits of the best policy that knows the future and evicts leaves only.
 //
-// Belady (A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966): evict what
-// is used again latest. A block is used whenever a block below it is, so the latest can always be taken to be a leaf,
-// and the rule stays optimal for blocks of one size. All of a request's blocks are looked up, then those it lacked are
-// stored, then the cache is trimmed to its capacity, as in Replica.
+// Belady (A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966): evict the
+// block whose next use is latest. A block is used whenever a block below it is, so a latest block that is a leaf always
+// exists, and the rule stays optimal for blocks of one size. As in Replica, a request looks up all its blocks, then
+// stores the missing ones, then the cache is trimmed to its capacity.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ class Optimum {
   Optimum();
 
   void add(std::span<const std::uint64_t> blocks);  // the next request
-  void finish();                                    // that was the last one
-  // The blocks that each request hits at this capacity go to `hits`; how many blocks were evicted.
+  void finish();                                    // no more requests
+  // Writes the blocks that each request hits at this capacity to `hits`. Returns how many blocks were evicted.
   std::uint64_t run(std::uint64_t capacity, std::int32_t* hits) const;
 
   std::size_t requests() const { return ends_.size(); }
@@ -35,10 +35,10 @@ class Optimum {
   void grow();
   std::span<const Index> path(std::size_t request) const;
 
-  std::vector<Index> accesses_;  // of all requests, one after another: nodes of the tree of all blocks
+  std::vector<Index> accesses_;  // of all requests in order: nodes of the tree of all blocks
   std::vector<std::size_t> ends_;
-  std::vector<std::uint32_t> next_uses_;  // of each access: the next request with this node
-  // By node; 0 is the root. The table finds the child of a node that has a block.
+  std::vector<std::uint32_t> next_uses_;  // for each access: the next request with this node
+  // By node; 0 is the root. The table finds the child of a node by its block.
   std::vector<Index> parents_;
   std::vector<std::uint64_t> blocks_;
   Array<Index> table_;

@@ -8,7 +8,7 @@
 
 namespace mainstem {
 
-static_assert(std::endian::native == std::endian::little, "symbols are read where they lie, as little endian");
+static_assert(std::endian::native == std::endian::little, "symbols are read in place, as little endian");
 
 namespace {
 
@@ -23,7 +23,7 @@ std::string name_of_type(nb::handle object) {
   return nb::cast<std::string>(nb::str(nb::type_name(object.type())));
 }
 
-// What is shown of a value that is refused, whatever it is.
+// Returns a description of a rejected value of any type.
 std::string repr(PyObject* object) {
   const nb::object text = nb::steal(PyObject_Repr(object));
   if (text.is_valid()) return nb::cast<std::string>(text);
@@ -41,8 +41,8 @@ T load(const std::uint8_t* at) {  // from any address
   return value;
 }
 
-// The top bit says whether the value is outside [0, last]: it is set in a negative number, and in the difference if
-// the value is larger. No branch, so that many can be gathered with |. Holds for last < 2**31.
+// The top bit of the result tells whether the value is outside [0, last]: it is set in a negative number, and in the
+// difference if the value is larger. No branch, so that results can be combined with |. Valid for last < 2**31.
 template <class T>
 Wide<T> outside(T value, Wide<T> last) {
   const auto wide = static_cast<Wide<T>>(value);
@@ -54,7 +54,7 @@ bool top_bit(T bits) {
   return bits >> (8 * sizeof(T) - 1);
 }
 
-// The compiler makes vectors only of loops whose length it knows: of blocks.
+// The compiler vectorizes only loops of known length.
 constexpr std::size_t kBlock = 32;
 
 bool all_inside(const std::uint8_t* at, std::size_t n, std::uint32_t last) {
@@ -69,7 +69,7 @@ bool all_inside(const std::uint8_t* at, std::size_t n, std::uint32_t last) {
   return !top_bit(bad);
 }
 
-// Writes items as symbols; the top bit of what it returns says whether one is out of range.
+// Writes items as symbols. The top bit of the result tells whether one is out of range.
 template <class T>
 inline Wide<T> convert_run(const std::uint8_t* __restrict at, std::size_t n, std::ptrdiff_t stride, Wide<T> last,
                            std::uint32_t* __restrict out) {
@@ -94,7 +94,7 @@ bool convert_all(const std::uint8_t* at, std::size_t n, std::ptrdiff_t stride, W
 }
 
 // Reads an int of one digit (30 bits), as nearly all ids are, without a call: a negative one as its two's complement,
-// if at all. False for all else.
+// if at all. Returns false for anything else.
 bool read_small(PyObject* item, std::uint32_t* out) {
   if (!PyLong_CheckExact(item)) return false;
   auto* number = reinterpret_cast<PyLongObject*>(item);
@@ -109,7 +109,7 @@ bool read_small(PyObject* item, std::uint32_t* out) {
   return true;
 }
 
-// An int itself: no code of anybody's runs.
+// Converts an exact int: runs no user code.
 std::uint32_t from_int(PyObject* item, std::size_t position, std::uint32_t last) {
   int overflow = 0;
   const std::int64_t value = PyLong_AsLongLongAndOverflow(item, &overflow);
@@ -117,19 +117,19 @@ std::uint32_t from_int(PyObject* item, std::size_t position, std::uint32_t last)
   return static_cast<std::uint32_t>(value);
 }
 
-// Whatever else says that it is an integer.
+// Converts any other object with __index__.
 std::uint32_t from_index(nb::object item, std::size_t position, std::uint32_t last) {
   if (PyBool_Check(item.ptr()) || !PyIndex_Check(item.ptr())) refuse(repr(item.ptr()), position, last);
   const nb::object index = nb::steal(PyNumber_Index(item.ptr()));
   if (!index.is_valid()) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // such as an interrupt
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // e.g. an interrupt
     PyErr_Clear();
     refuse(repr(item.ptr()), position, last);
   }
   return from_int(index.ptr(), position, last);
 }
 
-// An integer of any type but bool. None for what is no integer, and for one of more than 64 bits.
+// Reads an integer of any type but bool. Returns nullopt if it is not an integer, or has more than 64 bits.
 std::optional<std::int64_t> read_integer(PyObject* value) {
   std::uint32_t small = 0;
   if (read_small(value, &small)) return static_cast<std::int32_t>(small);
@@ -145,7 +145,7 @@ std::optional<std::int64_t> read_integer(PyObject* value) {
   return overflow ? std::nullopt : std::optional(number);
 }
 
-// The code of a native integer format of the struct module, or 0.
+// Returns the code of a native integer format of the struct module, or 0.
 char integer_code(const char* format) {
   if (*format && std::strchr("@=<", *format)) ++format;
   return *format && std::strchr("bBhHiIlLqQnN", *format) && !format[1] ? *format : '\0';
@@ -177,7 +177,7 @@ void raise_error(const char* name, nb::handle arguments) {
 }
 
 nb::object new_ids(std::size_t n, std::int32_t** data) {
-  // Never destroyed: they outlive the interpreter's own shutdown order.
+  // Never destroyed, so that interpreter shutdown cannot free them too early.
   static PyObject* empty = nb::module_::import_("numpy").attr("empty").inc_ref().ptr();
   static PyObject* dtype = nb::module_::import_("numpy").attr("dtype")("int32").inc_ref().ptr();
   PyObject* size = PyLong_FromSize_t(n);
@@ -208,7 +208,7 @@ nb::object to_array(std::span<const std::int32_t> ids) {
   return array;
 }
 
-// Items of one integer type, at equal distances.
+// Items of one integer type with a constant stride.
 struct Tokens::Items {
   const std::uint8_t* data;
   std::size_t n;
@@ -247,7 +247,7 @@ void Tokens::refuse_first(std::size_t from, std::size_t n) const {
   refuse(signed_ ? std::to_string(static_cast<std::int32_t>(id(i))) : std::to_string(id(i)), i, last_);
 }
 
-// Not filled with zeros, as a vector would be.
+// Not zero-filled, unlike a vector.
 std::uint32_t* Tokens::allocate(std::size_t n) {
   own_.reset(new std::uint32_t[n]);
   bytes_ = {reinterpret_cast<const std::uint8_t*>(own_.get()), n * kSymbol};
@@ -361,7 +361,7 @@ void Tokens::read_sequence(nb::handle tokens) {
       continue;
     }
     out[i] = from_index(nb::borrow(items[i]), i, last_);
-    // That may have run anybody's code, which may have changed the list.
+    // That may have run user code, which may have changed the list.
     if (n > static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr())))
       throw BadTokens{"tokens changed while being read"};
   }

@@ -1,5 +1,5 @@
-// Small pieces of the boundary with Python: buffers in, int32 arrays out, token sequences to symbols, integer
-// arguments. Knows nothing of trees or pools.
+// Conversions at the boundary with Python: buffers in, int32 arrays out, token sequences to symbols, integer arguments.
+// Does not depend on trees or pools.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,7 @@ struct BadTokens {
   std::string message;
 };
 
-// A contiguous view of any object with the buffer protocol, for the time of one call.
+// A contiguous view of any object with the buffer protocol, for the duration of one call.
 class View {
  public:
   explicit View(nb::handle object) {
@@ -42,38 +42,38 @@ class View {
   Py_buffer view_{};
 };
 
-// Sets the error of that name in mainstem.errors, made with these arguments.
+// Raises the error of that name in mainstem.errors with these arguments.
 void raise_error(const char* name, nb::handle arguments);
 
-// numpy.empty(n, int32), and where its data lies.
+// Returns numpy.empty(n, int32), and sets `data` to its memory.
 nb::object new_ids(std::size_t n, std::int32_t** data);
-// A view, int32, of an object with the buffer protocol that holds at least one.
+// Returns an int32 view of a non-empty object with the buffer protocol.
 nb::object array_over(nb::handle buffer);
 nb::object to_array(std::span<const std::int32_t> ids);
 
-// The symbols of a sequence of token ids, 4 little-endian bytes each, for the time of one call.
+// The symbols of a sequence of token ids, 4 little-endian bytes each, for the duration of one call.
 //
-//   bytes; packed 4-byte native integers (NumPy, array, DLPack)   read where they lie, unchecked until check()
-//   other integers (int64, uint8, strided, ...), lists, tuples    converted in one pass, and checked in it
+//   bytes; packed 4-byte native integers (NumPy, array, DLPack)   read in place, unchecked until check()
+//   other integers (int64, uint8, strided, ...), lists, tuples    converted and checked in one pass
 //
-// A match compares what lies in place with keys that were checked when they were stored, so only what did not match
-// needs a check. Nobody may write to the tokens during the call; the buffer protocol keeps them from moving.
+// A match compares tokens in place with keys that were checked when they were stored, so only unmatched tokens need a
+// check. Nobody may write to the tokens during the call; the buffer protocol keeps them from moving.
 class Tokens {
  public:
-  // Ids must lie in [0, limit). Throws BadTokens for what is no sequence of ids, with the position of a wrong one;
+  // Ids must be in [0, limit). Throws BadTokens if `tokens` is not a sequence of ids, with the position of a wrong one;
   // BadValue if the limit is not in [1, 2**31].
   Tokens(nb::handle tokens, std::int64_t limit);
   Tokens(const Tokens&) = delete;
   Tokens& operator=(const Tokens&) = delete;
 
   std::span<const std::uint8_t> bytes() const { return bytes_; }
-  // Throws BadTokens for the first id at or behind position `from` that is out of range.
+  // Throws BadTokens for the first id at or after position `from` that is out of range.
   void check(std::size_t from) const;
 
  private:
   struct Items;
   struct Buffer {
-    ~Buffer() { PyBuffer_Release(&view); }  // nothing where none was taken
+    ~Buffer() { PyBuffer_Release(&view); }  // does nothing without a buffer
     Py_buffer view{};
   };
 
@@ -90,19 +90,19 @@ class Tokens {
   [[noreturn]] void refuse_first(std::size_t from, std::size_t n) const;  // among symbols [from, n)
 
   std::uint32_t last_;    // the largest id allowed
-  bool checked_ = false;  // no id is left to check
+  bool checked_ = false;  // all ids are checked
   bool signed_ = false;   // a symbol with its top bit set is shown as a negative number
   std::span<const std::uint8_t> bytes_;
-  std::unique_ptr<std::uint32_t[]> own_;  // what was converted
-  Buffer buffer_;                         // what is read in place, and kept from moving
+  std::unique_ptr<std::uint32_t[]> own_;  // converted symbols
+  Buffer buffer_;                         // read in place; kept from moving
   std::optional<nb::ndarray<nb::ro>> array_;
 };
 
-// The symbols of token ids, all checked, as bytes. Throws what Tokens throws.
+// Returns the symbols of token ids, all checked, as bytes. Throws like Tokens.
 nb::bytes encode_tokens(nb::handle tokens, std::int64_t limit);
 
-// An integer argument in [least, most], as mainstem.errors.check_integer takes it: of any type that has __index__, but
-// no bool. Raises BadArgument.
+// Returns an integer argument in [least, most], like mainstem.errors.check_integer: of any type with __index__ except
+// bool. Raises BadArgument.
 std::int64_t integer(nb::handle value, const char* name, std::int64_t least, std::int64_t most);
 
 }  // namespace mainstem

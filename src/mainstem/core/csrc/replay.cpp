@@ -23,7 +23,7 @@ Replica::Replica(Tree* tree, const std::vector<std::uint64_t>& capacities, doubl
     : tree_(tree), evict_(std::move(evict)), ttl_s_(ttl_s) {
   require(tree->page_bytes() == sizeof(std::uint64_t), "page size in bytes", tree->page_bytes(), "8: one block");
   require(tree->rows().size() == 1 && tree->one_id_a_page(0) && tree->rows()[0].leaf_only(), "components",
-          tree->rows().size(), "full attention alone");
+          tree->rows().size(), "full attention only");
   require(capacities.size() == tree->tiers(), "capacities", capacities.size(), "one for each tier of the tree");
   require(ttl_s >= 0, "ttl_s is a number", 0, "0 or more seconds");
   for (const std::uint64_t capacity : capacities)
@@ -54,15 +54,15 @@ void Replica::serve(double now_s, Blocks blocks, std::int32_t* hits) {
 }
 
 void Replica::note_visit() {
-  if (visits_.size() >= most_visits_) forget_visits();
+  if (visits_.size() >= max_visits_) forget_visits();
   visits_.push_back({now_, static_cast<float>(now_s_)});
 }
 
-// Only the visits that a page names are kept. Often enough that visits take little beside the pages; seldom enough that
-// looking at all pages costs little a visit.
+// Keeps only the visits that a page refers to. Runs often enough that visits use little memory compared to the pages,
+// and rarely enough that reading all pages costs little per visit.
 void Replica::forget_visits() {
   constexpr std::uint32_t kGone = ~std::uint32_t{0};
-  std::vector<std::uint32_t> numbers(visits_.size(), kGone);  // that each will have
+  std::vector<std::uint32_t> numbers(visits_.size(), kGone);  // the new number of each
   std::size_t pages = 0;
   for (const Tier& tier : tiers_) {
     for (const Stamp& stamp : tier.stamps)
@@ -79,10 +79,10 @@ void Replica::forget_visits() {
     for (Stamp& stamp : tier.stamps)
       stamp = {numbers[stamp.born], numbers[stamp.used]};
   visits_.swap(kept);
-  most_visits_ = visits_.size() + std::max({visits_.size(), pages / 4, kFewVisits});
+  max_visits_ = visits_.size() + std::max({visits_.size(), pages / 4, kFewVisits});
 }
 
-// Which pages each tier has of what was found; what it lacks is -1. What a tier has of a path is a beginning of it.
+// Finds the pages that each tier has of the match; -1 where it lacks one. A tier always has a prefix of a path.
 void Replica::look(const MatchResult& match, std::size_t n) {
   const std::uint32_t found = match.pages + match.host_pages;
   for (std::uint32_t t = 0; t < tiers(); ++t) {
@@ -94,7 +94,7 @@ void Replica::look(const MatchResult& match, std::size_t n) {
   }
 }
 
-// The device is known to end where the match does; on other tiers an insertion finds its way from the root.
+// On the device the match is known to end at `match.node`; on other tiers an insertion starts from the root.
 void Replica::store(const MatchResult& match, Blocks blocks, std::uint32_t t) {
   Tier& tier = tiers_[t];
   const auto visit = static_cast<std::uint32_t>(visits_.size() - 1);
@@ -129,7 +129,7 @@ void Replica::trim(std::uint32_t t) {
   const std::uint64_t present = tree_->counts(0, t).present;
   if (present <= tier.capacity) return;
   const Ids freed = evict_(present - tier.capacity, t);
-  require(freed.size() == present - tier.capacity, "pages evicted", freed.size(), "as many as were asked for");
+  require(freed.size() == present - tier.capacity, "pages evicted", freed.size(), "as many as requested");
   for (const std::int32_t page : freed) {
     const Stamp& stamp = tier.stamps[static_cast<std::size_t>(page)];
     const Visit &born = visits_[stamp.born], &used = visits_[stamp.used];
@@ -174,7 +174,7 @@ std::size_t Replica::bytes() const {
 
 // ---------------------------------------------------------------- time to live
 
-// The pages of a request become the ones used last, its end first: the one used longest ago is always a leaf.
+// Makes the pages of a request the most recently used, its end first: the least recently used page is always a leaf.
 void Replica::note_use(Tier* tier, Blocks blocks) const {
   const std::size_t known = tier->links.size();
   for (std::size_t i = known; i < tier->stamps.size() + 1; ++i) {
@@ -209,7 +209,7 @@ void Replica::expire(double now_s) {
   any_expired_ = false;
 }
 
-// The end of a path that was used longest ago: the pages above it that have expired, too, go with it.
+// Expires the leaf that was used least recently, together with the expired pages above it.
 void Replica::expire_run(std::uint32_t t) {
   Tier& tier = tiers_[t];
   auto link = [&](std::int32_t at) -> const Link& { return tier.links[static_cast<std::size_t>(at + 1)]; };
@@ -227,7 +227,7 @@ void Replica::expire_run(std::uint32_t t) {
     const Handle node = tree_->locate("", key_of(blocks), depth);
     const std::uint64_t pages = std::min<std::uint64_t>(run, depth - tree_->start(node));
     for (const std::int32_t page : tree_->drop(node, pages, t)) {
-      require(expired(tier, page), "page expired", static_cast<std::uint64_t>(page), "one used longest ago");
+      require(expired(tier, page), "page expired", static_cast<std::uint64_t>(page), "the least recently used one");
       retire(&tier, page);
     }
     tier.totals.expired += pages;
@@ -250,15 +250,15 @@ std::uint32_t Replay::route(double now_s, Blocks blocks) {
   return route_by_prefix(now_s, blocks);
 }
 
-// A prefix counts from half of the request on, and a busy replica is passed over: what all prompts begin with would
-// bring them all to one replica otherwise.
+// A prefix counts if it covers half of the request, and busy replicas are skipped: otherwise a prefix that all prompts
+// share would send them all to one replica.
 std::uint32_t Replay::route_by_prefix(double now_s, Blocks blocks) {
   const double n = number(replicas_.size());
   double mean = 0;
   for (const Load& load : loads_)
     mean += load.at(now_s) / n;
   const double request = number(tokens_) / number(std::max<std::uint64_t>(served_, 1));
-  const double most = std::max(kBusy * mean, mean + kBusyRequests * request);
+  const double limit = std::max(kBusy * mean, mean + kBusyRequests * request);
   std::uint32_t best = 0, longest = 0;
   double least = std::numeric_limits<double>::infinity();
   for (std::uint32_t i = 0; i < replicas_.size(); ++i) {
@@ -266,7 +266,7 @@ std::uint32_t Replay::route_by_prefix(double now_s, Blocks blocks) {
     const std::uint32_t peeked = replicas_[i].peek(blocks);
     const std::uint32_t found = peeked * kWorth < blocks.size() ? 0 : peeked;
     const double load = loads_[i].at(now_s);
-    if (load > most || found < longest || (found == longest && load >= least)) continue;
+    if (load > limit || found < longest || (found == longest && load >= least)) continue;
     best = i;
     longest = found;
     least = load;

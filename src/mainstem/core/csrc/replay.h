@@ -1,11 +1,11 @@
-// Replay: the requests of a trace, served by real trees. It knows blocks (a symbol of 8 bytes each, and a page), times
-// and capacities; policies are the trees', and files and models are unknown here.
+// Replay: serves the requests of a trace with real trees. It handles blocks (one 8-byte symbol and one page each),
+// times and capacities. Policies belong to the trees; files and models do not appear here.
 //
 //   a request's blocks   |<-- device -->|<-- host -->|<-- storage -->|<-- computed -->|
 //                        0          best[0]      best[1]          best[2]            n
 //
-// All tiers get all blocks of every request: what a tier lacks is loaded from the one below that has it, or written to
-// it from above. Then each tier is trimmed to its capacity, block by block, by the tree's own order.
+// All tiers get all blocks of every request: missing blocks are loaded from a lower tier that has them, or written from
+// above. Then each tier is trimmed to its capacity, block by block, in the tree's own order.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ namespace mainstem {
 
 using Blocks = std::span<const std::uint64_t>;
 
-// Counts by powers of two: [0] of zeros, [i] of the numbers in [2^(i-1), 2^i).
+// Counts by powers of two: [0] counts zeros, [i] counts numbers in [2^(i-1), 2^i).
 struct Histogram {
   std::array<std::uint64_t, 65> counts{};
   void add(std::uint64_t value) { ++counts[static_cast<std::size_t>(std::bit_width(value))]; }
@@ -36,19 +36,19 @@ struct TierTotals {  // in blocks; ages in block accesses and in whole seconds
 
 constexpr double kNoTtl = std::numeric_limits<double>::infinity();
 
-// One cache: a tree, and what the replay keeps of its pages.
+// One cache: a tree, and the replay's records of its pages.
 class Replica {
  public:
-  // Frees so many pages of a tier by the order of the tree; their ids.
+  // Evicts that many pages of a tier in the order of the tree. Returns their ids.
   using Evict = std::function<Ids(std::uint64_t pages, std::uint32_t tier)>;
 
-  // The tree has full attention alone, in pages of one 8-byte symbol, and a tier for each capacity.
+  // The tree must have full attention only, pages of one 8-byte symbol, and a tier for each capacity.
   Replica(Tree* tree, const std::vector<std::uint64_t>& capacities, double ttl_s, Evict evict);
 
   std::uint32_t peek(Blocks blocks) const;  // blocks that any tier has
-  // Blocks that were not used for longer than the time to live are gone. Times never fall.
+  // Drops blocks that were not used for longer than the time to live. Times must not decrease.
   void expire(double now_s);
-  // Looks a request up, stores what is missing, trims. `hits` gets the blocks found, by tier.
+  // Looks a request up, stores the missing blocks, trims. Writes the blocks found, by tier, to `hits`.
   void serve(double now_s, Blocks blocks, std::int32_t* hits);
 
   std::uint32_t tiers() const { return static_cast<std::uint32_t>(tiers_.size()); }
@@ -56,15 +56,15 @@ class Replica {
   std::size_t bytes() const;  // without the tree
 
  private:
-  struct Visit {  // of a request: when, by the count of accesses, of which only differences matter, and by the clock
+  struct Visit {  // the time of a request: in accesses (only differences matter), and in seconds
     std::uint32_t at;
     float at_s;
   };
-  struct Stamp {  // of a page: the visits that brought it and that used it last
+  struct Stamp {  // for a page: the visits that stored it and that used it last
     std::uint32_t born, used;
   };
-  static constexpr std::size_t kFewVisits = 1 << 12;  // not worth a look
-  struct Link {  // of a page, with a time to live: its block, and its place in the order of use, oldest last
+  static constexpr std::size_t kFewVisits = 1 << 12;  // not worth a cleanup
+  struct Link {  // for a page, with a time to live: its block, and its place in the order of use, oldest last
     std::uint64_t block;
     std::int32_t parent, newer, older;
   };
@@ -74,7 +74,7 @@ class Replica {
     Array<Stamp> stamps;
     std::vector<Link> links;  // the last one closes the ring
     Ids free;
-    Ids path;  // pages of the request at work
+    Ids path;  // page ids of the current request
     std::uint32_t held = 0;
   };
 
@@ -94,35 +94,36 @@ class Replica {
   Evict evict_;
   double ttl_s_;
   std::vector<Tier> tiers_;
-  Array<Visit> visits_;  // those that pages name, and some that no page names any more
-  std::size_t most_visits_ = kFewVisits;
+  Array<Visit> visits_;  // those that pages refer to, and some obsolete ones
+  std::size_t max_visits_ = kFewVisits;
   std::uint32_t now_ = 0;  // accesses so far
   double now_s_ = 0;
-  std::deque<std::pair<double, std::uint32_t>> recent_;  // requests within the time to live: when, and now_ after them
-  std::uint32_t expired_at_ = 0;                         // what was used up to this count has expired
+  std::deque<std::pair<double, std::uint32_t>>
+      recent_;                    // requests within the time to live: their time, and now_ after them
+  std::uint32_t expired_at_ = 0;  // pages last used up to this count have expired
   bool any_expired_ = false;
 };
 
 enum class Routing { round_robin, prefix, hash };
 
-// Independent caches, and who gets which request.
+// Independent caches, and the routing of requests to them.
 class Replay {
  public:
   static constexpr double kHalfLife_s = 60;   // of a replica's load
-  static constexpr std::uint32_t kWorth = 2;  // a prefix counts from this part of a request on: a half
-  // By prefix, a replica is passed over whose load is above both: so many times the mean, and so many requests more.
+  static constexpr std::uint32_t kWorth = 2;  // a prefix counts if it is at least 1 / kWorth of the request
+  // Routing by prefix skips a replica whose load exceeds both kBusy times the mean and the mean plus kBusyRequests.
   static constexpr double kBusy = 1.5, kBusyRequests = 32;
 
   Replay(std::vector<Replica> replicas, Routing routing)
       : replicas_(std::move(replicas)), loads_(replicas_.size()), routing_(routing) {}
 
-  // Serves a request of so many tokens; the replica that did.
+  // Serves a request of `tokens` tokens. Returns the replica that served it.
   std::uint32_t serve(double now_s, std::uint64_t tokens, Blocks blocks, std::int32_t* hits);
 
   const std::vector<Replica>& replicas() const { return replicas_; }
 
  private:
-  struct Load {  // tokens of late, halved every kHalfLife_s
+  struct Load {  // recent tokens, halved every kHalfLife_s
     double tokens = 0, at_s = 0;
     double at(double now_s) const;
   };

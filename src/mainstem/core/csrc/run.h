@@ -1,12 +1,12 @@
 // Run: an owning array that can give up its front or its back.
 //
 //   data - off              data                   data + len         data - off + cap
-//   |   given away          |   what lives here    |   given away     |
+//   |   given away          |   elements           |   given away     |
 //
-// What fits lies in the Run itself: most nodes are short, and a block of malloc is at least 32 bytes.
+// A few elements are stored in the Run itself: most nodes are short, and malloc uses at least 32 bytes.
 //
-// Giving a part away copies the smaller half only. A Run less than half full is made smaller, so it never holds more
-// than twice what lives in it, plus kSlack bytes. One that grows keeps a quarter more than it needs for the next time.
+// Giving a part away copies the smaller half only. A Run less than half full is shrunk, so it never holds more than
+// twice its elements, plus kSlack bytes. A Run that grows keeps a quarter more than it needs for the next time.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +26,11 @@ class Run {
     T* data;
     std::uint32_t cap, off;
   };
-  static constexpr std::size_t kInside = sizeof(Far) / sizeof(T);  // elements; more of them lie in memory of their own
+  static constexpr std::size_t kInside = sizeof(Far) / sizeof(T);  // elements; more of them use memory of their own
   static constexpr std::size_t kSlack = 64;                        // bytes; below this a Run is not worth shrinking
 
  public:
-  // Memory for what is about to be cut or joined; with it neither can fail.
+  // Memory for a cut or a join, so that neither can fail.
   class Room {
    public:
     Room() = default;
@@ -76,21 +76,21 @@ class Run {
   std::size_t heap_bytes() const { return inside() ? 0 : block_bytes(at_.far.cap * sizeof(T)); }
   const T& operator[](std::size_t i) const { return data()[i]; }
 
-  // Room to cut behind the first n elements, 0 <= n <= size().
+  // Allocates room to cut after the first n elements, 0 <= n <= size().
   Room room(std::size_t n) const { return Room(std::min(n, len_ - n)); }
 
-  // The first n elements leave as a Run of their own.
+  // Moves the first n elements into a Run of their own.
   Run take_front(std::size_t n, Room room) noexcept {
     const bool front_is_smaller = n <= len_ - n;
     Run smaller(data() + (front_is_smaller ? 0 : n), std::min(n, len_ - n), std::move(room));
     keep(front_is_smaller ? n : 0, len_ - smaller.len_);
-    if (!front_is_smaller) swap(smaller);  // what is left here must be the back
+    if (!front_is_smaller) swap(smaller);  // the back must stay here
     return smaller;
   }
 
   void drop_back(std::size_t n) noexcept { keep(0, len_ - n); }
 
-  // Room to append n; at most `limit` elements are held in all.
+  // Allocates room to append n; at most `limit` elements in all.
   Room room_after(std::size_t n, std::size_t limit) const {
     const std::size_t needed = len_ + n;
     if (needed <= kInside || (!inside() && at_.far.off + needed <= at_.far.cap)) return {};
@@ -137,7 +137,7 @@ class Run {
     len_ = narrow(n);
     shrink();
   }
-  // Best effort: without memory for the smaller copy the larger one stays, unless what lives fits inside.
+  // Best effort: without memory for the smaller copy the larger one stays, unless the elements fit inside.
   void shrink() noexcept {
     const Far far = at_.far;
     T* smaller = at_.inside;

@@ -1,5 +1,4 @@
-// Age lists: the candidates of each kind and age bucket, the one used longest ago first, and which of these lists has
-// the lowest index.
+// Age lists: the candidates of each kind and age bucket, least recently used first, and the list with the lowest index.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +14,15 @@
 
 namespace mainstem {
 
-// What a node must remember to be in a list.
+// The record of a node in a list.
 struct Aged {
   static constexpr std::uint16_t kNoList = std::numeric_limits<std::uint16_t>::max();
   std::uint16_t list = kNoList;
-  std::uint32_t last = 0;  // when it was used; modulo 2**32
+  std::uint32_t last = 0;  // its last use; modulo 2**32
   Index older = kNone, newer = kNone;
 };
 
-// Record is an Aged; `records` are by node.
+// Record derives from Aged; `records` are by node.
 template <class Record>
 class AgeLists {
  public:
@@ -55,7 +54,7 @@ class AgeLists {
     record.list = Aged::kNoList;
   }
 
-  // Who has become too old for a list moves on to the next one. Each bucket is looked at a few times in its width.
+  // Moves nodes that have become too old for a list to the next one. Checks each bucket a few times in its width.
   void age(std::uint32_t now, const ReuseIndex& index) noexcept {
     if (static_cast<std::int32_t>(now - next_due_) < 0) return;
     next_due_ = now + (1u << 30);
@@ -69,7 +68,7 @@ class AgeLists {
     }
   }
 
-  // The node to be evicted first; there is one.
+  // Returns the node to evict first; there is one.
   Index lowest() noexcept {
     for (;;) {
       List& least = lists_[order_.front() & 0xffff];
@@ -79,7 +78,7 @@ class AgeLists {
       least.ordered = false;
     }
   }
-  // After a lesson.
+  // Reorders the lists after a lesson.
   void reorder(const ReuseIndex& index) noexcept {
     order_.clear();
     for (std::size_t list = 0; list < kLists; ++list) {
@@ -92,11 +91,11 @@ class AgeLists {
  private:
   static constexpr std::size_t kLists = std::size_t{ReuseIndex::kKinds} * ages::kBuckets;
   static_assert(ReuseIndex::kKinds <= 64 && kLists < Aged::kNoList);
-  static constexpr std::uint32_t kOften = 64;  // accesses between two looks at a bucket, at least
-  static constexpr int kSteps = 8;             // a list is searched for a node's place so far from both ends
+  static constexpr std::uint32_t kOften = 64;  // the fewest accesses between two checks of a bucket
+  static constexpr int kSteps = 8;             // how far a list is searched for a node's place, from both ends
   struct List {
     Index oldest = kNone, newest = kNone;
-    bool ordered = false;  // stands in order_
+    bool ordered = false;  // is in order_
   };
 
   static std::size_t bucket(int list) { return static_cast<std::size_t>(list % ages::kBuckets); }
@@ -141,8 +140,8 @@ class AgeLists {
   std::array<std::uint64_t, ages::kBuckets> filled_{};  // by bucket: a bit for each kind
   std::array<std::uint32_t, ages::kBuckets> due_{};
   std::uint32_t next_due_ = 0;
-  // A heap of lists, above each its index (the bits of floats that are not negative have their order). A list that was
-  // emptied since stands there until it comes up.
+  // A heap of list numbers, with the list's index in the upper bits (non-negative floats are ordered like their bits).
+  // An emptied list stays until it reaches the top.
   std::vector<std::uint64_t> order_;
 };
 

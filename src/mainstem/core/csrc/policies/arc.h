@@ -1,5 +1,5 @@
-// ARC: pages seen once and pages seen again in two queues by recency, and a ghost of each; a hit in a ghost makes its
-// queue's share larger. Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
+// ARC: pages seen once and pages seen again in two queues by recency, with a ghost of each; a hit in a ghost enlarges
+// its queue's share. Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
 #pragma once
 
 #include "../ghost.h"
@@ -48,7 +48,7 @@ class Arc final : public Remembering<Mark> {
     returned_ = true;
     return true;
   }
-  // One queue and its ghost are at most the capacity, all together twice that.
+  // A queue and its ghost hold at most the capacity, all together twice that.
   void bound(const Queues&) noexcept override {
     const std::uint64_t all = 2 * capacity_, present = sizes_[0] + sizes_[1];
     once_.bound(capacity_ - std::min(capacity_, sizes_[0]));
@@ -57,8 +57,8 @@ class Arc final : public Remembering<Mark> {
   }
 
   Ghost once_, again_;
-  double share_ = 0;       // pages that those seen once may have: p of the paper
-  bool returned_ = false;  // the last page that came was in the ghost of those seen again
+  double share_ = 0;       // pages for those seen once: p in the paper
+  bool returned_ = false;  // the last new page was in the ghost of those seen again
 };
 
 }  // namespace mainstem

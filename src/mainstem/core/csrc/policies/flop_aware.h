@@ -1,7 +1,6 @@
-// FLOP-aware: recency plus floating-point operations saved a byte, each on a scale of its own. Pan et al., "Marconi:
-// prefix caching for the era of hybrid LLMs", MLSys 2025 (arXiv:2411.19379). There both are normalised over all nodes
-// at each eviction; here when a node is used: the saving that is largest counts as much as the time from use to
-// eviction.
+// FLOP-aware: recency plus floating-point operations saved per byte, each on a scale of its own. Pan et al., "Marconi:
+// prefix caching for the era of hybrid LLMs", MLSys 2025 (arXiv:2411.19379). There both are normalised over all
+// nodes at each eviction; here when a node is used: the largest saving counts as much as the time from use to eviction.
 #pragma once
 
 #include "cost.h"
@@ -24,8 +23,8 @@ class FlopAware final : public Remembering<FlopAwareRecord> {
   }
   void used(Index index) noexcept override {
     const double saved = saved_per_byte(node(index), around_);
-    most_ = std::max(saved, most_ * kFading);
-    records_[index].score = number(around_.tick) + kWeight * age_ * saved / most_;
+    largest_ = std::max(saved, largest_ * kFading);
+    records_[index].score = number(around_.tick) + kWeight * age_ * saved / largest_;
   }
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
@@ -33,10 +32,10 @@ class FlopAware final : public Remembering<FlopAwareRecord> {
   }
 
  private:
-  static constexpr double kWeight = 1;               // alpha of the paper
-  static constexpr double kFading = 1 - 1.0 / 4096;  // a use, so that one odd node is forgotten
+  static constexpr double kWeight = 1;               // alpha in the paper
+  static constexpr double kFading = 1 - 1.0 / 4096;  // per use, so that one outlier is forgotten
 
-  double most_ = 0, age_ = 0;
+  double largest_ = 0, age_ = 0;
 };
 
 }  // namespace mainstem

@@ -1,5 +1,5 @@
-// GDSF: uses times the cost of computing a page again, on top of the worth of the last that was evicted, so that what
-// is not used ages. Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HP
+// GDSF: uses times the cost of computing a page again, plus the worth of the last evicted node, so that unused nodes
+// age. Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HP
 // Labs 1998; pages are of one size.
 #pragma once
 

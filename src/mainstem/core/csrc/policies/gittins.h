@@ -1,10 +1,10 @@
 // Gittins: learns for each kind of page when it is used again, and evicts what is worth least for the time that it must
-// be held (reuse_index.h); but as LRU does until there is enough to learn from, and whenever it may come to have lost
-// too much against it (lru_shadow.h). docs/research/learned-policy.md says how it was found and what each part brings.
+// be held (reuse_index.h). It evicts like LRU until it has enough data, and whenever it risks too many lost hits
+// compared to LRU (lru_shadow.h). docs/research/learned-policy.md describes its design and the effect of each part.
 //
-// Time is counted in pages asked for. A page's kind is how often it was used, whether a known prefix led to it, and how
-// many pages of its last request had never been seen: set whenever it is used. Evicted pages are remembered sparsely:
-// a request uses a path from its root, so the last one of a run speaks for all above it.
+// Time is counted in requested pages. A page's kind is set at each use: how often it was used, whether a known prefix
+// led to it, and how many pages of its last request had never been seen. Evicted pages are remembered sparsely: a
+// request uses a path from its root, so the last page of a run stands for all pages above it.
 #pragma once
 
 #include <bit>
@@ -20,8 +20,8 @@ namespace mainstem {
 struct GittinsRecord : Mark, Aged {
   std::uint8_t reuses = 0, kind = 0;
   bool here = false;
-  bool tail = false;     // its last page was the last of its request, and not used since
-  bool covered = false;  // a page below it is remembered, and speaks for it
+  bool tail = false;     // its last page ended its request, and was not used since
+  bool covered = false;  // a page below it is remembered, and stands for it
 };
 
 class Gittins final : public Remembering<GittinsRecord> {
@@ -65,28 +65,28 @@ class Gittins final : public Remembering<GittinsRecord> {
   std::uint64_t at_once(Index victim) const override { return records_[victim].tail ? 1 : kAtOnce; }
 
  private:
-  // How much is remembered, in capacities. Followed pages: one in kFollowed, by what it holds.
-  static constexpr std::uint64_t kEvicted = 2, kFollowing = 2, kLeastFollowing = 512;  // the last in pages
+  // How much is remembered, in capacities. One page in kFollowed is followed, chosen by its content.
+  static constexpr std::uint64_t kEvicted = 2, kFollowing = 2, kLeastFollowing = 512;  // the last one in pages
   static constexpr std::uint64_t kFollowed = 16;
-  static constexpr std::uint32_t kMark = 8;     // each so-manieth page of a path is remembered whatever is below it
-  static constexpr std::uint64_t kAtOnce = 16;  // pages evicted between two looks at what may be lost
-  static constexpr std::uint8_t kMostReuses = 127, kSpeaks = 128;  // of an evicted page: a flag
-  static constexpr std::uint64_t kLesson = 4096;                   // pages at least from one lesson to the next
-  static constexpr double kMayLose = 0.001;                        // hits of LRU, of all pages asked for
-  // Gains count up to so many times that, or to a part of the capacity: bad times must be noticed.
-  static constexpr double kMostGained = 10, kLeastGained = 0.05;
+  static constexpr std::uint32_t kMark = 8;     // every kMark-th page of a path is remembered, whatever is below it
+  static constexpr std::uint64_t kAtOnce = 16;  // pages evicted between two checks of the lost hits
+  static constexpr std::uint8_t kMaxReuses = 127, kSpeaks = 128;  // kSpeaks: a flag of an evicted page
+  static constexpr std::uint64_t kLesson = 4096;                  // the fewest pages between two lessons
+  static constexpr double kMayLose = 0.001;                       // hits of LRU, as a part of all requested pages
+  // Gains count up to kMaxGained times that, or kMinGained capacities, so that a bad phase is noticed.
+  static constexpr double kMaxGained = 10, kMinGained = 0.05;
 
-  struct Past {  // of a page that is not here
+  struct Past {  // the history of a page that is not present
     std::uint64_t name;
     std::uint32_t last = 0;
-    std::int16_t reuses = -1;  // -1: it was never seen
+    std::int16_t reuses = -1;  // -1: never seen
   };
 
   std::uint32_t now() const { return static_cast<std::uint32_t>(now_); }
   std::uint64_t when(std::uint32_t last) const { return now_ - (now() - last); }
-  static std::uint8_t one_more(std::uint8_t reuses) { return reuses < kMostReuses - 1 ? reuses + 1 : reuses; }
-  static std::uint8_t kind(std::uint8_t reuses, bool behind_known, std::uint32_t fresh) {
-    const int group = reuses == 0   ? (behind_known ? 2 : 1)
+  static std::uint8_t one_more(std::uint8_t reuses) { return reuses < kMaxReuses - 1 ? reuses + 1 : reuses; }
+  static std::uint8_t kind(std::uint8_t reuses, bool known_prefix, std::uint32_t fresh) {
+    const int group = reuses == 0   ? (known_prefix ? 2 : 1)
                       : reuses <= 2 ? reuses + 2
                       : reuses <= 4 ? 5
                       : reuses <= 8 ? 6
@@ -94,7 +94,7 @@ class Gittins final : public Remembering<GittinsRecord> {
     const int size = fresh < 2 ? 0 : std::min(5, static_cast<int>(std::bit_width(fresh)) / 2);
     return static_cast<std::uint8_t>(group * ReuseIndex::kKindsInGroup + size);
   }
-  // Most requests end inside a page; such a page never comes again, and if it does, it was used.
+  // Most requests end inside a page. Such a page never returns, so it is a kind of its own; if it returns, it was used.
   static int kind_of_end(const GittinsRecord& record) {
     return record.tail ? record.kind % ReuseIndex::kKindsInGroup : record.kind;
   }
@@ -122,29 +122,29 @@ class Gittins final : public Remembering<GittinsRecord> {
   ReuseIndex index_;
   AgeLists<GittinsRecord> leaves_;
   LruShadow shadow_;
-  Recall evicted_;   // those that speak for a run, and those that LRU would have
+  Recall evicted_;   // pages that stand for a run, and pages that LRU would have
   Recall followed_;  // by kind
 
   std::uint64_t now_ = 0, requests_ = 0, lesson_ = 0, next_lesson_ = 0;
-  double lost_ = 0;    // hits that LRU had and we had not
-  bool ripe_ = false;  // there is enough to learn from
+  double lost_ = 0;    // hits of LRU that we missed
+  bool ripe_ = false;  // there is enough data
 
-  // The request at work.
-  std::vector<Index> path_;                            // what it found
-  std::vector<Past> coming_;                           // what it did not find
-  std::uint32_t coming_at_ = 0, known_ = 0, end_ = 0;  // depths in pages: of coming_, of what was ever seen, of its end
-  bool announced_ = false;                             // by a look-up
+  // The current request.
+  std::vector<Index> path_;                            // the nodes it found
+  std::vector<Past> coming_;                           // the pages it did not find
+  std::uint32_t coming_at_ = 0, known_ = 0, end_ = 0;  // depths in pages: of coming_, of the known pages, of its end
+  bool announced_ = false;                             // by a lookup
   std::uint32_t base_ = 0;                             // a page that ends at depth d is used at base - d
 };
 
-// So many pages are asked for; time goes on by their number.
+// Starts a request for `pages` pages, and advances the time by that.
 inline void Gittins::begin(std::uint32_t depth, std::uint64_t pages) noexcept {
   shadow_.begin(now_, capacity(), full());
   now_ += pages;
   base_ = now() + depth;
 }
 
-// What is remembered of the pages of a key that are not here.
+// Recalls the histories of the pages of a key that are not present.
 inline void Gittins::look(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept {
   const std::size_t pages = key.size() / around_.page_bytes;
   coming_.clear();
@@ -166,17 +166,17 @@ inline void Gittins::look(std::uint64_t before, std::uint32_t depth, Bytes key) 
     Recall::Entry found;
     if (evicted_.find(coming_[page].name, &found)) {
       age = reuses < 0 ? now() - found.time : std::min(age, now() - found.time);
-      reuses = std::max<std::int16_t>(reuses, found.note & kMostReuses);
+      reuses = std::max<std::int16_t>(reuses, found.note & kMaxReuses);
       known_ = std::max(known_, depth + static_cast<std::uint32_t>(page) + 1);
     }
     if (reuses < 0) continue;
     coming_[page].reuses = reuses;
     coming_[page].last = now() - age;
-    if (age) --age;  // the page above was used one later
+    if (age) --age;  // the page above was used one page later
   }
 }
 
-// An insertion that no request announced.
+// Handles an insertion without a lookup before it.
 inline void Gittins::look_alone(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept {
   begin(depth, key.size() / around_.page_bytes);
   look(before, depth, key);
@@ -189,7 +189,7 @@ inline bool Gittins::foreseen(Index index) const {
          coming_[end - 1 - coming_at_].name == around_.names[index];
 }
 
-// Counts what LRU would have found of the request at work; how many pages.
+// Counts what LRU would have found of the current request. Returns the number of pages.
 inline std::uint32_t Gittins::find_as_lru() noexcept {
   const std::uint64_t edge = shadow_.edge();
   for (const Index index : path_) {
@@ -211,12 +211,12 @@ inline void Gittins::judge(std::uint32_t hits) noexcept {
   if (!full()) return;
   const std::uint32_t as_lru = find_as_lru();
   shadow_.missed(number(end_ - as_lru));
-  const double most = std::max(kMostGained * may_lose(), kLeastGained * number(capacity()));
-  lost_ = std::max(lost_ + as_lru - number(hits), -most);
+  const double limit = std::max(kMaxGained * may_lose(), kMinGained * number(capacity()));
+  lost_ = std::max(lost_ + as_lru - number(hits), -limit);
   if (!ripe_) ripe_ = now_ >= 2 * capacity() && ReuseIndex::enough(index_.reuses(), followed_a_request());
 }
 
-// A request looks a key up: from its root down to a node everything is there, on some tier.
+// A request looks up a key: everything from its root down to `deepest` is present, on some tier.
 inline void Gittins::asked(std::uint64_t root, Index deepest, Bytes key) noexcept {
   path_.clear();
   try {
@@ -254,7 +254,7 @@ inline void Gittins::reuse_at(Index index, std::uint32_t last) noexcept {
   shadow_.use(when(last), node(index).pages);
 }
 
-// Of what comes, pages with one past make one node.
+// New pages with the same history form one node.
 inline std::uint32_t Gittins::alike_pages(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept {
   const std::size_t pages = key.size() / around_.page_bytes;
   const std::uint64_t first = Identity::after(before, key.data(), around_.page_bytes);
@@ -263,7 +263,7 @@ inline std::uint32_t Gittins::alike_pages(std::uint64_t before, std::uint32_t de
            coming_[depth - coming_at_].name == first;
   };
   if (!announced()) look_alone(before, depth, key);
-  if (coming_.empty()) return static_cast<std::uint32_t>(pages);  // there was no memory
+  if (coming_.empty()) return static_cast<std::uint32_t>(pages);  // out of memory
   const Past* const past = &coming_[depth - coming_at_];
   std::size_t alike = 1;
   while (alike < pages && past[alike].reuses == past[0].reuses)
@@ -294,7 +294,7 @@ inline void Gittins::recall(Index index) noexcept {
   const Past* const past = &coming_[node(index).start - coming_at_];
   if (past->reuses < 0) return;
   records_[index].reuses = one_more(static_cast<std::uint8_t>(past->reuses));
-  for (std::uint32_t page = 0; page < node(index).pages && past[page].reuses >= 0; ++page) {  // later ones may be new
+  for (std::uint32_t page = 0; page < node(index).pages && past[page].reuses >= 0; ++page) {  // later pages may be new
     evicted_.remove(past[page].name);
     shadow_.forget(when(past[page].last), 1, false);
   }
@@ -327,10 +327,10 @@ inline void Gittins::gone(Index index, std::uint32_t pages) noexcept {
   if (!above.here) return;
   above.covered = above.reuses == record.reuses && above.last == last && !(record.tail && pages == 1);
   if (static_cast<std::int32_t>(record.last - above.last) >= 0)
-    reuse_at(n.parent, last);  // who uses a page uses those above
+    reuse_at(n.parent, last);  // using a page uses the pages above it
 }
 
-// Pages stand for what they hold at their depth: names would cost more than all of this.
+// Identifies pages by content and depth: names would cost more than everything else here.
 inline void Gittins::follow(Index index) noexcept {
   const GittinsRecord& record = records_[index];
   const Node& n = node(index);
@@ -354,7 +354,7 @@ inline void Gittins::follow(std::uint64_t page, int kind) noexcept {
       [](const Recall::Entry&) { return true; }, [this](const Recall::Entry& gone) { note_life(gone); });
 }
 
-// Of a followed page, the time since it was used or, if that is less, since the last lesson.
+// Counts the time of a followed page since its last use or, if that is shorter, since the last lesson.
 inline void Gittins::note_life(const Recall::Entry& entry) noexcept {
   const std::uint64_t since = when(entry.time);
   index_.lived(entry.note, since < lesson_ ? static_cast<std::uint32_t>(lesson_ - since) : 0, now() - entry.time);

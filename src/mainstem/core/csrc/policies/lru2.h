@@ -1,5 +1,5 @@
-// LRU-2: what was used last but one longest ago goes first; what was used only once goes before that. Times of use are
-// remembered of evicted pages, four times as many as there are. O'Neil, O'Neil and Weikum, "The LRU-K page replacement
+// LRU-2: evicts pages used only once first, then those whose last but one use is oldest. It remembers the times of use
+// of evicted pages, four times as many as are present. O'Neil, O'Neil and Weikum, "The LRU-K page replacement
 // algorithm for database disk buffering", SIGMOD 1993, without a correlated reference period.
 #pragma once
 

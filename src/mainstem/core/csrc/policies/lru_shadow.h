@@ -1,6 +1,5 @@
-// LRU's shadow: what LRU would hold, without holding it. A histogram of when the known pages were used last, in slots
-// of about a 64th of the capacity: the newest ones up to the capacity are what LRU would have. A page's depth is how
-// much was used since it was.
+// LRU shadow: tracks what LRU would hold. A histogram of the last use of all known pages, in slots of about a 64th of
+// the capacity: LRU would hold the newest ones, up to the capacity. A page's depth is the number of pages used since.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +16,12 @@ class LruShadow {
     slots_.push_back({});
   }
 
-  std::uint64_t edge() const { return edge_; }  // LRU has what was used since
-  // How many pages that LRU would have, and we have not, it can be expected to hit before it drops them.
+  std::uint64_t edge() const { return edge_; }  // LRU has what was used since then
+  // The expected hits of LRU on pages that it would have and we lack, before it drops them.
   double at_risk() const { return at_risk_; }
   std::size_t bytes() const { return slots_.capacity() * sizeof(Slot); }
 
-  // A request begins; times never fall. Before the cache is full (no capacity is known), LRU has what we have.
+  // Starts a request; times must not decrease. Until the cache is full (no capacity is known), LRU has what we have.
   void begin(std::uint64_t time, std::uint64_t capacity, bool full) noexcept {
     if (slots_.size() >= kSlots) merge(width(capacity));
     if (full) drop(time, capacity);
@@ -42,7 +41,7 @@ class LruShadow {
     slot.ours += pages;
     held_ += pages;
   }
-  // Pages used last at that time are not any more, because they are used now; whether we have them.
+  // Pages last used at that time are used again now. `ours`: whether we have them.
   void forget(std::uint64_t time, std::uint64_t pages, bool ours) noexcept {
     if (time < slots_.front().from) return;
     Slot& slot = find(time);
@@ -60,14 +59,14 @@ class LruShadow {
     slot.ours -= std::min(pages, slot.ours);
     if (time >= edge_) at_risk_ += slot.chance * static_cast<double>(pages);
   }
-  // What LRU finds, and what it does not, once it is full.
+  // What LRU hits and misses once it is full.
   void hit(std::uint64_t time, double pages) noexcept { hits_[find(time).bin] += pages; }
   void missed(double pages) noexcept { misses_ += pages; }
 
  private:
   static constexpr std::size_t kSlots = 192;
-  static constexpr int kBins = 16;      // of depth
-  static constexpr double kUnsure = 1;  // capacities; until LRU has missed so much, pages are likely to be hit
+  static constexpr int kBins = 16;      // by depth
+  static constexpr double kUnsure = 1;  // capacities; until LRU has missed this much, hits are assumed likely
   struct Slot {
     std::uint64_t from = 0;
     std::uint64_t pages = 0, ours = 0;
@@ -84,8 +83,8 @@ class LruShadow {
     return after == slots_.begin() ? slots_.front() : *(after - 1);
   }
 
-  // Drops slots that LRU would not have any more, and finds where in the oldest one its content begins. What is left of
-  // a single request is the end of its path, which was used first; of several it is taken to be spread evenly.
+  // Drops slots that LRU would no longer have, and finds where in the oldest slot its content begins. A single request
+  // keeps the end of its path, which was used first; several requests are assumed to be spread evenly.
   void drop(std::uint64_t now, std::uint64_t capacity) noexcept {
     std::size_t gone = 0;
     for (; gone + 1 < slots_.size() && held_ - slots_[gone].pages >= capacity; ++gone)
@@ -98,7 +97,7 @@ class LruShadow {
     const std::uint64_t to = slots_.size() > 1 ? slots_[1].from : now;
     edge_ += oldest.requests == 1 ? over : (to - oldest.from) * over / oldest.pages;
   }
-  // Two neighbours hold more than a width then, so there are at most about 130.
+  // Afterwards two neighbours hold more than a width, so there are at most about 130 slots.
   void merge(std::uint64_t width) noexcept {
     std::size_t kept = 0;
     for (std::size_t i = 1; i < slots_.size(); ++i) {
@@ -114,8 +113,8 @@ class LruShadow {
     slots_.resize(kept + 1);
   }
 
-  // The chance at a depth: all that LRU has goes by there, and what is hit further down was not dropped. Pages that are
-  // given up may share a fate, so that the first capacities say little.
+  // The chance at a depth: everything in LRU passes it, and pages hit further down were not dropped. Pages that we gave
+  // up may share a fate, so the first capacities say little.
   void weigh(double capacity) noexcept {
     std::array<double, kBins> chance{};
     double below = 0;

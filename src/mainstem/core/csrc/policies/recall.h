@@ -1,5 +1,5 @@
-// Recall: pages by their identities, with a time and a small number each, in the order in which they were noted; the
-// oldest are forgotten. It takes 22 to 26 bytes an entry, and what it has no memory for it forgets.
+// Recall: pages by identity, each with a time and a small number, in the order in which they were added. It forgets the
+// oldest, and what it has no memory for. It uses 22 to 26 bytes per entry.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class Recall {
     *entry = entry_at(at);
     return true;
   }
-  // Somebody is about to look for it.
+  // Prefetches a page for a lookup that follows.
   void expect(std::uint64_t page) const {
     if (!table_.empty()) __builtin_prefetch(&table_[page * 0x9E3779B97F4A7C15ull >> shift_]);
   }
@@ -40,22 +40,22 @@ class Recall {
     if (at != kNowhere) erase(at);
     return at != kNowhere;
   }
-  // Notes a page that is not there. Of more than `most` go those that are not worth keeping, looked for now and then,
-  // or the oldest, which `forgotten` gets.
+  // Adds a page that is not present. Beyond `limit` entries, drops those not worth keeping (checked now and then), or
+  // the oldest, which it passes to `forgotten`.
   template <class Keep, class Forgotten>
-  void add(Entry entry, std::size_t most, Keep keep, Forgotten forgotten) noexcept {
-    if (most == 0) return clear(forgotten);
-    if (size_ >= most && added_ >= most / 4) pack(pages_.size(), keep);
-    if (used_ == pages_.size()) make_room(most);
-    while (size_ && (size_ >= most || used_ == pages_.size()))
+  void add(Entry entry, std::size_t limit, Keep keep, Forgotten forgotten) noexcept {
+    if (limit == 0) return clear(forgotten);
+    if (size_ >= limit && added_ >= limit / 4) pack(pages_.size(), keep);
+    if (used_ == pages_.size()) make_room(limit);
+    while (size_ && (size_ >= limit || used_ == pages_.size()))
       forget_oldest(forgotten);
     if (used_ < pages_.size()) append(entry);
   }
   template <class Keep>
-  void add(Entry entry, std::size_t most, Keep keep) noexcept {
-    add(entry, most, keep, [](const Entry&) {});
+  void add(Entry entry, std::size_t limit, Keep keep) noexcept {
+    add(entry, limit, keep, [](const Entry&) {});
   }
-  // The oldest first.
+  // Visits all entries, the oldest first.
   template <class Each>
   void each(Each each) const {
     for (std::size_t i = 0; i < used_; ++i)
@@ -113,9 +113,9 @@ class Recall {
     ++added_;
   }
 
-  // What was erased between others takes room until the rest is packed: that is done when it is a sixteenth.
-  void make_room(std::size_t most) noexcept {
-    const std::size_t enough = most + most / 16 + 8;
+  // Entries erased between others take room until the rest is packed: when they are a sixteenth of all.
+  void make_room(std::size_t limit) noexcept {
+    const std::size_t enough = limit + limit / 16 + 8;
     const std::size_t larger = std::min(enough, std::max<std::size_t>(16, pages_.size() * 2));
     const bool sparse = size_ + size_ / 16 < used_ || larger <= pages_.size();
     pack(sparse ? pages_.size() : larger, [](const Entry&) { return true; });
@@ -140,13 +140,13 @@ class Recall {
     *this = std::move(other);
   }
 
-  std::vector<std::uint64_t> pages_;  // a ring, as the three that follow
+  std::vector<std::uint64_t> pages_;  // a ring, like the next three
   std::vector<std::uint32_t> times_;
   std::vector<std::uint8_t> notes_;
   std::vector<std::uint32_t> next_;   // in its bucket
   std::vector<std::uint32_t> table_;  // the first entry of each bucket
-  std::size_t first_ = 0, used_ = 0;  // of the ring; with what was erased
-  std::size_t size_ = 0, added_ = 0;  // since it was packed
+  std::size_t first_ = 0, used_ = 0;  // of the ring, erased entries included
+  std::size_t size_ = 0, added_ = 0;  // entries; added since the last pack
   int shift_ = 63;
 };
 

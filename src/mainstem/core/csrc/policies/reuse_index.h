@@ -1,11 +1,11 @@
-// Reuse index: how much a page is worth that was used last so long ago, learned for each kind of page.
+// Reuse index: how much a page is worth by the time since its last use, learned for each kind of page.
 //
-// Ages lie in buckets, two an octave. Of each kind and bucket are counted the reuses and the time that pages spent in
-// it without one: their ratio is the hazard, the chance of a reuse in that bucket. The index is that of Gittins
+// Ages are grouped in buckets, two per octave. For each kind and bucket it counts the reuses, and the time that pages
+// spent in it without one: their ratio is the hazard, the chance of a reuse in that bucket. The index is that of
+// Gittins
 // ("Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B, 1979): over all horizons, the best ratio of
 // the chance of a reuse to the time that the page must be held for it. Beckmann, Chen and Cidon ("LHD", NSDI 2018) rank
-// by the ratio over the whole of a page's life, which does not see that something may be worth holding for a little
-// while.
+// by the ratio over a page's whole life, which misses that a page may be worth holding for a short while.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ inline constexpr double width(int bucket) {
 
 class ReuseIndex {
  public:
-  static constexpr int kGroups = 8, kKindsInGroup = 6;  // similar kinds stand in one group
+  static constexpr int kGroups = 8, kKindsInGroup = 6;  // similar kinds form a group
   static constexpr int kKinds = kGroups * kKindsInGroup;
 
   ReuseIndex() { work_out(kLeastPrior); }
@@ -50,7 +50,7 @@ class ReuseIndex {
     reused_[cell(kind, ages::bucket(age))] += 1;
     ++reuses_;
   }
-  // A page of that kind came from one age to another without being used.
+  // A page of that kind went from one age to another without being used.
   void lived(int kind, std::uint32_t from, std::uint32_t to) {
     if (to <= from) return;
     double* const lived = &lived_[cell(kind, 0)];
@@ -65,8 +65,8 @@ class ReuseIndex {
     lived[last] += (to - ages::begin(last)) / ages::width(last);
   }
 
-  // Works the index out from what was counted, and lets it fade. `alike` pages are counted for each request: they
-  // share one fate, so that what is known beforehand weighs as much as so many more.
+  // Computes the index from the counts, and fades them. Each request counts `alike` pages, which share one fate: the
+  // prior weighs that many times more.
   void learn(double alike) {
     work_out(std::max(kLeastPrior, kPriorRequests * alike));
     for (double& each : reused_)
@@ -81,10 +81,10 @@ class ReuseIndex {
  private:
   static constexpr int kBuckets = ages::kBuckets;
   static constexpr double kPriorRequests = 50, kLeastPrior = 50;
-  static constexpr double kYoungest = 0.01;  // the hazard in the first bucket before anything is known
-  static constexpr double kKept = 0.99;      // of the counts, at each lesson
-  static constexpr double kFar = 10;         // a group's hazard follows that of all this far
-  static constexpr double kMost = 0.95;
+  static constexpr double kYoungest = 0.01;  // the prior hazard in the first bucket
+  static constexpr double kKept = 0.99;      // part of the counts kept at each lesson
+  static constexpr double kFar = 10;         // limits a group's hazard relative to that of all pages
+  static constexpr double kMaxHazard = 0.95;
   using Hazards = std::array<double, kBuckets>;
 
   static constexpr std::size_t cell(int kind, int bucket) {
@@ -105,8 +105,8 @@ class ReuseIndex {
     return (counted.reused + prior * expected) / (counted.lived + prior);
   }
 
-  // With thin data a kind is taken to be as its group, that as all pages, and an older bucket as the younger one: the
-  // same hazard in each of these buckets falls as 1 / age, which is the order of LRU.
+  // With little data a kind is assumed to be like its group, a group like all pages, and an older bucket like the
+  // younger one: the same hazard in each of these buckets falls as 1 / age, which is the order of LRU.
   void work_out(double prior) {
     Hazards all, group;
     for (int a = 0; a < kBuckets; ++a)
@@ -124,24 +124,24 @@ class ReuseIndex {
     }
   }
 
-  // Some buckets in a row: for a page at their beginning, the chance that it is used in them, for how long it is held,
-  // and the chance that it comes through. Counted from there, all is exact however few pages come so far.
-  struct PathSpan {
+  // Consecutive buckets: for a page at their beginning, the chance of a use in them, the time that it is held, and the
+  // chance to get through. Relative to that page, all three are exact however few pages get there.
+  struct Buckets {
     double chance, held, through;
     double slope() const { return chance / held; }
-    PathSpan with(const PathSpan& next) const {
+    Buckets with(const Buckets& next) const {
       return {chance + through * next.chance, held + through * next.held, through * next.through};
     }
   };
 
-  // For each bucket the steepest chord to a later one, of the curve of reuse chances over time held: the upper hull
-  // from the right.
+  // Finds for each bucket the steepest chord to a later one, on the curve of reuse chance over time held: the upper
+  // hull from the right.
   static void rank(const Hazards& hazards, float* index) {
-    std::array<PathSpan, kBuckets> hull;
+    std::array<Buckets, kBuckets> hull;
     int top = 0;
     for (int a = kBuckets - 1; a >= 0; --a) {
-      const double h = std::min(kMost, hazards[a] / (1 + hazards[a] / 2));
-      PathSpan best{h, ages::width(a) * (1 - h / 2), 1 - h};
+      const double h = std::min(kMaxHazard, hazards[a] / (1 + hazards[a] / 2));
+      Buckets best{h, ages::width(a) * (1 - h / 2), 1 - h};
       while (top > 0 && hull[top - 1].slope() >= best.slope())
         best = best.with(hull[--top]);
       index[a] = static_cast<float>(best.slope());

@@ -1,6 +1,6 @@
-// S3-FIFO: a small queue, a main one and a ghost, all first in, first out. What was used twice in the small one moves
-// to the main one, where each use buys another round. Yang et al., "FIFO queues are all you need for cache eviction",
-// SOSP 2023: the small queue has 10 %, the ghost as many pages as there are.
+// S3-FIFO: a small queue, a main queue and a ghost, all first in, first out. A node used twice in the small queue moves
+// to the main queue, where each use buys another round. Yang et al., "FIFO queues are all you need for cache eviction",
+// SOSP 2023: the small queue has 10 %, the ghost as many pages as are present.
 #pragma once
 
 #include "../ghost.h"
@@ -10,7 +10,7 @@ namespace mainstem {
 
 struct S3FifoRecord : Mark {
   std::uint8_t uses = 0;
-  std::uint64_t number = 0;  // who joined the queue first
+  std::uint64_t number = 0;  // order of joining the queue
   bool operator==(const S3FifoRecord&) const = default;
 };
 
@@ -28,7 +28,7 @@ class S3Fifo final : public Remembering<S3FifoRecord> {
     enter(index, {{known}, 0, ++joined_});
   }
   void used(Index index) noexcept override {
-    if (records_[index].uses < kMostUses) ++records_[index].uses;
+    if (records_[index].uses < kMaxUses) ++records_[index].uses;
   }
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
@@ -52,7 +52,7 @@ class S3Fifo final : public Remembering<S3FifoRecord> {
   }
 
  private:
-  static constexpr std::uint8_t kMostUses = 3;
+  static constexpr std::uint8_t kMaxUses = 3;
 
   void bound(const Queues&) noexcept override { ghost_.bound(capacity_); }
 

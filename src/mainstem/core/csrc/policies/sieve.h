@@ -1,5 +1,5 @@
-// SIEVE: a hand goes from the oldest page to the newest and round again; it passes over, once, what was used since it
-// was there last, and takes the first that was not. Zhang et al., "SIEVE is simpler than LRU", NSDI 2024.
+// SIEVE: a hand moves from the oldest page to the newest, and then starts again; it skips, once, what was used since
+// its last visit, and evicts the first page that was not. Zhang et al., "SIEVE is simpler than LRU", NSDI 2024.
 #pragma once
 
 #include "../replacement.h"
@@ -8,7 +8,7 @@ namespace mainstem {
 
 struct SieveRecord : Mark {
   bool visited = false;
-  std::uint64_t number = 0;  // who came first
+  std::uint64_t number = 0;  // order of arrival
   bool operator==(const SieveRecord&) const = default;
 };
 
@@ -16,7 +16,7 @@ class Sieve final : public Remembering<SieveRecord> {
  public:
   using Remembering::Remembering;
 
-  // By the lap in which the hand comes to it, then by arrival.
+  // By the lap in which the hand reaches it, then by arrival.
   Place place(Index index) const override {
     const Position at = position(index);
     return {{number(lap_ + (at < hand_)), number(at.first)}};
@@ -28,7 +28,9 @@ class Sieve final : public Remembering<SieveRecord> {
     turn(queues);
     return 0;
   }
-  std::uint64_t at_once(Index) const override { return 1; }  // the hand goes on, not up to the page before
+  std::uint64_t at_once(Index) const override {
+    return 1;
+  }  // the hand moves on: it does not return to the previous page
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
     if (position(index) == hand_) ++hand_.second;
@@ -40,8 +42,8 @@ class Sieve final : public Remembering<SieveRecord> {
   }
 
  private:
-  using Position = std::pair<std::uint64_t, std::uint32_t>;  // arrival; of one arrival, from the root
-  // Where nothing is left in front of the hand, it begins anew, before others come.
+  using Position = std::pair<std::uint64_t, std::uint32_t>;  // arrival; within one arrival, from the root
+  // If nothing is left ahead of the hand, it starts again, before new pages arrive.
   void turn(const Queues& queues) noexcept {
     if (queues.empty() || queues.at(0).rank(queues.top()).major <= number(lap_)) return;
     ++lap_;

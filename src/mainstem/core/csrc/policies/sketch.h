@@ -1,6 +1,6 @@
-// Sketch: how often each of many names was seen lately, about: the least of four counters that it shares with others
-// (Cormode and Muthukrishnan 2005), which all are halved after ten times as many names as there are pages. 8 to 16
-// bytes a page.
+// Sketch: estimates how often each of many names was seen recently: the least of four shared counters (Cormode and
+// Muthukrishnan 2005). All counters are halved after ten times as many names as there are pages. 8 to 16 bytes per
+// page.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ class Sketch {
  public:
   std::size_t bytes() const { return counters_.capacity(); }
 
-  // Room for the names of so many pages; what was counted stays.
+  // Makes room for the names of `pages` pages; keeps the counts.
   void widen(std::uint64_t pages) noexcept {
     if (2 * pages <= width_) return;
     std::uint64_t width = std::max<std::uint64_t>(width_, 64);
@@ -38,7 +38,7 @@ class Sketch {
     if (width_ == 0) return;
     for (std::uint64_t row = 0; row < kRows; ++row) {
       std::uint8_t& counter = counters_[place(row, name)];
-      if (counter < kMost) ++counter;
+      if (counter < kMaxCount) ++counter;
     }
     if (++added_ < 5 * width_) return;
     added_ /= 2;
@@ -47,7 +47,7 @@ class Sketch {
   }
 
   std::uint32_t count(std::uint64_t name) const {
-    std::uint32_t least = width_ ? kMost : 0;
+    std::uint32_t least = width_ ? kMaxCount : 0;
     for (std::uint64_t row = 0; width_ && row < kRows; ++row)
       least = std::min<std::uint32_t>(least, counters_[place(row, name)]);
     return least;
@@ -55,14 +55,14 @@ class Sketch {
 
  private:
   static constexpr std::uint64_t kRows = 4;
-  static constexpr std::uint8_t kMost = 15;
+  static constexpr std::uint8_t kMaxCount = 15;
 
   std::uint64_t place(std::uint64_t row, std::uint64_t name) const {
     return row * width_ + (fold(name, 0x9E3779B97F4A7C15ull + 2 * row) & (width_ - 1));
   }
 
   std::vector<std::uint8_t> counters_;
-  std::uint64_t width_ = 0, added_ = 0;  // counters a row, a power of two
+  std::uint64_t width_ = 0, added_ = 0;  // counters per row, a power of two
 };
 
 }  // namespace mainstem

@@ -1,5 +1,5 @@
-// 2Q: what comes waits in a queue of its own, first in, first out; only what comes back after it has left that queue
-// joins those kept by recency. Johnson and Shasha, "2Q: a low overhead high performance buffer management replacement
+// 2Q: new pages enter a queue of their own, first in, first out; only pages that return after leaving that queue join
+// those kept by recency. Johnson and Shasha, "2Q: a low overhead high performance buffer management replacement
 // algorithm", VLDB 1994, the full version with Kin = 25 % and Kout = 50 %.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace mainstem {
 
 struct TwoQueuesRecord : Mark {
-  std::uint64_t number = 0;  // who came first
+  std::uint64_t number = 0;  // order of arrival
   bool operator==(const TwoQueuesRecord&) const = default;
 };
 

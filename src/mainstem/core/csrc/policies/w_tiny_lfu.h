@@ -1,6 +1,6 @@
-// W-TinyLFU: what comes enters a small window; what leaves that is let into the main part if it was asked for more
-// often than what it would drive out. How often is counted, of all pages, in a sketch that halves its counts from time
-// to time. Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", ACM ToS 2017: the window
+// W-TinyLFU: new pages enter a small window; a page that leaves it enters the main part if it was requested more often
+// than the page that it would displace. A sketch counts the requests of all pages, and halves its counts from time to
+// time. Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy", ACM ToS 2017: the window
 // has 1 %, and of the rest four fifths are protected.
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace mainstem {
 
 struct WTinyLfuRecord : Mark {
-  std::uint64_t number = 0;  // who joined the queue, or was used in it, first
+  std::uint64_t number = 0;  // order of joining the queue, or of the last use in it
   bool operator==(const WTinyLfuRecord&) const = default;
 };
 
@@ -55,7 +55,7 @@ class WTinyLfu final : public Remembering<WTinyLfuRecord> {
  private:
   static constexpr std::uint8_t kWindow = 0, kProbation = 1, kProtected = 2;
 
-  std::uint32_t asked(Index index) const { return sketch_.count(around_.names[index]); }  // for its last page
+  std::uint32_t asked(Index index) const { return sketch_.count(around_.names[index]); }  // of its last page
   void count(Index index) noexcept {
     sketch_.widen(sizes_[kWindow] + sizes_[kProbation] + sizes_[kProtected]);
     around_.each_page(index, node(index).pages, [&](std::uint64_t page) { sketch_.add(page); });
@@ -63,7 +63,7 @@ class WTinyLfu final : public Remembering<WTinyLfuRecord> {
 
   Sketch sketch_;
   std::uint64_t turns_ = 0;
-  bool moves_ = false;  // the victim that was chosen goes to probation instead
+  bool moves_ = false;  // the chosen victim goes to probation instead
 };
 
 }  // namespace mainstem
