@@ -1,6 +1,6 @@
-// The core measured in C++, without Python: `core [--quick]` prints a line of JSON a measure; bench/core.py builds it,
-// runs it and makes the table. Every input is made before the clock starts. Where a call takes less than a microsecond
-// many are timed at once; where single calls are timed, what the clock costs is taken off.
+// Measures the core in C++, without Python: `core [--quick]` prints one line of JSON per measure; bench/core.py builds
+// it, runs it and makes the table. Every input is made before the clock starts. Calls of less than a microsecond are
+// timed many at once; for calls timed one by one, the cost of the clock is subtracted.
 #include <malloc.h>
 #include <unistd.h>
 
@@ -19,9 +19,9 @@ constexpr std::uint32_t kLong = 131072;  // tokens
 const std::vector<Component> kFull{{Kind::full}};
 
 struct Sizes {
-  int rounds;               // of each measure that is taken in rounds
+  int rounds;               // of each measure taken in rounds
   std::uint32_t prompts;    // in the large tree
-  std::uint32_t tokens;     // held, where bytes a token are counted
+  std::uint32_t tokens;     // held, to measure bytes per token
   std::uint32_t evictions;  // timed one by one
 };
 constexpr Sizes kWhole{300, 520000, 8000000, 5000};
@@ -35,7 +35,7 @@ std::unique_ptr<Tree> make_tree(std::uint32_t page_size) {
 
 // ---------------------------------------------------------------- a long prompt
 
-// Reads what a match must read, and writes what it must write: the prompt beside the keys of the tree, and the ids.
+// Reads and writes what a match must: compares the prompt with the keys of the tree, and copies the ids.
 void touch_all(const std::vector<Piece>& pieces, const std::uint8_t* prompt, std::int32_t* out) {
   int parts = 0;
   for (const Piece& piece : pieces) {
@@ -53,7 +53,7 @@ void long_match(std::uint32_t page_size, std::uint32_t nodes, const Sizes& sizes
   Writer writer(*tree);
   const Tokens stored = source.tokens(kLong);
   writer.insert(bytes_of(stored));
-  for (std::uint32_t i = 1; i < nodes; ++i) {  // a branch at each border, so that nothing can be joined there
+  for (std::uint32_t i = 1; i < nodes; ++i) {  // a branch at each boundary, so that nothing can be joined there
     Tokens branch(stored.begin(), stored.begin() + kLong / nodes * i);
     branch.resize(branch.size() + page_size, 200000);
     writer.insert(bytes_of(branch));
@@ -72,7 +72,7 @@ void long_match(std::uint32_t page_size, std::uint32_t nodes, const Sizes& sizes
     use(out.data());
   };
   std::vector<double> ratios, times, floors;
-  for (int round = 0; round < sizes.rounds; ++round) {  // taking turns at being first
+  for (int round = 0; round < sizes.rounds; ++round) {  // alternate which comes first
     const double early = round % 2 ? timed(match) : timed(floor);
     const double late = round % 2 ? timed(floor) : timed(match);
     times.push_back((round % 2 ? early : late) - clock_cost);
@@ -117,11 +117,11 @@ void miss(std::uint32_t length, bool inside, const Sizes& sizes) {
 // ---------------------------------------------------------------- growing
 
 constexpr std::uint32_t kPieces = 1000;
-constexpr std::uint32_t kBehind = 100000;  // tokens
+constexpr std::uint32_t kPrefix = 100000;  // tokens
 constexpr std::uint32_t kMore = 16;        // tokens
-constexpr int kSteps = 20;                 // are timed at once
+constexpr int kSteps = 20;                 // timed at once
 
-// 100,000 tokens in 1,000 pieces of 6 or 7 pages; where their ends are locked they stay nodes.
+// 100,000 tokens in 1,000 pieces of 6 or 7 pages; if their ends are locked, they stay separate nodes.
 Handle chain(Writer& writer, Tree& tree, const Tokens& tokens, bool locked) {
   Handle node = 0;
   std::size_t at = 0;
@@ -136,7 +136,7 @@ Handle chain(Writer& writer, Tree& tree, const Tokens& tokens, bool locked) {
 
 void grow_by_insert(bool locked, const Sizes& sizes) {
   Source source(9);
-  const Tokens tokens = source.tokens(kBehind + kMore * kSteps);
+  const Tokens tokens = source.tokens(kPrefix + kMore * kSteps);
   std::vector<double> times;
   for (int round = 0; round < sizes.rounds / 10; ++round) {
     const std::unique_ptr<Tree> tree = make_tree(16);
@@ -144,7 +144,7 @@ void grow_by_insert(bool locked, const Sizes& sizes) {
     Handle node = chain(writer, *tree, tokens, locked);
     Ids ids(1, 1000000);
     times.push_back(timed([&] {
-                      for (std::size_t at = kBehind; at < tokens.size(); at += kMore, ++ids[0]) {
+                      for (std::size_t at = kPrefix; at < tokens.size(); at += kMore, ++ids[0]) {
                         const IdSpan span(ids);
                         node = tree->insert("", node, {bytes_of(tokens, at, at + kMore), {&span, 1}}, 0, 0, true).node;
                       }
@@ -156,21 +156,21 @@ void grow_by_insert(bool locked, const Sizes& sizes) {
 
 void grow_by_lease(bool locked, const Sizes& sizes) {
   Source source(9);
-  const Tokens tokens = source.tokens(kBehind + kMore * kSteps);
+  const Tokens tokens = source.tokens(kPrefix + kMore * kSteps);
   std::vector<double> times;
   for (int round = 0; round < sizes.rounds / 10; ++round) {
     const std::unique_ptr<Tree> tree = make_tree(16);
     Pool pool(20000);
-    Ids pages(kBehind / 16);
-    pool.allocate(pages.size(), pages.data());
-    pool.move(pages, Owner::privately, Owner::cached);
-    std::sort(pages.begin(), pages.end());
-    Writer writer(*tree);  // counts its ids as the pool gave them out
+    Ids page_ids(kPrefix / 16);
+    pool.allocate(page_ids.size(), page_ids.data());
+    pool.move(page_ids, Owner::privately, Owner::cached);
+    std::sort(page_ids.begin(), page_ids.end());
+    Writer writer(*tree);  // uses the ids in the order in which the pool allocated them
     chain(writer, *tree, tokens, locked);
     Cache cache(*tree, pool, true);
-    Lease lease(cache, "", 0, bytes_of(tokens, 0, kBehind), kBehind, false, {});
+    Lease lease(cache, "", 0, bytes_of(tokens, 0, kPrefix), kPrefix, false, {});
     times.push_back(timed([&] {
-                      for (std::size_t at = kBehind; at < tokens.size(); at += kMore) {
+                      for (std::size_t at = kPrefix; at < tokens.size(); at += kMore) {
                         lease.append(bytes_of(tokens, at, at + kMore));
                         lease.reserve(kMore);
                         lease.publish(at + kMore);
@@ -181,7 +181,7 @@ void grow_by_lease(bool locked, const Sizes& sizes) {
   report(std::string("16 tokens more, Lease, ") + (locked ? "1,000 nodes" : "joined"), "µs", median(times));
 }
 
-// Chunked prefill: a prompt of 128k and some more, reserved and published in chunks of 512.
+// Chunked prefill: a prompt of a little more than 128k tokens, reserved and published in chunks of 512.
 void chunks(const Sizes& sizes) {
   constexpr std::uint32_t kChunk = 512;
   constexpr std::uint32_t kNear = 1024;
@@ -234,8 +234,8 @@ void evict(bool half_locked, const Sizes& sizes) {
 
 // ---------------------------------------------------------------- a large tree
 
-// Prompts of 512 tokens that share the first 21 to 31 of 32 pages with an earlier one. Only what is new is kept; a
-// prompt is put together again before the clock starts, without a look at the tree.
+// Prompts of 512 tokens that share the first 21 to 31 of 32 pages with an earlier one. Only the new tokens are kept; a
+// prompt is assembled again before the clock starts, without reading the tree.
 class Prompts {
  public:
   static constexpr std::uint32_t kTokens = 512, kPage = 16;
@@ -313,7 +313,7 @@ void cold(const Sizes& sizes) {
 
 // ---------------------------------------------------------------- memory
 
-// All that the process has, less what malloc holds free: long arrays are not malloc's.
+// The memory of the process, less free memory held by malloc: long arrays do not come from malloc.
 double allocated() {
   std::size_t pages = 0;
   std::FILE* const file = std::fopen("/proc/self/statm", "r");
@@ -337,8 +337,8 @@ void memory(std::uint32_t node, const Sizes& sizes) {
   report(name + ", as malloc counts", "bytes a token", (allocated() - before) / tokens);
 }
 
-// A prompt of 128k tokens is parted behind its first page, and everything but that page and the branch is evicted. Many
-// such trees at once, as malloc's count is not exact to a few hundred bytes.
+// Splits a prompt of 128k tokens after its first page, and evicts everything but that page and the branch. Measures
+// many such trees at once, as malloc's count is inexact by a few hundred bytes.
 std::pair<double, double> held_after_split(const Tokens& prompt, bool with_prompt) {
   constexpr std::size_t kTrees = 64;
   Tokens branch(prompt.begin(), prompt.begin() + 16);

@@ -1,5 +1,5 @@
-// A fixed run of the core, whose instructions bench/native/instructions.py has counted: `instructions RUN`, where RUN
-// is the page size of the chats, or "long". Prints how many requests were counted. Only what happens inside counted()
+// A fixed run of the core for bench/native/instructions.py, which counts its instructions: `instructions RUN`, where
+// RUN is the page size of the chats, or "long". Prints the number of requests counted. Only the code inside counted()
 // is counted; prompts are made before.
 #include <cstdlib>
 #include <cstring>
@@ -8,7 +8,7 @@
 #include "cache.h"
 #include "measure.h"
 
-// The name that the counter waits for.
+// The function that the counter waits for.
 extern "C" [[gnu::noinline]] void counted(const std::function<void()>* run) {
   (*run)();
 }
@@ -20,7 +20,7 @@ namespace {
 constexpr std::uint32_t kCapacity = 40000;  // tokens; small enough to evict
 const std::vector<Component> kFull{{Kind::full}};
 
-// Chats that share system prompts, interleaved; the workload of bench/workload.py in small.
+// Chats that share system prompts, interleaved: a small version of bench/workload.py.
 std::vector<Tokens> chats() {
   constexpr std::size_t kChats = 100, kOpen = 16, kTurns = 6, kSystems = 4, kSystemTokens = 2048, kAnswer = 128;
   struct Chat {
@@ -65,7 +65,7 @@ std::size_t run_chats(std::uint32_t page_size) {
   return prompts.size();
 }
 
-// A prompt of 128k tokens in 1,024 nodes, looked up again and again.
+// A prompt of 128k tokens in 1,024 nodes, looked up repeatedly.
 std::size_t run_long() {
   constexpr std::size_t kLong = 131072, kNodes = 1024, kTimes = 50;
   Source source(2);

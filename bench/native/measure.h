@@ -1,4 +1,4 @@
-// Clock, statistics and keys for the benchmark of the core, and a look at the memory that the tree keeps.
+// Clock, statistics and keys for the benchmark of the core, and access to the tree's memory.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace mainstem {
 
-// What the tree has of a path, piece by piece: where floors are measured.
+// A piece of a path as the tree stores it; floors are measured on pieces.
 struct Piece {
   const std::uint8_t* key;
   std::size_t bytes;
@@ -50,7 +50,7 @@ inline double median(const std::vector<double>& values) {
   return quantile(values, 0.5);
 }
 
-// What reading the clock twice costs; taken off where calls are timed one by one.
+// The cost of reading the clock twice; subtracted from calls timed one by one.
 inline double clock_us() {
   std::vector<double> costs;
   for (int i = 0; i < 20000; ++i) {
@@ -67,7 +67,7 @@ double timed(Call call) {
   return us(Clock::now() - begin);
 }
 
-// Keeps the compiler from leaving out what nobody reads.
+// Keeps the compiler from removing unread results.
 inline void use(const void* value) {
   asm volatile("" : : "r"(value) : "memory");
 }
@@ -94,7 +94,7 @@ inline Bytes bytes_of(const Tokens& tokens, std::size_t begin, std::size_t end) 
   return bytes_of(tokens).subspan(begin * sizeof(tokens[0]), (end - begin) * sizeof(tokens[0]));
 }
 
-// Inserts a key behind a node, with page ids that count up.
+// Inserts a key after a node, with consecutive page ids.
 class Writer {
  public:
   explicit Writer(Tree& tree) : tree_(tree) {}
@@ -112,7 +112,7 @@ class Writer {
   std::int32_t next_ = 0;
 };
 
-// One line of JSON a measure.
+// Prints one line of JSON for a measure.
 inline void report(const char* name, const char* unit, double value) {
   std::printf("{\"name\": \"%s\", \"unit\": \"%s\", \"value\": %.6g}\n", name, unit, value);
   std::fflush(stdout);

@@ -1,4 +1,4 @@
-// See cases.h. A structure is broken through Probe, a friend of the tree, to see that check() finds it.
+// See cases.h. Some cases break a structure through Probe, a friend of the tree, and expect check() to find it.
 #include "cases.h"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ InsertResult insert(Tree& tree, const std::string& key, std::int32_t first_id, s
   return tree.insert(ns, after, {bytes_of(key), spans}, 0, 0, ready);
 }
 
-// ---------------------------------------------------------------- what is refused
+// ---------------------------------------------------------------- rejected arguments
 
 void expect_bad(const char* name, const std::function<void()>& call) {
   const BadValue error = thrown<BadValue>(name, call);
@@ -136,8 +136,8 @@ void lies_on() {
   tree.lock(parent, 0);
   const Handle child = insert(tree, key_of({3}), 2, 1, parent).node;
   const std::string whole = key_of({1, 2, 3, 4});
-  expect(tree.lies_on("", bytes_of(whole), 0), "the root lies on every path");
-  expect(tree.lies_on("", bytes_of(whole), child), "a node lies on its path");
+  expect(tree.lies_on("", bytes_of(whole), 0), "the root is on every path");
+  expect(tree.lies_on("", bytes_of(whole), child), "a node is on its path");
   expect(!tree.lies_on("a", bytes_of(whole), child), "not in another namespace");
   expect(!tree.lies_on("", bytes_of(key_of({1, 2})), child), "not on a path that ends above");
   expect(!tree.lies_on("", bytes_of(key_of({1, 2, 4})), child), "not on a path that parts in the node");
@@ -146,9 +146,9 @@ void lies_on() {
 
 void pools() {
   Pool pool(3);
-  Ids pages(3);
-  pool.allocate(2, pages.data());
-  const NoPages want = thrown<NoPages>("more pages than are free", [&] { pool.allocate(2, pages.data()); });
+  Ids page_ids(3);
+  pool.allocate(2, page_ids.data());
+  const NoPages want = thrown<NoPages>("more pages than are free", [&] { pool.allocate(2, page_ids.data()); });
   expect_equal(want.free, 1, "pages free");
   const auto message = [&](const char* expected, Ids ids, Owner from) {
     const auto call = [&] { pool.move(ids, from, Owner::cached); };
@@ -165,11 +165,11 @@ void pools() {
 
 // ---------------------------------------------------------------- eviction
 
-// Ranks from outside: what has none waits at the front, and stops eviction.
+// External ranks: a candidate without one waits at the front, and stops eviction.
 void external_ranks() {
   Tree tree(4, 1, kFull, 1, "external", 1);
   NodeStats stats{};
-  expect(!tree.waiting(0, 0, &stats), "nobody waits in an empty tree");
+  expect(!tree.waiting(0, 0, &stats), "no candidate waits in an empty tree");
   const Handle one = insert(tree, key_of({1, 2}), 0).node;
   const Handle two = insert(tree, key_of({3, 4}), 2).node;
   expect(tree.evict(1, 0, 0)[0].empty(), "nothing is evicted without a rank");
@@ -187,11 +187,11 @@ void external_ranks() {
   tree.lock(one, 0);
   expect_bad("node", [&] { tree.rank(one, 0, 0, {1, 0}); });
   tree.unlock(one, 0);
-  expect(tree.waiting(0, 0, &stats), "a rank is asked for anew");
+  expect(tree.waiting(0, 0, &stats), "the policy is asked for a new rank");
   tree.check();
 }
 
-// Equal ranks fall to the lower depth, then to the lower index.
+// Of equal ranks the lower depth comes first, then the lower index.
 void equal_ranks() {
   Order order;
   order.reserve(6);
@@ -202,7 +202,7 @@ void equal_ranks() {
   order.put(4, {1, 1}, 9);
   order.put(5, {0, 9}, 9);
   expect(order.holds(3, rank, 7) && !order.holds(3, rank, 8) && !order.holds(3, {1, 3}, 7), "what an order holds");
-  expect(!order.contains(99), "an order does not hold what it has no room for");
+  expect(!order.contains(99), "an order does not contain a node beyond its room");
   for (const Index next : {5u, 4u, 2u, 3u, 1u}) {
     expect_equal(order.top(), next, "the first of an order");
     order.remove(next);
@@ -219,15 +219,15 @@ void old_generations() {
         Handle{Node::kMaxGenerations} << 32 | Probe::index(tree, Handle{Node::kMaxGenerations} << 32 | 2);
     expect_equal(tree.end(last), 3, "the end of a node of the last generation");
     tree.evict(i == 0 ? 1 : 3, 0, 0);
-    thrown<StaleHandle>("a handle of the generation before", [&] { tree.end(last); });
+    thrown<StaleHandle>("a handle of the previous generation", [&] { tree.end(last); });
     tree.evict(3, 0, 0);
     tree.check();
   }
 }
 
-// ---------------------------------------------------------------- what check() finds
+// ---------------------------------------------------------------- faults that check() finds
 
-// A full tree of some nodes, with a lock, in which one thing is then broken.
+// A full tree of some nodes, with a lock; each fault breaks one thing in it.
 struct Broken {
   Broken() : tree(4, 1, kFull, 1, "lru", 1) {
     parent = insert(tree, key_of({1, 2}), 0).node;
@@ -325,18 +325,18 @@ void faults() {
   }
 }
 
-void window_border() {
+void window_boundary() {
   Tree tree(4, 1, {{Kind::full}, {Kind::window, 2}}, 1, "lru", 1);
   const Handle node = insert(tree, key_of({1, 2, 3, 4}), 0, 2).node;
   Probe::pins(tree, node) = 1;
-  const Corrupt error = thrown<Corrupt>("a lock without its border", [&] { tree.check(); });
-  expect(error.message.ends_with("a window lock begins at a node border"), error.message);
+  const Corrupt error = thrown<Corrupt>("a lock without its boundary", [&] { tree.check(); });
+  expect(error.message.ends_with("a window lock begins at a node boundary"), error.message);
 }
 
-// ---------------------------------------------------------------- joints
+// ---------------------------------------------------------------- joins
 
-// Two pieces of a chain become one node when nothing keeps them apart.
-void joints() {
+// Two pieces of a chain become one node if nothing keeps them apart.
+void joins() {
   const auto nodes_of = [](const char* policy, std::uint32_t tiers,
                            const std::function<void(Tree&, Handle)>& keep_apart, std::uint32_t pages = 2) {
     Tree tree(4, 1, kFull, tiers, policy, 1);
@@ -354,8 +354,8 @@ void joints() {
   };
   const auto nothing = [](Tree&, Handle) {};
   expect_equal(nodes_of("lru", 1, nothing), 1, "nodes of a chain");
-  expect_equal(nodes_of("external", 1, nothing), 2, "nodes where ranks come from outside");
-  expect_equal(nodes_of("fifo", 1, nothing), 2, "nodes that fifo tells apart");
+  expect_equal(nodes_of("external", 1, nothing), 2, "nodes with external ranks");
+  expect_equal(nodes_of("fifo", 1, nothing), 2, "nodes that differ for fifo");
   expect_equal(nodes_of("lru", 1, nothing, 4095), 2, "nodes of a chain too long for one");
   const auto hit = [](Tree& tree, Handle) { tree.match("", bytes_of(key_of({0, 1})), false); };
   expect_equal(nodes_of("lru", 1, hit), 2, "nodes of which one was hit");
@@ -371,7 +371,7 @@ void joints() {
     const Ids ids{7, 8};
     tree.attach(upper, 0, 1, ids, true);
   };
-  expect_equal(nodes_of("lru", 2, back_up), 2, "nodes of which one lies on two tiers");
+  expect_equal(nodes_of("lru", 2, back_up), 2, "nodes of which one is on two tiers");
   const auto pin = [](Tree& tree, Handle upper) { tree.lock(upper, 1); };
   expect_equal(nodes_of("lru", 2, pin), 2, "nodes where a lock of the other tier ends");
   const auto move_away = [](Tree& tree, Handle upper) {
@@ -383,7 +383,7 @@ void joints() {
 
 // ---------------------------------------------------------------- the rest
 
-// At a branch the youngest 32 children are looked at, no more.
+// At a branch a partial match tries the youngest 32 children only.
 void many_siblings() {
   Tree tree(4, 2, kFull, 1, "lru", 1);
   for (std::uint32_t i = 0; i < 33; ++i)
@@ -393,7 +393,7 @@ void many_siblings() {
   expect_equal(tree.peek("", bytes_of(key_of({0, 2})), true).partial, 0, "symbols of the oldest, peeked");
 }
 
-// A node that a lock alone keeps: nothing is present there, and nothing on its way.
+// A node kept by a lock only: nothing is present or in flight there.
 void only_locked() {
   Tree tree(4, 1, kFull, 1, "lru", 1);
   const Handle there = insert(tree, key_of({1}), 0).node;
@@ -404,33 +404,33 @@ void only_locked() {
   tree.cancel(node, 0);
   tree.check();
   const MatchResult found = tree.match("", bytes_of(key_of({1, 2})), false);
-  expect(found.pages == 1 && found.pending_pages == 0, "what was cancelled is not pending");
+  expect(found.pages == 1 && found.pending_pages == 0, "cancelled pages are not pending");
   expect_bad("after", [&] { insert(tree, key_of({3}), 5, 1, node); });
   tree.unlock(node, 0);
   tree.unlock(there, 0);
   tree.check();
   expect_equal(tree.size(), 1, "nodes");
   for (const Handle handle : {Handle{-1}, Handle{1} << 32, Handle{1} << 32 | 999, node})
-    thrown<StaleHandle>("a handle of nobody", [&] { tree.end(handle); });
+    thrown<StaleHandle>("a handle of no node", [&] { tree.end(handle); });
 }
 
 void views() {
   Tree tree(4, 1, {{Kind::full}, {Kind::state}}, 2, "lru", 1);
   const std::string key = key_of({1, 2, 3});
-  const Ids pages{5, 6, 7}, state{9};
-  const std::vector<IdSpan> ids{pages, state};
+  const Ids page_ids{5, 6, 7}, state{9};
+  const std::vector<IdSpan> ids{page_ids, state};
   const Handle node = tree.insert("", 0, {bytes_of(key), ids}, 4, 0, true).node;
   Ids out(3);
   tree.copy_ids(node, 1, 0, 0, out.data());
-  expect(out == Ids({-1, -1, 9}), "a state's id stands at the end of its node");
+  expect(out == Ids({-1, -1, 9}), "a state's id is at the end of its node");
   tree.copy_ids(node, 0, 1, 0, out.data());
-  expect(out == Ids({-1, -1, -1}), "ids that are absent are -1");
+  expect(out == Ids({-1, -1, -1}), "absent ids are -1");
   const NodeView view = tree.nodes("").front();
   expect_equal(view.stats.priority, 4, "the priority of a node");
   expect(view.key == key, "the key of a node");
   expect(tree.nodes("nowhere").empty() && tree.namespaces() == std::vector<std::string>{""}, "namespaces");
-  expect(tree.one_id_a_page(0) && !tree.one_id_a_page(1) && !tree.one_id_a_page(2), "ids a page");
-  expect(tree.ranks_itself() && tree.bytes() > 0, "what a tree says of itself");
+  expect(tree.one_id_a_page(0) && !tree.one_id_a_page(1) && !tree.one_id_a_page(2), "ids per page");
+  expect(tree.ranks_itself() && tree.bytes() > 0, "properties of a tree");
   expect_equal(tree.peek("", bytes_of(key), true).pages, 3, "pages peeked with a state");
   expect_equal(tree.peek("nowhere", bytes_of(key), true).pages, 0, "pages peeked in no namespace");
 }
@@ -451,7 +451,7 @@ void disabled_cache() {
   expect_equal(unchecked.hit(), 0, "the hit where nothing is matched");
 }
 
-// A cache of four pages; `written` of them are the tree's, in a namespace each.
+// A cache of four pages; the tree has one page in each namespace of `written`.
 struct Small {
   explicit Small(std::initializer_list<const char*> written) {
     for (const char* ns : written) {
@@ -468,7 +468,7 @@ struct Small {
   Cache cache{tree, pool, true};
 };
 
-// The hook that makes room may run anybody's code: also such as ends the lease that asked.
+// The hook that makes room may run any code, and may even end the lease that called it.
 void lease_closed_by_hook() {
   Small small{"a", "b", "c", "d"};
   const std::unique_ptr<Lease> lease = small.open("", {1, 2});
@@ -481,7 +481,7 @@ void lease_closed_by_hook() {
   expect_equal(small.pool.owned(Owner::free), 1, "free pages");
 }
 
-// An error of the hook goes through, and nothing is left locked.
+// An error in the hook propagates, and nothing stays locked.
 void hook_fails() {
   Small small{"a", "b", "c", "d"};
   const std::unique_ptr<Lease> lease = small.open("a", {1, 7});
@@ -498,19 +498,19 @@ void hook_fails() {
   small.tree.check();
 }
 
-// The page to be copied is locked, so it is not the one that is evicted for the copy.
 void long_arrays() {
   constexpr std::size_t kLargePage = std::size_t{2} << 20;
   Array<std::uint64_t> numbers;
   for (std::uint64_t i = 0; i < 2'000'000; ++i)
     numbers.push_back(i);
-  expect(reinterpret_cast<std::uintptr_t>(numbers.begin()) % kLargePage == 0, "long arrays begin a page");
-  expect(numbers.bytes() < 17'000'000, "they have little to spare");
-  thrown<std::bad_alloc>("more than there is", [&] { numbers.reserve(std::size_t{1} << 57); });
+  expect(reinterpret_cast<std::uintptr_t>(numbers.begin()) % kLargePage == 0, "long arrays start at a page");
+  expect(numbers.bytes() < 17'000'000, "they have little spare room");
+  thrown<std::bad_alloc>("more memory than there is", [&] { numbers.reserve(std::size_t{1} << 57); });
   for (std::uint64_t i = 0; i < numbers.size(); ++i)
-    expect_equal(numbers[i], i, "a number behind all that growing");
+    expect_equal(numbers[i], i, "a number after all that growth");
 }
 
+// The page to copy is locked, so it is not evicted for its own copy.
 void no_page_for_a_copy() {
   Small small{"a"};
   const std::unique_ptr<Lease> filler = small.open("b", {1, 2, 3, 4, 5, 6});
@@ -531,30 +531,30 @@ void paths() {
   expect(tree.path_key(0) == std::pair<std::string, std::string>(), "the root has no key");
   expect(tree.path_key(lower) == std::pair<std::string, std::string>("", key_of({1, 2, 3, 4})), "the key of a path");
   expect(tree.lacking(0, 0, 1, 0).empty(), "the root lacks nothing");
-  expect(tree.lacking(lower, 0, 1, 0) == std::vector<Handle>({upper, lower}), "all is lacking, from the top");
+  expect(tree.lacking(lower, 0, 1, 0) == std::vector<Handle>({upper, lower}), "everything is lacking, from the top");
   expect(tree.lacking(lower, 0, 1, 1).empty(), "nothing was hit");
   tree.match("", bytes_of(key_of({1, 2})), false);
   expect(tree.lacking(lower, 0, 1, 1) == std::vector<Handle>({upper}), "the upper node was hit");
   expect_equal(tree.hottest(1, 0).front(), upper, "the hottest node");
   expect_equal(tree.hottest(9, 0).back(), lower, "the coolest node");
   expect(tree.hottest(9, 1).empty(), "nothing is on the host");
-  expect_equal(tree.parent(lower), upper, "what a node hangs below");
+  expect_equal(tree.parent(lower), upper, "the parent of a node");
   expect_equal(tree.parent(upper), 0, "the root has no handle");
-  const std::vector<PathSpan> stretches = tree.hot_spans(0);
-  expect_equal(stretches.size(), 2, "each node is a stretch");
-  expect_equal(stretches[1].from, 0, "behind the hotter one");
-  expect_equal(stretches[1].at, tree.end(upper), "where that one ends");
-  expect(stretches[1].symbols == tree.path_key(lower, tree.end(upper)).second, "its own symbols");
-  expect(stretches[0].symbols + stretches[1].symbols == tree.path_key(lower).second, "all symbols, once");
-  expect(tree.hot_spans(1).empty(), "nothing is listed of the host");
+  const std::vector<PathSpan> spans = tree.hot_spans(0);
+  expect_equal(spans.size(), 2, "each node is a span");
+  expect_equal(spans[1].from, 0, "after the hotter one");
+  expect_equal(spans[1].at, tree.end(upper), "where the hotter one ends");
+  expect(spans[1].symbols == tree.path_key(lower, tree.end(upper)).second, "its own symbols");
+  expect(spans[0].symbols + spans[1].symbols == tree.path_key(lower).second, "all symbols, once");
+  expect(tree.hot_spans(1).empty(), "nothing is listed for the host");
   const Ids two{7, 8};
   tree.attach(upper, 0, 1, two, false);
-  expect_equal(tree.in_flight_above(lower, 1), upper, "by whose name the upper node is in flight");
+  expect_equal(tree.in_flight_above(lower, 1), upper, "the transfer of the upper node");
   expect_equal(tree.in_flight_above(upper, 1), 0, "nothing is in flight above it");
   expect_equal(tree.in_flight_above(0, 1), 0, "nothing is in flight above the root");
-  expect(tree.lacking(lower, 0, 1, 0) == std::vector<Handle>({lower}), "what is in flight is not lacking");
-  expect(tree.own_ids(upper, 0, 1).empty(), "what is in flight is not there");
-  expect(tree.own_ids(lower, 0, 0) == Ids({2, 3}), "the ids of a node alone");
+  expect(tree.lacking(lower, 0, 1, 0) == std::vector<Handle>({lower}), "a node in flight is not lacking");
+  expect(tree.own_ids(upper, 0, 1).empty(), "a node in flight is not present");
+  expect(tree.own_ids(lower, 0, 0) == Ids({2, 3}), "the node's own ids");
   for (const std::uint32_t tier : {2u, 3u}) {
     expect_bad("tier", [&] { tree.lacking(lower, 0, tier, 0); });
     expect_bad("tier", [&] { tree.lacking(lower, tier, 0, 0); });
@@ -568,7 +568,7 @@ void paths() {
   expect_bad("component", [&] { tree.residency(lower, 1, 0); });
   expect_bad("component", [&] { tree.own_ids(lower, 1, 0); });
   expect_bad("component", [&] { tree.next_victim(1, 0); });
-  thrown<StaleHandle>("a handle of nobody", [&] { tree.lacking(Handle{7} << 40 | 3, 0, 1, 0); });
+  thrown<StaleHandle>("a handle of no node", [&] { tree.lacking(Handle{7} << 40 | 3, 0, 1, 0); });
 }
 
 // A hole on both tiers ends what can be copied.
@@ -578,8 +578,8 @@ void gap() {
   tree.lock(node, 1);
   tree.evict(2, 0, 0);
   const Ids one{7};
-  tree.attach(node, 1, 0, one, true);  // the lock on the host has cut the node: it holds the last page
-  expect(tree.lacking(node, 0, 1, 0).empty() && tree.end(node) == 2, "what is nowhere cannot be copied");
+  tree.attach(node, 1, 0, one, true);  // the lock on the host has split the node: it holds the last page
+  expect(tree.lacking(node, 0, 1, 0).empty() && tree.end(node) == 2, "a page on no tier cannot be copied");
 }
 
 void locate_splits() {
@@ -590,27 +590,28 @@ void locate_splits() {
   expect_equal(tree.size(), 1, "nodes");
   for (const std::uint32_t pages : {0u, 5u})
     expect_equal(tree.locate("", bytes_of(key), pages), 0, "no such place");
-  expect_equal(tree.locate("", bytes_of(key_of({1, 2, 9})), 3), 0, "a key that parts before");
+  expect_equal(tree.locate("", bytes_of(key_of({1, 2, 9})), 3), 0, "a key that parts earlier");
   expect_equal(tree.locate("nowhere", bytes_of(key), 2), 0, "no such namespace");
   expect_equal(tree.size(), 1, "nodes");
   const Handle upper = tree.locate("", bytes_of(key), 3);
-  expect(upper && tree.end(upper) == 3 && tree.start(node) == 3 && tree.size() == 2, "the node was cut");
+  expect(upper && tree.end(upper) == 3 && tree.start(node) == 3 && tree.size() == 2, "the node was split");
   expect_equal(tree.locate("", bytes_of(key), 3), upper, "the same place again");
   tree.check();
 }
 
 void next_victims() {
   Tree tree(4, 1, kFull, 1, "external", 1);
-  expect_equal(tree.next_victim(0, 0), 0, "nobody is next in an empty tree");
+  expect_equal(tree.next_victim(0, 0), 0, "no node is next in an empty tree");
   const Handle node = insert(tree, key_of({1}), 0).node;
-  expect_equal(tree.next_victim(0, 0), 0, "who has no rank is not next");
+  expect_equal(tree.next_victim(0, 0), 0, "a node without a rank is not next");
   tree.rank(node, 0, 0, {1, 0});
   expect_equal(tree.next_victim(0, 0), node, "the only one is next");
   tree.lock(node, 0);
-  expect_equal(tree.next_victim(0, 0), 0, "who is locked is not next");
+  expect_equal(tree.next_victim(0, 0), 0, "a locked node is not next");
 }
 
-// Each decoded page is copied down by itself: once it has landed it joins the node above, and the chain stays one node.
+// Each decoded page is backed up by itself: once its copy is complete it joins its parent, and the chain stays one
+// node.
 void commit_joins() {
   Tree tree(4, 1, kFull, 2, "lru", 1);
   Handle end = insert(tree, key_of({1, 2}), 0).node;
@@ -627,7 +628,7 @@ void commit_joins() {
     expect_equal(tree.size(), 2, "nodes while a page is in flight");
     tree.commit(next, 1);
     tree.check();
-    expect_equal(tree.size(), 1, "nodes of a chain that lies on both tiers");
+    expect_equal(tree.size(), 1, "nodes of a chain on both tiers");
     thrown<StaleHandle>("a node that was joined", [&] { tree.end(end); });
     end = next;
   }
@@ -635,7 +636,7 @@ void commit_joins() {
   expect(tree.own_ids(end, 0, 1) == Ids({50, 51, 52, 53, 54, 55}), "the ids on the host");
 }
 
-// A cache over two tiers, pages of two symbols, and a prefix of four pages of which the host has all, the device two.
+// A cache over two tiers, pages of two symbols, and a prefix of four pages: the host has all of them, the device two.
 struct Tiered {
   explicit Tiered(std::uint32_t device_pages = 8) : pool(device_pages) {
     std::unique_ptr<Lease> writer = open(symbols);
@@ -671,7 +672,7 @@ void load_arrives() {
   expect_equal(lease->loadable(), 4, "positions on the host");
   tiers.expect_locked(2, 4);
   const PageLoad load = lease->begin_load();
-  expect(load.id != 0 && load.source[0] == Ids({6, 7}), "what is to be loaded");
+  expect(load.id != 0 && load.source[0] == Ids({6, 7}), "the pages to load");
   expect_bad("lease", [&] { lease->begin_load(); });
   expect_equal(lease->publishable(), 4, "positions that may be published while pages are written");
   expect(!lease->begin_copy(), "nothing is copied while pages are written");
@@ -680,17 +681,17 @@ void load_arrives() {
   expect_equal(lease->reserved(), 9, "positions reserved meanwhile");
   expect_equal(tiers.cache.counters.hit, 4, "positions hit before they have arrived");
   const std::unique_ptr<Lease> other = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
-  expect_equal(other->hit(), 4, "what has not arrived is nobody else's");
+  expect_equal(other->hit(), 4, "nobody else finds pages that have not arrived");
   lease->end_load(true);
-  expect_equal(lease->hit(), 8, "the hit when all has arrived");
+  expect_equal(lease->hit(), 8, "the hit after all pages have arrived");
   expect_equal(lease->published(), 8, "positions published");
   expect_equal(tiers.cache.counters.hit, 8, "positions hit");
   expect_equal(tiers.cache.counters.host_hit, 4, "positions hit on the host");
-  expect_equal(tiers.open({1, 2, 3, 4, 5, 6, 7, 8})->hit(), 8, "the hit of who comes later");
+  expect_equal(tiers.open({1, 2, 3, 4, 5, 6, 7, 8})->hit(), 8, "the hit of a later lease");
   tiers.cache.take_back();
   other->begin_load();
   other->end_load(true);
-  expect_equal(tiers.cache.counters.duplicate_pages, 2, "pages that came twice");
+  expect_equal(tiers.cache.counters.duplicate_pages, 2, "duplicate pages");
   expect(std::ranges::equal(other->table().from(2), lease->table().part(2, 4)), "the table names the tree's");
   other->abort();
   lease->abort();
@@ -713,7 +714,7 @@ void load_fails() {
   tiers.expect_private(0);
 }
 
-// Too late: something was reserved, or computed and published.
+// A load is too late once something was reserved, or computed and published.
 void load_refused() {
   Tiered tiers;
   const std::unique_ptr<Lease> nothing = tiers.open({9, 9});
@@ -725,17 +726,17 @@ void load_refused() {
   expect_bad("lease", [&] { lease->begin_load(); });
   lease->publish(8);
   expect_bad("lease", [&] { lease->begin_load(); });
-  expect(copying->begin_copy() == std::nullopt, "a donor on the host alone");
+  expect(copying->begin_copy() == std::nullopt, "a donor on the host only");
   tiers.expect_private(0);
 }
 
-// The same for a copy inside a page: once what follows is published, there is nothing to copy.
+// The same for a copy inside a page: once the following page is published, there is nothing to copy.
 void copy_too_late() {
   Tiered tiers;
   const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 9});
   lease->reserve(2);
   lease->publish(4);
-  expect(!lease->begin_copy(), "a copy of what is computed already");
+  expect(!lease->begin_copy(), "a copy of computed positions");
   const std::unique_ptr<Lease> other = tiers.open({1, 2, 3, 8});
   const std::optional<PageCopy> copy = other->begin_copy();
   expect(copy && copy->positions == 1, "a position is copied");
@@ -747,16 +748,16 @@ void no_room_to_load() {
   const std::unique_ptr<Lease> filler = tiers.open({9, 9, 9, 9});
   filler->reserve(4);
   const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
-  const NoPages error = thrown<NoPages>("a load for which there is no room", [&] { lease->begin_load(); });
+  const NoPages error = thrown<NoPages>("a load without room", [&] { lease->begin_load(); });
   expect_equal(error.needed, 2, "pages needed");
   expect_equal(lease->reserved(), 4, "positions reserved");
   filler->abort();
-  expect_equal(lease->begin_load().target[0].size(), 2, "pages to be loaded once there is room");
+  expect_equal(lease->begin_load().target[0].size(), 2, "pages to load once there is room");
   lease->end_load(true);
   expect_equal(lease->hit(), 8, "the hit");
 }
 
-// Pages of a lease that ended while they were written: nobody has them before the copy is over.
+// Pages of a lease that ended while they were written stay private until the copy is complete.
 void load_left_behind() {
   const std::vector<std::function<void(std::unique_ptr<Lease>&)>> ends{
       [](std::unique_ptr<Lease>& lease) { lease.reset(); },
@@ -777,7 +778,7 @@ void load_left_behind() {
     tiers.expect_locked(2, 4);
     expect_equal(tiers.cache.counters.leases, 1, "leases whose pages are written");
     const std::unique_ptr<Lease> other = tiers.open({9, 9});
-    thrown<NoPages>("pages that are written", [&] { other->reserve(8); });
+    thrown<NoPages>("pages still being written", [&] { other->reserve(8); });
     tiers.cache.end_load(load + 1);
     tiers.expect_private(3);
     tiers.cache.end_load(load);
@@ -788,7 +789,7 @@ void load_left_behind() {
   }
 }
 
-// Several are left behind, and end in another order.
+// Several loads of closed leases end in another order.
 void loads_end_in_any_order() {
   Tiered tiers(12);
   std::vector<std::uint64_t> loads;
@@ -805,7 +806,7 @@ void loads_end_in_any_order() {
   expect_equal(tiers.cache.counters.leases, 0, "leases");
 }
 
-// The hook that makes room may end the lease that asked, here too.
+// The hook that makes room may end the lease that called it, here too.
 void lease_closed_while_loading() {
   Tiered tiers(4);
   const std::unique_ptr<Lease> other = tiers.open({9, 9});
@@ -828,12 +829,12 @@ void touched_nodes() {
   tiers.open(Tiered::symbols);
   tiers.open({7, 7});
   const Handle host = tiers.tree.locate("", bytes_of(key_of(Tiered::symbols)), 4);
-  expect(tiers.cache.take_touched() == std::vector<Handle>{host}, "what is matched twice is named once");
-  expect(tiers.cache.take_touched().empty(), "what was taken is gone");
+  expect(tiers.cache.take_touched() == std::vector<Handle>{host}, "a node matched twice is named once");
+  expect(tiers.cache.take_touched().empty(), "taken nodes are gone");
   lease->reserve(4);
   lease->publish(6);
   lease->publish(8);
-  expect_equal(tiers.cache.take_touched().size(), 2, "what was published");
+  expect_equal(tiers.cache.take_touched().size(), 2, "nodes published");
   for (Handle node = 1; node < 100'000; ++node)
     tiers.cache.touched(node);
   expect_equal(tiers.cache.take_touched().size(), 1 << 16, "nodes, at most");
@@ -841,14 +842,14 @@ void touched_nodes() {
   expect_equal(tiers.cache.take_touched().size(), 1, "nodes after that");
   Small one{"a"};
   one.cache.touched(1);
-  expect(one.cache.take_touched().empty(), "with one tier nothing is noted");
+  expect(one.cache.take_touched().empty(), "with one tier nothing is recorded");
 }
 
 // ---------------------------------------------------------------- windows and states
 
 constexpr Component kPaged{Kind::full}, kSliding{Kind::window, 4}, kState{Kind::state};
 
-// A cache of several components, pages of two symbols, `room` ids of each.
+// A cache of several components, with pages of two symbols and `room` ids for each component.
 struct Mixed {
   explicit Mixed(std::vector<Component> rows = {kPaged, kSliding, kState}, std::uint32_t room = 12, bool enabled = true,
                  std::uint32_t tiers = 1)
@@ -862,15 +863,15 @@ struct Mixed {
   std::unique_ptr<Lease> open(std::initializer_list<std::uint32_t> key) {
     return std::make_unique<Lease>(*cache, "", 0, bytes_of(key_of(key)), key.size(), false, CheckRest());
   }
-  // A lease that has computed so far, with a state put aside there.
+  // A lease that has computed up to `end`, with a checkpoint there.
   std::unique_ptr<Lease> marked(std::initializer_list<std::uint32_t> key, std::uint64_t end) {
     std::unique_ptr<Lease> lease = open(key);
     lease->reserve(end - lease->hit());
     lease->slide(lease->hit(), end);
-    expect(lease->checkpoint(end, true), "a state is put aside");
+    expect(lease->checkpoint(end, true), "a checkpoint is taken");
     return lease;
   }
-  void give_back(const std::vector<Ids>& freed) {
+  void free_evicted(const std::vector<Ids>& freed) {
     for (std::size_t c = 0; c < freed.size(); ++c)
       pools[c].move(freed[c], Owner::cached, Owner::free);
   }
@@ -917,20 +918,20 @@ void mark_at_published_node() {
   lease->reserve(4);
   lease->slide(0, 4);
   lease->publish(4);
-  expect_equal(mixed.hit({1, 2, 3, 4}), 0, "positions of which the state is lacking");
+  expect_equal(mixed.hit({1, 2, 3, 4}), 0, "the hit without a state");
   lease->checkpoint(4, true);
   expect_equal(mixed.copies.back().first, lease->state(), "the state that was copied");
   lease->publish(4);
-  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "positions of which there is a state");
+  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "the hit with a state");
   expect_equal(mixed.cache->counters.checkpoints, 1, "states published");
   mixed.expect_private(2, 1);
-  // The next one computes with a copy.
+  // The next lease computes with a copy.
   const std::unique_ptr<Lease> next = mixed.open({1, 2, 3, 4});
   const std::pair<std::int32_t, std::int32_t> first{mixed.copies[0].second, next->state()};
   expect(mixed.copies.back() == first && next->state() != first.first, "the tree's state was copied");
 }
 
-// Who comes second has computed the same: its pages and its state go back.
+// The second lease has computed the same: its pages and its state are freed.
 void mark_finds_state() {
   for (const bool pages_first : {false, true}) {
     Mixed mixed;
@@ -955,7 +956,7 @@ void mark_finds_state() {
   }
 }
 
-// Pages on their way stop what is published before them; the state waits with the rest.
+// Pages in flight stop a publication before them; the state waits with the rest.
 void blocked_publish_keeps_mark() {
   Mixed mixed({kPaged, kState});
   Ids coming(2);
@@ -965,18 +966,18 @@ void blocked_publish_keeps_mark() {
   const Handle node = mixed.tree.insert("", 0, {bytes_of(key), ids}, 0, 0, false).node;
   const std::unique_ptr<Lease> lease = mixed.marked({1, 2, 3, 4}, 4);
   lease->publish(4);
-  expect_equal(lease->published(), 0, "positions published before what is on its way");
+  expect_equal(lease->published(), 0, "positions published before pages in flight");
   mixed.expect_private(1, 2);
   mixed.tree.commit(node, 0);
   mixed.pools[0].move(coming, Owner::privately, Owner::cached);
   lease->publish(4);
   expect_equal(lease->published(), 4, "positions published");
-  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "positions of which there is a state");
+  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "the hit with a state");
   mixed.expect_private(1, 1);
   mixed.expect_private(0, 0);
 }
 
-// A state on its way to that place counts as there.
+// A state in flight to that place counts as present.
 void mark_beside_state_in_flight() {
   Mixed mixed({kPaged, kState});
   const std::unique_ptr<Lease> lease = mixed.marked({1, 2, 3, 4}, 2);
@@ -992,13 +993,13 @@ void mark_beside_state_in_flight() {
   lease->publish(4);
   mixed.expect_private(1, 2);
   expect_equal(mixed.cache->counters.checkpoints, 1, "states published");
-  expect(mixed.tree.cancel(node, 0)[1] == state, "what was on its way");
+  expect(mixed.tree.cancel(node, 0)[1] == state, "the state in flight");
   mixed.pools[1].move(state, Owner::privately, Owner::free);
   lease->abort();
   mixed.expect_nothing_private();
 }
 
-// Nothing is published, and still no more than the window is held.
+// Without a cache nothing is published, and still a lease holds only its window.
 void slide_without_cache() {
   Mixed mixed({kPaged, kSliding, kState}, 12, false);
   const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
@@ -1009,8 +1010,9 @@ void slide_without_cache() {
     mixed.expect_private(1, std::min<std::uint64_t>(at / 2 + 1, 3));
   }
   const Table& table = lease->table(1);
-  expect(table.part(0, 2)[0] == -1 && table.part(0, 2)[1] == -1 && table.part(2, 3)[0] >= 0, "what the window leaves");
-  expect(!lease->checkpoint(10, true), "nothing is put aside for nobody");
+  expect(table.part(0, 2)[0] == -1 && table.part(0, 2)[1] == -1 && table.part(2, 3)[0] >= 0,
+         "entries before the window");
+  expect(!lease->checkpoint(10, true), "no checkpoint without a cache");
   expect(mixed.copies.empty() && lease->state() >= 0, "the state is the lease's own");
   lease->finish(10);
   mixed.expect_nothing_private();
@@ -1020,15 +1022,15 @@ void slide_without_cache() {
 void finish_publishes_mark() {
   Mixed mixed;
   mixed.marked({1, 2, 3, 4, 5}, 4)->finish(5 - 1);
-  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "positions of which there is a state");
-  mixed.marked({1, 2, 9, 9}, 4)->finish(2);  // the state stands behind that
+  expect_equal(mixed.hit({1, 2, 3, 4}), 4, "the hit with a state");
+  mixed.marked({1, 2, 9, 9}, 4)->finish(2);  // the state is after that
   expect_equal(mixed.tree.counts(2, 0).present, 1, "states of the tree");
   mixed.marked({7, 7}, 2)->abort();
   expect_equal(mixed.cache->counters.checkpoints, 1, "states published");
   mixed.expect_nothing_private();
 }
 
-void dropped_lease_comes_back() {
+void dropped_lease_is_freed() {
   Mixed mixed;
   mixed.marked({1, 2, 3, 4, 5, 6, 7, 8}, 8);
   for (const std::uint32_t c : {0u, 1u})
@@ -1039,7 +1041,7 @@ void dropped_lease_comes_back() {
   std::unique_ptr<Lease> lease = mixed.marked({1, 2, 3, 4, 5, 6, 7, 8}, 8);
   lease->publish(6);
   lease.reset();
-  expect_equal(mixed.tree.counts(1, 0).locked, 2, "window pages locked by who was dropped");
+  expect_equal(mixed.tree.counts(1, 0).locked, 2, "window pages locked by a dropped lease");
   mixed.cache->take_back();
   mixed.expect_nothing_private();
   expect_equal(mixed.tree.counts(0, 0).locked + mixed.tree.counts(1, 0).locked, 0, "pages locked");
@@ -1059,20 +1061,20 @@ void too_few_by_name() {
   expect_few("state slots", 1, [&] { mixed.open({7, 7}); });
   expect_equal(mixed.cache->counters.leases, 3, "leases");
   lease->slide(0, 4);
-  expect(!lease->checkpoint(4, true) && !lease->checkpoint(4, false), "there is no slot to put a state aside");
-  expect_equal(mixed.cache->counters.checkpoints_missed, 2, "states not put aside");
+  expect(!lease->checkpoint(4, true) && !lease->checkpoint(4, false), "there is no slot for a checkpoint");
+  expect_equal(mixed.cache->counters.checkpoints_missed, 2, "checkpoints missed");
   lease->publish(4);
   mixed.expect_private(1, 0);
   Ids rest(mixed.pools[1].owned(Owner::free));
   mixed.pools[1].allocate(rest.size(), rest.data());
-  expect_few("window pages", 1, [&] { lease->slide(4, 6); });  // those of the tree are locked
-  expect_equal(lease->table(1).size(), 2, "window pages of who found none");
+  expect_few("window pages", 1, [&] { lease->slide(4, 6); });  // the tree's are locked
+  expect_equal(lease->table(1).size(), 2, "window pages of a lease that found none");
   mixed.pools[1].move(rest, Owner::privately, Owner::free);
   lease->slide(4, 6);
   mixed.expect_private(1, 1);
 }
 
-// The hook that makes room may end the lease that asked.
+// The hook that makes room may end the lease that called it.
 void mixed_lease_closed_by_hook() {
   const std::vector<std::pair<std::uint32_t, std::function<void(Lease&)>>> calls{
       {1, [](Lease& lease) { lease.slide(0, 4); }},
@@ -1088,9 +1090,9 @@ void mixed_lease_closed_by_hook() {
     mixed.pools[component].allocate(rest.size(), rest.data());
     mixed.cache->evict = [&](std::uint32_t c, std::uint64_t ids) {
       lease->abort();
-      mixed.give_back(mixed.tree.evict(ids, c, 0));
+      mixed.free_evicted(mixed.tree.evict(ids, c, 0));
     };
-    if (component == 1) {  // it needs one more than the tree has
+    if (component == 1) {  // slide() needs one more than the tree has
       mixed.pools[1].move(IdSpan(rest).first(1), Owner::privately, Owner::free);
       rest.erase(rest.begin());
     }
@@ -1100,57 +1102,57 @@ void mixed_lease_closed_by_hook() {
   }
 }
 
-// All layers slide: what lies behind the window is nobody's, and cannot be published any more.
+// All layers slide: pages before the window are freed, and cannot be published any more.
 void only_windows() {
   Mixed mixed({kSliding});
   const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
-  expect_equal(lease->state(), -1, "the state where there is none");
+  expect_equal(lease->state(), -1, "no state");
   lease->reserve(10);
   lease->slide(0, 8);
   lease->slide(8, 10);
   lease->publish(4);
-  expect_equal(lease->published(), 0, "positions published of which nothing is left");
+  expect_equal(lease->published(), 0, "positions published without pages");
   lease->publish(10);
   expect_equal(lease->published(), 10, "positions published");
   expect_equal(mixed.tree.counts(0, 0).present, 3, "pages of the tree");
   expect_equal(mixed.hit({1, 2, 3, 4, 5, 6, 7, 8, 9, 10}), 10, "the hit");
-  expect_equal(mixed.hit({1, 2, 3, 4}), 0, "the hit of what is behind the window");
+  expect_equal(mixed.hit({1, 2, 3, 4}), 0, "the hit before the window");
 }
 
-// A lease holds its window, not what lies before, and nobody's window holds full pages behind.
+// A lease holds its window and nothing before it. No window holds full pages after it.
 void window_of_a_lease() {
   Mixed mixed({kPaged, kSliding});
   std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8});
   lease->reserve(8);
   lease->slide(0, 8);
   lease->publish(8);
-  mixed.give_back(mixed.tree.evict(99, 1, 0));
+  mixed.free_evicted(mixed.tree.evict(99, 1, 0));
   expect_equal(mixed.tree.counts(1, 0).present, 2, "window pages that a lease holds");
   const std::unique_ptr<Lease> shorter = mixed.open({1, 2, 3, 4});
   expect_equal(shorter->hit(), 0, "a hit without its window");
-  expect_equal(shorter->reach(), 4, "what full attention reaches");
+  expect_equal(shorter->reach(), 4, "the reach of full attention");
   const std::string key = key_of({1, 2, 3, 4, 5, 6, 7, 8, 9});
   const Lease cut(*mixed.cache, "", 0, bytes_of(key), 4, false, CheckRest());
-  expect_equal(cut.reach(), 8, "what full attention reaches behind the most that is matched");
+  expect_equal(cut.reach(), 8, "the reach of full attention past the limit of the match");
   lease->abort();
-  mixed.give_back(mixed.tree.evict(99, 1, 0));
+  mixed.free_evicted(mixed.tree.evict(99, 1, 0));
   expect_equal(cut.hit(), 0, "a hit without its window");
   expect_equal(mixed.tree.counts(1, 0).present, 0, "window pages");
   expect_equal(mixed.tree.counts(0, 0).present, 4, "pages of full attention");
 }
 
-// Where a node parts, its state stays with its end.
+// After a split, the state stays at the end of the node.
 void split_below_state() {
   Mixed mixed({kPaged, kState});
   mixed.marked({1, 2, 3, 4, 5, 6}, 6)->finish(6);
   mixed.marked({1, 2, 3, 4, 7, 8}, 6)->finish(6);
   expect_equal(mixed.tree.size(), 3, "nodes");
   expect_equal(mixed.hit({1, 2, 3, 4, 9, 9}), 0, "the hit where the paths part");
-  expect_equal(mixed.hit({1, 2, 3, 4, 5, 6}), 6, "the hit of the one");
-  expect_equal(mixed.hit({1, 2, 3, 4, 7, 8}), 6, "the hit of the other");
+  expect_equal(mixed.hit({1, 2, 3, 4, 5, 6}), 6, "the hit on one path");
+  expect_equal(mixed.hit({1, 2, 3, 4, 7, 8}), 6, "the hit on the other path");
 }
 
-// A path keeps its end and what saves most before it.
+// A path keeps the state at its end, and the one that saves most before it.
 void states_on_a_path() {
   Mixed mixed({kPaged, {Kind::state, 0, 2}});
   const std::unique_ptr<Lease> lease = mixed.open({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
@@ -1166,7 +1168,7 @@ void states_on_a_path() {
   expect_equal(mixed.pools[1].owned(Owner::cached), 2, "slots of the tree");
 }
 
-// What is locked stays, though there are too many; nothing on the way is taken.
+// Locked states stay even if there are too many.
 void thin_leaves_what_is_held() {
   Tree tree(4, 1, {kPaged, kState}, 1, "lru", 1);
   Handle node = 0;
@@ -1181,20 +1183,20 @@ void thin_leaves_what_is_held() {
   expect_bad("tier", [&] { tree.thin(node, 1, 1, 1); });
   expect_bad("component", [&] { tree.thin(node, 2, 0, 1); });
   expect(tree.thin(node, 1, 0, 3).empty(), "three are not too many");
-  expect(tree.thin(node, 1, 0, 1) == Ids({1}), "the one that nobody holds");
+  expect(tree.thin(node, 1, 0, 1) == Ids({1}), "the only unlocked one");
   expect(tree.thin(node, 1, 0, 1).empty(), "the rest stays");
-  expect(tree.thin(0, 1, 0, 0).empty(), "no state stands at the root");
+  expect(tree.thin(0, 1, 0, 0).empty(), "no state at the root");
   tree.check();
 }
 
-// States of which more is saved stay longer; what is not used ages by what went before it.
+// States that save more stay longer; unused states age by the worth of evicted ones.
 void weighed_states() {
   Mixed mixed({kPaged, {Kind::state, 0, 0, true}});
   const auto write = [&](std::initializer_list<std::uint32_t> key) { mixed.marked(key, key.size())->finish({}); };
   write({1, 1});
   write({1, 1, 8, 8});
-  mixed.open({1, 1, 1});            // it is of use again, though a sequence has grown past it; others part there now
-  write({1, 1, 2, 2, 3, 3, 4, 4});  // saves three pages more
+  mixed.open({1, 1, 1});            // useful again, though a sequence has grown past it: others part there now
+  write({1, 1, 2, 2, 3, 3, 4, 4});  // saves three more pages
   write({5, 5, 6, 6});
   const auto hits = [&](std::uint64_t one, std::uint64_t four, std::uint64_t two) {
     expect_equal(mixed.hit({1, 1}), one, "the hit of one page");
@@ -1203,19 +1205,19 @@ void weighed_states() {
     mixed.tree.check();
   };
   hits(2, 8, 4);
-  mixed.give_back(mixed.tree.evict(2, 1, 0));
+  mixed.free_evicted(mixed.tree.evict(2, 1, 0));
   hits(0, 8, 4);
-  mixed.open({5, 5, 6, 6});  // saves two, on top of the one that went
-  write({7, 7});             // one more than the one that went
+  mixed.open({5, 5, 6, 6});  // saves two, plus the evicted one
+  write({7, 7});             // one more than the evicted one
   mixed.cache->take_back();
-  mixed.give_back(mixed.tree.evict(1, 1, 0));
+  mixed.free_evicted(mixed.tree.evict(1, 1, 0));
   hits(0, 8, 4);
-  expect_equal(mixed.hit({7, 7}), 0, "the hit of who came last and saves least");
-  mixed.give_back(mixed.tree.evict(1, 1, 0));
+  expect_equal(mixed.hit({7, 7}), 0, "the hit of the newest state, which saves least");
+  mixed.free_evicted(mixed.tree.evict(1, 1, 0));
   hits(0, 0, 4);
 }
 
-// Four pages with states behind the second and the fourth, of which the host has `rows`.
+// Four pages with states after the second and the fourth; the host has the components `rows`.
 struct MixedTiers : Mixed {
   explicit MixedTiers(std::initializer_list<std::uint32_t> rows, std::uint32_t room = 12)
       : Mixed({kPaged, kSliding, kState}, room, true, 2) {
@@ -1232,16 +1234,16 @@ struct MixedTiers : Mixed {
   }
 };
 
-// A load that fails leaves the lease as it was at its hit, with the state that stands there.
+// A failed load leaves the lease as it was at its hit, with the state there.
 void mixed_load_fails() {
   for (const bool arrives : {false, true}) {
     MixedTiers tiers({0, 1, 2});
-    tiers.give_back(tiers.tree.evict(2, 0, 0));
+    tiers.free_evicted(tiers.tree.evict(2, 0, 0));
     const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8, 9});
-    expect(lease->hit() == 4 && lease->loadable() == 4, "what the device has, and the host");
-    expect(lease->checkpoint(4, true), "a state is put aside at the hit");
+    expect(lease->hit() == 4 && lease->loadable() == 4, "positions on the device and on the host");
+    expect(lease->checkpoint(4, true), "a checkpoint at the hit");
     const PageLoad load = lease->begin_load();
-    expect(load.source[0].size() == 2 && load.source[1].size() == 2, "pages to be loaded");
+    expect(load.source[0].size() == 2 && load.source[1].size() == 2, "pages to load");
     expect(load.target[2].size() == 2 && load.target[2][0] == lease->state(),
            "a state to compute with, and the tree's");
     tiers.copies.clear();
@@ -1253,44 +1255,44 @@ void mixed_load_fails() {
     tiers.expect_private(2, 1);
     lease->abort();
     tiers.expect_nothing_private();
-    expect_equal(tiers.hit({1, 2, 3, 4, 5, 6, 7, 8}), arrives ? 8 : 4, "the hit of who comes later");
+    expect_equal(tiers.hit({1, 2, 3, 4, 5, 6, 7, 8}), arrives ? 8 : 4, "the hit of a later lease");
   }
 }
 
-// What lies on both tiers together is on neither: it is not loaded.
+// A prefix that only both tiers together have is not loaded.
 void host_without_all() {
   MixedTiers tiers({1, 2});
-  tiers.give_back(tiers.tree.evict(9, 1, 0));
+  tiers.free_evicted(tiers.tree.evict(9, 1, 0));
   const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
-  expect(lease->hit() == 0 && lease->loadable() == 0 && lease->reach() == 8, "what is nowhere in one piece");
+  expect(lease->hit() == 0 && lease->loadable() == 0 && lease->reach() == 8, "a prefix that no tier has in full");
   expect_equal(tiers.tree.counts(1, 1).locked, 0, "window pages locked on the host");
 }
 
-// The hook that makes room for one component may take what there was of another.
+// The hook that makes room for one component may allocate the free pages of another.
 void room_lost_while_loading() {
   MixedTiers tiers({0, 1, 2}, 6);
-  tiers.give_back(tiers.tree.evict(9, 0, 0));
+  tiers.free_evicted(tiers.tree.evict(9, 0, 0));
   const std::unique_ptr<Lease> other = tiers.open({7, 7, 7, 7});
   other->reserve(4);
   other->slide(0, 4);
   other->finish(4);
   const std::unique_ptr<Lease> lease = tiers.open({1, 2, 3, 4, 5, 6, 7, 8});
-  Ids pages(3), windows(3);
+  Ids page_ids(3), windows(3);
   tiers.pools[1].allocate(3, windows.data());
   tiers.cache->evict = [&](std::uint32_t component, std::uint64_t ids) {
-    tiers.give_back(tiers.tree.evict(ids, component, 0));
-    if (component == 1) tiers.pools[0].allocate(3, pages.data());
+    tiers.free_evicted(tiers.tree.evict(ids, component, 0));
+    if (component == 1) tiers.pools[0].allocate(3, page_ids.data());
   };
-  thrown<NoPages>("a load whose pages another took", [&] { lease->begin_load(); });
+  thrown<NoPages>("a load whose pages were allocated meanwhile", [&] { lease->begin_load(); });
   expect_equal(lease->reserved(), 0, "positions reserved");
-  tiers.pools[0].move(pages, Owner::privately, Owner::free);
+  tiers.pools[0].move(page_ids, Owner::privately, Owner::free);
   tiers.pools[1].move(windows, Owner::privately, Owner::free);
   tiers.expect_private(0, 0);
 }
 
 // ---------------------------------------------------------------- rows
 
-// Rows of many lengths, strides and numbers: as a byte after another would be copied, and nothing beside them.
+// Rows of many lengths, strides and counts: the result equals a bytewise copy, and nothing else is written.
 void copied_rows() {
   struct Case {
     std::size_t bytes, gap, rows, misaligned;
@@ -1325,7 +1327,7 @@ void copied_rows() {
 
 }  // namespace
 
-// What a policy remembers is counted in the bytes of its tree, and stays as large when it is used again and again.
+// The bytes of a tree include its policy's memory, which does not grow with repeated use.
 void memories() {
   for (const Policy& policy : kPolicies) {
     if (!policy.make) continue;
@@ -1343,11 +1345,11 @@ void memories() {
     }
     tree.check();
     expect_equal(tree.bytes(), bytes, "bytes of a tree whose policy remembers");
-    expect(bytes > plain.bytes(), "what a policy remembers is counted");
+    expect(bytes > plain.bytes(), "a policy's memory is counted");
   }
 }
 
-// However likely a page is to be used at some age, it is worth something at all others, and less when it is older.
+// However likely a reuse is at some age, a page is worth something at all other ages, and less when it is older.
 void reuse_indices() {
   for (const std::uint32_t age : {1, 17, 130, 5000}) {
     ReuseIndex index;
@@ -1365,8 +1367,8 @@ void reuse_indices() {
   }
 }
 
-// A policy that learns, long enough that it has learned: requests that meet, overtake one another and answer page by
-// page, locks, backups and all that is evicted in between.
+// Runs the learning policy until it has learned: requests that share prefixes, overtake one another and decode page by
+// page, with locks, backups and evictions in between.
 void long_lives() {
   struct Shape {
     std::uint32_t symbol_bytes, page_size, tiers;
@@ -1381,7 +1383,7 @@ void long_lives() {
     Choices choose(7);
     std::int32_t id = 0;
     std::vector<Handle> locked;
-    std::vector<std::string> open(3);  // requests at work
+    std::vector<std::string> open(3);  // current requests
     const auto ids_of = [&](const Component& row, std::size_t pages) {
       Ids ids(row.per_page() ? pages : 1);
       std::iota(ids.begin(), ids.end(), id);
@@ -1418,8 +1420,8 @@ void long_lives() {
           tree.attach(each, 0, shape.tiers - 1, ids_of(shape.rows[0], tree.end(each) - tree.start(each)), true);
       for (std::uint32_t tier = 0; tier < shape.tiers; ++tier) {
         const CellCounts held = tree.counts(0, tier);
-        const std::uint64_t most = 60 + 60 * tier;
-        if (held.present > most) tree.evict(held.present - most, 0, tier);
+        const std::uint64_t limit = 60 + 60 * tier;
+        if (held.present > limit) tree.evict(held.present - limit, 0, tier);
       }
       if (step % 16 == 0) tree.check();
     }
@@ -1433,7 +1435,7 @@ void long_lives() {
   }
 }
 
-// What is evicted from one tier piece by piece stays few nodes on the other.
+// Evicting from one tier piece by piece leaves few nodes on the other.
 void evicted_in_pieces() {
   for (const char* const policy : {"lru", "arc", "gittins"}) {
     Tree tree(4, 1, kFull, 2, policy, 1);
@@ -1465,8 +1467,8 @@ void run_cases() {
   equal_ranks();
   old_generations();
   faults();
-  window_border();
-  joints();
+  window_boundary();
+  joins();
   many_siblings();
   only_locked();
   views();
@@ -1497,7 +1499,7 @@ void run_cases() {
   mark_beside_state_in_flight();
   slide_without_cache();
   finish_publishes_mark();
-  dropped_lease_comes_back();
+  dropped_lease_is_freed();
   too_few_by_name();
   mixed_lease_closed_by_hook();
   only_windows();

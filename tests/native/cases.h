@@ -1,4 +1,4 @@
-// Named cases that random operations do not come to: what is refused, what check() finds, ranks from outside.
+// Named cases that random operations do not reach: rejected arguments, faults that check() finds, external ranks.
 #pragma once
 
 namespace mainstem {

@@ -1,6 +1,6 @@
 // Fails every allocation of every operation, one after another. Afterwards the tree must be sound and hold the same
-// pages under the same prefixes, each page must have the owner that it had, and the same call must succeed once there
-// is memory. Prints a line an operation.
+// pages under the same prefixes, each page must have the same owner, and the same call must succeed once there is
+// memory. Prints one line per operation.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -22,13 +22,13 @@ bool fails_now() {
 
 }  // namespace
 
-// The linker sends the core's calls of malloc here (--wrap=malloc).
+// The linker redirects the core's calls of malloc here (--wrap=malloc).
 extern "C" void* __real_malloc(std::size_t bytes);
 extern "C" void* __wrap_malloc(std::size_t bytes) {
   return fails_now() ? nullptr : __real_malloc(bytes);
 }
 
-// Not inlined, or the compiler takes free() for the wrong partner of new.
+// Not inlined, because the compiler would warn of a mismatch of new and free().
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   void* memory = fails_now() ? nullptr : __real_malloc(bytes);
   if (!memory) throw std::bad_alloc();
@@ -53,7 +53,7 @@ std::string run_of(std::uint32_t length, std::uint32_t first = 0) {
   return key;
 }
 
-// The same with one symbol changed, so that it parts there.
+// The same with one symbol changed, so that the key parts there.
 std::string parted(std::uint32_t length, std::uint32_t at, std::uint32_t first = 0) {
   return run_of(at, first) + symbol(99999, 4) + run_of(length - at - 1, first + at + 1);
 }
@@ -93,20 +93,20 @@ struct Forest {
 
 struct Operation {
   const char* name;
-  std::function<void(Forest&)> prepare;  // with all the memory that it wants
+  std::function<void(Forest&)> prepare;  // with unlimited memory
   std::function<void(Forest&)> run;
 };
 
 void nothing(Forest&) {}
 
-// Evicts; what is gone must have been given back.
+// Evicts; every evicted id must be returned.
 void evict(Forest& f, std::uint64_t ids, std::uint32_t component) {
   const std::uint64_t before = f.tree.counts(component, 0).present;
   const std::vector<Ids> freed = f.tree.evict(ids, component, 0);
   if (before - f.tree.counts(component, 0).present != freed[component].size()) throw Failure{"ids were lost"};
 }
 
-// Host pages in flight for one component of a node; for all that the host lacks of a path.
+// Puts host pages in flight for one component of a node; for everything that the host lacks of a path.
 void attach(Forest& f, Handle node, std::uint32_t component) {
   Ids ids(f.rows[component].ids(f.tree.end(node) - f.tree.start(node)));
   std::iota(ids.begin(), ids.end(), f.next_id);
@@ -138,7 +138,7 @@ const std::vector<Operation> kOperations{
     {"lock", nothing, [](Forest& f) { f.tree.lock(f.node, 0); }},
     {"move a lock", [](Forest& f) { f.node = f.insert("c", run_of(50, 40), f.pinned); },
      [](Forest& f) { f.tree.move_lock(f.pinned, f.node, 0); }},
-    {"unlock with a joint", nothing, [](Forest& f) { f.tree.unlock(f.pinned, 0); }},
+    {"unlock with a join", nothing, [](Forest& f) { f.tree.unlock(f.pinned, 0); }},
     {"attach", nothing,
      [](Forest& f) {
        const Ids ids(300, 5000);
@@ -153,14 +153,14 @@ const std::vector<Operation> kOperations{
      [](Forest& f) { f.tree.commit(f.node, 0); }},
     {"cancel", [](Forest& f) { f.node = f.insert("a", run_of(100, 300), f.node, false); },
      [](Forest& f) { f.tree.cancel(f.node, 0); }},
-    {"attach in flight below what is in flight",
+    {"attach in flight below a node in flight",
      [](Forest& f) {
        attach_all(f, f.pinned);
        f.node = f.tree.match("c", bytes_of(run_of(80)), false).node;
      },
      [](Forest& f) { attach(f, f.node, 0); }},
     {"commit on two tiers", [](Forest& f) { attach_all(f, f.node); }, [](Forest& f) { f.tree.commit(f.node, 1); }},
-    {"commit with a joint",
+    {"commit with a join",
      [](Forest& f) {
        attach_all(f, f.pinned);
        f.node = f.tree.match("c", bytes_of(run_of(80)), false).node;
@@ -192,15 +192,15 @@ const std::vector<Operation> kOperations{
      [](Forest& f) { evict(f, 10, 0); }},
 };
 
-// What is refused needs memory for its message.
+// A rejected call needs memory for its message.
 const std::vector<Operation> kRefusals{
     {"settings", nothing, [](Forest&) { Tree(3, 1, {{Kind::full}}, 1, "lru", 1); }},
     {"a policy", nothing, [](Forest&) { Tree(4, 1, {{Kind::full}}, 1, "a policy that nobody knows", 1); }},
     {"a tier", nothing, [](Forest& f) { f.tree.lock(f.node, 12); }},
     {"a component", nothing, [](Forest& f) { f.tree.counts(12, 0); }},
-    {"an insertion behind a node in flight", [](Forest& f) { f.node = f.insert("a", run_of(100, 300), f.node, false); },
+    {"an insertion after a node in flight", [](Forest& f) { f.node = f.insert("a", run_of(100, 300), f.node, false); },
      [](Forest& f) { f.insert("a", run_of(10, 400), f.node); }},
-    {"an insertion behind a node without pages", nothing,
+    {"an insertion after a node without pages", nothing,
      [](Forest& f) { f.insert("a", run_of(10, 300), f.node, true, 1); }},
     {"a key and ids", nothing,
      [](Forest& f) {
@@ -245,14 +245,14 @@ bool repeats_ids(const Operation& operation) {
   return std::string_view(operation.name).starts_with("attach");
 }
 
-// What a forest holds before an operation: the same each time.
+// The contents of a forest before an operation: the same each time.
 Contents prepared(const Operation& operation, const std::vector<Component>& rows) {
   Forest forest(rows);
   operation.prepare(forest);
   return contents_of(forest.tree, rows, 2);
 }
 
-// Whether a refusal had as many allocations as that.
+// Returns whether a rejected call had at least k allocations.
 bool fail_in_refusal(const Operation& refusal, const std::vector<Component>& rows, const Contents& before, long k) {
   Forest forest(rows);
   refusal.prepare(forest);
@@ -268,7 +268,7 @@ bool fail_in_refusal(const Operation& refusal, const std::vector<Component>& row
   }
   const bool fired = allocations_left < 0;
   allocations_left = -1;
-  expect(refused || fired, "it is refused");
+  expect(refused || fired, "the call is rejected");
   forest.tree.check();
   expect(contents_of(forest.tree, rows, 2) == before, "the contents are the same");
   return fired;
@@ -283,7 +283,7 @@ std::vector<std::uint64_t> locks_of(const Tree& tree) {
   return locked;
 }
 
-// Runs something with its k-th allocation failing. An operation may do without that memory.
+// Runs a function with its k-th allocation failing. An operation may do without that memory.
 enum class End { had_fewer, did_without, failed };
 
 End fail(long k, const std::function<void()>& run) {
@@ -299,7 +299,7 @@ End fail(long k, const std::function<void()>& run) {
   return fired ? End::did_without : End::had_fewer;
 }
 
-// Whether the operation had as many allocations as that.
+// Returns whether the operation had at least k allocations.
 bool fail_in_tree(const Operation& operation, const std::vector<Component>& rows, const Contents& before, long k) {
   Forest forest(rows);
   operation.prepare(forest);
@@ -332,8 +332,8 @@ struct Desk {
     lease = open("a", run_of(40));
     lease->reserve(40);
   }
-  std::unique_ptr<Lease> open(const char* ns, const std::string& key, std::uint32_t most = 1000) {
-    return std::make_unique<Lease>(cache, ns, 0, bytes_of(key), std::min<std::uint64_t>(most, key.size() / 4), true,
+  std::unique_ptr<Lease> open(const char* ns, const std::string& key, std::uint32_t limit = 1000) {
+    return std::make_unique<Lease>(cache, ns, 0, bytes_of(key), std::min<std::uint64_t>(limit, key.size() / 4), true,
                                    CheckRest());
   }
   void insert(const char* ns, const std::string& key) {
@@ -341,7 +341,7 @@ struct Desk {
     writer->reserve(key.size() / 4 - writer->hit());
     writer->finish({});
   }
-  // Every page is free, the tree's, or of a lease that is open.
+  // Every page is free, the tree's, or an open lease's.
   void check() {
     tree.check();
     expect(pool.sound(), "the pool is sound");
@@ -359,7 +359,7 @@ struct Desk {
         expect(pool.owner(cells[0].id) == std::string("cached"), "a page of the tree is cached");
   }
   Contents contents() const { return contents_of(tree, kFull, tree.tiers()); }
-  // Takes all of a namespace to the host, and away from the device; a lease then asks for it.
+  // Moves a namespace from the device to the host; a lease then requests it.
   void send_down(const char* ns, const std::string& key) {
     const Handle node = tree.locate(ns, bytes_of(key), static_cast<std::uint32_t>(key.size() / tree.page_bytes()));
     Ids ids(tree.end(node));
@@ -368,7 +368,7 @@ struct Desk {
     pool.move(tree.evict(kPages, 0, 0)[0], Owner::cached, Owner::free);
     other = open(ns, key);
   }
-  // Ends all leases and empties the tree: every page comes back.
+  // Ends all leases and empties the tree: every page is freed.
   void close() {
     for (Lease* one : {lease.get(), other.get()})
       if (one) one->finish({});
@@ -393,7 +393,7 @@ struct Desk {
 
 struct LeaseOperation {
   const char* name;
-  bool evicts;  // then what is left of the contents must be as it was
+  bool evicts;  // then the remaining contents must be unchanged
   std::function<void(Desk&)> prepare;
   std::function<void(Desk&)> run;
 };
@@ -435,7 +435,7 @@ const std::vector<LeaseOperation> kLeaseOperations{
      }},
 };
 
-// With a host, of whose pages a lease wants to load.
+// With a host, from which a lease loads pages.
 const std::vector<LeaseOperation> kLoadOperations{
     {"a lease on two tiers", false, [](Desk& d) { d.send_down("b", run_of(60, 7000)); },
      [](Desk& d) { d.other = d.open("b", run_of(41, 7000)); }},
@@ -505,7 +505,7 @@ bool fail_in_lease(const LeaseOperation& operation, std::uint32_t tiers, long k)
   return true;
 }
 
-// With windows a lock may cut a node: what a lease locked on the device is let go if the host's lock fails.
+// With windows a lock may split a node: a lease unlocks the device if the lock on the host fails.
 bool fail_in_locks(long k) {
   Forest forest({{Kind::full}, {Kind::window, 16}});
   forest.insert("d", run_of(80), 0, true, 1);
@@ -529,8 +529,7 @@ bool fail_in_locks(long k) {
   return end != End::had_fewer;
 }
 
-// What a load brought may be left unpublished for want of memory: it is counted and kept, and published with what
-// follows.
+// Loaded pages may stay unpublished for lack of memory: they are counted and kept, and published with the next pages.
 bool fail_in_arrival(bool duplicate, long k) {
   Desk desk(2);
   desk.send_down("b", run_of(60, 7000));
@@ -547,7 +546,7 @@ bool fail_in_arrival(bool duplicate, long k) {
   return end != End::had_fewer;
 }
 
-// Fails allocations until a run has so few that none fails; how many did.
+// Fails one allocation after another until none is left to fail. Counts them.
 void count(const std::string& name, const std::function<bool(long)>& fail) {
   long failed = 0;
   try {
@@ -576,8 +575,7 @@ const std::vector<std::pair<std::string, std::vector<Component>>> kMixtures{
     {"window and state", {kSliding, kState}},
 };
 
-// Some prefixes, and a lease that has computed 14 of its 24 positions, 12 of them in a first piece; nothing is
-// published.
+// Some prefixes, and a lease that has computed 14 of its 24 positions, 12 of them first; nothing is published.
 struct Mixture {
   explicit Mixture(const std::vector<Component>& rows) : rows(rows), tree(4, 2, rows, 2, "lru", 42) {
     for (const Component& row : rows)
@@ -598,7 +596,7 @@ struct Mixture {
   std::unique_ptr<Lease> open(const char* ns, const std::string& key) {
     return std::make_unique<Lease>(*cache, ns, 0, bytes_of(key), key.size() / 4, false, CheckRest());
   }
-  // Six positions at a time, with a state behind each.
+  // Computes six positions at a time, with a state after each.
   void write(const char* ns, const std::string& key, bool marked = true) {
     const std::unique_ptr<Lease> writer = open(ns, key);
     const std::uint64_t length = key.size() / 4;
@@ -613,7 +611,7 @@ struct Mixture {
   }
   Pool& last_pool() const { return *pools.back(); }
   Contents contents() const { return contents_of(tree, rows, 2); }
-  // Takes all that the device has of a prefix to the host, and away; a lease then asks for it and what follows.
+  // Moves a prefix from the device to the host; a lease then requests it and more.
   void send_down(const char* ns, const std::string& key) {
     const Handle end = tree.locate(ns, bytes_of(key), static_cast<std::uint32_t>(key.size() / tree.page_bytes()));
     for (const Handle node : tree.lacking(end, 0, 1, 0))
@@ -632,7 +630,7 @@ struct Mixture {
     }
   }
 
-  // Every id is free, the tree's, or of a lease that is open; a state that waits to be published is not to be seen.
+  // Every id is free, the tree's, or an open lease's; a state that waits to be published is not visible.
   void check() {
     cache->take_back();
     tree.check();
@@ -666,7 +664,7 @@ struct Mixture {
     }
     return seen;
   }
-  // Ends all leases and empties the tree: every id comes back.
+  // Ends all leases and empties the tree: every id is freed.
   void close() {
     for (Lease* one : {lease.get(), other.get()})
       if (one) one->finish({});
@@ -689,10 +687,10 @@ struct Mixture {
   std::vector<std::unique_ptr<Pool>> pools;
   std::unique_ptr<Cache> cache;
   std::unique_ptr<Lease> lease, other;
-  Ids taken;  // of the last component, by nobody
+  Ids taken;  // of the last component, owned by no lease
 };
 
-enum class Change { none, less, more, any };  // what of the contents may have changed though it failed
+enum class Change { none, less, more, any };  // how the contents may change if the call fails
 
 struct MixedOperation {
   const char* name;
@@ -712,7 +710,7 @@ void mark_and_compute_all(Mixture& m) {
   mark(m);
   compute_all(m);
 }
-// Nothing is free of the last component.
+// Leaves nothing free of the last component.
 void fill_last_pool(Mixture& m) {
   m.taken.resize(m.last_pool().owned(Owner::free));
   m.last_pool().allocate(m.taken.size(), m.taken.data());
@@ -734,7 +732,7 @@ const std::vector<MixedOperation> kMixedOperations{
        m.lease->slide(14, 24);
      }},
     {"checkpoint", Change::none, nothing_before, mark},
-    {"a checkpoint in the place of another", Change::none, [](Mixture& m) { m.lease->checkpoint(12, true); }, mark},
+    {"a checkpoint that replaces another", Change::none, [](Mixture& m) { m.lease->checkpoint(12, true); }, mark},
     {"publish", Change::none, nothing_before, [](Mixture& m) { m.lease->publish(14); }},
     {"publish in pieces", Change::none,
      [](Mixture& m) {
@@ -745,8 +743,8 @@ const std::vector<MixedOperation> kMixedOperations{
     {"publish with a mark at the end", Change::none, mark, [](Mixture& m) { m.lease->publish(14); }},
     {"publish with a mark before the end", Change::more, mark_and_compute_all,
      [](Mixture& m) { m.lease->publish(24); }},
-    {"publish with a mark behind the end", Change::none, mark, [](Mixture& m) { m.lease->publish(13); }},
-    {"a mark of what is published", Change::none,
+    {"publish with a mark after the end", Change::none, mark, [](Mixture& m) { m.lease->publish(13); }},
+    {"a mark at published pages", Change::none,
      [](Mixture& m) {
        m.lease->publish(14);
        mark(m);
@@ -793,7 +791,7 @@ const std::vector<MixedOperation> kMixedOperations{
     {"a path of too many states", Change::any, nothing_before,
      [](Mixture& m) {
        for (const std::uint64_t end : {14, 18, 22, 24}) {
-         if (end <= m.lease->published()) continue;  // it did so before memory ran out
+         if (end <= m.lease->published()) continue;  // it got there before memory ran out
          m.lease->slide(std::max<std::uint64_t>(m.lease->published(), 14), end);
          m.lease->checkpoint(end, true);
          m.lease->publish(end);
@@ -817,7 +815,7 @@ const std::vector<MixedOperation> kMixedOperations{
      }},
 };
 
-// What takes a prefix from the host.
+// Operations that load a prefix from the host.
 void send_down(Mixture& m) {
   m.send_down("b", run_of(40, 7000));
   expect_equal(m.other->loadable(), 40, "positions on the host");
@@ -844,9 +842,9 @@ const std::vector<MixedOperation> kMixedLoads{
      }},
 };
 
-// What evicts of the last component, with none of it free.
+// Operations that evict from the last component, with nothing of it free.
 const std::vector<MixedOperation> kShortOperations{
-    {"a lease for which there is room made", Change::less, fill_last_pool,
+    {"a lease that makes room", Change::less, fill_last_pool,
      [](Mixture& m) { m.other = m.open("b", run_of(37, 7000)); }},
     {"slide with eviction", Change::less, fill_last_pool, compute_all},
     {"a checkpoint with eviction", Change::less, fill_last_pool, mark},
@@ -877,7 +875,7 @@ bool fail_in_mixture(const MixedOperation& operation, const std::vector<Componen
 
 struct CopyFailed {};
 
-// Whoever copies states may fail: the slot goes back, and the lease is as it was, or there is none.
+// Copying a state may fail: the slot is freed, and the lease is unchanged or not created.
 void states_not_copied(const std::vector<Component>& rows) {
   Mixture mixture(rows);
   mixture.write("e", run_of(12));
@@ -891,7 +889,7 @@ void states_not_copied(const std::vector<Component>& rows) {
   mixture.cache->copy_state = copy;
   mark(mixture);
   mixture.cache->copy_state = [](std::int32_t, std::int32_t) { throw CopyFailed(); };
-  thrown<CopyFailed>("a checkpoint in the place of another", [&] { mark(mixture); });
+  thrown<CopyFailed>("a checkpoint that replaces another", [&] { mark(mixture); });
   expect_equal(mixture.last_pool().owned(Owner::free), free, "slots free");
   mixture.lease->publish(14);
   mixture.check();

@@ -1,6 +1,6 @@
-// Random operations on a cache: leases that are open at once, duplicates, a small pool, leases that are dropped. After
-// each the pages are counted out: every page is free, the tree's, or one lease's; and every page that a table or the
-// tree names holds exactly the symbols that lead to it.
+// Random operations on a cache: several open leases, duplicates, a small pool, dropped leases. After each operation all
+// pages are counted: every page is free, the tree's, or one lease's; and every page that a table or the tree names
+// holds exactly the symbols that lead to it.
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -23,7 +23,7 @@ struct Shape {
   std::string policy;
 };
 
-// A lease, and what it must say of itself.
+// A lease, and its expected properties.
 struct Holder {
   std::unique_ptr<Lease> lease;
   std::string ns, key;
@@ -75,12 +75,12 @@ class World {
   Path front(const Holder& h, std::uint64_t pages) const { return {h.ns, h.key.substr(0, pages * page_bytes())}; }
 
   void evict(std::uint64_t pages) {
-    // At times less than was asked for: the cache has to ask again.
+    // Sometimes evicts fewer than requested: the cache has to call again.
     if (pages > 1 && choose_.one_in(3)) pages = 1;
     pool_.move(tree_.evict(pages, 0, 0)[0], Owner::cached, Owner::free);
   }
 
-  // ---------------------------------------------------------------- what must be so
+  // ---------------------------------------------------------------- invariants
 
   void compare() const {
     tree_.check();
@@ -91,7 +91,7 @@ class World {
       expect(cells[0].residency == Residency::present, "a cached page is present");
       const std::int32_t page = cells[0].id;
       expect(owned.insert(page).second && pool_.owner(page) == std::string("cached"), "a cached page is the tree's");
-      expect(written_[static_cast<std::size_t>(page)] == path, "a cached page holds what leads to it");
+      expect(written_[static_cast<std::size_t>(page)] == path, "a cached page holds the symbols that lead to it");
     }
     expect_equal(pool_.owned(Owner::cached), held.size(), "cached pages");
     expect_equal(tree_.counts(0, 0).present, held.size(), "pages that the tree counts");
@@ -135,39 +135,39 @@ class World {
     const std::string ns = choose_.one_in(4) ? "a" : "";
     const std::string key = some_key(choose_, kSymbolBytes, shape_.page_size, 7);
     const std::uint64_t length = key.size() / kSymbolBytes;
-    const std::uint64_t most = length == 0 ? 0 : length - choose_.below(2);
+    const std::uint64_t limit = length == 0 ? 0 : length - choose_.below(2);
     const bool inside = choose_.one_in(2);
     const Contents held = contents_of(tree_, kRows, 1);
     Holder h{nullptr, ns, key, 0, 0, 0};
-    while (shape_.enabled && (h.hit + shape_.page_size) <= most &&
+    while (shape_.enabled && (h.hit + shape_.page_size) <= limit &&
            held.contains(front(h, h.hit / shape_.page_size + 1)))
       h.hit += shape_.page_size;
     h.published = h.hit;
     std::uint64_t known = ~std::uint64_t{0};
-    h.lease = std::make_unique<Lease>(cache_, ns, choose_.below(3), bytes_of(key), most, inside,
+    h.lease = std::make_unique<Lease>(cache_, ns, choose_.below(3), bytes_of(key), limit, inside,
                                       [&](std::size_t symbols) { known = symbols; });
     collected();
     expect_equal(known, h.hit, "the symbols known to the tree");
-    const std::uint64_t agreeing = inside ? agreement(held, h, most) : 0;
+    const std::uint64_t agreeing = inside ? agreement(held, h, limit) : 0;
     const std::uint64_t missed = cache_.counters.partial_missed;
     const std::optional<PageCopy> copy = h.lease->begin_copy();
     if (copy) {
-      expect_equal(copy->positions, agreeing, "positions to be copied");
+      expect_equal(copy->positions, agreeing, "positions to copy");
       const Path source = written_[static_cast<std::size_t>(copy->source)];
       expect(begins_with(source, {ns, key.substr(0, h.hit * kSymbolBytes + agreeing * kSymbolBytes)}),
-             "a page's front");
+             "the front of a page");
       const bool copied = !choose_.one_in(3);
       h.lease->end_copy(copied);
       if (copied) h.hit += agreeing;
     } else if (agreeing) {
       expect_equal(cache_.counters.partial_missed, missed + 1, "copies missed");
-      expect_equal(pool_.owned(Owner::free), 0, "free pages when a copy found none");
+      expect_equal(pool_.owned(Owner::free), 0, "free pages if a copy found none");
     }
     h.reserved = h.hit;
     open_.push_back(std::move(h));
   }
-  std::uint64_t agreement(const Contents& held, const Holder& h, std::uint64_t most) const {
-    const std::string_view rest = std::string_view(h.key).substr(0, most * kSymbolBytes).substr(h.hit * kSymbolBytes);
+  std::uint64_t agreement(const Contents& held, const Holder& h, std::uint64_t limit) const {
+    const std::string_view rest = std::string_view(h.key).substr(0, limit * kSymbolBytes).substr(h.hit * kSymbolBytes);
     const Path above = front(h, h.hit / shape_.page_size);
     std::uint64_t best = 0;
     for (auto at = held.lower_bound(above); at != held.end() && begins_with(at->first, above); ++at) {
@@ -212,13 +212,13 @@ class World {
     const std::uint64_t evictable = tree_.counts(0, 0).present - locked();
     if (missing > pool_.owned(Owner::free) + returning_ + evictable) {
       const Contents held = contents_of(tree_, kRows, 1);
-      const NoPages error = thrown<NoPages>("more pages than can be had", [&] { h.lease->reserve(n); });
+      const NoPages error = thrown<NoPages>("more pages than available", [&] { h.lease->reserve(n); });
       collected();
       expect_equal(error.needed, missing, "pages needed");
       expect_equal(error.free, pool_.owned(Owner::free), "pages free");
       expect_equal(error.evictable, evictable, "pages that could be evicted");
       expect_equal(error.total, shape_.pages, "pages in all");
-      expect(contents_of(tree_, kRows, 1) == held, "who found no pages has evicted none");
+      expect(contents_of(tree_, kRows, 1) == held, "a lease that finds no pages evicts none");
       return;
     }
     h.lease->reserve(n);
@@ -268,7 +268,7 @@ class World {
     }
     refuse(*h.lease);
   }
-  // What a closed lease answers: that it is closed; closing it again does nothing.
+  // A closed lease throws Closed; closing it again does nothing.
   void refuse(Lease& lease) const {
     expect(lease.closed(), "a lease is closed");
     thrown<Closed>("reserving", [&] { lease.reserve(1); });
@@ -279,7 +279,7 @@ class World {
     lease.finish({});
   }
 
-  // A lease that is dropped leaves its pages and its lock to the cache's next call.
+  // The cache's next call frees the pages and the lock of a dropped lease.
   void drop(Holder& h) {
     const std::uint64_t privately = pages(h.reserved) - h.published / shape_.page_size;
     h.lease.reset();
@@ -287,7 +287,7 @@ class World {
     for (std::uint64_t page = 0; page < h.published / shape_.page_size; ++page)
       left_.insert(front(h, page + 1));
   }
-  // What reserve() will find in the pool before it evicts anything.
+  // The pages that reserve() will find in the pool before it evicts anything.
   void collected_soon() {
     returning_ = dropped_;
     left_.clear();
@@ -303,9 +303,9 @@ class World {
   Pool pool_;
   Cache cache_;
   std::vector<Holder> open_;
-  std::vector<Path> written_;  // what each page holds
+  std::vector<Path> written_;  // the content of each page
   std::uint64_t dropped_ = 0, returning_ = 0;
-  std::set<Path> left_;  // pages that leases which were dropped still lock
+  std::set<Path> left_;  // pages that dropped leases still lock
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Random operations on caches with windows and states: leases that slide, put states aside and publish them. Each page
-// and each slot says what was written to it, so that what a lease reads is known to be its own prefix; and all ids are
-// counted out after each step: free, in one cell of the tree, or one lease's. What a state is worth is reckoned beside
-// the tree, and evictions are held against it.
+// Random operations on caches with windows and states: leases that slide, take checkpoints and publish them. The test
+// records what is written to each page and slot, to verify that a lease reads its own prefix. After each step it counts
+// all ids: free, in one cell of the tree, or one lease's. It computes the worth of states independently, and checks
+// evictions against it.
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -24,14 +24,14 @@ struct Shape {
   bool enabled, hook;
 };
 
-// A lease, and what it must say of itself.
+// A lease, and its expected properties.
 struct Holder {
   std::unique_ptr<Lease> lease;
   std::string ns, key;
   std::uint64_t computed = 0;              // positions
   std::uint64_t published = 0;             // pages
-  std::vector<std::uint32_t> fronts = {};  // by component: entries before are -1
-  std::optional<std::uint64_t> mark = {};  // pages behind which a state waits to be published
+  std::vector<std::uint32_t> fronts = {};  // by component: earlier entries are -1
+  std::optional<std::uint64_t> mark = {};  // pages before a state that waits to be published
 };
 
 class World {
@@ -93,17 +93,17 @@ class World {
   const Path& written(std::uint32_t c, std::int32_t id) const { return written_[c][static_cast<std::size_t>(id)]; }
   Contents contents() const { return contents_of(tree_, rows_, 1); }
 
-  // ---------------------------------------------------------------- what a state is worth
+  // ---------------------------------------------------------------- the worth of a state
 
-  static bool stands(const Contents& held, const Path& path) {
+  static bool has_state(const Contents& held, const Path& path) {
     const auto found = held.find(path);
     return found != held.end() && found->second.back().residency == Residency::present;
   }
-  // Pages from the nearest state above.
+  // Pages since the nearest state above.
   std::uint64_t saved(const Contents& held, const Path& path) const {
     const std::uint64_t length = path.second.size() / page_bytes();
     std::uint64_t above = length - 1;
-    while (above > 0 && !stands(held, {path.first, path.second.substr(0, above * page_bytes())}))
+    while (above > 0 && !has_state(held, {path.first, path.second.substr(0, above * page_bytes())}))
       --above;
     return length - above;
   }
@@ -118,13 +118,13 @@ class World {
   }
   void expect_least_worth(const Contents& before, const Path& victim) const {
     const std::set<Path> locked = locked_states();
-    expect(!locked.contains(victim), "a state that is locked stays");
+    expect(!locked.contains(victim), "a locked state stays");
     for (const auto& [path, cells] : before)
-      if (stands(before, path) && !locked.contains(path))
-        expect(worths_.at(victim) <= worths_.at(path), "the state that is worth least goes first");
+      if (has_state(before, path) && !locked.contains(path))
+        expect(worths_.at(victim) <= worths_.at(path), "the state of the least worth is evicted first");
   }
 
-  // One id after another, at times less than was asked for: the cache has to ask again.
+  // Evicts one id after another, sometimes fewer than requested: the cache has to call again.
   void evict(std::uint32_t component, std::uint64_t ids) {
     if (ids > 1 && ids < shape_.ids && choose_.one_in(3)) ids = 1;
     for (const std::uint64_t wanted = tree_.counts(component, 0).present; ids-- > 0 && wanted > 0;) {
@@ -140,7 +140,7 @@ class World {
     }
   }
 
-  // ---------------------------------------------------------------- what must be so
+  // ---------------------------------------------------------------- invariants
 
   void compare() const {
     tree_.check();
@@ -149,9 +149,9 @@ class World {
     for (const auto& [path, cells] : held)
       for (std::uint32_t c = 0; c < rows_.size(); ++c) {
         if (cells[c].residency == Residency::absent) continue;
-        expect(owned[c].insert(cells[c].id).second, "an id stands in one cell");
-        expect(pools_[c]->owner(cells[c].id) == std::string("cached"), "what the tree holds is cached");
-        expect(written(c, cells[c].id) == path, "what the tree holds was written for it");
+        expect(owned[c].insert(cells[c].id).second, "an id is in one cell");
+        expect(pools_[c]->owner(cells[c].id) == std::string("cached"), "an id of the tree is cached");
+        expect(written(c, cells[c].id) == path, "an id of the tree was written for its prefix");
       }
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       expect_equal(pools_[c]->owned(Owner::cached), owned[c].size(), "cached ids");
@@ -164,14 +164,14 @@ class World {
       expect_equal(pools_[c]->owned(Owner::privately), privately[c], "private ids");
     }
   }
-  // Its own ids, of which nobody else has one.
+  // Checks a table, and that nobody else has its private ids. Returns their number.
   std::uint64_t compare_table(const Holder& h, std::uint32_t c, const Contents& held,
                               std::set<std::int32_t>* owned) const {
     const Table& table = h.lease->table(c);
     std::uint64_t own = 0;
     for (std::uint32_t page = 0; page < table.size(); ++page) {
       const std::int32_t id = *table.from(page).data();
-      expect_equal(id < 0, page < h.fronts[c], "whether an entry lies behind the window");
+      expect_equal(id < 0, page < h.fronts[c], "whether an entry is before the window");
       if (id < 0) continue;
       if (page < h.published) {
         const auto found = held.find(front(h, page + 1));
@@ -181,30 +181,30 @@ class World {
         ++own;
       }
       if ((page + 1) * shape_.page_size <= h.computed)
-        expect(written(c, id) == front(h, page + 1), "a page holds what leads to it");
+        expect(written(c, id) == front(h, page + 1), "a page holds the symbols that lead to it");
     }
     return own;
   }
   std::uint64_t compare_state(const Holder& h, std::set<std::int32_t>* owned) const {
     const std::int32_t slot = h.lease->state();
-    expect(slot >= 0 && owned->insert(slot).second, "a state to compute with is this lease's alone");
+    expect(slot >= 0 && owned->insert(slot).second, "a state to compute with is this lease's only");
     expect(pools_[states()]->owner(slot) == std::string("private"), "a state to compute with is private");
     if (h.computed)
       expect(written(states(), slot) == Path(h.ns, h.key.substr(0, h.computed * kSymbolBytes)), "a state");
     return 1 + h.mark.has_value();
   }
-  // Too many states stand on a path only while locks hold them.
+  // A path exceeds the limit of states only while locks hold them.
   void compare_path(const Holder& h) const {
-    const std::uint32_t most = rows_[states()].max_on_path;
+    const std::uint32_t limit = rows_[states()].max_on_path;
     const Contents held = contents();
     std::set<Path> locked = locked_states();
-    locked.insert(front(h, h.published));  // until it was finished
+    locked.insert(front(h, h.published));  // until the lease finished
     std::uint64_t standing = 0, held_fast = 0;
     for (std::uint64_t end = 1; end <= h.published; ++end) {
-      standing += stands(held, front(h, end));
-      held_fast += stands(held, front(h, end)) && locked.contains(front(h, end));
+      standing += has_state(held, front(h, end));
+      held_fast += has_state(held, front(h, end)) && locked.contains(front(h, end));
     }
-    expect(most == 0 || standing <= std::max<std::uint64_t>(most, held_fast), "states on one path");
+    expect(limit == 0 || standing <= std::max<std::uint64_t>(limit, held_fast), "states on one path");
   }
 
   // ---------------------------------------------------------------- operations
@@ -213,31 +213,31 @@ class World {
     const std::string ns = choose_.one_in(4) ? "a" : "";
     const std::string key = some_key(choose_, kSymbolBytes, shape_.page_size, 7);
     const std::uint64_t length = key.size() / kSymbolBytes;
-    const std::uint64_t most = length == 0 ? 0 : length - choose_.below(2);
-    const Bytes known = bytes_of(key).first(most * kSymbolBytes);
+    const std::uint64_t limit = length == 0 ? 0 : length - choose_.below(2);
+    const Bytes known = bytes_of(key).first(limit * kSymbolBytes);
     Holder h{nullptr, ns, key};
     h.published = shape_.enabled ? tree_.peek(ns, known, false).pages : 0;
     h.computed = h.published * shape_.page_size;
     const Contents before = contents();
     if (h.published) credit(before, front(h, h.published));
-    left_.insert(front(h, h.published));  // while it is not yet among those that are open
+    left_.insert(front(h, h.published));  // while it is not in `open_` yet
     try {
-      h.lease = std::make_unique<Lease>(*cache_, ns, 0, bytes_of(key), most, false, CheckRest());
+      h.lease = std::make_unique<Lease>(*cache_, ns, 0, bytes_of(key), limit, false, CheckRest());
     } catch (const NoPages& error) {
       collected();
-      expect(error.what == std::string("state slots"), "what a lease has too few of");
-      expect(contents() == before, "who found no slot has evicted none");
+      expect(error.what == std::string("state slots"), "what a lease lacks");
+      expect(contents() == before, "a lease that finds no slot evicts none");
       return;
     }
     collected();
     expect_equal(h.lease->hit(), h.computed, "the hit");
     expect_equal(h.lease->published(), h.computed, "positions published");
-    expect(h.lease->reach() >= h.computed && h.lease->reach() <= most, "what the first component reaches");
+    expect(h.lease->reach() >= h.computed && h.lease->reach() <= limit, "the reach of the first component");
     h.fronts.resize(rows_.size());
     move_fronts(h, h.computed, h.published);
     open_.push_back(std::move(h));
   }
-  // Before `computed` less the window, and what a match at the end of `published` pages needs, there is nothing.
+  // A table starts at the window of `computed`, or of a match at the end of `published` pages, whichever is later.
   void move_fronts(Holder& h, std::uint64_t computed, std::uint64_t published) const {
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
       if (!rows_[c].begins_late()) continue;
@@ -273,7 +273,7 @@ class World {
     }
   }
 
-  // The next positions, often up to a page's end; what is private is written.
+  // Computes the next positions, often up to a page's end, and writes private pages.
   void compute(Holder& h) {
     const std::uint64_t left = h.key.size() / kSymbolBytes - h.computed;
     if (left == 0) return;
@@ -284,16 +284,16 @@ class World {
       if (end > h.lease->reserved()) h.lease->reserve(end - h.lease->reserved());
       const std::vector<std::uint32_t> before = h.fronts;
       move_fronts(h, h.computed, h.published);
-      for (std::uint32_t c = 0; c < rows_.size(); ++c)  // nothing lies behind the end of a table
+      for (std::uint32_t c = 0; c < rows_.size(); ++c)  // a table has nothing after its end
         h.fronts[c] = std::max(before[c], std::min<std::uint32_t>(h.fronts[c], static_cast<std::uint32_t>(size(h, c))));
       h.lease->slide(h.computed, end);
     } catch (const NoPages& error) {
       collected();
       const bool paged = error.what == std::string("pages") && !rows_[0].begins_late();
-      expect(paged || error.what == std::string("window pages"), "what there is too little of");
+      expect(paged || error.what == std::string("window pages"), "what runs out");
       return;
     }
-    take_back();  // if no room was made
+    take_back();  // unless making room did it
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       for (std::uint64_t page = h.computed / shape_.page_size; rows_[c].per_page() && page < pages(end); ++page)
         written(c, *h.lease->table(c).from(page).data()) = front(h, page + 1);
@@ -315,13 +315,13 @@ class World {
     const bool had = h.mark.has_value();
     const bool done = h.lease->checkpoint(h.computed, room);
     if (!keeps_states() || !shape_.enabled) {
-      expect_equal(done, shape_.enabled, "whether there was anything to put aside");
+      expect_equal(done, shape_.enabled, "whether a checkpoint succeeds");
       return;
     }
     if (room && !had) collected();
-    expect(done || !had, "a state takes the place of the one before");
-    if (!room) expect_equal(done, had || free > 0, "whether a state was put aside");
-    expect_equal(cache_->counters.checkpoints_missed, missed + !done, "states not put aside");
+    expect(done || !had, "a checkpoint replaces the previous one");
+    if (!room) expect_equal(done, had || free > 0, "whether a checkpoint was taken");
+    expect_equal(cache_->counters.checkpoints_missed, missed + !done, "checkpoints missed");
     if (done) h.mark = h.computed / shape_.page_size;
   }
 
@@ -330,19 +330,19 @@ class World {
     publish(h, choose_.one_in(2) ? upto : choose_.below(static_cast<std::uint32_t>(upto) + 1),
             [&](std::uint64_t positions) { h.lease->publish(positions); });
   }
-  // What the call publishes is reckoned first, a state that waits and what follows it one after another.
+  // Computes first what the call publishes: a waiting state, then what follows it.
   template <class Call>
   void publish(Holder& h, std::uint64_t upto, Call call) {
     const std::uint64_t end = upto / shape_.page_size;
-    const bool planted = shape_.enabled && h.mark && *h.mark <= end;
+    const bool keeps_mark = shape_.enabled && h.mark && *h.mark <= end;
     const Contents before = contents();
     const std::uint64_t checkpoints = cache_->counters.checkpoints;
-    const std::uint64_t first = planted ? std::max(h.published, *h.mark) : h.published;
-    const bool behind = rows_[0].begins_late() && end > 0 && end - 1 < h.fronts[0];
-    if (shape_.enabled) h.published = end > first && !behind ? end : first;
-    if (planted) {
+    const std::uint64_t first = keeps_mark ? std::max(h.published, *h.mark) : h.published;
+    const bool outside = rows_[0].begins_late() && end > 0 && end - 1 < h.fronts[0];
+    if (shape_.enabled) h.published = end > first && !outside ? end : first;
+    if (keeps_mark) {
       const Path path = front(h, *h.mark);
-      const bool taken = !stands(before, path);
+      const bool taken = !has_state(before, path);
       if (taken) credit(before, path);
       call(upto);
       expect_equal(cache_->counters.checkpoints, checkpoints + taken, "states published");
@@ -373,7 +373,7 @@ class World {
     thrown<Closed>("the state", [&] { h.lease->state(); });
   }
 
-  // A lease that is dropped leaves its ids and its lock to the cache's next call.
+  // The cache's next call frees the ids and the lock of a dropped lease.
   void drop(Holder& h) {
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       if (rows_[c].per_page()) {
@@ -402,11 +402,11 @@ class World {
   std::vector<std::unique_ptr<Pool>> pools_;
   std::unique_ptr<Cache> cache_;
   std::vector<Holder> open_;
-  std::vector<std::vector<Path>> written_;  // by component: what each page and each slot holds
-  std::vector<std::uint64_t> dropped_;      // by component: private ids of leases that were dropped
-  std::set<Path> left_;                     // where their locks end
+  std::vector<std::vector<Path>> written_;  // by component: the content of each page and slot
+  std::vector<std::uint64_t> dropped_;      // by component: private ids of dropped leases
+  std::set<Path> left_;                     // where the locks of dropped leases end
   std::map<Path, double> worths_;           // of states, by GreedyDual
-  double inflation_ = 0;                         // worth of the last that was evicted
+  double inflation_ = 0;                    // worth of the last evicted state
 };
 
 std::vector<Shape> some_shapes(Choices& choose) {

@@ -1,4 +1,4 @@
-// The native tests of the core, but for those of memory that runs out.
+// The native tests of the core, except those that run out of memory.
 //
 //   random_operations SEEDS OPERATIONS            the cases, then random operations on trees, caches and tiers
 //   random_operations SEEDS OPERATIONS --threads  the same seeds from several threads at once, each with its own tree,
@@ -39,7 +39,7 @@ void in_threads(const std::function<void(unsigned)>& work) {
 
 }  // namespace
 
-// What is const may be called from several threads at once.
+// Const functions may be called from several threads at once.
 void random_peeks(std::uint64_t seed, std::uint32_t operations) {
   Tree tree(4, 2, {{Kind::full}}, 1, "lru", seed);
   Choices choose(seed);

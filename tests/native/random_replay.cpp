@@ -1,6 +1,6 @@
 // Random requests to the replay: trees of one to three tiers, with and without a time to live, several replicas. After
-// each request the tree is sound, every tier holds what it was given and did not lose, and no more than its capacity;
-// and the optimum is never beaten.
+// each request the tree is sound, and every tier holds what it was given and did not lose, within its capacity. No
+// policy beats the optimum.
 #include <memory>
 #include <numeric>
 
@@ -66,7 +66,7 @@ std::int64_t serve_all(const Shape& shape, const std::vector<Prompt>& prompts, C
     for (std::uint32_t tier = 0; tier < replica.tiers(); ++tier) {
       const TierTotals& totals = replica.totals(tier);
       const std::uint64_t present = tree.counts(0, tier).present;
-      expect(present <= shape.capacities[tier], "a tier keeps to its capacity");
+      expect(present <= shape.capacities[tier], "a tier stays within its capacity");
       expect_equal(present, totals.written + totals.loaded - totals.evicted - totals.expired, "blocks of a tier");
       const auto& ages = totals.age.counts;
       expect_equal(std::accumulate(ages.begin(), ages.end(), std::uint64_t{0}), totals.evicted, "ages");

@@ -1,7 +1,7 @@
-// Random operations on a cache over two tiers, with a controller made by hand: copies to the host that land in any
-// order, leases that load from the host and are closed or dropped meanwhile, eviction on both tiers. After each
-// operation every page of both pools is counted out, the tree holds what a map from prefixes to pages holds, and every
-// page that the tree or a table names holds exactly the symbols that lead to it.
+// Random operations on a cache over two tiers, with a simple controller: copies to the host that complete in any order,
+// leases that load from the host and are closed or dropped meanwhile, eviction on both tiers. After each operation all
+// pages of both pools are counted, the tree holds the same as a map from prefixes to pages, and every page that the
+// tree or a table names holds exactly the symbols that lead to it.
 #include <algorithm>
 #include <list>
 #include <memory>
@@ -29,28 +29,28 @@ struct Shape {
 };
 
 struct Load {
-  PageLoad pages;
-  Path path;  // that the host has
+  PageLoad page_load;
+  Path path;  // the prefix on the host
 };
 
-// A lease, and what it must say of itself.
+// A lease, and its expected properties.
 struct Holder {
   std::unique_ptr<Lease> lease;
   std::string ns, key;
   std::uint64_t hit = 0, reserved = 0, published = 0, loadable = 0;
-  Path host;  // that it locks on the host
+  Path host;  // the prefix that it locks on the host
   std::optional<Load> load;
   bool appended = false, counted = false;
 };
 
-// What a lease left behind that was closed while its pages were written, or dropped.
+// What remains of a lease that was closed while its pages were written, or dropped.
 struct Left {
   Path device, host;
   std::optional<Load> load;
   std::uint64_t pages;  // private ones
 };
 
-// Nodes on their way to the host; a name and its host pages.
+// Nodes being copied to the host, with their host pages.
 struct Copy {
   struct Part {
     Handle node;
@@ -58,7 +58,7 @@ struct Copy {
     Ids sources, targets;
   };
   std::vector<Part> parts;
-  const Copy* above = nullptr;  // that has not landed
+  const Copy* above = nullptr;  // a copy above that is not complete
 };
 
 class World {
@@ -86,7 +86,7 @@ class World {
     compare();
   }
 
-  // Lets everything go: nothing may stay behind.
+  // Releases everything: nothing may be left.
   void finish() {
     for (Holder& h : open_)
       close(h);
@@ -94,7 +94,7 @@ class World {
     while (!loads_left().empty())
       end_left_load();
     while (!copies_.empty())
-      land();
+      end_some_copy();
     take_back();
     compare();
     expect_equal(cache_.counters.leases, 0, "open leases left");
@@ -132,7 +132,7 @@ class World {
     if (cells[kDevice] == PageCell{} && cells[kHost] == PageCell{}) model_.erase(path);
   }
 
-  // ---------------------------------------------------------------- what must be so
+  // ---------------------------------------------------------------- invariants
 
   void compare() {
     tree_.check();
@@ -149,7 +149,7 @@ class World {
         expect(present || tier == kHost, "nothing is in flight to the device");
         expect((present ? owned[tier] : coming).insert(at.id).second, "a page has one place");
         expect(pool(tier).owner(at.id) == std::string(present ? "cached" : "private"), "a page of the tree is its own");
-        if (present) expect(content(tier, at.id) == path, "a page holds what leads to it");
+        if (present) expect(content(tier, at.id) == path, "a page holds the symbols that lead to it");
         if (present) locked_pages[tier] += locked_paths[tier].contains(path);
       }
     for (const std::uint32_t tier : {kDevice, kHost}) {
@@ -176,14 +176,14 @@ class World {
     for (const Copy& copy : copies_)
       for (const Copy::Part& part : copy.parts)
         for (std::size_t i = 0; i < part.targets.size(); ++i) {
-          expect_equal(coming.erase(part.targets[i]), 1, "a page that is copied to is in flight");
+          expect_equal(coming.erase(part.targets[i]), 1, "the target of a copy is in flight");
           const Path here = front(part.path, pages(part.path) - part.targets.size() + i + 1);
           expect(cell(here, kHost) == PageCell{Residency::in_flight, part.targets[i]},
                  "a page in flight has its place");
         }
-    expect(coming.empty(), "what is in flight is copied");
+    expect(coming.empty(), "every page in flight is being copied");
   }
-  // How many private pages it has.
+  // Checks a lease. Returns the number of its private pages.
   std::uint64_t compare_lease(const Holder& h, std::set<std::int32_t>* owned) const {
     const Lease& lease = *h.lease;
     expect_equal(lease.length(), h.key.size() / kSymbolBytes, "the length of a lease");
@@ -231,29 +231,29 @@ class World {
     }));
   }
 
-  // What the tree gave up was its own, and nobody held it.
+  // The pages that the tree freed were its own, and nobody held them.
   void gone(const Ids& ids, std::uint32_t tier) {
     const std::set<Path> held = locked(tier);
     for (const std::int32_t id : ids) {
       const auto at =
           std::find_if(model_.begin(), model_.end(), [&](const auto& p) { return p.second[tier].id == id; });
-      expect(at != model_.end() && has(at->first, tier), "what was evicted was the tree's, and there");
-      expect(!held.contains(at->first), "what was evicted was not locked");
+      expect(at != model_.end() && has(at->first, tier), "an evicted page was present in the tree");
+      expect(!held.contains(at->first), "an evicted page was not locked");
       put(Path(at->first), tier, {});
     }
   }
-  // The same, where the cache has evicted by itself: what the tree does not have any more.
+  // The same after the cache has evicted by itself: the pages that the tree no longer has.
   void evicted_since(const std::set<Path>& held) {
     const Contents contents = contents_of(tree_, kRows, kTiers);
     for (const auto& [path, cells] : Contents(model_)) {
       const auto at = contents.find(path);
       if (!has(path, kDevice) || (at != contents.end() && at->second[kDevice] == cells[kDevice])) continue;
-      expect(!held.contains(path), "what was evicted was not locked");
+      expect(!held.contains(path), "an evicted page was not locked");
       put(path, kDevice, {});
     }
   }
 
-  // Leases that were dropped are ended by most calls of the cache; not while their pages are written.
+  // Most calls of the cache end dropped leases, except while their pages are being written.
   void taken_back() {
     std::erase_if(left_, [](const Left& left) { return !left.load; });
   }
@@ -262,7 +262,8 @@ class World {
     taken_back();
   }
 
-  // Whether so many pages more can be had, and what they are: else an error, and everything as it was.
+  // Calls a function that needs `missing` more pages. Returns whether they are available; else it throws and changes
+  // nothing.
   bool try_room(std::uint64_t missing, const std::function<void()>& call) {
     const std::uint64_t free = pool_.owned(Owner::free);
     std::uint64_t returning = 0;
@@ -276,7 +277,7 @@ class World {
       evicted_since(held);
       return true;
     }
-    const NoPages error = thrown<NoPages>("more pages than can be had", call);
+    const NoPages error = thrown<NoPages>("more pages than available", call);
     expect_equal(error.needed, missing, "pages needed");
     expect_equal(error.free, free + returning, "pages free");
     expect_equal(error.evictable, spare, "pages that could be evicted");
@@ -284,7 +285,7 @@ class World {
     return false;
   }
 
-  // What the operation touched: the nodes that end behind these paths, if they are still there.
+  // The operation touched the nodes that end these paths, if they still exist.
   void expect_touched(const std::vector<Path>& paths) {
     const std::vector<Handle> touched = cache_.take_touched();
     expect_equal(touched.size(), paths.size(), "nodes touched");
@@ -302,14 +303,14 @@ class World {
   // ---------------------------------------------------------------- leases
 
   void open() {
-    if (choose_.one_in(3)) evict(100, kDevice);  // or there is seldom anything to load
+    if (choose_.one_in(3)) evict(100, kDevice);  // otherwise there is rarely anything to load
     doing_ = "open";
     Holder h;
     std::tie(h.ns, h.key) = some_path();
     const std::uint64_t length = h.key.size() / kSymbolBytes;
-    const std::uint64_t most = length == 0 ? 0 : length - choose_.below(2);
+    const std::uint64_t limit = length == 0 ? 0 : length - choose_.below(2);
     std::uint64_t found = 0;
-    for (; (found + 1) * shape_.page_size <= most; ++found) {
+    for (; (found + 1) * shape_.page_size <= limit; ++found) {
       const Path next = front(h, found + 1);
       if (!has(next, kDevice) && !has(next, kHost)) break;
       if (h.hit == found * shape_.page_size && has(next, kDevice)) h.hit += shape_.page_size;
@@ -318,10 +319,10 @@ class World {
     h.loadable = found * shape_.page_size - h.hit;
     if (h.loadable) h.host = front(h, found);
     const Bytes key = bytes_of(h.key);
-    const PeekResult peeked = tree_.peek(h.ns, key.first(most * kSymbolBytes), false);
+    const PeekResult peeked = tree_.peek(h.ns, key.first(limit * kSymbolBytes), false);
     expect_equal(peeked.pages * shape_.page_size, h.hit, "positions peeked");
     expect_equal(peeked.host_pages * shape_.page_size, h.loadable, "positions peeked on the host");
-    h.lease = std::make_unique<Lease>(cache_, h.ns, choose_.below(3), key, most, choose_.one_in(2), CheckRest());
+    h.lease = std::make_unique<Lease>(cache_, h.ns, choose_.below(3), key, limit, choose_.one_in(2), CheckRest());
     taken_back();
     expect_touched(found ? std::vector<Path>{front(h, found)} : std::vector<Path>{});
     open_.push_back(std::move(h));
@@ -329,7 +330,7 @@ class World {
     if (choose_.one_in(2)) reserve(open_.back());
   }
 
-  // Mostly one that was published before: what is on the host alone was used, and will be again.
+  // Mostly a path that was published before, so that prefixes that only the host has are used again.
   Path some_path() {
     if (!known_.empty() && !choose_.one_in(4)) {
       Path path = choose_.of(known_);
@@ -378,7 +379,7 @@ class World {
     h.counted = true;
   }
 
-  // A page that agrees in its front with what follows. Not looked at closely here: random_cache does.
+  // Copies a page that agrees in its front with the key. random_cache checks this in detail.
   void copy_inside(Holder& h) {
     doing_ = "copy the front of a page";
     if (h.hit != h.published || h.reserved != h.hit) return expect(!h.lease->begin_copy(), "too late for a copy");
@@ -391,7 +392,7 @@ class World {
     }
     evicted_since(held);
     if (copy) h.lease->end_copy(false);
-    if (copy) expect(begins_with(content(kDevice, copy->source), shared(h)), "a page's front");
+    if (copy) expect(begins_with(content(kDevice, copy->source), shared(h)), "the front of a page");
   }
 
   void append(Holder& h) {
@@ -420,7 +421,7 @@ class World {
     const IdSpan ids = h.lease->table().from(0);
     return {ids.begin(), ids.end()};
   }
-  // Pages of this table up to a position are the tree's, where it has none of its own.
+  // The pages of this table up to a position are now the tree's, unless it has its own.
   void published(Holder& h, std::uint64_t upto, const Ids& table) {
     const std::uint64_t before = h.published / shape_.page_size, end = upto / shape_.page_size;
     for (std::uint64_t page = before; page < end; ++page)
@@ -443,22 +444,22 @@ class World {
     }
     if (!try_room(h.loadable / shape_.page_size, begin)) return;
     const Load& load = *h.load;
-    expect(load.pages.id > last_load_, "a load has a number of its own");
-    last_load_ = load.pages.id;
+    expect(load.page_load.id > last_load_, "a load has a number of its own");
+    last_load_ = load.page_load.id;
     h.reserved += h.loadable;
     const std::uint64_t first = h.hit / shape_.page_size;
-    expect_equal(load.pages.source[0].size(), h.loadable / shape_.page_size, "pages to be loaded");
-    for (std::size_t i = 0; i < load.pages.source[0].size(); ++i) {
+    expect_equal(load.page_load.source[0].size(), h.loadable / shape_.page_size, "pages to load");
+    for (std::size_t i = 0; i < load.page_load.source[0].size(); ++i) {
       const PageCell there = cell(front(h, first + i + 1), kHost);
-      expect(there == PageCell{Residency::present, load.pages.source[0][i]}, "a page to be loaded from the host");
-      expect_equal(load.pages.target[0][i], h.lease->table().from(first)[i], "a page to be loaded to");
-      content(kDevice, load.pages.target[0][i]) = {};
+      expect(there == PageCell{Residency::present, load.page_load.source[0][i]}, "a page to load from the host");
+      expect_equal(load.page_load.target[0][i], h.lease->table().from(first)[i], "a page to load to");
+      content(kDevice, load.page_load.target[0][i]) = {};
     }
   }
-  // The copy: late, so that what should have been locked has had its time to change.
+  // Copies late, so that a page that is not locked as it should be has had time to change.
   void copy_up(const Load& load) {
-    for (std::size_t i = 0; i < load.pages.source[0].size(); ++i)
-      content(kDevice, load.pages.target[0][i]) = content(kHost, load.pages.source[0][i]);
+    for (std::size_t i = 0; i < load.page_load.source[0].size(); ++i)
+      content(kDevice, load.page_load.target[0][i]) = content(kHost, load.page_load.source[0][i]);
   }
   void end_load(Holder& h) {
     const bool arrived = !choose_.one_in(3);
@@ -521,7 +522,7 @@ class World {
       case 3:
       case 4:
       case 5:
-        return land();
+        return end_some_copy();
       case 6:
         return end_left_load();
       case 7:
@@ -539,14 +540,14 @@ class World {
       if (left_[i].load) found.push_back(i);
     return found;
   }
-  // The copy into the pages of a lease that is closed has ended: only now they may be anybody else's.
+  // Ends the copy into the pages of a closed lease: only now may others get them.
   void end_left_load() {
     doing_ = "end the load of a closed lease";
     const std::vector<std::size_t> found = loads_left();
     if (found.empty()) return cache_.end_load(last_load_ + 1), taken_back();
     Left& left = left_[choose_.of(found)];
     if (choose_.one_in(2)) copy_up(*left.load);
-    const std::uint64_t load = left.load->pages.id;
+    const std::uint64_t load = left.load->page_load.id;
     left.load.reset();
     cache_.end_load(load);
     taken_back();
@@ -564,26 +565,26 @@ class World {
     pool(tier).move(ids, Owner::cached, Owner::free);
   }
 
-  // What the cache calls when it wants pages; at times it gets fewer and has to ask again.
+  // The cache's hook for pages; sometimes frees fewer than requested, so that the cache has to call again.
   void make_room(std::uint64_t want) {
     if (want > 1 && choose_.one_in(3)) want = 1;
     if (shape_.room == Room::by_hook_after_copy) save(tree_.next_victim(0, kDevice));
     evict_now(want, kDevice);
   }
-  // Copies to the host what will be evicted next, and waits for that: with that copy all others land.
+  // Copies the next victim to the host, and waits for that copy and all others.
   void save(Handle victim) {
     held_.push_back(tree_.path_key(victim));
     tree_.lock(victim, kDevice);
     tree_.lock(victim, kHost);
     back_up(victim);
     while (!copies_.empty())
-      land();
+      end_some_copy();
     held_.pop_back();
     tree_.unlock(victim, kDevice);
     tree_.unlock(victim, kHost);
   }
 
-  // Something that was touched, and may be gone by now; or what is hot.
+  // A node that was touched, and may be gone by now; or a hot one.
   Handle wanted() {
     if (choose_.one_in(2)) wanted_ = tree_.hottest(8, kDevice);
     if (wanted_.empty()) return 0;
@@ -618,7 +619,7 @@ class World {
     if (room)
       send(std::move(copy));
     else
-      let_go(copy);
+      unlock_parts(copy);
   }
   void send(Copy copy) {
     if (copy.parts.empty()) return;
@@ -630,7 +631,7 @@ class World {
       const std::uint64_t first = pages(part.path) - part.sources.size();
       for (std::size_t i = 0; i < part.targets.size(); ++i) {
         const Path here = front(part.path, first + i + 1);
-        expect(cell(here, kDevice) == PageCell{Residency::present, part.sources[i]}, "a page to be copied");
+        expect(cell(here, kDevice) == PageCell{Residency::present, part.sources[i]}, "a page to copy");
         put(here, kHost, {Residency::in_flight, part.targets[i]});
         content(kHost, part.targets[i]) = {};
       }
@@ -641,17 +642,17 @@ class World {
     for (const Copy& copy : copies_)
       for (const Copy::Part& part : copy.parts)
         if (part.node == name) return copy;
-    throw Failure{"what is in flight above is one of the copies"};
+    throw Failure{"the transfer above is one of the copies"};
   }
-  void let_go(const Copy& copy) {
+  void unlock_parts(const Copy& copy) {
     for (const Copy::Part& part : copy.parts)
       for (const std::uint32_t tier : {kDevice, kHost})
         tree_.unlock(part.node, tier);
   }
 
-  // Any copy whose parents have landed arrives; or any one fails, and all that hangs below it.
-  void land() {
-    doing_ += ", land";
+  // Completes any copy whose parents are complete; or fails any copy together with all copies below it.
+  void end_some_copy() {
+    doing_ += ", end a copy";
     if (copies_.empty()) return;
     auto at = copies_.begin();
     std::advance(at, choose_.below(static_cast<std::uint32_t>(copies_.size())));
@@ -683,7 +684,7 @@ class World {
     }
     for (auto part = copy.parts.rbegin(); part != copy.parts.rend(); ++part) {
       const std::vector<Ids> ids = tree_.cancel(part->node, kHost);
-      expect(ids[0] == part->targets, "what is cancelled is given back");
+      expect(ids[0] == part->targets, "cancelled pages are returned");
       host_.move(ids[0], Owner::privately, Owner::free);
       for (std::size_t i = 0; i < ids[0].size(); ++i)
         put(front(part->path, pages(part->path) - i), kHost, {});
@@ -693,7 +694,7 @@ class World {
   void end(const Copy& copy) {
     const Copy ended = copy;
     copies_.remove_if([&](const Copy& other) { return &other == &copy; });
-    let_go(ended);
+    unlock_parts(ended);
   }
 
   Choices choose_;
@@ -702,12 +703,12 @@ class World {
   Pool pool_, host_;
   Cache cache_;
   Contents model_;
-  std::vector<Path> written_[kTiers];  // what each page holds
+  std::vector<Path> written_[kTiers];  // the content of each page
   std::vector<Holder> open_;
   std::vector<Left> left_;
   std::list<Copy> copies_;
   std::vector<Path> held_;   // locked on both tiers by an operation under way
-  std::vector<Path> known_;  // what was published last
+  std::vector<Path> known_;  // the last published paths
   std::vector<Handle> wanted_;
   std::uint64_t last_load_ = 0, queried_ = 0, hit_ = 0, host_hit_ = 0;
   std::string doing_;

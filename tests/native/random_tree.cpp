@@ -1,6 +1,6 @@
 // Random operations on a tree, each compared with a slow, obvious model: a map from a whole prefix to the cells of the
-// page that it ends with. The model knows no node, no split and no join; where a rule goes by nodes (a state in flight
-// stops an insertion at the beginning of its node) the tree's answer is taken, and only its reason looked for.
+// page that it ends with. The model has no nodes, splits or joins. Where a rule depends on nodes (a state in flight
+// stops an insertion at the beginning of its node), the test accepts the tree's answer and only checks its reason.
 #include <algorithm>
 #include <set>
 
@@ -18,7 +18,7 @@ struct Shape {
   std::string policy;
 };
 
-struct Place {  // a handle, and the prefix that it was given for
+struct Place {  // a handle, and its prefix
   Handle handle;
   Path path;
 };
@@ -92,7 +92,7 @@ class World {
         attach();
         break;
       case 10:
-        land();
+        end_transfer();
         break;
       case 11:
         locate();
@@ -106,23 +106,23 @@ class World {
     compare();
   }
 
-  // Keeps the tree small, so that its prefixes go on meeting.
+  // Keeps the tree small, so that keys keep sharing prefixes.
   void tidy() {
     if (model_.size() > 60) evict();
     if (holds_.size() > 6) unlock();
-    if (flights_.size() > 3) land();
+    if (flights_.size() > 3) end_transfer();
     compare();
   }
 
-  // What was done last, for the report of a failure.
+  // The last operation, for the report of a failure.
   const std::string& doing() const { return doing_; }
 
-  // Lets everything go: nothing may stay behind.
+  // Releases everything: nothing may be left.
   void finish() {
     while (!holds_.empty())
       unlock();
     while (!flights_.empty())
-      land();
+      end_transfer();
     for (std::uint32_t tier = 0; tier < tiers_; ++tier)
       for (std::uint32_t c = 0; c < rows_.size(); ++c)
         take(tree_.evict(1000000, c, tier), tier);
@@ -171,9 +171,9 @@ class World {
     ((doing_ += ", " + std::to_string(numbers)), ...);
   }
 
-  // ---------------------------------------------------------------- what must be so
+  // ---------------------------------------------------------------- invariants
 
-  // Whether the first `pages` pages of a path may be used, where every tier up to `tier` counts.
+  // Whether the first `pages` pages of a path are usable, if every tier up to `tier` counts.
   bool allowed(const Path& path, std::uint32_t pages, std::uint32_t tier, std::size_t rows) const {
     const auto usable = [&](std::uint32_t c, std::uint32_t end) {
       for (std::uint32_t t = 0; t <= tier; ++t)
@@ -196,7 +196,7 @@ class World {
       --pages;
     return pages;
   }
-  // Symbols of the page behind the match that some page of the tree agrees with.
+  // Symbols of the page after the match that some page of the tree agrees with.
   std::uint32_t agreement(const Path& path, std::uint32_t pages) const {
     if (rows_.size() > 1) return 0;
     const std::string_view tail = std::string_view(path.second).substr(std::size_t{pages} * bytes()).substr(0, bytes());
@@ -217,7 +217,7 @@ class World {
     return std::any_of(holds_.begin(), holds_.end(), [&](const Hold& h) { return begins_with(h.place.path, path); });
   }
 
-  // Pages that a lock of the prefix `path` holds, in a cell of some component.
+  // Whether a lock of the prefix `lock` holds a page of a component.
   bool held_by(const Path& lock, const Path& page, std::uint32_t component) const {
     if (!begins_with(lock, page)) return false;
     const std::uint32_t end = pages_of(lock.second);
@@ -250,7 +250,7 @@ class World {
     for (const Hold& hold : holds_)
       expect_equal(tree_.end(hold.place.handle), pages_of(hold.place.path.second), "the end of a locked node");
   }
-  // Pages that are cut off and come back begin anew; those that a lock alone keeps remember.
+  // Pages that are evicted and return start from zero; pages kept by a lock only keep their counts.
   void compare_uses(const Uses& uses) {
     std::erase_if(uses_, [&](const auto& use) { return !exists(use.first); });
     for (const auto& [path, use] : uses) {
@@ -298,9 +298,9 @@ class World {
     }
     expect(exists(place.path), "a good handle denotes something");
     compare_ids(place.handle, place.path);
-    if (&place == &places_.front() || &place == &places_.back()) compare_views(place);  // slow, so not of all
+    if (&place == &places_.front() || &place == &places_.back()) compare_views(place);  // slow, so not for all
   }
-  // What a node says of itself, and of the path to it.
+  // Checks the views of a node, and of the path to it.
   void compare_views(const Place& place) const {
     expect(tree_.path_key(place.handle) == place.path, "the key of a path");
     const std::uint32_t start = tree_.start(place.handle);
@@ -314,15 +314,15 @@ class World {
         Ids ids;
         for (std::uint32_t page = rows_[c].per_page() ? start : end - 1; page < end; ++page)
           if (last.residency == Residency::present) ids.push_back(cell(front(place.path, page + 1), s).id);
-        expect(tree_.own_ids(place.handle, c, tier) == ids, "the ids of a node alone");
+        expect(tree_.own_ids(place.handle, c, tier) == ids, "the node's own ids");
       }
       expect_equal(tree_.in_flight_above(place.handle, tier), flight_above(front(place.path, start), tier),
-                   "by whose name what lies above is in flight");
+                   "the transfer in flight above");
       for (std::uint32_t hits = 0; hits < 3; ++hits)
         compare_lacking(place, tier, hits);
     }
   }
-  // The name of the flight that the nearest full pages in flight on the way up belong to.
+  // The node that names the transfer of the nearest full pages in flight above.
   Handle flight_above(const Path& path, std::uint32_t tier) const {
     for (std::uint32_t pages = pages_of(path.second); pages > 0; --pages)
       for (const Flight& flight : flights_)
@@ -330,8 +330,8 @@ class World {
           return flight.place.handle;
     return 0;
   }
-  // Pages of which tier `to` lacks something that tier `from` has, up to a hole in the first component on both, or to
-  // one with too few hits.
+  // Pages where tier `to` lacks something that tier `from` has, up to a hole in the first component on both, or a page
+  // with too few hits.
   std::set<Path> lacking_pages(const Path& path, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
     std::set<Path> pages;
     for (std::uint32_t end = 1; end <= pages_of(path.second); ++end) {
@@ -355,25 +355,25 @@ class World {
       const std::uint32_t start = tree_.start(node);
       expect(start >= reached, "nodes come from the top");
       reached = tree_.end(node);
-      expect(tree_.path_key(node) == front(place.path, reached), "a node lies on the path");
+      expect(tree_.path_key(node) == front(place.path, reached), "a node is on the path");
       std::size_t lacks = 0;
       for (std::uint32_t end = start + 1; end <= reached; ++end)
         lacks += expected.erase(front(place.path, end));
       expect(lacks > 0, "a node lacks something");
     }
-    expect(expected.empty(), "all that is lacking was named");
+    expect(expected.empty(), "everything lacking was named");
   }
   void compare_hottest(std::uint32_t tier) const {
-    std::vector<std::pair<std::uint32_t, std::uint64_t>> uses;  // hits and time, of all that is present
+    std::vector<std::pair<std::uint32_t, std::uint64_t>> uses;  // hits and time of all present nodes
     std::map<Handle, std::pair<std::uint32_t, std::uint64_t>> by_node;
     for (const std::string& ns : tree_.namespaces())
       for (const NodeView& node : tree_.nodes(ns))
         if (node.cells[slot(0, tier)].residency == Residency::present)
           uses.push_back(by_node[node.stats.node] = {node.stats.hits, node.stats.accessed});
     std::sort(uses.rbegin(), uses.rend());
-    for (const std::size_t most : {std::size_t{2}, std::size_t{100}}) {
-      const std::vector<Handle> found = tree_.hottest(most, tier);
-      expect_equal(found.size(), std::min(most, uses.size()), "the hottest nodes");
+    for (const std::size_t limit : {std::size_t{2}, std::size_t{100}}) {
+      const std::vector<Handle> found = tree_.hottest(limit, tier);
+      expect_equal(found.size(), std::min(limit, uses.size()), "the hottest nodes");
       expect(std::set<Handle>(found.begin(), found.end()).size() == found.size(), "each is named once");
       for (std::size_t i = 0; i < found.size(); ++i)
         expect(by_node.contains(found[i]) && by_node[found[i]] == uses[i], "the hottest come first");
@@ -412,8 +412,8 @@ class World {
     const auto refuse = [&](std::size_t) { throw Refused{}; };
     const Counters before = tree_.counters();
     if (choose_.one_in(8)) {
-      thrown<Refused>("a match that is refused", [&] { tree_.match(path.first, key, partial, refuse); });
-      expect_equal(tree_.counters().match_calls, before.match_calls, "calls counted of a match that was refused");
+      thrown<Refused>("a rejected match", [&] { tree_.match(path.first, key, partial, refuse); });
+      expect_equal(tree_.counters().match_calls, before.match_calls, "calls counted of a rejected match");
       return;
     }
     const bool noted = choose_.one_in(2);
@@ -423,7 +423,7 @@ class World {
       ++uses_[front(path, page + 1)].hits;
     expect_equal(found.host_pages, all_tiers - pages, "pages matched on other tiers");
     expect_equal(found.partial, inside, "symbols matched inside a page");
-    expect_equal(found.reach_pages, longest(path, 0, 1), "pages that the first component alone reaches");
+    expect_equal(found.reach_pages, longest(path, 0, 1), "the reach of the first component");
     if (noted) expect(known >= std::size_t{all_tiers} * shape_.page_size, "the symbols known");
     if (noted) expect(known * shape_.symbol_bytes <= path.second.size(), "not more symbols known than asked");
     if (rows_.back().kind != Kind::state) compare_pending(path, all_tiers, found.pending_pages);
@@ -452,8 +452,8 @@ class World {
     for (std::uint32_t page = from; page < pages_of(path.second); ++page, ++pending) {
       const auto at = model_.find(front(path, page + 1));
       if (at == model_.end()) break;
-      const auto flying = [](const PageCell& c) { return c.residency == Residency::in_flight; };
-      if (std::none_of(at->second.begin(), at->second.end(), flying)) break;
+      const auto in_flight = [](const PageCell& c) { return c.residency == Residency::in_flight; };
+      if (std::none_of(at->second.begin(), at->second.end(), in_flight)) break;
     }
     expect_equal(found, pending, "pages pending");
   }
@@ -480,7 +480,7 @@ class World {
     }
     for (std::uint32_t c = 0; after.handle && c < rows_.size(); ++c)
       if (!bears_children(after, c, tier)) {
-        thrown<BadValue>("an insertion behind a node in flight, or without pages",
+        thrown<BadValue>("an insertion after a node in flight, or without pages",
                          [&] { tree_.insert(path.first, after.handle, {bytes_of(tail), spans}, 0, tier, ready); });
         return;
       }
@@ -497,7 +497,7 @@ class World {
     return residency == Residency::present || (residency == Residency::absent && rows_[component].kind != Kind::full);
   }
 
-  // Where the insertion had to stop, if only cells with an id a page are looked at.
+  // Where the insertion must stop, considering only cells with one id per page.
   std::uint32_t stop_of(const Path& path, std::uint32_t begin, const std::vector<Ids>& ids, std::uint32_t tier,
                         bool ready) const {
     for (std::uint32_t page = begin; page < pages_of(path.second); ++page) {
@@ -512,7 +512,7 @@ class World {
     }
     return pages_of(path.second);
   }
-  bool state_flies_below(const Path& path, std::uint32_t tier) const {
+  bool state_in_flight_below(const Path& path, std::uint32_t tier) const {
     for (const Flight& flight : flights_)
       for (const auto& [at, s] : flight.cells)
         if (flight.tier == tier && rows_[s / tiers_].kind == Kind::state && begins_with(at, path)) return true;
@@ -525,13 +525,13 @@ class World {
     const std::uint32_t expected = stop_of(path, begin, ids, tier, ready);
     const Path reached = front(path, added.pages);
     if (added.pages != expected)
-      expect(added.pages < expected && state_flies_below(reached, tier), "where an insertion stopped");
+      expect(added.pages < expected && state_in_flight_below(reached, tier), "where an insertion stopped");
     Flight flight{{added.node, reached}, tier, {}};
     std::uint32_t existing = added.pages;
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
       const std::size_t s = slot(c, tier);
       const bool whole = added.pages == all;
-      const bool state = !rows_[c].per_page();  // belongs to the last page, which may be that of `after`
+      const bool state = !rows_[c].per_page();  // belongs to the last page, which may be the one of `after`
       if (state && (!whole || ids[c].empty())) continue;
       for (std::uint32_t page = state && all ? all - 1 : begin; page < added.pages; ++page) {
         const std::int32_t id = state ? ids[c][0] : ids[c][page - begin];
@@ -559,19 +559,19 @@ class World {
     if (next) {
       const Ids own = tree_.own_ids(next, c, tier);
       const std::int32_t first = rows_[c].from_tail() ? own.back() : own.front();
-      // Windows and states go by their own use, which a node does not show; a policy that remembers by more than a
-      // rank.
+      // Windows and states are ranked by their own use, which a node does not show; a policy that remembers uses more
+      // than a rank.
       if (!rows_[c].leaf_only() || (remembers() && c == 0)) victim = first;
       expect_equal(first, victim, "the next victim");
     }
     const std::vector<Ids> freed = tree_.evict(want, c, tier);
     expect_equal(freed[c].size(), std::min<std::uint64_t>(want, counts.present - counts.locked), "ids evicted");
-    if (want && victim >= 0) expect(contains(freed[c], victim), "the lowest rank goes first");
+    if (want && victim >= 0) expect(contains(freed[c], victim), "the lowest rank is evicted first");
     take(freed, tier);
   }
   static bool contains(const Ids& ids, std::int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); }
 
-  // The id that must go first by the policy, found by looking at every node; -1: there is none.
+  // The id that the policy must evict first, found by a scan of all nodes; -1: none.
   std::int32_t first_victim(std::uint32_t component, std::uint32_t tier) const {
     const std::size_t s = slot(component, tier);
     struct Candidate {
@@ -605,7 +605,7 @@ class World {
     return std::any_of(std::begin(kPolicies), std::end(kPolicies),
                        [&](const Policy& policy) { return policy.name == shape_.policy && policy.make; });
   }
-  // The policies once more, as a sentence each.
+  // The policies again, in one line each.
   Rank rank(const NodeStats& n) const {
     const auto accessed = static_cast<double>(n.accessed);
     if (shape_.policy == "lru" || remembers()) return {accessed, 0};
@@ -618,21 +618,21 @@ class World {
     return {static_cast<double>(n.priority), accessed};
   }
 
-  // Ids that the tree gave up were its own, and nobody held them.
+  // The ids that the tree freed were its own, and nobody held them.
   void take(const std::vector<Ids>& freed, std::uint32_t tier) {
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       for (const std::int32_t id : freed[c]) {
         const std::size_t s = slot(c, tier);
         const auto owner = [&](const auto& page) { return page.second[s].id == id; };
         const auto found = std::find_if(model_.begin(), model_.end(), owner);
-        expect(found != model_.end(), "an id that was freed was the tree's");
+        expect(found != model_.end(), "a freed id was the tree's");
         const Path path = found->first;
         expect(cell(path, s).residency == Residency::present && !is_held(path, c, tier), "it could be evicted");
         put(path, s, {});
       }
   }
 
-  // A handle that is good now, or that of the root.
+  // A valid handle, or the root's.
   Place some_place() {
     while (!places_.empty()) {
       const std::uint32_t at = choose_.below(static_cast<std::uint32_t>(places_.size()));
@@ -693,13 +693,13 @@ class World {
     const bool orphan =
         c == 0 && view.stats.start > 0 && cell(front(place.path, view.stats.start), s).residency == Residency::absent;
     if (view.cells[s].residency != Residency::absent || orphan) {
-      thrown<BadValue>("a cell that may not be filled", [&] { tree_.attach(place.handle, c, tier, ids, ready); });
+      thrown<BadValue>("a cell that must not be filled", [&] { tree_.attach(place.handle, c, tier, ids, ready); });
       return;
     }
     tree_.attach(place.handle, c, tier, ids, ready);
     note_attached(place, c, tier, ids, ready);
   }
-  // The ids are those of the last pages of the path.
+  // The ids belong to the last pages of the path.
   void note_attached(const Place& place, std::uint32_t component, std::uint32_t tier, const Ids& ids, bool ready) {
     const std::size_t s = slot(component, tier);
     Flight flight{place, tier, {}};
@@ -711,7 +711,7 @@ class World {
     }
     if (!ready) flights_.push_back(flight);
   }
-  // Finds the place behind some pages of a key, which may lie inside a node; nothing else changes.
+  // Locates the end of some pages of a key, which may be inside a node; nothing else changes.
   void locate() {
     const Path path = some_path();
     const std::uint32_t pages = choose_.below(pages_of(path.second) + 2);
@@ -721,13 +721,13 @@ class World {
     const Handle found = tree_.locate(path.first, bytes_of(path.second), pages);
     expect_equal(found != 0, there, "whether the tree has the pages");
     expect_equal(tree_.counters().match_calls, before.match_calls, "calls counted, as if it had been a match");
-    if (!found) return expect_equal(tree_.counters().splits, before.splits, "splits for what is not there");
+    if (!found) return expect_equal(tree_.counters().splits, before.splits, "splits for absent pages");
     expect_equal(tree_.end(found), pages, "the end of the place");
     remember(found, front(path, pages));
   }
 
-  // Takes to one tier what it lacks of a path, as a controller does: first locks all, which may cut a node where a
-  // window begins; then all is in flight at once, each under its own name.
+  // Copies to one tier what it lacks of a path, as a controller does: locks all nodes, which may split one where a
+  // window begins; then everything is in flight at once, each node in its own transfer.
   void back_up() {
     if (tiers_ == 1) return;
     const Place place = some_place();
@@ -760,8 +760,8 @@ class World {
     throw Failure{"a good handle is in the list of nodes"};
   }
 
-  // Commits or cancels what is in flight under a name; that may be more than one attachment.
-  void land() {
+  // Commits or cancels a transfer, which may have several attachments.
+  void end_transfer() {
     if (flights_.empty()) return;
     const Flight first = flights_[choose_.below(static_cast<std::uint32_t>(flights_.size()))];
     doing("commit or cancel", first.place.path, first.tier);
@@ -776,7 +776,7 @@ class World {
     } else {
       const auto cancel = [&] { return tree_.cancel(first.place.handle, first.tier); };
       if (bears(cells)) {
-        thrown<BadValue>("a cancellation below which something hangs", cancel);
+        thrown<BadValue>("a cancellation above other nodes", cancel);
         return;
       }
       const std::vector<Ids> freed = cancel();
@@ -785,14 +785,14 @@ class World {
         n += ids.size();
       expect_equal(n, cells.size(), "ids cancelled");
       for (const auto& [path, s] : cells) {
-        expect(contains(freed[s / tiers_], cell(path, s).id), "an id in flight is given back");
+        expect(contains(freed[s / tiers_], cell(path, s).id), "an id in flight is returned");
         put(path, s, {});
       }
     }
     std::erase_if(flights_, same);
     remember_if_there(first.place);
   }
-  // Whether something of the same full cells lies right below cells that are in flight.
+  // Whether there are further full cells below cells in flight.
   bool bears(const std::set<std::pair<Path, std::size_t>>& cells) const {
     for (const auto& [path, s] : cells) {
       if (rows_[s / tiers_].kind != Kind::full) continue;
@@ -805,7 +805,7 @@ class World {
     if (exists(place.path)) remember(place.handle, place.path);
   }
 
-  // What the interface forbids, at the place where it is: an error, and everything as it was.
+  // Forbidden calls throw an error, and change nothing.
   void refuse() {
     const Place place = some_place();
     const std::uint32_t tier = choose_.below(tiers_);
@@ -813,18 +813,18 @@ class World {
     const bool locked =
         std::any_of(holds_.begin(), holds_.end(), [&](const Hold& h) { return same(h.place) && h.tier == tier; });
     doing("refuse at", place.path, tier, locked);
-    const bool flies =
+    const bool in_flight =
         std::any_of(flights_.begin(), flights_.end(), [&](const Flight& f) { return same(f.place) && f.tier == tier; });
     if (place.handle && !locked) {
       const NotLocked error = thrown<NotLocked>("an unlock too many", [&] { tree_.unlock(place.handle, tier); });
       expect_equal(error.handle, place.handle, "the handle that is not locked");
       thrown<NotLocked>("a move of no lock", [&] { tree_.move_lock(place.handle, 0, tier); });
     }
-    if (!flies) {
+    if (!in_flight) {
       thrown<BadValue>("a commit of nothing", [&] { tree_.commit(place.handle, tier); });
       thrown<BadValue>("a cancellation of nothing", [&] { tree_.cancel(place.handle, tier); });
     }
-    thrown<StaleHandle>("a handle of nobody", [&] { tree_.end(Handle{7} << 40 | 3); });
+    thrown<StaleHandle>("a handle of no node", [&] { tree_.end(Handle{7} << 40 | 3); });
     thrown<BadValue>("a tier too many", [&] { tree_.evict(1, 0, tiers_); });
   }
 

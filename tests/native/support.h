@@ -1,5 +1,5 @@
-// What the native tests share: expectations, a seeded source of choices, keys made of few kinds of page, and the
-// contents of a tree page by page. It knows no operation of the tree.
+// Shared by the native tests: expectations, a seeded source of choices, keys made of few kinds of page, and the
+// contents of a tree page by page. It runs no operation of the tree.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ inline void expect_equal(std::int64_t found, std::int64_t expected, const std::s
   if (found != expected) expect(false, what + " is " + std::to_string(found) + ", not " + std::to_string(expected), at);
 }
 
-// Calls something that must throw an Error, and gives that back.
+// Calls a function that must throw an Error, and returns the error.
 template <class Error, class Call>
 Error thrown(const std::string& what, Call call, std::source_location at = std::source_location::current()) {
   try {
@@ -65,10 +65,10 @@ inline std::string symbol(std::uint32_t value, std::uint32_t symbol_bytes) {
   return text;
 }
 
-// Two kinds of page and at times one odd symbol: prefixes meet often, whatever the page size.
-inline std::string some_key(Choices& choose, std::uint32_t symbol_bytes, std::uint32_t page_size, std::uint32_t most) {
+// Two kinds of page, sometimes with one odd symbol: keys often share prefixes, whatever the page size.
+inline std::string some_key(Choices& choose, std::uint32_t symbol_bytes, std::uint32_t page_size, std::uint32_t limit) {
   std::vector<std::uint32_t> values;
-  for (std::uint32_t page = 0; page < most; ++page)
+  for (std::uint32_t page = 0; page < limit; ++page)
     values.insert(values.end(), page_size, choose.one_in(3));
   if (choose.one_in(2)) values[choose.below(static_cast<std::uint32_t>(values.size()))] = 2;
   values.resize(choose.below(static_cast<std::uint32_t>(values.size()) + 1));
@@ -90,7 +90,8 @@ struct PageCell {
   std::int32_t id = -1;
   bool operator==(const PageCell&) const = default;
 };
-using Contents = std::map<Path, std::vector<PageCell>>;  // by component * tiers + tier; a state counts to its last page
+using Contents =
+    std::map<Path, std::vector<PageCell>>;  // by component * tiers + tier; a state belongs to its last page
 
 struct Use {
   std::uint32_t hits = 0;
@@ -98,7 +99,7 @@ struct Use {
 };
 using Uses = std::map<Path, Use>;  // of pages
 
-// All that a tree holds, however it is cut into nodes; at wish also how its pages were used.
+// Returns the contents of a tree, regardless of its nodes; optionally also how its pages were used.
 inline Contents contents_of(const Tree& tree, const std::vector<Component>& rows, std::size_t tiers,
                             Uses* uses = nullptr) {
   Contents contents;

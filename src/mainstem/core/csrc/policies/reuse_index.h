@@ -1,7 +1,7 @@
 // Reuse index: how much a page is worth by the time since its last use, learned for each kind of page.
 //
-// Ages are grouped in buckets, two per octave. For each kind and bucket it counts the reuses, and the time that pages
-// spent in it without one: their ratio is the hazard, the chance of a reuse in that bucket. The index is that of
+// Ages are grouped in buckets, two per octave. For each kind and bucket, it counts the reuses and the time that pages
+// spent there without one: their ratio is the hazard, the chance of a reuse in that bucket. The index is that of
 // Gittins
 // ("Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B, 1979): over all horizons, the best ratio of
 // the chance of a reuse to the time that the page must be held for it. Beckmann, Chen and Cidon ("LHD", NSDI 2018) rank
