@@ -758,7 +758,7 @@ void no_room_to_load() {
 }
 
 // Pages of a lease that ended while they were written stay private until the copy is complete.
-void load_left_behind() {
+void load_of_a_closed_lease() {
   const std::vector<std::function<void(std::unique_ptr<Lease>&)>> ends{
       [](std::unique_ptr<Lease>& lease) { lease.reset(); },
       [](std::unique_ptr<Lease>& lease) { lease->abort(); },
@@ -1488,7 +1488,7 @@ void run_cases() {
   load_refused();
   copy_too_late();
   no_room_to_load();
-  load_left_behind();
+  load_of_a_closed_lease();
   loads_end_in_any_order();
   lease_closed_while_loading();
   touched_nodes();

@@ -232,10 +232,10 @@ const std::vector<Operation> kRefusals{
     {"a page named twice", nothing,
      [](Forest&) {
        Pool pool(4);
-       Ids pages(2);
-       pool.allocate(2, pages.data());
-       pages[1] = pages[0];
-       pool.move(pages, Owner::privately, Owner::free);
+       Ids page_ids(2);
+       pool.allocate(2, page_ids.data());
+       page_ids[1] = page_ids[0];
+       pool.move(page_ids, Owner::privately, Owner::free);
      }},
     {"a page", nothing, [](Forest&) { Pool(4).owner(1000000000); }},
 };

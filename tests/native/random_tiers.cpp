@@ -20,7 +20,7 @@ namespace {
 constexpr std::uint32_t kSymbolBytes = 4, kDevice = 0, kHost = 1, kTiers = 2;
 const std::vector<Component> kRows{{Kind::full}};
 
-enum class Room { by_order, by_hook, by_hook_after_copy };  // who evicts from the device
+enum class Room { by_order, by_hook, by_hook_after_copy };  // what evicts from the device
 
 struct Shape {
   std::uint32_t page_size, pages, host_pages, hits;

@@ -90,8 +90,7 @@ struct PageCell {
   std::int32_t id = -1;
   bool operator==(const PageCell&) const = default;
 };
-using Contents =
-    std::map<Path, std::vector<PageCell>>;  // by component * tiers + tier; a state belongs to its last page
+using Contents = std::map<Path, std::vector<PageCell>>;  // by component * tiers + tier; a state is at its last page
 
 struct Use {
   std::uint32_t hits = 0;

@@ -195,7 +195,7 @@ std::int32_t Lease::state() const {
 // Allocates a slot with a copy of the tree's state at the end of the match. The tree's own state is never modified.
 void Lease::take_state(std::uint32_t component) {
   cache_.make_room(1, component);
-  require_open();  // that may have run anybody's code
+  require_open();  // that may have run user code
   held_[component].state = cache_.allocate_slot(component);
   if (node_) cache_.copy_state(state_at_node(component), held_[component].state);
 }
@@ -220,7 +220,7 @@ bool Lease::checkpoint(std::uint64_t position, bool room) {
     if (own.mark < 0) {
       try {
         if (room) cache_.make_room(1, c);
-        require_open();  // that may have run anybody's code
+        require_open();  // that may have run user code
         own.mark = cache_.allocate_slot(c);
       } catch (const NoPages&) {
         ++cache_.counters.checkpoints_missed;
@@ -262,7 +262,7 @@ std::optional<PageCopy> Lease::begin_copy() {
   cache_.tree.lock(donor_, 0);
   try {
     cache_.make_room(1);
-    require_open();  // that may have run anybody's code
+    require_open();  // that may have run user code
     cache_.allocate(1, 0, &table);
     copying_ = true;
     return PageCopy{source_, *table.from(owned_).data(), inside_};
@@ -315,7 +315,7 @@ PageLoad Lease::begin_load() {
   for (std::uint32_t c = 0; c < held_.size(); ++c) {
     load.source[c].resize(end - load_from(c, end));
     if (cache_.tree.rows()[c].per_page()) cache_.make_room(load.source[c].size(), c);
-    require_open();  // that may have run anybody's code
+    require_open();  // that may have run user code
     cache_.tree.copy_ids(host_node_, c, 1, load_from(c, end), load.source[c].data());
     load.target[c] = load.source[c];
     held_[c].table.reserve(end);
@@ -408,7 +408,7 @@ void Lease::reserve(std::uint64_t n) {
   std::uint64_t missing;
   while ((missing = missing_pages(n)) > cache_.pools[0]->owned(Owner::free)) {
     cache_.make_room(missing);
-    require_open();  // that may have run anybody's code
+    require_open();  // that may have run user code
   }
   if (missing) cache_.allocate(missing, 0, &held_[0].table);
   reserved_ += n;
@@ -442,7 +442,7 @@ void Lease::slide(std::uint64_t begin, std::uint64_t end) {
     if (!load_) drop_before(c, static_cast<std::uint32_t>(seen / cache_.tree.page_size()));  // a load writes to them
     while (pages_of(end) > table.size() && pages_of(end) - table.size() > cache_.pools[c]->owned(Owner::free)) {
       cache_.make_room(pages_of(end) - table.size(), c);
-      require_open();  // that may have run anybody's code
+      require_open();  // that may have run user code
     }
     if (pages_of(end) > table.size()) cache_.allocate(pages_of(end) - table.size(), c, &table);
   }

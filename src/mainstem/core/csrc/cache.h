@@ -1,4 +1,4 @@
-// Cache and Lease: who owns a page, and for how long.
+// Cache and Lease: the ownership of pages, and how long it lasts.
 //
 //   free --reserve--> private (one lease) --publish--> cached (the tree) --evict--> free
 //                         |                   |

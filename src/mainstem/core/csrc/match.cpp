@@ -12,7 +12,7 @@ namespace {
 constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial match tries, youngest first
 
 // The first position where two different byte strings differ, by bisection.
-std::size_t first_difference(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
+std::size_t difference(const std::uint8_t* a, const std::uint8_t* b, std::size_t n) {
   std::size_t at = 0;
   std::size_t step = 64;
   while (at + step < n && std::memcmp(a + at, b + at, step) == 0) {
@@ -36,8 +36,7 @@ std::size_t first_difference(const std::uint8_t* a, const std::uint8_t* b, std::
 
 std::uint32_t Tree::common_pages(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t pages) const {
   const std::size_t bytes = std::size_t{pages} * page_bytes_;
-  return std::memcmp(a, b, bytes) == 0 ? pages
-                                       : static_cast<std::uint32_t>(first_difference(a, b, bytes) / page_bytes_);
+  return std::memcmp(a, b, bytes) == 0 ? pages : static_cast<std::uint32_t>(difference(a, b, bytes) / page_bytes_);
 }
 
 // Returns the child of `parent` that begins with this page, and how many of the `pages` pages agree.
@@ -138,7 +137,7 @@ std::uint32_t Tree::agreement(Index node, std::uint32_t page, Bytes tail) const 
   const std::uint8_t* own = nodes_[node].key.data() + std::size_t{page} * page_bytes_;
   const std::size_t bytes = std::min<std::size_t>(tail.size(), page_bytes_);
   const bool same = std::memcmp(own, tail.data(), bytes) == 0;
-  return static_cast<std::uint32_t>((same ? bytes : first_difference(own, tail.data(), bytes)) / symbol_bytes_);
+  return static_cast<std::uint32_t>((same ? bytes : difference(own, tail.data(), bytes)) / symbol_bytes_);
 }
 
 // Returns the child of `node` whose first page agrees longest with `tail`, among the youngest.

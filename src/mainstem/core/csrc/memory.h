@@ -61,7 +61,7 @@ inline void release(void* memory, std::size_t bytes) noexcept {
     munmap(memory, rounded(bytes));
 }
 // Extends long memory. If that fails, does not unmap `place`: another thread may have it by now.
-inline void* stretch(void* memory, std::size_t bytes, std::size_t more) {
+inline void* extend(void* memory, std::size_t bytes, std::size_t more) {
   char* const place = map(rounded(more), PROT_NONE);
   granted(mremap(memory, rounded(bytes), rounded(more), MREMAP_MAYMOVE | MREMAP_FIXED, place));
   if (more >= kMany) madvise(place, rounded(more), MADV_HUGEPAGE);
@@ -81,7 +81,7 @@ inline void release(void* memory, std::size_t) noexcept {
 // Enlarges memory from `bytes` to `more` bytes and keeps its contents.
 inline void* grow(void* memory, std::size_t bytes, std::size_t more) {
 #ifdef __linux__
-  if (bytes >= kLong) return stretch(memory, bytes, more);
+  if (bytes >= kLong) return extend(memory, bytes, more);
 #endif
   void* const larger = allocate(more);
   if (!larger) throw std::bad_alloc();

@@ -52,8 +52,7 @@ class Pool {
       std::memset(&owner_[static_cast<std::size_t>(page_ids[at])], static_cast<int>(to), n);
       at += n;
     }
-    if (to == Owner::free)
-      free_.insert(free_.end(), page_ids.rbegin(), page_ids.rend());  // the first is allocated next
+    if (to == Owner::free) free_.insert(free_.end(), page_ids.rbegin(), page_ids.rend());  // the first on top
     count(from, to, page_ids.size());
   }
 

@@ -98,9 +98,8 @@ class Replica {
   std::size_t max_visits_ = kFewVisits;
   std::uint32_t now_ = 0;  // accesses so far
   double now_s_ = 0;
-  std::deque<std::pair<double, std::uint32_t>>
-      recent_;                    // requests within the time to live: their time, and now_ after them
-  std::uint32_t expired_at_ = 0;  // pages last used up to this count have expired
+  std::deque<std::pair<double, std::uint32_t>> recent_;  // requests within the time to live: time, and now_ after it
+  std::uint32_t expired_at_ = 0;                         // pages last used up to this count have expired
   bool any_expired_ = false;
 };
 

@@ -154,7 +154,7 @@ class Tree {
   void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` is `from` or below it
   void attach(Handle node, std::uint32_t component, std::uint32_t tier, IdSpan ids, bool ready);
   void commit(Handle node, std::uint32_t tier);
-  // Also removes what was inserted after them; its ids are freed when it is evicted or its own transfer ends.
+  // Also removes nodes inserted after it; their ids are freed when they are evicted or their own transfer ends.
   std::vector<Ids> cancel(Handle node, std::uint32_t tier);                                // by component
   std::vector<Ids> evict(std::uint64_t ids, std::uint32_t component, std::uint32_t tier);  // by component
   // Removes the page that a key ends in, and everything after it: no match finds them any more, on any tier. An empty

@@ -28,9 +28,7 @@ class Sieve final : public Remembering<SieveRecord> {
     turn(queues);
     return 0;
   }
-  std::uint64_t at_once(Index) const override {
-    return 1;
-  }  // the hand moves on: it does not return to the previous page
+  std::uint64_t at_once(Index) const override { return 1; }  // the hand moves on, not to the page before
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
     if (position(index) == hand_) ++hand_.second;
