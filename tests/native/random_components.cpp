@@ -195,7 +195,7 @@ class World {
   }
   // A path exceeds the limit of states only while locks hold them.
   void compare_path(const Holder& h) const {
-    const std::uint32_t limit = rows_[states()].max_on_path;
+    const std::uint32_t limit = rows_[states()].most_on_path;
     const Contents held = contents();
     std::set<Path> locked = locked_states();
     locked.insert(front(h, h.published));  // until the lease finished

@@ -248,7 +248,7 @@ void Lease::settle_mark(std::uint32_t component) {
   own.mark = -1;
   if (!taken) return;
   ++cache_.counters.checkpoints;
-  const std::uint32_t limit = cache_.tree.rows()[component].max_on_path;
+  const std::uint32_t limit = cache_.tree.rows()[component].most_on_path;
   if (limit) cache_.pools[component]->move(cache_.tree.thin(node_, component, 0, limit), Owner::cached, Owner::free);
 }
 

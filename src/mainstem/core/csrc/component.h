@@ -12,9 +12,9 @@ enum class Kind : std::uint8_t { full, window, state };
 
 struct Component {
   Kind kind;
-  std::uint32_t window = 0;       // symbols, for Kind::window
-  std::uint32_t max_on_path = 0;  // for Kind::state: the most states on one path; 0: no limit
-  bool weighs = false;            // for Kind::state: states that save more are evicted later, see Tree::rank_of
+  std::uint32_t window = 0;        // symbols, for Kind::window
+  std::uint32_t most_on_path = 0;  // for Kind::state: the most states on one path; 0: no limit
+  bool weighs = false;             // for Kind::state: states that save more are evicted later, see Tree::rank_of
 
   bool per_page() const { return kind != Kind::state; }      // one id per page; otherwise one, at the node's end
   bool leaf_only() const { return kind == Kind::full; }      // evicted only where no child holds the cell
