@@ -90,7 +90,7 @@ def test_a_window_that_was_evicted_can_be_published_again() -> None:
     assert tree.match(prefix).length == 0
     tree.insert(prefix, [range(20, 28), [-1] * 5 + [25, 26, 27]])
     assert tree.match(prefix).length == 8
-    assert tree.pages(tree.match(prefix).node, "window").tolist() == [-1] * 5 + [25, 26, 27]
+    assert tree.page_ids(tree.match(prefix).node, "window").tolist() == [-1] * 5 + [25, 26, 27]
     tree.check()
 
 
@@ -131,7 +131,7 @@ def test_a_match_may_end_only_where_a_state_stands() -> None:
     lengths = [tree.match([1, 2, 3, 4, 5][:end]).length for end in range(6)]
     assert lengths == [0, 0, 2, 2, 2, 5]
     found = tree.match([1, 2, 3, 4, 9])
-    assert (found.length, found.reach, found.pages.tolist()) == (2, 4, [0, 1])
+    assert (found.length, found.reach, found.page_ids.tolist()) == (2, 4, [0, 1])
     tree.check()
 
 
@@ -261,7 +261,7 @@ def test_a_second_state_at_the_same_place_is_not_taken() -> None:
     tree = stateful()
     tree.insert([1, 2], [range(2), [50]])
     node = tree.insert([1, 2], [range(2), [60]]).node
-    assert tree.pages(node, "state").tolist() == [-1, 50]
+    assert tree.page_ids(node, "state").tolist() == [-1, 50]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_hole_inside_a_window_is_refused() -> None:
 
 
 def test_an_unknown_component_is_refused() -> None:
-    for call in (lambda tree: tree.evict(1, "state"), lambda tree: tree.pages(0, "window")):
+    for call in (lambda tree: tree.evict(1, "state"), lambda tree: tree.page_ids(0, "window")):
         with pytest.raises(BadArgument, match="full"):
             call(Tree())
 
@@ -322,7 +322,7 @@ def test_load_back_makes_it_matchable_again() -> None:
     assert tree.match([1, 2, 3]).length == 0
     assert freed(tree.evict(3, tier=0)) == [[]]
     tree.commit(node)
-    assert tree.match([1, 2, 3]).pages.tolist() == [20, 21, 22]
+    assert tree.match([1, 2, 3]).page_ids.tolist() == [20, 21, 22]
     tree.check()
 
 
@@ -335,7 +335,7 @@ def test_what_left_the_device_is_inserted_anew_and_counted() -> None:
     tree.lock(node)
     added = tree.insert([1, 2, 3, 4], range(20, 24))
     assert added.existing == 1
-    assert tree.pages(added.node).tolist() == [0, 21, 22, 23]
+    assert tree.page_ids(added.node).tolist() == [0, 21, 22, 23]
     stats = tree.stats()
     assert stats.inserted_pages - before.inserted_pages == 3
     assert (stats.cached_pages, stats.locked_pages) == (4, 3)
@@ -457,7 +457,7 @@ class World:
         added = self.tree.insert(tokens, columns)
         assert added.length == pages * self.model.size
         for component, (name, column) in enumerate(zip(self.names, columns, strict=True)):
-            in_tree = self.tree.pages(added.node, name).tolist() if pages else []
+            in_tree = self.tree.page_ids(added.node, name).tolist() if pages else []
             offered = [-1] * (pages - len(column)) + column if name == "state" else column
             for page, (real, given) in enumerate(zip(in_tree, offered, strict=True)):
                 front = tuple(tokens[: (page + 1) * self.model.size])
@@ -469,7 +469,9 @@ class World:
         found = self.tree.match(tokens)
         assert found.length == self.model.match(tokens)
         prefix = tuple(tokens[: found.length])
-        assert found.pages.tolist() == [self.model.held[0][front] for front in sorted(self.model.needed_by(prefix, 0))]
+        assert found.page_ids.tolist() == [
+            self.model.held[0][front] for front in sorted(self.model.needed_by(prefix, 0))
+        ]
         if lock and found.node:
             self.tree.lock(found.node)
             self.locked.append((found.node, prefix))

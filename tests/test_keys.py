@@ -337,9 +337,9 @@ def test_a_bigram_sequence_grows_as_if_it_had_come_at_once(first: list[int], sec
 
 def test_a_tree_of_bigrams_shares_what_the_next_token_does_not_change() -> None:
     tree = Tree(page_size=1, keys=BigramKeys())
-    tree.insert([1, 2, 3, 4], pages=[10, 11, 12])
-    assert tree.match([1, 2, 3, 9]).pages.tolist() == [10, 11]  # a draft's KV of 3 depends on what comes next
-    assert tree.match([1, 2, 3]).pages.tolist() == [10, 11]
+    tree.insert([1, 2, 3, 4], page_ids=[10, 11, 12])
+    assert tree.match([1, 2, 3, 9]).page_ids.tolist() == [10, 11]  # a draft's KV of 3 depends on what comes next
+    assert tree.match([1, 2, 3]).page_ids.tolist() == [10, 11]
     assert tree.match([1]).length == 0
     tree.check()
 

@@ -48,7 +48,7 @@ def test_namespaces_that_look_alike_share_nothing() -> None:
         tree.insert([1, 2], np.array([2 * page, 2 * page + 1], dtype=np.int32), namespace)
     assert tree.stats().namespaces == len(LOOKALIKES)
     for page, namespace in enumerate(LOOKALIKES):
-        assert tree.match([1, 2], namespace).pages.tolist() == [2 * page, 2 * page + 1]
+        assert tree.match([1, 2], namespace).page_ids.tolist() == [2 * page, 2 * page + 1]
     tree.check()
 
 

@@ -153,7 +153,7 @@ def test_slru_keeps_what_was_hit_as_often_as_it_is_asked(policy: str, builtin: b
             (f"slru:{wrong}", "from 1 to 4294967295")
             for wrong in ("", "0", "-1", "2.5", "x", "4294967296", "٣", "9" * 30)
         ),
-        ("lru:2", "lru; of the built-in policies slru alone has a parameter"),
+        ("lru:2", "lru; slru is the only built-in policy with a parameter"),
     ],
 )
 def test_a_parameter_out_of_range_is_refused(policy: str, allowed: str) -> None:
@@ -275,7 +275,7 @@ def test_every_policy_evicts_the_pages_of_the_reference(policy: str, builtin: bo
         tree.insert(tokens, pages, priority=page % 3)
         model.insert(tokens, pages.tolist(), priority=page % 3)
         probe = [rng.randrange(2) for _ in range(rng.randrange(12))]
-        assert tree.match(probe).pages.tolist() == model.match(probe).pages
+        assert tree.match(probe).page_ids.tolist() == model.match(probe).page_ids
         if rng.random() < 0.4:
             count = rng.randrange(5)
             assert sorted(tree.evict(count)[0].tolist()) == sorted(model.evict(count))
@@ -394,7 +394,7 @@ def test_a_copy_that_is_committed_is_known_as_one_that_came_at_once(policy: str)
         for page, block in enumerate(accesses(policy, 2000)):
             tree.match([block])
             node = tree.insert([block], [page]).node
-            if tree.pages(node, tier=1)[0] >= 0:
+            if tree.page_ids(node, tier=1)[0] >= 0:
                 continue
             tree.attach(node, [page], tier=1, ready=ready)
             if not ready:
@@ -541,18 +541,18 @@ def test_a_policy_that_remembers_is_sound_on_any_tree(policy: str) -> None:
         node = tree.insert(tokens, pages, rng.choice(("a", "b"))).node
         if rng.random() < 0.3:
             tree.lock(node)
-            locked.append((node, tree.pages(node).tolist()))
+            locked.append((node, tree.page_ids(node).tolist()))
         if len(locked) > 4:
             tree.unlock(locked.pop(rng.randrange(len(locked)))[0])
         stats, count = tree.stats(), rng.randrange(12)
-        first = tree.pages(victim)[-1:].tolist() if (victim := tree.next_victim()) else []
+        first = tree.page_ids(victim)[-1:].tolist() if (victim := tree.next_victim()) else []
         tree.check()
         gone = tree.evict(count)[0].tolist()
         assert count == 0 or set(first) <= set(gone)
         assert len(gone) == min(count, stats.evictable_pages)
         assert not set(gone).intersection(*[pages for _, pages in locked] or [[]])
         for held, pages in locked:
-            assert tree.pages(held).tolist() == pages
+            assert tree.page_ids(held).tolist() == pages
         tree.check()
     for node, _ in locked:
         tree.unlock(node)

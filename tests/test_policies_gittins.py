@@ -207,7 +207,7 @@ def test_it_is_sound_on_any_tree_once_it_has_learned() -> None:
         node = tree.insert(tokens, pages, namespace).node
         if chance.random() < 0.1:
             tree.lock(node)
-            locked.append((node, tree.pages(node).tolist()))
+            locked.append((node, tree.page_ids(node).tolist()))
         if len(locked) > 6:
             tree.unlock(locked.pop(chance.randrange(len(locked)))[0])
         count = max(0, tree.stats().cached_pages - 150)
@@ -215,7 +215,7 @@ def test_it_is_sound_on_any_tree_once_it_has_learned() -> None:
         gone = tree.evict(count)[0].tolist()
         assert len(gone) == min(count, evictable)
         for held, kept in locked:
-            assert tree.pages(held).tolist() == kept
+            assert tree.page_ids(held).tolist() == kept
         if step % 5 == 0:
             tree.check()
     for node, _ in locked:

@@ -12,7 +12,7 @@ def test_match_is_the_longest_present_prefix_of_whole_pages() -> None:
     tree = ReferenceTree(page_size=2)
     tree.insert("abcdef", [7, 8, 9])
     found = tree.match("abcdxf")
-    assert (found.length, found.pages, found.partial) == (4, [7, 8], 0)
+    assert (found.length, found.page_ids, found.partial) == (4, [7, 8], 0)
     assert tree.match("abc").length == 2
     assert tree.peek("abcdef", "other") == 0
 
@@ -21,7 +21,7 @@ def test_insert_says_what_stood_already() -> None:
     tree = ReferenceTree(page_size=1)
     tree.insert("abc", [0, 1, 2])
     added = tree.insert("abxy", [10, 11, 12, 13])
-    assert (added.existing, added.length, added.pages) == (2, 4, [0, 1, 12, 13])
+    assert (added.existing, added.length, added.page_ids) == (2, 4, [0, 1, 12, 13])
 
 
 def test_partial_is_the_longest_way_into_the_next_page() -> None:
@@ -55,7 +55,7 @@ def test_what_follows_a_cancelled_transfer_is_removed_and_stays_until_its_own_ha
     tree = ReferenceTree(page_size=1)
     first = tree.insert("ab", [0, 1], ready=False)
     second = tree.insert("abcd", [5, 6, 2, 3], ready=False)
-    assert (second.existing, second.pages) == (2, [0, 1, 2, 3])
+    assert (second.existing, second.page_ids) == (2, [0, 1, 2, 3])
     assert tree.cancel(first.added) == [0, 1]
     tree.insert("ab", [7, 8])
     tree.commit(second.added)

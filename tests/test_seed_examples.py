@@ -50,7 +50,7 @@ def test_a_match_that_ends_inside_a_node_splits_it_in_two() -> None:
     tree = Tree(page_size=1)
     tree.insert([10, 11, 12, 13], ids(0, 4))
     found = tree.match([10, 11, 99])
-    assert (found.length, found.pages.tolist()) == (2, [0, 1])
+    assert (found.length, found.page_ids.tolist()) == (2, [0, 1])
     upper, lower = tree.nodes()
     assert (upper.node, upper.length, upper.cells["full", 0].ids.tolist()) == (found.node, 2, [0, 1])
     assert (lower.parent, lower.length, lower.cells["full", 0].ids.tolist()) == (found.node, 2, [2, 3])
@@ -63,7 +63,7 @@ def test_an_image_counts_as_all_its_positions() -> None:
     tree.insert([Text(BOS), PHOTO, Text(1), Text(2)], ids(0, 732))
     assert tree.match([Text(BOS), PHOTO, Text(1), Text(2)]).length == 732
     partial = tree.match([Text(BOS), PHOTO])
-    assert (partial.length, partial.pages.tolist()) == (730, list(range(730)))
+    assert (partial.length, partial.page_ids.tolist()) == (730, list(range(730)))
 
 
 def test_a_lock_holds_a_node_and_all_above_and_never_falls_below_none() -> None:
@@ -155,8 +155,8 @@ def test_pages_behind_an_image_are_counted_in_positions() -> None:
     sequence.append(whole)
     assert (found.length, sequence.tokens_at(found.length)) == (730, 2)
     added = tree.insert(whole, ids(0, 740), after=found.node)
-    assert (added.length - added.existing, added.pages.tolist()) == (10, list(range(730, 740)))
-    assert tree.pages(added.node)[730:].tolist() == list(range(730, 740))
+    assert (added.length - added.existing, added.page_ids.tolist()) == (10, list(range(730, 740)))
+    assert tree.page_ids(added.node)[730:].tolist() == list(range(730, 740))
 
 
 # ---------------------------------------------------------------- who owns a page
@@ -441,7 +441,7 @@ def test_the_tree_of_four_sequences() -> None:
     # [3] and the [4, 5] that came behind it are one node: nothing ends between them.
     assert shape == [(0, 2, 2), (2, 3, 0), (2, 4, 0), (0, 5, 0)]
     found = tree.match([1, 2, 3, 4, 5, 6])
-    assert (found.length, found.pages.tolist()) == (5, [0, 1, 2, 13, 14])
+    assert (found.length, found.page_ids.tolist()) == (5, [0, 1, 2, 13, 14])
 
 
 def test_bigrams_are_pairs_of_neighbours() -> None:
@@ -474,13 +474,13 @@ def test_insert_match_insert_evict() -> None:
     """Demo: eight tokens; four of them match; a branch joins; evicting four takes the branch that is older."""
     tree = Tree(page_size=1)
     tree.insert([1, 2, 3, 4, 5, 6, 7, 8], ids(1, 9))
-    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).pages.tolist() == [1, 2, 3, 4]
+    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).page_ids.tolist() == [1, 2, 3, 4]
     tree.insert([1, 2, 3, 4, 9, 10, 11, 12], ids(11, 19))
     assert [view.length for view in tree.nodes()] == [4, 4, 4]
     assert tree.stats().cached_pages == 12
     assert sorted(tree.evict(4)[0].tolist()) == [5, 6, 7, 8]
     assert [view.length for view in tree.nodes()] == [4, 4]
-    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).pages.tolist() == [1, 2, 3, 4, 15, 16, 17, 18]
+    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).page_ids.tolist() == [1, 2, 3, 4, 15, 16, 17, 18]
 
 
 # ---------------------------------------------------------------- block hashes
@@ -492,7 +492,7 @@ def test_blocks_are_found_by_their_hashes(width: int) -> None:
     tree = Tree(page_size=1, keys=HashKeys(width))
     tokens = list(range(64))
     tree.insert(hash_blocks(tokens, 16, width), ids(100, 104))
-    assert tree.match(hash_blocks([*tokens[:32], 7, *tokens[33:]], 16, width)).pages.tolist() == [100, 101]
+    assert tree.match(hash_blocks([*tokens[:32], 7, *tokens[33:]], 16, width)).page_ids.tolist() == [100, 101]
     assert tree.match(hash_blocks([7, *tokens[1:]], 16, width)).length == 0
 
 

@@ -93,7 +93,7 @@ class TreeWorld:
         peeked = self.tree.peek(tokens, space)
         real, modelled = self.tree.match(tokens, space, partial=True), self.model.match(tokens, space)
         assert peeked == real.length == modelled.length
-        assert real.pages.tolist() == modelled.pages
+        assert real.page_ids.tolist() == modelled.page_ids
         assert (real.pending, real.partial) == (modelled.pending, modelled.partial)
         if modelled.donor:
             assert real.partial_page == modelled.donor.id
@@ -110,7 +110,7 @@ class TreeWorld:
         real = self.tree.insert(tokens, np.array(ids, dtype=np.int32), space, after=handle, **options)
         modelled = self.model.insert(tokens, ids, space, page, **options)
         assert (real.length, real.existing) == (modelled.length, modelled.existing)
-        assert real.pages.tolist() == modelled.pages
+        assert real.page_ids.tolist() == modelled.page_ids
         if not ready and modelled.added:
             self.flights.append(Flight(real.node, modelled.added))
         elif modelled.end is None or modelled.end.ready:
@@ -151,7 +151,7 @@ class TreeWorld:
 
     def lock(self, place: Place) -> None:
         if not self.is_live(place):
-            for call in (self.tree.lock, self.tree.unlock, self.tree.pages):
+            for call in (self.tree.lock, self.tree.unlock, self.tree.page_ids):
                 with pytest.raises(StaleHandle):
                     call(place.handle)
             return
@@ -159,7 +159,7 @@ class TreeWorld:
         self.model.lock(place.page)
         place.locks += 1
         held = [page.id if page in self.model.pages else -1 for page in place.page.path()]
-        assert self.tree.pages(place.handle).tolist() == held
+        assert self.tree.page_ids(place.handle).tolist() == held
 
     def unlock(self, place: Place) -> None:
         if not self.is_live(place):

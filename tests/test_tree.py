@@ -31,17 +31,17 @@ def single(policy: str = "lru") -> Tree:
 def test_an_empty_tree_matches_nothing() -> None:
     found = single().match([1, 2, 3])
     assert (found.node, found.length, found.partial, found.pending) == (0, 0, 0, 0)
-    assert found.pages.dtype == np.int32
-    assert len(found.pages) == 0
+    assert found.page_ids.dtype == np.int32
+    assert len(found.page_ids) == 0
 
 
 def test_match_returns_the_pages_of_the_longest_prefix() -> None:
     tree = single()
     tree.insert([1, 2, 3, 4], ids(9, 8, 7, 6))
     found = tree.match([1, 2, 3, 5])
-    assert (found.length, found.pages.tolist()) == (3, [9, 8, 7])
-    assert tree.pages(found.node).tolist() == [9, 8, 7]
-    assert tree.match([1, 2, 3, 4, 5]).pages.tolist() == [9, 8, 7, 6]
+    assert (found.length, found.page_ids.tolist()) == (3, [9, 8, 7])
+    assert tree.page_ids(found.node).tolist() == [9, 8, 7]
+    assert tree.match([1, 2, 3, 4, 5]).page_ids.tolist() == [9, 8, 7, 6]
     assert tree.match([2, 2, 3, 4]).length == 0
 
 
@@ -52,7 +52,7 @@ def test_match_splits_where_the_keys_part() -> None:
     tree.match([1, 2, 9])
     assert tree.stats().nodes == 2
     assert tree.stats().splits == 1
-    assert tree.match([1, 2, 3, 4]).pages.tolist() == [0, 1, 2, 3]
+    assert tree.match([1, 2, 3, 4]).page_ids.tolist() == [0, 1, 2, 3]
     tree.check()
 
 
@@ -92,7 +92,7 @@ def test_partial_is_the_longest_way_into_the_next_page() -> None:
     tree.insert([1, 1, 1, 1, 4, 4, 4, 4], ids(0, 3))
     found = tree.match([1, 1, 1, 1, 2, 2, 3, 4], partial=True)
     assert (found.length, found.partial, found.partial_page) == (4, 3, 2)
-    assert tree.pages(found.partial_node).tolist()[:2] == [0, 2]
+    assert tree.page_ids(found.partial_node).tolist()[:2] == [0, 2]
     short = tree.match([1, 1, 1, 1, 4, 4], partial=True)
     assert (short.length, short.partial, short.partial_page) == (4, 2, 3)
     assert tree.match([1, 1, 1], partial=True).partial == 3
@@ -130,9 +130,9 @@ def test_match_of_an_unknown_namespace_makes_none() -> None:
 def test_insert_says_what_stood_already() -> None:
     tree = single()
     first = tree.insert([1, 2, 3], ids(0, 1, 2))
-    assert (first.length, first.existing, first.pages.tolist()) == (3, 0, [0, 1, 2])
+    assert (first.length, first.existing, first.page_ids.tolist()) == (3, 0, [0, 1, 2])
     second = tree.insert([1, 2, 4, 5], ids(10, 11, 12, 13))
-    assert (second.length, second.existing, second.pages.tolist()) == (4, 2, [0, 1, 12, 13])
+    assert (second.length, second.existing, second.page_ids.tolist()) == (4, 2, [0, 1, 12, 13])
     assert tree.stats().cached_pages == 5
 
 
@@ -140,9 +140,9 @@ def test_insert_of_what_stands_adopts_nothing() -> None:
     tree = single()
     first = tree.insert([1, 2, 3], ids(0, 1, 2))
     again = tree.insert([1, 2, 3], ids(7, 8, 9))
-    assert (again.node, again.existing, again.pages.tolist()) == (first.node, 3, [0, 1, 2])
+    assert (again.node, again.existing, again.page_ids.tolist()) == (first.node, 3, [0, 1, 2])
     shorter = tree.insert([1, 2], ids(7, 8))
-    assert (shorter.existing, tree.pages(shorter.node).tolist()) == (2, [0, 1])
+    assert (shorter.existing, tree.page_ids(shorter.node).tolist()) == (2, [0, 1])
     assert tree.stats().inserted_pages == 3
     tree.check()
 
@@ -151,8 +151,8 @@ def test_insert_resumes_at_a_handle() -> None:
     tree = single()
     node = tree.insert([1, 2], ids(0, 1)).node
     added = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3), after=node)
-    assert (added.existing, added.length, added.pages.tolist()) == (2, 4, [2, 3])
-    assert tree.pages(added.node).tolist() == [0, 1, 2, 3]
+    assert (added.existing, added.length, added.page_ids.tolist()) == (2, 4, [2, 3])
+    assert tree.page_ids(added.node).tolist() == [0, 1, 2, 3]
     tree.check()
 
 
@@ -161,14 +161,14 @@ def test_insert_resumes_in_front_of_what_stands() -> None:
     tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3))
     node = tree.match([1]).node
     added = tree.insert([1, 2, 3, 9], ids(10, 11, 12, 13), after=node)
-    assert (added.existing, added.pages.tolist()) == (3, [1, 2, 13])
+    assert (added.existing, added.page_ids.tolist()) == (3, [1, 2, 13])
 
 
 def test_insert_at_its_own_end_does_nothing() -> None:
     tree = single()
     node = tree.insert([1, 2], ids(0, 1)).node
     added = tree.insert([1, 2], ids(0, 1), after=node)
-    assert (added.node, added.length, added.existing, len(added.pages)) == (node, 2, 2, 0)
+    assert (added.node, added.length, added.existing, len(added.page_ids)) == (node, 2, 2, 0)
 
 
 def test_insert_refuses_a_handle_that_is_not_on_the_key() -> None:
@@ -203,7 +203,7 @@ def test_siblings_under_one_parent_are_told_apart_by_their_first_page() -> None:
     for page, token in enumerate(range(100, 400)):
         tree.insert([7, token], ids(page))
     for page, token in enumerate(range(100, 400)):
-        assert tree.match([7, token]).pages.tolist() == [page]
+        assert tree.match([7, token]).page_ids.tolist() == [page]
     assert tree.stats().nodes == 300
     tree.check()
 
@@ -290,7 +290,7 @@ def test_the_root_may_be_locked_for_nothing() -> None:
     tree.lock(0)
     tree.unlock(0)
     tree.unlock(0)
-    assert tree.pages(0).tolist() == []
+    assert tree.page_ids(0).tolist() == []
 
 
 # ---------------------------------------------------------------- handles
@@ -301,15 +301,15 @@ def test_a_split_keeps_the_handle_of_the_end() -> None:
     node = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3)).node
     upper = tree.match([1, 2]).node
     assert upper != node
-    assert tree.pages(node).tolist() == [0, 1, 2, 3]
-    assert tree.pages(upper).tolist() == [0, 1]
+    assert tree.page_ids(node).tolist() == [0, 1, 2, 3]
+    assert tree.page_ids(upper).tolist() == [0, 1]
 
 
 def test_a_handle_goes_stale_when_its_end_is_cut_off() -> None:
     tree = single()
     node = tree.insert([1, 2, 3], ids(0, 1, 2)).node
     assert tree.evict(1)[0].tolist() == [2]
-    for call in (tree.lock, tree.unlock, tree.pages, tree.commit, tree.cancel):
+    for call in (tree.lock, tree.unlock, tree.page_ids, tree.commit, tree.cancel):
         with pytest.raises(StaleHandle):
             call(node)
     with pytest.raises(StaleHandle):
@@ -335,7 +335,7 @@ def test_a_handle_stays_stale_when_the_same_prefix_comes_back() -> None:
     tree.evict(1)
     tree.insert([1, 2, 3], ids(0, 1, 2))
     with pytest.raises(StaleHandle):
-        tree.pages(old)
+        tree.page_ids(old)
 
 
 @pytest.mark.parametrize("handle", [1, 2**31, 2**62, -1, (1 << 32) + 12345])
@@ -366,7 +366,7 @@ def test_commit_makes_pages_matchable() -> None:
     tree = single()
     flying = tree.insert([1, 2], ids(0, 1), ready=False)
     tree.commit(flying.node)
-    assert tree.match([1, 2]).pages.tolist() == [0, 1]
+    assert tree.match([1, 2]).page_ids.tolist() == [0, 1]
     assert tree.stats().evictable_pages == 2
     with pytest.raises(BadArgument):
         tree.commit(flying.node)
@@ -405,13 +405,13 @@ def test_insert_goes_on_behind_what_is_in_flight_and_is_found_when_that_has_arri
     tree = single()
     first = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
     second = tree.insert([1, 2, 4], ids(10, 11, 12), ready=False)
-    assert (second.length, second.existing, second.pages.tolist()) == (3, 2, [0, 1, 12])
+    assert (second.length, second.existing, second.page_ids.tolist()) == (3, 2, [0, 1, 12])
     tree.commit(second.node)
     assert (tree.peek([1, 2, 4]), tree.match([1, 2, 4]).pending) == (0, 2)
     tree.check()
     tree.commit(first.node)
-    assert tree.match([1, 2, 4]).pages.tolist() == [0, 1, 12]
-    assert tree.match([1, 2, 3]).pages.tolist() == [0, 1, 2]
+    assert tree.match([1, 2, 4]).page_ids.tolist() == [0, 1, 12]
+    assert tree.match([1, 2, 3]).page_ids.tolist() == [0, 1, 2]
     tree.check()
 
 
@@ -419,7 +419,7 @@ def test_insert_behind_a_handle_in_flight() -> None:
     tree = single()
     flying = tree.insert([1, 2], ids(0, 1), ready=False)
     added = tree.insert([1, 2, 3], ids(0, 1, 2), after=flying.node)
-    assert (added.length, added.existing, added.pages.tolist()) == (3, 2, [2])
+    assert (added.length, added.existing, added.page_ids.tolist()) == (3, 2, [2])
     assert tree.peek([1, 2, 3]) == 0
     tree.commit(flying.node)
     assert tree.peek([1, 2, 3]) == 3
@@ -435,7 +435,7 @@ def test_what_is_behind_a_cancelled_beginning_comes_back_when_its_own_transfer_h
         assert tree.flush()[0].tolist() == []  # its pages are still written to
         tree.check()
         again = tree.insert([1, 2, 4], ids(20, 21, 22))
-        assert (again.existing, tree.match([1, 2, 4, 5]).pages.tolist()) == (0, [20, 21, 22])
+        assert (again.existing, tree.match([1, 2, 4, 5]).page_ids.tolist()) == (0, [20, 21, 22])
         if end == "commit":
             tree.commit(second.node)
             assert tree.match([1, 2, 4, 5]).length == 3
@@ -494,8 +494,8 @@ def test_what_is_locked_outlives_its_removal_and_goes_first_then(policy: str) ->
     assert tree.remove([1, 2])[0][0].tolist() == []
     assert tree.peek([1, 2, 3]) == 1
     other = tree.insert([1, 2, 3], ids(10, 11, 12))
-    assert other.pages.tolist() == [0, 11, 12]
-    assert tree.pages(node).tolist() == [0, 1, 2]
+    assert other.page_ids.tolist() == [0, 11, 12]
+    assert tree.page_ids(node).tolist() == [0, 1, 2]
     tree.check()
     tree.unlock(node)
     assert [view.removed for view in tree.nodes() if 2 in view.cells["full", 0].ids] == [True]
@@ -765,7 +765,7 @@ def test_what_comes_in_pieces_becomes_one_node() -> None:
     for node in earlier:  # an end that is no more
         with pytest.raises(StaleHandle):
             tree.lock(node)
-    assert tree.pages(last).tolist() == list(range(27))
+    assert tree.page_ids(last).tolist() == list(range(27))
     assert tree.match(list(range(6))).length == 6
     tree.check()
 
@@ -851,15 +851,15 @@ def test_every_prefix_is_found_as_in_the_reference(size: int) -> None:
         tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
         pages = np.arange(step * 6, step * 6 + len(tokens) // size, dtype=np.int32)
         real, modelled = tree.insert(tokens, pages), model.insert(tokens, pages.tolist())
-        assert (real.length, real.existing, real.pages.tolist()) == (
+        assert (real.length, real.existing, real.page_ids.tolist()) == (
             modelled.length,
             modelled.existing,
-            modelled.pages,
+            modelled.page_ids,
         )
     for _ in range(200):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
         assert tree.peek(tokens) == model.peek(tokens)
-        assert tree.match(tokens).pages.tolist() == model.match(tokens).pages
+        assert tree.match(tokens).page_ids.tolist() == model.match(tokens).page_ids
     tree.check()
 
 
@@ -867,7 +867,7 @@ def test_every_prefix_is_found_as_in_the_reference(size: int) -> None:
 def test_a_tier_that_is_not_there_is_refused(tier: Any) -> None:
     tree = Tree(page_size=1)
     node = tree.insert([1, 2], ids(0, 1)).node
-    calls = (tree.lock, tree.unlock, tree.commit, tree.cancel, lambda node, tier: tree.pages(node, tier=tier))
+    calls = (tree.lock, tree.unlock, tree.commit, tree.cancel, lambda node, tier: tree.page_ids(node, tier=tier))
     for call in (*calls, lambda node, tier: tree.evict(1, tier=tier), lambda node, tier: tree.flush(tier)):
         with pytest.raises(BadArgument, match="tier"):
             call(node, tier)
