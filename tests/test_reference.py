@@ -1,4 +1,4 @@
-"""The reference model does, on cases small enough to check by eye, what the design says."""
+"""The reference model does what the design says, on cases small enough to check by eye."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_match_is_the_longest_present_prefix_of_whole_pages() -> None:
     assert tree.peek("abcdef", "other") == 0
 
 
-def test_insert_says_what_stood_already() -> None:
+def test_insert_reports_what_existed_before() -> None:
     tree = ReferenceTree(page_size=1)
     tree.insert("abc", [0, 1, 2])
     added = tree.insert("abxy", [10, 11, 12, 13])
@@ -43,7 +43,7 @@ def test_in_flight_pages_are_pending_until_they_are_committed() -> None:
     assert tree.match("abcde").length == 4
 
 
-def test_cancel_gives_the_pages_back() -> None:
+def test_cancel_returns_the_pages() -> None:
     tree = ReferenceTree(page_size=1)
     tree.insert("a", [0])
     added = tree.insert("abc", [0, 1, 2], ready=False)
@@ -134,7 +134,7 @@ def test_every_policy_is_covered() -> None:
     assert set(POLICIES) == {"lru", "lfu", "fifo", "mru", "filo", "slru", "slru:1", "slru:4", "priority"}
 
 
-def test_lease_backs_off_by_one_and_gives_duplicates_back() -> None:
+def test_a_lease_leaves_the_last_position_and_frees_duplicates() -> None:
     cache = ReferenceCache(8, ReferenceTree(page_size=2))
     first, second = cache.lease("abcd"), cache.lease("abcd")
     for lease in (first, second):
