@@ -248,16 +248,16 @@ class Components:
             return
         numbers = self._numbers(tokens, namespace)[:length]
         for row, component in enumerate(self.components):
-            pages = self.tree.page_ids(node, component.name)
+            page_ids = self.tree.page_ids(node, component.name)
             first = 0
             if isinstance(component, Window):
                 first = max(0, length - component.tokens) // self.page_size
             elif isinstance(component, State):
-                first = len(pages) - 1
-            require(bool((pages[first:] >= 0).all()), "a match ends where a component does not", component, pages)
+                first = len(page_ids) - 1
+            require(bool((page_ids[first:] >= 0).all()), "a match ends where a component does not", component, page_ids)
             wanted = numbers[first * self.page_size :]
             wanted = state_of(numbers, self.page_size) if isinstance(component, State) else wanted
-            self.memory.expect(component.name, pages[first:], wanted, component=row)
+            self.memory.expect(component.name, page_ids[first:], wanted, component=row)
 
     def audit(self) -> None:
         """Checks every structure, and every page on either tier."""

@@ -105,8 +105,8 @@ class LeaseModel:
         """Returns the prefixes whose ids a match ending at `end` needs."""
         if isinstance(self.rows[row], State):
             return [names[end]] if end else []
-        pages = range(self.first_needed(row, end), end // self.page_size)
-        return [names[(page + 1) * self.page_size] for page in pages]
+        indices = range(self.first_needed(row, end), end // self.page_size)
+        return [names[(page + 1) * self.page_size] for page in indices]
 
     def match(self, names: list[int], limit: int) -> tuple[int, int]:
         """Returns the hit of at most `limit` positions, and how far the first component alone reaches."""

@@ -158,10 +158,10 @@ class World:
         if first == "full":
             self.take_pages(run, first, set(range(had, pages)))
 
-    def take_pages(self, run: Run, row: str, pages: set[int]) -> None:
+    def take_pages(self, run: Run, row: str, indices: set[int]) -> None:
         """Notes new private pages, which no lease and no prefix has."""
         table = self.table(run, row)
-        for page in pages:
+        for page in indices:
             held = table[page]
             assert held not in self.model.private(row)
             assert held not in self.model.held[row].values()

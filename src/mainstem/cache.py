@@ -209,8 +209,8 @@ class PrefixCache:
         name, inside = encode_namespace(namespace), self._copy_page is not None
         if self._token_limit:
             key = tokens.symbols if isinstance(tokens, Encoded) else tokens
-            pages, positions, host = self.tree.core.peek(name, key, self._token_limit, inside, -1)
-            return pages + max(positions, host)
+            boundary, positions, host = self.tree.core.peek(name, key, self._token_limit, inside, -1)
+            return boundary + max(positions, host)
         encoded = tokens if isinstance(tokens, Encoded) else Encoded.of(self.tree.keys, tokens)
         return self._longest(encoded.symbols, encoded.sequence, name, inside, on_host=True)
 
