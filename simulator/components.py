@@ -153,7 +153,7 @@ class Components:
         key = tokens.tobytes()
         node, _, _, _ = self.tree.core.insert(namespace, key, 0, ids, after, 0, _DEVICE, True)
         for row, pool in enumerate(self.pools):
-            held = set(self.tree.pages(node, self.components[row].name).tolist()) if node else set()
+            held = set(self.tree.page_ids(node, self.components[row].name).tolist()) if node else set()
             pool.publish(np.array(sorted(own[row] & held), np.int32))
             pool.release(np.array(sorted(own[row] - held), np.int32))
         self.world.did("insert", node, [len(each) for each in own])
@@ -167,7 +167,7 @@ class Components:
             self.tree.lock(node, tier)
         columns, sources = [], []
         for component in self.components:
-            here, below = (self.tree.pages(match.host_node, component.name, tier) for tier in (_DEVICE, _HOST))
+            here, below = (self.tree.page_ids(match.host_node, component.name, tier) for tier in (_DEVICE, _HOST))
             if isinstance(component, State):
                 here, below = here[-1:], below[-1:]
             gaps = np.flatnonzero((here < 0) & (below < 0))
@@ -248,16 +248,16 @@ class Components:
             return
         numbers = self._numbers(tokens, namespace)[:length]
         for row, component in enumerate(self.components):
-            pages = self.tree.pages(node, component.name)
+            page_ids = self.tree.page_ids(node, component.name)
             first = 0
             if isinstance(component, Window):
                 first = max(0, length - component.tokens) // self.page_size
             elif isinstance(component, State):
-                first = len(pages) - 1
-            require(bool((pages[first:] >= 0).all()), "a match ends where a component does not", component, pages)
+                first = len(page_ids) - 1
+            require(bool((page_ids[first:] >= 0).all()), "a match ends where a component does not", component, page_ids)
             wanted = numbers[first * self.page_size :]
             wanted = state_of(numbers, self.page_size) if isinstance(component, State) else wanted
-            self.memory.expect(component.name, pages[first:], wanted, component=row)
+            self.memory.expect(component.name, page_ids[first:], wanted, component=row)
 
     def audit(self) -> None:
         """Checks every structure, and every page on either tier."""

@@ -421,7 +421,7 @@ NATIVE: tuple[Mutant, ...] = (
         "what is in flight is matched", "vllm#45704", _CORE + "match.cpp",
         "for (; at < path.size() && cell(path[at].node, 0).present(); ++at)",
         "for (; at < path.size() && !cell(path[at].node, 0).absent(); ++at)",
-        "tests/test_tree.py::test_a_match_stops_in_front_of_what_is_in_flight",
+        "tests/test_tree.py::test_a_match_stops_before_pages_in_flight",
     ),
     _mutant(
         "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546", _CORE + "cache.cpp",
@@ -538,12 +538,12 @@ NATIVE: tuple[Mutant, ...] = (
         "pages in front of the window of an insertion go by their age", "here", _CORE + "tree.cpp",
         "  return row(slot).per_page() && nodes_[node].start < row(slot).first_needed",
         "  return false && row(slot).first_needed",
-        "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
+        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     _mutant(
         "with what is in front of a window the window goes", "here", _CORE + "evict.cpp",
         "  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
-        "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
+        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     # ---------------------------------------------------------- what is removed, and what follows what is in flight
     _mutant(
@@ -554,13 +554,13 @@ NATIVE: tuple[Mutant, ...] = (
         "    const Run<std::int32_t> ids = vacate(at, slot(0, tier));\n"
         "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
         "  }\n",
-        "tests/test_tree.py::test_what_is_behind_a_cancelled_beginning_comes_back_when_its_own_transfer_has_ended",
+        "tests/test_tree.py::test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends",
     ),
     _mutant(
         "a transfer locks what another has in flight", "here", _CORE + "insert.cpp",
         "    if (cell(node, slot(c, tier)).transfer == node && !others[c]) lock_all(node, tier, +1);\n",
         "    if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);\n",
-        "tests/test_tree.py::test_of_a_transfer_that_adds_nothing_nothing_is_in_flight",
+        "tests/test_tree.py::test_a_transfer_that_adds_nothing_has_nothing_in_flight",
     ),
     _mutant(
         "a user's unlock lets go of what a removed node holds", "here", _CORE + "locks.cpp",
@@ -571,7 +571,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "the end of a lease is no use of its prefix", "here", _CORE + "cache.cpp",
         "  tree.refresh_use(node, 0);\n", "",
-        "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_and_no_hit",
+        "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_but_not_a_hit",
     ),
     # ---------------------------------------------------------------- the policy that learns
     _mutant(
@@ -592,7 +592,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "what it gave up and lru still has is no risk", "-", _POLICIES + "lru_shadow.h",
         "    if (time >= edge_) at_risk_ += slot.chance * static_cast<double>(pages);\n", "",
-        _GITTINS + "test_it_is_never_far_below_lru_when_all_changes",
+        _GITTINS + "test_it_is_never_far_below_lru_when_the_workload_changes",
     ),
     _mutant(
         "nothing is known of what was evicted", "-", _POLICIES + "gittins.h",

@@ -118,7 +118,7 @@ class Engine:
             mine = np.array(
                 [page for page in column if page >= 0 and self.pools[row].owner(page) == "private"], np.int32
             )
-            theirs = self.tree.pages(added.node, name) if added.node else np.empty(0, np.int32)
+            theirs = self.tree.page_ids(added.node, name) if added.node else np.empty(0, np.int32)
             kept = np.isin(mine, theirs)
             self.pools[row].publish(mine[kept])
             self.pools[row].release(mine[~kept])
@@ -187,7 +187,7 @@ class Engine:
 
     def column(self, row: int, node: int, prefix: tuple[int, ...]) -> list[int] | None:
         """Device pages of what a match that ends here needs: those that are there, and new ones for the rest."""
-        here = self.tree.pages(node, self.names[row], DEVICE).tolist()
+        here = self.tree.page_ids(node, self.names[row], DEVICE).tolist()
         places = self.needed(row, prefix)
         missing = [page < 0 for page in here[-len(places) :]]
         new = self.allocate(row, sum(missing))
@@ -198,7 +198,7 @@ class Engine:
         return pages if self.names[row] == "state" else [-1] * (len(here) - len(pages)) + pages
 
     def move(self, row: int, column: list[int], node: int) -> Move:
-        there = self.tree.pages(node, self.names[row], HOST).tolist()[-len(column) :]
+        there = self.tree.page_ids(node, self.names[row], HOST).tolist()[-len(column) :]
         pairs = [(a, b) for a, b in zip(there, column, strict=True) if b >= 0 and self.pools[row].owner(b) == "private"]
         assert all(source >= 0 for source, _ in pairs), "the tree promised it"
         source, target = (np.array([pair[at] for pair in pairs], np.int32) for at in (0, 1))
