@@ -143,7 +143,7 @@ def test_names_of_a_node_that_is_gone_are_refused() -> None:
 
 
 def test_so_many_names_are_kept_those_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.tiers.names._MOST", 2)
+    monkeypatch.setattr("mainstem.tiers.names._MAX_NODES", 2)
     tree = Tree(1)
     sealer = make_store(MemoryBackend()).sealer
     names, hashed = PageNames(tree.core, sealer, PAGE), counting(sealer)
