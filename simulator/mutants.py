@@ -318,12 +318,12 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _TIERS,
         "if self._wanted(namespace, key)[0] in self._prefetches:", "if False:",
-        "tests/test_tiers_controller.py::test_a_conversation_comes_back_whole_though_each_turn_adds_little",
+        "tests/test_tiers_controller.py::test_a_conversation_is_warmed_whole_though_each_turn_adds_little",
     ),
     _mutant(
         "a stuck store occupies the host", "sglang#33862", _TIERS,
         "            self._writes.popleft().give_up()", "            return False",
-        "tests/test_tiers_controller.py::test_a_store_that_hangs_does_not_take_the_host_away",
+        "tests/test_tiers_controller.py::test_a_stuck_store_does_not_occupy_the_host",
     ),
     # ---------------------------------------------------------------- ranks
     _mutant(
