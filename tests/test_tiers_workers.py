@@ -13,7 +13,7 @@ from machine import patience
 from mainstem.tiers.workers import Call, ThreadWorkers
 
 pytestmark = pytest.mark.deadline
-PATIENCE_S = patience(20)  # for what must happen
+PATIENCE_S = patience(20)  # limit for events that must happen
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class PageNames:
 
     def __init__(self, tree: Tree, sealer: Sealer, page_bytes: int) -> None:
         self._tree, self._sealer, self._page_bytes = tree, sealer, page_bytes
-        self._last: OrderedDict[int, bytes] = OrderedDict()  # of each node's last page; least recently used first
+        self._last: OrderedDict[int, bytes] = OrderedDict()  # name of the last page by node; least recently used first
 
     def of(self, node: int, begin: int) -> tuple[bytes, list[bytes]]:
         """Returns the name of the page before `begin` on a node's path, and the names from `begin` to the node's end.
