@@ -45,7 +45,7 @@ _AHEAD = 64
 
 
 class LMCacheBackend(Backend):
-    """Values in the memory of an LMCache server, which evicts none and is limited only by the memory of its machine.
+    """Values in the memory of an LMCache server, which never evicts and is limited by its machine only.
 
     An empty value looks like a deleted one, so `put` refuses it.
 
