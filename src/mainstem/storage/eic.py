@@ -122,7 +122,7 @@ class EICBackend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Makes one batch call for 1,024 keys, up to the first gap."""
+        """Makes one batch call for each 1,024 keys, up to the first gap."""
         with self._lock:
             for start in range(0, len(keys), _NAMES_A_CALL):
                 there = self._run(partial(self._exists, keys=keys[start : start + _NAMES_A_CALL]))
