@@ -209,11 +209,11 @@ class MainstemTree(System):
         tree, pool = self.tree, self.pool
         match = tree.match(key, namespace)
         tree.lock(match.node)
-        missing = len(key) // self.page_size - len(match.pages)
+        missing = len(key) // self.page_size - len(match.page_ids)
         if missing > pool.free:
             pool.reclaim(tree.evict(missing - pool.free)[0])
         pages = pool.allocate(missing)
-        tree.insert(key, np.concatenate([match.pages, pages]), namespace, after=match.node)
+        tree.insert(key, np.concatenate([match.page_ids, pages]), namespace, after=match.node)
         pool.publish(pages)
         tree.unlock(match.node)
         return match.length

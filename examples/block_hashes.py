@@ -1,4 +1,4 @@
-"""Block hashes and readiness: an engine announces a transfer of its blocks, and others see it when it has arrived."""
+"""Block hashes and transfers: an engine inserts blocks in flight, and requests match them once they are committed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import mainstem
 BLOCK = 16
 tree = mainstem.Tree(page_size=1, keys=mainstem.HashKeys(16))
 prompt = list(range(100))
-blocks = mainstem.hash_blocks(prompt, BLOCK)  # six whole blocks; the last four tokens are left out
+blocks = mainstem.hash_blocks(prompt, BLOCK)  # six whole blocks; the last four tokens are ignored
 
-transfer = tree.insert(blocks, pages=[20, 21, 22, 23, 24, 25], ready=False)
+transfer = tree.insert(blocks, page_ids=[20, 21, 22, 23, 24, 25], ready=False)
 match = tree.match(blocks)
 (evicted,) = tree.evict(6)
-print(f"in flight: {match.length} blocks usable, {match.pending} on their way, {len(evicted)} evictable")
+print(f"in flight: {match.length} blocks usable, {match.pending} pending, {len(evicted)} evictable")
 
 tree.commit(transfer.node)
 match = tree.match(mainstem.hash_blocks(prompt[:50] + [0] * 50, BLOCK))
-print(f"arrived: a prompt that differs from token 50 on reuses blocks {match.pages.tolist()}")
+print(f"committed: a prompt that differs from token 50 on reuses blocks {match.page_ids.tolist()}")

@@ -1,7 +1,7 @@
 """A model of three kinds of layers over one cache: full attention, a sliding window, and a recurrent state.
 
-Each kind has memory of its own. Pages of the window come as they are needed and go when nobody looks at them any more;
-a state is kept where prompts end, and where they are seen to part. The answer is the same with and without.
+Each kind has its own memory. Window pages are allocated when they are needed and freed when no layer reads them. A
+state is kept where prompts end and where they fork. The answer is the same with and without the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def attend(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 class Engine:
-    """Keys are values, and a state is a sum that fades: enough to be wrong if one page or state is."""
+    """Keys are values, and a state is a decaying sum: one wrong page or state makes the answer wrong."""
 
     def __init__(self) -> None:
         self.full, self.window, self.states = (np.full((n, PAGE_SIZE, WIDTH), np.nan) for n in SIZES.values())
@@ -42,7 +42,7 @@ class Engine:
                 if end <= begin:
                     continue
                 self.compute(lease, prompt, begin, end)
-                if end in (lease.reach, last):  # where this prompt parts from another, and where it ends
+                if end in (lease.reach, last):  # where this prompt forks from another, and where it ends
                     lease.checkpoint(end)
                 lease.publish(end)
                 begin = end

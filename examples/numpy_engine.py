@@ -1,6 +1,6 @@
-"""An engine in one screen: a toy attention model over paged NumPy memory, with and without what the cache kept.
+"""An engine on one screen: a toy attention model over paged NumPy memory, with and without the cache.
 
-The model is one attention head over random embeddings. It computes only what the lease did not find, and the answer is
+The model is one attention head over random embeddings. It computes only what the lease does not hit, and the answer is
 the same.
 """
 
@@ -16,7 +16,7 @@ embedding, to_k, to_v = (random.normal(size=shape) for shape in ((VOCABULARY, WI
 
 
 class Engine:
-    """Owns the KV memory; asks the cache which pages are whose."""
+    """Owns the KV memory; the cache decides which pages a request uses."""
 
     def __init__(self) -> None:
         self.k, self.v = np.zeros((2, PAGES, PAGE_SIZE, WIDTH))

@@ -1,4 +1,4 @@
-"""A storage back end of your own: SQLite in forty lines, checked by the conformance suite, named by `module:Class`."""
+"""Your own storage back end: SQLite in forty lines, checked by the conformance suite, named by `module:Class`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mainstem.tiers.workers import ThreadWorkers
 
 
 class SqliteBackend(Backend):
-    """Values in a table. Any error of SQLite is a `StorageError`; whoever reads counts it and computes."""
+    """Stores values in a table. Errors of SQLite become a `StorageError`, which the tiers count as a miss."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         persistent=True, shared=True, zero_copy=False, evicts=False, overwrites=True
@@ -80,7 +80,7 @@ class SqliteBackend(Backend):
 
     @contextmanager
     def _using(self) -> Iterator[sqlite3.Connection]:
-        """The database in a transaction of its own, one thread at a time."""
+        """Opens a transaction; one thread at a time."""
         with self._turn:
             if self._closed:
                 raise StorageError("closed", "the database is closed")
@@ -97,7 +97,7 @@ IDENTITY = Identity(
 
 
 def serve_once(spec: str, prompt: list[int]) -> str:
-    """A process's life with this store: one prompt, then the end."""
+    """Acts as a process with this store, which serves one prompt and ends."""
     memory = NumpyMemory(device_pages=32, host_pages=64)
     store = Store(
         open_backend(spec),
@@ -109,9 +109,9 @@ def serve_once(spec: str, prompt: list[int]) -> str:
     )
     cache = mainstem.PrefixCache(32, PAGE_SIZE, host=HostTier(memory, load_min_tokens=PAGE_SIZE), store=store)
     cache.tiers.prefetch(prompt)
-    cache.tiers.drain(5)  # a scheduler would go on with other requests; then what was written behind
+    cache.tiers.drain(5)  # a scheduler would run other requests meanwhile
     where = run(cache, memory, prompt)
-    cache.tiers.drain(5)
+    cache.tiers.drain(5)  # writes to the store complete in the background
     stats = cache.tiers.stats()
     cache.tiers.close()
     return f"{where}; {stats.prefetched} pages came from the database, {stats.stored} went into it"
@@ -125,8 +125,8 @@ def main() -> None:
         assert all(result.passed for result in results)
         spec = f"own_backend:SqliteBackend?path={folder}/pages.db"
         print(f"\nmainstem serve --storage '{spec}'  would serve a model with it. Here, a toy:")
-        for life in ("first", "second"):
-            print(f"{life} process: {serve_once(spec, list(range(42)))}")
+        for process in ("first", "second"):
+            print(f"{process} process: {serve_once(spec, list(range(42)))}")
 
 
 if __name__ == "__main__":

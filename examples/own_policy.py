@@ -1,4 +1,4 @@
-"""A policy of your own beside a built-in one: protect what is deep in the tree, which is dear to compute again."""
+"""Your own policy beside built-in ones: protect what is deep in the tree, which is expensive to compute again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mainstem
 
 
 class DeepStays:
-    """Evicts the leaf with the fewest positions above it; recency breaks ties."""
+    """Evicts the leaf with the fewest pages before it; recency breaks ties."""
 
     name = "deep stays"
 

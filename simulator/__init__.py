@@ -1,12 +1,12 @@
-"""The whole cache in one thread, under one seed, in virtual time; every page that is read is checked.
+"""A deterministic simulator: the whole cache in one thread and virtual time, driven by a seed. It checks every read.
 
-    world       time, chance, what was counted
+    world       time, random choices, counters
     ghost       content of pages: a function of identity, namespace, tokens, position, component and layer
-    storage     a shared store that fails, lies and loses, and workers that are late or hang
+    storage     a shared store that fails, lies and loses data, and workers that are late or get stuck
     process     one process of the simulated machine: cache, tiers, store; may be killed at any step
-    leases, requests, components, ranks      what is done with them: a profile each
+    leases, requests, components, ranks      the workloads: one profile each
     campaign    many seeds, one after another, in several processes
-    mutants     known bugs made again, each to be found
+    mutants     known bugs reintroduced on purpose, each of which must be found
 
-A development tool: no part of the package needs it.
+This is a development tool: the package does not depend on it.
 """

@@ -1,9 +1,9 @@
-"""`python -m simulator`: runs seeds, prints what came of them, and for a failure the line that replays it.
+"""`python -m simulator`: runs seeds, prints the results, and for each failure the command that replays it.
 
-python -m simulator --seeds 0:200                          all profiles, so many seeds of each
-python -m simulator --until-operations 3000000             seeds until so many operations are done
+python -m simulator --seeds 0:200                          all profiles, 200 seeds of each
+python -m simulator --until-operations 3000000             seeds until this many operations are done
 python -m simulator --profile cache --seed 17 --operations 4000
-python -m simulator --until-operations 1e9 --json record.json --resume       goes on where that one ended
+python -m simulator --until-operations 1e9 --json record.json --resume       continues a recorded campaign
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAVED_EVERY_S = 60.0
 
 
 def main() -> int:
-    """0 if every run was right."""
+    """Returns 0 if no run failed."""
     options = _parse()
     began_s = saved_s = time.perf_counter()
     campaign = Campaign(options)
@@ -71,7 +71,7 @@ class Campaign:
         return sum(len(total.failures) for total in self.totals.values())
 
     def run(self) -> Iterator[Record]:
-        """The records, one by one."""
+        """Yields the record of each run."""
         options = self._options
         tasks = self._tasks()
         if options.processes == 1:
@@ -90,7 +90,7 @@ class Campaign:
         except BrokenProcessPool:
             for profile, seed, operations in [task, *(task for task, _ in waiting)]:
                 line = f"python -m simulator --profile {profile} --seed {seed} --operations {operations}"
-                yield self._count(profile, Record(failures=[(line, "the process died; here, or in one of the next")]))
+                yield self._count(profile, Record(failures=[(line, "the process died, in this run or a later one")]))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -99,7 +99,7 @@ class Campaign:
         return record
 
     def _tasks(self) -> Iterator[tuple[str, int, int]]:
-        """Profiles in turn, as often as their shares say."""
+        """Yields runs of all profiles in turn, as often as `SHARES` says."""
         options = self._options
         numbers = {profile: options.first + total.seeds for profile, total in self.totals.items()}
         end = sys.maxsize if options.end is None else options.end
@@ -111,7 +111,7 @@ class Campaign:
                         numbers[profile] += 1
 
     def save(self, seconds: float) -> None:
-        """Writes the record, from which a campaign can be resumed."""
+        """Writes the record that a campaign can be resumed from."""
         path: Path = self._options.json
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".new").write_text(json.dumps(self._as_json(seconds), indent=1))
@@ -128,7 +128,7 @@ class Campaign:
         }
 
     def report(self, seconds: float) -> None:
-        """Prints what came of it."""
+        """Prints the results."""
         total = Record()
         print(f"{'profile':<12}{'seeds':>8}{'operations':>14}{'faults':>12}{'pages read':>14}{'failed':>8}{'CPU s':>9}")
         for profile, record in self.totals.items():
@@ -146,7 +146,7 @@ class Campaign:
 
 
 def _commit() -> str:
-    """What is checked out, with a + if something was changed since; empty where there is no git."""
+    """Returns the commit that is checked out, with a + if there are changes; empty without git."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
@@ -157,15 +157,15 @@ def _commit() -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
-    parser.add_argument("--seeds", default=None, help="first:end, of each profile; first: for as long as it takes")
-    parser.add_argument("--seed", type=int, help="one seed")
+    parser.add_argument("--seeds", default=None, help="first:end, for each profile; first: without end")
+    parser.add_argument("--seed", type=int, help="run one seed")
     parser.add_argument("--profile", nargs="+", default=list(PROFILES), choices=PROFILES)
-    parser.add_argument("--operations", type=int, default=4000, help="of each seed")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="all cores, if not said")
-    parser.add_argument("--until-operations", type=float, default=float("inf"), help="of all seeds")
-    parser.add_argument("--failures", type=int, default=5, help="after which it stops")
-    parser.add_argument("--json", type=Path, help="where the record goes")
-    parser.add_argument("--resume", action="store_true", help="goes on behind the record in --json")
+    parser.add_argument("--operations", type=int, default=4000, help="operations per seed")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
+    parser.add_argument("--until-operations", type=float, default=float("inf"), help="total over all seeds")
+    parser.add_argument("--failures", type=int, default=5, help="stop after this many")
+    parser.add_argument("--json", type=Path, help="file to write the record to")
+    parser.add_argument("--resume", action="store_true", help="continue after the record in --json")
     options = parser.parse_args()
     if options.resume and options.json is None:
         parser.error("--resume needs --json")

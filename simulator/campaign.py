@@ -1,4 +1,4 @@
-"""Runs seeds, one after another, and says what came of them."""
+"""Runs seeds and records the results."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from simulator.world import World, WrongError
 
 
 class Profile(Protocol):
-    """What is done in a run."""
+    """The workload of a run."""
 
     def __init__(self, world: World) -> None:
-        """Builds what the seed says."""
+        """Builds the configuration that the seed chooses."""
 
     def step(self) -> None:
-        """Does one thing more."""
+        """Does one operation."""
 
     def end(self) -> None:
-        """Stops the faults, and checks that everything ends."""
+        """Stops the faults and checks that everything ends."""
 
     def close(self) -> None:
-        """Lets go of what the run held."""
+        """Releases what the run holds."""
 
 
 def find_profile(name: str) -> type[Profile]:
-    """The profile of that name."""
+    """Returns the profile with a name."""
     if name == "cache":
         from simulator.leases import Leases
 
@@ -55,24 +55,24 @@ def find_profile(name: str) -> type[Profile]:
 
 
 SHARES = {"cache": 8, "hybrid": 2, "scheduler": 2, "hybrid-scheduler": 1, "components": 1, "ranks": 1}
-"""Seeds of each profile in a campaign."""
+"""Relative number of seeds of each profile in a campaign."""
 
 PROFILES = tuple(SHARES)
 
 
 @dataclass
 class Record:
-    """What one run, or many, came to.
+    """The results of one or more runs.
 
     Args:
-        seeds: runs.
+        seeds: number of runs.
         operations: calls into the cache, leases, tiers and the scheduler, copies, and calls to the store.
-        reads: pages times layers that were read and compared.
-        faults: by kind.
-        seen: counts of the cache, of what it did.
-        failures: for each run that failed, the line that replays it, and what went wrong.
-        digest: of everything that happened, for one run.
-        seconds: that it took.
+        reads: pages that were read and compared, times layers.
+        faults: injected faults by kind.
+        seen: counters of the cache.
+        failures: for each failed run, the command that replays it, and what went wrong.
+        digest: digest of all events of the last run.
+        seconds: duration.
     """
 
     seeds: int = 0
@@ -85,7 +85,7 @@ class Record:
     seconds: float = 0.0
 
     def add(self, other: Record) -> None:
-        """Counts another one in."""
+        """Adds another record."""
         self.seeds += other.seeds
         self.operations += other.operations
         self.reads += other.reads
@@ -96,29 +96,29 @@ class Record:
         self.digest = other.digest
 
 
-_MOST_S = 300  # that a run may take on the wall
+_MAX_RUN_S = 300  # wall-clock time of a run
 
 
 def _too_long(signal_number: int, frame: object) -> NoReturn:
-    raise WrongError("a run that does not end")
+    raise WrongError("the run does not end")
 
 
 def run_seed(profile: str, seed: int, operations: int) -> Record:
-    """One run of so many operations, and its end."""
+    """Runs a seed for this many operations, then ends it."""
     logging.getLogger("mainstem").setLevel(logging.CRITICAL + 1)
     began_s = time.perf_counter()
     world = World(seed, profile)
     failures = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # dropped leases are a part of it
+        warnings.simplefilter("ignore", ResourceWarning)  # runs drop leases on purpose
         signal.signal(signal.SIGALRM, _too_long)
-        signal.alarm(_MOST_S)
+        signal.alarm(_MAX_RUN_S)
         try:
             with closing(find_profile(profile)(world)) as run:
                 while world.operations < operations:
                     run.step()
                 run.end()
-        except Exception as error:  # noqa: BLE001  # whatever was raised, the run has failed
+        except Exception as error:  # noqa: BLE001  # any exception fails the run
             line = f"python -m simulator --profile {profile} --seed {seed} --operations {operations}"
             where = "".join(traceback.format_exception(error)[-4:])
             failures.append((line, f"after {world.operations} operations, {type(error).__name__}: {error}\n{where}"))

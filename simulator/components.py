@@ -1,7 +1,7 @@
-"""Profile "components": full attention, a window and a state through `Tree` and `Tiers`, for an engine of its own.
+"""Profile "components": full attention, a window and a state through `Tree` and `Tiers`, without leases.
 
-There are no leases: the engine allocates pages itself, locks what it reads, copies down what it likes, and brings back
-what the host has by an insertion of pages that it had copied.
+The engine has an allocator of its own. It locks what it reads and backs up what it likes. To reload from the host it
+copies pages to the device and inserts them into the tree.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from simulator.world import World, require
 
 Ids = NDArray[np.int32]
 _DEVICE, _HOST = 0, 1
-_COMING = -2
+_RELOADED = -2
 
 
 @dataclass(slots=True)
 class Reload:
-    """Host pages on their way to pages of the engine's own.
+    """A copy of host pages to private pages of the engine.
 
     Args:
-        tokens: up to the end of what comes.
-        after: the node that it belongs behind, locked on the device.
+        tokens: the prefix up to the end of the reload.
+        after: the node that it follows, locked on the device.
         node: its node on the host, locked there.
-        columns: what will be inserted, by component; -1: nothing.
-        own: the engine's pages among these.
+        columns: the page ids to insert, by component; -1: none.
+        own: the private page ids among these.
     """
 
     ticket: SimTicket
@@ -69,12 +69,12 @@ class Components:
         self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, write=write, pages=tuple(host)))
         self.prompts = Prompts(world, min(40, self.page_size * device[0]))
         self.reloads: list[Reload] = []
-        self.locks: list[tuple[int, Ids, bytes, int]] = []  # node, tokens, namespace, length: of a match
+        self.locks: list[tuple[int, Ids, bytes, int]] = []  # node, tokens, namespace and length of matches
 
     # ---------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """One thing more."""
+        """Does one operation."""
         world, random = self.world, self.world.random
         world.pass_time(random.expovariate(200))
         kind = random.random()
@@ -92,7 +92,7 @@ class Components:
             self._use(tokens[: len(tokens) // self.page_size * self.page_size], random.choice(NAMESPACES[:2]))
 
     def _use(self, tokens: Ids, namespace: object) -> None:
-        """Matches a prompt and reads what is there; then computes, copies down or brings back the rest."""
+        """Matches a prompt and reads the hit; then locks it, reloads, backs up or computes the rest."""
         world, name = self.world, encode_namespace(namespace)  # type: ignore[arg-type]
         if not len(tokens):
             return
@@ -111,7 +111,7 @@ class Components:
             self._compute(match, tokens, name)
 
     def _compute(self, match: Match, tokens: Ids, namespace: bytes) -> None:
-        """Computes all behind a match, and puts it into the tree."""
+        """Computes everything after a match and inserts it."""
         begin, end = match.length // self.page_size, len(tokens) // self.page_size
         if begin == end:
             return
@@ -119,14 +119,14 @@ class Components:
         columns = [self._wanted(component, begin, end) for component in self.components]
         own = self._allocate([int((column >= 0).sum()) for column in columns])
         if own is not None:
-            for row, (column, pages) in enumerate(zip(columns, own, strict=True)):
-                column[column >= 0] = pages
+            for row, (column, page_ids) in enumerate(zip(columns, own, strict=True)):
+                column[column >= 0] = page_ids
                 self._fill(row, column, tokens, namespace, end)
-            self._insert(tokens, namespace, match.node, columns, [set(pages.tolist()) for pages in own])
+            self._insert(tokens, namespace, match.node, columns, [set(page_ids.tolist()) for page_ids in own])
         self.tree.unlock(match.node)
 
     def _wanted(self, component: Component, begin: int, end: int) -> Ids:
-        """Where a component gets pages: 0 where it does, else -1."""
+        """Returns where a component needs pages: 0 where it does, else -1."""
         random = self.world.random
         if isinstance(component, State):
             return np.zeros(1, np.int32) if random.random() < 0.8 else np.empty(0, np.int32)
@@ -147,13 +147,13 @@ class Components:
             self.memory.write(column[at : at + 1], 0, part, row)
 
     def _insert(self, tokens: Ids, namespace: bytes, after: int, columns: list[Ids], own: list[set[int]]) -> None:
-        """Puts pages into the tree; what it has already goes back to the pools."""
+        """Inserts pages into the tree; frees duplicates."""
         ids = [column.copy() for column in columns]
-        ids[0][ids[0] < 0] = 0  # in front of `after`
+        ids[0][ids[0] < 0] = 0  # before `after`
         key = tokens.tobytes()
         node, _, _, _ = self.tree.core.insert(namespace, key, 0, ids, after, 0, _DEVICE, True)
         for row, pool in enumerate(self.pools):
-            held = set(self.tree.pages(node, self.components[row].name).tolist()) if node else set()
+            held = set(self.tree.page_ids(node, self.components[row].name).tolist()) if node else set()
             pool.publish(np.array(sorted(own[row] & held), np.int32))
             pool.release(np.array(sorted(own[row] - held), np.int32))
         self.world.did("insert", node, [len(each) for each in own])
@@ -161,32 +161,32 @@ class Components:
     # ---------------------------------------------------------------- from the host
 
     def _begin_reload(self, match: Match, tokens: Ids, namespace: bytes) -> None:
-        """Copies what the host has behind a match, and what the device lacks of it, into pages of the engine's own."""
+        """Copies what the host has after a match, and what the device lacks of the match, into private pages."""
         length = match.length + match.host_length
         for node, tier in _holds(match.node, match.host_node):
             self.tree.lock(node, tier)
         columns, sources = [], []
         for component in self.components:
-            here, below = (self.tree.pages(match.host_node, component.name, tier) for tier in (_DEVICE, _HOST))
+            here, below = (self.tree.page_ids(match.host_node, component.name, tier) for tier in (_DEVICE, _HOST))
             if isinstance(component, State):
                 here, below = here[-1:], below[-1:]
             gaps = np.flatnonzero((here < 0) & (below < 0))
             first = int(gaps[-1]) + 1 if len(gaps) else 0
             if isinstance(component, Window):  # only what the lock keeps on the device
                 first = max(first, (length - component.tokens) // self.page_size)
-            column = np.where(here < 0, _COMING, here).astype(np.int32)
+            column = np.where(here < 0, _RELOADED, here).astype(np.int32)
             column[:first] = -1
             columns.append(column)
-            sources.append(below[column == _COMING])
+            sources.append(below[column == _RELOADED])
         own = self._allocate([len(source) for source in sources])
         if own is None:
             self._unlock_both(match.node, match.host_node)
             return
-        moves = [Move(row, source, pages) for row, (source, pages) in enumerate(zip(sources, own, strict=True))]
-        for column, pages in zip(columns, own, strict=True):
-            column[column == _COMING] = pages
+        moves = [Move(row, source, target) for row, (source, target) in enumerate(zip(sources, own, strict=True))]
+        for column, page_ids in zip(columns, own, strict=True):
+            column[column == _RELOADED] = page_ids
         ticket = self.memory.up([move for move in moves if len(move.source)])
-        mine = [set(pages.tolist()) for pages in own]
+        mine = [set(page_ids.tolist()) for page_ids in own]
         reload = Reload(ticket, tokens[:length], namespace, match.node, match.host_node, columns, mine)
         self.reloads.append(reload)
         self.world.did("reload", match.length, length)
@@ -217,7 +217,7 @@ class Components:
     # ---------------------------------------------------------------- pages
 
     def _allocate(self, needed: list[int]) -> list[Ids] | None:
-        """Pages of each component; evicts what it must. None: there are not so many."""
+        """Allocates pages of each component, evicting as needed; None without room."""
         for row, n in enumerate(needed):
             missing = n - self.pools[row].free
             if missing > 0:
@@ -228,7 +228,7 @@ class Components:
         return [pool.allocate(n) for pool, n in zip(self.pools, needed, strict=True)]
 
     def _evict(self, pages: int, row: int) -> None:
-        """Frees device pages; with "write_back" after a copy of what goes."""
+        """Frees device pages; with "write_back" after a copy of them to the host."""
         if row == 0 and self.tiers.host.write == "write_back":
             self.tiers.make_room(0, pages)
             self.world.did("make room", pages)
@@ -243,24 +243,24 @@ class Components:
     # ---------------------------------------------------------------- checks
 
     def _read(self, node: int, tokens: Ids, namespace: bytes, length: int) -> None:
-        """What attention, a window and a state read at the end of a match."""
+        """Reads what attention, a window and a state read at the end of a match."""
         if not node:
             return
         numbers = self._numbers(tokens, namespace)[:length]
         for row, component in enumerate(self.components):
-            pages = self.tree.pages(node, component.name)
+            page_ids = self.tree.page_ids(node, component.name)
             first = 0
             if isinstance(component, Window):
                 first = max(0, length - component.tokens) // self.page_size
             elif isinstance(component, State):
-                first = len(pages) - 1
-            require(bool((pages[first:] >= 0).all()), "a match ends where a component does not", component, pages)
+                first = len(page_ids) - 1
+            require(bool((page_ids[first:] >= 0).all()), "a match ends where a component does not", component, page_ids)
             wanted = numbers[first * self.page_size :]
             wanted = state_of(numbers, self.page_size) if isinstance(component, State) else wanted
-            self.memory.expect(component.name, pages[first:], wanted, component=row)
+            self.memory.expect(component.name, page_ids[first:], wanted, component=row)
 
     def audit(self) -> None:
-        """Checks every structure, and every page on either tier."""
+        """Checks every structure and every page on either tier."""
         self.tree.check()
         self.tiers.check()
         held = read_tree(self.tree, self.memory, lambda namespace, tokens: self._numbers(tokens, namespace))
@@ -297,7 +297,7 @@ class Components:
         self.tiers.poll()
 
     def end(self) -> None:
-        """Faults stop: everything must end, and every page be free."""
+        """Stops faults; checks that everything ends and every page is free."""
         self.world.calm = True
         while self.locks:
             self._unlock()
@@ -313,11 +313,11 @@ class Components:
         self.world.seen.update(self.tiers.counts)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 def _holds(device: int, host: int) -> tuple[tuple[int, int], ...]:
-    """What a reload locks: what the device has of it, too, since that stays where it is."""
+    """Returns the locks of a reload. Pages of it that are on the device already stay there."""
     return (device, _DEVICE), (host, _DEVICE), (host, _HOST)
 
 
@@ -326,4 +326,4 @@ def _until(done: Callable[[], bool], job: Callable[[], object]) -> None:
         if done():
             return
         job()
-    require(False, "something is under way for ever")
+    require(False, "something under way never ends")

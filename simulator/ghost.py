@@ -1,10 +1,10 @@
-"""Pages without tensors: what each must hold is known, so every read can be checked.
+"""Pages without tensors: the content of each is known, so every read can be checked.
 
     device   [components][layers, pages, page_size] uint64
     host     slots of header and payload [layers, page_size] uint64 for component 0; arrays like the device's for others
 
 A number is a function of the identity and the namespace (a salt), of all tokens up to its position, of its component
-and its layer. Copies take place layer by layer, each at a moment of its own, and may fail between two.
+and its layer. A copy runs layer by layer, each at its own time, and may fail between two layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from simulator.world import World, require
 Numbers = NDArray[np.uint64]
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
-_MOST = 4096
+_MAX_TOKENS = 4096
 _ODD = np.uint64(0x9E37_79B9_7F4A_7C15)
-_POWERS = np.cumprod(np.full(_MOST, _ODD, np.uint64))
+_POWERS = np.cumprod(np.full(_MAX_TOKENS, _ODD, np.uint64))
 _SHIFT = np.uint64(29)
 _LAYERS = np.cumprod(np.full(64, 0xBF58_476D_1CE4_E5B9, np.uint64))
 _COMPONENTS = np.cumprod(np.full(8, 0x94D0_49BB_1331_11EB, np.uint64))
@@ -35,13 +35,13 @@ _DEVICE, _HOST = 0, 1
 
 @functools.lru_cache(65536)
 def salt(*parts: bytes) -> np.uint64:
-    """A number for an identity and a namespace."""
+    """Returns a number for an identity and a namespace."""
     joined = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return np.uint64(int.from_bytes(blake2b(joined, digest_size=8).digest(), "little"))
 
 
 def fingerprints(origin: np.uint64, tokens: ArrayLike) -> Numbers:
-    """A number for each position: a function of the origin and of all tokens up to it."""
+    """Returns a number for each position: a function of the origin and of all tokens up to it."""
     numbers = np.asarray(tokens).astype(np.uint64)
     mixed: Numbers = np.cumsum((numbers + np.uint64(1)) * _POWERS[: len(numbers)], dtype=np.uint64) + origin
     mixed = (mixed ^ (mixed >> _SHIFT)) * _ODD
@@ -49,12 +49,12 @@ def fingerprints(origin: np.uint64, tokens: ArrayLike) -> Numbers:
 
 
 def state_of(numbers: Numbers, page_size: int) -> Numbers:
-    """What a slot holds of the state behind a sequence with these numbers."""
+    """Returns the content of a state slot after a sequence with these numbers."""
     return np.repeat(numbers[-1:], page_size)
 
 
 class SimTicket:
-    """One copy under way. It may take place twice, be late, or fail."""
+    """A copy under way. It may run twice, be late, or fail."""
 
     def __init__(self, memory: SimMemory, moves: Sequence[Move], source: int) -> None:
         self.error: Exception | None = None
@@ -62,7 +62,7 @@ class SimTicket:
         self._moves = [Move(move.component, move.source.copy(), move.target.copy()) for move in moves]
         self._layer, self._done = 0, False
         self._fails_at = memory.layers
-        memory.hold(self._pages(source), self._pages(1 - source))
+        memory.hold(self._touched(source), self._touched(1 - source))
         world = memory.world
         kind = world.fault("copy: fails", "copy: fails", "copy: late", "copy: twice")
         if kind == "copy: fails":
@@ -90,11 +90,11 @@ class SimTicket:
             self._twice = False
         if self.error is not None or self._layer == memory.layers:
             self._done = True
-            memory.let_go(self._pages(self._source), self._pages(1 - self._source))
+            memory.release(self._touched(self._source), self._touched(1 - self._source))
         else:
             memory.world.at(memory.world.delay_s(memory.latency_s), self._step)
 
-    def _pages(self, side: int) -> list[tuple[int, int, int]]:
+    def _touched(self, side: int) -> list[tuple[int, int, int]]:
         return [
             (side, move.component, page)
             for move in self._moves
@@ -103,13 +103,13 @@ class SimTicket:
 
 
 class SimMemory:
-    """`HostMemory` over arrays, which sees when two use one page at once.
+    """`HostMemory` over arrays. It detects conflicting uses of a page.
 
     Args:
-        world: whose time copies take.
-        device_pages, host_pages: of each component.
-        page_size: numbers a page and layer.
-        layers: of every page.
+        world: the clock and random choices of copies.
+        device_pages, host_pages: number of pages of each component.
+        page_size: numbers per page and layer.
+        layers: number of layers.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SimMemory:
         self._reading: Counter[tuple[int, int, int]] = Counter()
         self._writing: set[tuple[int, int, int]] = set()
 
-    # ---------------------------------------------------------------- as the tiers see it
+    # ---------------------------------------------------------------- for the tiers
 
     def down(self, moves: Sequence[Move]) -> SimTicket:
         return self._begin("down", moves, _DEVICE)
@@ -135,8 +135,8 @@ class SimMemory:
     def up(self, moves: Sequence[Move]) -> SimTicket:
         return self._begin("up", moves, _HOST)
 
-    def slots(self, pages: Sequence[int]) -> list[memoryview]:
-        return [memoryview(self._bytes[page]) for page in pages]
+    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self._bytes[page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
         return [memoryview(self._bytes.reshape(-1))]  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class SimMemory:
         self.world.did(what, [(m.component, m.source.tolist(), m.target.tolist()) for m in moves])
         return SimTicket(self, moves, source)
 
-    # ---------------------------------------------------------------- as tickets see it
+    # ---------------------------------------------------------------- for tickets
 
     def copy(self, moves: Sequence[Move], source: int, layer: int) -> None:
         for component, origin, target in moves:
@@ -160,50 +160,50 @@ class SimMemory:
             require(page not in self._writing, "a page is copied while it is written (side, component, page)", page)
             self._reading[page] += 1
         for page in targets:
-            require(page not in self._writing and not self._reading[page], "a page in use is copied over", page)
+            require(page not in self._writing and not self._reading[page], "a page in use is overwritten", page)
             self._writing.add(page)
 
-    def let_go(self, sources: Iterable[tuple[int, int, int]], targets: Iterable[tuple[int, int, int]]) -> None:
+    def release(self, sources: Iterable[tuple[int, int, int]], targets: Iterable[tuple[int, int, int]]) -> None:
         self._reading.subtract(sources)
         self._writing.difference_update(targets)
 
-    # ---------------------------------------------------------------- as the engine and the checks see it
+    # ---------------------------------------------------------------- for the engine and the checks
 
-    def write(self, pages: NDArray[np.int32], begin: int, numbers: Numbers, component: int = 0) -> None:
-        """Puts what was computed for positions [begin, begin + n) of a sequence into its pages, in all layers."""
+    def write(self, page_ids: NDArray[np.int32], begin: int, numbers: Numbers, component: int = 0) -> None:
+        """Writes what was computed for positions [begin, begin + n) of a sequence to its pages, in all layers."""
         positions = np.arange(begin, begin + len(numbers))
-        at = pages[positions // self.page_size]
+        at = page_ids[positions // self.page_size]
         for page in dict.fromkeys(at.tolist()):
             busy = (_DEVICE, component, page)
-            require(busy not in self._writing and not self._reading[busy], "a page in use is computed", page)
+            require(busy not in self._writing and not self._reading[busy], "a forward writes a page in use", page)
         content = numbers[None] ^ _COMPONENTS[component] ^ _LAYERS[: self.layers, None]
         self._sides[_DEVICE][component][:, at, positions % self.page_size] = content
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
-        """The first positions of a device page."""
+        """Copies the first positions of a device page."""
         require((_DEVICE, 0, source) not in self._writing, "a page is copied from while it is written", source)
         device = self._sides[_DEVICE][0]
         device[:, target, :positions] = device[:, source, :positions]
         device[:, target, positions:] = POISON
 
     def copy_state(self, component: int, source: int, target: int) -> None:
-        """A slot of the device, at once."""
+        """Copies a device slot at once."""
         require((_DEVICE, component, source) not in self._writing, "a state is copied while it is written", source)
         busy = (_DEVICE, component, target)
-        require(busy not in self._writing and not self._reading[busy], "a state in use is copied over", target)
+        require(busy not in self._writing and not self._reading[busy], "a state in use is overwritten", target)
         device = self._sides[_DEVICE][component]
         device[:, target] = device[:, source]
 
     def expect(
-        self, what: str, pages: NDArray[np.int32], numbers: Numbers, *, side: int = 0, component: int = 0,
+        self, what: str, page_ids: NDArray[np.int32], numbers: Numbers, *, side: int = 0, component: int = 0,
         layers: slice = slice(None),
     ) -> None:  # fmt: skip
-        """Reads pages, the last of which may be part of one, and compares every number.
+        """Reads pages, the last one perhaps in part, and compares every number.
 
         Raises:
-            WrongError: one is another.
+            WrongError: a number differs.
         """
-        stored = self._sides[side][component][layers, pages]
+        stored = self._sides[side][component][layers, page_ids]
         self.world.reads += stored.shape[0] * stored.shape[1]
         found = stored.reshape(stored.shape[0], -1)[:, : len(numbers)]
         require(found.shape[1] == len(numbers), "WRONG READ: too few pages", what, found.shape, len(numbers))
@@ -211,11 +211,11 @@ class SimMemory:
         if wrong.any():
             layer, position = np.argwhere(wrong)[0].tolist()
             where = f"side {side}, component {component}, layer {layer}, position {position} of {len(numbers)}"
-            page, number = pages[position // self.page_size], hex(found[layer, position])
+            page, number = page_ids[position // self.page_size], hex(found[layer, position])
             require(False, "WRONG READ", what, where, f"page {page} holds {number}")
 
     def poison(self, side: int, component: int, free: Sequence[int]) -> None:
-        """Pages that are nobody's hold nothing from now on."""
+        """Overwrites free pages, so that a read of one is detected."""
         for page in free:
             busy = (side, component, page)
             require(busy not in self._writing and not self._reading[busy], "a free page is still in use", busy)

@@ -1,7 +1,7 @@
-"""Profiles "cache" and "hybrid": requests over `PrefixCache`, `Lease` and `Tiers` themselves, as any engine uses them.
+"""Profiles "cache" and "hybrid": requests that use `PrefixCache`, `Lease` and `Tiers` directly, as an engine does.
 
-Several processes share a store. Each has requests at different stages; a step takes one further, or does to it what may
-be done at any moment: it is given up, dropped, its process killed. "cache" has full attention and storage; "hybrid" has
+Several processes share a store. Each has requests at different stages. A step advances a request, or does what may
+happen at any time: aborts it, drops its lease, kills its process. "cache" has full attention and storage; "hybrid" has
 windows and states, and no storage.
 """
 
@@ -26,15 +26,15 @@ from simulator.world import World, require
 
 
 class Prompts:
-    """Sequences that share beginnings: each is a part of a former one with something new behind."""
+    """Sequences that share prefixes: each is a prefix of an earlier one with new tokens after it."""
 
-    def __init__(self, world: World, longest: int, most: int | None = None) -> None:
+    def __init__(self, world: World, longest: int, max_known: int | None = None) -> None:
         self._random, self._longest = world.random, longest
-        self._most = most or world.random.choice((5, 15, 60))
+        self._max_known = max_known or world.random.choice((5, 15, 60))
         self._known: list[list[int]] = [[]]
 
     def draw(self) -> list[int]:
-        """At least one token."""
+        """Draws a sequence of at least one token."""
         random = self._random
         base = random.choice(self._known)
         if random.random() < 0.8 and base:
@@ -46,20 +46,20 @@ class Prompts:
         return sequence[: self._longest] or [0]
 
     def know(self, sequence: list[int]) -> None:
-        """Something that others may continue."""
+        """Adds a sequence that others may continue."""
         self._known.append(sequence[: self._longest])
-        if len(self._known) > self._most:
-            self._known.pop(self._random.randrange(self._most))
+        if len(self._known) > self._max_known:
+            self._known.pop(self._random.randrange(self._max_known))
 
 
 class Request:
-    """One sequence on its way: first perhaps waited for, then leased, loaded, computed and published in parts.
+    """One request: it may wait for storage, then is leased, loaded, computed and published in parts.
 
     Args:
-        process: that it runs in.
-        tokens: the prompt, and what will be appended.
+        process: the process that it runs in.
+        tokens: the prompt, and the tokens to append.
         prompt: length of the prompt.
-        namespace: of the sequence.
+        namespace: namespace of the sequence.
     """
 
     def __init__(self, process: Process, tokens: list[int], prompt: int, namespace: Namespace | str | None) -> None:
@@ -72,36 +72,36 @@ class Request:
         self.lease: Lease | None = None
         self.load: Load | None = None
         self.computed = 0
-        self.spoilt = False  # a forward read what did not arrive
+        self.spoilt = False  # whether a forward read pages that did not arrive
 
-    # ---------------------------------------------------------------- a step further
+    # ---------------------------------------------------------------- steps
 
     def begin(self) -> None:
-        """Looks in storage first, sometimes."""
+        """Usually begins a prefetch."""
         if self._chance(0.9):
             self.prefetch = self.process.tiers.prefetch(self.tokens[: self.prompt], self.namespace)
             self.process.world.did("prefetch", self.prefetch is not None)
 
     @property
     def waiting(self) -> bool:
-        """Whether it does better to wait for storage."""
+        """Whether it should wait for storage."""
         return self.lease is None and self.prefetch is not None and self.prefetch.waiting
 
     def open(self) -> None:
-        """Takes a lease, and reads what it found."""
+        """Takes a lease and reads its hit."""
         world, cache = self.process.world, self.process.cache
         prompt = self.tokens[: self.prompt]
         promised = cache.peek(prompt, self.namespace)
         try:
             self.lease = lease = cache.lease(prompt, self.namespace, priority=self.random.randint(0, 2))
         except OutOfPages:
-            require(self.process.has_states, "a lease takes pages")
+            require(self.process.has_states, "a lease without states runs out of pages")
             world.did("lease", self.prompt, "no slot")
             return
         world.did("lease", self.prompt, lease.hit, lease.loadable)
-        require(lease.reach >= lease.published, "it reaches less far than it hits", lease.reach, lease.published)
+        require(lease.reach >= lease.published, "reach is less than the hit", lease.reach, lease.published)
         require(max(lease.hit, lease.published + lease.loadable) <= promised, "peek promised less", promised, lease.hit)
-        require(lease.hit < self.prompt, "the last token is computed", lease.hit, self.prompt)
+        require(lease.hit < self.prompt, "a hit must leave the last token to compute", lease.hit, self.prompt)
         self.computed = lease.hit
         self.read()
         if self.process.has_states and lease.hit and self._chance(0.1):
@@ -111,7 +111,7 @@ class Request:
             world.did("load", self.load.pages if self.load else 0)
 
     def read(self) -> None:
-        """What a forward behind all that is computed reads."""
+        """Reads what a forward after the computed positions reads."""
         lease = self._open()
         self.process.read("forward", self._tables(), lease.state, self.numbers[: self.computed])
 
@@ -120,7 +120,7 @@ class Request:
         return lease.page_table, lease.window_table
 
     def reserve(self) -> None:
-        """Pages for a part of what is to come."""
+        """Reserves pages for all or part of the rest."""
         lease, world = self._open(), self.process.world
         missing = lease.length - lease.reserved
         if missing <= 0:
@@ -133,38 +133,38 @@ class Request:
         except OutOfPages:
             world.did("reserve", n, "no pages")
             require(np.array_equal(before, lease.page_table), "a reserve that failed changed the table")
-            if self._chance(0.3):  # set back
+            if self._chance(0.3):  # preempted
                 self.finish()
 
     def compute(self) -> None:
-        """One forward over a part of what has pages; layer by layer, if its beginning is still on the way."""
+        """Runs a forward over part of what has pages; layer by layer if a load is under way."""
         lease, world = self._open(), self.process.world
         arriving = self.load if self.load is not None and self.load.arrived is None else None
         begin = max(self.computed, lease.hit)
         if arriving is not None:
             begin = max(begin, lease.published + arriving.pages * self.process.cache.page_size)
         end = min(lease.reserved, lease.length, begin + self.random.choice((1, 3, 100)))
-        end = self._to_a_border(end) if end > begin else end
+        end = self._to_boundary(end) if end > begin else end
         if end <= begin or self.spoilt or not self._slide(begin, end):
             return
         numbers = self.numbers[:end]
         if arriving is None:
             self.read()
         elif not self._read_layers(arriving, begin):
-            numbers = numbers ^ POISON  # a forward does not stop for it: what it leaves is worthless
+            numbers = numbers ^ POISON  # a forward does not stop; what it writes is garbage
         self.process.write(self._tables(), lease.state, begin, numbers)
         self.spoilt = arriving is not None and arriving.ticket.error is not None
         self.computed = lease.hit if self.spoilt else end
         world.did("forward", begin, end, self.spoilt)
 
-    def _to_a_border(self, end: int) -> int:
-        """Where there are states, sometimes the end of a page, where the state can be kept."""
+    def _to_boundary(self, end: int) -> int:
+        """With states, sometimes rounds down to a page boundary, where a checkpoint is possible."""
         if self.process.has_states and self._chance(0.5):
             return end // self.process.cache.page_size * self.process.cache.page_size
         return end
 
     def _slide(self, begin: int, end: int) -> bool:
-        """Window pages for what is computed next."""
+        """Reserves window pages for what is computed next."""
         lease, world = self._open(), self.process.world
         if not any(isinstance(row, Window) for row in self.process.components):
             return True
@@ -176,7 +176,7 @@ class Request:
         return True
 
     def _read_layers(self, load: Load, end: int) -> bool:
-        """Reads each layer as soon as it has arrived; whether all did."""
+        """Reads each layer once it has arrived; returns whether all arrived."""
         for layer in range(self.process.memory.layers):
             load.ticket.wait_layer(layer)
             if load.ticket.error is not None:
@@ -186,29 +186,29 @@ class Request:
         return True
 
     @property
-    def at_a_border(self) -> bool:
-        """Whether the state can be kept as it stands."""
+    def at_boundary(self) -> bool:
+        """Whether the state can be checkpointed now."""
         computed, lease = self.computed, self._open()
-        border = computed % self.process.cache.page_size == 0 and computed >= max(lease.published, 1)
-        return self.process.has_states and self.load is None and border
+        boundary = computed % self.process.cache.page_size == 0 and computed >= max(lease.published, 1)
+        return self.process.has_states and self.load is None and boundary
 
     def checkpoint(self) -> None:
-        """Keeps the state as it stands."""
+        """Checkpoints the state."""
         kept = self._open().checkpoint(self.computed, room=self._chance(0.7))
         self.process.world.did("checkpoint", self.computed, kept)
 
     def publish(self) -> None:
-        """What is computed, or a part of it."""
+        """Publishes all or part of what is computed."""
         lease, world = self._open(), self.process.world
         self.settle()
         if self.load is not None:
-            return  # not before it has arrived
+            return  # the load must arrive first
         upto = self.computed if self._chance(0.7) else self.random.randint(0, self.computed)
         lease.publish(upto)
         world.did("publish", upto, lease.published)
 
     def settle(self) -> None:
-        """Whether a load arrived: if not, all behind the hit is computed again."""
+        """Takes the result of a load; after a failure all positions after the hit are computed again."""
         if self.load is not None and self.load.arrived is not None and self.lease is not None:
             if not self.load.arrived:
                 self.computed = self.lease.hit
@@ -218,14 +218,14 @@ class Request:
             self.read()
 
     def wait(self) -> None:
-        """Blocks until the load has ended."""
+        """Waits until the load has ended."""
         if self.load is not None and self.load.arrived is None:
             arrived = self.load.wait()
             self.process.world.did("wait", arrived)
         self.settle()
 
     def append(self) -> None:
-        """A sampled token, once all is computed."""
+        """Appends a sampled token once everything is computed."""
         lease = self._open()
         if self.computed == lease.length < len(self.tokens):
             lease.append(self.tokens[lease.length : lease.length + 1])
@@ -233,13 +233,13 @@ class Request:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether all tokens are computed."""
         return self.computed == len(self.tokens)
 
-    # ---------------------------------------------------------------- its end
+    # ---------------------------------------------------------------- end
 
     def finish(self) -> None:
-        """The common end."""
+        """Finishes the lease."""
         lease, world = self._open(), self.process.world
         self.settle()
         upto = None if self.complete and lease.reserved == self.computed else self.computed
@@ -252,25 +252,25 @@ class Request:
         self.leave()
 
     def abort(self) -> None:
-        """Given up."""
+        """Aborts the lease."""
         self._open().abort()
         self.process.world.did("abort")
         self.leave()
 
     def drop(self) -> None:
-        """Nobody says anything: the lease is collected."""
+        """Drops the lease without ending it: it is garbage-collected."""
         self.process.world.did("drop")
         self.leave()
 
     def leave(self) -> None:
-        """Lets go of everything."""
+        """Releases everything."""
         self.process.world.seen["left while loading"] += self.load is not None
         if self.prefetch is not None and not self.prefetch.ended:
             self.prefetch.revoke()
         self.prefetch = self.lease = self.load = None
 
     def check_tables(self) -> None:
-        """What is published is the tree's, the rest is its own, and nothing else is named."""
+        """Checks that published pages belong to the tree and all others in the tables to the lease."""
         lease, process = self._open(), self.process
         own, pools = lease.published // process.cache.page_size, list(process.pools(0))
         for pool, table in zip(pools, self._tables(), strict=False):
@@ -292,8 +292,8 @@ class Request:
 class Leases:
     """A run of the profile "cache"."""
 
-    stores: ClassVar = 0.85  # how often there is storage
-    most_processes: ClassVar = 3
+    stores: ClassVar = 0.85  # probability of storage
+    max_processes: ClassVar = 3
     kill_rates: ClassVar[tuple[float, ...]] = (0.0, 0.02, 0.1, 0.2)
 
     def __init__(self, world: World) -> None:
@@ -303,9 +303,9 @@ class Leases:
         self.disk = Disk(world, random.choice((20, 200, 1000)))
         self.storage = random.random() < self.stores
         self.pages = self._sizes()
-        self.most = random.randint(1, 6)  # requests at once
+        self.max_requests = random.randint(1, 6)  # at once
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
-        processes = random.randint(1, self.most_processes)
+        processes = random.randint(1, self.max_processes)
         self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(processes)]
         if random.random() < 0.5:
             self.identities[-1] = other_identity(world, self.identities[-1])
@@ -323,7 +323,7 @@ class Leases:
         return Process(self.world, disk, self.identities[at], self.page_size, pages=self.pages)
 
     def step(self) -> None:
-        """One thing more."""
+        """Does one operation."""
         world, random = self.world, self.world.random
         world.pass_time(random.expovariate(200))
         process = random.choice(self.processes)
@@ -335,14 +335,14 @@ class Leases:
             self._seldom(process)
         elif kind < 0.24 + self.flushes:
             world.did("flush", process.cache.flush() if world.chance(0.5) else process.tiers.flush())
-        elif len(self.requests) < self.most and random.random() < 0.3:
+        elif len(self.requests) < self.max_requests and random.random() < 0.3:
             self._arrive(process)
         elif self.requests:
             self._advance(random.choice(self.requests))
         process.count()
 
     def _check_waiting(self, process: Process) -> None:
-        """Nobody waits for storage longer than its policy says, whatever storage does."""
+        """Checks that no request waits for storage longer than its policy allows."""
         for request in self.requests:
             if request.process is process and request.waiting:
                 waited_s, limit_s = self.world.now_s - request.began_s, process.longest_wait_s()
@@ -395,7 +395,7 @@ class Leases:
         request.settle()
         if request.load is not None and random.random() < 0.2:
             return request.wait
-        if request.at_a_border and random.random() < 0.4:
+        if request.at_boundary and random.random() < 0.4:
             return request.checkpoint
         fresh = request.computed // self.page_size * self.page_size > lease.published
         steps = [request.publish, request.compute] if fresh else [request.compute]
@@ -410,7 +410,7 @@ class Leases:
         world.faults["kill"] += 1
         process.kill()
         self.requests = [request for request in self.requests if request.process is not process]
-        if world.chance(0.1):  # other weights, another layout
+        if world.chance(0.1):  # for example other weights or another layout
             self.identities[at] = other_identity(world, self.identities[at])
         self.processes[at] = self._start(at)
         world.did("kill", at)
@@ -418,7 +418,7 @@ class Leases:
             self.processes[at].tiers.warm()
 
     def end(self) -> None:
-        """Faults stop: everything must end."""
+        """Stops faults and checks that everything ends."""
         self.world.calm, self.disk.outage = True, None
         for request in self._last_requests():
             if request.lease is not None:
@@ -429,7 +429,7 @@ class Leases:
             process.drain()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     def _last_requests(self) -> Iterator[Request]:
         while self.requests:
@@ -440,8 +440,8 @@ class Hybrids(Leases):
     """A run of the profile "hybrid"."""
 
     stores: ClassVar = 0.0
-    most_processes: ClassVar = 1
-    kill_rates: ClassVar[tuple[float, ...]] = (0.0, 0.02)  # all is lost with it
+    max_processes: ClassVar = 1
+    kill_rates: ClassVar[tuple[float, ...]] = (0.0, 0.02)  # a kill loses everything
 
     def _sizes(self) -> Sizes:
         return hybrid_sizes(self.world)

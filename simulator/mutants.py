@@ -73,27 +73,27 @@ _PAGES, _STORE, _TIERS, _SCHEDULER = "tiers/pages.py", "tiers/store.py", "tiers/
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
-    # ---------------------------------------------------------------- what a page is called, and whether it is it
+    # ---------------------------------------------------------------- keys of pages, and their verification
     _mutant(
-        "the namespace is missing in stored keys", "sglang#26747", _PAGES,
+        "stored keys leave out the namespace", "sglang#26747", _PAGES,
         "+ self._identity + namespace", "+ self._identity",
     ),
     _mutant(
-        "nothing of the identity is in stored keys", "sglang#33268", _PAGES,
+        "stored keys leave out the identity", "sglang#33268", _PAGES,
         'data = len(self._identity).to_bytes(8, "little") + self._identity + namespace', "data = namespace",
     ),
     _mutant(
-        "the revision of the weights is not in the identity", "sglang#26792", "identity.py",
+        "the identity leaves out the weights", "sglang#26792", "identity.py",
         'if self.replicated and field.name in ("tp_rank", "tp_size"):',
         'if field.name == "weights" or self.replicated and field.name in ("tp_rank", "tp_size"):',
     ),
     _mutant(
-        "the rank is not in the identity", "sglang#26670", "identity.py",
+        "the identity leaves out the rank", "sglang#26670", "identity.py",
         'if self.replicated and field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size"):',
         "ranks",
     ),
     _mutant(
-        "a page's key says nothing of what is before it", "vllm#8229", _PAGES,
+        "a page's key does not depend on the pages before it", "vllm#8229", _PAGES,
         'self._named(b"page" + parent + symbols', 'self._named(b"page" + symbols',
     ),
     _mutant(
@@ -102,7 +102,7 @@ PYTHON: tuple[Mutant, ...] = (
         "return self._blake3(data, key=self._name_key).digest()[:1] * 32",
     ),
     _mutant(
-        "the tag is not looked at", "sglang#39269", _PAGES,
+        "the tag is not checked", "sglang#39269", _PAGES,
         " or bytes(slot[_TAG]) != self._tag(slot)", "",
     ),
     _mutant(
@@ -110,29 +110,29 @@ PYTHON: tuple[Mutant, ...] = (
         "        hasher.update(slot[HEADER_BYTES:])\n", "",
     ),
     _mutant(
-        "anybody can make a tag", "-", _PAGES,
+        "the tag needs no secret", "-", _PAGES,
         "self._blake3(slot[: _TAG.start], key=self._tag_key)", "self._blake3(slot[: _TAG.start])",
     ),
     _mutant(
-        "a whole page of another key is taken", "openvino.genai#3722", _PAGES,
+        "an intact page of another key is accepted", "openvino.genai#3722", _PAGES,
         'return None if stored == key else "misdirected"', "return None",
     ),
     _mutant(
-        "an adapter and a salt of one name are one namespace", "vllm#44701", "namespaces.py",
+        "an adapter and a salt with one name share a namespace", "vllm#44701", "namespaces.py",
         '_field(b"s", self.salt)', '_field(b"a", self.salt)',
     ),
     _mutant(
-        "the namespace is left out of a lease", "CVE-2025-46570", "cache.py",
+        "a lease ignores its namespace", "CVE-2025-46570", "cache.py",
         'name = b"" if namespace is None else encode_namespace(namespace)', 'name = b""',
     ),
     # ---------------------------------------------------------------- the store
     _mutant(
-        "a hole in what was read is passed over", "sglang#26886", _STORE,
+        "a hole in a read is skipped", "sglang#26886", _STORE,
         "                    return good\n                self._unpack",
         "                    continue\n                self._unpack",
     ),
     _mutant(
-        "a call over its deadline gives its slots free while it runs", "TensorRT-LLM#15546", _STORE,
+        "a call over its deadline frees its slots while it runs", "TensorRT-LLM#15546", _STORE,
         "        self.overdue()\n        return False", "        return self.overdue()",
     ),
     _mutant(
@@ -140,8 +140,8 @@ PYTHON: tuple[Mutant, ...] = (
         "if self._store.clock() < self._deadline_s:", "if True:",
     ),
     _mutant(
-        "what a client raises ends the worker", "sglang#39269", _STORE,
-        "    except BaseException:  # anybody", "    except ZeroDivisionError:  # anybody",
+        "an exception of a client ends the worker", "sglang#39269", _STORE,
+        "    except BaseException:  # third-party", "    except ZeroDivisionError:  # third-party",
     ),
     _mutant(
         "the breaker never opens", "Mooncake#2253", _STORE,
@@ -152,17 +152,17 @@ PYTHON: tuple[Mutant, ...] = (
         "        self._failures, self._trying = 0, False", "        self._trying = False",
     ),
     _mutant(
-        "the queue of writes has no end", "sglang#26670", _TIERS,
+        "the write queue is unbounded", "sglang#26670", _TIERS,
         "if self._queued and self._queued + pages > self.store.config.queue_pages:", "if False:",
     ),
-    # ---------------------------------------------------------------- down to the host
+    # ---------------------------------------------------------------- back up
     _mutant(
         "a host page is served before its copy has ended", "vllm#45704", _TIERS,
         "        if not self.ticket.done():\n            return 0\n        if self._above",
         "        if self._above",
     ),
     _mutant(
-        "a copy that failed counts as made", "LMCache-Ascend#270", _TIERS,
+        "a failed copy counts as complete", "LMCache-Ascend#270", _TIERS,
         "return _FAILED if self._above is not None or self.ticket.error is not None else _ARRIVED",
         "return _FAILED if self._above is not None else _ARRIVED",
     ),
@@ -171,44 +171,44 @@ PYTHON: tuple[Mutant, ...] = (
         "above = self._flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
     ),
     _mutant(
-        "a failed copy is taken back before those below it", "sglang#31679", _TIERS,
+        "a failed copy is undone before the copies below it", "sglang#31679", _TIERS,
         "        if self._below:\n            return\n", "",
     ),
     Mutant(
-        "a device page is not locked while it is copied down", "sglang#28468", _TIERS,
+        "a device page is not locked while it is backed up", "sglang#28468", _TIERS,
         (
             ("                self._core.lock(at, DEVICE)\n", ""),
             ("        self._core.unlock(node, DEVICE)\n", ""),
         ),
     ),
     _mutant(
-        "host pages are evicted and belong to nobody", "sglang#16067", _TIERS,
+        "evicted host pages are not returned to the pool", "sglang#16067", _TIERS,
         "        freed = self.tree.evict(missing, self.tree.components[row].name, HOST)\n"
         "        for pool, ids in zip(self.host_pools, freed, strict=True):\n            pool.reclaim(ids)\n",
         "        freed = self.tree.evict(missing, self.tree.components[row].name, HOST)\n",
     ),
     _mutant(
-        "a handle that went stale ends the scheduler", "-", _TIERS,
+        "a stale handle ends the scheduler", "-", _TIERS,
         "            except StaleHandle:\n", "            except ZeroDivisionError:\n",
     ),
     _mutant(
-        "a node on its way is copied a second time", "here", _TIERS,
+        "a node in flight is copied again", "here", _TIERS,
         "missing = list(takewhile(lambda at: at not in self._flights, lacking))", "missing = list(lacking)",
         "components",
     ),
     _mutant(
-        "a copy waits for the one above its first node only", "here", _TIERS,
+        "a copy waits only for the copy above its first node", "here", _TIERS,
         "self._core.in_flight_above(held[-1], HOST)", "self._core.in_flight_above(held[0], HOST)",
         "tests/test_tiers_components.py::test_a_copy_waits_for_every_copy_above_its_last_node",
     ),
-    # ---------------------------------------------------------------- up to the device
+    # ---------------------------------------------------------------- load
     _mutant(
         "a load is published before it has arrived", "vllm#47282", _TIERS,
         "        if not self.ticket.done():\n            return 0\n        return _ARRIVED if",
         "        return _ARRIVED if",
     ),
     _mutant(
-        "a load that failed counts as arrived", "vllm#49250", _TIERS,
+        "a failed load counts as arrived", "vllm#49250", _TIERS,
         "return _ARRIVED if self.ticket.error is None else _FAILED", "return _ARRIVED",
     ),
     _mutant(
@@ -222,7 +222,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_runner.py::test_layers_are_computed_while_the_next_ones_arrive",
     ),
     _mutant(
-        "what was computed behind a failed load is kept", "vllm#49250", _SCHEDULER,
+        "what was computed after a failed load is kept", "vllm#49250", _SCHEDULER,
         "        if not failed:\n            return shares, sampled, logits\n",
         "        return shares, sampled, logits\n",
         "scheduler",
@@ -233,65 +233,65 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "two requests look in storage for each other for ever", "here", _SCHEDULER,
+        "two requests prefetch for each other forever", "here", _SCHEDULER,
         "prefetch.shared and prefetch.loaded and task.looks < _LOOKS:", "prefetch.shared:",
         "scheduler",
     ),
     _mutant(
-        "states that are evicted are not written back", "-", _TIERS,
+        "evicted states are not backed up", "-", _TIERS,
         "if self.back_up(victim):", "if row == 0 and self.back_up(victim):",
         "tests/test_tiers_leases.py::test_states_that_are_evicted_are_written_back",
     ),
     _mutant(
-        "where all layers slide, a hit on the host counts as what was copied", "here", _TIERS,
+        "where all layers slide, a load counts only the pages that it copies", "here", _TIERS,
         "self._memory.up(moves), pages))", "self._memory.up(moves), len(pairs[0][0])))",
         "tests/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
     ),
     _mutant(
-        "behind a load that failed a request computes on with its state", "-", _SCHEDULER,
+        "after a failed load a request does not go back to its hit", "-", _SCHEDULER,
         "        self.computed = self._lease.hit\n        return False", "        return False",
         "hybrid-scheduler",
     ),
     _mutant(
-        "where all layers slide, pages of all the prompt must fit for a load", "here", _SCHEDULER,
+        "where all layers slide, a load needs pages for the whole prompt", "here", _SCHEDULER,
         "        if Full.name not in self._cache.pools:\n            return True  #", "        #",
         "tests/test_engine_hybrid.py::test_a_prompt_longer_than_all_windows_is_loaded",
     ),
     _mutant(
-        "a page is hit inside without the copy", "LMCache-Ascend#270", "cache.py",
+        "a hit ends inside a page that is not copied", "LMCache-Ascend#270", "cache.py",
         "                self._copy_page(*copy)\n", "",
     ),
-    # ---------------------------------------------------------------- from storage
+    # ---------------------------------------------------------------- prefetch
     _mutant(
-        "pages that did not verify are taken", "LMCache#4467", _TIERS,
+        "pages that fail verification are accepted", "LMCache#4467", _TIERS,
         "return 1 + self.call.value if self.call.done() and self._prefetch.anchored else 0",
-        "return 1 + len(self.pages) if self.call.done() and self._prefetch.anchored else 0",
+        "return 1 + len(self.page_ids) if self.call.done() and self._prefetch.anchored else 0",
     ),
     _mutant(
-        "every batch reads the first pages' keys", "sglang#5221", _TIERS,
+        "every batch reads the keys of the first one", "sglang#5221", _TIERS,
         "keys = self._keys[self._asked - self._first :][:n]", "keys = self._keys[:n]",
     ),
     _mutant(
-        "batches are taken in the order in which they come", "ATOM#1807", _TIERS,
+        "batches are added in the order of their arrival", "ATOM#1807", _TIERS,
         "        while self._reads and self._reads[0].ended:\n            read = self._reads.popleft()\n",
         "        while read := next((each for each in self._reads if each.ended), None):\n"
         "            self._reads.remove(read)\n",
     ),
     _mutant(
-        "what comes behind a miss is taken", "sglang#39444", _TIERS,
-        "            self._cut = self._cut or kept < len(read.pages)\n", "",
+        "pages after a miss are accepted", "sglang#39444", _TIERS,
+        "            self._cut = self._cut or kept < len(read.page_ids)\n", "",
     ),
     _mutant(
-        "a duplicate is given back twice", "sglang-jax#982", _TIERS,
-        "        pool.release(pages[~ours])\n", "        pool.release(pages[~ours])\n" * 2,
+        "a duplicate is freed twice", "sglang-jax#982", _TIERS,
+        "        pool.release(page_ids[~ours])\n", "        pool.release(page_ids[~ours])\n" * 2,
     ),
     _mutant(
         "a duplicate is lost", "sglang#16067", _TIERS,
-        "        pool.release(pages[~ours])\n", "",
+        "        pool.release(page_ids[~ours])\n", "",
     ),
     _mutant(
-        "duplicates are believed to be in the tree", "mini-sglang#142", _TIERS,
-        "ours[:kept] = theirs[:kept] == pages[:kept]", "ours[:kept] = True",
+        "duplicates count as pages of the tree", "mini-sglang#142", _TIERS,
+        "ours[:kept] = theirs[:kept] == page_ids[:kept]", "ours[:kept] = True",
     ),
     Mutant(
         "host pages may be evicted while they are written to storage", "Mooncake#4239", _TIERS,
@@ -301,43 +301,43 @@ PYTHON: tuple[Mutant, ...] = (
         ),
     ),
     _mutant(
-        "with room for one prefetch nothing is warmed", "here", _TIERS,
+        "with a limit of one prefetch nothing is warmed", "here", _TIERS,
         "len(self._prefetches) < max(1, self.store.config.max_prefetches // 2)",
         "len(self._prefetches) < self.store.config.max_prefetches // 2",
     ),
     _mutant(
-        "a request waits for a store that hangs", "LMCache#5047", _TIERS,
+        "a request waits for a stuck store", "LMCache#5047", _TIERS,
         "return int(self._prefetch.late())", "return int(self._prefetch.ended)",
     ),
     _mutant(
-        "every machine is waited on as if it were as quick", "here", "tiers/waits.py",
+        "the wait ignores the speed of the machine", "here", "tiers/waits.py",
         "if cost_s is None:", "if True:",
         "tests/test_scheduler_tiers.py::"
         "test_on_a_machine_that_is_slower_than_anybody_supposed_a_restarted_server_takes_all_from_storage",
     ),
     _mutant(
-        "what a listed prefix shares with one on its way is all that comes back of it", "here", _TIERS,
+        "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _TIERS,
         "if self._wanted(namespace, key)[0] in self._prefetches:", "if False:",
-        "tests/test_tiers_controller.py::test_a_conversation_comes_back_whole_though_each_turn_adds_little",
+        "tests/test_tiers_controller.py::test_a_conversation_is_warmed_whole_though_each_turn_adds_little",
     ),
     _mutant(
-        "a store that hangs takes the host away", "sglang#33862", _TIERS,
+        "a stuck store occupies the host", "sglang#33862", _TIERS,
         "            self._writes.popleft().give_up()", "            return False",
-        "tests/test_tiers_controller.py::test_a_store_that_hangs_does_not_take_the_host_away",
+        "tests/test_tiers_controller.py::test_a_stuck_store_does_not_occupy_the_host",
     ),
     # ---------------------------------------------------------------- ranks
     _mutant(
-        "a rank goes by its own votes", "sglang#31425", _TIERS,
+        "a rank uses its own votes", "sglang#31425", _TIERS,
         "            votes = self.host.agree(votes)\n", "            self.host.agree(votes)\n",
         "ranks",
     ),
     _mutant(
-        "a rank goes by its own gap in storage", "sglang#30760", _TIERS,
+        "a rank uses its own gap in storage", "sglang#30760", _TIERS,
         "        if outcome == _FAILED and tiers.names", "        if self._call.value.gap and tiers.names",
         "ranks",
     ),
     _mutant(
-        "a rank takes its own pages from storage", "sglang#22607", _TIERS,
+        "a rank uses its own lookup", "sglang#22607", _TIERS,
         "self._prefetch.looked_up(self._call.value[: outcome - 1])", "self._prefetch.looked_up(self._call.value)",
         "ranks",
     ),
@@ -370,7 +370,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- the file store
     _mutant(
-        "the index is believed after a restart", "LMCache#562", "storage/file.py",
+        "the index is trusted after a restart", "LMCache#562", "storage/file.py",
         "if self._checksum(body, _FORMAT) == checksum:", "if True:",
         "tests/test_storage_file.py",
     ),
@@ -380,7 +380,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_storage_file.py",
     ),
     _mutant(
-        "what is given back to the disk is not durably gone", "-", "storage/file.py",
+        "space is returned to the disk before that is durable", "-", "storage/file.py",
         '        if self._sync:\n            self._io.fdatasync(self._fds["values"])\n        with self._lock:  #',
         "        with self._lock:  #",
         "tests/test_storage_file_crash.py",
@@ -421,7 +421,7 @@ NATIVE: tuple[Mutant, ...] = (
         "what is in flight is matched", "vllm#45704", _CORE + "match.cpp",
         "for (; at < path.size() && cell(path[at].node, 0).present(); ++at)",
         "for (; at < path.size() && !cell(path[at].node, 0).absent(); ++at)",
-        "tests/test_tree.py::test_a_match_stops_in_front_of_what_is_in_flight",
+        "tests/test_tree.py::test_a_match_stops_before_pages_in_flight",
     ),
     _mutant(
         "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546", _CORE + "cache.cpp",
@@ -538,12 +538,12 @@ NATIVE: tuple[Mutant, ...] = (
         "pages in front of the window of an insertion go by their age", "here", _CORE + "tree.cpp",
         "  return row(slot).per_page() && nodes_[node].start < row(slot).first_needed",
         "  return false && row(slot).first_needed",
-        "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
+        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     _mutant(
         "with what is in front of a window the window goes", "here", _CORE + "evict.cpp",
         "  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
-        "tests/test_components.py::test_pages_in_front_of_the_windows_of_what_was_put_here_go_first",
+        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     # ---------------------------------------------------------- what is removed, and what follows what is in flight
     _mutant(
@@ -554,13 +554,13 @@ NATIVE: tuple[Mutant, ...] = (
         "    const Run<std::int32_t> ids = vacate(at, slot(0, tier));\n"
         "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
         "  }\n",
-        "tests/test_tree.py::test_what_is_behind_a_cancelled_beginning_comes_back_when_its_own_transfer_has_ended",
+        "tests/test_tree.py::test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends",
     ),
     _mutant(
         "a transfer locks what another has in flight", "here", _CORE + "insert.cpp",
         "    if (cell(node, slot(c, tier)).transfer == node && !others[c]) lock_all(node, tier, +1);\n",
         "    if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);\n",
-        "tests/test_tree.py::test_of_a_transfer_that_adds_nothing_nothing_is_in_flight",
+        "tests/test_tree.py::test_a_transfer_that_adds_nothing_has_nothing_in_flight",
     ),
     _mutant(
         "a user's unlock lets go of what a removed node holds", "here", _CORE + "locks.cpp",
@@ -571,7 +571,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "the end of a lease is no use of its prefix", "here", _CORE + "cache.cpp",
         "  tree.refresh_use(node, 0);\n", "",
-        "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_and_no_hit",
+        "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_but_not_a_hit",
     ),
     # ---------------------------------------------------------------- the policy that learns
     _mutant(
@@ -592,7 +592,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "what it gave up and lru still has is no risk", "-", _POLICIES + "lru_shadow.h",
         "    if (time >= edge_) at_risk_ += slot.chance * static_cast<double>(pages);\n", "",
-        _GITTINS + "test_it_is_never_far_below_lru_when_all_changes",
+        _GITTINS + "test_it_is_never_far_below_lru_when_the_workload_changes",
     ),
     _mutant(
         "nothing is known of what was evicted", "-", _POLICIES + "gittins.h",

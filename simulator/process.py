@@ -1,4 +1,4 @@
-"""One process: a cache with its host tier and its way to the store. It may be killed at any step and started again."""
+"""One process: a cache with its host tier and its store client. It may be killed and restarted at any step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DEVICE, _HOST = 0, 1
 
 
 class OwnPolicy:
-    """A rule in Python, which the core knows nothing of."""
+    """A policy in Python, unknown to the core."""
 
     name = "own"
 
@@ -50,7 +50,7 @@ class OwnPolicy:
 
 
 def other_identity(world: World, identity: Identity) -> Identity:
-    """The same but for one field."""
+    """Returns an identity that differs in one field."""
     field = world.random.choice(_FIELDS)
     if field == "rank":
         return replace(identity, tp_size=2, tp_rank=1 - identity.tp_rank)
@@ -60,16 +60,16 @@ def other_identity(world: World, identity: Identity) -> Identity:
 
 
 class Process:
-    """A cache with its tiers, as one seed configures it.
+    """A cache with its tiers, configured by the seed.
 
     Args:
-        world: whose time and chance.
-        disk: what is below the host; None: no storage.
-        identity: of its pages.
-        page_size: positions a page.
+        world: the clock and random choices.
+        disk: the shared disk; None: no storage.
+        identity: identity of its pages.
+        page_size: positions per page.
         agree: see `HostTier`.
-        pages: of the device and of the host; or of each component.
-        chance: for its configuration, where several must have the same.
+        pages: number of pages on device and host; or both for each component.
+        chance: random choices of the configuration, for processes that must have the same.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Process:
         )
         assert self.cache.tiers is not None
         self.tiers: Tiers = self.cache.tiers
-        if random.random() < 0.5:  # somebody has computed before, on a fast machine or a slow one
+        if random.random() < 0.5:  # there is an estimate already, of a fast machine or a slow one
             forward_s = random.choice((0.0001, 0.01, 1.0))
             for _ in range(4):
                 self.tiers.prefill.observe([(64, 0)], forward_s)
@@ -133,24 +133,24 @@ class Process:
 
     @property
     def has_states(self) -> bool:
-        """Whether a sequence has a state."""
+        """Whether sequences have a state."""
         return bool(self._rows(State))
 
     def pools(self, tier: int) -> Sequence[Pool]:
-        """By component."""
+        """Returns the pools of a tier, by component."""
         return self.tiers.host_pools if tier == _HOST else tuple(self.cache.pools.values())
 
     def origin_of(self, namespace: Namespace | str | None) -> np.uint64:
-        """What numbers of a namespace begin with; not by the bytes that name it in the tree: they are to be checked."""
+        """Returns the salt of a namespace; not derived from its encoding in the tree, which is under test."""
         return salt(self.origin, repr(namespace).encode())
 
     def longest_wait_s(self) -> float:
-        """That a request may have waited for storage when it was just polled."""
+        """Returns how long a request may have waited for storage right after a poll."""
         assert self.store is not None
         config, pages = self.store.config, self.cache.pool.total
         if config.prefetch == "wait_complete":
             return config.call_timeout_s * (1 + pages)
-        cost_s = self.tiers.prefill.seconds(2 * pages * self.cache.page_size, 0)  # of the question, and of the pages
+        cost_s = self.tiers.prefill.seconds(2 * pages * self.cache.page_size, 0)  # the lookup and the reads
         return config.timeout_s + config.timeout_per_page_s * pages if cost_s is None else cost_s
 
     def poll(self) -> None:
@@ -158,25 +158,25 @@ class Process:
         self.tiers.poll()
         self.world.did("poll", self.tiers.counts.total())
 
-    # ---------------------------------------------------------------- what a forward does
+    # ---------------------------------------------------------------- forwards
 
     def read(
         self, what: str, tables: Sequence[Ids | None], state: int, numbers: Numbers, layers: slice = slice(None)
     ) -> None:
-        """All that is read to compute what comes behind these numbers: pages by the tables, the state in its slot."""
+        """Reads what computing the position after these numbers needs: pages by the tables, the state in its slot."""
         end, size = len(numbers), self.cache.page_size
         for (row, component), table in zip(self._rows(Full, Window), tables, strict=False):
             first = max(0, end - component.tokens) // size if isinstance(component, Window) else 0
             assert table is not None
-            pages = table[first : -(-end // size)]
-            require(bool((pages >= 0).all()), "a page that is read lies behind the window", what, component, pages)
-            self.memory.expect(what, pages, numbers[first * size :], component=row, layers=layers)
+            page_ids = table[first : -(-end // size)]
+            require(bool((page_ids >= 0).all()), "the table lacks a page that is read", what, component, page_ids)
+            self.memory.expect(what, page_ids, numbers[first * size :], component=row, layers=layers)
         for row, _ in self._rows(State) if end else ():
             slot = np.array([state], np.int32)
             self.memory.expect(f"{what}: state", slot, state_of(numbers, size), component=row, layers=layers)
 
     def write(self, tables: Sequence[Ids | None], state: int, begin: int, numbers: Numbers) -> None:
-        """What was computed for positions [begin, len(numbers)), and the state behind them, to where they belong."""
+        """Writes what was computed for positions [begin, len(numbers)), and the state after them."""
         size, pools = self.cache.page_size, self.pools(_DEVICE)
         for (row, _), table in zip(self._rows(Full, Window), tables, strict=False):
             assert table is not None
@@ -189,10 +189,10 @@ class Process:
             require(owner == "private", "a state that is not private is written", state, owner)
             self.memory.write(np.array([state], np.int32), 0, state_of(numbers, size), row)
 
-    # ---------------------------------------------------------------- what may be done to it
+    # ---------------------------------------------------------------- disturbances
 
     def evict(self) -> None:
-        """Takes some pages of one component from one tier."""
+        """Evicts some pages of one component from one tier."""
         random = self.world.random
         tier, row, n = random.randrange(2), random.randrange(len(self.components)), random.choice((1, 2, 4, 99))
         if tier == _DEVICE and self.tiers.host.write == "write_back":
@@ -204,7 +204,7 @@ class Process:
         self.world.did("evict", tier, row, n)
 
     def poison(self) -> None:
-        """Free pages hold nothing: who still reads one reads that."""
+        """Overwrites free pages, so that a read of one is detected."""
         for tier in (_DEVICE, _HOST):
             for row, pool in enumerate(self.pools(tier)):
                 self.memory.poison(tier, row, [page for page in range(pool.total) if pool.owner(page) == "free"])
@@ -212,23 +212,23 @@ class Process:
     # ---------------------------------------------------------------- checks
 
     def count(self) -> None:
-        """Every page of every component has one owner."""
+        """Checks that every page of every component has one owner."""
         for tier in (_DEVICE, _HOST):
             for pool in self.pools(tier):
                 counted = pool.free + pool.cached + pool.private
                 require(counted == pool.total, "pages do not add up", tier, counted, pool.total)
 
     def audit(self) -> None:
-        """Checks every structure and limit, and every page that the tree has on either tier."""
+        """Checks every structure and limit, and every page in the tree on either tier."""
         self.cache.check()
         if self.store is not None:
             queued, limit = self.tiers.stats().queued, self.store.config.queue_pages
             alone = len(self.tiers._writes) + self.tiers._writing <= 1
-            require(queued <= limit or alone, "more pages wait to be written than may", queued, limit)
+            require(queued <= limit or alone, "more pages wait to be written than allowed", queued, limit)
         read_tree(self.cache.tree, self.memory, lambda name, tokens: fingerprints(self._origins[name], tokens))
 
-    def tell(self) -> None:
-        """Adds its counts to what was seen."""
+    def add_counts(self) -> None:
+        """Adds its counters to those of the world."""
         seen, stats = self.world.seen, self.cache.stats()
         seen.update(self.tiers.counts)
         seen.update({"hit": stats.hit, "host_hit": stats.host_hit, "partial_hit": stats.partial_hit})
@@ -238,8 +238,8 @@ class Process:
             seen["breaker openings"] += self.store.breaker.openings
 
     def kill(self) -> None:
-        """Everything in memory is gone; writes in the middle are torn."""
-        self.tell()
+        """Discards everything in memory; tears the writes that are running."""
+        self.add_counts()
         if self.disk is None:
             return
         self.backend.dying = True
@@ -249,32 +249,32 @@ class Process:
                     call.run()
 
     def drain(self) -> None:
-        """Once faults have stopped, everything ends; then nothing is left that anybody holds.
+        """Checks, after faults have stopped, that everything ends and that nothing stays held.
 
         Raises:
-            WrongError: something hangs, or a page is lost.
+            WrongError: something does not end, or a page is lost.
         """
         for _ in range(2000):
             self.poll()
             if not self.tiers.busy:
                 break
             self.world.pass_time(0.05)
-        require(not self.tiers.busy, "something is under way for ever", [type(p).__name__ for p in self.tiers._pending])
+        require(not self.tiers.busy, "something under way never ends", [type(p).__name__ for p in self.tiers._pending])
         self.audit()
         if self.store is not None and self.tiers.host.agree is None and self.world.chance(0.3):
             self._fail_and_recover()
         stats = self.cache.stats()
         private = sum(pool.private for pool in stats.pools.values())
-        require(stats.leases == 0 and private == 0, "something is held by nobody", stats)
-        require(not any(pool.locked for pool in stats.pools.values()), "something is locked by nobody", stats)
+        require(stats.leases == 0 and private == 0, "a page or lease is held after the end", stats)
+        require(not any(pool.locked for pool in stats.pools.values()), "a page is locked after the end", stats)
         self.cache.flush()
         for pool in (*self.pools(_DEVICE), *self.pools(_HOST)):
             require(pool.free == pool.total, "a page is lost", pool.free, pool.cached, pool.private, pool.total)
         require(self.cache.tree.stats().nodes == 0, "a node is left")
-        self.tell()
+        self.add_counts()
 
     def _fail_and_recover(self) -> None:
-        """A store that is dead is left alone, one that hangs is not waited for, and one that is back is used again."""
+        """Checks that calls to a dead store stop, stuck calls become overdue, and a recovered store is used."""
         assert self.store is not None and self.disk is not None
         world, config, breaker = self.world, self.store.config, self.store.breaker
         self._require_recovery()
@@ -286,7 +286,7 @@ class Process:
         self._require_recovery()
         self.disk.outage = "hangs"
         call = self._lookup(until_s=config.call_timeout_s)
-        require(call.done() or call.overdue(), "a call that hangs is never overdue")
+        require(call.done() or call.overdue(), "a stuck call is never overdue")
         world.calm, self.disk.outage = True, None
         self.world.wait_for(call.done)
         self._require_recovery()
@@ -299,11 +299,11 @@ class Process:
                 return
             self.world.pass_time(0.1)
             calls.append(self._lookup(until_s=0.2))
-            calls = [call for call in calls if not call.done()]  # whoever calls asks until it has ended
-        require(False, "a store that is back is not used again", self.store.breaker.open, self.store.slow)
+            calls = [call for call in calls if not call.done()]  # callers poll until a call has ended
+        require(False, "a recovered store is not used", self.store.breaker.open, self.store.slow)
 
     def _lookup(self, until_s: float) -> StoreCall[list[bytes]]:
-        """A call, when it has ended or its time is over."""
+        """Makes a lookup; returns it once it has ended or `until_s` has passed."""
         assert self.store is not None
         symbols = bytes(4 * self.cache.page_size)
         call = self.store.look_up(self.store.sealer.root(b""), symbols, len(symbols))
@@ -314,7 +314,7 @@ class Process:
 
 
 def hybrid_sizes(world: World) -> Sizes:
-    """Windows and states, with or without full attention."""
+    """Draws components with windows or states, with or without full attention, and their sizes."""
     random = world.random
     window = Window(random.choice((1, 2, 3, 5, 9)))
     state = State(random.choice((None, None, 1, 2)), random.random() < 0.5)
@@ -325,7 +325,7 @@ def hybrid_sizes(world: World) -> Sizes:
 
 
 def read_tree(tree: Tree, memory: SimMemory, numbers_of: Callable[[bytes, Ids], Numbers]) -> Counter[tuple[str, int]]:
-    """Compares all that a tree has on either tier with the numbers of namespace and tokens; how many pages it has."""
+    """Compares every page of a tree, on either tier, with the expected numbers; returns how many there are."""
     paths: dict[int, bytes] = {0: b""}
     held: Counter[tuple[str, int]] = Counter()
     for view in tree.nodes():

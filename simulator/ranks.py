@@ -1,7 +1,7 @@
-"""Profile "ranks": the ranks of one model, each with a store and latencies of its own, which must stay alike.
+"""Profile "ranks": the ranks of one model, each with its own store and latencies. Their trees must stay equal.
 
-All ranks do the same things in the same order, on threads that hand each other the only turn: a rank runs until it ends
-or wants to agree; when all want to, the smallest votes go back to each. After every step all trees must be equal.
+All ranks do the same operations in the same order, on threads of which only one has the turn. A rank runs until it ends
+or calls `agree`; once all have called it, each gets the lowest votes. After every step all trees must be equal.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class _Abandoned(BaseException):
-    """The run has ended; whoever waits need not go on."""
+    """The run has ended; a waiting thread stops."""
 
 
 class Turn:
     """A thread that runs only while it has the turn."""
 
     def __init__(self) -> None:
-        self.votes: Sequence[int] | None = None  # it wants to agree
+        self.votes: Sequence[int] | None = None  # not None: it waits in `agree`
         self.ended = True
         self.value: object = None
         self.error: BaseException | None = None
@@ -40,17 +40,17 @@ class Turn:
         threading.Thread(target=self._work, daemon=True).start()
 
     def begin(self, job: Callable[[], object] | None) -> None:
-        """Runs a job until it ends or wants to agree; None ends the thread."""
+        """Runs a job until it ends or calls `agree`; None ends the thread."""
         self._job, self.ended, self.error = job, False, None
         self._switch()
 
     def resume(self, agreed: Sequence[int] | None) -> None:
-        """Goes on with what was agreed; None: it is not to go on."""
+        """Continues with the agreed votes; None abandons the job."""
         self.votes, self._agreed = None, agreed
         self._switch()
 
     def agree(self, votes: Sequence[int]) -> Sequence[int]:
-        """Called by the job."""
+        """Votes; called by the job."""
         self.votes = list(votes)
         self._back.release()
         self._go.acquire()
@@ -70,7 +70,7 @@ class Turn:
                 return
             try:
                 self.value = self._job()
-            except BaseException as error:  # noqa: BLE001  # it is raised again on the thread of the simulator
+            except BaseException as error:  # noqa: BLE001  # raised again on the thread of the simulator
                 self.error = error
             self.ended = True
             self._back.release()
@@ -82,19 +82,19 @@ class Ranks:
     def __init__(self, world: World) -> None:
         random = world.random
         self.world = world
-        world.rate /= 3  # every rank has faults of its own, and the worst counts
+        world.rate /= 3  # every rank has its own faults, and the worst counts
         self.size = random.randint(2, 8) if random.random() < 0.3 else random.randint(2, 4)
         self.page_size = random.choice((1, 2, 4))
         self.pages = random.choice(((6, 6), (8, 24), (12, 48), (30, 30)))
         disk = Disk(world, random.choice((30, 1000)))
         self.disks = [disk if random.random() < 0.3 else Disk(world, disk.capacity) for _ in range(self.size)]
         self.attention = random.choice(("gqa", "mla"))
-        self.prompts = Prompts(world, min(40, self.page_size * self.pages[0]), most=5)
+        self.prompts = Prompts(world, min(40, self.page_size * self.pages[0]), max_known=5)
         self.flushes = random.choice((0.01, 0.05, 0.1))
         self.turns = [Turn() for _ in range(self.size)]
         self._seed = random.getrandbits(32)
         self.processes = self._start()
-        self.requests: list[list[Request]] = []  # of each, one a rank
+        self.requests: list[list[Request]] = []  # each with one entry per rank
 
     def _start(self) -> list[Process]:
         self._seed += 1
@@ -111,10 +111,10 @@ class Ranks:
     # ---------------------------------------------------------------- all ranks at once
 
     def all(self, what: str, job: Callable[[int], T]) -> list[T]:
-        """Does something on every rank; what came of it must be the same on all.
+        """Runs a job on every rank; the results must be equal.
 
         Raises:
-            WrongError: a rank waits for ever for another one, or they differ.
+            WrongError: a rank waits forever for another one, or they differ.
         """
         for rank, turn in enumerate(self.turns):
             turn.begin(partial(job, rank))
@@ -150,7 +150,7 @@ class Ranks:
     # ---------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """One thing more, on every rank."""
+        """Does one operation on every rank."""
         world, random = self.world, self.world.random
         world.pass_time(random.expovariate(100))
         kind = random.random()
@@ -166,7 +166,7 @@ class Ranks:
             self._advance(random.choice(self.requests))
 
     def poll(self) -> None:
-        """Settles what has ended on all."""
+        """Settles what has ended on all ranks."""
         self.all("poll", lambda rank: self.processes[rank].tiers.poll())
 
     def _arrive(self) -> None:
@@ -178,7 +178,7 @@ class Ranks:
         self.requests.append(requests)
 
     def _do(self, what: str, requests: list[Request], job: Callable[[Request], object]) -> None:
-        """With the same chance on every rank."""
+        """Runs a job on every rank with the same random choices."""
         seed = self.world.random.getrandbits(32)
 
         def one(rank: int) -> tuple[object, ...]:
@@ -226,7 +226,7 @@ class Ranks:
         if kind < 2:
             process.poison()
         elif kind < 4:
-            self.all("audit", lambda rank: self.processes[rank].audit())  # takes back what was dropped
+            self.all("audit", lambda rank: self.processes[rank].audit())  # frees dropped leases
         elif kind == 4:
             disk.decay()
         elif kind == 5:
@@ -246,7 +246,7 @@ class Ranks:
             self.all("warm", lambda rank: self.processes[rank].tiers.warm())
 
     def end(self) -> None:
-        """Faults stop: everything must end."""
+        """Stops faults and checks that everything ends."""
         self.world.calm = True
         for disk in self.disks:
             disk.outage = None

@@ -1,7 +1,7 @@
-"""Profiles "scheduler" and "hybrid-scheduler": the real scheduler over a model that knows what every page must hold.
+"""Profiles "scheduler" and "hybrid-scheduler": the real scheduler over a model that knows the content of every page.
 
 Several processes share a store. Requests arrive, continue earlier ones, are cancelled; forwards fail. Every answer must
-be the one that a request gets without any cache, and once faults have stopped every request must end.
+be the one that the request gets without a cache. Once faults have stopped every request must end.
 "hybrid-scheduler" has windows and states, and no storage.
 """
 
@@ -42,15 +42,15 @@ class Letters:
 
 
 def next_token(number: np.uint64) -> int:
-    """What the model says behind a position; from what all layers hold of it."""
+    """Returns the token after a position: a function of its number."""
     return int(number >> np.uint64(40)) % _VOCAB
 
 
 class GhostRunner:
-    """A model whose forward reads every page that attention would, layer by layer, and compares.
+    """A model whose forward reads and checks every page that attention would read, layer by layer.
 
     Args:
-        process: whose device pages it computes in.
+        process: owner of the device pages.
     """
 
     def __init__(self, process: Process) -> None:
@@ -65,7 +65,7 @@ class GhostRunner:
         try:
             return self._forward(segments)
         except Exception as error:
-            self.wrong = error  # the scheduler would take it for a failed forward
+            self.wrong = error  # the scheduler would treat it as a failed forward
             raise
 
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -91,7 +91,7 @@ class GhostRunner:
         for segment, expected in zip(segments, numbers, strict=True):
             own = set(segment.page_table[segment.start // size : -(-segment.end // size)].tolist())
             own |= {-1 - segment.state} if segment.state >= 0 else set()
-            require(not own & written, "two write one page, or one state", own)
+            require(not own & written, "two segments write one page or one state", own)
             written |= own
             arrived = segment.arriving is None or segment.arriving.error is None
             left = expected if arrived else expected ^ POISON
@@ -106,7 +106,7 @@ def _tables(segment: Segment) -> tuple[NDArray[np.int32], NDArray[np.int32] | No
 
 
 class Server:
-    """A process with a scheduler, and what it was asked."""
+    """A process with a scheduler, and its requests."""
 
     def __init__(self, process: Process, limits: Limits) -> None:
         self.process = process
@@ -123,7 +123,7 @@ class Server:
         self.process.world.did("add", name, len(request.tokens))
 
     def step(self) -> list[list[int]]:
-        """One step of the scheduler; the sequences that have ended well."""
+        """Runs a step of the scheduler; returns the sequences that have ended successfully."""
         world = self.process.world
         whole = []
         events = self.scheduler.step()
@@ -138,7 +138,7 @@ class Server:
         return whole
 
     def _end(self, name: str, last: Delta) -> list[int]:
-        """Compares an answer with the one that a request gets without a cache."""
+        """Compares an answer with the one that the request gets without a cache."""
         request, answer = self.requests.pop(name), self.answers.pop(name)
         assert last.usage is not None
         self.process.world.did("end", name, last.finish_reason, answer, last.usage.cached_tokens)
@@ -159,8 +159,8 @@ class Server:
 class Requests:
     """A run of the profile "scheduler"."""
 
-    stores: ClassVar = 0.85  # how often there is storage
-    most_servers: ClassVar = 2
+    stores: ClassVar = 0.85  # probability of storage
+    max_servers: ClassVar = 2
 
     def __init__(self, world: World) -> None:
         random = world.random
@@ -173,7 +173,7 @@ class Requests:
         self.prompts = Prompts(world, max(longest, 1))
         self.limits = Limits(1000, random.choice((2, 8, 100)), random.randint(1, 6), random.choice((0.1, 1.0, 30.0)))
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
-        servers = random.randint(1, self.most_servers)
+        servers = random.randint(1, self.max_servers)
         self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(servers)]
         if random.random() < 0.5:
             self.identities[-1] = other_identity(world, self.identities[-1])
@@ -194,16 +194,16 @@ class Requests:
         return Server(Process(self.world, disk, self.identities[at], self.page_size, pages=pages), self.limits)
 
     def _with_windows(self, sizes: Sizes) -> Sizes:
-        """With as many window pages as one request needs."""
+        """Returns sizes with at least as many window pages as one request needs."""
         chunk, states = min(self.limits.token_budget, 40), any(isinstance(row, State) for row in sizes)
         pages: dict[Component, tuple[int, int]] = {}
         for row, (here, there) in sizes.items():
-            least = window_pages(row.tokens, chunk, self.page_size, states=states) if isinstance(row, Window) else 1
-            pages[row] = max(here, least), there
+            min_pages = window_pages(row.tokens, chunk, self.page_size, states=states) if isinstance(row, Window) else 1
+            pages[row] = max(here, min_pages), there
         return pages
 
     def step(self) -> None:
-        """One thing more."""
+        """Does one operation."""
         world, random = self.world, self.world.random
         server = random.choice(self.servers)
         idle_s = server.scheduler.idle_s
@@ -228,8 +228,8 @@ class Requests:
         random = self.world.random
         tokens = self.prompts.draw()
         tokens = tokens[: random.randint(max(1, len(tokens) - 3), len(tokens))]
-        most = self.page_size * self._first_pages() - len(tokens)
-        params = SamplingParams(max_tokens=random.randint(1, max(1, min(6, most))), ignore_eos=random.random() < 0.5)
+        room = self.page_size * self._first_pages() - len(tokens)
+        params = SamplingParams(max_tokens=random.randint(1, max(1, min(6, room))), ignore_eos=random.random() < 0.5)
         namespace = self.namespaces[0] if random.random() < 0.5 else random.choice(self.namespaces)
         self._added += 1
         request = Request(np.array(tokens, np.int32), params, namespace, random.choice((0, 0, 0, 1)))
@@ -263,7 +263,7 @@ class Requests:
             self.servers[at].process.tiers.warm()
 
     def end(self) -> None:
-        """Faults stop: every request must end within bounded time."""
+        """Stops faults; checks that every request ends within bounded time."""
         self.world.calm, self.disk.outage = True, None
         for server in self.servers:
             for _ in range(5000):
@@ -275,14 +275,14 @@ class Requests:
             server.process.drain()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 class HybridRequests(Requests):
     """A run of the profile "hybrid-scheduler"."""
 
     stores: ClassVar = 0.0
-    most_servers: ClassVar = 1
+    max_servers: ClassVar = 1
 
     def _sizes(self) -> Sizes:
         return hybrid_sizes(self.world)

@@ -1,7 +1,7 @@
-"""A store shared by several processes, and the workers that call it. It fails, lies, loses, is slow, hangs, comes back.
+"""A store shared by several processes, and the workers that call it. It fails, lies, loses data, stalls and recovers.
 
-`Disk` is what survives; `SimBackend` is one process's client, and does to its calls whatever a back end might do;
-`SimWorkers` decides when a call takes place and when its caller hears of it, which may be never.
+`Disk` is what survives a kill. `SimBackend` is one process's client: it injects every fault that a back end may have.
+`SimWorkers` decides when a call runs and when its caller is notified, which may be never.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Disk:
     """Values by key, with the faults of the medium.
 
     Args:
-        world: whose chance decides.
-        capacity: values; what comes then is refused, or takes the place of another.
+        world: random choices.
+        capacity: number of values; when full, a new value is rejected or replaces another.
     """
 
     def __init__(self, world: World, capacity: int) -> None:
         self.world, self.capacity = world, capacity
         self.values: dict[bytes, bytes] = {}
-        self.stale: dict[bytes, bytes] = {}  # what stood under a key before
+        self.stale: dict[bytes, bytes] = {}  # the previous value of a key
         self.evicts = world.chance(0.5)
         self.outage: str | None = None
-        self._contents: dict[bytes, bytes] = {}  # of pages, as they were written first
+        self._contents: dict[bytes, bytes] = {}  # of pages, as first written
 
     def store(self, key: bytes, value: bytes) -> bool:
-        """Whether there was room."""
+        """Stores a value; returns whether there was room."""
         if key not in self.values and len(self.values) >= self.capacity:
             if not self.evicts:
                 return False
@@ -47,12 +47,12 @@ class Disk:
         return True
 
     def witness(self, key: bytes, content: bytes) -> None:
-        """A page is written: one key has one content, whoever writes it and whenever."""
-        if content[:1] and len(content) < 4096:  # notes are longer, and change
+        """Checks that every write of a page with one key has the same content."""
+        if content[:1] and len(content) < 4096:  # notes are longer and may change
             require(self._contents.setdefault(key, content) == content, "two contents for one key", key.hex())
 
     def decay(self) -> None:
-        """What happens to a medium while nobody looks."""
+        """Injects a fault of the medium between calls."""
         world, values = self.world, self.values
         kind = world.fault("disk: loses some", "disk: loses all", "disk: rots", "disk: swaps") if values else None
         if kind is None:
@@ -74,7 +74,7 @@ class Disk:
 
 
 def flip(world: World, value: bytes) -> bytes:
-    """The value with one bit changed."""
+    """Returns the value with one bit flipped."""
     changed = bytearray(value)
     if changed:
         changed[world.random.randrange(min(len(changed), 512))] ^= 1 << world.random.randrange(8)
@@ -82,11 +82,11 @@ def flip(world: World, value: bytes) -> bytes:
 
 
 class SimBackend(Backend):
-    """One process's way to the disk.
+    """The client of one process.
 
     Args:
-        disk: shared.
-        forger: seals pages as somebody does who knows everything but the secret.
+        disk: the shared disk.
+        forger: seals pages like an attacker who knows everything except the secret.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -139,14 +139,14 @@ class SimBackend(Backend):
             at, kind = self.world.random.randint(0, len(keys)), "put torn by a kill"
         stored = []
         for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            spoilt = kind if number == at else None
+            fault = kind if number == at else None
             if kind == "put refuses" and number >= at:
                 stored.append(False)
                 continue
-            if spoilt == "put raises in the middle":
+            if fault == "put raises in the middle":
                 raise StorageError(self.world.random.choice(_CAUSES), "simulated")
-            stored.append(self._write(key, bytes(buffer), spoilt))
-            if spoilt == "put torn by a kill":
+            stored.append(self._write(key, bytes(buffer), fault))
+            if fault == "put torn by a kill":
                 break
         self.world.did("put", len(keys), stored)
         return stored
@@ -164,12 +164,12 @@ class SimBackend(Backend):
         return BackendStats(entries=len(self.disk.values))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing."""
 
-    # ---------------------------------------------------------------- in parts
+    # ---------------------------------------------------------------- helpers
 
     def _begin(self, call: str, *faults: str) -> str | None:
-        """What goes wrong with this call; raises what it raises."""
+        """Draws the fault of this call; raises at once if that is the fault."""
         world = self.world
         if self.disk.outage is not None and not world.calm:
             world.faults[f"outage: {self.disk.outage}"] += 1
@@ -178,10 +178,10 @@ class SimBackend(Backend):
             if self.disk.outage == "dead":
                 raise StorageError("unreachable", "simulated")
         kinds = [f"{call} {fault}" for fault in faults]
-        kind = world.fault(*kinds) or (world.fault(*kinds) if call == "get" else None)  # gets are few, and worth it
+        kind = world.fault(*kinds) or (world.fault(*kinds) if call == "get" else None)  # gets are few: two tries
         if kind is not None and kind.endswith(" raises"):
             world.did(call, "raises")
-            if world.chance(0.3):  # a client is anybody's code
+            if world.chance(0.3):  # a client is third-party code
                 raise world.random.choice((OSError, ValueError, KeyError, RuntimeError, MemoryError))("simulated")
             raise StorageError(world.random.choice(_CAUSES), "simulated")
         return kind
@@ -194,20 +194,20 @@ class SimBackend(Backend):
             buffer[:] = value
         return len(value)
 
-    def _write(self, key: bytes, value: bytes, spoilt: str | None) -> bool:
+    def _write(self, key: bytes, value: bytes, fault: str | None) -> bool:
         world, disk = self.world, self.disk
-        if spoilt == "put lies: lost":
+        if fault == "put lies: lost":
             return True
-        if spoilt in ("put lies: torn", "put torn by a kill"):
+        if fault in ("put lies: torn", "put torn by a kill"):
             end = world.random.randrange(len(value))
             value = value[:end] + (bytes(len(value) - end) if world.chance(0.5) else b"")
-            world.faults["put torn by a kill"] += spoilt == "put torn by a kill"
-        elif spoilt == "put lies: altered":
+            world.faults["put torn by a kill"] += fault == "put torn by a kill"
+        elif fault == "put lies: altered":
             value = flip(world, value)
-        elif spoilt == "put lies: under another key" and disk.values:
+        elif fault == "put lies: under another key" and disk.values:
             key = world.random.choice(list(disk.values))
         stored = disk.store(key, value)
-        if spoilt == "put takes place twice":
+        if fault == "put takes place twice":
             stored = disk.store(key, value)
         return stored
 
@@ -234,7 +234,7 @@ class SimBackend(Backend):
         return len(buffer)
 
     def _forge(self, key: bytes, buffer: memoryview) -> None:
-        """The right header with a content of the forger's own; the tag as he can make it, or as the page had it."""
+        """Forges a page: the right header, other content, and the forger's tag or the original one."""
         tag = bytes(buffer[HEADER_BYTES - 32 : HEADER_BYTES])
         content = flip(self.world, bytes(buffer[HEADER_BYTES:]))
         buffer[HEADER_BYTES:] = content
@@ -251,7 +251,7 @@ _PUT_LIES = ("lies: lost", "lies: torn", "lies: altered", "lies: under another k
 
 
 class SimCall(Generic[T]):
-    """A call to be made, and later to be heard of."""
+    """A call that runs at one time and is answered at a later one."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.function: Callable[[], T] | None = function
@@ -260,13 +260,13 @@ class SimCall(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Makes the call, once."""
+        """Runs the call, once."""
         function, self.function = self.function, None
         if function is None:
             return
         try:
             self._value = function()
-        except BaseException as error:  # noqa: BLE001  # it is raised again where it is asked for
+        except BaseException as error:  # noqa: BLE001  # raised again by `result`
             self._error = error
 
     def done(self) -> bool:
@@ -283,8 +283,8 @@ class SimWorkers:
     """Workers in virtual time.
 
     Args:
-        world: whose time and chance.
-        disk: whose outages they see.
+        world: the clock and random choices.
+        disk: its outages affect the calls.
         threads: calls at once.
     """
 
@@ -303,13 +303,13 @@ class SimWorkers:
         return call
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for a while for what runs."""
+        """Waits for running calls until the time is over."""
         self._closed = True
         self._world.pass_time(timeout_s)
         return not self._running
 
     def kill(self) -> list[SimCall[object]]:
-        """Nothing ends any more. The calls that a kill finds in the middle."""
+        """Stops all calls; returns those that were running."""
         self._closed, running, self._running, self._waiting = True, self._running, [], []
         return running
 
@@ -320,15 +320,15 @@ class SimWorkers:
             call = self._waiting.pop(0)
             self._running.append(call)
             delay_s = world.delay_s(self._latency_s)
-            hangs = self._disk.outage == "hangs" or world.fault("call: hangs", "call: late", "call: slow")
-            if hangs and not world.calm:
-                long_s = {"call: slow": 0.1, "call: late": 2.0}.get(str(hangs), 10.0)
-                world.faults["outage: hangs"] += hangs is True
+            stuck = self._disk.outage == "hangs" or world.fault("call: hangs", "call: late", "call: slow")
+            if stuck and not world.calm:
+                long_s = {"call: slow": 0.1, "call: late": 2.0}.get(str(stuck), 10.0)
+                world.faults["outage: hangs"] += stuck is True
                 delay_s += world.random.uniform(0, long_s)
             world.at(delay_s, lambda call=call: self._run(call))  # type: ignore[misc]
 
     def _run(self, call: SimCall[object]) -> None:
-        """The call takes place now; that it has is heard of later."""
+        """Runs the call now; its answer follows later."""
         if call in self._running:
             call.run()
             self._world.at(self._world.delay_s(self._latency_s), lambda: self._answer(call))

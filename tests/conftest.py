@@ -1,4 +1,4 @@
-"""What several test files share, and what is asked of a run as a whole: its deadlines, and what it left out."""
+"""Fixtures that several test files share, and the rules for a run as a whole: its deadlines and its skips."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from machine import patience
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ and simulator/ are no part of the package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ and simulator/ are not part of the package
 
 from skips import Skips
 
@@ -19,8 +19,8 @@ from mainstem.errors import ModelNotFound
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives each test as long as this machine needs, and looks at what is skipped."""
-    if config.option.timeout is None:  # a worker has it from the process that started it
+    """Scales the timeout of each test to this machine, and watches what is skipped."""
+    if config.option.timeout is None:  # a worker inherits it from the process that started it
         config.option.timeout = patience(float(config.getini("timeout")))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips())
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
-    """The real default model in float32; the test is skipped, with the reason, where it cannot be had."""
+    """Loads the real default model in float32; skips the test, with the reason, where it is not available."""
     from mainstem.runtime.models import load_model
 
     try:
@@ -39,7 +39,7 @@ def smollm2() -> Any:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and threads that wait for a busy core cost minutes."""
+    """Limits PyTorch to one thread: tiny tensors gain nothing from more, and on busy cores they cost minutes."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,7 +1,7 @@
-"""An engine without a model, for tests of what stands above the engine: same interface, scripted answers, made-up time.
+"""An engine without a model, for tests of the layers above it: same interface, scripted answers, simulated time.
 
-The tokenizer has one token a byte. The answer to a prompt is `answer(prompt)`, a token a step. The cache is a list of
-the prompts seen, shared within a namespace, hit in whole pages.
+The tokenizer has one token per byte. The answer to a prompt is `answer(prompt)`, one token per step. The cache is a
+list of the prompts seen, shared within a namespace, hit in whole pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mainstem.tiers.controller import TierStats
 
 
 class FakeTokenizer:
-    """One token a byte, 0 .. 255."""
+    """One token per byte, 0 .. 255."""
 
     chat_template = "a template"
 
@@ -90,7 +90,7 @@ class FakeStats:
 
 
 class FakeStream:
-    """A scripted stream. `cancelled` tells tests that somebody let go of it before its end."""
+    """A scripted stream. `cancelled` records that it was cancelled before its end."""
 
     def __init__(self, engine: FakeEngine, request: Request, cached: int) -> None:
         self.id = f"fake-{len(engine.streams)}"
@@ -162,8 +162,8 @@ class FakeStream:
 class FakeEngine:
     """Args:
     answer: the text that follows a prompt.
-    step_s: how long a token takes.
-    max_waiting: streams that may be open at a time.
+    step_s: seconds per token.
+    max_waiting: limit of streams open at a time.
     """
 
     name = "fake"

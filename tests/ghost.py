@@ -1,10 +1,10 @@
 """A runner without a model: every slot holds a fingerprint of all tokens up to it, and every read is checked.
 
 A slot stores its token and the chain hash of the sequence up to it, h[i] = mix(h[i - 1], token[i]). A forward that
-reads a page of another prompt, a stale page or a slot that nobody wrote finds a broken chain and raises. Pages of a
-sliding window are the same again, read only as far as the window reaches; a recurrent state is the hash that it stands
-at. Under an image the token of a position comes from the image's identity. Logits are a function of the last hash
-alone, so any output can be computed without a cache: see `complete`.
+reads a page of another prompt, a stale page or a slot that was never written finds a broken chain and raises. Pages of
+a sliding window store the same, and are read only as far as the window reaches. A recurrent state is the hash at its
+position. Within an image the token of a position is derived from the image's identity. Logits are a function of the
+last hash only, so any output can be computed without a cache: see `complete`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ODDER = np.uint64(0x94D0_49BB_1331_11EB)
 
 
 class WrongKVError(AssertionError):
-    """A forward read what the request's tokens did not write."""
+    """A forward read content that the request's tokens did not write."""
 
 
 class _Pages:
-    """The slots of one component: of each position its token and the hash of all tokens up to it."""
+    """The slots of one component. Each position has its token and the hash of all tokens up to it."""
 
     def __init__(self, name: str, pages: int, page_size: int) -> None:
         self.name, self.page_size = name, page_size
@@ -47,13 +47,13 @@ class _Pages:
     def slots(self, table: NDArray[np.int32], begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         positions = np.arange(begin, end)
         assert end <= len(table) * self.page_size, f"the {self.name} table does not cover the segment"
-        pages = table[positions // self.page_size].astype(np.int64)
-        if (pages < 0).any():
+        page_ids = table[positions // self.page_size].astype(np.int64)
+        if (page_ids < 0).any():
             raise WrongKVError(f"{self.name}: a position of [{begin}, {end}) has no page")
-        return pages, positions % self.page_size
+        return page_ids, positions % self.page_size
 
     def verify(self, table: NDArray[np.int32], begin: int, end: int) -> NDArray[np.uint64]:
-        """The hashes of [begin, end), each of which must follow from the one before it; from `begin` = 0, from none."""
+        """Returns the hashes of [begin, end). Each must follow from the one before it, the one at 0 from the seed."""
         slots = self.slots(table, begin, end)
         hashes, tokens = self.hash[slots], self.token[slots]
         before = np.concatenate(([_SEED if begin == 0 else POISON], hashes[:-1]))
@@ -70,12 +70,12 @@ class _Pages:
 
 
 class Ghost:
-    """Pages of fingerprints behind the interface of a model runner.
+    """Pages of fingerprints with the interface of a model runner.
 
     Args:
-        pages: of the pool; or pages and slots of each component, in order.
-        page_size: positions a page.
-        is_private: whether a page of the first component may be written; a write to another one raises. See `guard`.
+        pages: number of pages; or of pages and slots of each component, in order.
+        page_size: positions per page.
+        is_private: whether a page of the first component may be written; other writes raise. See `guard`.
     """
 
     vocab_size = VOCAB
@@ -94,14 +94,14 @@ class Ghost:
         self.fail_next: Exception | None = None
         self._window = next((row.tokens for row in rows if isinstance(row, Window)), 0)
         self._paged = [_Pages(row.name, n, page_size) for row, n in rows.items() if not isinstance(row, State)]
-        assert Full() in rows or self._window > 1, "a window of 1 says nothing of what is before it"
+        assert Full() in rows or self._window > 1, "a window of 1 does not depend on the tokens before it"
         slots = next((n for row, n in rows.items() if isinstance(row, State)), 0)
         self._states = np.full(slots, POISON, np.uint64)
         self._hash, self._token = self._paged[0].hash, self._paged[0].token
         self._pools: Mapping[str, Pool] = {}
 
     def guard(self, pools: Mapping[str, Pool]) -> None:
-        """From now on only what these pools call private may be written, in any component."""
+        """Allows writes only to pages and slots that these pools report as private, in any component."""
         first, self._pools = self._paged[0].name, pools
         self.is_private = lambda page: pools[first].owner(page) == "private"
 
@@ -120,7 +120,7 @@ class Ghost:
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def embed(self, segment: Segment) -> None:
-        """A ghost sees images by their identity."""
+        """Does nothing: a ghost knows images by their identity."""
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         assert source != target and 0 < positions < self.page_size
@@ -131,7 +131,7 @@ class Ghost:
     def copy_state(self, source: int, target: int) -> None:
         assert source != target
         if self._states[source] == POISON:
-            raise WrongKVError(f"state {source} is copied, but nobody wrote it")
+            raise WrongKVError(f"state {source} is copied, but was never written")
         self._require_private("state", {target})
         self._states[target] = self._states[source]
 
@@ -140,7 +140,7 @@ class Ghost:
         return list(zip(self._paged, tables, strict=True))
 
     def _verified(self, segment: Segment) -> np.uint64:
-        """The hash in front of the segment, after checking everything that it reads."""
+        """Returns the hash before the segment, after checking everything that it reads."""
         ends = {self._read(pages, table, segment.start) for pages, table in self._tables(segment)}
         ends -= {None}
         if (segment.state >= 0) != bool(len(self._states)):
@@ -148,19 +148,19 @@ class Ghost:
         if segment.state >= 0 and segment.start > 0:
             ends.add(self._states[segment.state])
         if len(ends) > 1:
-            raise WrongKVError(f"at {segment.start} the components are those of different prefixes")
+            raise WrongKVError(f"at {segment.start} the components belong to different prefixes")
         return ends.pop() if ends else _SEED
 
     def _read(self, pages: _Pages, table: NDArray[np.int32], start: int) -> np.uint64 | None:
-        """The hash at the end of what one component is read for; None if it reads nothing."""
+        """Returns the last hash that is read of one component; None if nothing is read."""
         if pages.name != Window.name:
             hashes = pages.verify(table, 0, start)
             return hashes[-1] if len(hashes) else None
-        # Where there are states, the window of the last page border is kept, too.
+        # With states, the window of the last page boundary is kept, too.
         seen_from = start // self.page_size * self.page_size if len(self._states) else start
-        behind = table[: max(0, seen_from - self._window) // self.page_size]
-        if (behind >= 0).any():
-            raise WrongKVError(f"pages {behind[behind >= 0]} are behind the window of {start}, and still named")
+        before = table[: max(0, seen_from - self._window) // self.page_size]
+        if (before >= 0).any():
+            raise WrongKVError(f"pages {before[before >= 0]} are before the window of {start}, but still in the table")
         hashes = pages.verify(table, max(0, start - self._window + 1), start)
         return hashes[-1] if len(hashes) else None
 
@@ -178,7 +178,7 @@ class Ghost:
         return hash_
 
     def _spoil(self, segments: Sequence[Segment]) -> None:
-        """What a forward that fails leaves behind."""
+        """Poisons what a failed forward would have written."""
         for segment in segments:
             for pages, table in self._tables(segment):
                 pages.hash[pages.slots(table, segment.start, segment.start + len(segment.tokens))] = POISON
@@ -186,7 +186,7 @@ class Ghost:
                 self._states[segment.state] = POISON
 
     def _check_writes(self, segments: Sequence[Segment]) -> None:
-        """Nobody else may read or write a page or a state that is being written."""
+        """Checks that no page or state is written by two segments, or without being private."""
         written: set[tuple[str, int]] = set()
         for segment in segments:
             end = segment.start + len(segment.tokens)
@@ -219,7 +219,7 @@ class Ghost:
 
 
 def symbols_of(tokens: NDArray[np.int32], images: Sequence[ImageInput], start: int = 0) -> list[int]:
-    """What is hashed of tokens from position `start` on: under images, what their identity says."""
+    """Returns the symbols of tokens from position `start` on; those within images come from their identity."""
     symbols = [int(token) for token in tokens]
     for image in images:
         first = VOCAB + int.from_bytes(hashlib.sha256(image.identity).digest()[:5], "little")
@@ -235,7 +235,7 @@ def mix(hashes: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.uin
 
 
 def chain(tokens: Sequence[int], hash_: np.uint64 = _SEED) -> np.uint64:
-    """The hash behind tokens one after the other; as `mix`, but quick for one at a time."""
+    """Returns the hash after a sequence of tokens. Equal to repeated `mix`, but faster for single tokens."""
     value, odd, odder = int(hash_), int(_ODD), int(_ODDER)
     for token in tokens:
         value = (value ^ (token + 1) * odd) * odder % 2**64
@@ -244,13 +244,13 @@ def chain(tokens: Sequence[int], hash_: np.uint64 = _SEED) -> np.uint64:
 
 
 def logits(hash_: np.uint64) -> torch.Tensor:
-    """float32 [VOCAB] in [-4, 4), a function of the hash."""
+    """Returns float32 [VOCAB] in [-4, 4), a function of the hash."""
     spread = mix(np.full(VOCAB, hash_), np.arange(VOCAB, dtype=np.int64)) >> np.uint64(40)
     return torch.from_numpy((spread.astype(np.float64) / 2**21 - 4).astype(np.float32))
 
 
 class GhostTokenizer:
-    """Every token is one letter, but for EOS, which is special and reads as nothing."""
+    """Every token is one letter, except EOS, which is special and decodes to nothing."""
 
     def encode(self, text: str) -> list[int]:
         return [_LETTERS.index(letter) for letter in text]
@@ -263,7 +263,7 @@ _LETTERS = "".join(chr(ord("A") + i) for i in range(VOCAB))
 
 
 def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
-    """What a request must give: tokens, text and finish reason, without pages, batches or a cache."""
+    """Returns the expected tokens, text and finish reason of a request, without pages, batches or a cache."""
     params = request.params
     sampler = Sampler(params, random.Random(0))
     text = Detokenizer(GhostTokenizer(), params.stop)

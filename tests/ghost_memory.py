@@ -1,4 +1,4 @@
-"""Host memory without tensors: the content of a page is a few numbers, and a copy is done when the test says so.
+"""Host memory without tensors: the content of a page is a few numbers, and the test drives every copy.
 
 device   [components][layers, pages] uint64         the engine writes and reads it
 host     slots of HEADER_BYTES + payload            component 0; others are arrays
@@ -16,7 +16,7 @@ from mainstem.tiers.transfer import Move
 
 
 class GhostTicket:
-    """A copy that takes place layer by layer, when `step` is called."""
+    """A copy that advances by one layer per `step`."""
 
     def __init__(self, layers: int, copy: Callable[[int], None]) -> None:
         self.error: Exception | None = None
@@ -25,7 +25,7 @@ class GhostTicket:
         self._done = False
 
     def step(self) -> None:
-        """One layer more."""
+        """Copies one more layer."""
         if not self._done:
             self._copy(self._at)
             self._at += 1
@@ -51,8 +51,8 @@ class GhostMemory:
     """`HostMemory` over arrays.
 
     Args:
-        device_pages, host_pages: of each component.
-        layers: of every page.
+        device_pages, host_pages: number of pages of each component.
+        layers: layers of every page.
         instant: whether a copy is done as soon as it begins; otherwise `tickets` has those under way.
     """
 
@@ -75,8 +75,8 @@ class GhostMemory:
     def up(self, moves: Sequence[Move]) -> GhostTicket:
         return self._begin(moves, self.host, self.device)
 
-    def slots(self, pages: Sequence[int]) -> list[memoryview]:
-        return [memoryview(self._bytes[page]) for page in pages]
+    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self._bytes[page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
         return [memoryview(self._bytes.reshape(-1))]

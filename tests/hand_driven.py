@@ -1,4 +1,4 @@
-"""What tests of the tiers drive by hand: a clock, workers that run a call when they are told to, stores that fail."""
+"""What tests of the tiers drive by hand: a clock, workers that run a call on demand, stores that fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SECRET = b"a secret of the tests"
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -48,7 +48,7 @@ class Clock:
 
 
 class HandCall(Generic[T]):
-    """A call that waits until `run`."""
+    """A call that waits for `run`."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -74,14 +74,14 @@ class HandCall(Generic[T]):
 
 
 class HandWorkers:
-    """Calls in the order in which they came; each runs when it is told to, or at once if `instant`."""
+    """Calls in order of submission. Each runs on `run`, or at once if `instant`."""
 
     def __init__(self, *, instant: bool = False) -> None:
         self.instant = instant
         self.waiting: list[HandCall[Any]] = []
         self.submitted = 0
         self.closed = False
-        self.hang = False  # at `close`
+        self.stuck = False  # whether calls have not ended at `close`
 
     def submit(self, function: Callable[[], T]) -> HandCall[T]:
         call = HandCall(function)
@@ -104,16 +104,16 @@ class HandWorkers:
 
     def close(self, timeout_s: float) -> bool:
         self.closed = True
-        if not self.hang:
+        if not self.stuck:
             self.run_all()
-        return not self.hang
+        return not self.stuck
 
 
 class FaultyBackend(MemoryBackend):
-    """A store whose next calls do something else, and which counts the calls that reach it.
+    """A store with injected faults, which records the calls that reach it.
 
-    `next_calls` has what happens to the next calls, by the method's name or for any: an exception is raised, a function
-    is called in its place, with the same arguments.
+    `instead` has faults by the name of the method, `always` one for all others: an exception is raised, a function is
+    called in place of the method, with the same arguments.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -160,31 +160,31 @@ def make_store(
     identity: dict[str, Any] | None = None,
     **config: Any,
 ) -> Store:
-    """A store whose calls run on one set of workers, at once if none are given."""
+    """Makes a store whose calls run on one set of workers, at once if none is given."""
     readers = workers or HandWorkers(instant=True)
     sealer = Sealer(replace(IDENTITY, **(identity or {})), SECRET)
     limits = StorageConfig(**{"prefetch_min_tokens": 1, **config})
     return Store(backend, sealer, limits, readers=readers, writers=writers or readers, clock=clock or Clock())
 
 
-# ---------------------------------------------------------------- a cache with tiers, and what its pages must hold
+# ---------------------------------------------------------------- a cache with tiers, and the content of its pages
 
 
 def fingerprint(space: str | None, tokens: Sequence[int]) -> int:
-    """What a page holds that ends behind these tokens; another number for any other prefix."""
+    """Returns the content of a page that ends after these tokens; it differs for any other prefix."""
     return zlib.crc32(repr((space, tuple(tokens))).encode()) + 1
 
 
 def prompt(pages: int, *marks: int, size: int = 2) -> list[int]:
-    """So many whole pages and one token more; page i is of mark i, or of the last mark, or zeros."""
+    """Returns `pages` whole pages and one more token. Page i has mark i, or the last mark, or zeros."""
     kinds = [marks[min(at, len(marks) - 1)] if marks else 0 for at in range(pages)]
     return [kind for kind in kinds for _ in range(size)] + [999]
 
 
 class Rig:
-    """A cache with a host tier and perhaps a store, whose every completion is the test's to give.
+    """A cache with a host tier and perhaps a store. The test drives every completion.
 
-    Every page that is computed gets its fingerprint, and `verify` looks at every page that the tree names.
+    Every computed page gets its fingerprint, and `verify` checks every page in the tree.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ class Rig:
         assert self.cache.tiers is not None
         self.tiers = self.cache.tiers
 
-    # what an engine does
+    # the engine
 
     def serve(self, tokens: Sequence[int], space: str | None = None, *, load: bool = False) -> int:
-        """A prompt from lease to finish; its hit, whose content is looked at."""
+        """Runs a prompt from lease to finish; returns its hit, whose content is checked."""
         with self.cache.lease(list(tokens), space) as lease:
             if load and (loading := self.tiers.load(lease)) is not None:
                 loading.wait()
@@ -233,7 +233,7 @@ class Rig:
         return hit
 
     def compute(self, lease: Lease, tokens: Sequence[int], space: str | None = None) -> None:
-        """Reads the hit and writes the rest."""
+        """Checks the hit and writes the rest."""
         table = lease.page_table
         for page in range(len(tokens) // self.size):
             expected = self.layers(space, tokens[: (page + 1) * self.size])
@@ -244,22 +244,22 @@ class Rig:
                 self.memory.device[0][:, table[page]] = expected
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
-        """What is copied is the beginning of a page: it has a fingerprint only when it is computed to its end."""
+        """Copies nothing: a page has a fingerprint only once it is computed to its end."""
         assert (self.cache.pool.owner(source), self.cache.pool.owner(target)) == ("cached", "private")
 
     def layers(self, space: str | None, tokens: Sequence[int]) -> list[int]:
         mark = fingerprint(space, tokens)
         return [mark * self.memory.layers + layer for layer in range(self.memory.layers)]
 
-    # what the machine does
+    # the machine
 
     @property
     def copies(self) -> list[GhostTicket]:
-        """Under way, in the order in which they began."""
+        """Copies under way, in the order in which they began."""
         self.memory.tickets = [ticket for ticket in self.memory.tickets if not ticket.done()]
         return self.memory.tickets
 
-    def land(self, at: int = 0, *, fail: bool = False) -> None:
+    def end_copy(self, at: int = 0, *, fail: bool = False) -> None:
         ticket = self.copies[at]
         if fail:
             ticket.fail(RuntimeError("a copy failed on purpose"))
@@ -270,7 +270,7 @@ class Rig:
         self.verify()
 
     def settle(self, rounds: int = 50) -> None:
-        """Everything ends well that can."""
+        """Completes everything under way."""
         for _ in range(rounds):
             for ticket in self.copies:
                 ticket.wait()
@@ -280,7 +280,7 @@ class Rig:
                 return
         raise AssertionError(f"never at rest: {self.tiers.stats()}")
 
-    # what must be true
+    # checks
 
     def verify(self) -> None:
         self.cache.check()
@@ -295,12 +295,12 @@ class Rig:
                 for page, held in enumerate(cell.ids.tolist() if cell.present else []):
                     end = view.start + (page + 1) * self.size
                     expected = self.layers(self.spaces[view.namespace], tokens[:end])
-                    assert content[:, held].tolist() == expected, f"tier {tier} holds something else"
+                    assert content[:, held].tolist() == expected, f"wrong content on tier {tier}"
 
     spaces: ClassVar[dict[bytes, str | None]] = {encode_namespace(space): space for space in (None, "a", "b")}
 
     def on(self, tier: int, tokens: Sequence[int], space: str | None = None) -> int:
-        """Whole pages of a prompt that are present on a tier, from the first; changes nothing."""
+        """Returns how many whole pages of a prompt are present on a tier, from the first; changes nothing."""
         name, held = encode_namespace(space), set[bytes]()
         keys: dict[int, bytes] = {0: b""}
         for view in self.cache.tree.nodes(space):
@@ -314,7 +314,7 @@ class Rig:
         return next((page for page in range(pages) if symbols[: (page + 1) * self.size * 4] not in held), pages)
 
     def close_all(self) -> None:
-        """At rest, nothing is held by anybody."""
+        """Checks that once everything has ended nothing is held."""
         self.settle()
         stats, tree = self.tiers.stats(), self.cache.tree
         assert stats.host_private == stats.under_way == stats.queued == 0

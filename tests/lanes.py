@@ -1,10 +1,10 @@
-"""Tests too heavy for every run: each leaves a record, and runs again only where what it tests has changed.
+"""Tests too heavy for every run: each lane records its result, and runs again only if what it tests has changed.
 
-    python -m tests.lanes run lmcache       the tests, then tests/recorded/lmcache.json
-    python -m tests.lanes check             runs those whose record is out of date; fails where there is none
+    python -m tests.lanes run lmcache       runs the tests, then writes tests/recorded/lmcache.json
+    python -m tests.lanes check             runs lanes whose record is out of date; fails if one has no record
 
-A lane is a row of `LANES`. Its record says when and at which commit it passed, and the digest of every file that its
-outcome depends on. CI goes by the digests: a lane whose files are those that passed is believed.
+A lane is a row of `LANES`. Its record says when and at which commit it passed, and has the digest of every file that
+its outcome depends on. CI compares the digests: a lane whose files have not changed counts as passed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Lane:
     """Tests with a record.
 
     Args:
-        name: `make test-NAME` sets up what it needs, runs it and writes its record.
-        tests: what pytest is given.
-        files: what its outcome depends on: files and patterns, from the root of the repository.
-        pins: packages whose lines in constraints.txt it depends on.
+        name: `make test-NAME` sets up what the lane needs, runs it and writes its record.
+        tests: the arguments for pytest.
+        files: what the outcome depends on: files and patterns, relative to the root of the repository.
+        pins: packages whose lines in constraints.txt the outcome depends on.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Lane:
 
     @property
     def record(self) -> str:
-        """Its record, from the root of the repository."""
+        """The path of its record, relative to the root of the repository."""
         return f"tests/recorded/{self.name}.json"
 
 
@@ -67,10 +67,10 @@ LANES = (
 
 
 def digests(lane: Lane, root: Path = ROOT) -> dict[str, str]:
-    """Of each file, and of each pin, what it is now.
+    """Returns the current digest of each file and the current line of each pin.
 
     Raises:
-        FileNotFoundError: a file or a pattern of the lane is nowhere.
+        FileNotFoundError: a file, pattern or pin of the lane does not exist.
     """
     found: dict[str, str] = {}
     for pattern in lane.files:
@@ -90,7 +90,7 @@ def digests(lane: Lane, root: Path = ROOT) -> dict[str, str]:
 
 
 def changed(lane: Lane, root: Path = ROOT) -> list[str] | None:
-    """What is not as it was when the lane passed; None without a record."""
+    """Returns the files and pins that have changed since the lane passed; None without a record."""
     path = root / lane.record
     if not path.exists():
         return None
@@ -99,16 +99,16 @@ def changed(lane: Lane, root: Path = ROOT) -> list[str] | None:
 
 
 def run(lane: Lane, root: Path = ROOT, tests: Tests | None = None) -> int:
-    """Runs the lane and writes its record, where all of its tests passed and none was skipped; the exit status.
+    """Runs the lane; writes its record if all tests pass and none is skipped; returns the exit status.
 
     Args:
-        tests: runs them; the exit status and what pytest printed.
+        tests: runs the tests; returns the exit status and what pytest printed.
     """
     before, began = digests(lane, root), time.monotonic()
     status, output = (tests or _pytest)(lane, root)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", output.strip().rpartition("\n")[2])}
     if status or "skipped" in counts:
-        print(f"lane {lane.name}: failed, or left something out; its record stays as it was")
+        print(f"lane {lane.name}: failed, or skipped tests; its record is unchanged")
         return 1
     record = {
         "passed": counts["passed"],
@@ -124,10 +124,10 @@ def run(lane: Lane, root: Path = ROOT, tests: Tests | None = None) -> int:
 
 
 def check(lanes: Iterable[Lane] = LANES, root: Path = ROOT, make: Callable[[str], int] | None = None) -> int:
-    """Believes a lane whose files are those that passed, runs one whose files are others; 0 if all is well.
+    """Accepts a lane whose files have not changed since it passed, else runs it; returns 0 if all pass.
 
     Args:
-        make: runs a target of the Makefile; its exit status.
+        make: runs a target of the Makefile; returns its exit status.
     """
     failed = 0
     for lane in lanes:
@@ -136,7 +136,7 @@ def check(lanes: Iterable[Lane] = LANES, root: Path = ROOT, make: Callable[[str]
             print(f"lane {lane.name}: no record; run `make test-{lane.name}` and commit {lane.record}")
             failed += 1
         elif names:
-            print(f"lane {lane.name}: runs again, since these have changed: {', '.join(names)}", flush=True)
+            print(f"lane {lane.name}: runs again because of changes in: {', '.join(names)}", flush=True)
             failed += (make or _make)(f"test-{lane.name}") != 0
         else:
             record: dict[str, Any] = json.loads((root / lane.record).read_text())
@@ -145,11 +145,11 @@ def check(lanes: Iterable[Lane] = LANES, root: Path = ROOT, make: Callable[[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Runs the command line; returns the exit status."""
     names = [lane.name for lane in LANES]
     parser = argparse.ArgumentParser(prog="python -m tests.lanes", description=__doc__)
     parser.add_argument("task", choices=["run", "check"])
-    parser.add_argument("lanes", nargs="*", metavar="lane", help=f"of {', '.join(names)}; all without")
+    parser.add_argument("lanes", nargs="*", metavar="lane", help=f"one of {', '.join(names)}; default: all")
     options = parser.parse_args(arguments)
     if unknown := set(options.lanes) - set(names):
         parser.error(f"no such lane: {', '.join(sorted(unknown))}; there are {', '.join(names)}")

@@ -1,9 +1,9 @@
-"""The slow, obvious model of leases on several components, for tests to compare the real ones with.
+"""A slow, obvious model of leases on several components, which tests compare with the real ones.
 
-A prefix is a number here (`Names`); a page is known by the prefix that it ends, a state by the one that it stands
-behind. What the tree holds is one dict a component, and where a match may end, what a lock keeps and what a publication
-adds is found by looking at all of it. The order of eviction is not predicted: `settle` is told who owns each id and
-says what has gone. No node, no border, no content.
+A prefix is a number here (`Names`). A page is identified by the prefix that it ends, a state by the prefix that it
+follows. What the tree holds is one dict per component; where a match may end, what a lock keeps and what a publication
+adds are found by scanning it. The model does not predict the order of eviction: `settle` asks for the owner of each id
+and returns what is gone. It has no nodes, splits or contents.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Names:
         self.before: list[int] = []
 
     def root(self, namespace: Hashable) -> int:
-        """The prefix without a token."""
+        """Returns the empty prefix of a namespace."""
         return self._number(-1, namespace)
 
     def extend(self, name: int, tokens: Sequence[int]) -> list[int]:
-        """The prefixes that end with each of these tokens behind `name`."""
+        """Returns the prefixes that extend `name` by one, two, ... and all of these tokens."""
         names = [name]
         for token in tokens:
             names.append(self._number(names[-1], token))
         return names[1:]
 
     def back(self, name: int, steps: int) -> list[int]:
-        """The last `steps` prefixes that end at `name`, the shortest first."""
+        """Returns the last `steps` prefixes up to `name`, the shortest first."""
         names = [name]
         while len(names) < steps:
             names.append(self.before[names[-1]])
@@ -52,7 +52,7 @@ class Names:
 
 @dataclass(eq=False)
 class ModelLease:
-    """One sequence in use: the prefixes of it, and what is its own and nobody else's."""
+    """One sequence in use: its prefixes and its private ids."""
 
     names: list[int]
     hit: int = 0
@@ -63,7 +63,7 @@ class ModelLease:
     """By component: page to private id."""
     state: int = -1
     mark: tuple[int, int] | None = None
-    """A state that was put aside: its position and its slot."""
+    """A checkpoint that is not published yet: its position and its slot."""
     appended: bool = False
 
     @property
@@ -75,8 +75,8 @@ class LeaseModel:
     """Pools of ids, what the tree holds of each component, and the leases.
 
     Args:
-        totals: ids of each component, in the order of the rows.
-        before: of `Names`; where a cap on states is soft.
+        totals: the number of ids of each component, in the order of the rows.
+        before: `Names.before`; needed where a cap on states makes exceptions.
     """
 
     def __init__(self, page_size: int, totals: dict[Component, int], before: Sequence[int] = ()) -> None:
@@ -91,41 +91,41 @@ class LeaseModel:
 
     @property
     def paged(self) -> list[str]:
-        """The components with an id a page."""
+        """The components with one id per page."""
         return [name for name, row in self.rows.items() if not isinstance(row, State)]
 
     # ---------------------------------------------------------------- what a prefix needs
 
     def first_needed(self, row: str, end: int) -> int:
-        """The first page that a match ending at `end` needs, and that a lock there keeps."""
+        """Returns the first page that a match ending at `end` needs, and that a lock there keeps."""
         component = self.rows[row]
         return max(0, end - component.tokens) // self.page_size if isinstance(component, Window) else 0
 
     def needed(self, row: str, names: list[int], end: int) -> list[int]:
-        """The prefixes whose ids a match ending at `end` needs."""
+        """Returns the prefixes whose ids a match ending at `end` needs."""
         if isinstance(self.rows[row], State):
             return [names[end]] if end else []
-        pages = range(self.first_needed(row, end), end // self.page_size)
-        return [names[(page + 1) * self.page_size] for page in pages]
+        indices = range(self.first_needed(row, end), end // self.page_size)
+        return [names[(page + 1) * self.page_size] for page in indices]
 
-    def match(self, names: list[int], longest: int) -> tuple[int, int]:
-        """The hit, and how far the first component alone reaches."""
+    def match(self, names: list[int], limit: int) -> tuple[int, int]:
+        """Returns the hit of at most `limit` positions, and how far the first component alone reaches."""
         hit = reach = 0
-        for end in range(self.page_size, longest + 1, self.page_size):
+        for end in range(self.page_size, limit + 1, self.page_size):
             allowed = [all(name in self.held[row] for name in self.needed(row, names, end)) for row in self.rows]
             hit = end if all(allowed) else hit
             reach = end if allowed[0] else reach
         return hit, reach
 
-    # ---------------------------------------------------------------- who has what
+    # ---------------------------------------------------------------- owners
 
     def locked(self, row: str) -> set[int]:
-        """What no eviction may take: what each lease needs of what it has published."""
+        """Returns the prefixes that must not be evicted: what each lease needs of what it has published."""
         kept = {name for lease in self.leases for name in self.needed(row, lease.names, lease.published)}
         return kept & self.held[row].keys()
 
     def private(self, row: str) -> list[int]:
-        """The ids that belong to leases."""
+        """Returns the ids that belong to leases."""
         if row in self.paged:
             return [own for lease in self.leases for own in lease.own[row].values()]
         slots = [lease.state for lease in self.leases if lease.state >= 0]
@@ -135,11 +135,11 @@ class LeaseModel:
         return self.totals[row] - len(self.held[row]) - len(self.private(row))
 
     def room(self, row: str) -> int:
-        """Ids that can be had, by eviction of all that is not locked if it must be."""
+        """Returns the number of ids that are free or can be evicted."""
         return self.totals[row] - len(self.locked(row)) - len(self.private(row))
 
     def settle(self, owner: Owner) -> dict[str, dict[int, int]]:
-        """Forgets what is not cached any more: the ids that went and the prefixes that had them, by component."""
+        """Drops what is no longer cached; returns the prefixes that were evicted and their ids, by component."""
         gone = {
             row: {name: held for name, held in ids.items() if owner(row, held) != "cached"}
             for row, ids in self.held.items()
@@ -154,7 +154,7 @@ class LeaseModel:
     # ---------------------------------------------------------------- leases
 
     def _children(self) -> Counter[int]:
-        """How many pages of the first component follow each prefix."""
+        """Returns how many pages of the first component follow each prefix."""
         found: Counter[int] = Counter()
         for name in self.held[self.first]:
             for _ in range(self.page_size):
@@ -163,7 +163,7 @@ class LeaseModel:
         return found
 
     def _note_parting(self, names: list[int], hit: int) -> None:
-        """Remembers a hit of a prompt that parts from another sequence further on."""
+        """Remembers the hit of a prompt that forks from another sequence further on."""
         row = self.rows.get("state")
         if not isinstance(row, State) or row.most_on_path is None:
             return
@@ -173,7 +173,7 @@ class LeaseModel:
             self.parted.add(names[hit])
 
     def open(self, names: list[int]) -> ModelLease:
-        """A lease on a sequence: what it hits is locked."""
+        """Opens a lease on a sequence; its hit is locked."""
         hit, reach = self.match(names, len(names) - 2)
         self._note_parting(names, hit)
         lease = ModelLease(names, hit, reach, hit, hit, {row: {} for row in self.paged})
@@ -181,57 +181,57 @@ class LeaseModel:
         return lease
 
     def expected_id(self, lease: ModelLease, row: str, page: int) -> int:
-        """What the table of a lease says at a page; -1: nothing that may be read."""
+        """Returns the id in the table of a lease at a page; -1: nothing that may be read."""
         if page < lease.published // self.page_size:
             return self.held[row].get(lease.names[(page + 1) * self.page_size], -1)
         return lease.own[row].get(page, -1)
 
     def publish(self, lease: ModelLease, upto: int) -> tuple[int, int]:
-        """Gives whole pages of [0, upto), and a state put aside there, to the tree.
+        """Publishes the whole pages of [0, upto), and a checkpoint among them.
 
-        Returns how many pages were duplicates, and how many states must leave the path for the new one.
+        Returns the number of duplicate pages, and how many states on the path must be evicted for the new one.
         """
-        border, duplicates, too_many = upto // self.page_size * self.page_size, 0, 0
-        if lease.mark and lease.published <= lease.mark[0] <= border:
+        boundary, duplicates, too_many = upto // self.page_size * self.page_size, 0, 0
+        if lease.mark and lease.published <= lease.mark[0] <= boundary:
             duplicates += self._publish_pages(lease, lease.mark[0])
             too_many = self._request_checkpoint(lease)
-        if self.first != "window" or border // self.page_size - 1 in lease.own["window"]:
-            duplicates += self._publish_pages(lease, border)  # else it ends where there is nothing left to publish
+        if self.first != "window" or boundary // self.page_size - 1 in lease.own["window"]:
+            duplicates += self._publish_pages(lease, boundary)  # else there is nothing left to publish at its end
         return duplicates, too_many
 
-    def _publish_pages(self, lease: ModelLease, border: int) -> int:
-        """Duplicates are free now; says how many there were."""
+    def _publish_pages(self, lease: ModelLease, boundary: int) -> int:
+        """Publishes pages up to a boundary and frees duplicates; returns how many there were."""
         duplicates = 0
         for row in self.paged:
-            for page in range(lease.published // self.page_size, border // self.page_size):
+            for page in range(lease.published // self.page_size, boundary // self.page_size):
                 if page in lease.own[row]:
                     name = lease.names[(page + 1) * self.page_size]
                     duplicates += not self._give(row, name, lease.own[row].pop(page))
-        lease.published = max(lease.published, border)
+        lease.published = max(lease.published, boundary)
         return duplicates
 
     def _request_checkpoint(self, lease: ModelLease) -> int:
-        """The state that was put aside becomes the tree's, if there is none; how many are too many on its path then."""
+        """Publishes the checkpoint if the tree has none there; returns how many states its path then has too many."""
         assert lease.mark
         (position, slot), lease.mark = lease.mark, None
         name, row = lease.names[position], self.rows["state"]
         assert isinstance(row, State)
         if not self._give("state", name, slot) or row.most_on_path is None:
             return 0
-        borders = range(self.page_size, position + 1, self.page_size)
-        standing = [end for end in borders if lease.names[end] in self.held["state"]]
+        boundaries = range(self.page_size, position + 1, self.page_size)
+        on_path = [end for end in boundaries if lease.names[end] in self.held["state"]]
         children = self._children()
         removable = 0
-        for end, following in pairwise(standing):
-            forks = any(children[lease.names[at]] > 1 for at in borders if end <= at < following)
+        for end, following in pairwise(on_path):
+            forks = any(children[lease.names[at]] > 1 for at in boundaries if end <= at < following)
             at_end = lease.names[end]
             removable += not (forks or at_end in self.parted or at_end in self.locked("state"))
-        return max(0, min(len(standing) - row.most_on_path, removable))
+        return max(0, min(len(on_path) - row.most_on_path, removable))
 
     def _give(self, row: str, name: int, own: int) -> bool:
-        """Whether the tree took it; a duplicate is free now."""
+        """Gives an id to the tree; returns whether the tree took it, else it is a duplicate and free."""
         return self.held[row].setdefault(name, own) == own
 
     def close(self, lease: ModelLease) -> None:
-        """Ends a lease: its locks go, and what is its own is free."""
+        """Ends a lease: releases its locks and frees its private ids."""
         self.leases.remove(lease)

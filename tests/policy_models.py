@@ -1,7 +1,7 @@
-"""Policies as their papers have them, slow and obvious, for caches whose blocks have nothing to do with each other.
+"""Policies as their papers define them, slow and obvious, for caches of independent blocks.
 
-Each `access` says what is evicted to let a block in (None: nothing; the block may be there already). Lists have the
-oldest first.
+Each `access` returns the block that is evicted to make room (None: no block; the block may be cached already). Lists
+start with the oldest.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections import OrderedDict
 Evicted = int | None
 
 
-def forget(ghost: list[int], most: int) -> None:
-    """Drops the oldest until at most `most` are left."""
-    del ghost[: max(0, len(ghost) - most)]
+def forget(ghost: list[int], limit: int) -> None:
+    """Drops the oldest until at most `limit` are left."""
+    del ghost[: max(0, len(ghost) - limit)]
 
 
 class Model:
-    """A cache of `capacity` blocks; `blocks` are those that it has."""
+    """A cache of `capacity` blocks."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.time = 0
 
     def access(self, block: int) -> Evicted:
-        """Uses a block."""
+        """Uses a block; returns the block that is evicted for it, if any."""
         raise NotImplementedError
 
 
 class Lru2(Model):
-    """O'Neil et al. 1993: the largest backward 2-distance; of several that are infinite, the least recent."""
+    """O'Neil et al. 1993: evicts the largest backward 2-distance; if several are infinite, the least recently used."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -97,7 +97,7 @@ class Arc(Model):
         return victim
 
     def replace(self, block: int) -> int:
-        """REPLACE of the paper."""
+        """Runs REPLACE of the paper."""
         if self.t1 and ((block in self.b2 and len(self.t1) == self.p) or len(self.t1) > self.p):
             self.b1.append(self.t1.pop(0))
             return self.b1[-1]
@@ -106,7 +106,7 @@ class Arc(Model):
 
 
 class TwoQueues(Model):
-    """Johnson and Shasha 1994, the full version; a block that returns is looked for before there is room for it."""
+    """Johnson and Shasha 1994, the full version; A1out is searched for a block before room is made for it."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -129,7 +129,7 @@ class TwoQueues(Model):
         return victim
 
     def reclaim(self) -> int:
-        """Evicts from A1in where that is above its share, otherwise from Am."""
+        """Evicts from A1in if it is above its share, otherwise from Am."""
         if len(self.in_) > self.capacity // 4 or not self.main:
             self.out.append(self.in_.pop(0))
             victim = self.out[-1]
@@ -139,8 +139,8 @@ class TwoQueues(Model):
 
 
 class S3Fifo(Model):
-    """Yang et al. 2023, algorithm 1; a block comes in before another goes, and no queue is emptied for long: which one
-    gives the victim is asked anew after each block that is moved.
+    """Yang et al. 2023, algorithm 1, except that a block is inserted before another is evicted, and that the queue of
+    the victim is chosen again after each block that moves.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -162,7 +162,7 @@ class S3Fifo(Model):
         return self.evict(block) if len(self.uses) > self.capacity else None
 
     def evict(self, fresh: int) -> int:
-        """The first that no use saves, but for the one that came."""
+        """Evicts the first block without uses to save it, other than the new one."""
         while True:
             old = [block for block in self.small if block != fresh]
             main = [block for block in self.main if block != fresh]
@@ -201,7 +201,7 @@ class Sieve(Model):
         return victim
 
     def evict(self) -> int:
-        """Moves the hand to the first that was not visited."""
+        """Moves the hand to the first block that was not visited, and evicts it."""
         while True:
             block = self.blocks[self.hand]
             if block in self.visited:
@@ -209,7 +209,7 @@ class Sieve(Model):
                 self.hand = (self.hand + 1) % len(self.blocks)
             else:
                 self.blocks.remove(block)
-                self.hand %= len(self.blocks)  # behind the newest is the oldest, not the one that comes
+                self.hand %= len(self.blocks)  # after the newest comes the oldest, not the block being inserted
                 return block
 
 
@@ -237,7 +237,7 @@ class Gdsf(Model):
 
 
 class FlopAware(Model):
-    """Where all blocks save as much, each use is worth the time from use to eviction on top."""
+    """All blocks save equally much; each use adds the idle time of the last victim to the score."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -257,14 +257,14 @@ class FlopAware(Model):
 
 
 class Sketch:
-    """Four rows of counters; see core/csrc/policies/sketch.h, whose hash this is."""
+    """Four rows of counters, with the hash of core/csrc/policies/sketch.h."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = [[] for _ in range(4)]
         self.added = 0
 
     def widen(self, blocks: int) -> None:
-        """Doubles the rows until there are two counters a block."""
+        """Doubles the rows until there are two counters per block."""
         while 2 * blocks > len(self.rows[0]):
             self.rows = [row * 2 or [0] * 64 for row in self.rows]
 
@@ -278,22 +278,22 @@ class Sketch:
             self.rows = [[count // 2 for count in row] for row in self.rows]
 
     def count(self, block: int) -> int:
-        """The least of its counters."""
+        """Returns the lowest counter of a block."""
         return min(self.rows[row][at] for row, at in enumerate(self.places(block)))
 
     def places(self, block: int) -> list[int]:
-        """Where it is counted in each row."""
+        """Returns the index of a block's counter in each row."""
         name = identity(block)
         return [fold(name, 0x9E3779B97F4A7C15 + 2 * row) % len(self.rows[0]) for row in range(4)]
 
 
 def fold(a: int, b: int) -> int:
-    """The two halves of a product of 128 bits, as one."""
+    """Multiplies to 128 bits and combines both halves."""
     return (a * b ^ a * b >> 64) & (2**64 - 1)
 
 
 def identity(token: int) -> int:
-    """The name of a page of one token in the default namespace; see core/csrc/identity.h."""
+    """Returns the name of a page of one token in the default namespace; see core/csrc/identity.h."""
 
     def mix(data: bytes) -> int:
         odd = 0x9E3779B97F4A7C15
@@ -305,7 +305,7 @@ def identity(token: int) -> int:
 
 
 class WTinyLfu(Model):
-    """Einziger et al. 2017; what protection has too much of steps down when there must be room."""
+    """Einziger et al. 2017; blocks beyond the limit of the protected segment are demoted when room is needed."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -325,16 +325,16 @@ class WTinyLfu(Model):
         return self.evict(block) if size > self.capacity else None
 
     def evict(self, fresh: int) -> int:
-        """Moves blocks until one has lost; the one that came stays."""
+        """Moves blocks until one loses and is evicted; the new block stays."""
         window, probation, protected = self.parts
-        most = max(1, self.capacity // 100)
-        main = self.capacity - most
+        window_limit = max(1, self.capacity // 100)
+        main = self.capacity - window_limit
         while True:
             candidates = [block for block in window if block != fresh]
             loser = probation or protected
             if len(protected) > main * 4 // 5:
                 probation.append(protected.pop(0))
-            elif len(window) > most and candidates:
+            elif len(window) > window_limit and candidates:
                 wins = len(probation) + len(protected) < main
                 wins = wins or bool(loser and self.sketch.count(candidates[0]) > self.sketch.count(loser[0]))
                 window.remove(candidates[0])

@@ -1,4 +1,4 @@
-"""Real servers for the tests of storage back ends: each a process on a port of 127.0.0.1, ended with its block."""
+"""Real servers for the tests of storage back ends. Each is a process on a port of 127.0.0.1 and ends with its block."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from machine import patience
 from mainstem.errors import StorageError
 
 S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testtest"}
-"""What an S3 client of the tests signs with, as environment variables."""
+"""The credentials of the S3 clients in tests, as environment variables."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Returns a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -34,12 +34,12 @@ def free_port() -> int:
 def start(
     command: Sequence[str], port: int, *, env: Mapping[str, str] | None = None, timeout_s: float = 20.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a server and waits until it listens; at the end it is told to stop, and killed where it does not.
+    """Runs a server and waits until it listens. Terminates it at the end, and kills it if it does not stop.
 
     Args:
-        command: that runs it in the foreground.
-        port: where it listens then.
-        env: added to the environment.
+        command: the command that runs it in the foreground.
+        port: the port that it listens on.
+        env: variables to add to the environment.
     """
     quiet = subprocess.DEVNULL
     server = subprocess.Popen(command, stdout=quiet, stderr=quiet, env={**os.environ, **(env or {})})
@@ -51,7 +51,7 @@ def start(
 
 
 def stop(server: subprocess.Popen[bytes], timeout_s: float = 5.0) -> None:
-    """Ends a server, a frozen one too."""
+    """Ends a server, even a frozen one."""
     if server.poll() is None:
         server.send_signal(signal.SIGCONT)
         server.terminate()
@@ -74,7 +74,7 @@ def _wait_for(server: subprocess.Popen[bytes], port: int, timeout_s: float) -> N
 
 
 def patiently(call: Callable[[], int]) -> int:
-    """The result of a call that may fail until the server has come to itself."""
+    """Returns the result of a call that may fail until the server has recovered."""
     end = time.monotonic() + patience(5)
     while time.monotonic() < end:
         try:
@@ -86,7 +86,7 @@ def patiently(call: Callable[[], int]) -> int:
 
 @contextmanager
 def mooncake_master(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A master that gives up on a client after `patience(3)` and lets values go 0.5 s after they were read."""
+    """Runs a master that drops a client after `patience(3)` and leases values for 0.5 s after a read."""
     package = importlib.util.find_spec("mooncake")
     assert package and package.submodule_search_locations
     binary = Path(package.submodule_search_locations[0], "mooncake_master")
@@ -103,10 +103,10 @@ def mooncake_master(port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def valkey(port: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An empty Valkey, or Redis where the package has no binary; arguments as of its command line.
+    """Runs an empty Valkey, or Redis if the package has no binary. The arguments are those of its command line.
 
     Raises:
-        FileNotFoundError: neither is here.
+        FileNotFoundError: neither is installed.
     """
     quiet = ["--save", "", "--appendonly", "no", "--loglevel", "warning"]
     command = [_valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), *quiet, *arguments]
@@ -127,10 +127,10 @@ def _valkey_binary() -> str:
 
 @contextmanager
 def rclone_s3(port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """An S3 server over a folder, whose subfolders are its buckets; clients sign with `S3_CREDENTIALS`.
+    """Runs an S3 server over a folder whose subfolders are buckets. Clients sign with `S3_CREDENTIALS`.
 
     Raises:
-        FileNotFoundError: rclone is not here.
+        FileNotFoundError: rclone is not installed.
     """
     beside = Path(sys.executable).with_name("rclone")
     binary = str(beside) if beside.exists() else shutil.which("rclone")
@@ -140,4 +140,4 @@ def rclone_s3(port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     own = ["--addr", f"127.0.0.1:{port}", "--auth-key", key, "--config", "/dev/null"]
     with start([binary, "serve", "s3", str(folder), *own], port) as server:
         yield server
-        server.kill()  # asked to stop, it waits up to 5 s for connections that clients keep
+        server.kill()  # SIGTERM would wait up to 5 s for open client connections

@@ -1,8 +1,8 @@
-"""A disk in memory, for the file store: it can lose its power with any part of what was not synced, and fail any call.
+"""A disk in memory, for the file store. It can lose power with any part of the unsynced data, and fail any call.
 
-`Disk` keeps of each file what is durable and what was written since, write by write. `after_power_loss` gives a disk
-as it may come up again: of the unsynced writes any subset of 512-byte sectors, in any order, and of the unsynced
-changes of names the first few. `Faulty` stands before a file system and fails or shortens calls as it is told.
+`Disk` keeps for each file the durable content and every write since. `after_power_loss` returns a possible disk after
+a power loss: it has any subset of the 512-byte sectors of the unsynced writes, in any order, and the first few of the
+unsynced name changes. `Faulty` wraps a file system and makes chosen calls fail or transfer less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALLS = tuple(name for name in vars(FileSystem) if not name.startswith("_"))
 
 @dataclass
 class Inode:
-    """A file: its content, the content that survives for sure, and the writes between (an int is a new size)."""
+    """A file: its content, the durable content, and the writes since then (an int is a new size)."""
 
     live: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
@@ -63,22 +63,22 @@ class Inode:
 
 
 class Disk(FileSystem):
-    """One folder of files, in memory; all of it is durable at first."""
+    """One folder of files in memory. All given files are durable."""
 
     def __init__(self, files: dict[str, Inode] | None = None) -> None:
         self.files = dict(files or {})
         self.size_bytes = 1 << 40
-        """Of the disk; others may take some of it."""
-        self._histories = [dict(self.files)]  # of names, since the folder was synced last
+        """The size of the disk. Tests change it as if others used the disk."""
+        self._histories = [dict(self.files)]  # of names, since the last sync of the folder
         self._open: dict[int, Inode] = {}
         self._next = FOLDER + 1
 
     def after_power_loss(self, rng: random.Random) -> Disk:
-        """What may be there when the power is back."""
+        """Returns a possible disk after a power loss."""
         return Disk({name: inode.survivor(rng) for name, inode in rng.choice(self._histories).items()})
 
     def copy(self) -> Disk:
-        """The same content, on a disk of its own."""
+        """Returns a disk with the same content."""
         return Disk({name: Inode(bytearray(inode.live), bytes(inode.live)) for name, inode in self.files.items()})
 
     def make_folder(self, path: Path) -> None:
@@ -89,7 +89,7 @@ class Disk(FileSystem):
             return FOLDER
         name = str(path)
         if name in self.files and flags & os.O_EXCL:
-            raise FileExistsError(errno.EEXIST, "it is there", name)
+            raise FileExistsError(errno.EEXIST, "it exists", name)
         if name not in self.files:
             self.files[name] = Inode()
             self._histories.append(dict(self.files))
@@ -149,7 +149,7 @@ class Disk(FileSystem):
 
     def unlink(self, name: str, folder: int) -> None:
         if name not in self.files:
-            raise FileNotFoundError(errno.ENOENT, "it is not there", name)
+            raise FileNotFoundError(errno.ENOENT, "it does not exist", name)
         del self.files[name]
         self._histories.append(dict(self.files))
 
@@ -158,9 +158,9 @@ class Faulty(FileSystem):
     """Another file system, less reliable.
 
     Args:
-        inner: does the calls.
-        fault: told the number and the name of each call before it is made; may raise, or return how many bytes at most
-            a read or write takes.
+        inner: the file system that makes the calls.
+        fault: called with the number and the name of each call before it is made. It may raise, or return the limit
+            in bytes for a read or write.
     """
 
     def __init__(self, inner: FileSystem, fault: Callable[[int, str], int | None] = lambda number, name: None) -> None:
@@ -175,7 +175,7 @@ def _through(name: str) -> Callable[..., Any]:
         try:
             limit = self.fault(number, name)
         except OSError:
-            if name == "close":  # Linux closes it all the same
+            if name == "close":  # Linux closes it anyway
                 self.inner.close(*arguments)
             raise
         if limit is not None and name in ("preadv", "pwritev"):

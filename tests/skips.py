@@ -1,7 +1,7 @@
-"""Which tests may be left out, where, and how many: whatever else is skipped fails the run.
+"""Which tests may be skipped, where, and how many: any other skip fails the run.
 
-A test that skips itself is green, so a package that is no longer installed, or a server that no longer starts, could
-take a whole file away and nobody would see it.
+A test that skips itself is green. So a package that is no longer installed, or a server that no longer starts, could
+disable a whole file unnoticed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Allowed:
-    """Tests that are left out for one reason.
+    """Tests that may be skipped for one reason.
 
     Args:
-        reason: what the skip says, a regular expression.
-        here: whether it may be so on this machine.
-        most: so many tests; a module that is skipped as a whole is one.
+        reason: a regular expression for the message of the skip.
+        here: whether the reason can hold on this machine.
+        limit: the most tests; a module that is skipped as a whole counts as one.
     """
 
     reason: str
     here: Callable[[], bool]
-    most: int
+    limit: int
 
 
 def _no_cuda() -> bool:
@@ -64,7 +64,7 @@ ALLOWED = (
     Allowed("valgrind was not found", _lacks("valgrind"), 1),
     Allowed("the counts that are kept are of", _another_compiler, 1),
     Allowed("no openssl", _lacks("openssl"), 1),
-    Allowed("no small (disk|file system)", lambda: True, 3),  # the test has tried to mount one
+    Allowed("no small (disk|file system)", lambda: True, 3),  # the test tries to mount one first
     Allowed("no Mooncake client", lambda: _no_linux_on_x86_64() or not find_library("ibverbs"), 1),
     Allowed("no NIXL", lambda: sys.platform != "linux", 1),
     Allowed("AIBrix is not installed", lambda: sys.platform != "linux" or sys.version_info >= (3, 13), 50),
@@ -74,47 +74,47 @@ ALLOWED = (
 
 
 def judge(reasons: Iterable[str], allowed: Iterable[Allowed] = ALLOWED) -> list[str]:
-    """A line for each skip that nothing here excuses, and for each reason that more tests give than are known."""
+    """Returns a line for each skip that no row excuses, and for each row that excuses more tests than its limit."""
     lines: list[str] = []
-    of: Counter[Allowed] = Counter()
+    excused: Counter[Allowed] = Counter()
     rows = tuple(allowed)
     for reason in reasons:
         row = next((row for row in rows if re.match(row.reason, reason) and row.here()), None)
         if row is None:
             lines.append(f"skipped, though nothing on this machine excuses it: {reason}")
         else:
-            of[row] += 1
-    for row, count in of.items():
-        if count > row.most:
-            lines.append(f"{count} tests are skipped because of '{row.reason}', {row.most} are known")
+            excused[row] += 1
+    for row, count in excused.items():
+        if count > row.limit:
+            lines.append(f"{count} tests are skipped because of '{row.reason}', {row.limit} are allowed")
     return lines
 
 
 class Skips:
-    """Part of pytest: notes what is skipped, and fails a run that left out more than it may."""
+    """A pytest plugin: notes what is skipped, and fails a run that skips more than it may."""
 
     def __init__(self) -> None:
         self._reasons: list[str] = []
         self._lines: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test."""
+        """Notes a skipped test."""
         self._note(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module as a whole."""
+        """Notes a module that is skipped as a whole."""
         self._note(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fails what was green."""
+        """Fails a green run with skips that are not allowed."""
         self._lines = judge(self._reasons)
         if self._lines and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Says why."""
+        """Prints the skips that are not allowed."""
         if self._lines:
-            terminalreporter.section("skipped, and should not be (tests/skips.py)", red=True)
+            terminalreporter.section("skipped, but should not be (tests/skips.py)", red=True)
             for line in self._lines:
                 terminalreporter.line(line)
 

@@ -181,9 +181,9 @@ def test_errors_have_the_openai_form() -> None:
     assert error_of(server.post("/v1/completions", content=b"{"), 400)["code"] == "invalid_json"
     assert error_of(server.post("/v1/completions", json={"model": "x", "prompt": "a"}), 404)["param"] == "model"
     assert error_of(server.get("/v1/models/x"), 404)["code"] == "model_not_found"
-    assert error_of(server.get("/v1/nothing"), 404)["message"] == "There is nothing at /v1/nothing."
+    assert error_of(server.get("/v1/nothing"), 404)["message"] == "There is no endpoint at /v1/nothing."
     refusal = server.get("/v1/completions")
-    assert error_of(refusal, 405)["message"] == "/v1/completions does not take GET."
+    assert error_of(refusal, 405)["message"] == "/v1/completions does not accept GET."
     assert refusal.headers["allow"] == "POST"
 
 
@@ -216,7 +216,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_the_next_one_is_tokenised() 
 
 
 def test_long_token_ids_with_many_choices_are_refused_before_they_are_copied() -> None:
-    """Several copies of the prompt would show at the peak; the parsed list itself is 8 bytes a token."""
+    """Copies of the prompt would show in the peak; the parsed list alone takes 8 bytes per token."""
     tokens = 300_000
     body = b'{"model":"fake","n":128,"prompt":[' + b",".join([b"1"] * tokens) + b"]}"
     server = client(FakeEngine(max_context=100))
@@ -272,7 +272,7 @@ def test_a_body_that_says_it_is_far_too_large_is_not_read() -> None:
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
-        raise AssertionError("it is read")
+        raise AssertionError("the body is read")
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -285,7 +285,7 @@ def test_a_body_that_says_it_is_far_too_large_is_not_read() -> None:
 
 def test_what_is_over_the_limit_is_not_kept() -> None:
     alive: set[int] = set()
-    most = 0
+    peak = 0
 
     class Chunk(bytes):
         def __init__(self, *_: object) -> None:
@@ -295,8 +295,8 @@ def test_what_is_over_the_limit_is_not_kept() -> None:
             alive.discard(id(self))
 
     async def receive() -> dict[str, Any]:
-        nonlocal most
-        most = max(most, len(alive))
+        nonlocal peak
+        peak = max(peak, len(alive))
         return {"type": "http.request", "body": Chunk(b"x" * 100), "more_body": True}
 
     sent: list[Any] = []
@@ -307,7 +307,7 @@ def test_what_is_over_the_limit_is_not_kept() -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
     asyncio.run(create_app(FakeEngine(), ServerConfig(max_body_bytes=1000))(scope, receive, send))
     assert sent[0]["status"] == 413
-    assert 10 <= most <= 12
+    assert 10 <= peak <= 12
 
 
 def test_keys() -> None:
@@ -331,7 +331,7 @@ def test_keys() -> None:
     ("key", "admin", "draining", "status"),
     [(None, False, False, 401), ("wrong", False, False, 401), ("right", False, True, 503), ("right", True, False, 403)],
 )
-def test_a_body_is_not_read_for_who_is_refused_anyway(
+def test_a_body_is_not_read_for_a_client_that_is_refused_anyway(
     key: str | None, admin: bool, draining: bool, status: int
 ) -> None:
     app = create_app(FakeEngine(), ServerConfig(api_keys=("right",), admin_key="admin"))
@@ -356,7 +356,7 @@ def test_a_body_is_not_read_for_who_is_refused_anyway(
         assert (sent[0]["status"], read) == (status, [])
 
 
-def test_namespaces_tell_nothing_about_keys() -> None:
+def test_namespaces_reveal_nothing_about_keys() -> None:
     def namespace() -> str:
         engine = FakeEngine()
         complete(client(engine, api_keys=("first-key", "second-key")), headers={"Authorization": "Bearer first-key"})
@@ -365,7 +365,7 @@ def test_namespaces_tell_nothing_about_keys() -> None:
     one, other = namespace(), namespace()
     assert "first-key" not in one
     assert hashlib.sha256(b"first-key").hexdigest() not in one
-    assert one != other  # a secret of each server's own
+    assert one != other  # each server has its own secret
 
 
 CACHE_ROUTES = [("POST", "/v1/cache/flush"), ("GET", "/v1/cache/stats"), ("GET", "/v1/cache/tree")]
@@ -398,7 +398,7 @@ def test_who_may_see_the_cache(
     headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
     response = server.request(method, path, headers=headers)
     if path in (*ADAPTER_ROUTES, "/v1/cache/remove") and status == 200:
-        status = 400  # let in, but the body is empty
+        status = 400  # admitted, but the body is empty
     assert response.status_code == status, response.text
     if status == 403:
         assert "--admin-key" in error_of(response, 403)["message"]
@@ -432,7 +432,7 @@ def test_one_key_shares_with_itself_under_no_name() -> None:
     assert engine.streams[0].request.namespace is None
 
 
-def test_a_failing_generation_tells_nothing_but_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_generation_reveals_nothing_but_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     server = client()
     assert error_of(complete(server, "fail!"), 500)["type"] == "server_error"
     assert "a secret of the engine" in caplog.text
@@ -485,7 +485,7 @@ def test_the_cache_routes() -> None:
     assert server.post("/v1/cache/flush").json() == {"freed_pages": 0, "freed_tokens": 0}
 
 
-def test_a_prefix_is_removed_for_whoever_it_belongs_to() -> None:
+def test_a_prefix_is_removed_for_its_owner() -> None:
     engine = FakeEngine()
     server = client(engine, api_keys=("k", "l"), admin_key="root")
 
@@ -676,8 +676,8 @@ def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_real_engine_behind_the_server(smollm2: Any) -> None:
-    """Chat, stream, reuse, salts and flush against real weights."""
+def test_the_server_over_the_real_engine(smollm2: Any) -> None:
+    """Chats, streams, reuse, salts and flushes, with real weights."""
     from mainstem.runtime.engine import Engine, EngineConfig
 
     document = "The harbour of Kelder Point has room for ninety boats. " * 20

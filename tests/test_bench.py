@@ -99,7 +99,7 @@ def test_python_radix_agrees_with_the_tree(page_size: int) -> None:
         match = ours.match(key)
         found, node = theirs.match(key)
         assert len(found) == match.length
-        assert found[::page_size].tolist() == (match.pages * page_size).tolist()
+        assert found[::page_size].tolist() == (match.page_ids * page_size).tolist()
         ours.lock(match.node)
         theirs.lock(node)
         if held > 150:
@@ -107,11 +107,11 @@ def test_python_radix_agrees_with_the_tree(page_size: int) -> None:
             (freed,) = ours.evict(want)
             assert _pages(theirs.evict(want * page_size), page_size) == sorted(freed.tolist())
             held -= len(freed) * page_size
-        whole = len(key) // page_size - len(match.pages)
+        whole = len(key) // page_size - len(match.page_ids)
         new = np.arange(slots, slots + whole * page_size, dtype=np.int32)
         slots += len(new)
         held += len(new)
-        pages = np.concatenate([match.pages, new[::page_size] // page_size])
+        pages = np.concatenate([match.page_ids, new[::page_size] // page_size])
         assert ours.insert(key, pages).existing == theirs.insert(key, np.concatenate([found, new])) == match.length
         ours.unlock(match.node)
         theirs.unlock(node)

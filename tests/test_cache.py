@@ -1,4 +1,4 @@
-"""PrefixCache and Lease: who owns a page, how long a hit is, and what an error leaves as it was."""
+"""PrefixCache and Lease: the owner of each page, the length of a hit, and errors that change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mainstem.namespaces import Namespace
 
 
 def owners(cache: PrefixCache) -> tuple[int, int, int]:
-    """Free, cached and private pages, which add up to all."""
+    """Returns the numbers of free, cached and private pages, which add up to the total."""
     cache.check()
     pool = cache.pool
     assert pool.free + pool.cached + pool.private == pool.total
@@ -26,7 +26,7 @@ def owners(cache: PrefixCache) -> tuple[int, int, int]:
 
 
 def run(cache: PrefixCache, tokens: Any, namespace: Any = None) -> Lease:
-    """A prompt computed and published, its lease still open."""
+    """Computes and publishes a prompt; returns its lease, which is still open."""
     lease = cache.lease(tokens, namespace)
     lease.reserve(lease.length - lease.reserved)
     lease.publish(lease.length)
@@ -34,7 +34,7 @@ def run(cache: PrefixCache, tokens: Any, namespace: Any = None) -> Lease:
 
 
 def serve(cache: PrefixCache, tokens: Any, namespace: Any = None) -> int:
-    """A prompt from lease to finish; its hit."""
+    """Runs a prompt from lease to finish; returns its hit."""
     lease = run(cache, tokens, namespace)
     lease.finish()
     return lease.hit
@@ -119,7 +119,7 @@ def test_namespaces_share_nothing() -> None:
 
 
 class Copies:
-    """Records what a cache asks to copy, and that the owner of each page is right at that time."""
+    """Records what a cache asks to copy, and checks the owner of each page at that time."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, int, int]] = []
@@ -168,14 +168,14 @@ def test_backing_off_by_one_copies_the_rest_of_the_last_page() -> None:
     assert owners(cache) == (6, 2, 0)
 
 
-def test_a_hit_at_a_border_copies_nothing() -> None:
+def test_a_hit_at_a_page_boundary_copies_nothing() -> None:
     cache, copies = copying(8, 4)
     serve(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     assert cache.lease([1, 2, 3, 4, 9, 9]).hit == 4
     assert copies.done == []
 
 
-def test_without_a_page_for_the_tail_the_hit_ends_at_the_border() -> None:
+def test_without_a_page_for_the_tail_the_hit_ends_at_the_page_boundary() -> None:
     cache, copies = copying(2, 4)
     first = run(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     second = cache.lease([1, 2, 3, 4, 5, 6, 9])
@@ -242,9 +242,9 @@ def test_a_hit_never_cuts_an_image(size: int, copies: bool) -> None:
     prompt = [1, 2, image(1, 40), 3, image(2, 10), 4]
     serve(cache, prompt)
     for asked in (prompt, prompt[:3], prompt[:5], [*prompt[:4], image(3, 10)], [1, 2, image(4, 40), 3]):
-        borders = {0, 1, 2, 42, 43, 53, 54}
+        ends_of_tokens = {0, 1, 2, 42, 43, 53, 54}
         lease = cache.lease(asked)
-        assert lease.hit in borders
+        assert lease.hit in ends_of_tokens
         assert lease.hit < lease.length
         sequence = cache.tree.keys.sequence()
         sequence.append(asked)
@@ -351,7 +351,7 @@ def test_publish_beyond_what_is_reserved_or_known_is_refused(upto: int) -> None:
     lease.abort()
 
 
-def test_a_duplicate_goes_back_and_the_page_table_shows_the_tree() -> None:
+def test_a_duplicate_is_freed_and_the_page_table_shows_the_tree() -> None:
     cache = PrefixCache(8, 1)
     first, second = cache.lease([1, 2, 3]), cache.lease([1, 2, 4])
     for lease in (first, second):
@@ -372,11 +372,11 @@ def test_what_a_lease_holds_is_not_evicted() -> None:
     cache = PrefixCache(4, 1)
     first = run(cache, [1, 2, 3])
     assert cache.flush() == 0
-    pages = first.page_table.tolist()
+    page_ids = first.page_table.tolist()
     first.abort()
     second = cache.lease([1, 2, 9])
     assert cache.flush() == 1
-    assert second.page_table.tolist() == pages[:2]
+    assert second.page_table.tolist() == page_ids[:2]
     second.abort()
 
 
@@ -496,7 +496,7 @@ def test_a_disabled_cache_forgets() -> None:
 # ---------------------------------------------------------------- statistics and arguments
 
 
-def test_flush_says_how_many_pages_it_freed() -> None:
+def test_flush_returns_how_many_pages_it_freed() -> None:
     cache = PrefixCache(8, 1)
     serve(cache, [1, 2, 3])
     held = run(cache, [1, 5])
@@ -577,7 +577,7 @@ def test_numbers_are_checked(value: Any) -> None:
     assert cache.pool.free == 8
 
 
-def test_a_lease_that_was_dropped_comes_back_when_pages_are_short() -> None:
+def test_a_dropped_lease_is_reclaimed_when_pages_are_short() -> None:
     cache = PrefixCache(4, 4)
     dropped, waiting = cache.lease([1] * 8), cache.lease([2] * 16)
     dropped.reserve(8)
@@ -652,7 +652,7 @@ def test_ids_out_of_range_are_refused_wherever_they_come_in() -> None:
         lease.abort()
         with pytest.raises(BadTokens, match="position 1"):
             cache.lease(bad)
-    with pytest.raises(BadTokens, match="position 13"):  # behind a prefix that is found, and so not looked at again
+    with pytest.raises(BadTokens, match="position 13"):  # after a prefix that matches and is not read again
         cache.lease(np.array([*range(13), 100], np.int32))
     owners(cache)
 
@@ -771,10 +771,10 @@ def test_components_come_in_the_order_of_the_tree_however_they_are_given() -> No
         PrefixCache({Full(): 20, State(): 3})
 
 
-# ---------------------------------------------------------------- what leases say of use
+# ---------------------------------------------------------------- what counts as a use
 
 
-def test_the_end_of_a_lease_is_a_use_and_no_hit() -> None:
+def test_the_end_of_a_lease_is_a_use_but_not_a_hit() -> None:
     cache = PrefixCache(pages=4, page_size=1)
     for tokens in ([1, 2], [3, 4]):
         serve(cache, tokens)
@@ -790,7 +790,7 @@ def test_the_end_of_a_lease_is_a_use_and_no_hit() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru-2", "s3-fifo", "gittins"])
-def test_policies_that_remember_hear_of_no_use_when_a_lease_ends(policy: str) -> None:
+def test_policies_that_remember_are_notified_of_no_use_when_a_lease_ends(policy: str) -> None:
     def order(end_late: bool) -> list[list[int]]:
         cache = PrefixCache(pages=40, page_size=1, policy=policy)
         for first in range(0, 40, 4):
@@ -814,7 +814,7 @@ def test_a_lease_without_reuse_finds_nothing_and_publishes() -> None:
         lease.reserve(7)
         own = lease.page_table.tolist()
         lease.publish(6)
-        assert lease.page_table.tolist()[:2] != own[:2], "the tree's pages take the place of duplicates"
+        assert lease.page_table.tolist()[:2] != own[:2], "the tree's pages replace the duplicates"
     assert cache.peek([1, 2, 3, 4, 5, 6, 7]) == 6
     assert (cache.stats().hit, cache.stats().duplicate_pages) == (0, 2)
     cache.check()
@@ -829,13 +829,13 @@ def test_a_lease_of_images_without_reuse_finds_nothing() -> None:
         assert lease.hit == 0
 
 
-def test_a_removed_prefix_is_computed_anew_and_who_runs_keeps_his_pages() -> None:
+def test_a_removed_prefix_is_computed_again_and_a_running_lease_keeps_its_pages() -> None:
     cache = PrefixCache(pages=12, page_size=2)
     serve(cache, [1, 2, 3, 4, 5, 6, 0])
     running = cache.lease([1, 2, 3, 4, 9])
     assert running.hit == 4
     table = running.page_table.tolist()
-    assert cache.remove([1, 2, 3, 4]) == 1, "the page after it, which nobody uses"
+    assert cache.remove([1, 2, 3, 4]) == 1, "the page after it, which no lease uses"
     cache.check()
     assert cache.peek([1, 2, 3, 4, 5]) == 2
     assert serve(cache, [1, 2, 3, 4, 5]) == 2

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, its exit codes, and that it is quick to start."""
+"""The command line: what it prints and where, its exit codes, and that it starts quickly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mainstem.storage import open_backend
 
 
 class Machine:
-    """What the commands would load, replaced; remembers what was asked of it."""
+    """Replaces what the commands would load, and records how it was called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = FakeEngine(lambda prompt: f"[{prompt}]", max_context=20_000)
@@ -207,9 +207,7 @@ def test_generate_from_standard_input(
     assert capsys.readouterr().out == "[piped]\n"
 
 
-def test_a_file_goes_in_front_of_every_prompt(
-    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_goes_before_every_prompt(machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "text.txt"
     file.write_text("facts")
     assert run("generate", "--no-chat", "--file", str(file), "one", "two") == 0
@@ -315,11 +313,11 @@ def test_serve_says_what_it_is_doing(
     assert run("serve", "a-model", "--port", "0", "--adapter", f"french={tmp_path}") == 0
     out, err = capsys.readouterr()
     first, *stages = err.splitlines()
-    assert re.fullmatch(r"mainstem: starting, to serve a-model at 127\.0\.0\.1 port \d+", first)
+    assert re.fullmatch(r"mainstem: starting to serve a-model at 127\.0\.0\.1 port \d+", first)
     assert stages == [
         "mainstem: importing PyTorch and transformers",
         "mainstem: loading the model",
-        "mainstem: taking memory for KV, testing the model over it",
+        "mainstem: allocating memory for KV, testing the model over it",
         "mainstem: loading adapters",
         "serving",
     ]
@@ -336,10 +334,10 @@ def test_a_terminal_shows_bars_while_serve_starts_and_none_after(
     monkeypatch.setattr(server_app, "serve", lambda *_: served.append(terminal.getvalue()))
     assert run("serve", "--port", "0") == 0
     (shown,) = served
-    assert "mainstem: starting, to serve the-default" in shown.splitlines()[0]
+    assert "mainstem: starting to serve the-default" in shown.splitlines()[0]
     assert "loading the model" in shown and "100%" in shown
     assert "mainstem: loading the model" not in shown, "a bar, not a line"
-    assert terminal.getvalue() == shown, "the bars are gone before it serves"
+    assert terminal.getvalue() == shown, "the bars are removed before it serves"
 
 
 def test_serve_speaks_before_it_imports_what_takes_long() -> None:
@@ -358,7 +356,7 @@ sys.exit(cli.main(["serve", "--port", "0", "--host-ratio", "1"]))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     first, second, third = result.stderr.splitlines()
-    assert first.startswith("mainstem: starting, to serve SmolLM2-135M-Instruct at 127.0.0.1 port ")
+    assert first.startswith("mainstem: starting to serve SmolLM2-135M-Instruct at 127.0.0.1 port ")
     assert (second, third) == ("mainstem: importing PyTorch and transformers", "heavy")
     assert result.returncode == 130
 
@@ -374,7 +372,7 @@ def test_serve_loads_adapters(
     for wrong in ("french", "=x", "french="):
         assert run("serve", "--port", "0", "--adapter", wrong) == 2
         assert f"--adapter {wrong}: must be NAME=PATH" in capsys.readouterr().err
-    assert not machine.loaded, "said before the model is loaded"
+    assert not machine.loaded, "the error comes before the model is loaded"
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +397,7 @@ def test_a_dead_engine_is_a_failure(
 def test_the_help_says_how_keys_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "MAINSTEM_API_KEY is split at blanks" in shown
+    assert "In MAINSTEM_API_KEY, separate keys by spaces." in shown
     assert "MAINSTEM_ADMIN_KEY" in shown
 
 
@@ -449,7 +447,7 @@ def test_a_spec_that_names_no_store_says_what_would(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "says"),
     [
         ("--prefetch best_effort", "--prefetch"),
         ("--warm --host-ratio 1", "--warm"),
@@ -461,14 +459,14 @@ def test_a_spec_that_names_no_store_says_what_would(capsys: pytest.CaptureFixtur
     ],
 )
 def test_options_that_would_do_nothing_or_cannot_be_are_refused(
-    options: str, told: str, capsys: pytest.CaptureFixture[str]
+    options: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("serve", "no-such-model", "--port", "0", *options.split()) == 2
-    assert told in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
-def test_a_store_is_not_cut_by_looking_at_it(tmp_path: Path) -> None:
-    """Without a capacity a store holds what it held; only a capacity that is given may make it smaller."""
+def test_a_store_is_not_cut_by_reading_its_stats(tmp_path: Path) -> None:
+    """Without a capacity a store keeps its size; only an explicit capacity may make it smaller."""
     from mainstem.storage.file import FileBackend
 
     with contextlib.closing(FileBackend(tmp_path / "kv", 9 << 30)) as backend:

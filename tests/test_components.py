@@ -1,4 +1,4 @@
-"""Components and tiers: where a match may end, what a split, a lock and an eviction do, for each row of the table."""
+"""Components and tiers: where a match may end, and what splits, locks and evictions do, for each row of the table."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_a_window_that_was_evicted_can_be_published_again() -> None:
     assert tree.match(prefix).length == 0
     tree.insert(prefix, [range(20, 28), [-1] * 5 + [25, 26, 27]])
     assert tree.match(prefix).length == 8
-    assert tree.pages(tree.match(prefix).node, "window").tolist() == [-1] * 5 + [25, 26, 27]
+    assert tree.page_ids(tree.match(prefix).node, "window").tolist() == [-1] * 5 + [25, 26, 27]
     tree.check()
 
 
-def test_pages_in_front_of_the_windows_of_what_was_put_here_go_first() -> None:
+def test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first() -> None:
     tree = windowed(4)
     tree.insert(range(900, 905), [range(5)] * 2)
     tree.insert(range(20), [range(10, 30)] * 2)
@@ -102,7 +102,7 @@ def test_pages_in_front_of_the_windows_of_what_was_put_here_go_first() -> None:
     assert tree.peek(range(900, 905)) == 5
     assert freed(tree.evict(14, "window")) == [[], list(range(12, 26))]
     assert (tree.peek(range(900, 905)), tree.peek(range(20))) == (5, 20)
-    assert freed(tree.evict(1, "window")) == [[], [1]]  # now the older of the two loses its end
+    assert freed(tree.evict(1, "window")) == [[], [1]]  # now the older prefix loses its end
     assert (tree.peek(range(900, 905)), tree.peek(range(20))) == (0, 20)
     tree.check()
 
@@ -115,7 +115,7 @@ def test_a_hit_keeps_the_window_that_it_used_and_no_other() -> None:
         whole = list(range(first, first + 6))
         tree.insert(whole, [whole, [-1, -1, *whole[2:]]])
     tree.match(list(range(6)))
-    tree.evict(4, "window")  # what lies in no window
+    tree.evict(4, "window")  # the pages outside all windows
     assert freed(tree.evict(4, "window")) == [[], [0, 1, 100, 101]]
     assert (tree.peek(list(range(6))), tree.peek(list(range(100, 106)))) == (6, 6)
     tree.check()
@@ -124,14 +124,14 @@ def test_a_hit_keeps_the_window_that_it_used_and_no_other() -> None:
 # ---------------------------------------------------------------- state
 
 
-def test_a_match_may_end_only_where_a_state_stands() -> None:
+def test_a_match_may_end_only_at_a_state() -> None:
     tree = stateful()
     tree.insert([1, 2], [range(2), [50]])
     tree.insert([1, 2, 3, 4, 5], [range(5), [51]])
     lengths = [tree.match([1, 2, 3, 4, 5][:end]).length for end in range(6)]
     assert lengths == [0, 0, 2, 2, 2, 5]
     found = tree.match([1, 2, 3, 4, 9])
-    assert (found.length, found.reach, found.pages.tolist()) == (2, 4, [0, 1])
+    assert (found.length, found.reach, found.page_ids.tolist()) == (2, 4, [0, 1])
     tree.check()
 
 
@@ -153,16 +153,16 @@ def test_what_saves_more_computing_outlives_what_was_used_later() -> None:
     for at, state in ((20, 51), (30, 52), (40, 53)):
         tree.insert([at, at + 1], [[at, at + 1], [state]])
     assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[51], [52], [53]]
-    for at, state in ((60, 54), (70, 55), (80, 56), (90, 57)):  # each new one is worth what the last victim was, and 2
+    for at, state in ((60, 54), (70, 55), (80, 56), (90, 57)):  # each new one is worth the last victim's worth plus 2
         tree.insert([at, at + 1, at + 2, at + 3], [range(at, at + 4), [state]])
     assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[54], [55]]
     tree.insert([99, 100, 101, 102], [range(99, 103), [58]])
     assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[56], [57]]  # used before the long one, worth less
-    assert freed(tree.evict(1, "state"))[1] == [50]  # what is not used ages
+    assert freed(tree.evict(1, "state"))[1] == [50]  # an unused state ages
     tree.check()
 
 
-def test_a_state_saves_only_what_lies_behind_the_state_above_it() -> None:
+def test_a_state_saves_only_what_follows_the_state_above_it() -> None:
     tree = Tree(page_size=1, components=(Full(), State()))
     tree.insert(list(range(8)), [range(8), [50]])
     tree.insert([*range(8), 70], [[*range(8), 70], []])  # so that the first one is not superseded
@@ -227,7 +227,7 @@ def test_a_cap_leaves_states_that_others_part_from() -> None:
     system = [0, 1, 2]
     for tokens in (system, [*system, 70], [*system, 71]):
         turn(tokens)
-    cache.remove([*system, 70])  # the branch is gone, but it was there
+    cache.remove([*system, 70])  # the branch is gone, but it existed
     for grown in range(10):
         turn([*system, 71, *range(100, 101 + grown)])
         assert cache.peek([*system, 5]) == 3
@@ -261,11 +261,11 @@ def test_a_second_state_at_the_same_place_is_not_taken() -> None:
     tree = stateful()
     tree.insert([1, 2], [range(2), [50]])
     node = tree.insert([1, 2], [range(2), [60]]).node
-    assert tree.pages(node, "state").tolist() == [-1, 50]
+    assert tree.page_ids(node, "state").tolist() == [-1, 50]
 
 
 @pytest.mark.parametrize(
-    "pages",
+    "page_ids",
     [
         [range(3)],
         [range(3), range(3)],
@@ -274,10 +274,10 @@ def test_a_second_state_at_the_same_place_is_not_taken() -> None:
         [range(3), [1], [2]],
     ],
 )
-def test_ids_that_do_not_fit_the_components_are_refused(pages: list[Any]) -> None:
+def test_ids_that_do_not_fit_the_components_are_refused(page_ids: list[Any]) -> None:
     tree = stateful()
     with pytest.raises(BadArgument):
-        tree.insert([1, 2, 3], pages)
+        tree.insert([1, 2, 3], page_ids)
     assert tree.stats().nodes == 0
 
 
@@ -287,7 +287,7 @@ def test_a_hole_inside_a_window_is_refused() -> None:
 
 
 def test_an_unknown_component_is_refused() -> None:
-    for call in (lambda tree: tree.evict(1, "state"), lambda tree: tree.pages(0, "window")):
+    for call in (lambda tree: tree.evict(1, "state"), lambda tree: tree.page_ids(0, "window")):
         with pytest.raises(BadArgument, match="full"):
             call(Tree())
 
@@ -296,7 +296,7 @@ def test_an_unknown_component_is_refused() -> None:
 
 
 def backed_up() -> tuple[Tree, int]:
-    """[1, 2, 3] on the device (pages 0 to 2) and on the host (pages 10 to 12)."""
+    """Makes a tree with [1, 2, 3] on the device (pages 0 to 2) and on the host (pages 10 to 12)."""
     tree = Tree(page_size=1, tiers=2)
     node = tree.insert([1, 2, 3], range(3)).node
     tree.attach(node, range(10, 13), tier=1)
@@ -322,7 +322,7 @@ def test_load_back_makes_it_matchable_again() -> None:
     assert tree.match([1, 2, 3]).length == 0
     assert freed(tree.evict(3, tier=0)) == [[]]
     tree.commit(node)
-    assert tree.match([1, 2, 3]).pages.tolist() == [20, 21, 22]
+    assert tree.match([1, 2, 3]).page_ids.tolist() == [20, 21, 22]
     tree.check()
 
 
@@ -331,11 +331,11 @@ def test_what_left_the_device_is_inserted_anew_and_counted() -> None:
     tree.evict(2)
     tree.match([1, 2, 3])
     before = tree.stats()
-    assert before.hit_symbols == 1, "what the host has is no hit of the device"
+    assert before.hit_symbols == 1, "what the host has does not count as a hit on the device"
     tree.lock(node)
     added = tree.insert([1, 2, 3, 4], range(20, 24))
     assert added.existing == 1
-    assert tree.pages(added.node).tolist() == [0, 21, 22, 23]
+    assert tree.page_ids(added.node).tolist() == [0, 21, 22, 23]
     stats = tree.stats()
     assert stats.inserted_pages - before.inserted_pages == 3
     assert (stats.cached_pages, stats.locked_pages) == (4, 3)
@@ -398,11 +398,11 @@ def test_what_is_on_no_tier_is_gone() -> None:
     tree.check()
 
 
-# ---------------------------------------------------------------- all of it against a plain model
+# ---------------------------------------------------------------- everything against a plain model
 
 
 class Residency:
-    """What is present, by component and prefix; where a match may end follows from it."""
+    """What is present, by component and prefix; this decides where a match may end."""
 
     def __init__(self, size: int, window: int | None, state: bool) -> None:
         self.size, self.window, self.state = size, window, state
@@ -431,7 +431,7 @@ class Residency:
 
 
 class World:
-    """A tree with several components, and what is known to be in it."""
+    """A tree with several components, and a model of what is in it."""
 
     def __init__(self, size: int, window: int | None, state: bool) -> None:
         components = (Full(), *([Window(window)] if window else []), *([State()] if state else []))
@@ -441,23 +441,23 @@ class World:
         self.locked: list[tuple[int, tuple[int, ...]]] = []
         self.next_id = 0
 
-    def new_ids(self, count: int, behind_window: int = 0) -> list[int]:
+    def new_ids(self, count: int, outside_window: int = 0) -> list[int]:
         ids = list(range(self.next_id, self.next_id + count))
         self.next_id += count
-        return [-1] * behind_window + ids[behind_window:]
+        return [-1] * outside_window + ids[outside_window:]
 
     def insert(self, tokens: list[int], rng: random.Random) -> None:
         pages = len(tokens) // self.model.size
         columns = [self.new_ids(pages)]
         if self.model.window:
-            behind = max(pages * self.model.size - self.model.window, 0) // self.model.size
-            columns.append(self.new_ids(pages, rng.choice([0, behind])))
+            outside = max(pages * self.model.size - self.model.window, 0) // self.model.size
+            columns.append(self.new_ids(pages, rng.choice([0, outside])))
         if self.model.state:
             columns.append(self.new_ids(int(pages > 0 and rng.random() < 0.7)))
         added = self.tree.insert(tokens, columns)
         assert added.length == pages * self.model.size
         for component, (name, column) in enumerate(zip(self.names, columns, strict=True)):
-            in_tree = self.tree.pages(added.node, name).tolist() if pages else []
+            in_tree = self.tree.page_ids(added.node, name).tolist() if pages else []
             offered = [-1] * (pages - len(column)) + column if name == "state" else column
             for page, (real, given) in enumerate(zip(in_tree, offered, strict=True)):
                 front = tuple(tokens[: (page + 1) * self.model.size])
@@ -469,7 +469,9 @@ class World:
         found = self.tree.match(tokens)
         assert found.length == self.model.match(tokens)
         prefix = tuple(tokens[: found.length])
-        assert found.pages.tolist() == [self.model.held[0][front] for front in sorted(self.model.needed_by(prefix, 0))]
+        assert found.page_ids.tolist() == [
+            self.model.held[0][front] for front in sorted(self.model.needed_by(prefix, 0))
+        ]
         if lock and found.node:
             self.tree.lock(found.node)
             self.locked.append((found.node, prefix))
@@ -517,11 +519,11 @@ def test_a_match_ends_where_every_component_allows_it(size: int, window: int | N
     assert (world.tree.stats().nodes, world.tree.stats().cached_pages) == (0, 0)
 
 
-# ---------------------------------------------------------------- the order in which windows go
+# ---------------------------------------------------------------- the order in which windows are evicted
 
 
 def grown(tree: Tree, tokens: list[int], first_id: int, part: int) -> None:
-    """Puts a sequence into the tree part by part, as a chunked prefill does."""
+    """Inserts a sequence into the tree part by part, as a chunked prefill does."""
     after = 0
     for begin in range(0, len(tokens), part):
         end = min(begin + part, len(tokens))
@@ -529,7 +531,7 @@ def grown(tree: Tree, tokens: list[int], first_id: int, part: int) -> None:
         after = tree.insert(tokens[:end], [[*range(first_id, first_id + begin), *ids]] * 2, after=after).node
 
 
-def test_what_lies_behind_all_windows_goes_first_however_young() -> None:
+def test_pages_outside_all_windows_are_evicted_first_however_young() -> None:
     tree = Tree(page_size=1, components=(Full(), Window(2)))
     grown(tree, [1, 2, 3, 4], 0, part=4)
     grown(tree, list(range(10, 18)), 10, part=2)
@@ -544,7 +546,7 @@ def test_a_window_in_which_a_match_ended_stays_when_its_prefix_grows() -> None:
     tree = Tree(page_size=1, components=(Full(), Window(2)))
     grown(tree, [1, 2, 3, 4], 0, part=4)
     end = tree.match([1, 2, 3, 4, 9]).node
-    tree.lock(end)  # cuts the node where the window begins
+    tree.lock(end)  # splits the node where the window begins
     longer = tree.insert([1, 2, 3, 4, 5, 6, 7], [range(7)] * 2, after=end).node
     tree.lock(longer)
     for node in (end, longer):

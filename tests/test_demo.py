@@ -1,4 +1,4 @@
-"""The demo: what it asks, in which order, and that its figures are those of the runs."""
+"""The demo: what it asks, in which order, and that its figures are those of its runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mainstem.runtime.request import SamplingParams
 
 
 class TickingEngine(FakeEngine):
-    """Costs a second a prompt token that is not cached, on a clock of its own."""
+    """Takes a second per uncached prompt token, on its own clock."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, max_context=20_000)
@@ -39,7 +39,7 @@ def test_warm_runs_compute_the_question_only() -> None:
     engine = TickingEngine()
     report = run(engine)
     assert len(report.questions) == len(demo.QUESTIONS) == 5
-    assert report.prefix_tokens > 4000  # one token a byte
+    assert report.prefix_tokens > 4000  # one token per byte
     for question in report.questions:
         assert question.cold_ttft_s == question.prompt_tokens
         assert question.warm_ttft_s == question.prompt_tokens - question.reused_tokens
@@ -65,7 +65,7 @@ def test_answers_that_differ_are_admitted() -> None:
     report = run(engine)
     assert not report.answers_agree
     assert not any(question.agree for question in report.questions)
-    assert "answers that differ in part (float32 rounds)" in shown(report)
+    assert "some answers differ (float32 rounding)" in shown(report)
 
 
 def test_the_document_can_be_cut_and_repeated() -> None:

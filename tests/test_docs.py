@@ -1,4 +1,4 @@
-"""What the documentation shows must run: every Python block of the README and the guides, and every example."""
+"""The documentation runs: every Python block of the README and the guides, and every example."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_block_of_the_documentation_runs_and_leaves_nothing_open(code: str) ->
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         exec(compile(code, "<documentation>", "exec"), {"__name__": "documentation"})
-        gc.collect()  # a function of the block refers to its globals: a circle
+        gc.collect()  # a function of the block refers to its globals: a reference cycle
     assert not [str(one.message) for one in caught if issubclass(one.category, ResourceWarning)]
 
 
@@ -45,7 +45,7 @@ def test_an_example_runs(example: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience(120))
     assert result.returncode == 0, result.stderr
     assert "ResourceWarning" not in result.stderr, result.stderr
-    assert result.stdout, "an example shows something"
+    assert result.stdout, "an example prints something"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""Identity: two that differ anywhere never have the same bytes, and so no stored page in common."""
+"""Identity: two that differ in any field have different bytes, so they never share a stored page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STRINGS = [name for name in FIELDS if name not in NUMBERS | {"extra"}]
 WORDS: dict[str, Any] = {name: name for name in STRINGS}
 GOOD = Identity(**WORDS, page_size=16, tp_rank=1, tp_size=4, extra=("a", "b"))
 
-# Few letters, so that the same text often comes out of two different cuts; a lone surrogate is a str, too.
+# Few letters, so that different splits often concatenate to the same text; a lone surrogate is also a str.
 TEXT = st.text("ab\0\ud800é", max_size=4)
 
 
 def other_value(name: str) -> Any:
-    """Another good value of a field, whatever its type: a new field is covered by itself."""
+    """Returns another valid value of a field, whatever its type, so new fields are covered automatically."""
     value = getattr(GOOD, name)
     if isinstance(value, str):
         return value + "'"
@@ -42,7 +42,7 @@ def identities(draw: st.DrawFn) -> Identity:
 
 @st.composite
 def neighbours(draw: st.DrawFn) -> tuple[Identity, Identity]:
-    """Two that differ in few fields, if at all, and may have the same text in another place."""
+    """Draws two identities that differ in few fields, if any, and may have the same text in another place."""
     one = draw(identities())
     changes: dict[str, Any] = draw(st.dictionaries(st.sampled_from(STRINGS), TEXT, max_size=2))
     extra = draw(st.just(one.extra) | st.lists(TEXT, max_size=3).map(tuple))
@@ -50,7 +50,7 @@ def neighbours(draw: st.DrawFn) -> tuple[Identity, Identity]:
 
 
 def shared(identity: Identity) -> Any:
-    """What two must have equal to share pages."""
+    """Returns what two identities must have equal to share pages."""
     whole = tuple(getattr(identity, name) for name in FIELDS)
     return replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else whole
 
@@ -137,7 +137,7 @@ def test_a_value_outside_its_range_is_refused_by_its_name(name: str, value: Any)
 
 
 def test_an_encoding_names_each_field_and_counts_its_strings() -> None:
-    """Stores keep keys made of it: other bytes, and nothing that was stored is found again."""
+    """Stores keep keys made of it: with other bytes, nothing that was stored is found again."""
 
     def string(text: str) -> bytes:
         return len(text.encode()).to_bytes(8, "little") + text.encode()

@@ -106,7 +106,7 @@ def test_a_picture_of_just_the_pixels_is_taken() -> None:
     Pictures(ImagePolicy(max_pixels=48)).load(data_url(png()), AT)
     assert refused(ImagePolicy(max_pixels=47), data_url(png()))[1] == "image_too_large"
     Pictures(ImagePolicy(max_pixels=96)).load(data_url(png()), AT, taken=48)
-    with pytest.raises(ApiError, match="96 are taken, of all images together"):
+    with pytest.raises(ApiError, match="a request may have at most 96, over all images"):
         Pictures(ImagePolicy(max_pixels=96)).load(data_url(png()), AT, taken=49)
 
 

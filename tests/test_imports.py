@@ -1,4 +1,4 @@
-"""What is imported by name: a package that is missing is not one that is broken; `module:name` is found."""
+"""Imports by name: a missing package is distinguished from a broken one, and `module:name` is found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = ModuleNotFoundError("No module named 'package.part'", name="package.pa
 
 
 class Failing:
-    """An import system in which a package cannot be imported, for a reason of our choice."""
+    """A finder that makes the import of a package fail, for a chosen reason."""
 
     def __init__(self, package: str, error: ImportError) -> None:
         self.package, self.error = package, error
@@ -114,7 +114,7 @@ def test_the_error_is_of_the_kind_that_is_asked_for() -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, which is not on the path, as for a console script."""
+    """Makes a working directory that is not on the import path, as for a console script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     return tmp_path
@@ -127,7 +127,7 @@ def test_a_module_in_the_working_directory_is_found(here: Path) -> None:
 
 
 def test_what_is_installed_comes_before_the_working_directory(here: Path) -> None:
-    (here / "wave.py").write_text("")  # of the standard library, and imported by nobody here
+    (here / "wave.py").write_text("")  # in the standard library, and not imported by the tests
     assert load_object("policy", "wave:Wave_read") is not None
 
 

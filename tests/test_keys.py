@@ -1,4 +1,4 @@
-"""Keys: what a token sequence is in symbols of fixed width, and which sequences are none."""
+"""Keys: how token sequences become symbols of fixed width, and which inputs are refused."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ CAT, DOG = Image(bytes(16), 8), Image(bytes(15) + b"\x01", 8)
 
 
 class Ids(list[int]):
-    """A list that is none by name."""
+    """A list whose type is not `list`."""
 
 
 def torch_ids(dtype: str) -> Any:
-    """A form whose tensors have the buffer protocol nowhere, so that they are read by DLPack."""
+    """Returns a form of tensors without the buffer protocol, which are read by DLPack."""
 
     def form(ids: list[int]) -> Any:
         import torch
@@ -87,7 +87,7 @@ def test_every_form_of_a_token_sequence_is_the_same_key(form: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("position", [0, 1, 31, 32, 63, 64, 69])
-def test_one_id_over_the_vocabulary_is_found_wherever_it_lies(form: Any, position: int) -> None:
+def test_one_id_over_the_vocabulary_is_found_at_any_position(form: Any, position: int) -> None:
     ids = [99] * 70
     ids[position] = 100
     with pytest.raises(BadTokens, match=f"^token .*100.* at position {position}: must be an integer from 0 to 99$"):
@@ -195,11 +195,11 @@ def test_tensors_are_refused_by_what_is_wrong() -> None:
             encode_tokens(tokens, 100)
 
 
-GIVE_BACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Exporter:
-    """Four ids as DLPack hands them over, 1, 2, 3 and 4; none any more once the memory is given back."""
+    """Exports the ids 1, 2, 3 and 4 by DLPack; overwrites them once the memory is released."""
 
     class Tensor(ctypes.Structure):
         """DLManagedTensor of https://dmlc.github.io/dlpack/latest/c_api.html"""
@@ -208,7 +208,7 @@ class Exporter:
             ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
             ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
             ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64),
-            ("manager_ctx", ctypes.c_void_p), ("deleter", GIVE_BACK),
+            ("manager_ctx", ctypes.c_void_p), ("deleter", DELETER),
         )  # fmt: skip
 
     def __init__(self, device_type: int, device_id: int = 0) -> None:
@@ -217,10 +217,10 @@ class Exporter:
         on_device = device_type not in (1, 3)
         self.tensor = self.Tensor(
             data=None if on_device else self.ids.ctypes.data, device_type=device_type, device_id=device_id, ndim=1,
-            bits=32, lanes=1, shape=self.shape, byte_offset=4, deleter=GIVE_BACK(self.give_back),
+            bits=32, lanes=1, shape=self.shape, byte_offset=4, deleter=DELETER(self.release),
         )  # fmt: skip
 
-    def give_back(self, _tensor: object) -> None:
+    def release(self, _tensor: object) -> None:
         self.ids[:] = -1
 
     def __dlpack__(self, **_options: object) -> object:
@@ -265,7 +265,7 @@ def test_no_buffer_stays_taken() -> None:
         encode_tokens(grows + b"1", 100)
     with pytest.raises(BadTokens):
         encode_tokens(memoryview(grows)[:7], 100)
-    grows += bytes(4)  # raises BufferError while somebody holds it
+    grows += bytes(4)  # raises BufferError while the buffer is held
     assert len(encode_tokens(grows, 100)) == 12
 
 
@@ -337,9 +337,9 @@ def test_a_bigram_sequence_grows_as_if_it_had_come_at_once(first: list[int], sec
 
 def test_a_tree_of_bigrams_shares_what_the_next_token_does_not_change() -> None:
     tree = Tree(page_size=1, keys=BigramKeys())
-    tree.insert([1, 2, 3, 4], pages=[10, 11, 12])
-    assert tree.match([1, 2, 3, 9]).pages.tolist() == [10, 11]  # a draft's KV of 3 depends on what comes next
-    assert tree.match([1, 2, 3]).pages.tolist() == [10, 11]
+    tree.insert([1, 2, 3, 4], page_ids=[10, 11, 12])
+    assert tree.match([1, 2, 3, 9]).page_ids.tolist() == [10, 11]  # a draft's KV of 3 depends on what comes next
+    assert tree.match([1, 2, 3]).page_ids.tolist() == [10, 11]
     assert tree.match([1]).length == 0
     tree.check()
 
@@ -389,7 +389,7 @@ GOLDEN_8 = "324210d932e9f7ec89af268edb214cbc"
 
 
 def chain_of(tokens: list[int], block_size: int, width: int, seed: bytes) -> bytes:
-    """The same by the standard library."""
+    """Computes the same with the standard library."""
     hashes, parent = b"", b""
     for start in range(0, len(tokens) - block_size + 1, block_size):
         block = np.array(tokens[start : start + block_size], "<u4").tobytes()
@@ -398,7 +398,7 @@ def chain_of(tokens: list[int], block_size: int, width: int, seed: bytes) -> byt
     return hashes
 
 
-# A block of one, a whole one of BLAKE2b (128 bytes) with and without its parent, and one more.
+# Blocks of one token, of up to a whole block of BLAKE2b (128 bytes) with and without the parent, and of more.
 @pytest.mark.parametrize("block_size", [1, 3, 16, 28, 30, 31, 32, 33, 64, 500])
 @pytest.mark.parametrize("seed", [b"", b"k", bytes(range(63)), bytes(range(64))], ids=len)
 @pytest.mark.parametrize("width", [8, 16])
@@ -520,7 +520,7 @@ def test_typed_text_keeps_to_the_vocabulary() -> None:
         TypedKeys(vocab_size=10).encode([3, 10])
 
 
-def test_no_position_inside_an_image_is_a_border() -> None:
+def test_no_position_inside_an_image_is_the_end_of_a_token() -> None:
     sequence = TypedKeys().sequence()
     sequence.append([1, CAT, 2, DOG])
     assert [sequence.floor(position) for position in range(19)] == [0, *[1] * 8, 9, *[10] * 8, 18]
@@ -561,7 +561,7 @@ def test_the_symbols_of_an_image_are_made_once() -> None:
 
 @given(st.lists(st.lists(st.sampled_from([1, 2, CAT, DOG]), max_size=4), max_size=6))
 def test_a_sequence_knows_its_images_however_they_come(parts: list[list[Any]]) -> None:
-    """Lists and spliced arrays in turns, against a list of where each token ends."""
+    """Alternates lists and spliced arrays, and compares with a list of the end of each token."""
     sequence, ends, symbols = TypedKeys().sequence(), [0], b""
     for turn, part in enumerate(parts):
         lengths = [8 if isinstance(token, Image) else 1 for token in part]
@@ -585,7 +585,7 @@ def test_a_match_may_end_inside_an_image_that_splits_but_not_at_its_beginning() 
 
 @pytest.mark.parametrize(("splits", "hit"), [(False, 0), (True, 16)])
 def test_a_hit_ends_inside_an_image_only_if_it_splits(splits: bool, hit: int) -> None:
-    """The first request was published up to a page border inside its image, as a chunk's end would be."""
+    """The first request publishes up to a page boundary inside its image, where a chunk may end."""
     cache = PrefixCache(64, 4, keys=TypedKeys())
     image = Image(bytes(16), 30, splits)
     prompt = spliced([1, 2, *[0] * 30, 3], (2, image))
@@ -594,7 +594,7 @@ def test_a_hit_ends_inside_an_image_only_if_it_splits(splits: bool, hit: int) ->
         lease.publish(16)
         lease.abort()
     with cache.lease(prompt) as lease:
-        assert lease.hit == hit  # without a copy of a page: that of 1 and 2 holds a part of the image
+        assert lease.hit == hit  # without copy_page: the page of 1 and 2 holds a part of the image
     cache.check()
 
 

@@ -1,4 +1,4 @@
-"""The layers of docs/design.md, section 1: a lower layer never imports a higher one, lazily or for typing neither."""
+"""The layers of docs/design.md, section 1: a lower layer never imports a higher one, not even lazily or for typing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "mainstem"
 
-# Lowest first; each module belongs to the first prefix that fits it.
+# Lowest first; each module belongs to the first layer with a prefix of its name.
 LAYERS = [
     ("core", ["errors", "imports", "_core", "core"]),
     ("rules", ["keys", "namespaces", "components", "policies", "pool", "identity"]),
@@ -24,12 +24,12 @@ LAYERS = [
     ("server", ["server"]),
     ("cli", ["cli", "demo", "__main__"]),
 ]
-FACE = "__init__"  # `mainstem` itself re-exports the cache and everything below
+TOP = "__init__"  # `mainstem` itself re-exports the cache and everything below
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
 
 
 def layer(module: str) -> int:
-    if module in ("", FACE):
+    if module in ("", TOP):
         return [name for name, _ in LAYERS].index("cache")
     for level, (_, prefixes) in enumerate(LAYERS):
         if any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes):
@@ -38,7 +38,7 @@ def layer(module: str) -> int:
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of this package that a file imports, as names below `mainstem`."""
+    """Returns the modules of this package that a file imports, as names below `mainstem`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def test_replay_needs_no_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_no_module_is_named_after_nothing() -> None:
+def test_no_module_has_a_meaningless_name() -> None:
     assert not {path.name for path in MODULES} & {"utils", "util", "common", "helpers", "misc"}
 
 

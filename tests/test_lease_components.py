@@ -1,7 +1,7 @@
-"""Leases on full attention, a window and a state: who owns each id, what may be read, and what no eviction may take.
+"""Leases on full attention, a window and a state: the owner of each id, what may be read, what must not be evicted.
 
-Ids have contents here: a position of a page and a state hold the prefix that was computed into them. So everything that
-a lease may read can be seen to be what a computation without a cache would have left there.
+Ids have contents here: each position of a page and each state holds the prefix that was computed into it. So the tests
+can verify that everything a lease may read is what a computation without a cache would have written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNWRITTEN = -1
 
 
 def rows_of(kind: str, window: int, full: int = 24, windows: int = 14, states: int = 7) -> dict[Component, int]:
-    """The components that a kind names, and how many ids each has."""
+    """Returns the components that a kind names, and the number of ids of each."""
     rows: dict[str, tuple[Component, int]] = {
         "full": (Full(), full),
         "window": (Window(window), windows),
@@ -41,7 +41,7 @@ def rows_of(kind: str, window: int, full: int = 24, windows: int = 14, states: i
 
 
 class Youngest:
-    """A rule of its own, so that the tree asks Python for each rank."""
+    """A policy in Python, so that the tree calls Python for each rank."""
 
     name = "youngest"
 
@@ -50,7 +50,7 @@ class Youngest:
 
 
 def some_tokens(rng: random.Random, size: int, pages: int = 6) -> list[int]:
-    """Tokens whose prefixes meet others often and branch: few kinds of page, at times one odd token."""
+    """Draws tokens whose prefixes often meet others and branch: few kinds of page, sometimes one odd token."""
     tokens = [token for _ in range(pages) for token in [int(rng.random() < 0.2)] * size]
     if rng.random() < 0.3:
         tokens[rng.randrange(len(tokens))] = 2
@@ -62,7 +62,7 @@ def some_tokens(rng: random.Random, size: int, pages: int = 6) -> list[int]:
 
 @dataclass(eq=False)
 class Run:
-    """One sequence: its lease, the model's, and how many positions are computed."""
+    """One sequence: its lease, the model's lease, and the number of computed positions."""
 
     real: Lease
     model: ModelLease
@@ -70,7 +70,7 @@ class Run:
 
 
 class World:
-    """A cache and its model, driven together. Every operation ends with what must hold then."""
+    """A cache and its model, driven together. Every operation ends with checks."""
 
     def __init__(self, size: int, rows: dict[Component, int], policy: str | Policy = "lru") -> None:
         self.size, self.names = size, Names()
@@ -86,7 +86,7 @@ class World:
         return self.pools[row].owner(held)
 
     def copy_state(self, source: int, target: int) -> None:
-        """Into a slot that is nobody's yet."""
+        """Copies into a new slot, which no lease may have yet."""
         assert source != target
         assert self.owner("state", target) == "private"
         assert target not in [run.model.state for run in self.runs]
@@ -100,7 +100,7 @@ class World:
     # ---------------------------------------------------------------- operations
 
     def lease(self, tokens: list[int], space: str | None = None) -> Run | None:
-        """None: there is no slot for its state."""
+        """Opens a lease; None if there is no slot for its state."""
         root = self.names.root(encode_namespace(space))
         names = [root, *self.names.extend(root, tokens)]
         assert self.cache.peek(tokens, space) == self.model.match(names, len(tokens) - 1)[0]
@@ -134,7 +134,7 @@ class World:
             self.states[slot] = UNWRITTEN
 
     def settle(self, wanted: dict[str, int]) -> None:
-        """After an operation that evicts so many ids of each component if it must, and no more."""
+        """Settles the model after an operation that must evict exactly `wanted` ids of each component."""
         gone = self.model.settle(self.owner)
         for row, names in gone.items():
             with_full = gone.get("full", {}) if row != "full" else {}
@@ -158,10 +158,10 @@ class World:
         if first == "full":
             self.take_pages(run, first, set(range(had, pages)))
 
-    def take_pages(self, run: Run, row: str, pages: set[int]) -> None:
-        """Notes new private pages: they were free, or are by now."""
+    def take_pages(self, run: Run, row: str, indices: set[int]) -> None:
+        """Notes new private pages, which no lease and no prefix has."""
         table = self.table(run, row)
-        for page in pages:
+        for page in indices:
             held = table[page]
             assert held not in self.model.private(row)
             assert held not in self.model.held[row].values()
@@ -169,7 +169,7 @@ class World:
             self.content[row, held] = [UNWRITTEN] * self.size
 
     def slide(self, run: Run, begin: int, end: int) -> bool:
-        """Whether there were window pages for [begin, end); what is behind the window of `begin` is free then."""
+        """Returns whether there were window pages for [begin, end); pages before the window of `begin` are freed."""
         if "window" not in self.model.rows:
             run.real.slide(begin, end)
             return True
@@ -208,12 +208,12 @@ class World:
             self.states[slot] = names[end]
         run.computed = end
 
-    def stands_at_border(self, run: Run) -> bool:
-        """Whether there is a state, and it can be put aside."""
+    def is_at_boundary(self, run: Run) -> bool:
+        """Returns whether there is a state, at a page boundary, where a checkpoint is allowed."""
         return "state" in self.model.rows and run.computed > 0 and run.computed % self.size == 0
 
     def checkpoint(self, run: Run, room: bool = True) -> bool:
-        """Puts the state aside; it must stand at a page border. A state that was put aside before is replaced."""
+        """Takes a checkpoint of the state, which is at a page boundary. It replaces one that is not published yet."""
         model, again = run.model, run.model.mark is not None
         free, can_be_had = self.model.free("state"), self.model.room("state")
         done = run.real.checkpoint(run.computed, room)
@@ -226,7 +226,7 @@ class World:
         return done
 
     def new_slot(self) -> int:
-        """The slot that the pool gave out and nobody is known to have."""
+        """Returns the slot that the pool has allocated and that no lease is known to have."""
         known = set(self.model.private("state"))
         (slot,) = {slot for slot in range(self.pools["state"].total) if self.owner("state", slot) == "private"} - known
         return slot
@@ -245,7 +245,7 @@ class World:
         run.model.appended = run.model.appended or bool(tokens)
 
     def finish(self, run: Run, upto: int | None) -> None:
-        """None: all that has a page, less a last appended token; it must be computed."""
+        """Finishes a lease; `upto=None` is all that has a page, less a last appended token, and must be computed."""
         model = run.model
         run.real.finish(upto)
         _, too_many = self.model.publish(
@@ -259,7 +259,7 @@ class World:
         self.closed(run)
 
     def drop(self, run: Run) -> None:
-        """Leaves a lease unfinished."""
+        """Drops a lease without ending it."""
         del run.real
         self.closed(run)
 
@@ -296,7 +296,7 @@ class World:
             self.verify_run(run)
 
     def verify_run(self, run: Run) -> None:
-        """All that the next forward of a lease reads is there, is its own or locked, and is what it should be."""
+        """Verifies that what the next forward of a lease reads is present, private or locked, and right."""
         for row in self.model.paged:
             table = self.table(run, row)
             assert len(table) == max([run.model.published // self.size, *(page + 1 for page in run.model.own[row])])
@@ -305,16 +305,16 @@ class World:
                 names = run.model.names[page * self.size + 1 : min((page + 1) * self.size, run.computed) + 1]
                 assert self.content[row, table[page]][: len(names)] == names
             for page in range(self.model.first_needed(row, run.model.published)):
-                assert table[page] == -1, "it may be evicted: it must not be named"
+                assert table[page] == -1, "it may be evicted, so the table must not name it"
         slot = run.real.state
         assert slot == run.model.state
         assert slot < 0 or run.computed == 0 or self.states[slot] == run.model.names[run.computed]
         if run.model.mark:
-            position, aside = run.model.mark
-            assert self.states[aside] == run.model.names[position]
+            position, marked = run.model.mark
+            assert self.states[marked] == run.model.names[position]
 
     def audit(self) -> None:
-        """The tree holds what the model says, where it says, with the right contents."""
+        """Verifies that the tree holds what the model does, in the same place, with the right contents."""
         held: dict[str, dict[int, int]] = {row: {} for row in self.model.rows}
         ends: dict[int, int] = {}
         for view in self.cache.tree.nodes():
@@ -323,8 +323,8 @@ class World:
             ends[view.node] = names[-1]
             for row in self.model.rows:
                 cell = view.cells[row, 0]
-                borders = names[self.size - 1 :: self.size] if row in self.model.paged else names[-1:]
-                held[row] |= zip(borders, cell.ids.tolist(), strict=False)
+                boundaries = names[self.size - 1 :: self.size] if row in self.model.paged else names[-1:]
+                held[row] |= zip(boundaries, cell.ids.tolist(), strict=False)
                 assert cell.locks <= view.cells[self.model.first, 0].locks or self.model.first == "window"
         assert held == self.model.held
         for row in self.model.rows:
@@ -335,7 +335,7 @@ class World:
                     assert self.states[at] == name
 
     def end(self) -> None:
-        """Every lease ends, and every id is free."""
+        """Ends every lease and verifies that every id is free."""
         while self.runs:
             self.abort(self.runs[0])
         self.flush()
@@ -382,22 +382,22 @@ class Chance:
             world.drop(run)
 
     def advance(self, run: Run) -> None:
-        """A chunk of some length; often up to where another prompt branches off, or to a page border."""
+        """Computes a chunk of some length, often up to where another prompt branches off, or to a page boundary."""
         world, rng = self.world, self.rng
         if run.computed == run.real.length:
             world.append(run, some_tokens(rng, world.size, 2))
         missing = run.real.length - run.real.reserved
         if missing > 0:
             world.reserve(run, rng.choice([missing, missing, rng.randrange(3 * world.size)]))
-        to_reach, to_border = run.real.reach - run.computed, -run.computed % world.size + world.size
-        world.compute(run, rng.choice([run.real.length, to_border, rng.randrange(1, 3 * world.size), max(to_reach, 1)]))
+        to_reach, to_page = run.real.reach - run.computed, -run.computed % world.size + world.size
+        world.compute(run, rng.choice([run.real.length, to_page, rng.randrange(1, 3 * world.size), max(to_reach, 1)]))
         if rng.random() < 0.4:
             self.checkpoint(run)
         if rng.random() < 0.5:
             world.publish(run, run.computed)
 
     def checkpoint(self, run: Run) -> None:
-        if self.world.stands_at_border(run):
+        if self.world.is_at_boundary(run):
             self.world.checkpoint(run, self.rng.random() < 0.7)
 
     def finish(self, run: Run) -> None:
@@ -442,7 +442,7 @@ SMALL: list[dict[Component, int]] = [
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Leases against their model, with operations chosen so that a failure can be made small."""
+    """Leases against their model, with operations that shrink well when a test fails."""
 
     @initialize(size=st.integers(1, 3), rows=st.sampled_from(SMALL))
     def begin(self, size: int, rows: dict[Component, int]) -> None:
@@ -458,7 +458,7 @@ class LeaseMachine(RuleBasedStateMachine):
         run = data.draw(st.sampled_from(self.world.runs))
         self.world.reserve(run, positions)
         self.world.compute(run, positions)
-        if mark and self.world.stands_at_border(run):
+        if mark and self.world.is_at_boundary(run):
             self.world.checkpoint(run)
         if publish:
             self.world.publish(run, run.computed)
@@ -504,7 +504,7 @@ TestLeaseMachine = LeaseMachine.TestCase
 
 
 def advance(world: World, run: Run, upto: int, mark: bool = False) -> None:
-    """Computes and publishes up to a position, with a checkpoint there."""
+    """Computes and publishes up to a position, with a checkpoint there if `mark`."""
     world.reserve(run, max(0, upto - run.real.reserved))
     world.compute(run, upto - run.computed)
     assert run.computed == upto
@@ -515,7 +515,7 @@ def advance(world: World, run: Run, upto: int, mark: bool = False) -> None:
 
 
 def serve(world: World, tokens: list[int], *marks: int) -> tuple[int, int]:
-    """One request from beginning to end; its hit and its reach."""
+    """Serves one request from beginning to end; returns its hit and its reach."""
     run = world.lease(tokens)
     assert run is not None
     world.verify()
@@ -542,7 +542,7 @@ def test_a_lease_that_runs_long_holds_a_window_of_pages() -> None:
     world = World(size, {Full(): 60, Window(window): 8})
     run = world.lease([token % 7 for token in range(200)])
     assert run is not None
-    for end in range(6, 200, 6):  # of 50 window pages there are 8
+    for end in range(6, 200, 6):  # 50 pages long, with 8 window pages in the pool
         advance(world, run, end)
         locked = world.model.locked("window")
         assert len(locked) <= -(-window // size) + 1
@@ -587,14 +587,14 @@ def test_a_lease_computes_with_a_copy_of_the_state() -> None:
     world.end()
 
 
-def test_the_state_of_a_lease_goes_on_while_its_copy_waits() -> None:
+def test_the_state_of_a_lease_advances_while_its_checkpoint_waits() -> None:
     world = World(1, rows_of("full state", window=1))
     run = world.lease([1, 2, 3, 4, 5])
     assert run is not None
     world.reserve(run, 5)
     world.compute(run, 2)
     assert world.checkpoint(run)
-    world.compute(run, 2)  # what was put aside stands at 2 still
+    world.compute(run, 2)  # the checkpoint stays at 2
     world.publish(run, 4)
     world.verify()
     world.finish(run, 4)
@@ -617,7 +617,7 @@ def test_a_later_checkpoint_replaces_one_that_was_not_published() -> None:
     world.end()
 
 
-def test_a_checkpoint_without_room_takes_no_slot_of_another() -> None:
+def test_a_checkpoint_without_room_evicts_no_other_state() -> None:
     world = World(1, rows_of("full state", window=1, states=2))
     serve(world, [1, 2, 3], 2)
     run = world.lease([7, 8, 9])
@@ -637,7 +637,7 @@ def test_a_checkpoint_without_room_takes_no_slot_of_another() -> None:
 def test_a_lease_without_a_slot_leaves_nothing_locked() -> None:
     world = World(1, rows_of("full window state", window=2, states=2))
     serve(world, [1, 2, 3], 2)
-    first = world.lease([1, 2, 3])  # holds the tree's slot locked, and the other one for itself
+    first = world.lease([1, 2, 3])  # locks the tree's slot and has the other one for itself
     assert first is not None
     with pytest.raises(OutOfPages, match="state slots"):
         world.cache.lease([1, 2, 3])
@@ -665,7 +665,7 @@ def test_a_tombstone_in_the_middle_shortens_no_later_hit() -> None:
     world = World(1, rows_of("full state", window=1))
     serve(world, [1, 2, 3, 4, 5], 2, 4)
     held = world.model.held["state"]
-    deep = world.lease([1, 2, 3, 4, 6])  # its lock keeps the lower one
+    deep = world.lease([1, 2, 3, 4, 6])  # its lock keeps the deeper state
     world.evict("state", 99)
     assert deep is not None
     assert held.keys() == {deep.model.names[4]}
@@ -676,7 +676,7 @@ def test_a_tombstone_in_the_middle_shortens_no_later_hit() -> None:
 
 
 @pytest.mark.parametrize("kind", ["full state", "full window state"])
-def test_the_second_request_plants_what_the_third_profits_from(kind: str) -> None:
+def test_the_second_request_adds_the_checkpoint_that_the_third_hits(kind: str) -> None:
     world = World(2, rows_of(kind, window=3))
     shared = [1, 1, 2, 2, 3, 3]
     assert serve(world, [*shared, 4, 4, 5], 8) == (0, 0)
@@ -686,8 +686,8 @@ def test_the_second_request_plants_what_the_third_profits_from(kind: str) -> Non
     world.end()
 
 
-def test_a_window_is_reached_where_it_stands_at_the_branch() -> None:
-    """Full attention reaches the branching point, but the window there has gone."""
+def test_a_window_kept_at_a_fork_is_hit_by_the_next_request() -> None:
+    """Full attention reaches the fork, but the window there was evicted."""
     world = World(1, {Full(): 30, Window(2): 30})
     serve(world, list(range(8)))
     last = world.lease(list(range(9)))
@@ -714,7 +714,7 @@ def test_where_all_layers_slide_there_is_no_full_page() -> None:
     run = world.lease([token % 5 for token in range(40)])
     assert run is not None
     assert run.real.window_table is None
-    for end in range(3, 41, 3):  # 20 pages' worth, of 6
+    for end in range(3, 41, 3):  # 20 pages long, with 6 pages in the pool
         advance(world, run, end)
     assert len(run.real.page_table) == run.computed // 2 + run.computed % 2
     world.finish(run, None)
@@ -732,7 +732,7 @@ def test_without_states_there_is_no_slot(kind: str) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1, 3, 6])
-def test_a_checkpoint_stands_at_a_border_that_is_reserved_and_not_behind(position: int) -> None:
+def test_a_checkpoint_is_at_a_page_boundary_that_is_reserved_and_not_published(position: int) -> None:
     world = World(2, rows_of("full state", window=1))
     run = world.lease([1, 2, 3, 4, 5, 6, 7])
     assert run is not None
@@ -746,7 +746,7 @@ def test_states_cannot_be_kept_without_a_copy() -> None:
         PrefixCache({Full(): 4, State(): 2})
 
 
-def test_a_copy_that_fails_leaves_everything_as_it_was() -> None:
+def test_a_copy_that_fails_changes_nothing() -> None:
     class Broken(Exception):
         pass
 
@@ -839,7 +839,7 @@ def test_a_lease_that_has_ended_shows_no_window_and_no_state() -> None:
 
 
 def test_one_more_window_is_all_that_a_second_branch_needs() -> None:
-    """Chunks of a prefill leave windows that nobody will look at: they must not push out those that are."""
+    """Chunks of a prefill leave windows that no request will match: they must not displace those that are matched."""
     cache = PrefixCache({Full(): 200, Window(4): 13}, 2)
     shared, found = list(range(100, 140)), []
     for number in range(6):
@@ -857,7 +857,7 @@ def test_one_more_window_is_all_that_a_second_branch_needs() -> None:
 @pytest.mark.parametrize(
     "sizes", [{Full(): 700, Window(8): 700}, {Full(): 700, Window(8): 12}, {Window(8): 12}], ids=str
 )
-def test_a_long_answer_leaves_few_nodes_behind_its_window(sizes: dict[Component, int]) -> None:
+def test_a_long_answer_leaves_few_nodes_before_its_window(sizes: dict[Component, int]) -> None:
     cache = PrefixCache(sizes, 1)
     with cache.lease([1]) as lease:
         lease.reserve(1)

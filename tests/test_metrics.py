@@ -19,7 +19,7 @@ USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
 
 
 class Clock:
-    """Time as the test sets it."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -145,7 +145,7 @@ def test_refusals() -> None:
     assert values["mainstem_requests_total{outcome=overloaded}"] == 2
 
 
-def test_two_servers_do_not_meet() -> None:
+def test_two_servers_have_separate_metrics() -> None:
     first, second = Metrics(FakeEngine()), Metrics(FakeEngine())  # type: ignore[arg-type]
     first.refused(400)
     assert samples(second.exposition())["mainstem_requests_total{outcome=refused}"] == 0

@@ -1,4 +1,4 @@
-"""Namespaces: what must be equal before a prefix is shared, encoded so that no two different ones meet."""
+"""Namespaces: prefixes are shared only within one, and different namespaces have different encodings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_namespaces_that_look_alike_share_nothing() -> None:
         tree.insert([1, 2], np.array([2 * page, 2 * page + 1], dtype=np.int32), namespace)
     assert tree.stats().namespaces == len(LOOKALIKES)
     for page, namespace in enumerate(LOOKALIKES):
-        assert tree.match([1, 2], namespace).pages.tolist() == [2 * page, 2 * page + 1]
+        assert tree.match([1, 2], namespace).page_ids.tolist() == [2 * page, 2 * page + 1]
     tree.check()
 
 
@@ -106,7 +106,7 @@ def test_a_namespace_goes_with_its_last_page() -> None:
 
 
 def test_an_encoding_is_a_tag_a_length_in_bytes_and_utf_8() -> None:
-    """Stores keep it in their keys: other bytes, and nothing that was stored is found again."""
+    """Stores keep it in their keys: with other bytes, nothing that was stored is found again."""
     encoded = Namespace(adapter="ä", salt="s", extra=("", "x")).encode()
     fields = [(b"a", "ä".encode()), (b"s", b"s"), (b"e", b""), (b"e", b"x")]
     assert encoded == b"".join(tag + len(data).to_bytes(8, "little") + data for tag, data in fields)

@@ -1,5 +1,5 @@
-"""The core in C++ alone: what native/ says, built with address and undefined-behaviour sanitizers; and the count of its
-instructions beside the one that is kept. A short run; `make native` is the long one."""
+"""The C++ core alone: the tests in native/, built with address and undefined-behaviour sanitizers, and its instruction
+counts compared with the recorded ones. These runs are short; `make native` is the long one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("build")
 def test_random_operations_and_failing_allocations() -> None:
-    # Kept between runs: only what was edited is built again.
+    # Kept between runs, so that only what was edited is rebuilt.
     out = ROOT / "build" / "native" / "short"
     options = ["FLAVOUR=asan", "OPTIMISE=-O0", f"OUT={out}", "SEEDS=1", "OPERATIONS=100"]
     command = ["make", "--silent", "--jobs=2", "--directory", str(NATIVE), *options, "run"]
@@ -40,14 +40,14 @@ def test_random_operations_and_failing_allocations() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("build")
 def test_instructions_have_not_grown() -> None:
-    """Who has a good reason for more keeps the new counts, where a reviewer sees them."""
+    """A change with a good reason for more instructions commits the new counts, for reviewers to see."""
     if not shutil.which("valgrind"):
         pytest.skip("valgrind was not found, so the core's instructions were not counted")
     kept = instructions.kept()
     if kept["compiler"] != compiler_version():
         pytest.skip(f"the counts that are kept are of {kept['compiler']}, this is {compiler_version()}")
     grown = instructions.growths(kept, instructions.measure(list(kept["runs"])))
-    assert not grown, "\n".join([*grown, "meant so: make instructions ARGS=--write"])
+    assert not grown, "\n".join([*grown, "if this is intended: make instructions ARGS=--write"])
 
 
 def test_growth_is_named_from_three_percent_on() -> None:

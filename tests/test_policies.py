@@ -1,4 +1,4 @@
-"""Policies: one ranking rule each, the same whether it is built in or written in Python."""
+"""Policies: each ranks the same way, built in or written in Python."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COPIES = {
 
 
 def leaves(policy: Any) -> Tree:
-    """Leaves 1 to 5, made in this order; 1 was matched twice, 2 once and 4 has a priority."""
+    """Makes a tree with leaves 1 to 5, created in this order; 1 was matched twice, 2 once, and 4 has a priority."""
     tree = Tree(page_size=1, policy=policy)
     for token in range(1, 6):
         tree.insert([token], np.array([token], dtype=np.int32), priority=int(token == 4))
@@ -95,7 +95,7 @@ def test_a_priority_is_raised_and_never_lowered_by_an_insertion() -> None:
     assert tree.evict(3)[0].tolist() == [2, 3, 1]
 
 
-def test_who_adds_behind_a_prefix_uses_the_prefix() -> None:
+def test_an_insertion_after_a_prefix_uses_the_prefix() -> None:
     tree = Tree(page_size=1)
     node = tree.insert([1], np.array([1], dtype=np.int32)).node
     tree.insert([2], np.array([2], dtype=np.int32))
@@ -131,11 +131,11 @@ def test_an_unknown_policy_is_refused_with_the_names_that_are_known(policy: Any)
 
 @pytest.mark.parametrize("policy", ["slru", "slru:1", "slru:2", "slru:4", "slru:9"])
 @pytest.mark.parametrize("builtin", [True, False])
-def test_slru_keeps_what_was_hit_as_often_as_it_is_asked(policy: str, builtin: bool) -> None:
+def test_slru_protects_what_reached_its_threshold_of_hits(policy: str, builtin: bool) -> None:
     threshold = find_policy(policy).rank
     assert threshold is not None
     tree = Tree(page_size=1, policy=policy if builtin else Ranked("mine", threshold))
-    for token in range(8):  # hit as often as the token says, the often hit first
+    for token in range(8):  # token n is hit n times, those with most hits first
         tree.insert([token], [token])
     for token in reversed(range(8)):
         for _ in range(token):
@@ -153,7 +153,7 @@ def test_slru_keeps_what_was_hit_as_often_as_it_is_asked(policy: str, builtin: b
             (f"slru:{wrong}", "from 1 to 4294967295")
             for wrong in ("", "0", "-1", "2.5", "x", "4294967296", "٣", "9" * 30)
         ),
-        ("lru:2", "lru; of the built-in policies slru alone has a parameter"),
+        ("lru:2", "lru; slru is the only built-in policy with a parameter"),
     ],
 )
 def test_a_parameter_out_of_range_is_refused(policy: str, allowed: str) -> None:
@@ -187,7 +187,7 @@ def test_a_rank_that_is_not_two_finite_numbers_is_named_and_loses_nothing(rank: 
 
 
 class Oldest:
-    """A policy of one's own that `module:name` finds here."""
+    """A custom policy that `module:name` finds here."""
 
     name = "oldest"
 
@@ -209,7 +209,7 @@ not_a_policy = 3
 
 
 @pytest.mark.parametrize("name", ["Oldest", "oldest"])
-def test_a_policy_of_ones_own_is_named_by_its_module(name: str) -> None:
+def test_a_custom_policy_is_named_by_its_module(name: str) -> None:
     first, second = (leaves(f"{__name__}:{name}") for _ in range(2))
     assert first.evict(5)[0].tolist() == [1, 2, 3, 4, 5]
     assert isinstance(first.policy, Oldest) and isinstance(second.policy, Oldest)
@@ -270,12 +270,12 @@ def test_every_policy_evicts_the_pages_of_the_reference(policy: str, builtin: bo
     page = 0
     for _ in range(150):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(12))]
-        pages = np.arange(page, page + len(tokens) // 2, dtype=np.int32)
-        page += len(pages)
-        tree.insert(tokens, pages, priority=page % 3)
-        model.insert(tokens, pages.tolist(), priority=page % 3)
+        page_ids = np.arange(page, page + len(tokens) // 2, dtype=np.int32)
+        page += len(page_ids)
+        tree.insert(tokens, page_ids, priority=page % 3)
+        model.insert(tokens, page_ids.tolist(), priority=page % 3)
         probe = [rng.randrange(2) for _ in range(rng.randrange(12))]
-        assert tree.match(probe).pages.tolist() == model.match(probe).pages
+        assert tree.match(probe).page_ids.tolist() == model.match(probe).page_ids
         if rng.random() < 0.4:
             count = rng.randrange(5)
             assert sorted(tree.evict(count)[0].tolist()) == sorted(model.evict(count))
@@ -293,7 +293,7 @@ def test_a_policy_is_asked_again_when_a_split_or_a_cut_changed_the_leaf() -> Non
 
 
 def accesses(seed: str, count: int) -> list[int]:
-    """Blocks of which some are popular, some come in a row as in a scan, and some are new."""
+    """Draws accesses to blocks: some are popular, some are in a row as in a scan, and some are new."""
     rng = random.Random(seed)
     found: list[int] = []
     new = 1000
@@ -310,7 +310,7 @@ def accesses(seed: str, count: int) -> list[int]:
 
 
 def use(tree: Tree, block: int, page: int, capacity: int, room_first: bool, ready: bool = True) -> list[int]:
-    """Looks a block up and lets it in; the pages that it drove out. It is in use until there is room."""
+    """Looks a block up and inserts it; returns the evicted pages. The block is in use until there is room."""
     if tree.match([block]).length:
         return []
     full = tree.stats().cached_pages == capacity
@@ -339,7 +339,7 @@ def test_on_lone_blocks_each_policy_is_that_of_its_paper(policy: str, capacity: 
 
 
 @pytest.mark.parametrize("policy", sorted(MODELS))
-def test_a_policy_hears_of_pages_in_flight_when_they_are_there_and_not_of_those_that_never_were(policy: str) -> None:
+def test_a_policy_is_notified_of_pages_in_flight_when_committed_and_never_when_cancelled(policy: str) -> None:
     capacity = 20
     tree, model = Tree(page_size=1, policy=policy), MODELS[policy](capacity)
     block_of: dict[int, int] = {}
@@ -356,7 +356,7 @@ def test_a_policy_hears_of_pages_in_flight_when_they_are_there_and_not_of_those_
 
 
 def prompts(seed: str, count: int) -> list[list[int]]:
-    """Of a few families, some of them longer versions of earlier ones, and some new."""
+    """Draws prompts of a few families, some of them longer versions of earlier ones, and some new."""
     rng = random.Random(seed)
     found: list[list[int]] = []
     for number in range(count):
@@ -394,7 +394,7 @@ def test_a_copy_that_is_committed_is_known_as_one_that_came_at_once(policy: str)
         for page, block in enumerate(accesses(policy, 2000)):
             tree.match([block])
             node = tree.insert([block], [page]).node
-            if tree.pages(node, tier=1)[0] >= 0:
+            if tree.page_ids(node, tier=1)[0] >= 0:
                 continue
             tree.attach(node, [page], tier=1, ready=ready)
             if not ready:
@@ -420,7 +420,7 @@ def test_both_halves_of_a_cut_node_have_its_record(policy: str) -> None:
         for _ in range(used):
             tree.match(tokens)
         nodes = tree.stats().nodes
-        upper = tree.core.locate(b"", key, 7)  # cuts without being a use
+        upper = tree.core.locate(b"", key, 7)  # splits the node without using it
         tree.lock(upper)
         assert tree.stats().nodes == nodes + 1
         tree.check()
@@ -430,7 +430,7 @@ def test_both_halves_of_a_cut_node_have_its_record(policy: str) -> None:
 
 
 def sessions(count: int) -> list[list[int]]:
-    """Conversations, documents that are read again and asked about, loops, and what comes once."""
+    """Draws conversations, documents that are read again and asked about, loops, and prompts that occur once."""
     rng = random.Random("sessions")
     chats: dict[int, list[int]] = {}
     found: list[list[int]] = []
@@ -468,14 +468,14 @@ RECORDED = {
 
 @pytest.mark.parametrize("policy", RECORDED)
 def test_a_policy_finds_as_much_as_when_it_was_measured(policy: str) -> None:
-    """Other figures are another policy: it is measured anew (docs/policies.md), and what it hits is recorded here."""
+    """A policy with other figures is another policy: measure it again (docs/policies.md) and record its hits here."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("ranks are sums of doubles, which other machines may round otherwise")
     found = []
     for capacity in (150, 600):
         rng, tree, hits, page = random.Random(policy), Tree(page_size=1, policy=policy), 0, 0
         for tokens in sessions(4000):
-            if rng.random() < 0.8:  # others are inserted unasked
+            if rng.random() < 0.8:  # the others are inserted without a match
                 hits += tree.match(tokens).length
             tree.insert(tokens, np.arange(page, page := page + len(tokens), dtype=np.int32))
             tree.evict(max(0, tree.stats().cached_pages - capacity))
@@ -485,7 +485,7 @@ def test_a_policy_finds_as_much_as_when_it_was_measured(policy: str) -> None:
 
 
 @pytest.mark.parametrize(("block_tokens", "first"), [(512, 300), (16, 299)])
-def test_a_hash_stands_for_so_many_tokens(block_tokens: int, first: int) -> None:
+def test_a_hash_stands_for_block_tokens(block_tokens: int, first: int) -> None:
     tree = Tree(page_size=1, keys=HashKeys(8, block_tokens), policy="gdsf")
     tree.insert(range(300), np.arange(300, dtype=np.int32))  # used once; the cost of its blocks depends on the depth
     tree.insert([5000], [300])
@@ -495,7 +495,7 @@ def test_a_hash_stands_for_so_many_tokens(block_tokens: int, first: int) -> None
 
 @pytest.mark.parametrize(("components", "first"), [((Full(),), "long"), ((Full(), State()), "short")])
 def test_flop_aware_counts_the_bytes_of_a_state(components: tuple[Component, ...], first: str) -> None:
-    """A state is as large as the KV of 4,096 tokens, so that a short prefix saves little for it."""
+    """A state is as large as the KV of 4,096 tokens, so a short prefix saves little for its size."""
     tree = Tree(page_size=16, components=components, policy="flop-aware")
     page = itertools.count()
 
@@ -506,7 +506,7 @@ def test_flop_aware_counts_the_bytes_of_a_state(components: tuple[Component, ...
     insert(1, 1)
     for name in range(10, 40):
         insert(name, 8)
-    tree.evict(1)  # after 30 others: so much a node that saves most is worth on top
+    tree.evict(1)  # its age, 30 insertions, is now the bonus of the node that saves the most
     insert(2, 64)
     insert(3, 1)
     tree.evict(30 * 8)
@@ -515,7 +515,7 @@ def test_flop_aware_counts_the_bytes_of_a_state(components: tuple[Component, ...
     assert (tree.peek([2] * 16 * 64), tree.peek([3] * 16)) == ((16 * 63, 16) if first == "long" else (16 * 64, 0))
 
 
-def test_length_aware_takes_what_stands_late_in_prompts_first() -> None:
+def test_length_aware_evicts_what_is_late_in_prompts_first() -> None:
     tree = Tree(page_size=1, policy="length-aware")
     for first, length in ((10, 3), (20, 5), (30, 4)):
         tree.insert(range(first, first + length), np.arange(first, first + length, dtype=np.int32))
@@ -536,23 +536,23 @@ def test_a_policy_that_remembers_is_sound_on_any_tree(policy: str) -> None:
     for _ in range(400):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(24))]
         tree.match(tokens, rng.choice(("a", "b")))
-        pages = np.arange(page, page + len(tokens) // 2, dtype=np.int32)
-        page += len(pages)
-        node = tree.insert(tokens, pages, rng.choice(("a", "b"))).node
+        page_ids = np.arange(page, page + len(tokens) // 2, dtype=np.int32)
+        page += len(page_ids)
+        node = tree.insert(tokens, page_ids, rng.choice(("a", "b"))).node
         if rng.random() < 0.3:
             tree.lock(node)
-            locked.append((node, tree.pages(node).tolist()))
+            locked.append((node, tree.page_ids(node).tolist()))
         if len(locked) > 4:
             tree.unlock(locked.pop(rng.randrange(len(locked)))[0])
         stats, count = tree.stats(), rng.randrange(12)
-        first = tree.pages(victim)[-1:].tolist() if (victim := tree.next_victim()) else []
+        first = tree.page_ids(victim)[-1:].tolist() if (victim := tree.next_victim()) else []
         tree.check()
         gone = tree.evict(count)[0].tolist()
         assert count == 0 or set(first) <= set(gone)
         assert len(gone) == min(count, stats.evictable_pages)
-        assert not set(gone).intersection(*[pages for _, pages in locked] or [[]])
-        for held, pages in locked:
-            assert tree.pages(held).tolist() == pages
+        assert not set(gone).intersection(*[page_ids for _, page_ids in locked] or [[]])
+        for held, page_ids in locked:
+            assert tree.page_ids(held).tolist() == page_ids
         tree.check()
     for node, _ in locked:
         tree.unlock(node)
@@ -607,7 +607,7 @@ def test_what_a_policy_remembers_is_bounded(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["arc", "2q", "s3-fifo"])
-def test_what_comes_back_is_told_from_what_comes_for_the_first_time(policy: str) -> None:
+def test_returning_pages_are_distinguished_from_new_ones(policy: str) -> None:
     tree = Tree(page_size=1, policy=policy)
     for prompt in range(12):
         tree.insert([prompt * 100 + at for at in range(10)], np.arange(prompt * 10, prompt * 10 + 10, dtype=np.int32))

@@ -1,4 +1,4 @@
-"""The policy that learns: never far below lru, above it where there is something to learn, and lru until it knows."""
+"""The policy that learns: never far below lru, above it where there is something to learn, and lru until it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the package
 
 from bench import random_shapes
 from bench.policies import Settings, measure, workloads
@@ -25,7 +25,7 @@ from mainstem.tree import Tree
 
 LEARNED = "gittins"
 MAY_LOSE = 0.3
-"""Points of the block hit rate that it may be below lru."""
+"""Percentage points of block hit rate by which it may be below lru."""
 
 NAMED = dict(workloads(Settings(accesses=60_000)))
 
@@ -36,7 +36,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(5)
 
 
-# What changes just when it was learned, and what was never asked for again till then.
+# Workloads that change just when they have been learned, or that start to reuse what was never reused before.
 TURNS = {
     "loops": lambda: in_turns(loop(9000, 1500), loop(9000, 110), 9000),
     "a loop rests": lambda: in_turns(loop(8000, 400), recent(rng(), 8000, 0.3), 2000),
@@ -52,14 +52,14 @@ def paths(trace: Trace) -> list[list[int]]:
 
 
 def served(tree: Tree, prompts: Paths, capacity: int) -> Iterator[list[int]]:
-    """Serves each prompt as a replay does; the tokens of the pages that go for it, a page a token."""
+    """Serves each prompt as a replay does; yields the tokens of the pages evicted for it, one page per token."""
     content: dict[int, int] = {}
     for prompt in prompts:
         tree.match(prompt)
         first = max(content, default=-1) + 1
-        pages = np.arange(first, first + len(prompt), dtype=np.int32)
-        content |= zip(pages.tolist(), prompt, strict=True)
-        tree.insert(prompt, pages)
+        page_ids = np.arange(first, first + len(prompt), dtype=np.int32)
+        content |= zip(page_ids.tolist(), prompt, strict=True)
+        tree.insert(prompt, page_ids)
         gone = tree.evict(max(0, tree.stats().cached_pages - capacity))[0].tolist()
         yield sorted(content[page] for page in gone)
 
@@ -74,7 +74,7 @@ def test_it_is_never_far_below_lru(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_it_is_never_far_below_lru_when_all_changes(name: str) -> None:
+def test_it_is_never_far_below_lru_when_the_workload_changes(name: str) -> None:
     for mean_blocks in (1.0, 4.0):
         for cell in measure(name, partial(as_trace, TURNS[name](), mean_blocks=mean_blocks), [LEARNED]):
             assert cell["gain"] >= -MAY_LOSE, f"{cell['percent']} %, {mean_blocks} blocks"
@@ -117,12 +117,12 @@ def test_a_loop_larger_than_a_running_cache_is_kept_in_part() -> None:
     assert hits(LEARNED) > 0.2 * 3000 * 4
 
 
-# --- what it does before it knows -------------------------------------------------------------------------------------
+# --- before it has learned --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["loop", "loop, flooded", "popular, flooded", "popular, scanned"])
 def test_without_experience_it_evicts_what_lru_evicts(name: str) -> None:
-    """Fewer pages are asked for than twice what the cache holds."""
+    """The prompts have fewer pages than twice what the cache holds."""
     trace = shape(name, 3000)
     prompts, capacity = paths(trace), 300
     asked = np.cumsum([len(prompt) for prompt in prompts])
@@ -153,7 +153,7 @@ def test_the_same_calls_give_the_same_evictions_once_it_has_learned() -> None:
 
 @pytest.mark.parametrize(("capacity", "longest", "families", "hits"), [(300, 60, 40, 10993), (300, 20, 60, 11145)])
 def test_what_other_prompts_cut_is_remembered_as_it_was(capacity: int, longest: int, families: int, hits: int) -> None:
-    """Nodes are cut by prompts that were not looked up. Other figures are another policy, to be measured anew."""
+    """Nodes are split by prompts that are not looked up. A policy with other figures must be measured again."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("risks are sums of doubles, which other machines may round otherwise")
     chance, tree, found, page = random.Random(1), Tree(page_size=1, policy=LEARNED), 0, 0
@@ -203,11 +203,11 @@ def test_it_is_sound_on_any_tree_once_it_has_learned() -> None:
         tokens = [token for at in range(start, start + chance.randrange(12)) for token in (at % 7, at)]
         namespace = chance.choice(("a", "b"))
         tree.match(tokens, namespace)
-        pages = np.arange(page, page := page + len(tokens) // 2, dtype=np.int32)
-        node = tree.insert(tokens, pages, namespace).node
+        page_ids = np.arange(page, page := page + len(tokens) // 2, dtype=np.int32)
+        node = tree.insert(tokens, page_ids, namespace).node
         if chance.random() < 0.1:
             tree.lock(node)
-            locked.append((node, tree.pages(node).tolist()))
+            locked.append((node, tree.page_ids(node).tolist()))
         if len(locked) > 6:
             tree.unlock(locked.pop(chance.randrange(len(locked)))[0])
         count = max(0, tree.stats().cached_pages - 150)
@@ -215,7 +215,7 @@ def test_it_is_sound_on_any_tree_once_it_has_learned() -> None:
         gone = tree.evict(count)[0].tolist()
         assert len(gone) == min(count, evictable)
         for held, kept in locked:
-            assert tree.pages(held).tolist() == kept
+            assert tree.page_ids(held).tolist() == kept
         if step % 5 == 0:
             tree.check()
     for node, _ in locked:
@@ -242,6 +242,6 @@ def test_it_is_sound_with_a_window_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", [9, 43, 58, 66, 190, 195])
-def test_what_once_deceived_it_does_no_more(seed: int) -> None:
-    """LRU was undercounted: before the cache was full, and where requests are longer than a slot of its shadow."""
+def test_shapes_that_once_misled_it_no_longer_do(seed: int) -> None:
+    """It undercounted LRU before the cache was full, and where requests are longer than a slot of its shadow."""
     assert min(cell.gain for cell in random_shapes.cells(LEARNED, seed)) >= -MAY_LOSE

@@ -1,4 +1,4 @@
-"""The pool: every page is free, cached or private, and each way from one to the other checks the owner."""
+"""The pool: every page is free, cached or private, and each transition checks the owner."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_a_new_pool_is_free() -> None:
 
 def test_pages_go_round() -> None:
     pool = Pool(4)
-    pages = pool.allocate(3)
-    assert pages.dtype == np.int32
-    assert len(set(pages.tolist())) == 3
+    page_ids = pool.allocate(3)
+    assert page_ids.dtype == np.int32
+    assert len(set(page_ids.tolist())) == 3
     assert counts(pool) == (1, 0, 3)
-    pool.publish(pages[:2])
+    pool.publish(page_ids[:2])
     assert counts(pool) == (1, 2, 1)
-    assert pool.owner(int(pages[0])) == "cached"
-    pool.release(pages[2:])
-    pool.reclaim(pages[:2])
+    assert pool.owner(int(page_ids[0])) == "cached"
+    pool.release(page_ids[2:])
+    pool.reclaim(page_ids[:2])
     assert counts(pool) == (4, 0, 0)
     assert sorted(pool.allocate(4).tolist()) == [0, 1, 2, 3]
 
@@ -99,7 +99,7 @@ def test_a_negative_number_of_pages_is_refused() -> None:
     assert counts(pool) == (2, 0, 0)
 
 
-def test_no_page_is_given_out_twice_however_pages_go_round() -> None:
+def test_no_page_is_allocated_twice_however_pages_go_round() -> None:
     pool, rng = Pool(20), random.Random(0)
     private: set[int] = set()
     cached: set[int] = set()

@@ -1,4 +1,4 @@
-"""The protocol: what is taken, what is refused and under which name, and what goes out."""
+"""The protocol: what is accepted, what is refused and under which name, and what is sent."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_message_with_an_image_keeps_its_parts() -> None:
         (
             {"content": [{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}]},
             "messages[0].content[0].image_url.detail",
-            "give 'auto'",
+            "use 'auto'",
         ),
         ({"content": [{"type": "text"}]}, "messages[0].content[0].text", "needs the field"),
         ({"content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls", "not supported"),
@@ -338,7 +338,7 @@ def test_offsets_go_on_over_the_chunks_of_a_choice() -> None:
     assert offsets == [[0], [0], [1]]
 
 
-# 'a😀b' where the emoji takes three tokens: its text comes with the last of them.
+# 'a😀b', where the emoji takes three tokens and its text comes with the last one.
 EMOJI = (
     Delta("a", (1,), (TokenLogprob(1, -1.0, ()),)),
     Delta("", (2,), (TokenLogprob(2, -1.0, ()),)),
@@ -349,7 +349,7 @@ EMOJI = (
 )
 
 
-def test_offsets_count_characters_that_went_out() -> None:
+def test_offsets_count_characters_that_were_sent() -> None:
     def spelled(token: int) -> str:
         return {1: "a", 5: "b"}.get(token, "\ufffd")
 

@@ -1,4 +1,4 @@
-"""The public names, and the documentation that every one of them must have."""
+"""The public names, and that each of them is documented."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def test_the_examples_in_docstrings_run() -> None:
         assert results.failed == 0
 
 
-def test_the_face_of_the_cache_stays_small() -> None:
-    face = [name for name in vars(mainstem.PrefixCache) if not name.startswith("_")]
-    assert len(face) <= 10
+def test_the_interface_of_the_cache_stays_small() -> None:
+    public = [name for name in vars(mainstem.PrefixCache) if not name.startswith("_")]
+    assert len(public) <= 10

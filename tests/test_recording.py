@@ -1,4 +1,4 @@
-"""Recordings: what is in them, what must not be, and that nothing waits for them."""
+"""Recordings: what they contain, what they must not contain, and that nothing waits for them."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def decode(tokens: Any) -> str:
 
 
 def recorder(path: Path, secret: bytes | None = SECRET, **options: Any) -> Recorder:
-    """A recorder at a clock that stands still."""
+    """A recorder with a clock that does not move."""
     own = {name: options.pop(name) for name in ("text", "block_size") if name in options}
     return Recorder(RecordConfig(path, secret, **own), "base", decode, now=lambda: 1e9, **options)
 
 
 def lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header, and what follows it."""
+    """The header, and the lines after it."""
     header, *rest = [json.loads(line) for line in path.read_text().splitlines()]
     return header, rest
 
 
 def lines_of_requests(path: Path) -> list[dict[str, Any]]:
-    """All but headers."""
+    """All lines but the headers."""
     return [line for line in map(json.loads, path.read_text().splitlines()) if "format" not in line]
 
 
@@ -64,7 +64,7 @@ def blocks(line: dict[str, Any]) -> list[str]:
 
 
 def common(left: dict[str, Any], right: dict[str, Any]) -> int:
-    """Blocks that two prompts begin with alike; behind them none may be."""
+    """The number of equal blocks at the start of two prompts; no later blocks may be equal."""
     pairs = list(zip(blocks(left), blocks(right), strict=False))
     same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
     assert not set(blocks(left)[same:]) & set(blocks(right)[same:])
@@ -179,7 +179,7 @@ def test_settings_out_of_range_are_refused_without_showing_a_secret(wrong: dict[
 def test_options_of_the_command_line() -> None:
     given = RecordOptions(record=Path("r"), record_secret=SECRET.decode(), record_text=True, record_block_size=8)
     assert given.config() == RecordConfig(Path("r"), SECRET, True, 8)
-    assert RecordOptions(record_secret=SECRET.decode()).config() is None  # the environment may say it to all servers
+    assert RecordOptions(record_secret=SECRET.decode()).config() is None  # the environment may set it for all servers
     for alone in (RecordOptions(record_text=True), RecordOptions(record_block_size=8)):
         with pytest.raises(BadArgument, match="without --record"):
             alone.config()
@@ -193,12 +193,12 @@ def test_a_new_file_is_its_owners(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "r").stat().st_mode) == 0o600
 
 
-def test_a_recording_is_gone_on_with_from_its_last_whole_line(tmp_path: Path) -> None:
+def test_a_recording_is_resumed_after_its_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "r"
     with recorder(path) as record:
         note(record, range(40))
     whole = path.read_bytes()
-    path.write_bytes(whole + b'{"time": 3')  # as a server leaves it that was killed
+    path.write_bytes(whole + b'{"time": 3')  # as a killed server leaves it
     with recorder(path) as record:
         note(record, range(40))
     assert path.read_bytes() == whole * 2
@@ -270,14 +270,14 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, caplog: pytest.LogCa
     with recorder(tmp_path / "r", write=write, queued_tokens=1000) as record:
         note(record, range(100))
         assert writing.wait(patience(10))
-        for _ in range(4):  # only one more fits beside the one that is written
+        for _ in range(4):  # only one more fits, in addition to the one that is being written
             note(record, range(100))
         assert record.stats().dropped == 3
         go_on.set()
     assert record.stats() == RecordStats(written=2, dropped=3, failed=0)
     assert len(caplog.records) == 1
     note(record, range(100))
-    assert record.stats().dropped == 4  # after its end, too
+    assert record.stats().dropped == 4  # also after its end
 
 
 def test_what_is_written_makes_room(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_what_is_written_makes_room(tmp_path: Path) -> None:
 
 
 def _until(record: Recorder, count: int) -> None:
-    """Waits until so many lines were tried."""
+    """Waits until `count` lines were written or failed."""
     end_s = time.monotonic() + patience(10)
     while (stats := record.stats()).written + stats.failed != count:
         assert time.monotonic() < end_s, stats
@@ -335,7 +335,7 @@ def test_chats_share_in_the_recording_what_they_share(tmp_path: Path) -> None:
 
 
 def test_a_recording_is_a_trace(tmp_path: Path) -> None:
-    for _ in range(2):  # the second server goes on with the file of the first
+    for _ in range(2):  # the second server resumes the file of the first
         with recording(tmp_path / "r", api_keys=("swordfish", "herring")) as server:
             for key in ("swordfish", "herring"):
                 assert ask(server, "Who owes Ms. Featherstonehaugh?", key).status_code == 200

@@ -1,4 +1,4 @@
-"""The reference model does, on cases small enough to check by eye, what the design says."""
+"""The reference model does what the design says, on cases small enough to check by eye."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def test_match_is_the_longest_present_prefix_of_whole_pages() -> None:
     tree = ReferenceTree(page_size=2)
     tree.insert("abcdef", [7, 8, 9])
     found = tree.match("abcdxf")
-    assert (found.length, found.pages, found.partial) == (4, [7, 8], 0)
+    assert (found.length, found.page_ids, found.partial) == (4, [7, 8], 0)
     assert tree.match("abc").length == 2
     assert tree.peek("abcdef", "other") == 0
 
 
-def test_insert_says_what_stood_already() -> None:
+def test_insert_reports_what_existed_before() -> None:
     tree = ReferenceTree(page_size=1)
     tree.insert("abc", [0, 1, 2])
     added = tree.insert("abxy", [10, 11, 12, 13])
-    assert (added.existing, added.length, added.pages) == (2, 4, [0, 1, 12, 13])
+    assert (added.existing, added.length, added.page_ids) == (2, 4, [0, 1, 12, 13])
 
 
 def test_partial_is_the_longest_way_into_the_next_page() -> None:
@@ -43,7 +43,7 @@ def test_in_flight_pages_are_pending_until_they_are_committed() -> None:
     assert tree.match("abcde").length == 4
 
 
-def test_cancel_gives_the_pages_back() -> None:
+def test_cancel_returns_the_pages() -> None:
     tree = ReferenceTree(page_size=1)
     tree.insert("a", [0])
     added = tree.insert("abc", [0, 1, 2], ready=False)
@@ -55,7 +55,7 @@ def test_what_follows_a_cancelled_transfer_is_removed_and_stays_until_its_own_ha
     tree = ReferenceTree(page_size=1)
     first = tree.insert("ab", [0, 1], ready=False)
     second = tree.insert("abcd", [5, 6, 2, 3], ready=False)
-    assert (second.existing, second.pages) == (2, [0, 1, 2, 3])
+    assert (second.existing, second.page_ids) == (2, [0, 1, 2, 3])
     assert tree.cancel(first.added) == [0, 1]
     tree.insert("ab", [7, 8])
     tree.commit(second.added)
@@ -134,7 +134,7 @@ def test_every_policy_is_covered() -> None:
     assert set(POLICIES) == {"lru", "lfu", "fifo", "mru", "filo", "slru", "slru:1", "slru:4", "priority"}
 
 
-def test_lease_backs_off_by_one_and_gives_duplicates_back() -> None:
+def test_a_lease_leaves_the_last_position_and_frees_duplicates() -> None:
     cache = ReferenceCache(8, ReferenceTree(page_size=2))
     first, second = cache.lease("abcd"), cache.lease("abcd")
     for lease in (first, second):

@@ -160,7 +160,7 @@ def test_a_wrong_window_page_or_state_would_be_noticed() -> None:
         ghost.forward([segment([6], 5, np.array([-1, 4, 5], np.int32), 1)])
     ghost.forward([segment([6], 5, np.array([3, 4, 5], np.int32), 0)])
     ghost.forward([segment([7], 6, np.array([-1, 4, 5, 0], np.int32), 0)])
-    with pytest.raises(WrongKVError, match="behind the window"):
+    with pytest.raises(WrongKVError, match="before the window"):
         ghost.forward([segment([8], 7, np.array([3, 4, 5, 0], np.int32), 0)])
 
 

@@ -1,4 +1,4 @@
-"""Nothing that was stored or received is ever executed: no module of ours has the means."""
+"""Stored or received data is never executed: no module has the means to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
 def findings(source: str) -> Iterator[str]:
-    """What a module could run foreign bytes with."""
+    """Yields what a module could use to execute foreign bytes."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):

@@ -1,4 +1,4 @@
-"""Behaviour that earlier prefix caches describe, as facts: worked examples and the test plans they were built to pass.
+"""Behaviour that earlier prefix caches describe: their worked examples and test plans, as tests.
 
 Docstrings name the source: "test plan n" is the numbered plan of the typed-token design, "sharing example" the paged
 image requests, "demo" the small tree that is printed step by step, "block hashes" the index over hashed blocks.
@@ -27,7 +27,7 @@ def ids(start: int, end: int) -> np.ndarray:
 
 
 def conserved(cache: PrefixCache) -> tuple[int, int, int]:
-    """Free, cached and private pages, every page counted once."""
+    """Returns the numbers of free, cached and private pages; every page counts once."""
     cache.check()
     pool = cache.pool
     assert pool.free + pool.cached + pool.private == pool.total
@@ -35,7 +35,7 @@ def conserved(cache: PrefixCache) -> tuple[int, int, int]:
 
 
 def prefill(cache: PrefixCache, prompt: Any, namespace: Any = None) -> Lease:
-    """A lease whose prompt is computed and published."""
+    """Returns a lease whose prompt is computed and published."""
     lease = cache.lease(prompt, namespace)
     lease.reserve(lease.length - lease.reserved)
     lease.publish(lease.length)
@@ -50,7 +50,7 @@ def test_a_match_that_ends_inside_a_node_splits_it_in_two() -> None:
     tree = Tree(page_size=1)
     tree.insert([10, 11, 12, 13], ids(0, 4))
     found = tree.match([10, 11, 99])
-    assert (found.length, found.pages.tolist()) == (2, [0, 1])
+    assert (found.length, found.page_ids.tolist()) == (2, [0, 1])
     upper, lower = tree.nodes()
     assert (upper.node, upper.length, upper.cells["full", 0].ids.tolist()) == (found.node, 2, [0, 1])
     assert (lower.parent, lower.length, lower.cells["full", 0].ids.tolist()) == (found.node, 2, [2, 3])
@@ -63,7 +63,7 @@ def test_an_image_counts_as_all_its_positions() -> None:
     tree.insert([Text(BOS), PHOTO, Text(1), Text(2)], ids(0, 732))
     assert tree.match([Text(BOS), PHOTO, Text(1), Text(2)]).length == 732
     partial = tree.match([Text(BOS), PHOTO])
-    assert (partial.length, partial.pages.tolist()) == (730, list(range(730)))
+    assert (partial.length, partial.page_ids.tolist()) == (730, list(range(730)))
 
 
 def test_a_lock_holds_a_node_and_all_above_and_never_falls_below_none() -> None:
@@ -131,7 +131,7 @@ def test_a_namespace_without_pages_is_gone() -> None:
     assert tree.stats().namespaces == 1
 
 
-def test_asking_makes_no_namespace() -> None:
+def test_a_lookup_creates_no_namespace() -> None:
     """Test plan 17."""
     tree, cache = Tree(page_size=1), PrefixCache(10, 1)
     for number in range(100):
@@ -144,7 +144,7 @@ def test_asking_makes_no_namespace() -> None:
     assert (tree.stats().namespaces, tree.match([BOS, 1, 2], "image 42").length) == (1, 3)
 
 
-def test_pages_behind_an_image_are_counted_in_positions() -> None:
+def test_pages_after_an_image_are_counted_in_positions() -> None:
     """Test plan 18."""
     tree = Tree(page_size=1, keys=TypedKeys())
     prefix = [Text(BOS), PHOTO]
@@ -155,11 +155,11 @@ def test_pages_behind_an_image_are_counted_in_positions() -> None:
     sequence.append(whole)
     assert (found.length, sequence.tokens_at(found.length)) == (730, 2)
     added = tree.insert(whole, ids(0, 740), after=found.node)
-    assert (added.length - added.existing, added.pages.tolist()) == (10, list(range(730, 740)))
-    assert tree.pages(added.node)[730:].tolist() == list(range(730, 740))
+    assert (added.length - added.existing, added.page_ids.tolist()) == (10, list(range(730, 740)))
+    assert tree.page_ids(added.node)[730:].tolist() == list(range(730, 740))
 
 
-# ---------------------------------------------------------------- who owns a page
+# ---------------------------------------------------------------- the owners of pages
 
 
 def test_a_prompt_that_was_computed_stays_cached_until_it_is_evicted() -> None:
@@ -187,7 +187,7 @@ def test_the_rest_of_a_partly_known_prompt_is_cached_with_it() -> None:
 
 
 def test_a_prompt_that_is_known_whole_still_leaves_its_last_token() -> None:
-    """Test plan 8, the side of the lease."""
+    """Test plan 8, as a lease does it."""
     cache = PrefixCache(100, 1)
     prefill(cache, [BOS, 1, 2]).finish()
     lease = cache.lease([BOS, 1, 2])
@@ -202,7 +202,7 @@ def test_a_prompt_that_is_known_whole_still_leaves_its_last_token() -> None:
 
 
 def test_two_sequences_share_a_prefix_and_write_to_pages_of_their_own() -> None:
-    """Test plan 9, the side of the lease."""
+    """Test plan 9, as a lease does it."""
     cache = PrefixCache(2000, 1, keys=TypedKeys())
     prompt = [Text(BOS), PHOTO, Text(1)]
     first = prefill(cache, prompt)
@@ -221,7 +221,7 @@ def test_two_sequences_share_a_prefix_and_write_to_pages_of_their_own() -> None:
     conserved(cache)
 
 
-def test_a_prompt_known_whole_takes_one_private_page_and_gives_it_back() -> None:
+def test_a_prompt_known_whole_takes_one_private_page_and_frees_it() -> None:
     """Test plan 10."""
     cache = PrefixCache(100, 1)
     prefill(cache, [BOS, 1, 2, 3]).finish()
@@ -250,7 +250,7 @@ def test_a_hit_of_one_token_leaks_nothing() -> None:
 
 @pytest.mark.parametrize("how", ["no cache", "first", "append"])
 def test_every_way_to_a_prompt_reads_one_page_for_each_position(how: str) -> None:
-    """Test plan 12, the side of the lease: with and without the cache attention reads the same number of positions."""
+    """Test plan 12, as a lease does it: attention reads the same number of positions with and without the cache."""
     cache = PrefixCache(100, 4, enabled=how != "no cache")
     prompt = list(range(30))
     if how == "append":
@@ -263,7 +263,7 @@ def test_every_way_to_a_prompt_reads_one_page_for_each_position(how: str) -> Non
     conserved(cache)
 
 
-def test_locked_prefixes_are_not_given_up_for_room() -> None:
+def test_locked_prefixes_are_not_evicted_for_room() -> None:
     """Test plan 13."""
     cache = PrefixCache(100, 1)
     leases = [prefill(cache, [number]) for number in range(100)]
@@ -312,8 +312,8 @@ def test_pages_are_conserved_over_misses_whole_hits_and_part_hits() -> None:
 
 
 def test_a_prefix_that_was_computed_twice_is_kept_once() -> None:
-    """The ownership sections: a duplicate that is neither cached nor handed back is a leak, and freeing the tree's copy
-    of it corrupts another sequence."""
+    """The ownership sections: a duplicate that is neither cached nor freed is a leak, and freeing the tree's copy
+    instead corrupts another sequence."""
     cache = PrefixCache(10, 1)
     late = cache.lease([BOS, 5, 6])
     prefill(cache, [BOS]).finish()
@@ -365,7 +365,7 @@ CHUNK = 512
 
 @pytest.mark.parametrize(("size", "hit"), [(1, 1124), (4, 1124), (16, 1120), (64, 1088)])
 def test_a_second_request_reuses_the_text_and_the_first_image(size: int, hit: int) -> None:
-    """Sharing example: 1,124 tokens are common, of which whole pages are reused; at page size 16 these are 1,120."""
+    """Sharing example: 1,124 tokens are shared and their whole pages are reused: at page size 16, 1,120 tokens."""
     cache = PrefixCache(5000 // size, size)
     prefill(cache, TEXT + IMAGE1 + IMAGE2).finish()
     lease = cache.lease(TEXT + IMAGE1 + IMAGE3)
@@ -373,7 +373,7 @@ def test_a_second_request_reuses_the_text_and_the_first_image(size: int, hit: in
 
 
 def test_the_tail_of_the_common_part_is_copied_where_that_is_possible() -> None:
-    """Sharing example: the four tokens behind the last whole page need no compute either."""
+    """Sharing example: the four tokens after the last whole page need no compute either."""
     copies: list[int] = []
     cache = PrefixCache(400, 16, copy_page=lambda source, target, positions: copies.append(positions))
     prefill(cache, TEXT + IMAGE1 + IMAGE2).finish()
@@ -382,7 +382,7 @@ def test_the_tail_of_the_common_part_is_copied_where_that_is_possible() -> None:
 
 
 def test_a_request_shares_with_one_that_still_runs() -> None:
-    """Sharing example: each chunk is visible when it is published; the shared part is locked until both have ended."""
+    """Sharing example: each chunk is visible once it is published; the shared part is locked until both have ended."""
     cache = PrefixCache(400, 16)
     first = cache.lease(TEXT + IMAGE1 + IMAGE2)
     first.reserve(first.length)
@@ -405,7 +405,7 @@ def test_a_request_shares_with_one_that_still_runs() -> None:
 
 
 def test_the_same_prompt_catches_up_while_the_first_runs() -> None:
-    """Sharing example, equal prompts: the later one reuses what is published and hands back what both computed."""
+    """Sharing example, equal prompts: the later one reuses what is published and frees what both computed."""
     cache = PrefixCache(300, 16)
     prompt = list(range(2048))
     first = cache.lease(prompt)
@@ -422,8 +422,8 @@ def test_the_same_prompt_catches_up_while_the_first_runs() -> None:
     assert conserved(cache) == (172, 128, 0)
 
 
-def test_a_finished_request_keeps_whole_pages_and_gives_the_rest_back() -> None:
-    """Life of a request: duplicates and the tail that fills no page go back, the rest stays for the next turn."""
+def test_a_finished_request_keeps_whole_pages_and_frees_the_rest() -> None:
+    """Life of a request: duplicates and the tail that fills no page are freed, the rest stays for the next turn."""
     cache = PrefixCache(20, 16)
     lease = prefill(cache, list(range(40)))
     assert conserved(cache) == (17, 2, 1)
@@ -433,15 +433,15 @@ def test_a_finished_request_keeps_whole_pages_and_gives_the_rest_back() -> None:
 
 
 def test_the_tree_of_four_sequences() -> None:
-    """Structure example: one shared beginning, two branches, one of them longer, and a stranger."""
+    """Structure example: a shared beginning, two branches, one of them longer, and an unrelated sequence."""
     tree = Tree(page_size=1)
     for start, tokens in enumerate(([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 4, 5, 6, 7], [8, 9, 10, 11, 12])):
         tree.insert(tokens, ids(10 * start, 10 * start + len(tokens)))
     shape = [(view.start, view.length, view.children) for view in tree.nodes()]
-    # [3] and the [4, 5] that came behind it are one node: nothing ends between them.
+    # [3] and the [4, 5] that came after it are one node: nothing ends between them.
     assert shape == [(0, 2, 2), (2, 3, 0), (2, 4, 0), (0, 5, 0)]
     found = tree.match([1, 2, 3, 4, 5, 6])
-    assert (found.length, found.pages.tolist()) == (5, [0, 1, 2, 13, 14])
+    assert (found.length, found.page_ids.tolist()) == (5, [0, 1, 2, 13, 14])
 
 
 def test_bigrams_are_pairs_of_neighbours() -> None:
@@ -471,16 +471,16 @@ def test_the_two_prompts_of_the_first_steps() -> None:
 
 
 def test_insert_match_insert_evict() -> None:
-    """Demo: eight tokens; four of them match; a branch joins; evicting four takes the branch that is older."""
+    """Demo: eight tokens; four of them match; a branch is added; evicting four takes the older branch."""
     tree = Tree(page_size=1)
     tree.insert([1, 2, 3, 4, 5, 6, 7, 8], ids(1, 9))
-    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).pages.tolist() == [1, 2, 3, 4]
+    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).page_ids.tolist() == [1, 2, 3, 4]
     tree.insert([1, 2, 3, 4, 9, 10, 11, 12], ids(11, 19))
     assert [view.length for view in tree.nodes()] == [4, 4, 4]
     assert tree.stats().cached_pages == 12
     assert sorted(tree.evict(4)[0].tolist()) == [5, 6, 7, 8]
     assert [view.length for view in tree.nodes()] == [4, 4]
-    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).pages.tolist() == [1, 2, 3, 4, 15, 16, 17, 18]
+    assert tree.match([1, 2, 3, 4, 9, 10, 11, 12]).page_ids.tolist() == [1, 2, 3, 4, 15, 16, 17, 18]
 
 
 # ---------------------------------------------------------------- block hashes
@@ -488,11 +488,11 @@ def test_insert_match_insert_evict() -> None:
 
 @pytest.mark.parametrize("width", [8, 16])
 def test_blocks_are_found_by_their_hashes(width: int) -> None:
-    """Block hashes: one symbol a block, page size 1; equal hashes mean equal prefixes."""
+    """Block hashes: one symbol per block, page size 1; equal hashes mean equal prefixes."""
     tree = Tree(page_size=1, keys=HashKeys(width))
     tokens = list(range(64))
     tree.insert(hash_blocks(tokens, 16, width), ids(100, 104))
-    assert tree.match(hash_blocks([*tokens[:32], 7, *tokens[33:]], 16, width)).pages.tolist() == [100, 101]
+    assert tree.match(hash_blocks([*tokens[:32], 7, *tokens[33:]], 16, width)).page_ids.tolist() == [100, 101]
     assert tree.match(hash_blocks([7, *tokens[1:]], 16, width)).length == 0
 
 
@@ -511,7 +511,7 @@ def test_blocks_that_are_still_copied_are_neither_matched_nor_evicted() -> None:
 
 
 def test_what_is_locked_is_in_use_whatever_its_age() -> None:
-    """Block hashes: only leaves that are ready and not locked may go, the least recently used first."""
+    """Block hashes: only leaves that are ready and unlocked may be evicted, the least recently used first."""
     tree = Tree(page_size=1, keys=HashKeys(8))
     chains = [hash_blocks([number] * 32, 16, 8) for number in range(3)]
     nodes = [tree.insert(chain, ids(2 * number, 2 * number + 2)).node for number, chain in enumerate(chains)]

@@ -58,7 +58,7 @@ def ask(server: TestClient, model: str, *parts: dict[str, Any], **fields: Any) -
 
 
 def answer(response: Any) -> tuple[str, int, int]:
-    """Its text, the prompt's tokens, and those of them that were cached."""
+    """The text of a response, its prompt tokens, and how many of them were cached."""
     assert response.status_code == 200, response.text
     body = response.json()
     usage = body["usage"]
@@ -114,7 +114,7 @@ def test_another_image_is_not_taken_for_the_first(server: TestClient, engine: En
     assert other[2] <= len("<bos><turn>user:See: \n\n<begin>")
 
 
-def test_a_conversation_goes_on_behind_its_images(server: TestClient, engine: Engine) -> None:
+def test_a_conversation_goes_on_after_its_images(server: TestClient, engine: Engine) -> None:
     question = {"role": "user", "content": [shown(picture(11)), said("What do you see?")]}
     body = {"model": engine.name, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     first = server.post("/v1/chat/completions", json={**body, "messages": [question]})

@@ -1,7 +1,7 @@
 """Servers with every tier, as processes over a real model: equal answers, hits by tier, kills, restarts, damage.
 
-Most of them run a tiny random model, in processes forked from one that has imported what a server needs: importing
-takes most of a start.
+Most of them run a tiny random model, in processes forked from one that has already imported what a server needs:
+imports take most of a start.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tiny_models import tiny
 PAGE = 16
 VOCAB = 200
 PROMPT_TOKENS = 20 * PAGE + 5
-STORED = 20 * PAGE  # of a prompt, in whole pages
+STORED = 20 * PAGE  # tokens of a prompt in whole pages
 NEW_TOKENS = 6
 DOCUMENTS = 20
 PAGE_BYTES = 12288
-DEVICE_BYTES = 42 * PAGE_BYTES  # a tenth of all documents
+DEVICE_BYTES = 42 * PAGE_BYTES  # for a tenth of all documents
 HOST_BYTES = 4 * DEVICE_BYTES
 pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(60)
@@ -54,7 +54,7 @@ Options = dict[str, str | list[str]]  # an empty list is a switch
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got, and where its cached tokens lay."""
+    """What a client received, and the cached tokens by tier."""
 
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
@@ -63,7 +63,7 @@ class Answer:
     storage: int
 
     def __eq__(self, other: object) -> bool:
-        """The same tokens, as likely as before: who read a wrong page would be off by more than rounding."""
+        """The same tokens with the same probabilities: a wrong page would change them by more than rounding."""
         return (
             isinstance(other, Answer)
             and self.tokens == other.tokens
@@ -81,7 +81,7 @@ class Server:
         wait_until(self._is_up)
 
     def ask(self, prompt: Prompt, key: str = "", tokens: int = NEW_TOKENS) -> Answer:
-        """A greedy completion; its usage must add up."""
+        """Requests a greedy completion, whose usage must add up."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
         reply = self.http.post("/v1/completions", json=body, headers=_bearer(key))
         assert reply.status_code == 200, reply.text
@@ -94,11 +94,11 @@ class Server:
         return Answer(tuple(logprobs["tokens"]), tuple(logprobs["token_logprobs"]), **tiers)
 
     def stats(self, key: str = "") -> Any:
-        """Counts of the tiers."""
+        """Returns the counts of the tiers."""
         return self.http.get("/v1/cache/stats", headers=_bearer(key)).json()["tiers"]
 
     def settle(self, key: str = "") -> Any:
-        """Waits until nothing is on its way between tiers; counts of the tiers then."""
+        """Waits until nothing moves between tiers, and returns the counts of the tiers."""
         wait_until(lambda: not self.stats(key)["under_way"])
         return self.stats(key)
 
@@ -107,17 +107,17 @@ class Server:
         assert self.http.post("/v1/cache/flush").status_code == 200
 
     def metrics(self, name: str) -> dict[str, int]:
-        """A counter's values, by its only label."""
+        """Returns a counter's values by its only label."""
         text = self.http.get("/metrics").text
         return {label: int(float(n)) for label, n in re.findall(rf'^{name}{{\w+="(\w+)"}} (\S+)$', text, re.MULTILINE)}
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL and waits for the end."""
         self.process.kill()
         self._end()
 
     def stop(self) -> int | None:
-        """SIGTERM; the exit code."""
+        """Sends SIGTERM and returns the exit code."""
         self.process.terminate()
         return self._end()
 
@@ -138,10 +138,10 @@ class Server:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Asks until it is so."""
+    """Polls until `is_so()` is true."""
     end_s = time.monotonic() + PATIENCE_S
     while not is_so():
-        assert time.monotonic() < end_s, "it did not come to be so"
+        assert time.monotonic() < end_s, "the condition did not become true in time"
         time.sleep(0.01)
 
 
@@ -150,7 +150,7 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 def document(number: int) -> list[int]:
-    """A prompt that shares nothing with others; ids below 2 have meanings."""
+    """Returns a prompt that shares nothing with others; ids below 2 are special."""
     return [2 + (number * 7919 + at * (at + 3 * number + 11)) % (VOCAB - 2) for at in range(PROMPT_TOKENS)]
 
 
@@ -167,7 +167,7 @@ def _serve(arguments: list[str], log: str) -> None:
 
 
 def _spelled(options: Options) -> list[str]:
-    """As on the command line."""
+    """Returns the options as on the command line."""
     given = {name: [value] if isinstance(value, str) else value for name, value in options.items()}
     return [word for name, values in given.items() for value in values or [""] for word in (f"--{name}", value) if word]
 
@@ -177,7 +177,7 @@ Serve = Callable[[Options], AbstractContextManager[Server]]
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:
-    """Makes processes that have imported the server already."""
+    """Makes processes that have already imported the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -185,7 +185,7 @@ def processes() -> ForkServerContext:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random model whose text is a word a token."""
+    """The folder of a tiny random model whose text has one word per token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -199,7 +199,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def serve(processes: ForkServerContext, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """`with serve(options) as server`, over the tiny model."""
+    """Starts servers over the tiny model: `with serve(options) as server`."""
     logs = tmp_path_factory.mktemp("logs")
 
     @contextmanager
@@ -220,16 +220,16 @@ def serve(processes: ForkServerContext, model: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def uncached(serve: Serve) -> list[Answer]:
-    """Every document's answer by a server that caches nothing."""
+    """The answers to all documents from a server that caches nothing."""
     with serve({"no-cache": []}) as server:
         answers = [server.ask(document(number)) for number in range(DOCUMENTS)]
-    assert len({answer.tokens for answer in answers}) == DOCUMENTS, "else nobody would see a wrong page"
+    assert len({answer.tokens for answer in answers}) == DOCUMENTS, "otherwise a wrong page could go unnoticed"
     assert not server.used.total()
     return answers
 
 
 def storing(folder: Path) -> Options:
-    """Options for all tiers; requests wait for storage, so that what they find depends on no clock."""
+    """Options for all tiers. Requests wait for storage, so that their hits do not depend on time."""
     return {
         "kv-bytes": str(DEVICE_BYTES),
         "host-bytes": str(HOST_BYTES),
@@ -268,7 +268,7 @@ def test_answers_are_the_uncached_ones_and_hits_add_up_by_tier(
 def test_every_policy_gives_the_same_answers(
     serve: Serve, uncached: list[Answer], tmp_path: Path, write: str, prefetch: str
 ) -> None:
-    several = [number for number in range(12) for _ in range(3)]  # the third time finds what was copied at the second
+    several = [number for number in range(12) for _ in range(3)]  # the third time hits what the second one copied
     with serve({**storing(tmp_path / "store"), "write-policy": write, "prefetch": prefetch}) as server:
         for number in [*several, *reversed(range(12))]:
             assert server.ask(document(number)) == uncached[number]
@@ -304,7 +304,7 @@ def test_clients_that_go_away_disturb_no_other(serve: Serve, uncached: list[Answ
 
 
 def leave_early(server: Server, prompt: Prompt, after_s: float) -> None:
-    """Asks, and hangs up."""
+    """Sends a request and disconnects before the answer."""
     body = {"model": server.model, "prompt": prompt, "max_tokens": 200, "temperature": 0}
     with pytest.raises(httpx.ReadTimeout):
         server.http.post("/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE_S, read=max(after_s, 1e-4)))
@@ -359,7 +359,7 @@ def _ask_until_it_fails(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def stored(serve: Serve, uncached: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Options:
-    """The options of a server that answered four documents and was told to stop at once."""
+    """The options of a server that answered four documents and was stopped at once."""
     options = storing(tmp_path_factory.mktemp("stored") / "store")
     with serve(options) as server:
         for number in range(4):
@@ -368,7 +368,7 @@ def stored(serve: Serve, uncached: list[Answer], tmp_path_factory: pytest.TempPa
     return options
 
 
-def test_told_to_stop_a_server_loses_nothing_that_waited_to_be_written(
+def test_a_server_that_stops_loses_nothing_that_waited_to_be_written(
     serve: Serve, stored: Options, uncached: list[Answer]
 ) -> None:
     with serve(stored) as server:
@@ -378,9 +378,7 @@ def test_told_to_stop_a_server_loses_nothing_that_waited_to_be_written(
             assert (answer.host, answer.storage) == (0, STORED)
 
 
-def test_what_runs_when_it_is_told_to_stop_ends_and_is_stored(
-    serve: Serve, uncached: list[Answer], tmp_path: Path
-) -> None:
+def test_what_runs_when_a_server_stops_ends_and_is_stored(serve: Serve, uncached: list[Answer], tmp_path: Path) -> None:
     options = storing(tmp_path / "store")
     with serve(options) as server:
         answers: list[Answer] = []
@@ -485,7 +483,7 @@ def test_a_damaged_store_is_recomputed_and_counted(
         assert all(server.ask(document(number)).storage == STORED for number in range(4))
 
 
-# ---------------------------------------------------------------- the real thing
+# ---------------------------------------------------------------- a real model
 
 
 @pytest.mark.slow
@@ -513,7 +511,7 @@ def test_a_real_model_whose_traffic_is_ten_times_the_device(smollm2: Any, tmp_pa
 
 @contextmanager
 def _real(options: Options) -> Iterator[Server]:
-    """The default model behind the command that people type."""
+    """Starts the default model with the command that users type."""
     port = free_port()
     command = [
         sys.executable,

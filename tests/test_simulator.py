@@ -1,6 +1,6 @@
-"""The simulator: short runs of every profile, that a seed always makes the same run, and that it finds what it should.
+"""The simulator: short runs of every profile, runs that repeat for a seed, and bugs that it must find.
 
-`make simulate ARGS="--until-operations 3000000"` is the long run, `make mutants` shows every known bug found.
+`make simulate ARGS="--until-operations 3000000"` is the long run; `make mutants` checks that every known bug is found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from machine import patience
 from mainstem.tiers.transfer import Move
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # simulator/ is no part of the package
+sys.path.insert(0, str(ROOT))  # simulator/ is not part of the package
 
 from simulator.campaign import PROFILES, Record, run_seed  # noqa: E402
 from simulator.ghost import SimMemory, fingerprints, salt  # noqa: E402
@@ -28,7 +28,7 @@ from simulator.world import World, WrongError  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _log_level(caplog: pytest.LogCaptureFixture) -> None:
-    """A run of the simulator is quiet; what comes after it in this process must not be."""
+    """Restores the log level, which a run of the simulator changes, for later tests in this process."""
     caplog.set_level(logging.getLogger("mainstem").level, "mainstem")
 
 
@@ -38,7 +38,7 @@ def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_nothing_is_ever_wrong(profile: str) -> None:
+def test_no_run_fails(profile: str) -> None:
     total = Record()
     for seed in range(900, 903):
         total.add(run_seed(profile, seed, 1500))
@@ -56,7 +56,7 @@ def test_a_seed_always_makes_the_same_run(profile: str) -> None:
     assert f"digest: {here.digest}" in there.stdout
 
 
-def test_a_campaign_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_campaign_resumes_where_it_ended(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     arguments = ["--profile", "cache", "components", "--operations", "300", "--processes", "2", "--json", str(record)]
     first = _simulate(*arguments, "--until-operations", "3000")
@@ -72,10 +72,10 @@ def test_a_campaign_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert (again.operations, again.faults) == (after["cache"]["operations"], after["cache"]["faults"])
 
 
-# ---------------------------------------------------------------- what it sees
+# ---------------------------------------------------------------- what it detects
 
 
-def test_a_known_bug_is_found_and_its_line_finds_it_again(tmp_path: Path) -> None:
+def test_a_known_bug_is_found_and_reported_with_the_command_that_replays_it(tmp_path: Path) -> None:
     verdict = judge(PYTHON[0], tmp_path)
     assert verdict.killed
     assert "WRONG READ" in verdict.sight
@@ -86,7 +86,7 @@ def test_a_known_bug_is_found_and_its_line_finds_it_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mutant", [*PYTHON, *NATIVE], ids=lambda mutant: mutant.name)
-def test_the_text_of_a_mutant_is_there(mutant: Mutant) -> None:
+def test_the_text_of_a_mutant_occurs_exactly_once(mutant: Mutant) -> None:
     text = (ROOT / "src" / "mainstem" / mutant.file).read_text()
     for old, new in mutant.patches:
         assert text.count(old) == 1, old
@@ -124,7 +124,7 @@ def test_a_copy_arrives_layer_by_layer_and_is_wrong_before() -> None:
     memory.expect("all", page, numbers)
 
 
-def test_two_that_use_a_page_at_once_are_seen() -> None:
+def test_conflicting_uses_of_a_page_are_detected() -> None:
     memory = _memory(_world())
     memory.down([_move(0, 1)])
     for wrong in (

@@ -1,7 +1,7 @@
-"""Random operations on the tree and on the cache, each compared with the reference, each followed by check().
+"""Random operations on the tree and on the cache, each compared with the reference and followed by check().
 
-The cache's pages have contents here: every position that is computed is written down with the namespace and all the
-tokens that lead to it, so that every page that a lease or the tree names can be seen to hold exactly the right tokens.
+The cache's pages have contents here: every computed position is recorded with its namespace and all tokens up to it. So
+the tests can verify that every page in a lease or in the tree holds exactly the right tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPACES = [None, None, None, "a", "b"]
 
 
 class InPython:
-    """A built-in rule under another name, so that the tree asks Python for each rank."""
+    """A built-in policy under another name, so that the tree calls Python for each rank."""
 
     def __init__(self, name: str) -> None:
         self.name = f"my {name}"
@@ -41,7 +41,7 @@ def policy_of(name: str, python: bool) -> Any:
 
 
 def some_tokens(rng: random.Random, size: int, pages: int = 5) -> list[int]:
-    """Tokens whose prefixes meet others often, whatever the page size: few kinds of page, at times one odd token."""
+    """Draws tokens whose prefixes often meet others at any page size: few kinds of page, sometimes one odd token."""
     tokens = [token for _ in range(pages) for token in [int(rng.random() < 0.3)] * size]
     if rng.random() < 0.5:
         tokens[rng.randrange(len(tokens))] = 2
@@ -53,7 +53,7 @@ def some_tokens(rng: random.Random, size: int, pages: int = 5) -> list[int]:
 
 @dataclass
 class Place:
-    """A handle, and what it stands for in the model."""
+    """A handle and its page in the model."""
 
     handle: int
     page: Page
@@ -69,7 +69,7 @@ class Flight:
 
 
 def last_uses(views: list[NodeView]) -> dict[int, int]:
-    """When each node, or one below it, was used last; what a policy will see once the node is a leaf."""
+    """Returns when each node or a descendant was last used, which a policy sees once the node is a leaf."""
     used = {view.node: view.last_access for view in views}
     for view in sorted(views, key=lambda view: -view.start):
         if view.parent in used:
@@ -93,7 +93,7 @@ class TreeWorld:
         peeked = self.tree.peek(tokens, space)
         real, modelled = self.tree.match(tokens, space, partial=True), self.model.match(tokens, space)
         assert peeked == real.length == modelled.length
-        assert real.pages.tolist() == modelled.pages
+        assert real.page_ids.tolist() == modelled.page_ids
         assert (real.pending, real.partial) == (modelled.pending, modelled.partial)
         if modelled.donor:
             assert real.partial_page == modelled.donor.id
@@ -101,8 +101,8 @@ class TreeWorld:
 
     def insert(self, tokens: list[int], space: str | None, priority: int, ready: bool, after: Place | None) -> None:
         if after:
-            space, pages = after.page.key
-            tokens = [token for page in pages for token in page] + tokens
+            space, prefix = after.page.key
+            tokens = [token for page in prefix for token in page] + tokens
         ids = list(range(self.next_id, self.next_id + len(tokens) // self.size))
         self.next_id += len(ids)
         handle, page = (after.handle, after.page) if after else (0, None)
@@ -110,7 +110,7 @@ class TreeWorld:
         real = self.tree.insert(tokens, np.array(ids, dtype=np.int32), space, after=handle, **options)
         modelled = self.model.insert(tokens, ids, space, page, **options)
         assert (real.length, real.existing) == (modelled.length, modelled.existing)
-        assert real.pages.tolist() == modelled.pages
+        assert real.page_ids.tolist() == modelled.page_ids
         if not ready and modelled.added:
             self.flights.append(Flight(real.node, modelled.added))
         elif modelled.end is None or modelled.end.ready:
@@ -139,7 +139,7 @@ class TreeWorld:
         assert sorted(freed) == sorted(self.model.evict(len(self.model.pages), only_removed=True))
 
     def is_live(self, place: Place) -> bool:
-        """Whether a handle is good: its page is there, and its node was not joined to what follows."""
+        """Returns whether a handle is valid: its page exists, and its node was not joined to what follows."""
         if place.page not in self.model.pages:
             return False
         try:
@@ -151,7 +151,7 @@ class TreeWorld:
 
     def lock(self, place: Place) -> None:
         if not self.is_live(place):
-            for call in (self.tree.lock, self.tree.unlock, self.tree.pages):
+            for call in (self.tree.lock, self.tree.unlock, self.tree.page_ids):
                 with pytest.raises(StaleHandle):
                     call(place.handle)
             return
@@ -159,7 +159,7 @@ class TreeWorld:
         self.model.lock(place.page)
         place.locks += 1
         held = [page.id if page in self.model.pages else -1 for page in place.page.path()]
-        assert self.tree.pages(place.handle).tolist() == held
+        assert self.tree.page_ids(place.handle).tolist() == held
 
     def unlock(self, place: Place) -> None:
         if not self.is_live(place):
@@ -198,10 +198,10 @@ class TreeWorld:
         assert sorted(page for _, page in held) == sorted(pages)
         for view, page in held:
             modelled = pages[page]
-            # Of pages that came in pieces and were joined, the node knows when the last piece came.
+            # A node joined from several pieces has the creation time of the last piece.
             joins = self.joins or view.removed
             assert view.created == modelled.created or (joins and view.created > modelled.created)
-            # Where recency ranks nothing, pages of different recency may be one node.
+            # If the policy does not rank by recency, one node may have pages of different recency.
             assert used[view.node] == modelled.last_access or (
                 not self.joins and used[view.node] > modelled.last_access
             )
@@ -247,7 +247,7 @@ def test_the_tree_does_as_the_reference(size: int, policy: str, python: bool) ->
 
 @dataclass(eq=False)
 class Run:
-    """One sequence: its lease, the model's, and how many positions are computed."""
+    """One sequence: its lease, the model's lease, and the number of computed positions."""
 
     real: Lease
     model: ReferenceLease
@@ -255,7 +255,7 @@ class Run:
 
 
 class CacheWorld:
-    """A cache and its model, driven together, over pages that have contents."""
+    """A cache and its model, driven together, with pages that have contents."""
 
     def __init__(
         self, size: int, policy: str, pages: int = 14, copies: bool = False, enabled: bool = True, python: bool = False
@@ -274,7 +274,7 @@ class CacheWorld:
 
     def lease(self, tokens: list[int], space: str | None, priority: int, reuse: bool = True) -> None:
         if self.model.copies and not self.model.free:
-            self.flush()  # which pages are kept for a copy is not fixed, only that the copied one is
+            self.flush()  # which pages a copy keeps is unspecified, except for the copied one
         peeked = self.cache.peek(tokens, space) if reuse else 0
         real = self.cache.lease(tokens, space, priority=priority, reuse=reuse)
         assert real.hit == peeked or (self.model.copies and real.hit == peeked // self.size * self.size)
@@ -341,8 +341,8 @@ class CacheWorld:
         for run in self.runs:
             self.verify_run(run)
         for page in self.model.tree.pages:
-            space, pages = page.key
-            tokens = tuple(token for front in pages for token in front)
+            space, prefix = page.key
+            tokens = tuple(token for front in prefix for token in front)
             for slot in range(self.size):
                 assert self.content[page.id, slot] == (space, tokens[: len(tokens) - self.size + slot + 1])
 
@@ -394,8 +394,8 @@ class CacheWorld:
             self.flush()
 
 
-# What a lease that finds no page for its copy does to the hits of a page is not fixed, so copies go with the policies
-# that do not look at hits.
+# How a lease that finds no page for its copy counts in the hits of a page is unspecified, so copies are tested with
+# policies that ignore hits.
 KINDS: list[dict[str, Any]] = [
     *({"policy": policy, "python": python} for policy in sorted(POLICIES) for python in (False, True)),
     *({"policy": policy, "copies": True} for policy in ("lru", "fifo", "mru", "priority")),
@@ -426,7 +426,7 @@ SEQUENCES = st.tuples(TOKENS, st.sampled_from(SPACES))
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """The tree against its model, with operations chosen so that a failure can be made small."""
+    """The tree against its model, with operations that shrink well when a test fails."""
 
     @initialize(size=st.integers(1, 3), policy=st.sampled_from(sorted(POLICIES)), python=st.booleans())
     def begin(self, size: int, policy: str, python: bool) -> None:
@@ -467,7 +467,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """The cache against its model, with operations chosen so that a failure can be made small."""
+    """The cache against its model, with operations that shrink well when a test fails."""
 
     @initialize(size=st.integers(1, 3), pages=st.integers(1, 9), copies=st.booleans())
     def begin(self, size: int, pages: int, copies: bool) -> None:

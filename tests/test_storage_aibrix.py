@@ -1,4 +1,4 @@
-"""The connectors of AIBrix that need no server, on a real disk."""
+"""The AIBrix connectors that need no server, on a real disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
 
 pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(20)
-"""Of calls that must succeed."""
+"""The timeout of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(8)]
 needs_package = pytest.mark.skipif(
     not (find_spec("aibrix_kvcache") and find_spec("rocksdict")),
@@ -49,7 +49,7 @@ def file_of(folder: Path, key: bytes) -> Path:
 
 @contextlib.contextmanager
 def write_blocked(folder: Path, key: bytes) -> Iterator[Callable[[], bytes]]:
-    """Whoever writes this key hangs in the file system until the function that this gives has read what he writes."""
+    """Blocks each writer of this key in the file system, until the yielded function has read what it writes."""
     path = file_of(folder, key).with_name(key.hex() + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(path)
@@ -62,7 +62,7 @@ def write_blocked(folder: Path, key: bytes) -> Iterator[Callable[[], bytes]]:
 
     yield free
     if not freed:
-        with contextlib.suppress(FileNotFoundError):  # a writer that was ended before it began has removed it
+        with contextlib.suppress(FileNotFoundError):  # a writer that ended before it began has removed it
             free()
 
 
@@ -138,12 +138,12 @@ def test_a_writer_that_is_killed_leaves_whole_values(connector: str, tmp_path: P
 
 
 @needs_package
-def test_a_frozen_file_system_costs_the_time_out_and_no_more(tmp_path: Path) -> None:
+def test_a_frozen_file_system_costs_the_timeout_and_no_more(tmp_path: Path) -> None:
     backend = AIBrixBackend("shfs", tmp_path, timeout_s=patience(0.3))
     value = values(1000)[0]
     with write_blocked(tmp_path, KEYS[0]) as free:
         expect_error("timeout", lambda: backend.put(KEYS[:1], [value]))
-        value[:] = bytes(1000)  # the buffer is the caller's again
+        value[:] = bytes(1000)  # the buffer belongs to the caller again
         assert backend.put(KEYS[1:], values(1000)[1:]) == [True] * 7
         assert free() == values(1000)[0]
     backend.close()
@@ -158,7 +158,7 @@ def test_a_key_has_one_writer_at_a_time(tmp_path: Path) -> None:
             time.sleep(0.01)
         written = free()
     assert written in [values(1000, version)[0] for version in (1, 2)]  # not both into one file
-    assert [bool(put.exception()) for put in puts].count(False) == 1  # the one whose file was no file failed
+    assert [bool(put.exception()) for put in puts].count(False) == 1  # the put whose file was a pipe failed
     assert backend.get(KEYS[:1], [written_buffer := memoryview(bytearray(1000))]) == [1000]
     assert written_buffer in [values(1000, version)[0] for version in (1, 2)]
     backend.close()
@@ -184,7 +184,7 @@ def test_close_ends_calls_that_wait(tmp_path: Path) -> None:
 
 
 @needs_package
-def test_a_value_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_read_does_not_affect_others(tmp_path: Path) -> None:
     backend = AIBrixBackend("shfs", tmp_path, timeout_s=TIMEOUT_S)
     backend.put(KEYS, values(1000))
     file_of(tmp_path, KEYS[2]).write_bytes(bytes(5))
@@ -199,7 +199,7 @@ def test_a_value_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
 
 
 @needs_package
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     backend = AIBrixBackend("shfs", tmp_path / "store", timeout_s=TIMEOUT_S)
     (tmp_path / "store").mkdir(exist_ok=True)
     (tmp_path / "store" / "mainstem").write_text("a file in the way")
@@ -234,7 +234,7 @@ def test_a_full_disk(connector: str, tmp_path: Path) -> None:
 
 
 @needs_package
-def test_clear_leaves_what_is_not_ours(tmp_path: Path) -> None:
+def test_clear_leaves_foreign_files(tmp_path: Path) -> None:
     ours, other = (AIBrixBackend("shfs", tmp_path, namespace=name, timeout_s=TIMEOUT_S) for name in ("ours", "other"))
     ours.put(KEYS, values(100))
     other.put(KEYS, values(100))

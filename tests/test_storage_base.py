@@ -1,4 +1,4 @@
-"""What all back ends share: specs, their errors, options; the wrappers' spec syntax with wrappers of its own."""
+"""What all back ends share: specs, errors and options. Test wrappers check the spec syntax of wrappers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mine(MemoryBackend):
 
 
 class Recorder(MemoryBackend):
-    """A wrapper that only remembers what it was made of."""
+    """A wrapper that only records its arguments."""
 
     def __init__(self, *parts: Backend | str) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class Recorder(MemoryBackend):
 
 
 class Abstract(Backend):
-    """A back end that is not done."""
+    """A back end that is not complete."""
 
 
 class Vague(MemoryBackend):
-    """A back end that forgets to return what it opened."""
+    """A back end that forgets to return the opened store."""
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -57,7 +57,7 @@ class Vague(MemoryBackend):
 
 
 class Failing(MemoryBackend):
-    """A back end with a mistake in it."""
+    """A back end with a bug."""
 
     mistake: ClassVar[Exception]
 
@@ -149,7 +149,7 @@ def test_options_that_a_class_does_not_have_are_refused() -> None:
         check_options({"a": "1"}, ())
 
 
-def test_a_wrapper_stands_in_front() -> None:
+def test_a_wrapper_wraps_the_spec_after_the_plus() -> None:
     (inner,) = parts("readonly+memory:")
     assert isinstance(inner, MemoryBackend)
 
@@ -161,7 +161,7 @@ def test_a_wrappers_argument_is_in_brackets() -> None:
     assert parts("compress()+memory:")[1] == ""
 
 
-def test_wrappers_stand_in_front_of_wrappers() -> None:
+def test_wrappers_wrap_wrappers() -> None:
     inner, argument = parts("compress(zstd)+readonly+memory:")
     assert argument == "zstd"
     assert isinstance(inner, Recorder) and isinstance(inner.parts[0], MemoryBackend)

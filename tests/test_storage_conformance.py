@@ -1,4 +1,4 @@
-"""The conformance suite: the memory store passes it; a broken store is caught by the case that names its fault."""
+"""The conformance suite: the memory store passes it, and the case for a fault catches a store with that fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mainstem.storage.memory import MemoryBackend
 
 
 class ShiftsAtMisses(MemoryBackend):
-    """Asks for those that are there, and pairs them with the first buffers of the batch."""
+    """Reads the keys that are present into the first buffers of the batch."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         there = [key for key in keys if self.exists([key])]
@@ -23,14 +23,14 @@ class ShiftsAtMisses(MemoryBackend):
 
 
 class CountsWithGaps(MemoryBackend):
-    """Says how many are there, not how many from the first on."""
+    """Counts all keys that are present, not only those before the first gap."""
 
     def exists(self, keys: Sequence[bytes]) -> int:
         return sum(super(CountsWithGaps, self).exists([key]) for key in keys)
 
 
 class KeepsBuffers(MemoryBackend):
-    """Remembers the caller's memory instead of what was in it."""
+    """Keeps the memory of the caller instead of its content."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         stored = super().put(keys, buffers)
@@ -39,7 +39,7 @@ class KeepsBuffers(MemoryBackend):
 
 
 class SaysShortIsWhole(MemoryBackend):
-    """Cuts or pads a value to the buffer, and says that it fits."""
+    """Cuts or pads a value to the buffer, and reports that it fits."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         lengths = super().get(keys, buffers)
@@ -47,7 +47,7 @@ class SaysShortIsWhole(MemoryBackend):
 
 
 class Overflows(MemoryBackend):
-    """Writes the whole value, however short the buffer is."""
+    """Writes the whole value, even if the buffer is shorter."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         lengths = super().get(keys, buffers)
@@ -59,7 +59,7 @@ class Overflows(MemoryBackend):
 
 
 class KeepsFirst(MemoryBackend):
-    """Keeps the first value, but says that it overwrites."""
+    """Keeps the first value, but claims to overwrite."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         for key, buffer in zip(keys, buffers, strict=True):
@@ -69,7 +69,7 @@ class KeepsFirst(MemoryBackend):
 
 
 class Overwrites(MemoryBackend):
-    """Overwrites, but says that it does not."""
+    """Overwrites, but claims not to."""
 
     capabilities = Capabilities(persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=False)
 
@@ -85,14 +85,14 @@ class NamesAreText(MemoryBackend):
 
 
 class ForgetsToDelete(MemoryBackend):
-    """Deletes the first of a batch only."""
+    """Deletes only the first key of a batch."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
         super().delete(keys[:1])
 
 
 class RaisesOnAbsentDelete(MemoryBackend):
-    """Takes a key that is not there for an error."""
+    """Treats a missing key as an error."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -100,14 +100,14 @@ class RaisesOnAbsentDelete(MemoryBackend):
 
 
 class ClearsHalf(MemoryBackend):
-    """Clears one page of a listing."""
+    """Clears only the first part of a listing."""
 
     def clear(self) -> None:
         super().delete(list(self._values)[:25])
 
 
 class LimitsBatches(MemoryBackend):
-    """Drops what is behind the client's greatest batch."""
+    """Drops values past the largest batch of its client."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         super().put(keys[:128], buffers[:128])
@@ -115,7 +115,7 @@ class LimitsBatches(MemoryBackend):
 
 
 class LosesLastByte(MemoryBackend):
-    """Stores whole words."""
+    """Stores whole words only."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         whole = [buffer[: len(buffer) // 4 * 4] for buffer in buffers]
@@ -123,7 +123,7 @@ class LosesLastByte(MemoryBackend):
 
 
 class IgnoresLengths(MemoryBackend):
-    """Pairs keys and buffers as far as they go."""
+    """Pairs keys and buffers up to the shorter list."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         count = min(len(keys), len(buffers))
@@ -131,7 +131,7 @@ class IgnoresLengths(MemoryBackend):
 
 
 class NeedsRegistered(MemoryBackend):
-    """Refuses memory that it was not told of."""
+    """Refuses memory that is not registered."""
 
     def register(self, buffers: Sequence[memoryview]) -> None:
         self.known = [buffer.obj for buffer in buffers]
@@ -143,7 +143,7 @@ class NeedsRegistered(MemoryBackend):
 
 
 class TornByThreads(MemoryBackend):
-    """Stores in two halves, with no lock between."""
+    """Stores two halves without a lock around both."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         for key, buffer in zip(keys, buffers, strict=True):
@@ -155,14 +155,14 @@ class TornByThreads(MemoryBackend):
 
 
 class WorksWhenClosed(MemoryBackend):
-    """Reads and writes on."""
+    """Still reads and writes after close."""
 
     def close(self) -> None:
         self._values.clear()
 
 
 class RaisesItsOwn(MemoryBackend):
-    """Lets an error of its client through."""
+    """Raises an error of its client unchanged."""
 
     def close(self) -> None:
         super().close()
@@ -173,7 +173,7 @@ class RaisesItsOwn(MemoryBackend):
 
 
 class CountsNothing(MemoryBackend):
-    """Never counts."""
+    """Reports wrong counts."""
 
     def stats(self):  # type: ignore[no-untyped-def]
         return type(super().stats())(entries=0, used_bytes=0)
@@ -227,21 +227,21 @@ def test_every_case_but_the_simplest_catches_some_broken_store() -> None:
 
 
 class Full(MemoryBackend):
-    """Finds everything."""
+    """Reports every key as present."""
 
     def exists(self, keys: Sequence[bytes]) -> int:
         return len(keys)
 
 
 class ShiftsByOne(MemoryBackend):
-    """Sorts the keys of a batch, not its buffers."""
+    """Sorts the keys of a batch, but not its buffers."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         return super().get(sorted(keys), buffers)
 
 
 class FillsWholePool(MemoryBackend):
-    """Takes the first slice for the whole memory."""
+    """Mistakes the first slice for the whole memory."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         lengths = super().get(keys, buffers)
@@ -251,7 +251,7 @@ class FillsWholePool(MemoryBackend):
 
 
 class FillsOneOfTwins(MemoryBackend):
-    """Keeps one buffer a key."""
+    """Keeps only one buffer per key."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         wanted = dict(zip(keys, buffers, strict=True))
@@ -269,14 +269,14 @@ def test_all_cases_run_and_their_names_and_promises_are_one_line() -> None:
 def test_a_call_that_never_returns_fails_its_case_and_ends_no_other() -> None:
     release = threading.Event()
 
-    class Hangs(MemoryBackend):
+    class Stuck(MemoryBackend):
         def exists(self, keys: Sequence[bytes]) -> int:
             release.wait()
             return super().exists(keys)
 
-    result = run(CASES[0], Hangs, case_timeout_s=0.05)
+    result = run(CASES[0], Stuck, case_timeout_s=0.05)
     release.set()
-    assert result.reason == "no end after 0.05 s"
+    assert result.reason == "still running after 0.05 s"
 
 
 def test_a_store_that_does_not_open_fails_with_its_error() -> None:
@@ -286,7 +286,7 @@ def test_a_store_that_does_not_open_fails_with_its_error() -> None:
     assert run(CASES[0], refuse).reason == "raised StorageError: unreachable: nobody answers"
 
 
-def test_each_case_opens_anew_and_leaves_nothing_open_and_nothing_behind() -> None:
+def test_each_case_opens_its_own_store_and_leaves_it_closed_and_empty() -> None:
     class Counts(MemoryBackend):
         def close(self) -> None:
             left.append(0 if self._closed else len(self._values))
@@ -301,7 +301,7 @@ def test_each_case_opens_anew_and_leaves_nothing_open_and_nothing_behind() -> No
 
     assert all(result.passed for result in check(open_one))
     assert len(opened) == len(CASES)
-    assert left.count(0) == len(left) - 1, "one case closes its store while it holds something; the others clear it"
+    assert left.count(0) == len(left) - 1, "one case closes its store while it has values; the others clear it"
 
 
 def test_the_command_prints_every_case_and_counts_failures(capsys: pytest.CaptureFixture[str]) -> None:

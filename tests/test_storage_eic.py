@@ -1,4 +1,4 @@
-"""EIC, over a double of its client: conformance, statuses of a batch and of values, a service that hangs or dies."""
+"""EIC, over a double of its client: conformance, statuses of a batch and of values, a service that is stuck or dead."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_miss_in_the_middle_shifts_nothing(store: EICBackend, world: double.Wo
     assert store.exists(KEYS) == 2 and store.exists(KEYS[5:]) == 0
 
 
-def test_a_call_that_says_nothing_of_values_counts_as_a_whole(store: EICBackend, world: double.World) -> None:
+def test_a_call_without_statuses_of_values_counts_as_a_whole(store: EICBackend, world: double.World) -> None:
     put(store, 0, 1)
     world.terse = True
     assert put(store, 2) == [True] and read(store, 0, 1) == [SIZE, SIZE] and store.exists(KEYS[:3]) == 3
@@ -100,7 +100,7 @@ def test_a_shorter_value_says_its_length(store: EICBackend) -> None:
     assert read(store, 0, 1) == [100, SIZE]
 
 
-def test_what_lay_in_the_staging_memory_before_is_no_value(
+def test_old_content_of_the_staging_memory_is_no_value(
     store: EICBackend, world: double.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, 0, 1)
@@ -109,7 +109,7 @@ def test_what_lay_in_the_staging_memory_before_is_no_value(
     assert read(store, 0, 1) == [ABSENT, ABSENT]
 
 
-def test_a_service_that_hangs_is_a_timeout_and_what_ends_late_touches_nobody(
+def test_a_stuck_service_is_a_timeout_and_a_late_end_does_not_touch_the_caller(
     store: EICBackend, world: double.World
 ) -> None:
     put(store, 0)

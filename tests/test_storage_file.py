@@ -1,4 +1,4 @@
-"""The file store: what every back end does, damage of any bit, faults of any call, what is planted in its folder."""
+"""The file store: conformance, damage of any bit, faults of any call, and foreign files in its folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small(
     min_free: int = 0,
     clock: Callable[[], float] | None = None,
 ) -> FileBackend:
-    """A store of so many grains; it asks at every turn what is free, if it does."""
+    """Makes a store of `grains` grains. With `min_free` it queries the free space on every put."""
     return FileBackend(
         root,
         grains * GRAIN_BYTES,
@@ -78,7 +78,7 @@ def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "STEP_BYTES", 4 * GRAIN_BYTES)
 
 
-# ---------------------------------------------------------------- as every back end
+# ---------------------------------------------------------------- interface
 
 
 @pytest.mark.parametrize("options", ["", "?sync=none&capacity=64MiB&threads=1"])
@@ -158,7 +158,7 @@ def test_files_are_for_the_owner_alone_and_bounded(tmp_path: Path, monkeypatch: 
     store.close()
 
 
-def test_the_least_recently_used_goes_first_and_of_a_batch_the_last() -> None:
+def test_the_least_recently_used_is_evicted_first_and_the_last_of_a_batch() -> None:
     store = small(Disk(), 8)
     store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
     store.put(KEYS[4:8], [value_of(at, 4096) for at in range(4, 8)])
@@ -168,7 +168,7 @@ def test_the_least_recently_used_goes_first_and_of_a_batch_the_last() -> None:
     store.close()
 
 
-def test_of_values_read_together_the_last_goes_first() -> None:
+def test_the_last_of_values_read_together_is_evicted_first() -> None:
     store = small(Disk(), 4)
     for at in (3, 2, 1, 0):
         store.put(KEYS[at : at + 1], [value_of(at, 4096)])
@@ -219,7 +219,7 @@ def test_values_of_several_sizes_share_the_room(tiny_steps: None) -> None:
 
 
 @pytest.mark.parametrize("grains", [5, 15])
-def test_a_smaller_capacity_drops_what_lies_behind_it(grains: int) -> None:
+def test_a_smaller_capacity_drops_values_beyond_it(grains: int) -> None:
     disk = Disk()
     store = small(disk, 16)
     store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)])
@@ -252,7 +252,7 @@ def test_one_batch_is_one_write_and_one_sync_of_values() -> None:
 
 
 def test_offsets_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value of 4.5 GiB, whose bytes are skipped everywhere, and small ones behind it."""
+    """A value of 4.5 GiB, whose bytes are skipped everywhere, and small values after it."""
     digest, checksum = file._hashes()
     skipping = lambda value: bytes(16) if len(value) > 1 << 31 else digest(value)  # noqa: E731
     monkeypatch.setattr(file, "_hashes", lambda: (skipping, checksum))
@@ -298,7 +298,7 @@ def test_its_capacity_is_in_whole_grains_though_the_file_is_smaller(tiny_steps: 
     store.close()
 
 
-def test_without_a_capacity_it_keeps_all_that_is_there(tmp_path: Path) -> None:
+def test_without_a_capacity_it_keeps_all_existing_values(tmp_path: Path) -> None:
     store = open_backend(f"file:{tmp_path}/store")
     assert store.stats().capacity_bytes == 8 << 30
     store.close()
@@ -309,7 +309,7 @@ def test_without_a_capacity_it_keeps_all_that_is_there(tmp_path: Path) -> None:
 
 
 def test_many_entries_are_found_again(tmp_path: Path) -> None:
-    """Opening reads the index once; nothing of the values."""
+    """Opening reads the index once, and no values."""
     io = Faulty(Disk(), lambda number, name: names.append(name))
     names: list[str] = []
     store = small(io, 30_000)
@@ -354,7 +354,7 @@ def test_readers_among_evictions_see_whole_values_of_their_keys() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert store.corrupt == 0, "a slot that changed its owner under a reader is no damage"
+    assert store.corrupt == 0, "an extent that changed its owner during a read is not damage"
     store.check()
     store.close()
 
@@ -379,7 +379,7 @@ def test_every_flipped_bit_of_a_value_is_a_miss() -> None:
 
 @pytest.mark.parametrize("size", [file.HELD_BYTES, file.HELD_BYTES + 1, 3 * file.HELD_BYTES + 5])
 def test_damage_anywhere_in_a_large_value_is_a_miss(size: int) -> None:
-    """Its digest is computed in parts: no first, no last byte of any part is left out."""
+    """Its digest is computed in parts. It includes the first and the last byte of every part."""
     disk = Disk()
     store = small(disk, -(-size // GRAIN_BYTES))
     edges = range(0, size, file.HELD_BYTES)
@@ -391,12 +391,12 @@ def test_damage_anywhere_in_a_large_value_is_a_miss(size: int) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("how", ["replaced", "replaced at the second try", "evicted", "distrusted"])
-def test_what_left_is_destroyed_before_a_record_says_so(how: str) -> None:
-    """The last record is damaged later: the one before it is believed again, but finds nothing."""
+@pytest.mark.parametrize("how", ["replaced", "replaced at the second try", "evicted", "corrupt"])
+def test_an_old_value_is_destroyed_before_its_record_is_replaced(how: str) -> None:
+    """The last record is damaged later. The record before it counts again, but its value is gone."""
     disk = Disk()
     misread = SimpleNamespace(at=-1)
-    failing: list[str] = []  # calls, once each
+    failing: list[str] = []  # calls that fail once
 
     def fault(number: int, name: str) -> None:
         if name == "preadv" and misread.at >= 0:
@@ -417,14 +417,14 @@ def test_what_left_is_destroyed_before_a_record_says_so(how: str) -> None:
         store.put([gone], [value_of(9, 8192)])
     elif how == "evicted":
         for at in (1, 0, 2):
-            read(store, KEYS[at])  # so it has the last grain, and goes before the values of the first two
+            read(store, KEYS[at])  # so it has the last grain, and is evicted before the first two
         store.put(KEYS[5:6], [value_of(5, 8192)])
     else:
         store.delete(KEYS[:2])
         misread.at = 3 * GRAIN_BYTES
         assert store.get([gone], [memoryview(bytearray(4096))]) == [ABSENT]
         misread.at = -1
-        disk.files["values"].live[3 * GRAIN_BYTES] ^= 1  # it is as it was: only the reading went wrong
+        disk.files["values"].live[3 * GRAIN_BYTES] ^= 1  # the value is intact: only the read was wrong
         store.put([gone], [value_of(9, 8192)])
     store.close()
     index = disk.files["index"].live
@@ -438,7 +438,7 @@ def test_what_left_is_destroyed_before_a_record_says_so(how: str) -> None:
 
 
 def test_a_value_that_was_misread_can_still_be_deleted() -> None:
-    """It is a miss and in no table any more, but its record and its bytes are whole on the disk."""
+    """It is a miss and no longer in memory, but its record and its bytes are intact on the disk."""
     disk = Disk()
     misread = SimpleNamespace(armed=False)
 
@@ -460,7 +460,7 @@ def test_a_value_that_was_misread_can_still_be_deleted() -> None:
 
 
 def aged() -> tuple[Disk, dict[bytes, bytes | None]]:
-    """A disk after puts, replacements, a deletion, and evictions of keys that were put again; what each key holds."""
+    """Makes a disk by puts, replacements, a deletion, and evictions with later puts, and what each key holds."""
     disk = Disk()
     store = small(disk, 6)
     held: dict[bytes, bytes | None] = {}
@@ -483,7 +483,7 @@ def aged() -> tuple[Disk, dict[bytes, bytes | None]]:
 
 
 def expect_held(disk: Disk, held: dict[bytes, bytes | None]) -> int:
-    """Opens a copy; how many values are there. Any other than the last of its key fails."""
+    """Opens a copy and counts its values. Fails if one is not the last value of its key."""
     store = small(disk.copy(), 6)
     found = 0
     for key, last in held.items():
@@ -507,7 +507,7 @@ def test_every_flipped_bit_of_the_index_costs_at_most_its_value() -> None:
 
 
 @pytest.mark.parametrize(("name", "step"), [("index", 1), ("values", 7)])
-def test_files_cut_at_every_byte_show_nothing_else(name: str, step: int) -> None:
+def test_files_truncated_at_every_byte_show_no_wrong_value(name: str, step: int) -> None:
     disk, held = aged()
     content = disk.files[name].live
     for length in range(len(content), -1, -step):
@@ -517,7 +517,7 @@ def test_files_cut_at_every_byte_show_nothing_else(name: str, step: int) -> None
     assert expect_held(disk, held) == 0
 
 
-def test_values_of_other_places_and_junk_in_the_index_are_misses() -> None:
+def test_values_at_other_offsets_and_junk_in_the_index_are_misses() -> None:
     disk, held = aged()
     values, index = disk.files["values"].live, disk.files["index"].live
     values[:] = values[GRAIN_BYTES:] + values[:GRAIN_BYTES]
@@ -530,7 +530,7 @@ def test_values_of_other_places_and_junk_in_the_index_are_misses() -> None:
     assert expect_held(disk, held) == 0
 
 
-def test_a_value_that_was_cut_is_dropped_and_can_be_put_again() -> None:
+def test_a_truncated_value_is_dropped_and_can_be_put_again() -> None:
     disk = Disk()
     store = small(disk)
     store.put(KEYS[:3], [value_of(at, 4096) for at in range(3)])
@@ -550,7 +550,7 @@ MIN_FREE = 1 << 20
 
 
 def scenario(io: Faulty, heal: Callable[[], None]) -> Counter[str]:
-    """A session with everything in it. Every value read is the last put, or one whose put or deletion failed."""
+    """Runs all kinds of calls. Every value read is the last put, or one whose put or deletion failed."""
     rng = random.Random(4)
     may: dict[bytes, set[bytes | None]] = {key: {None} for key in KEYS[:8]}
     seen = Counter[str]()
@@ -560,7 +560,7 @@ def scenario(io: Faulty, heal: Callable[[], None]) -> Counter[str]:
     for turn in range(14):
         if turn == 11:
             heal()
-        if turn in (4, 10):  # others take what should be free, and give it back at the next turn
+        if turn in (4, 10):  # others use the reserved free space until the next turn
             disk.size_bytes = disk.size_bytes - disk.free_bytes(0) + MIN_FREE - 3 * GRAIN_BYTES
         else:
             disk.size_bytes = 1 << 40
@@ -594,7 +594,7 @@ def scenario(io: Faulty, heal: Callable[[], None]) -> Counter[str]:
             for key, value in zip(some, values, strict=True):
                 may[key].add(value)
         store.check()
-        seen["hits"] += look(store, may)
+        seen["hits"] += count_hits(store, may)
         if turn >= 12:
             assert values[0] is None or any(read(store, key) for key in some), "it did not recover"
     assert store is not None
@@ -602,7 +602,7 @@ def scenario(io: Faulty, heal: Callable[[], None]) -> Counter[str]:
     return seen
 
 
-def look(store: FileBackend, may: dict[bytes, set[bytes | None]]) -> int:
+def count_hits(store: FileBackend, may: dict[bytes, set[bytes | None]]) -> int:
     hits = 0
     for key, values in may.items():
         try:
@@ -664,7 +664,7 @@ def test_short_reads_and_writes_of_any_call_change_nothing(limit: int, tiny_step
         assert scenario(Faulty(Disk(), lambda number, name: limit), lambda: None) == whole
 
 
-def test_writes_of_nothing_are_an_error_and_not_a_loop() -> None:
+def test_writes_of_no_bytes_are_an_error_and_not_a_loop() -> None:
     store = small(Faulty(Disk(), lambda number, name: 0 if name == "pwritev" else None))
     with pytest.raises(StorageError, match="io"):
         store.put(KEYS[:1], [value_of(0, 100)])
@@ -673,7 +673,7 @@ def test_writes_of_nothing_are_an_error_and_not_a_loop() -> None:
 
 
 def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
-    """Three of four records were written when the disk failed; one of their keys is then put alone."""
+    """The disk fails after three of four records. One of their keys is then put alone."""
     state = SimpleNamespace(writes=-1)
 
     def fault(number: int, name: str) -> int | None:
@@ -699,8 +699,8 @@ def test_records_of_a_failed_batch_do_not_hide_later_ones() -> None:
 
 
 @pytest.mark.parametrize("grains", [8, 6])
-def test_a_full_disk_is_lived_with(grains: int, tiny_steps: None) -> None:
-    """No room for more: the store takes what there is, be it less than a step, evicts in it, and grows later."""
+def test_a_full_disk_limits_the_store(grains: int, tiny_steps: None) -> None:
+    """The store uses the room there is, even less than a step, evicts within it, and grows later."""
     limit = grains * GRAIN_BYTES
 
     class Small(Disk):
@@ -725,18 +725,18 @@ ROOM_OF_INDEX = 20 * RECORD.size
 
 
 def leave(disk: Disk, free: int) -> None:
-    """Others fill the disk up to so many bytes, or make room."""
+    """Sets the free bytes of the disk, as if others wrote or deleted files."""
     disk.size_bytes += free - disk.free_bytes(0)
 
 
-def test_it_grows_no_further_than_into_the_room_that_must_stay_free(tiny_steps: None) -> None:
+def test_it_does_not_grow_into_the_room_that_must_stay_free(tiny_steps: None) -> None:
     disk = Disk()
     store = small(disk, 64, min_free=MIN_FREE)
     leave(disk, MIN_FREE + 8 * GRAIN_BYTES + ROOM_OF_INDEX)
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
     assert len(disk.files["values"].live) == 8 * GRAIN_BYTES
-    assert store.exists(KEYS[12:20]) == 8 and store.stats().entries == 8, "it evicts in what it has"
+    assert store.exists(KEYS[12:20]) == 8 and store.stats().entries == 8, "it evicts within its file"
     leave(disk, MIN_FREE + 64 * GRAIN_BYTES)
     for at in range(20):
         assert store.put([KEYS[at]], [value_of(at, 4096)]) == [True]
@@ -745,18 +745,18 @@ def test_it_grows_no_further_than_into_the_room_that_must_stay_free(tiny_steps: 
     store.close()
 
 
-def test_what_others_need_is_given_back_and_what_has_no_place_is_refused(tiny_steps: None) -> None:
+def test_it_returns_space_that_others_need_and_refuses_values_without_room(tiny_steps: None) -> None:
     disk = Disk()
     store = small(disk, 16, min_free=MIN_FREE)
     assert all(store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)]))
     leave(disk, MIN_FREE - 3 * GRAIN_BYTES)
-    assert store.put(KEYS[:1], [value_of(0, 4096)]) == [True], "it is there already"
+    assert store.put(KEYS[:1], [value_of(0, 4096)]) == [True], "it exists already"
     assert len(disk.files["values"].live) == 13 * GRAIN_BYTES and store.stats().entries == 13
     assert (store.exists(KEYS[:16]), store.stats().evicted) == (13, 3)
-    assert store.put(KEYS[20:21], [value_of(20, 4096)]) == [True], "in the place of the least recently used"
+    assert store.put(KEYS[20:21], [value_of(20, 4096)]) == [True], "it replaces the least recently used"
     store.check()
     leave(disk, 0)
-    assert store.put(KEYS[20:22], [value_of(at, 4096) for at in (20, 21)]) == [False, False], "there is no more to give"
+    assert store.put(KEYS[20:22], [value_of(at, 4096) for at in (20, 21)]) == [False, False], "there is no more room"
     assert len(disk.files["values"].live) == store.stats().entries == 0
     leave(disk, MIN_FREE + 2 * GRAIN_BYTES + ROOM_OF_INDEX)
     assert store.put(KEYS[20:22], [value_of(at, 4096) for at in (20, 21)]) == [True, True]
@@ -765,7 +765,7 @@ def test_what_others_need_is_given_back_and_what_has_no_place_is_refused(tiny_st
     store.close()
 
 
-def test_the_disk_is_asked_what_is_free_at_most_once_a_second(tiny_steps: None) -> None:
+def test_the_free_space_is_queried_at_most_once_a_second(tiny_steps: None) -> None:
     asked: list[float] = []
     now = [100.0]
     io = Faulty(Disk(), lambda number, name: asked.append(now[0]) if name == "free_bytes" else None)
@@ -776,10 +776,10 @@ def test_the_disk_is_asked_what_is_free_at_most_once_a_second(tiny_steps: None) 
     assert asked == [100.25 + second for second in range(10)]
     store.close()
     assert small(io, 64, min_free=0).put(KEYS[:1], [value_of(0, 4096)]) == [True]
-    assert len(asked) == 10, "nobody asks where nothing must stay free"
+    assert len(asked) == 10, "no query without min_free"
 
 
-def test_what_it_took_since_it_asked_counts(tiny_steps: None) -> None:
+def test_space_allocated_since_the_query_counts(tiny_steps: None) -> None:
     disk = Disk()
     store = small(disk, 64, min_free=MIN_FREE, clock=lambda: 0.0)
     leave(disk, MIN_FREE + 8 * GRAIN_BYTES + ROOM_OF_INDEX)
@@ -789,7 +789,7 @@ def test_what_it_took_since_it_asked_counts(tiny_steps: None) -> None:
     store.close()
 
 
-def test_a_disk_that_does_not_say_what_is_free_fails_the_put_and_nothing_else() -> None:
+def test_a_failed_query_of_the_free_space_fails_only_the_put() -> None:
     state = SimpleNamespace(broken=False)
 
     def fault(number: int, name: str) -> None:
@@ -812,7 +812,7 @@ def test_a_disk_that_does_not_say_what_is_free_fails_the_put_and_nothing_else() 
     ("code", "cause"),
     [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EFBIG, "full"), (errno.EIO, "io"), (errno.EROFS, "io")],
 )
-def test_an_error_is_told_by_its_cause(code: int, cause: str) -> None:
+def test_an_error_has_its_cause(code: int, cause: str) -> None:
     def fault(number: int, name: str) -> None:
         if name == "pwritev":
             raise OSError(code, os.strerror(code))
@@ -841,7 +841,7 @@ def test_a_file_that_cannot_grow_for_another_reason_is_an_error_and_drops_nothin
     store.close()
 
 
-def test_the_file_system_says_what_is_free(tmp_path: Path) -> None:
+def test_the_file_system_reports_its_free_space(tmp_path: Path) -> None:
     found = os.statvfs(tmp_path)
     with contextlib.closing(
         open_backend(f"file:{tmp_path}/kv?min_free={2 * found.f_blocks * found.f_frsize}")
@@ -851,7 +851,7 @@ def test_the_file_system_says_what_is_free(tmp_path: Path) -> None:
         assert store.put(KEYS[:1], [value_of(0, 4096)]) == [True]
 
 
-def test_when_writing_is_impossible_it_goes_on_reading_and_loses_nothing_more() -> None:
+def test_when_writes_fail_it_still_reads_and_loses_no_more_values() -> None:
     state = SimpleNamespace(broken=False)
 
     def fault(number: int, name: str) -> None:
@@ -874,7 +874,7 @@ def test_when_writing_is_impossible_it_goes_on_reading_and_loses_nothing_more() 
     store.close()
 
 
-def test_a_clear_that_failed_is_done_before_anything_is_written() -> None:
+def test_a_failed_clear_is_completed_before_any_write() -> None:
     disk = Disk()
     state = SimpleNamespace(broken=False)
 
@@ -899,8 +899,8 @@ def test_a_clear_that_failed_is_done_before_anything_is_written() -> None:
 
 
 @pytest.mark.parametrize("rewritten", ["at once", "later"])
-def test_opening_forgets_what_an_interrupted_put_replaced(rewritten: str) -> None:
-    """The index names a new value that was lost; the old one is whole still, and must not come back later."""
+def test_opening_drops_a_value_that_an_interrupted_put_replaced(rewritten: str) -> None:
+    """The index names a new value that was lost. The old one is still whole, and must not reappear later."""
     disk = Disk()
     store = small(disk)
     store.put(KEYS[:2], [value_of(0, 4096), value_of(9, 4096)])
@@ -917,10 +917,10 @@ def test_opening_forgets_what_an_interrupted_put_replaced(rewritten: str) -> Non
     store = small(Faulty(disk, fault))
     assert read(store, KEYS[0]) is None
     state.broken = False
-    store.put(KEYS[:1], [value_of(2, 20_000)])  # too large for the place of the old one
+    store.put(KEYS[:1], [value_of(2, 20_000)])  # too large for the extent of the old value
     store.close()
     index = disk.files["index"].live
-    assert len(index) == RECORD.size * 3, "what lives, and what was put"
+    assert len(index) == RECORD.size * 3, "the live values, and the new one"
     for length in range(len(index), -1, -RECORD.size):
         del index[length:]
         store = small(disk.copy())
@@ -950,7 +950,7 @@ def test_an_index_that_could_not_be_rewritten_at_first_is_rewritten_once() -> No
     assert names.count("rename") == 1
     names.clear()
     store.put(KEYS[2:3], [value_of(5, 4096)])
-    assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"], "nothing is left of the failure"
+    assert names == ["pwritev", "fdatasync", "pwritev", "fdatasync"], "no trace of the failure"
     store.close()
 
 
@@ -972,7 +972,7 @@ def test_a_value_replaced_while_it_is_read_is_a_miss_and_the_new_one_stays() -> 
     store.close()
 
 
-def test_an_unreadable_value_is_a_miss_and_not_forgotten() -> None:
+def test_an_unreadable_value_is_a_miss_but_stays() -> None:
     state = SimpleNamespace(broken=0)
 
     def fault(number: int, name: str) -> None:
@@ -993,10 +993,10 @@ def test_an_unreadable_value_is_a_miss_and_not_forgotten() -> None:
     store.close()
 
 
-# ---------------------------------------------------------------- what is planted
+# ---------------------------------------------------------------- foreign files
 
 
-def plant(kind: str, root: Path, name: str, outside: Path) -> None:
+def put_foreign(kind: str, root: Path, name: str, outside: Path) -> None:
     path = root / name
     path.unlink(missing_ok=True)
     if kind == "symlink":
@@ -1016,7 +1016,7 @@ def plant(kind: str, root: Path, name: str, outside: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lock", "values", "index"])
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "hardlink", "pipe", "folder", "open to all"])
-def test_what_is_planted_in_its_folder_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_foreign_file_in_its_folder_is_refused(kind: str, name: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine" * 5000)
     outside.chmod(0o600)
@@ -1024,7 +1024,7 @@ def test_what_is_planted_in_its_folder_is_refused(kind: str, name: str, tmp_path
     store = FileBackend(root, 1 << 20)
     store.put(KEYS[:1], [value_of(0, 5000)])
     store.close()
-    plant(kind, root, name, outside)
+    put_foreign(kind, root, name, outside)
     with pytest.raises(BackendUnavailable, match=str(root)):
         FileBackend(root, 1 << 20)
     assert outside.read_bytes() == b"mine" * 5000
@@ -1032,13 +1032,13 @@ def test_what_is_planted_in_its_folder_is_refused(kind: str, name: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "hardlink", "pipe", "open to all"])
-def test_what_is_planted_for_the_new_index_is_not_written_to(kind: str, tmp_path: Path) -> None:
+def test_a_foreign_file_for_the_new_index_is_not_written_to(kind: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine" * 5000)
     root = tmp_path / "store"
     store = FileBackend(root, 1 << 20)
     store.put(KEYS[:4], [value_of(at, 5000) for at in range(4)])
-    plant(kind, root, "index.new", outside)
+    put_foreign(kind, root, "index.new", outside)
     store.clear()
     assert store.put(KEYS[:1], [value_of(0, 5000)]) == [True]
     store.close()
@@ -1050,7 +1050,7 @@ def test_what_is_planted_for_the_new_index_is_not_written_to(kind: str, tmp_path
     ]
 
 
-def test_what_is_planted_at_the_last_moment_is_not_written_to(tmp_path: Path) -> None:
+def test_a_foreign_file_at_the_last_moment_is_not_written_to(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine" * 5000)
     root = tmp_path / "store"
@@ -1068,10 +1068,10 @@ def test_what_is_planted_at_the_last_moment_is_not_written_to(tmp_path: Path) ->
     assert outside.read_bytes() == b"mine" * 5000
 
 
-def test_a_folder_that_others_may_write_to_is_refused_and_strangers_in_it_are_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write_to_is_refused_and_foreign_files_in_it_stay(tmp_path: Path) -> None:
     root = tmp_path / "store"
     root.mkdir()
-    (root / "..name").write_text("stranger")
+    (root / "..name").write_text("foreign")
     (root / "sub").mkdir()
     store = FileBackend(root, 1 << 20)
     store.put([b"/../../../../tmp/x".ljust(32, b"\0"), b".." * 16], [value_of(0, 10), value_of(1, 10)])
@@ -1088,7 +1088,7 @@ def test_a_folder_that_others_may_write_to_is_refused_and_strangers_in_it_are_le
 # ---------------------------------------------------------------- processes
 
 
-def test_a_second_opening_is_refused_by_name_of_the_lock(tmp_path: Path, store: FileBackend) -> None:
+def test_a_second_open_is_refused_and_the_error_names_the_lock(tmp_path: Path, store: FileBackend) -> None:
     root = tmp_path / "store"
     with pytest.raises(BackendUnavailable, match=str(root / "lock")):
         FileBackend(root, 1 << 20)
@@ -1096,10 +1096,10 @@ def test_a_second_opening_is_refused_by_name_of_the_lock(tmp_path: Path, store: 
         "import sys\nfrom mainstem.errors import BackendUnavailable\nfrom mainstem.storage import open_backend\n"
         f"try: open_backend('file:{root}')\nexcept BackendUnavailable as error: print(error)"
     )
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60), check=True
     )
-    assert f"{root / 'lock'} is held" in told.stdout
+    assert f"{root / 'lock'} is held" in result.stdout
     store.put(KEYS[:1], [value_of(0, 10)])
     store.close()
     again = FileBackend(root, 1 << 20)
@@ -1107,7 +1107,7 @@ def test_a_second_opening_is_refused_by_name_of_the_lock(tmp_path: Path, store: 
     again.close()
 
 
-def test_failed_openings_leave_no_descriptor(tmp_path: Path, store: FileBackend) -> None:
+def test_failed_opens_leave_no_descriptor(tmp_path: Path, store: FileBackend) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(BackendUnavailable):
@@ -1119,7 +1119,7 @@ def test_failed_openings_leave_no_descriptor(tmp_path: Path, store: FileBackend)
 
 
 class AgainstADict(RuleBasedStateMachine):
-    """Random calls with reopening: of each key the value last put, or a miss; the index may be damaged on the way."""
+    """Random calls, reopening and damage of the files. Each key holds the value last put, or is a miss."""
 
     some = st.lists(st.sampled_from(KEYS[:10]), min_size=1, max_size=5)
 
@@ -1178,7 +1178,7 @@ class AgainstADict(RuleBasedStateMachine):
         self.store = small(self.disk, self.grains)
 
     @invariant()
-    def of_each_key_the_last_value_or_none(self) -> None:
+    def each_key_has_its_last_value_or_none(self) -> None:
         for key in KEYS[:10]:
             found = read(self.store, key)
             assert found is None or found == self.last.get(key)

@@ -1,8 +1,8 @@
-"""The file store and the loss of power, at every call to the disk, with any part of what was not synced.
+"""The file store and power loss, at every call to the disk, with any part of the unsynced data.
 
 A random workload runs on a simulated disk. Before each of its calls the power is cut several times (in copies), each
-time with another part of the unsynced sectors and names; each copy is opened again and read. MAINSTEM_CRASH_WORKLOADS
-sets how many workloads run.
+time with another part of the unsynced sectors and names. Each copy is reopened and read. MAINSTEM_CRASH_WORKLOADS sets
+the number of workloads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_FREE = 1 << 20
 
 
 class Workload:
-    """Random calls, and what each key may hold after them; `in_flight`: what it may hold as well during the call."""
+    """Random calls, and what each key may hold after them. `during`: what it may also hold during a call."""
 
     def __init__(self, seed: int, cuts: int) -> None:
         self.rng = random.Random(seed)
@@ -35,7 +35,7 @@ class Workload:
         self.seen: Counter[str] = Counter()
         self.keys = [self.rng.randbytes(32) for _ in range(12)]
         self.may: dict[bytes, set[bytes]] = {key: set() for key in self.keys}
-        self.in_flight: dict[bytes, set[bytes]] = {}
+        self.during: dict[bytes, set[bytes]] = {}
         self.disk = Disk()
         self.io = Faulty(self.disk, lambda number, name: self.cut(name))
         self.store: FileBackend | None = None
@@ -54,7 +54,7 @@ class Workload:
             io=io,
             threads=1,
             min_free_bytes=MIN_FREE,
-            clock=count().__next__,  # it asks at every turn what is free
+            clock=count().__next__,  # queries the free space on every put
             random=random.Random("junk").randbytes,
         )
 
@@ -69,40 +69,38 @@ class Workload:
         some = self.rng.sample(self.keys, self.rng.randint(1, 6))
         if kind == "put":
             values = [self.rng.randbytes(self.rng.choice(SIZES)) for _ in some]
-            self.in_flight = {key: {value} for key, value in zip(some, values, strict=True)}
+            self.during = {key: {value} for key, value in zip(some, values, strict=True)}
             assert all(self.store.put(some, [memoryview(value) for value in values]))
-            self.may.update(self.in_flight)
-        elif kind == "scarce":  # others take some of what must stay free, for the time of a put
+            self.may.update(self.during)
+        elif kind == "scarce":  # others use some of the reserved free space during one put
             used = self.disk.size_bytes - self.disk.free_bytes(0)
             self.disk.size_bytes = used + MIN_FREE - self.rng.randint(1, 12) * GRAIN_BYTES
             values = [self.rng.randbytes(self.rng.choice(SIZES)) for _ in some]
-            self.in_flight = {key: {value} for key, value in zip(some, values, strict=True)}
+            self.during = {key: {value} for key, value in zip(some, values, strict=True)}
             stored = self.store.put(some, [memoryview(value) for value in values])
-            self.may.update(
-                {key: self.in_flight[key] if kept else set() for key, kept in zip(some, stored, strict=True)}
-            )
+            self.may.update({key: self.during[key] if kept else set() for key, kept in zip(some, stored, strict=True)})
             self.disk.size_bytes = Disk().size_bytes
         elif kind == "get":
             self.verify(self.store, set())
         elif kind == "delete":
-            self.in_flight = {key: set() for key in some}
+            self.during = {key: set() for key in some}
             self.store.delete(some)
-            self.may.update(self.in_flight)
+            self.may.update(self.during)
         elif kind == "clear":
-            self.in_flight = {key: set() for key in self.keys}
+            self.during = {key: set() for key in self.keys}
             self.store.clear()
-            self.may.update(self.in_flight)
+            self.may.update(self.during)
         else:
             self.close()
             store = self.open(self.io)
             self.verify(store, set())  # drops evicted values that an old record still names
             self.store = store
-        self.in_flight = {}
+        self.during = {}
 
     def cut(self, name: str) -> None:
-        """The power goes; what comes back is read, and written to."""
+        """Cuts the power, then reads and writes what survived."""
         self.seen[name] += 1
-        resident = {key for key in self.keys if self.store and self.store.exists([key]) and key not in self.in_flight}
+        resident = {key for key in self.keys if self.store and self.store.exists([key]) and key not in self.during}
         for _ in range(self.cuts):
             disk = self.disk.after_power_loss(self.rng)
             store = self.open(disk)
@@ -123,16 +121,14 @@ class Workload:
         for key, length, buffer in zip(self.keys, store.get(self.keys, buffers), buffers, strict=True):
             self.seen["absent" if length == ABSENT else "read"] += 1
             if length == ABSENT:
-                assert key not in resident, "a value is lost whose put had returned"
+                assert key not in resident, "a value was lost after its put had returned"
             else:
-                allowed = self.may[key] | self.in_flight.get(key, set())
+                allowed = self.may[key] | self.during.get(key, set())
                 assert bytes(buffer) in allowed, "neither the value last put nor a miss"
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, WORKLOADS))])
-def test_no_loss_of_power_shows_a_wrong_value_or_loses_a_durable_one(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_power_loss_shows_a_wrong_value_or_loses_a_durable_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "SLACK_RECORDS", 10)
     monkeypatch.setattr(file, "STEP_BYTES", 8 * GRAIN_BYTES)
     workload = Workload(seed, cuts=6)
@@ -142,7 +138,7 @@ def test_no_loss_of_power_shows_a_wrong_value_or_loses_a_durable_one(
     assert seen["pwritev"] > 40 and seen["rename"] > 0 and seen["allocate"] > 0 and seen["truncate"] > 0, seen
 
 
-def test_the_simulated_disk_loses_what_is_not_synced_and_nothing_else() -> None:
+def test_the_simulated_disk_loses_only_unsynced_data() -> None:
     disk = Disk()
     fd = disk.open("a", 0, 3)
     disk.pwritev(fd, [memoryview(b"x" * 2000)], 0)

@@ -1,8 +1,8 @@
-"""The file store and SIGKILL: a process that writes is killed at random moments, and what it left is read.
+"""The file store and SIGKILL: a writing process is killed at random moments, and its store is then read.
 
-A page says which key and version it is, in each of its blocks. The writer notes in a shared map which version of each
-key it is about to put and which put has returned, so that the reader can tell the last value from an older one. One
-store lives through all kills. MAINSTEM_KILLS sets how many there are; so does `python tests/test_storage_file_kill.py`.
+Each block of a value contains its key and version. The writer notes in a shared map which version of each key it is
+about to put and which put has returned, so that the reader can distinguish the last value from older ones. One store
+survives all kills. MAINSTEM_KILLS sets their number, also for `python tests/test_storage_file_kill.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KILLS = int(os.environ.get("MAINSTEM_KILLS", "10"))
 KEYS = [at.to_bytes(32, "big") for at in range(150)]
 CAPACITY_BYTES = 3 << 20
 BLOCK = struct.Struct("<QQ48x")
-NOTE = struct.Struct("<QQ")  # of a key: the version that is being put, the version whose put returned (0: deleted)
+NOTE = struct.Struct("<QQ")  # per key: the version being put, the version whose put returned (0: deleted)
 
 
 def page(at: int, version: int) -> memoryview:
-    """Of some KiB, a length that follows from the version; every 64 bytes name the page."""
+    """Makes a value of some KiB. The version determines its length; every 64 bytes contain its name."""
     return memoryview(BLOCK.pack(at, version) * (64 + 37 * (version % 13)))
 
 
@@ -56,10 +56,10 @@ def write_for_ever(root: str, notes_path: str, seed: int) -> None:
 
 
 def verify(root: Path, notes: bytes) -> list[int]:
-    """Opens what is left; every value must be the last one put, or the one that was being put.
+    """Opens the store. Every value must be the last one put, or the one that was being put.
 
     Returns:
-        Of each key the version found, 0: none.
+        For each key the version found; 0: none.
     """
     found = []
     store = FileBackend(root, CAPACITY_BYTES)
@@ -79,7 +79,7 @@ def verify(root: Path, notes: bytes) -> list[int]:
 
 
 def kill_many(root: Path, kills: int, seed: int = 0) -> Counter[str]:
-    """Starts, kills and verifies; what was seen."""
+    """Starts, kills and verifies. Returns counts of the results."""
     rng = random.Random(seed)
     notes = root.with_name("notes")
     notes.write_bytes(bytes(NOTE.size * len(KEYS)))
@@ -95,13 +95,13 @@ def kill_many(root: Path, kills: int, seed: int = 0) -> Counter[str]:
         time.sleep(rng.uniform(0, 0.12))
         child.kill()
         child.join()
-        assert child.exitcode == -signal.SIGKILL, "the writer failed by itself"
+        assert child.exitcode == -signal.SIGKILL, "the writer failed on its own"
         after = notes.read_bytes()
         found = verify(root, after)
         seen["interrupted"] += any(begun != done for begun, done in NOTE.iter_unpack(after))
         seen["absent"] += found.count(0)
         seen["whole"] += len(found) - found.count(0)
-        notes.write_bytes(b"".join(NOTE.pack(version, version) for version in found))  # from now on nothing older
+        notes.write_bytes(b"".join(NOTE.pack(version, version) for version in found))  # no older ones from now on
     return seen
 
 

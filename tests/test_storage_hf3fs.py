@@ -1,4 +1,4 @@
-"""3FS, over a double of its client: conformance, restarts, results in any order, errors, time-outs."""
+"""3FS, over a double of its client: conformance, restarts, results in any order, errors, timeouts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def put(store: HF3FSBackend, *numbers: int) -> list[bool]:
 
 
 def read(store: HF3FSBackend, *numbers: int) -> list[bool]:
-    """Whether each is there with its own value; fails on a wrong one."""
+    """Returns whether each value is present. Fails on a wrong value."""
     buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
     lengths = store.get([KEYS[number] for number in numbers], buffers)
     for number, length, buffer in zip(numbers, lengths, buffers, strict=True):
@@ -93,7 +93,7 @@ def test_a_failed_piece_is_a_miss_and_its_neighbours_are_not(
     assert all(read(store, *range(8)))
 
 
-def test_a_value_that_was_not_written_whole_is_not_named(
+def test_a_value_that_was_not_written_whole_is_not_in_the_index(
     open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
 ) -> None:
     store = open_one(slots=4)
@@ -101,7 +101,7 @@ def test_a_value_that_was_not_written_whole_is_not_named(
     world.fail = {world.pieces: -errno.ENOSPC, world.pieces + 2: 10}
     assert put(store, 1, 2, 3) == [False, True, False]
     assert read(store, 0, 1, 2, 3) == [True, False, True, False]
-    assert put(store, 1, 3) == [True, True], "their slots were given back"
+    assert put(store, 1, 3) == [True, True], "their slots were freed"
     assert all(read(store, 0, 1, 2, 3))
 
 
@@ -109,7 +109,7 @@ def test_a_value_that_was_not_written_whole_is_not_named(
     ("code", "cause"),
     [(errno.EIO, "io"), (errno.ENOTCONN, "unreachable"), (errno.ENOSPC, "full"), (errno.EDQUOT, "full")],
 )
-def test_when_all_pieces_fail_alike_the_call_fails_by_its_cause(
+def test_when_all_pieces_fail_the_call_fails_with_their_cause(
     open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World, code: int, cause: str
 ) -> None:
     store = open_one()
@@ -121,7 +121,7 @@ def test_when_all_pieces_fail_alike_the_call_fails_by_its_cause(
     assert all(read(store, 0, 1))
 
 
-def test_a_ring_that_hangs_is_left_with_its_memory_and_its_slots(
+def test_a_stuck_ring_is_abandoned_with_its_memory_and_its_slots(
     open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
 ) -> None:
     store = open_one(slots=8)
@@ -134,10 +134,10 @@ def test_a_ring_that_hangs_is_left_with_its_memory_and_its_slots(
     rings = world.rings
     late = [offset for _, file, offset, _ in world.late[:2]]
     assert all(put(store, *range(4, 10)))
-    for offset in late:  # the writes that hung end now, over whatever lies there
+    for offset in late:  # the stuck writes end now and overwrite the slots
         os.pwrite(next(iter(world.registered)), b"\xee" * SIZE, offset)
-    assert world.rings == rings + 1, "the old ring is not used again"
-    assert sum(read(store, *range(10))) == 6, "eight slots, two of them lost until the file is opened again"
+    assert world.rings == rings + 1, "the old ring is not reused"
+    assert sum(read(store, *range(10))) == 6, "eight slots, two of them lost until the file is reopened"
     store.close()
     again = open_one(slots=8)
     assert sum(read(again, *range(10))) == 6
@@ -177,7 +177,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 16, 17, 60, 59])
-def test_an_index_that_was_cut_names_what_was_whole_before(
+def test_a_truncated_index_keeps_its_whole_records(
     open_one: Callable[..., HF3FSBackend], tmp_path: Path, cut: int
 ) -> None:
     store = open_one()
@@ -191,7 +191,7 @@ def test_an_index_that_was_cut_names_what_was_whole_before(
     assert all(put(again, *range(6))) and all(read(again, *range(6)))
 
 
-def test_a_damaged_record_ends_the_index_there(open_one: Callable[..., HF3FSBackend], tmp_path: Path) -> None:
+def test_a_damaged_record_ends_the_index(open_one: Callable[..., HF3FSBackend], tmp_path: Path) -> None:
     store = open_one()
     for number in range(6):
         put(store, number)
@@ -232,7 +232,7 @@ def test_a_value_longer_than_a_slot_or_a_batch_longer_than_the_file_is_refused_i
     assert store.stats().entries == 2
 
 
-def test_a_smaller_file_keeps_what_lies_inside(open_one: Callable[..., HF3FSBackend]) -> None:
+def test_a_smaller_file_keeps_the_values_inside(open_one: Callable[..., HF3FSBackend]) -> None:
     store = open_one(slots=16)
     put(store, *range(10))
     store.close()
@@ -254,7 +254,7 @@ def test_other_slots_than_the_file_was_made_with_are_refused(
     open_one()
 
 
-def test_a_file_that_cannot_be_registered_is_let_go(
+def test_a_file_that_cannot_be_registered_is_closed(
     open_one: Callable[..., HF3FSBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""InfiniStore, over a double of its client: conformance, frames, misses, a server that hangs or dies."""
+"""InfiniStore, over a double of its client: conformance, frames, misses, a server that is stuck or dead."""
 
 from __future__ import annotations
 
@@ -83,9 +83,7 @@ def test_a_miss_in_the_middle_shifts_nothing_and_costs_single_reads(
     assert world.blocks == [7] + [1] * 7
 
 
-def test_exists_sees_a_gap_that_the_servers_own_search_passes_over(
-    store: InfiniStoreBackend, world: double.World
-) -> None:
+def test_exists_sees_a_gap_that_the_search_of_the_server_misses(store: InfiniStoreBackend, world: double.World) -> None:
     put(store, 0, 2, 3, 4, 5, 6)
     names = [name(number) for number in range(7)]
     connection = double.InfinityConnection(double.ClientConfig(connection_type="RDMA", host_addr="a", service_port=1))
@@ -93,19 +91,19 @@ def test_exists_sees_a_gap_that_the_servers_own_search_passes_over(
     assert store.exists(KEYS[:7]) == 1
 
 
-def test_a_shorter_value_brings_nothing_from_behind_it(store: InfiniStoreBackend) -> None:
+def test_a_shorter_value_brings_no_bytes_after_it(store: InfiniStoreBackend) -> None:
     store.put(KEYS[:2], [make_value(KEYS[0], 100), make_value(KEYS[1], SIZE + 100)])
     buffers = [memoryview(bytearray(SIZE)) for _ in range(2)]
     assert store.get(KEYS[:2], buffers) == [100, SIZE + 100]
 
 
-def test_what_somebody_else_wrote_there_is_no_value(store: InfiniStoreBackend, world: double.World) -> None:
+def test_a_foreign_value_under_a_name_is_no_value(store: InfiniStoreBackend, world: double.World) -> None:
     world.values[name(0)] = bytes(8 + SIZE)
     world.values[name(1)] = b"\xff" * 20
     assert SIZE not in read(store, 0, 1)
 
 
-def test_what_lay_in_the_staging_memory_before_is_no_value(
+def test_old_content_of_the_staging_memory_is_no_value(
     store: InfiniStoreBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def read_nothing(*_: object) -> int:
@@ -131,7 +129,7 @@ def test_a_value_longer_than_the_staging_memory_is_refused(store: InfiniStoreBac
     assert store.get([KEYS[0], KEYS[1]], [long, buffer]) == [ABSENT, SIZE] and buffer == make_value(KEYS[1], SIZE)
 
 
-def test_a_server_that_hangs_is_a_timeout_and_what_ends_late_touches_nobody(
+def test_a_stuck_server_is_a_timeout_and_a_late_end_does_not_touch_the_caller(
     store: InfiniStoreBackend, world: double.World
 ) -> None:
     put(store, 0)
@@ -169,10 +167,10 @@ def test_another_code_is_an_error(store: InfiniStoreBackend, world: double.World
 
 
 def test_clear_leaves_what_others_put(store: InfiniStoreBackend, world: double.World) -> None:
-    world.values["somebody/else"] = b"x"
+    world.values["other/name"] = b"x"
     put(store, 0, 1)
     store.clear()
-    assert list(world.values) == ["somebody/else"]
+    assert list(world.values) == ["other/name"]
 
 
 def test_spec(world: double.World) -> None:
@@ -225,6 +223,6 @@ def test_frames_of_a_round_do_not_touch() -> None:
         assert [frames.take(frame) for frame in empty] == [ABSENT] * len(round_)
 
 
-def test_one_buffer_for_many_keys_tells_their_lengths(store: InfiniStoreBackend) -> None:
+def test_one_buffer_for_many_keys_yields_their_lengths(store: InfiniStoreBackend) -> None:
     put(store, 0, 2)
     assert store.get(KEYS[:3], [memoryview(bytearray(1))] * 3) == [SIZE, ABSENT, SIZE]

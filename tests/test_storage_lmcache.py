@@ -1,4 +1,4 @@
-"""The client of LMCache: against a double of its server, and against the real one where that is installed.
+"""The LMCache client: with a double of the server, and with the real one if it is installed.
 
 The real server needs an environment of its own: `make test-lmcache`.
 """
@@ -26,7 +26,7 @@ from mainstem.storage.lmcache import LMCacheBackend
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(5)
-"""Of calls that must succeed."""
+"""The timeout of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
@@ -86,7 +86,7 @@ def test_replies_in_pieces_are_put_together(piece_bytes: int) -> None:
         backend.close()
 
 
-def test_a_batch_longer_than_what_is_sent_ahead(backend: LMCacheBackend) -> None:
+def test_a_batch_longer_than_the_pipeline(backend: LMCacheBackend) -> None:
     keys = [number.to_bytes(32, "big") for number in range(300)]
     backend.put(keys, [memoryview(bytearray(key)) for key in keys])
     assert backend.exists(keys) == 300
@@ -98,26 +98,26 @@ def test_a_batch_longer_than_what_is_sent_ahead(backend: LMCacheBackend) -> None
 
 
 @pytest.mark.parametrize("words", [b"\0" * 36, b"\xff" * 36, REPLY.pack(200, -5, *[0] * 7)])
-def test_an_answer_that_is_none(server: LMCacheServer, backend: LMCacheBackend, words: bytes) -> None:
+def test_an_invalid_reply(server: LMCacheServer, backend: LMCacheBackend, words: bytes) -> None:
     for call in every_call(backend):
         server.last_words = words
         expect_error("protocol", call)
-    assert backend.put(KEYS, values(1000)) == [True] * 8  # it asks on a new connection
+    assert backend.put(KEYS, values(1000)) == [True] * 8  # on a new connection
 
 
 @pytest.mark.parametrize("words", [b"", b"\0" * 35])
-def test_an_answer_that_ends(server: LMCacheServer, backend: LMCacheBackend, words: bytes) -> None:
+def test_a_reply_that_ends_early(server: LMCacheServer, backend: LMCacheBackend, words: bytes) -> None:
     _, get, *others = every_call(backend)
     for call in others:
         server.last_words = words
         expect_error("unreachable", call)
     backend.put(KEYS, values(1000))
     server.last_words = words
-    assert get() == [1000] * 8  # it asks again, for it may have been the fault of one value
+    assert get() == [1000] * 8  # it retries, because one bad value may be the reason
 
 
 @pytest.mark.parametrize("cut", [0, 400])
-def test_a_server_that_ends_the_connection_amid_a_value_once(
+def test_a_server_that_closes_the_connection_within_a_value_once(
     server: LMCacheServer, backend: LMCacheBackend, cut: int
 ) -> None:
     backend.put(KEYS, values(1000))
@@ -128,29 +128,29 @@ def test_a_server_that_ends_the_connection_amid_a_value_once(
     pool.check_guards()
 
 
-def test_a_writer_that_ended_amid_a_value_costs_that_value_alone(server: LMCacheServer) -> None:
+def test_a_writer_that_ended_within_a_value_costs_only_that_value(server: LMCacheServer) -> None:
     backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
     backend.put(KEYS, values(1000))
     for key in (KEYS[2], KEYS[3], KEYS[7]):
         name = next(name for name in server.values if f"@1@0@{key.hex()}" in name)
-        die_amid_put(server.port, name)
+        die_within_put(server.port, name)
     pool = Pool([1000] * 8)
     assert backend.get(KEYS, pool.buffers) == [ABSENT if at in (2, 3, 7) else 1000 for at in range(8)]
     assert all(pool.buffers[at] == values(1000)[at] for at in (0, 1, 4, 5, 6))
-    assert backend.exists(KEYS) == 2  # the broken ones are removed, so that somebody writes them again
+    assert backend.exists(KEYS) == 2  # the broken values are deleted, so that they are written again
     backend.put(KEYS, values(1000, 2))
     assert backend.get(KEYS, pool.buffers) == [1000] * 8
     backend.close()
 
 
-def die_amid_put(port: int, name: str) -> None:
+def die_within_put(port: int, name: str) -> None:
     with socket.create_connection(("127.0.0.1", port)) as writer:
         writer.sendall(REQUEST.pack(PUT, 1000, 4, 6, 0, 1000, 0, 0, 0, name.encode().ljust(150)) + bytes(500))
         writer.shutdown(socket.SHUT_WR)
-        assert writer.recv(1) == b""  # the server has noticed
+        assert writer.recv(1) == b""  # the server has seen the end
 
 
-def test_a_frozen_server_costs_the_time_out_and_no_more(server: LMCacheServer) -> None:
+def test_a_frozen_server_costs_the_timeout_and_no_more(server: LMCacheServer) -> None:
     backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=patience(0.2))
     backend.put(KEYS, values(1000))
     server.answering.clear()
@@ -161,7 +161,7 @@ def test_a_frozen_server_costs_the_time_out_and_no_more(server: LMCacheServer) -
     backend.close()
 
 
-def test_a_server_that_drips_does_not_hold_a_call_beyond_the_time_out() -> None:
+def test_a_slow_reply_does_not_block_a_call_beyond_the_timeout() -> None:
     timeout_s = patience(0.2)
     server = LMCacheServer(piece_bytes=1, pause_s=timeout_s / 10)
     with server, pytest.raises(BackendUnavailable, match="timeout"):
@@ -271,11 +271,11 @@ socket.socket = Socket
 from lmcache.v1.server.__main__ import main
 main()
 """
-"""`lmcache_server`, which alone could not have its port back for a minute after it was killed."""
+"""`lmcache_server` with SO_REUSEADDR: without it the port would be unusable for a minute after a kill."""
 
 
 class RealServer:
-    """`lmcache_server` as a process of its own."""
+    """`lmcache_server` in its own process."""
 
     def __init__(self, python: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -291,13 +291,13 @@ class RealServer:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()
                 return
             except OSError:
-                assert self.process.poll() is None, "lmcache_server ended at once"
+                assert self.process.poll() is None, "lmcache_server exited"
                 time.sleep(0.1)
         raise AssertionError("lmcache_server does not listen")
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGCONT)
-        self.process.kill()  # its threads keep it from ending otherwise
+        self.process.kill()  # its threads prevent a normal exit
         self.process.wait()
 
     def open(self, timeout_s: float = TIMEOUT_S) -> LMCacheBackend:
@@ -321,13 +321,13 @@ def test_real_conformance(case: Case, real: RealServer) -> None:
     assert result.passed, result.reason
 
 
-def test_real_server_and_a_writer_that_ended_amid_a_value(real: RealServer) -> None:
+def test_real_server_and_a_writer_that_ended_within_a_value(real: RealServer) -> None:
     backend = real.open()
     backend.clear()
     backend.put(KEYS, values(1000))
     with backend._session() as connection:
         epoch = backend._epoch(connection)
-    die_amid_put(real.port, f"{epoch}@1@0@{KEYS[2].hex()}@uint8")
+    die_within_put(real.port, f"{epoch}@1@0@{KEYS[2].hex()}@uint8")
     pool = Pool([1000] * 8)
     assert backend.get(KEYS, pool.buffers) == [ABSENT if at == 2 else 1000 for at in range(8)]
     assert pool.buffers[7] == values(1000)[7]

@@ -1,4 +1,4 @@
-"""The store in memory, beyond what `test_storage_conformance.py` runs on it: capacity, order of eviction, its spec."""
+"""The memory store, beyond `test_storage_conformance.py`: capacity, order of eviction, spec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_least_recently_used_goes_first_and_a_read_is_a_use() -> None:
     assert store.stats() == BackendStats(entries=3, used_bytes=300, capacity_bytes=300, evicted=1)
 
 
-def test_exists_is_no_use() -> None:
+def test_exists_does_not_count_as_a_use() -> None:
     store = MemoryBackend(capacity_bytes=200)
     store.put(KEYS[:2], [value(0), value(1)])
     store.exists(KEYS[:1])
@@ -74,7 +74,7 @@ def test_spec(spec: str, capacity: int | None) -> None:
 
 
 @pytest.mark.parametrize("spec", ["memory:somewhere", "memory:?size=1", "memory:?capacity=lots", "memory:?capacity=0"])
-def test_spec_that_is_none(spec: str) -> None:
+def test_an_invalid_spec(spec: str) -> None:
     with pytest.raises(BadArgument):
         open_backend(spec)
 
@@ -85,7 +85,7 @@ def test_capacity_is_checked(capacity: int) -> None:
         MemoryBackend(capacity)
 
 
-def test_closed_forgets_and_refuses() -> None:
+def test_a_closed_store_refuses_calls() -> None:
     store = MemoryBackend()
     store.put(KEYS[:1], [value(1)])
     store.close()

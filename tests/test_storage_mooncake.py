@@ -1,4 +1,4 @@
-"""Mooncake Store with a real master: the contract, values in another process, and what dies and comes back."""
+"""Mooncake Store with a real master: the interface, values in another process, and restarts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Of a master for tests that lend memory themselves."""
+    """The port of a master, for tests that lend memory themselves."""
     port = free_port()
     with mooncake_master(port):
         yield port
@@ -60,7 +60,7 @@ backend.close()
 
 @contextmanager
 def store_node(port: int, segment: str = "32MiB") -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that lends its memory, and reads what it is told to."""
+    """Runs another process that lends its memory, and reads keys on request."""
     spec = f"mooncake://127.0.0.1:{port}?segment={segment}&timeout={patience(1)}"
     pipe = subprocess.PIPE
     node = subprocess.Popen([sys.executable, "-c", NODE, spec], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -75,11 +75,11 @@ def store_node(port: int, segment: str = "32MiB") -> Iterator[subprocess.Popen[b
 def eventually(what: Any, within_s: float = 15.0) -> None:
     end = time.monotonic() + patience(within_s)
     while not what():
-        assert time.monotonic() < end, "it did not come to that"
+        assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.1)
 
 
-# ---------------------------------------------------------------- the contract
+# ---------------------------------------------------------------- the interface
 
 
 class Open(MooncakeBackend):
@@ -119,14 +119,14 @@ def test_registered_memory_is_read_and_written_in_place(port: int) -> None:
     backend = client(port, segment_bytes=16 * MIB, staging_bytes=100_000)
     keys = make_keys_of(6)
     pool = memoryview(bytearray(6 * 65_536))
-    pages = [pool[at : at + 65_536] for at in range(0, len(pool), 65_536)]
+    views = [pool[at : at + 65_536] for at in range(0, len(pool), 65_536)]
     backend.register([pool])
     backend.register([pool])
-    assert backend.put(keys, pages) == [True] * 6
-    assert backend.get(keys, pages) == [65_536] * 6
+    assert backend.put(keys, views) == [True] * 6
+    assert backend.get(keys, views) == [65_536] * 6
     assert backend.staged == 0
-    loose = [memoryview(bytearray(65_536)) for _ in keys]
-    assert backend.get(keys, loose) == [65_536] * 6
+    others = [memoryview(bytearray(65_536)) for _ in keys]
+    assert backend.get(keys, others) == [65_536] * 6
     assert backend.staged == 6
     with pytest.raises(StorageError, match="staging"):
         backend.get(keys[:1], [memoryview(bytearray(200_000))])
@@ -161,7 +161,7 @@ def blank(keys: list[bytes], size: int = 65_536) -> list[memoryview]:
         "//h:1?protocol=carrier",
     ],
 )
-def test_a_spec_that_is_none(spec: str) -> None:
+def test_an_invalid_spec(spec: str) -> None:
     with pytest.raises(BadArgument):
         open_backend(f"mooncake:{spec}")
 
@@ -205,12 +205,12 @@ def test_close_waits_for_calls_that_run(port: int) -> None:
     assert [error.cause for error in errors] == ["closed"] * 3
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- failures
 
 
 @pytest.fixture
 def bare_port() -> Iterator[int]:
-    """Of a master with no segment."""
+    """The port of a master without a segment."""
     port = free_port()
     with mooncake_master(port):
         yield port
@@ -220,7 +220,7 @@ def bare_port() -> Iterator[int]:
 def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int) -> None:
     backend = client(bare_port)
     keys = make_keys_of(3)
-    assert backend.put(keys, values_of(keys)) == [False] * 3  # nobody lends memory
+    assert backend.put(keys, values_of(keys)) == [False] * 3  # no process lends memory
     with store_node(bare_port) as node:
         assert backend.put(keys, values_of(keys)) == [True] * 3
         assert node.stdin
@@ -234,7 +234,7 @@ def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int
         assert frozen.value.cause == "unreachable"
         node.kill()
         node.wait()
-        with pytest.raises(StorageError) as dead:  # the master still believes in it
+        with pytest.raises(StorageError) as dead:  # the master still considers the node alive
             backend.put(make_keys_of(1), values_of(keys[:1]))
         assert dead.value.cause == "unreachable"
         eventually(lambda: backend.exists(keys) == 0)
@@ -246,7 +246,7 @@ def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int
     backend.close()
 
 
-def test_a_full_store_says_no_until_leases_are_over(bare_port: int) -> None:
+def test_a_full_store_refuses_until_leases_expire(bare_port: int) -> None:
     backend = client(bare_port, segment_bytes=16 * MIB)
     keys = make_keys_of(48)
     stored = backend.put(keys, values_of(keys, 512 << 10))
@@ -269,10 +269,10 @@ def test_master_frozen_killed_and_restarted() -> None:
         with pytest.raises(StorageError) as frozen:
             backend.exists(keys)
         assert frozen.value.cause == "timeout"
-        with suppress(StorageError):  # the client may know still where the values lie, which is its own memory
+        with suppress(StorageError):  # the client may still know the location of the values, in its own memory
             assert all(length in (ABSENT, 65_536) for length in backend.get(keys, blank(keys)))
         master.send_signal(signal.SIGCONT)
-        eventually(lambda: works(backend, keys))  # it may have given up on this client by then
+        eventually(lambda: works(backend, keys))  # the master may have dropped this client by then
         master.kill()
         master.wait()
         with pytest.raises(StorageError) as dead:
@@ -281,7 +281,7 @@ def test_master_frozen_killed_and_restarted() -> None:
     with mooncake_master(port):
         eventually(lambda: works(backend, keys))
         assert backend.get(keys, blank(keys)) == [65_536] * 2
-        backend.close()  # without a master it takes 6 s
+        backend.close()  # without a master this takes 6 s
 
 
 def works(backend: MooncakeBackend, keys: list[bytes]) -> bool:

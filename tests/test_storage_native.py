@@ -1,4 +1,4 @@
-"""Registered memory, the staging buffer and the gate before a client, with a client of a dict."""
+"""Registered memory, the staging buffer and the counted calls, with a client that keeps values in a dict."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mainstem.storage.native import Calls, Memory, address_of
 
 
 class Client:
-    """Reads and writes raw memory, but only such as it was told of."""
+    """Reads and writes raw memory, but only registered memory."""
 
     def __init__(self) -> None:
-        self.told: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
         self.values: dict[int, bytes] = {}
         self.calls: list[list[int]] = []
 
     def memory(self, staging_bytes: int = 256) -> Memory:
-        return Memory(self.told.__setitem__, lambda address, size: self.told.pop(address), staging_bytes)
+        return Memory(self.registered.__setitem__, lambda address, size: self.registered.pop(address), staging_bytes)
 
     def write(self, part: slice, addresses: list[int], sizes: list[int]) -> list[int]:
         self.check(part, addresses, sizes)
@@ -42,7 +42,7 @@ class Client:
     def check(self, part: slice, addresses: list[int], sizes: list[int]) -> None:
         self.calls.append(sizes)
         for _, address, size in self.places(part, addresses, sizes):
-            assert any(first <= address and address + size <= first + told for first, told in self.told.items())
+            assert any(start <= address and address + size <= start + n for start, n in self.registered.items())
 
 
 def buffer(size: int, fill: int = 0) -> memoryview:
@@ -57,13 +57,13 @@ def test_the_address_is_where_the_bytes_are() -> None:
     assert address_of(pool[:0]) == 0
 
 
-def test_registered_and_loose_buffers_in_one_batch() -> None:
+def test_registered_and_other_buffers_in_one_batch() -> None:
     client = Client()
     memory = client.memory()
     pool = buffer(300, 1)
     memory.register([pool])
     memory.register([pool[10:20]])
-    assert len(client.told) == 1
+    assert len(client.registered) == 1
     batch = [pool[:100], buffer(50, 2), pool[200:300], buffer(60, 3)]
     assert memory.send(batch, client.write) == [100, 50, 100, 60]
     assert memory.staged == 2
@@ -73,7 +73,7 @@ def test_registered_and_loose_buffers_in_one_batch() -> None:
     assert back == batch
 
 
-def test_a_batch_is_cut_where_the_staging_buffer_is_full() -> None:
+def test_a_batch_is_split_where_the_staging_buffer_is_full() -> None:
     client = Client()
     memory = client.memory(staging_bytes=256)
     batch = [buffer(size, at) for at, size in enumerate((100, 100, 256, 1, 60, 64, 64, 200))]
@@ -85,7 +85,7 @@ def test_a_batch_is_cut_where_the_staging_buffer_is_full() -> None:
     assert back == batch
 
 
-def test_a_loose_buffer_of_another_length_than_the_value_is_left_alone() -> None:
+def test_an_unregistered_buffer_of_another_length_is_not_changed() -> None:
     client = Client()
     memory = client.memory()
     memory.send([buffer(50, 5), buffer(50, 6)], client.write)
@@ -104,14 +104,14 @@ def test_a_value_longer_than_the_staging_buffer_is_refused() -> None:
     assert memory.send([large], client.write) == [65]
 
 
-def test_close_forgets_everything() -> None:
+def test_close_deregisters_everything() -> None:
     client = Client()
     memory = client.memory()
     memory.register([buffer(10), buffer(10)])
     memory.send([buffer(20)], client.write)
-    assert len(client.told) == 3
+    assert len(client.registered) == 3
     memory.close()
-    assert client.told == {}
+    assert client.registered == {}
 
 
 def test_calls_end_before_close_and_none_begins_after_it() -> None:
@@ -129,7 +129,7 @@ def test_calls_end_before_close_and_none_begins_after_it() -> None:
     inside.wait(patience(10))
     closer = threading.Thread(target=lambda: events.append(calls.close()))
     closer.start()
-    while True:  # until close has shut the gate
+    while True:  # until close rejects new calls
         try:
             with calls.call():
                 pass

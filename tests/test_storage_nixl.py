@@ -1,4 +1,4 @@
-"""NIXL with its real agent: the contract over files and over S3 objects, and what an agent does not notice itself."""
+"""NIXL with its real agent: the interface with files and S3 objects, and failures that an agent does not notice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if not any(importlib.util.find_spec(name) for name in PACKAGES):
 
 pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(20)
-"""Of calls that must succeed."""
+"""The timeout of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(100)]
 
 
@@ -61,12 +61,12 @@ def test_conformance_of_files(case: Case, api: str, tmp_path: Path) -> None:
 
 def test_registered_memory_is_read_and_written_in_place(files: NixlBackend) -> None:
     pool = memoryview(bytearray(8 * 65_536))
-    pages = [pool[at : at + 65_536] for at in range(0, len(pool), 65_536)]
+    views = [pool[at : at + 65_536] for at in range(0, len(pool), 65_536)]
     files.register([pool])
-    assert files.put(KEYS[:8], pages) == [True] * 8
-    assert files.get(KEYS[:8], pages) == [65_536] * 8
+    assert files.put(KEYS[:8], views) == [True] * 8
+    assert files.get(KEYS[:8], views) == [65_536] * 8
     assert files.staged == 0
-    files.get(KEYS[:2], [pages[0], *blank(1)])
+    files.get(KEYS[:2], [views[0], *blank(1)])
     assert files.staged == 1
 
 
@@ -82,7 +82,7 @@ def test_another_process_reads_what_was_written(files: NixlBackend, tmp_path: Pa
     subprocess.run([sys.executable, "-c", script, f"nixl:posix?path={tmp_path}"], check=True)
 
 
-def test_a_file_cut_short_or_removed_is_told_and_harms_no_other(files: NixlBackend, tmp_path: Path) -> None:
+def test_a_truncated_or_deleted_file_is_reported_and_affects_no_other(files: NixlBackend, tmp_path: Path) -> None:
     files.put(KEYS[:4], [page(number) for number in range(4)])
     os.truncate(path_of(tmp_path, KEYS[1]), 1000)
     path_of(tmp_path, KEYS[2]).unlink()
@@ -93,7 +93,7 @@ def test_a_file_cut_short_or_removed_is_told_and_harms_no_other(files: NixlBacke
 
 
 class CutsShort(Files):
-    """A file that loses its end after its length was seen."""
+    """Files that lose their end after their length was read."""
 
     @contextmanager
     def readable(self, keys: list[bytes]) -> Iterator[list]:
@@ -126,7 +126,7 @@ def test_a_folder_that_is_gone(files: NixlBackend, tmp_path: Path) -> None:
     assert raised.value.cause == "io"
 
 
-def test_clear_leaves_files_that_are_not_ours_and_removes_half_ones(files: NixlBackend, tmp_path: Path) -> None:
+def test_clear_leaves_foreign_files_and_deletes_temporary_ones(files: NixlBackend, tmp_path: Path) -> None:
     notes = tmp_path / "ab" / "notes.txt"
     notes.write_text("mine")
     half = path_of(tmp_path, KEYS[5]).with_suffix("." + "0" * 32)
@@ -136,7 +136,7 @@ def test_clear_leaves_files_that_are_not_ours_and_removes_half_ones(files: NixlB
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [notes]
 
 
-def test_a_full_disk_says_no_and_keeps_what_fits(tmp_path: Path) -> None:
+def test_a_full_disk_refuses_and_keeps_what_fits(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no small file system can be mounted: {mounted.stderr.decode().strip()}")
@@ -165,7 +165,7 @@ def test_a_full_disk_says_no_and_keeps_what_fits(tmp_path: Path) -> None:
         "obj?bucket=b&path=c",
     ],
 )
-def test_a_spec_that_is_none(spec: str) -> None:
+def test_an_invalid_spec(spec: str) -> None:
     with pytest.raises(BadArgument):
         open_backend(f"nixl:{spec}")
 

@@ -1,4 +1,4 @@
-"""Redis and Valkey: a real server, over TCP and its unix socket; and a false one for what a real one never says."""
+"""Redis and Valkey: a real server, over TCP and its unix socket, and a fake one for replies that no real one sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if not importlib.util.find_spec("redis"):
 
 pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(5)
-"""Of calls that must succeed."""
+"""The timeout of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(200)]
 
 
@@ -88,7 +88,7 @@ def test_another_process_reads_what_was_written(backend: RedisBackend, port: int
     assert seen.stdout == "seen\n"
 
 
-def test_clear_walks_to_the_end(backend: RedisBackend) -> None:
+def test_clear_scans_to_the_end(backend: RedisBackend) -> None:
     keys = [number.to_bytes(32, "big") for number in range(3000)]
     backend.put(keys, [memoryview(bytearray(b"x"))] * len(keys))
     assert backend.exists(keys) == 3000
@@ -96,7 +96,7 @@ def test_clear_walks_to_the_end(backend: RedisBackend) -> None:
     assert not any(backend.exists([key]) for key in keys[::7])
 
 
-def test_clear_leaves_what_is_not_ours(backend: RedisBackend, port: int) -> None:
+def test_clear_leaves_foreign_keys(backend: RedisBackend, port: int) -> None:
     import redis
 
     client = redis.Redis(port=port)
@@ -111,7 +111,7 @@ def test_clear_leaves_what_is_not_ours(backend: RedisBackend, port: int) -> None
     client.flushall()
 
 
-def test_what_is_no_string_is_absent(backend: RedisBackend, port: int) -> None:
+def test_a_key_of_another_type_is_absent(backend: RedisBackend, port: int) -> None:
     import redis
 
     redis.Redis(port=port).lpush("mainstem:" + KEYS[0].hex(), "x")
@@ -136,21 +136,21 @@ def test_a_full_server_refuses_what_it_has_no_room_for() -> None:
     port = free_port()
     with valkey(port, "--maxmemory", "12mb", "--maxmemory-policy", "noeviction"):
         backend = RedisBackend(port=port, timeout_s=TIMEOUT_S)
-        pages = [page(number, 256 << 10) for number in range(64)]
-        stored = backend.put(KEYS[:64], pages)
+        values = [page(number, 256 << 10) for number in range(64)]
+        stored = backend.put(KEYS[:64], values)
         assert 10 < sum(stored) < 64
         assert backend.exists(KEYS[:64]) == stored.index(False)
         into = [page(255, 256 << 10) for _ in range(64)]
         lengths = backend.get(KEYS[:64], into)
         assert [length == 256 << 10 for length in lengths] == stored
-        assert all(buffer == value for buffer, value, kept in zip(into, pages, stored, strict=True) if kept)
+        assert all(buffer == value for buffer, value, kept in zip(into, values, stored, strict=True) if kept)
         stats = backend.stats()
         assert stats.capacity_bytes == 12 << 20 and stats.used_bytes and not stats.evicted
         backend.clear()
-        assert backend.put(KEYS[:1], pages[:1]) == [True]
+        assert backend.put(KEYS[:1], values[:1]) == [True]
 
 
-def test_a_server_that_makes_room_says_how_much_it_dropped() -> None:
+def test_a_server_that_makes_room_reports_how_much_it_evicted() -> None:
     port = free_port()
     with valkey(port, "--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru"):
         backend = RedisBackend(port=port, timeout_s=TIMEOUT_S)
@@ -253,7 +253,7 @@ def make_certificate(folder: Path) -> tuple[str, str]:
 
 @contextmanager
 def tls_in_front_of(port: int, context: ssl.SSLContext) -> Iterator[int]:
-    """A port that speaks TLS, for a server that does not."""
+    """Opens a TLS port for a server without TLS."""
 
     def forward(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
@@ -268,17 +268,17 @@ def tls_in_front_of(port: int, context: ssl.SSLContext) -> Iterator[int]:
                 threading.Thread(target=forward, args=(plain, secret), daemon=True).start()
                 forward(secret, plain)
 
-    with FalseServer(("127.0.0.1", 0), Forward) as server:
+    with FakeServer(("127.0.0.1", 0), Forward) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
 
 
-# ---------------------------------------------------------------- a false server
+# ---------------------------------------------------------------- a fake server
 
 
-class FalseServer(socketserver.ThreadingTCPServer):
-    """Says OK to everything, but to GET what `answer` says; None: nothing, until the client is gone."""
+class FakeServer(socketserver.ThreadingTCPServer):
+    """Replies OK to every command, but to GET with `answer`. None: no reply until the client closes."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -287,8 +287,8 @@ class FalseServer(socketserver.ThreadingTCPServer):
     late: list[tuple[float, bytes]]
 
 
-class FalseConnection(socketserver.StreamRequestHandler):
-    server: FalseServer
+class FakeConnection(socketserver.StreamRequestHandler):
+    server: FakeServer
 
     def handle(self) -> None:
         while header := self.rfile.readline():
@@ -317,11 +317,11 @@ class FalseConnection(socketserver.StreamRequestHandler):
 
 
 @contextmanager
-def false_server(
+def fake_server(
     answer: bytes | None, *, pause_s: float = 0.0, late: tuple[float, bytes] | None = None
 ) -> Iterator[int]:
-    """Pauses between the bytes of an answer; the first one may be another, after a delay."""
-    with FalseServer(("127.0.0.1", 0), FalseConnection) as server:
+    """Runs a fake server that pauses between the bytes of a reply. `late` is another first reply, after a delay."""
+    with FakeServer(("127.0.0.1", 0), FakeConnection) as server:
         server.answer, server.pause_s, server.late = answer, pause_s, [] if late is None else [late]
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server.server_address[1]
@@ -345,15 +345,15 @@ def false_server(
     ],
 )
 def test_nonsense_is_an_error_and_no_value(answer: bytes | None, cause: str) -> None:
-    with false_server(answer) as port:
+    with fake_server(answer) as port:
         backend = RedisBackend(port=port, timeout_s=patience(0.5))
         assert cause_of(lambda: backend.get(KEYS[:1], [page(0)])) == cause
-        assert backend.put(KEYS[:1], [page(0)]) == [True]  # over a connection of its own
+        assert backend.put(KEYS[:1], [page(0)]) == [True]  # over a new connection
 
 
 def test_a_value_larger_than_its_buffer_is_not_kept() -> None:
     guard = bytearray(b"g" * 300)
-    with false_server(b"$70000\r\n" + b"x" * 70_000 + b"\r\n") as port:
+    with fake_server(b"$70000\r\n" + b"x" * 70_000 + b"\r\n") as port:
         backend = RedisBackend(port=port, timeout_s=TIMEOUT_S)
         assert backend.get(KEYS[:1], [memoryview(guard)[100:200]]) == [70_000]
         assert guard[:100] == guard[200:] == b"g" * 100
@@ -361,16 +361,16 @@ def test_a_value_larger_than_its_buffer_is_not_kept() -> None:
 
 def test_a_trickle_ends_at_the_deadline() -> None:
     timeout_s = patience(0.4)
-    with false_server(b"$1000\r\n" + b"x" * 1000 + b"\r\n", pause_s=timeout_s / 20) as port:
+    with fake_server(b"$1000\r\n" + b"x" * 1000 + b"\r\n", pause_s=timeout_s / 20) as port:
         backend = RedisBackend(port=port, timeout_s=timeout_s)
         began = time.monotonic()
         assert cause_of(lambda: backend.get(KEYS[:1], [page(0, 1000)])) == "timeout"
         assert time.monotonic() - began < 10 * timeout_s
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next() -> None:
+def test_a_late_reply_is_not_taken_for_the_next() -> None:
     timeout_s = patience(0.7)
-    with false_server(b"$5\r\nright\r\n", late=(1.5 * timeout_s, b"$5\r\nwrong\r\n")) as port:
+    with fake_server(b"$5\r\nright\r\n", late=(1.5 * timeout_s, b"$5\r\nwrong\r\n")) as port:
         backend, into = RedisBackend(port=port, timeout_s=timeout_s), page(0, 5)
         assert cause_of(lambda: backend.get(KEYS[:1], [into])) == "timeout"
         assert backend.get(KEYS[1:2], [into]) == [5]
@@ -399,7 +399,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next() -> None:
         "redis://127.0.0.1?password_env=NO_SUCH_VARIABLE",
     ],
 )
-def test_what_is_no_spec(spec: str) -> None:
+def test_an_invalid_spec(spec: str) -> None:
     with pytest.raises(BadArgument) as error:
         open_backend(spec)
     assert "secret" not in str(error.value)

@@ -1,4 +1,4 @@
-"""S3: a real server over a folder; and a false one for what a real one seldom says."""
+"""S3: a real server over a folder, and a fake one for replies that a real one rarely sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if not importlib.util.find_spec("obstore"):
 
 pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(5)
-"""Of calls that must succeed."""
+"""The timeout of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(100)]
 
 
@@ -86,7 +86,7 @@ def test_another_process_reads_what_was_written(backend: S3Backend, endpoint: st
     assert seen.stdout == "seen\n"
 
 
-def test_clear_leaves_what_is_not_ours(backend: S3Backend, endpoint: str) -> None:
+def test_clear_leaves_foreign_objects(backend: S3Backend, endpoint: str) -> None:
     from obstore.store import S3Store
 
     bucket = S3Store("bucket", endpoint=endpoint, client_options={"allow_http": True})
@@ -150,7 +150,7 @@ def test_a_wrong_key_and_a_missing_bucket(endpoint: str, monkeypatch: pytest.Mon
     assert "wrong" not in str(error.value)
 
 
-def test_the_process_ends_well_with_requests_under_way(endpoint: str) -> None:
+def test_the_process_exits_normally_with_running_requests(endpoint: str) -> None:
     script = (
         "import sys, threading; from mainstem.storage import open_backend; store = open_backend(sys.argv[1]);"
         "keys = [bytes([number]) * 32 for number in range(200)];"
@@ -162,19 +162,19 @@ def test_the_process_ends_well_with_requests_under_way(endpoint: str) -> None:
     assert (ended.returncode, "panicked" in ended.stderr) == (0, False), ended.stderr
 
 
-# ---------------------------------------------------------------- a false server
+# ---------------------------------------------------------------- a fake server
 
 
-class FalseServer(ThreadingHTTPServer):
-    """Has an object of a hundred bytes under every name, but for those whose last digit `faults` names."""
+class FakeServer(ThreadingHTTPServer):
+    """Has an object of a hundred bytes under every name, except names whose last digit is in `faults`."""
 
     daemon_threads = True
     faults: dict[str, str]
     seen: Counter[str]
 
 
-class FalseObjects(BaseHTTPRequestHandler):
-    server: FalseServer
+class FakeObjects(BaseHTTPRequestHandler):
+    server: FakeServer
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
@@ -219,7 +219,7 @@ class FalseObjects(BaseHTTPRequestHandler):
         self.say(200, b"x" * 99)
 
     def say_endless(self, _: str) -> None:
-        """More than was announced: HTTP lets a chunked body outgrow its content-length."""
+        """Sends more than announced: HTTP allows a chunked body longer than its content-length."""
         self.say(200, b"", content_length="100", transfer_encoding="chunked")
         chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
         self.write_on(chunk for _ in range(100_000))
@@ -228,7 +228,7 @@ class FalseObjects(BaseHTTPRequestHandler):
         self.say(200, b"", content_length="100")
         self.write_on(b"x" for _ in range(100) if not time.sleep(patience(0.1)))  # type: ignore[func-returns-value]
 
-    def say_hang(self, _: str) -> None:
+    def say_nothing(self, _: str) -> None:
         self.connection.settimeout(patience(60))
         self.write_on([b""])
         self.rfile.read(1)
@@ -238,7 +238,7 @@ class FalseObjects(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def write_on(self, pieces: Iterator[bytes] | list[bytes]) -> None:
-        """Writes until the client has gone away."""
+        """Writes until the client closes the connection."""
         try:
             for piece in pieces:
                 self.wfile.write(piece)
@@ -248,9 +248,9 @@ class FalseObjects(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def false_server(**faults: str) -> Iterator[tuple[str, FalseServer]]:
-    """Faults by the last hex digit of a name, as `_7="500 InternalError"`."""
-    with FalseServer(("127.0.0.1", 0), FalseObjects) as server:
+def fake_server(**faults: str) -> Iterator[tuple[str, FakeServer]]:
+    """Runs a fake server with faults by the last hex digit of a name, as in `_7="500 InternalError"`."""
+    with FakeServer(("127.0.0.1", 0), FakeObjects) as server:
         server.faults, server.seen = {digit[-1]: fault for digit, fault in faults.items()}, Counter()
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}", server
@@ -266,13 +266,13 @@ def false_server(**faults: str) -> Iterator[tuple[str, FalseServer]]:
         ("507 InsufficientStorage", "full"),
         ("cut", "protocol"),
         ("garbage", "protocol"),
-        ("hang", "timeout"),
+        ("nothing", "timeout"),
         ("trickle", "timeout"),
     ],
 )
-def test_a_fault_of_every_request_is_the_error_of_the_call(fault: str, cause: str) -> None:
-    timeout_s = patience(1 if cause == "timeout" else 4)  # what is not about time must not run into it
-    with false_server(_1=fault) as (endpoint, _):
+def test_a_fault_in_every_request_is_the_error_of_the_call(fault: str, cause: str) -> None:
+    timeout_s = patience(1 if cause == "timeout" else 4)  # other faults must not reach the timeout
+    with fake_server(_1=fault) as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=timeout_s)
         began = time.monotonic()
         assert cause_of(lambda: backend.get([KEYS[1]] * 30, [page(0, 100) for _ in range(30)])) == cause
@@ -280,8 +280,8 @@ def test_a_fault_of_every_request_is_the_error_of_the_call(fault: str, cause: st
         assert backend.get(KEYS[2:3], [page(0, 100)]) == [100]
 
 
-def test_a_fault_of_one_request_is_a_miss_of_its_key() -> None:
-    with false_server(_1="500 InternalError", _2="404 NoSuchKey", _3="cut", _4="longer", _5="shorter") as (endpoint, _):
+def test_a_fault_in_one_request_is_a_miss_of_its_key() -> None:
+    with fake_server(_1="500 InternalError", _2="404 NoSuchKey", _3="cut", _4="longer", _5="shorter") as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
         into = [page(0, 100) for _ in range(7)]
         assert backend.get(KEYS[:7], into) == [100, ABSENT, ABSENT, ABSENT, 101, 99, 100]
@@ -290,7 +290,7 @@ def test_a_fault_of_one_request_is_a_miss_of_its_key() -> None:
 
 def test_a_body_longer_than_announced_stays_within_its_buffer() -> None:
     memory = bytearray(b"g" * 300)
-    with false_server(_1="endless") as (endpoint, _):
+    with fake_server(_1="endless") as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
         (length,) = backend.get(KEYS[1:2], [memoryview(memory)[100:200]])
         assert length > 100
@@ -299,19 +299,19 @@ def test_a_body_longer_than_announced_stays_within_its_buffer() -> None:
 
 def test_no_room_is_no_error() -> None:
     faults = {"_1": "507 InsufficientStorage", "_2": "403 QuotaExceeded"}
-    with false_server(**faults) as (endpoint, _):
+    with fake_server(**faults) as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
         assert backend.put(KEYS[:4], [page(1)] * 4) == [True, False, False, True]
         assert backend.put(KEYS[1:3], [page(1)] * 2) == [False, False]
 
 
-def test_exists_is_exact_and_asks_no_further_than_it_must() -> None:
-    with false_server(_5="404 NoSuchKey", _3="500 InternalError") as (endpoint, server):
+def test_exists_is_exact_and_sends_no_more_requests_than_necessary() -> None:
+    with fake_server(_5="404 NoSuchKey", _3="500 InternalError") as (endpoint, server):
         backend = S3Backend("bucket", endpoint=endpoint, requests=4, timeout_s=TIMEOUT_S)
         good, gap, broken = KEYS[1], KEYS[5], KEYS[3]
         for at in (0, 1, 7):
             asked = []
-            for _ in range(5):  # the thread that finds the gap may be kept waiting by the system
+            for _ in range(5):  # the system may delay the thread that finds the gap
                 server.seen.clear()
                 assert backend.exists([good] * at + [gap] + [good] * 90) == at
                 asked.append(server.seen["HEAD"])
@@ -321,23 +321,23 @@ def test_exists_is_exact_and_asks_no_further_than_it_must() -> None:
         assert backend.exists([good] * 30) == 30
 
 
-def test_a_silent_server_is_asked_no_more() -> None:
-    with false_server(_1="hang") as (endpoint, server):
+def test_a_silent_server_gets_no_more_requests() -> None:
+    with fake_server(_1="nothing") as (endpoint, server):
         backend = S3Backend("bucket", endpoint=endpoint, requests=4, timeout_s=patience(1))
         assert cause_of(lambda: backend.get([KEYS[1]] * 60, [page(0, 100)] * 60)) == "timeout"
         assert server.seen["GET"] < 8
 
 
 def test_deletes_go_a_thousand_at_a_time() -> None:
-    with false_server() as (endpoint, server):
+    with fake_server() as (endpoint, server):
         backend = S3Backend("bucket", endpoint=endpoint, timeout_s=TIMEOUT_S)
-        with pytest.raises(StorageError):  # the false server knows no answer to it
+        with pytest.raises(StorageError):  # the fake server has no reply to it
             backend.delete([number.to_bytes(32, "big") for number in range(1000)])
         assert 1 <= server.seen["POST"] <= 3
 
 
 def test_closing_ends_a_call_under_way() -> None:
-    with false_server(_1="hang") as (endpoint, _):
+    with fake_server(_1="nothing") as (endpoint, _):
         backend = S3Backend("bucket", endpoint=endpoint, requests=2, timeout_s=patience(4))
         threading.Timer(0.3, backend.close).start()
         assert cause_of(lambda: backend.get([KEYS[1]] * 60, [page(0, 100)] * 60)) == "closed"
@@ -363,7 +363,7 @@ def test_closing_ends_a_call_under_way() -> None:
         "s3://bucket?secret=1",
     ],
 )
-def test_what_is_no_spec(spec: str) -> None:
+def test_an_invalid_spec(spec: str) -> None:
     with pytest.raises(BadArgument):
         open_backend(spec)
 

@@ -1,4 +1,4 @@
-"""SiMM, over a double of its client: conformance, codes, values that are too long, what it cannot tell."""
+"""SiMM, over a double of its client: conformance, codes, values that are too long, and its limits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_conformance(case: Case) -> None:
     assert result.passed, result.reason
 
 
-def test_names_are_hex_below_the_namespace(store: SiMMBackend, world: simm_kv.World) -> None:
+def test_names_are_hex_after_the_namespace(store: SiMMBackend, world: simm_kv.World) -> None:
     put(store, 0)
     assert list(world.values) == [name(0)]
     other = SiMMBackend("10.0.0.1", 30001, namespace="other", staging_bytes=2 * LONGEST)
@@ -69,14 +69,14 @@ def test_a_miss_in_the_middle_shifts_nothing(store: SiMMBackend) -> None:
     assert read(store, *range(7)) == [SIZE, SIZE, ABSENT, SIZE, SIZE, ABSENT, SIZE]
 
 
-def test_batches_are_cut_to_the_staging_memory_with_room_behind(store: SiMMBackend, world: simm_kv.World) -> None:
+def test_batches_fit_the_staging_memory_with_room_after_them(store: SiMMBackend, world: simm_kv.World) -> None:
     numbers = list(range(40)) * 3
     assert all(put(store, *numbers))
     assert read(store, *numbers) == [SIZE] * len(numbers)
     assert max(world.batches) * SIZE <= LONGEST
 
 
-def test_a_value_that_is_too_long_reaches_no_other_and_no_memory_of_the_caller(store: SiMMBackend) -> None:
+def test_a_value_that_is_too_long_touches_no_other_and_no_memory_of_the_caller(store: SiMMBackend) -> None:
     long = make_value(KEYS[1], LONGEST)
     assert put(store, 0) == [True] and store.put([KEYS[1]], [long]) == [True] and put(store, 2, 3) == [True, True]
     assert read(store, 0, 1, 2, 3) == [SIZE, LONGEST, SIZE, SIZE]
@@ -95,7 +95,7 @@ def test_one_code_is_a_miss_or_no_room_and_the_others_count(store: SiMMBackend, 
 @pytest.mark.parametrize(
     ("code", "cause"), [(-1002, "timeout"), (-2300, "unreachable"), (-2301, "unreachable"), (-2002, "unreachable")]
 )
-def test_when_nothing_is_known_of_any_value_the_call_fails(
+def test_when_no_value_has_a_known_result_the_call_fails(
     store: SiMMBackend, world: simm_kv.World, code: int, cause: str
 ) -> None:
     put(store, 0, 1)
@@ -104,7 +104,7 @@ def test_when_nothing_is_known_of_any_value_the_call_fails(
         with pytest.raises(StorageError, match=f"code {code}") as caught:
             call()
         assert caught.value.cause == cause
-    assert store.exists(KEYS) == 0, "as far as the client can tell"
+    assert store.exists(KEYS) == 0, "the client does not report a dead cluster"
     world.down = 0
     assert read(store, 0, 1) == [SIZE, SIZE] and store.exists(KEYS) == 2
 

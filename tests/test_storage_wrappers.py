@@ -1,4 +1,4 @@
-"""Wrappers: conformance through each of them over the memory store, and what each one adds."""
+"""Wrappers: conformance of each one around the memory store, and what each one adds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECS = [
 
 
 class Failing(MemoryBackend):
-    """Raises while it is told to."""
+    """Raises while `fails` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class WriteOnce(MemoryBackend):
 
 
 class Shown(ReadOnly):
-    """Reads through ReadOnly, writes beside it, so that the cases have something to read."""
+    """Reads through ReadOnly but writes past it, so that the cases have values to read."""
 
     def __init__(self) -> None:
         self.writable = MemoryBackend()
@@ -114,7 +114,7 @@ def test_readonly_reads_and_changes_nothing() -> None:
     assert store.capabilities == inner.capabilities
 
 
-def test_readonly_says_closed_when_it_is() -> None:
+def test_a_closed_readonly_raises_closed() -> None:
     store = open_backend("readonly+memory:")
     store.close()
     store.close()
@@ -132,7 +132,7 @@ def test_readonly_takes_no_brackets() -> None:
 # ---------------------------------------------------------------- prefix
 
 
-def test_two_names_in_one_store_never_meet() -> None:
+def test_two_names_in_one_store_share_no_keys() -> None:
     inner = MemoryBackend()
     names = ["a", "b", "ab", "a ", "\0a", "ä"]
     stores = [Prefix(inner, name) for name in names]
@@ -144,20 +144,20 @@ def test_two_names_in_one_store_never_meet() -> None:
     assert all(len(key) == 32 for key in inner._values)
 
 
-def test_one_name_meets_itself_from_anywhere() -> None:
+def test_one_name_has_the_same_keys_in_every_object() -> None:
     inner = MemoryBackend()
     Prefix(inner, "a").put(KEYS[:2], [value(0), value(1)])
     assert Prefix(inner, "a").exists(KEYS) == 2
 
 
 def test_keys_of_a_name_never_change() -> None:
-    """A store on disk outlives a release: this digest may not change."""
+    """A store on disk outlives a release, so this digest must not change."""
     inner = MemoryBackend()
     Prefix(inner, "team-a").put([KEYS[1]], [value(0)])
     assert [key.hex() for key in inner._values] == ["d729ae81a2457d4167efde474a5c9000407d5d98c55a154470009de396046439"]
 
 
-def test_clear_of_a_name_leaves_the_others_and_what_it_does_not_know() -> None:
+def test_clear_of_a_name_leaves_other_names_and_unknown_keys() -> None:
     inner = MemoryBackend()
     before, store, other = Prefix(inner, "a"), Prefix(inner, "a"), Prefix(inner, "b")
     before.put([KEYS[0]], [value(0)])
@@ -192,7 +192,7 @@ def test_a_name_counts_no_entries_and_what_is_compressed_is_copied() -> None:
 
 
 def test_clear_deletes_no_key_twice() -> None:
-    """Keys that are gone make room for others that must be remembered."""
+    """Deleted keys make room for others that must be remembered."""
     deleted: list[int] = []
 
     class Counted(MemoryBackend):
@@ -211,7 +211,7 @@ def test_clear_deletes_no_key_twice() -> None:
     assert deleted == [1, 2, 2, 0]
 
 
-def test_clear_says_when_more_was_put_than_it_remembers() -> None:
+def test_clear_raises_when_more_was_put_than_it_remembers() -> None:
     inner = MemoryBackend()
     store = Prefix(inner, "a", remembered=3)
     store.put(KEYS[:5], [value(number) for number in range(5)])
@@ -253,7 +253,7 @@ def test_a_higher_level_takes_less_room() -> None:
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8", "", "zstd:0", "zstd:23", "zstd:-1", "zstd:fast", "zstd:²", "lz4"])
-def test_only_what_loses_nothing_is_a_method(method: str) -> None:
+def test_only_a_lossless_method_is_accepted(method: str) -> None:
     with pytest.raises(BadArgument, match="codecs of the storage tier"):
         open_backend(f"compress({method})+memory:")
 
@@ -273,11 +273,11 @@ def test_a_value_that_was_not_compressed_or_was_altered_is_absent() -> None:
 
 
 def test_a_frame_that_grows_is_not_expanded() -> None:
-    """A small frame that says, or hides, that it holds 64 MiB: no memory of that size is taken."""
+    """A small frame declares or hides 64 MiB of content: no memory of that size is allocated."""
     zstandard = pytest.importorskip("zstandard")
     inner = MemoryBackend()
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
-    chunked = zstandard.ZstdCompressor().compressobj()  # says no size
+    chunked = zstandard.ZstdCompressor().compressobj()  # declares no size
     hidden = chunked.compress(bytes(64 << 20)) + chunked.flush()
     inner.put(KEYS[:2], [memoryview(bytearray(bomb)), memoryview(bytearray(hidden))])
     tracemalloc.start()
@@ -331,7 +331,7 @@ def test_tee_counts_keys_that_are_in_one_or_the_other(first: list[int], second: 
     assert filled(first, second)[2].exists(KEYS) == prefix
 
 
-def test_tee_asks_no_more_than_it_needs() -> None:
+def test_tee_makes_no_more_calls_than_necessary() -> None:
     one, two, tee = filled(range(12), [])
     one.calls = two.calls = 0
     assert tee.exists(KEYS) == 12
@@ -380,7 +380,7 @@ def test_when_one_fails_the_other_goes_on(broken: int, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_delete_and_clear_say_when_one_of_them_may_still_have_it(broken: int) -> None:
+def test_delete_and_clear_raise_when_one_store_may_still_have_the_value(broken: int) -> None:
     stores = (Failing(), Failing())
     tee = Tee(*stores)
     tee.put(KEYS[:2], [value(0), value(1)])
@@ -408,7 +408,7 @@ def test_when_both_fail_every_call_raises() -> None:
     assert tee.failures == [6, 6]
 
 
-def test_tee_promises_what_its_parts_do_together() -> None:
+def test_tee_combines_the_capabilities_of_its_parts() -> None:
     assert Tee(WriteOnce(), MemoryBackend()).capabilities == Capabilities(
         persistent=True, shared=False, zero_copy=False, evicts=True, overwrites=False
     )
@@ -439,7 +439,7 @@ def test_a_wrapper_has_no_spec_of_its_own(wrapper: type[Backend]) -> None:
 
 
 def test_what_is_compressed_comes_in_buffers_that_can_be_written() -> None:
-    """As the interface promises: clients in native code take the address of nothing else."""
+    """The interface promises it: clients in native code can only take the address of a writable buffer."""
     seen: list[bool] = []
 
     class Strict(MemoryBackend):

@@ -1,4 +1,4 @@
-"""The type stub of the core is the one that nanobind writes from the bindings (`make stub`)."""
+"""The type stub of the core is the one that nanobind generates from the bindings (`make stub`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The host tier for every component, without a cache: what a window, a state and full attention leave on the host.
 
-The engine here has an allocator of its own. A page of component c behind a prefix holds a number that c and all tokens
-of the prefix give, wherever it is copied to.
+The engine here has an allocator of its own. A page of component c at the end of a prefix holds a number that is a
+function of c and all tokens of the prefix, on any tier.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE, HOST = 0, 1
 
 
 class Engine:
-    """A tree with pools of its own on both tiers."""
+    """A tree with its own pools on both tiers."""
 
     def __init__(self, *components: Component, size: int = 1, device: int = 40, host: int = 30) -> None:
         self.size, self.components = size, components
@@ -45,23 +45,23 @@ class Engine:
         mark = fingerprint(str(row), tokens)
         return [mark * self.memory.layers + layer for layer in range(self.memory.layers)]
 
-    def fronts(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    def prefixes(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(tokens[:end]) for end in range(self.size, len(tokens) + 1, self.size)]
 
     def places(self, row: int, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """The prefixes that a component has an id for, in the order of its ids."""
-        fronts = self.fronts(tokens)
-        return fronts[-1:] if self.names[row] == "state" else fronts
+        """Returns the prefixes that a component has an id for, in the order of its ids."""
+        prefixes = self.prefixes(tokens)
+        return prefixes[-1:] if self.names[row] == "state" else prefixes
 
     def needed(self, row: int, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """Of these, the ones without which a match may not end here."""
+        """Returns those of `places` that a match which ends here needs."""
         component = self.components[row]
         if isinstance(component, Window):
-            return self.fronts(tokens)[max(len(tokens) - component.tokens, 0) // self.size :]
+            return self.prefixes(tokens)[max(len(tokens) - component.tokens, 0) // self.size :]
         return self.places(row, tokens)
 
     def held(self) -> dict[tuple[int, int], dict[tuple[int, ...], int]]:
-        """Ids that are present, by row and tier, and by prefix."""
+        """Returns the ids that are present, by row and tier, and by prefix."""
         found: dict[tuple[int, int], dict[tuple[int, ...], int]] = {
             (row, tier): {} for row in range(len(self.names)) for tier in (DEVICE, HOST)
         }
@@ -77,7 +77,7 @@ class Engine:
         return found
 
     def longest(self, tokens: Sequence[int], tiers: Sequence[int]) -> int:
-        """Where a match ends when these tiers count."""
+        """Returns where a match ends if it may use these tiers."""
         held = self.held()
         usable = [set[tuple[int, ...]]().union(*(held[row, tier] for tier in tiers)) for row in range(len(self.names))]
 
@@ -112,35 +112,35 @@ class Engine:
         return len(freed[row])
 
     def put(self, tokens: Sequence[int], columns: list[list[int]]) -> Inserted:
-        """Into the tree on the device; what it has already goes back."""
+        """Inserts device pages into the tree; frees duplicates."""
         added = self.tree.insert(list(tokens), columns if len(columns) > 1 else columns[0])
         for row, (name, column) in enumerate(zip(self.names, columns, strict=True)):
             mine = np.array(
                 [page for page in column if page >= 0 and self.pools[row].owner(page) == "private"], np.int32
             )
-            theirs = self.tree.pages(added.node, name) if added.node else np.empty(0, np.int32)
+            theirs = self.tree.page_ids(added.node, name) if added.node else np.empty(0, np.int32)
             kept = np.isin(mine, theirs)
             self.pools[row].publish(mine[kept])
             self.pools[row].release(mine[~kept])
         return added
 
     def compute(self, tokens: Sequence[int], *, state: bool = True, whole_window: bool = True) -> int:
-        """Computes a prefix and publishes it; its node, or 0 without room."""
+        """Computes a prefix and publishes it; returns its node, or 0 without room."""
         tokens = tokens[: len(tokens) // self.size * self.size]
         columns: list[list[int]] = []
         for row, name in enumerate(self.names):
             places = self.places(row, tokens) if name != "state" or state else []
             if name == "window" and not whole_window:
                 places = self.needed(row, tokens)
-            pages = self.allocate(row, len(places))
-            if len(pages) < len(places):
+            page_ids = self.allocate(row, len(places))
+            if len(page_ids) < len(places):
                 for other, column in enumerate(columns):
                     self.pools[other].release(np.array([page for page in column if page >= 0], np.int32))
                 return 0
-            for page, place in zip(pages, places, strict=True):
+            for page, place in zip(page_ids, places, strict=True):
                 self.memory.device[row][:, page] = self.layers(row, place)
-            behind = len(tokens) // self.size - len(pages) if name != "state" else 0
-            columns.append([-1] * behind + pages)
+            absent = len(tokens) // self.size - len(page_ids) if name != "state" else 0
+            columns.append([-1] * absent + page_ids)
         return self.put(tokens, columns).node if tokens else 0
 
     def back_up(self, tokens: Sequence[int]) -> bool:
@@ -158,7 +158,7 @@ class Engine:
         raise AssertionError("never at rest")
 
     def reload(self, tokens: Sequence[int], *, fail: bool = False) -> int:
-        """Copies up what the device lacks of what both tiers have together, and publishes it; its length."""
+        """Loads what the device lacks of the prefix on both tiers and publishes it; returns its length."""
         match = self.tree.match(list(tokens))
         prefix = tuple(tokens[: match.length + match.host_length])
         if not match.host_length:
@@ -186,21 +186,21 @@ class Engine:
         return len(prefix) if complete and not fail else match.length
 
     def column(self, row: int, node: int, prefix: tuple[int, ...]) -> list[int] | None:
-        """Device pages of what a match that ends here needs: those that are there, and new ones for the rest."""
-        here = self.tree.pages(node, self.names[row], DEVICE).tolist()
+        """Returns the device pages that a match at this end needs: existing ones, and new ones for the rest."""
+        here = self.tree.page_ids(node, self.names[row], DEVICE).tolist()
         places = self.needed(row, prefix)
         missing = [page < 0 for page in here[-len(places) :]]
         new = self.allocate(row, sum(missing))
         if len(new) < sum(missing):
             return None
         rest = iter(new)
-        pages = [next(rest) if lacks else page for page, lacks in zip(here[-len(places) :], missing, strict=True)]
-        return pages if self.names[row] == "state" else [-1] * (len(here) - len(pages)) + pages
+        page_ids = [next(rest) if lacks else page for page, lacks in zip(here[-len(places) :], missing, strict=True)]
+        return page_ids if self.names[row] == "state" else [-1] * (len(here) - len(page_ids)) + page_ids
 
     def move(self, row: int, column: list[int], node: int) -> Move:
-        there = self.tree.pages(node, self.names[row], HOST).tolist()[-len(column) :]
+        there = self.tree.page_ids(node, self.names[row], HOST).tolist()[-len(column) :]
         pairs = [(a, b) for a, b in zip(there, column, strict=True) if b >= 0 and self.pools[row].owner(b) == "private"]
-        assert all(source >= 0 for source, _ in pairs), "the tree promised it"
+        assert all(source >= 0 for source, _ in pairs), "the tree reported them"
         source, target = (np.array([pair[at] for pair in pairs], np.int32) for at in (0, 1))
         return Move(row, source, target)
 
@@ -233,7 +233,7 @@ P = list(range(1, 9))
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prefix_goes_down_and_comes_back_with_all_its_components(kind: str, size: int) -> None:
+def test_a_prefix_is_backed_up_and_reloaded_with_all_its_components(kind: str, size: int) -> None:
     engine = Engine(*KINDS[kind], size=size)
     engine.compute(P)
     assert engine.back_up(P)
@@ -251,7 +251,7 @@ def test_a_prefix_goes_down_and_comes_back_with_all_its_components(kind: str, si
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_that_fails_leaves_nothing_of_any_component(kind: str) -> None:
+def test_a_failed_copy_leaves_nothing_of_any_component(kind: str) -> None:
     engine = Engine(*KINDS[kind])
     engine.compute(P)
     assert engine.back_up(P)
@@ -266,7 +266,7 @@ def test_a_copy_that_fails_leaves_nothing_of_any_component(kind: str) -> None:
     engine.close()
 
 
-def test_what_the_window_has_left_behind_is_not_needed_to_come_back() -> None:
+def test_pages_before_the_window_are_not_needed_for_a_reload() -> None:
     engine = Engine(Full(), Window(3))
     engine.compute(P, whole_window=False)
     engine.back_up(P)
@@ -280,7 +280,7 @@ def test_what_the_window_has_left_behind_is_not_needed_to_come_back() -> None:
     engine.close()
 
 
-def test_a_window_that_comes_later_goes_down_later() -> None:
+def test_window_pages_computed_later_are_backed_up_later() -> None:
     engine = Engine(Full(), Window(3))
     engine.compute(P, whole_window=False)
     engine.back_up(P)
@@ -296,7 +296,7 @@ def test_a_window_that_comes_later_goes_down_later() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("kind", ["full state", "full window", "full window state"])
-def test_what_comes_while_its_node_is_on_its_way_goes_down_later(kind: str, fails: bool) -> None:
+def test_pages_added_while_their_node_is_in_flight_are_backed_up_later(kind: str, fails: bool) -> None:
     engine = Engine(*KINDS[kind])
     engine.compute(P, state=False, whole_window=False)
     nothing: dict[str, list[int]] = {"full": [0] * 8, "window": [-1] * 8, "state": []}  # new
@@ -320,7 +320,7 @@ def test_what_comes_while_its_node_is_on_its_way_goes_down_later(kind: str, fail
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_copy_waits_for_every_copy_above_its_last_node(fails: bool) -> None:
-    """The host has the first node, but for its state; the second is on its way; the third comes with that state."""
+    """The host has the first node without its state; the second is in flight; the third is copied with that state."""
     engine = Engine(Full(), State())
     engine.compute(P[:2], state=False)
     first = engine.tree.insert(P[:2], [[0, 0], []]).node
@@ -345,13 +345,13 @@ def test_a_copy_waits_for_every_copy_above_its_last_node(fails: bool) -> None:
     engine.close()
 
 
-def test_what_hangs_below_a_part_of_a_failed_copy_is_not_begun() -> None:
-    """A copy of a node that is split fails; the upper half has a state of its own on the way."""
+def test_a_copy_below_a_part_of_a_failed_copy_does_not_begin() -> None:
+    """A copy of a node that is split fails, while a copy of the upper half's own state is under way."""
     engine = Engine(Full(), State())
     engine.compute(P)
     assert engine.back_up(P)
     engine.compute(P[:2])
-    assert engine.back_up(P[:2]), "the state; all else is on its way"
+    assert engine.back_up(P[:2]), "the state; everything else is in flight"
     engine.memory.tickets[0].fail(RuntimeError("on purpose"))
     engine.tiers.poll()
     engine.compute([*P[:2], 9])
@@ -364,8 +364,8 @@ def test_what_hangs_below_a_part_of_a_failed_copy_is_not_begun() -> None:
     engine.close()
 
 
-def test_tiers_complete_each_other() -> None:
-    """The window is on the device, what is before it on the host."""
+def test_a_match_combines_both_tiers() -> None:
+    """Full attention is partly on the device only, the window on the host only."""
     engine = Engine(Full(), Window(3))
     engine.compute(P)
     engine.back_up(P)
@@ -379,7 +379,7 @@ def test_tiers_complete_each_other() -> None:
     engine.close()
 
 
-def test_a_state_on_the_host_is_where_a_match_may_end() -> None:
+def test_a_match_may_end_at_a_state_on_the_host() -> None:
     engine = Engine(Full(), State())
     engine.compute(P[:4])
     engine.compute(P)
@@ -394,7 +394,7 @@ def test_a_state_on_the_host_is_where_a_match_may_end() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_component_without_room_on_the_host_keeps_all_on_the_device(row: int) -> None:
+def test_without_host_room_for_one_component_nothing_is_backed_up(row: int) -> None:
     engine = Engine(*KINDS["full window state"])
     other = engine.tiers.host_pools[row].allocate(engine.tiers.host_pools[row].total)
     engine.compute(P)
@@ -406,7 +406,7 @@ def test_a_component_without_room_on_the_host_keeps_all_on_the_device(row: int) 
     engine.close()
 
 
-def test_check_finds_a_host_page_that_is_nobodys() -> None:
+def test_check_detects_a_host_page_without_an_owner() -> None:
     engine = Engine(Full())
     engine.compute(P)
     engine.back_up(P)
@@ -421,7 +421,7 @@ def test_check_finds_a_host_page_that_is_nobodys() -> None:
         engine.tiers.check()
 
 
-# ---------------------------------------------------------------- any operations
+# ---------------------------------------------------------------- random operations
 
 
 def some_tokens(rng: random.Random, size: int) -> list[int]:
@@ -474,7 +474,7 @@ def verify_matches(engine: Engine, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_operations_leave_every_page_right(kind: str, size: int) -> None:
+def test_random_operations_leave_every_page_correct(kind: str, size: int) -> None:
     engine, rng = Engine(*KINDS[kind], size=size, device=14, host=24), random.Random(f"{kind} {size}")
     for _ in range(400):
         step(engine, rng)
@@ -482,4 +482,4 @@ def test_any_operations_leave_every_page_right(kind: str, size: int) -> None:
         verify_matches(engine, rng)
     engine.close()
     stats = engine.tiers.stats()
-    assert min(stats.backed_up, engine.reloaded) >= 3, "the operations do what they are for"
+    assert min(stats.backed_up, engine.reloaded) >= 3, "the operations copy pages in both directions"

@@ -1,4 +1,4 @@
-"""`Tiers`: what goes down and what comes back, with completions in any order, and failures, given by hand."""
+"""`Tiers`: back up, load, prefetch and write, with completions and failures driven by hand, in any order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def begin(rig: Rig, tokens: Sequence[int], space: str | None = None) -> tuple[Le
 
 
 def only_on_host(rig: Rig, *prompts: Sequence[int]) -> None:
-    """Serves prompts, lets all of them go down, and leaves nothing on the device."""
+    """Serves prompts, backs all of them up, and evicts them from the device."""
     for tokens in prompts:
         rig.serve(tokens)
         rig.settle()
@@ -42,7 +42,7 @@ def only_on_host(rig: Rig, *prompts: Sequence[int]) -> None:
 
 
 def stored(*prompts: Sequence[int], identity: Any = None) -> FaultyBackend:
-    """A store that another process has filled."""
+    """Returns a store that another process has filled."""
     backend = FaultyBackend()
     for tokens in prompts:
         rig = Rig(backend=backend)
@@ -52,24 +52,24 @@ def stored(*prompts: Sequence[int], identity: Any = None) -> FaultyBackend:
 
 
 def counts(rig: Rig) -> dict[str, int]:
-    """What has been counted so far, without zeros."""
+    """Returns the counts so far, without zeros."""
     return {name: n for name, n in rig.tiers.counts.items() if n}
 
 
-# ---------------------------------------------------------------- how it is made
+# ---------------------------------------------------------------- construction
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("write", "sometimes"), ("hits", 0), ("hits", 1.0), ("load_min_tokens", 0), ("load_min_tokens", None)],
 )
-def test_an_option_outside_its_range_is_refused_by_its_name(name: str, value: Any) -> None:
+def test_an_option_outside_its_range_is_rejected_by_name(name: str, value: Any) -> None:
     with pytest.raises(BadArgument) as caught:
         HostTier(GhostMemory([1], [1]), **{name: value})
     assert caught.value.name == name
 
 
-def test_a_tree_that_does_not_fit_is_refused() -> None:
+def test_a_tree_that_does_not_fit_is_rejected() -> None:
     host = HostTier(GhostMemory([4], [4]))
     with pytest.raises(BadArgument, match="tiers"):
         Tiers(Tree(2), [Pool(4)], host)
@@ -86,7 +86,7 @@ def test_a_tree_that_does_not_fit_is_refused() -> None:
         PrefixCache(4, store=make_store(MemoryBackend()))
 
 
-def test_the_memory_of_host_pages_is_announced_to_the_store() -> None:
+def test_the_memory_of_host_pages_is_registered_with_the_store() -> None:
     class Registering(MemoryBackend):
         regions: Sequence[memoryview] = ()
 
@@ -98,10 +98,10 @@ def test_the_memory_of_host_pages_is_announced_to_the_store() -> None:
     assert [bytes(region) for region in backend.regions] == [bytes(region) for region in rig.memory.regions()]
 
 
-# ---------------------------------------------------------------- going down
+# ---------------------------------------------------------------- back up
 
 
-def test_write_through_copies_what_was_published() -> None:
+def test_write_through_backs_up_published_pages() -> None:
     rig = Rig()
     rig.serve(A)
     assert rig.copies == [] and not rig.tiers.busy, "only at a poll"
@@ -109,7 +109,7 @@ def test_write_through_copies_what_was_published() -> None:
     assert len(rig.copies) == 1 and rig.tiers.busy
     assert rig.on(1, A) == 0
     assert rig.tiers.stats().host_private == 4
-    rig.land()
+    rig.end_copy()
     assert rig.on(1, A) == 0, "only at a poll"
     rig.poll()
     assert rig.on(1, A) == 4 and not rig.tiers.busy
@@ -117,7 +117,7 @@ def test_write_through_copies_what_was_published() -> None:
     rig.close_all()
 
 
-def test_what_is_on_the_host_is_not_copied_again() -> None:
+def test_pages_on_the_host_are_not_copied_again() -> None:
     rig = Rig()
     rig.serve(A)
     rig.settle()
@@ -130,7 +130,7 @@ def test_what_is_on_the_host_is_not_copied_again() -> None:
 
 
 @pytest.mark.parametrize("hits", [1, 2, 3])
-def test_selective_copies_what_was_hit_so_often(hits: int) -> None:
+def test_selective_backs_up_prefixes_with_enough_hits(hits: int) -> None:
     rig = Rig(host_options={"write": "write_through_selective", "hits": hits})
     for served in range(5):
         rig.serve(A)
@@ -139,7 +139,7 @@ def test_selective_copies_what_was_hit_so_often(hits: int) -> None:
     rig.close_all()
 
 
-def test_selective_copies_the_part_that_is_shared() -> None:
+def test_selective_backs_up_the_shared_part() -> None:
     rig = Rig(host_options={"write": "write_through_selective", "hits": 2})
     one, two, three = (prompt(4, 7, 7, mark) for mark in (1, 2, 3))
     for tokens in (one, two, three):
@@ -148,7 +148,7 @@ def test_selective_copies_the_part_that_is_shared() -> None:
     assert [rig.on(1, tokens) for tokens in (one, two, three)] == [2, 2, 2]
 
 
-def test_write_back_copies_when_the_device_is_full() -> None:
+def test_write_back_backs_up_when_the_device_is_full() -> None:
     rig = Rig(device=10, host_options={"write": "write_back"})
     rig.serve(A)
     rig.serve(B)
@@ -161,7 +161,7 @@ def test_write_back_copies_when_the_device_is_full() -> None:
     rig.close_all()
 
 
-def test_write_back_frees_device_pages_where_the_host_has_no_room() -> None:
+def test_write_back_frees_device_pages_when_the_host_has_no_room() -> None:
     rig = Rig(device=5, host=3, host_options={"write": "write_back"})
     for tokens in (A, B, C):
         rig.serve(tokens)
@@ -169,7 +169,7 @@ def test_write_back_frees_device_pages_where_the_host_has_no_room() -> None:
     rig.close_all()
 
 
-def test_write_back_frees_device_pages_though_the_copy_fails() -> None:
+def test_write_back_frees_device_pages_when_the_copy_fails() -> None:
     rig = Rig(device=5, host_options={"write": "write_back"})
     down = rig.memory.down
 
@@ -195,16 +195,16 @@ def test_write_back_moves_many_prompts_through_a_small_device() -> None:
     rig.close_all()
 
 
-def test_back_up_says_whether_all_is_on_its_way() -> None:
+def test_back_up_returns_whether_everything_is_under_way() -> None:
     rig = Rig(host=5)
     rig.serve(A)
     rig.serve(B)
     one, two = (rig.cache.tree.match(tokens).node for tokens in (A, B))
     assert rig.tiers.back_up(one) and rig.tiers.back_up(one)
     assert len(rig.copies) == 1
-    assert not rig.tiers.back_up(two), "the host is full of what is on its way"
+    assert not rig.tiers.back_up(two), "the host is full of pages in flight"
     assert counts(rig) == {"backup_skipped": 4}
-    rig.land()
+    rig.end_copy()
     rig.poll()
     rig.settle()
     rig.verify()
@@ -225,11 +225,11 @@ def test_pages_that_are_being_copied_are_not_evicted_from_the_device() -> None:
     rig.close_all()
 
 
-def test_a_copy_that_failed_is_made_again_when_the_prefix_is_used() -> None:
+def test_a_failed_copy_is_made_again_when_the_prefix_is_used() -> None:
     rig = Rig()
     rig.serve(A)
     rig.poll()
-    rig.land(fail=True)
+    rig.end_copy(fail=True)
     rig.poll()
     assert rig.on(1, A) == 0 and not rig.tiers.busy
     assert rig.tiers.stats().host_free == 32
@@ -251,19 +251,19 @@ def test_a_node_may_be_split_while_it_is_copied() -> None:
         rig.serve(prompt(4, 1, 4, 4, 4))
         rig.poll()
         assert len(rig.copies) >= 2
-        rig.land(fail=fail)
+        rig.end_copy(fail=fail)
         rig.poll()
         rig.settle()
         expected = [0, 0, 0] if fail else [4, 4, 4]
         assert [rig.on(1, prompt(4, *marks)) for marks in ((1, 1, 2), (1, 1, 3), (1, 4))] == expected
         rig.settle()
         assert rig.tiers.stats().stored == (0 if fail else 9)
-        assert rig.writers.submitted == (0 if fail else 3), "a call for each copy"
+        assert rig.writers.submitted == (0 if fail else 3), "one call per copy"
         rig.close_all()
 
 
-# A tree of four nodes, each copied by a transfer of its own:  A - B - C
-#                                                                \ D
+# A tree of four nodes, each copied by its own transfer:  A - B - C
+#                                                          \ D
 BRANCHES = {"a": prompt(1, 1), "b": prompt(2, 1, 2), "c": prompt(3, 1, 2, 3), "d": prompt(2, 1, 9)}
 ABOVE = {"a": "a", "b": "ab", "c": "abc", "d": "ad"}
 
@@ -304,7 +304,7 @@ def test_copies_may_end_in_any_order_and_fail_with_their_parents(order: tuple[st
 def test_copies_that_all_ended_are_settled_at_one_poll(failing: tuple[bool, ...]) -> None:
     rig = four_copies()
     for fails in failing:
-        rig.land(fail=fails)
+        rig.end_copy(fail=fails)
     rig.poll()
     fails = dict(zip("abcd", failing, strict=True))  # type: ignore[assignment]
     assert present(rig) == {at: not any(fails[above] for above in ABOVE[at]) for at in "abcd"}  # type: ignore[index]
@@ -313,29 +313,29 @@ def test_copies_that_all_ended_are_settled_at_one_poll(failing: tuple[bool, ...]
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_what_comes_below_a_failed_copy_that_is_not_taken_back_yet_fails_with_it(fail: bool) -> None:
+def test_a_copy_below_a_failed_copy_that_is_not_undone_yet_fails_with_it(fail: bool) -> None:
     rig = Rig()
     rig.serve(prompt(1, 1))
     rig.poll()
     rig.serve(prompt(2, 1, 2))
     rig.poll()
-    rig.land(fail=True)  # of the parent, while the child is on its way
+    rig.end_copy(fail=True)  # of the parent, while that of the child is under way
     rig.poll()
     rig.serve(prompt(3, 1, 2, 3))
     rig.serve(prompt(2, 1, 8))
     rig.poll()
     while rig.copies:
-        rig.land(-1, fail=fail)
+        rig.end_copy(-1, fail=fail)
         rig.poll()
     assert [rig.on(1, tokens) for tokens in BRANCHES.values()] == [0, 0, 0, 0]
     assert rig.tiers.stats().host_free == 32
     rig.close_all()
 
 
-# ---------------------------------------------------------------- what the host keeps
+# ---------------------------------------------------------------- eviction on the host
 
 
-def test_the_host_evicts_what_was_used_longest_ago() -> None:
+def test_the_host_evicts_the_least_recently_used_prefix() -> None:
     rig = Rig(host=8)
     only_on_host(rig, A, B)
     with rig.cache.lease(A):
@@ -350,7 +350,7 @@ def test_the_host_evicts_no_more_than_it_needs_and_keeps_prefixes_connected() ->
     assert [rig.on(1, tokens) for tokens in (A, B, prompt(2, 3))] == [2, 4, 2]
 
 
-def test_the_host_never_evicts_what_is_being_loaded() -> None:
+def test_the_host_never_evicts_pages_that_are_being_loaded() -> None:
     rig = Rig(host=8)
     only_on_host(rig, A, B)
     lease, load = begin(rig, A)
@@ -366,7 +366,7 @@ def test_the_host_never_evicts_what_is_being_loaded() -> None:
     rig.close_all()
 
 
-def test_the_host_never_evicts_what_is_on_its_way_down() -> None:
+def test_the_host_never_evicts_pages_in_flight() -> None:
     rig = Rig(host=4)
     rig.serve(A)
     rig.poll()
@@ -377,11 +377,11 @@ def test_the_host_never_evicts_what_is_on_its_way_down() -> None:
     assert (rig.on(1, A), rig.on(1, B)) == (4, 0)
 
 
-def test_the_host_never_evicts_what_is_being_written() -> None:
+def test_the_host_never_evicts_pages_that_are_being_written() -> None:
     rig = Rig(host=4, backend=MemoryBackend())
     rig.serve(A)
     rig.poll()
-    rig.land()
+    rig.end_copy()
     rig.poll()
     rig.serve(B)
     rig.poll()
@@ -391,7 +391,7 @@ def test_the_host_never_evicts_what_is_being_written() -> None:
     assert rig.tiers.flush() == 4
 
 
-def test_nothing_leaves_the_host_for_what_does_not_fit_even_so() -> None:
+def test_nothing_is_evicted_for_a_copy_that_would_not_fit_even_then() -> None:
     rig = Rig(host=8)
     only_on_host(rig, A, B)
     lease, load = begin(rig, A)
@@ -404,12 +404,12 @@ def test_nothing_leaves_the_host_for_what_does_not_fit_even_so() -> None:
     rig.close_all()
 
 
-def test_what_waits_to_be_written_gives_way_and_what_is_being_written_does_not() -> None:
+def test_a_waiting_write_gives_way_to_a_copy_and_a_running_one_does_not() -> None:
     rig = Rig(host=8, backend=FaultyBackend(), writes=1)
     for tokens in (A, B):
         rig.serve(tokens)
         rig.poll()
-        rig.land()
+        rig.end_copy()
         rig.poll()
     assert (rig.tiers.stats().queued, len(rig.writers.waiting)) == (8, 1)
     rig.serve(C)
@@ -421,12 +421,12 @@ def test_what_waits_to_be_written_gives_way_and_what_is_being_written_does_not()
     rig.close_all()
 
 
-def test_what_waits_to_be_written_does_not_give_way_to_what_does_not_fit_even_so() -> None:
+def test_a_waiting_write_does_not_give_way_to_a_copy_that_would_not_fit_even_then() -> None:
     rig = Rig(host=8, backend=FaultyBackend(), writes=1)
     for tokens in (A, B):
         rig.serve(tokens)
         rig.poll()
-        rig.land()
+        rig.end_copy()
         rig.poll()
     rig.serve(prompt(5, 3))
     rig.poll()
@@ -436,7 +436,7 @@ def test_what_waits_to_be_written_does_not_give_way_to_what_does_not_fit_even_so
     rig.close_all()
 
 
-def test_what_the_device_holds_may_leave_the_host() -> None:
+def test_the_host_may_evict_pages_that_the_device_has() -> None:
     rig = Rig(host=4)
     rig.serve(A)
     rig.settle()
@@ -446,7 +446,7 @@ def test_what_the_device_holds_may_leave_the_host() -> None:
     assert rig.serve(A) == 8
 
 
-def test_flush_leaves_storage_as_it_is() -> None:
+def test_flush_does_not_change_storage() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend)
     rig.serve(A)
@@ -461,10 +461,10 @@ def test_flush_leaves_storage_as_it_is() -> None:
     assert rig.on(1, A) == 4
 
 
-# ---------------------------------------------------------------- coming back
+# ---------------------------------------------------------------- load
 
 
-def test_what_left_the_device_is_loaded_from_the_host() -> None:
+def test_pages_evicted_from_the_device_are_loaded_from_the_host() -> None:
     rig = Rig()
     only_on_host(rig, A)
     lease = rig.cache.lease(A)
@@ -474,7 +474,7 @@ def test_what_left_the_device_is_loaded_from_the_host() -> None:
     assert rig.cache.stats().private_pages == 4
     rig.poll()
     assert load.arrived is None and lease.hit == 0
-    rig.land()
+    rig.end_copy()
     rig.poll()
     assert load.arrived is True
     assert (lease.hit, lease.published, lease.loadable) == (8, 8, 0)
@@ -486,7 +486,7 @@ def test_what_left_the_device_is_loaded_from_the_host() -> None:
     rig.close_all()
 
 
-def test_only_what_the_device_lacks_is_loaded() -> None:
+def test_only_pages_that_the_device_lacks_are_loaded() -> None:
     rig = Rig()
     only_on_host(rig, A)
     rig.serve(prompt(2, 1))
@@ -499,7 +499,7 @@ def test_only_what_the_device_lacks_is_loaded() -> None:
     rig.close_all()
 
 
-def test_layers_arrive_in_order_and_can_be_read_before_all_are_there() -> None:
+def test_layers_arrive_in_order_and_can_be_read_before_all_have_arrived() -> None:
     rig = Rig()
     only_on_host(rig, A)
     lease, load = begin(rig, A)
@@ -531,7 +531,7 @@ def test_a_lease_may_end_while_it_is_loaded_and_its_pages_wait_for_the_copy(how:
         rig.poll()
         assert rig.cache.stats().private_pages >= 4, "the copy still writes to them"
         assert rig.tiers.flush() == 0, "and reads these"
-    rig.land(fail=fail)
+    rig.end_copy(fail=fail)
     if how == "drop":
         del load
         with pytest.warns(ResourceWarning, match="lease"):
@@ -545,11 +545,11 @@ def test_a_lease_may_end_while_it_is_loaded_and_its_pages_wait_for_the_copy(how:
     rig.close_all()
 
 
-def test_a_load_that_fails_leaves_the_lease_to_compute() -> None:
+def test_after_a_failed_load_the_lease_computes() -> None:
     rig = Rig()
     only_on_host(rig, A)
     lease, load = begin(rig, A)
-    rig.land(fail=True)
+    rig.end_copy(fail=True)
     assert load.wait() is False and load.arrived is False
     assert (lease.hit, lease.published, lease.loadable, lease.reserved) == (0, 0, 0, 8)
     lease.reserve(1)
@@ -561,7 +561,7 @@ def test_a_load_that_fails_leaves_the_lease_to_compute() -> None:
     rig.close_all()
 
 
-def test_a_lease_is_not_published_beyond_what_has_arrived() -> None:
+def test_pages_are_not_published_before_they_have_arrived() -> None:
     rig = Rig()
     only_on_host(rig, A)
     lease, load = begin(rig, A)
@@ -579,7 +579,7 @@ def test_two_leases_may_load_the_same_pages() -> None:
         only_on_host(rig, A)
         leases = [begin(rig, A)[0] for _ in range(2)]
         for at in order:
-            rig.land(at)
+            rig.end_copy(at)
             rig.poll()
         assert [lease.hit for lease in leases] == [8, 8]
         assert leases[0].page_table.tolist() == leases[1].page_table.tolist()
@@ -597,7 +597,7 @@ def test_a_lease_is_loaded_once_and_before_anything_is_reserved() -> None:
     with pytest.raises(BadArgument):
         rig.tiers.load(lease)
     assert load.wait()
-    assert rig.tiers.load(lease) is None, "the host has no more"
+    assert rig.tiers.load(lease) is None, "the host has nothing more"
     lease.abort()
     rig.cache.pool.reclaim(rig.cache.tree.flush()[0])
     with rig.cache.lease(A) as other:
@@ -615,13 +615,13 @@ def test_a_lease_is_loaded_once_and_before_anything_is_reserved() -> None:
     rig.close_all()
 
 
-def test_copying_says_whether_device_pages_belong_to_a_transfer() -> None:
+def test_copying_says_whether_a_transfer_holds_device_pages() -> None:
     rig = Rig(backend=FaultyBackend())
     assert not rig.tiers.copying
     rig.serve(A)
     rig.poll()
     assert rig.tiers.copying and rig.tiers.busy
-    rig.land()
+    rig.end_copy()
     rig.poll()
     assert not rig.tiers.copying and rig.tiers.busy, "storage reads host pages"
     rig.settle()
@@ -634,9 +634,9 @@ def test_copying_says_whether_device_pages_belong_to_a_transfer() -> None:
     rig.close_all()
 
 
-@pytest.mark.parametrize(("least", "loads"), [(1, True), (8, True), (9, False)])
-def test_too_little_is_computed_rather_than_loaded(least: int, loads: bool) -> None:
-    rig = Rig(host_options={"load_min_tokens": least})
+@pytest.mark.parametrize(("minimum", "loads"), [(1, True), (8, True), (9, False)])
+def test_too_few_tokens_are_computed_rather_than_loaded(minimum: int, loads: bool) -> None:
+    rig = Rig(host_options={"load_min_tokens": minimum})
     only_on_host(rig, A)
     with rig.cache.lease(A) as lease:
         assert (rig.tiers.load(lease) is not None) == loads
@@ -682,7 +682,7 @@ def test_namespaces_share_nothing_on_the_host() -> None:
 
 @pytest.mark.parametrize("device", range(6))
 @pytest.mark.parametrize("host", range(6))
-def test_a_hit_never_ends_inside_an_image_on_whatever_tier_its_pages_are(device: int, host: int) -> None:
+def test_a_hit_never_ends_inside_an_image_whichever_tier_has_its_pages(device: int, host: int) -> None:
     memory = GhostMemory([8], [8])
     tokens = [1, 2, Image(bytes(16), 8), 3]
     cache = PrefixCache(8, 2, keys=TypedKeys(), host=HostTier(memory, load_min_tokens=1))
@@ -694,7 +694,7 @@ def test_a_hit_never_ends_inside_an_image_on_whatever_tier_its_pages_are(device:
     cache.tiers.poll()
     cache.pool.reclaim(cache.tree.evict(5 - device)[0])
     cache.tiers.host_pools[0].reclaim(cache.tree.evict(5 - host, tier=1)[0])
-    whole = {0: 0, 2: 2, 10: 3}  # positions where a token ends, and tokens up to there
+    whole = {0: 0, 2: 2, 10: 3}  # positions where a token ends, and the tokens up to there
     peeked = cache.peek(tokens)
     with cache.lease(tokens) as lease:
         assert lease.hit in whole and lease.hit_tokens == whole[lease.hit]
@@ -707,7 +707,7 @@ def test_a_hit_never_ends_inside_an_image_on_whatever_tier_its_pages_are(device:
     cache.check()
 
 
-def test_bigrams_come_back_from_the_host() -> None:
+def test_bigrams_are_loaded_from_the_host() -> None:
     memory = GhostMemory([8], [8])
     cache = PrefixCache(8, 2, keys=BigramKeys(), host=HostTier(memory, load_min_tokens=1))
     assert cache.tiers is not None
@@ -723,7 +723,7 @@ def test_bigrams_come_back_from_the_host() -> None:
     cache.check()
 
 
-def test_a_cache_that_is_not_enabled_leaves_its_tiers_alone() -> None:
+def test_a_disabled_cache_does_not_use_its_tiers() -> None:
     memory = GhostMemory([8], [8], instant=False)
     cache = PrefixCache(8, 2, enabled=False, host=HostTier(memory, load_min_tokens=1))
     assert cache.tiers is not None
@@ -737,10 +737,10 @@ def test_a_cache_that_is_not_enabled_leaves_its_tiers_alone() -> None:
     cache.check()
 
 
-# ---------------------------------------------------------------- from storage
+# ---------------------------------------------------------------- prefetch
 
 
-def test_what_is_stored_is_brought_to_the_host_and_from_there_to_the_device() -> None:
+def test_stored_pages_are_prefetched_to_the_host_and_loaded_to_the_device() -> None:
     rig = Rig(backend=stored(A))
     prefetch = rig.tiers.prefetch(A)
     assert prefetch is not None and prefetch.waiting and not prefetch.ended
@@ -772,7 +772,7 @@ def test_namespaces_and_identities_share_nothing_in_storage() -> None:
     assert other.on(1, A) == 0
 
 
-def test_without_a_store_or_with_little_to_find_there_is_nothing_to_wait_for() -> None:
+def test_without_a_store_or_with_too_little_missing_there_is_no_prefetch() -> None:
     assert Rig().tiers.prefetch(A) is None
     rig = Rig(backend=stored(A), prefetch_min_tokens=8)
     assert rig.tiers.prefetch(A[:8]) is None
@@ -784,9 +784,9 @@ def test_without_a_store_or_with_little_to_find_there_is_nothing_to_wait_for() -
         rig.tiers.prefetch([-1] * 20)
 
 
-@pytest.mark.parametrize(("least", "found"), [(6, 6), (8, 0)])
-def test_what_storage_has_too_little_of_is_not_read(least: int, found: int) -> None:
-    rig = Rig(backend=stored(prompt(3, 1)), prefetch_min_tokens=least)
+@pytest.mark.parametrize(("minimum", "found"), [(6, 6), (8, 0)])
+def test_a_prefix_of_which_storage_has_too_little_is_not_read(minimum: int, found: int) -> None:
+    rig = Rig(backend=stored(prompt(3, 1)), prefetch_min_tokens=minimum)
     prefetch = rig.tiers.prefetch(A)
     assert prefetch is not None
     rig.settle()
@@ -801,7 +801,7 @@ def test_best_effort_waits_for_nothing() -> None:
     assert prefetch.loaded == 8
 
 
-def test_wait_complete_waits_for_all_that_was_found() -> None:
+def test_wait_complete_waits_for_everything_that_was_found() -> None:
     rig = Rig(backend=stored(A), prefetch="wait_complete", batch_pages=1, batches=2, call_timeout_s=5.0)
     prefetch = rig.tiers.prefetch(A)
     assert prefetch is not None
@@ -810,14 +810,14 @@ def test_wait_complete_waits_for_all_that_was_found() -> None:
     rig.poll()
     for _ in range(4):
         assert prefetch.waiting
-        rig.clock.now_s += 4.9  # slow, but each in its time
+        rig.clock.now_s += 4.9  # slow, but each within its deadline
         rig.readers.run()
         rig.poll()
     assert prefetch.ended and prefetch.loaded == 8
     assert rig.tiers.stats().faults == {}
 
 
-def test_wait_complete_does_not_wait_for_a_call_that_hangs() -> None:
+def test_wait_complete_does_not_wait_for_a_stuck_call() -> None:
     rig = Rig(backend=stored(A), prefetch="wait_complete", call_timeout_s=5.0)
     prefetch = rig.tiers.prefetch(A)
     assert prefetch is not None
@@ -829,10 +829,10 @@ def test_wait_complete_does_not_wait_for_a_call_that_hangs() -> None:
     assert not prefetch.waiting and not prefetch.ended
     assert rig.tiers.stats().faults == {"timeout": 1}
     rig.settle()
-    assert prefetch.ended and prefetch.loaded == 8, "what comes late is kept"
+    assert prefetch.ended and prefetch.loaded == 8, "late pages are kept"
 
 
-def test_timeout_waits_so_long_and_longer_for_more_pages() -> None:
+def test_timeout_waits_longer_for_more_pages() -> None:
     rig = Rig(backend=stored(A), prefetch="timeout", timeout_s=1.0, timeout_per_page_s=0.5, batch_pages=1)
     prefetch = rig.tiers.prefetch(A)
     assert prefetch is not None
@@ -848,11 +848,11 @@ def test_timeout_waits_so_long_and_longer_for_more_pages() -> None:
     rig.poll()
     assert not prefetch.waiting and not prefetch.ended
     rig.settle()
-    assert prefetch.loaded == 8, "what comes late is kept"
+    assert prefetch.loaded == 8, "late pages are kept"
     rig.close_all()
 
 
-def test_once_storage_said_nothing_in_time_nobody_waits_until_it_answers() -> None:
+def test_after_an_unanswered_lookup_no_request_waits_until_storage_answers() -> None:
     rig = Rig(backend=stored(A, B, C), prefetch="timeout", timeout_s=1.0, timeout_per_page_s=0.0)
     first = rig.tiers.prefetch(A)
     rig.clock.now_s += 1.0
@@ -860,7 +860,7 @@ def test_once_storage_said_nothing_in_time_nobody_waits_until_it_answers() -> No
     assert first is not None and not first.waiting
     second = rig.tiers.prefetch(B)
     rig.poll()
-    assert second is not None and not second.waiting, "the clock stood still"
+    assert second is not None and not second.waiting, "no time has passed"
     rig.settle()
     assert (first.loaded, second.loaded) == (8, 8)
     third = rig.tiers.prefetch(C)
@@ -870,8 +870,8 @@ def test_once_storage_said_nothing_in_time_nobody_waits_until_it_answers() -> No
     rig.close_all()
 
 
-def test_a_prompt_that_takes_too_long_to_read_says_nothing_of_the_next_one() -> None:
-    """Storage has answered: only where it has not, nobody waits for it."""
+def test_a_prompt_that_takes_too_long_to_read_does_not_mark_the_store_as_slow() -> None:
+    """Storage has answered the lookup; only an unanswered one marks it as slow."""
     rig = Rig(backend=stored(A, B), timeout_s=0.1, timeout_per_page_s=0.01)
     one = rig.tiers.prefetch(A)
     rig.readers.run()
@@ -907,26 +907,26 @@ def test_an_open_breaker_is_not_waited_for() -> None:
     rig.close_all()
 
 
-def test_a_breaker_that_opens_ends_the_waiting() -> None:
+def test_a_breaker_that_opens_ends_the_wait() -> None:
     backend = stored(A)
     rig = Rig(backend=backend, breaker_failures=1, prefetch="wait_complete")
     prefetch = rig.tiers.prefetch(A)
     assert prefetch is not None and prefetch.waiting
     rig.serve(B)
     rig.poll()
-    rig.land()
+    rig.end_copy()
     rig.poll()
     backend.always = StorageError("full", "on purpose")
     rig.writers.run_all()
     rig.poll()
     assert rig.tiers.stats().breaker_open
     rig.poll()
-    assert not prefetch.waiting and not prefetch.ended, "its look has not come back"
+    assert not prefetch.waiting and not prefetch.ended, "its lookup has not returned"
     rig.settle()
     rig.close_all()
 
 
-def test_only_so_many_prefetches_at_once() -> None:
+def test_the_number_of_prefetches_is_limited() -> None:
     rig = Rig(backend=stored(A, B, C), max_prefetches=2)
     prefetches = [rig.tiers.prefetch(tokens) for tokens in (A, B, C)]
     assert [prefetch is not None for prefetch in prefetches] == [True, True, False]
@@ -937,23 +937,23 @@ def test_only_so_many_prefetches_at_once() -> None:
     assert [rig.on(1, tokens) for tokens in (A, B, C)] == [4, 4, 4]
 
 
-def test_prefetches_hold_a_part_of_the_host_only() -> None:
+def test_prefetches_hold_only_a_part_of_the_host() -> None:
     rig = Rig(host=8, backend=stored(prompt(8, 1), B), host_fraction=0.5, batch_pages=1)
     prefetches = [rig.tiers.prefetch(tokens) for tokens in (prompt(8, 1), B)]
-    most = 0
+    peak = 0
     for _ in range(20):
-        most = max(most, rig.tiers.stats().host_private)
+        peak = max(peak, rig.tiers.stats().host_private)
         if rig.readers.waiting:
             rig.readers.run()
         rig.poll()
-    assert most == 4
+    assert peak == 4
     assert all(prefetch is not None and prefetch.ended for prefetch in prefetches)
     rig.close_all()
 
 
 @pytest.mark.parametrize("batch_pages", [1, 2, 32])
 def test_a_prompt_longer_than_a_prefetch_may_hold_at_once_is_read_in_parts(batch_pages: int) -> None:
-    """What is on its way when the room ends is kept, and makes room for more; it was thrown away once."""
+    """Pages being read when the room ends are kept, and make room for more; they were dropped once."""
     rig = Rig(host=8, backend=stored(prompt(6, 1)), host_fraction=0.5, batch_pages=batch_pages)
     prefetch = rig.tiers.prefetch(prompt(6, 1))
     assert prefetch is not None
@@ -965,7 +965,7 @@ def test_a_prompt_longer_than_a_prefetch_may_hold_at_once_is_read_in_parts(batch
     rig.close_all()
 
 
-def test_so_many_calls_of_one_prefetch_at_once() -> None:
+def test_the_number_of_calls_of_one_prefetch_is_limited() -> None:
     rig = Rig(backend=stored(prompt(8, 1)), batch_pages=2, batches=3)
     prefetch = rig.tiers.prefetch(prompt(8, 1))
     rig.readers.run()
@@ -981,7 +981,7 @@ def test_so_many_calls_of_one_prefetch_at_once() -> None:
     assert prefetch is not None and prefetch.loaded == 16
 
 
-def test_reads_may_come_back_in_any_order() -> None:
+def test_reads_may_return_in_any_order() -> None:
     for order in itertools.permutations(range(3)):
         rig = Rig(backend=stored(prompt(6, 1)), batch_pages=2, batches=3)
         prefetch = rig.tiers.prefetch(prompt(6, 1))
@@ -1003,7 +1003,7 @@ def test_reads_may_come_back_in_any_order() -> None:
 @pytest.mark.parametrize("batch", [1, 2, 4])
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("how", ["absent", "altered", "short"])
-def test_a_page_that_is_not_whole_ends_what_comes_into_the_tree(how: str, at: int, batch: int) -> None:
+def test_no_page_from_the_first_damaged_one_on_is_added_to_the_tree(how: str, at: int, batch: int) -> None:
     backend = stored(A)
     assert rig_keys(A) == backend.stored_keys()
     rig = Rig(backend=backend, batch_pages=batch)
@@ -1023,7 +1023,7 @@ def test_a_page_that_is_not_whole_ends_what_comes_into_the_tree(how: str, at: in
     rig.close_all()
 
 
-def test_nothing_is_read_behind_a_page_that_is_not_whole() -> None:
+def test_nothing_is_read_after_a_damaged_page() -> None:
     backend = stored(A)
     rig = Rig(backend=backend, batch_pages=1, batches=1)
     rig.tiers.prefetch(A)
@@ -1041,7 +1041,7 @@ def rig_keys(tokens: Sequence[int]) -> list[bytes]:
     return rig.store.sealer.keys(rig.store.sealer.root(b""), rig.cache.tree.keys.encode(tokens), 8)
 
 
-def test_a_prefetch_that_nobody_wants_asks_for_no_more_and_keeps_what_is_on_its_way() -> None:
+def test_a_revoked_prefetch_begins_no_more_reads_and_keeps_pages_being_read() -> None:
     rig = Rig(backend=stored(prompt(8, 1)), batch_pages=1, batches=2)
     prefetch = rig.tiers.prefetch(prompt(8, 1))
     assert prefetch is not None
@@ -1078,7 +1078,7 @@ def test_two_requests_share_one_prefetch_and_one_may_revoke_it() -> None:
     rig.close_all()
 
 
-def test_a_revoked_prefetch_goes_on_for_who_comes_in_time() -> None:
+def test_a_revoked_prefetch_continues_for_a_request_that_comes_in_time() -> None:
     rig = Rig(backend=stored(prompt(8, 1)), batch_pages=1, batches=1)
     one = rig.tiers.prefetch(prompt(8, 1))
     assert one is not None
@@ -1091,7 +1091,7 @@ def test_a_revoked_prefetch_goes_on_for_who_comes_in_time() -> None:
     rig.close_all()
 
 
-def test_prefetches_of_two_prompts_with_a_beginning_in_common() -> None:
+def test_prefetches_of_two_prompts_with_a_common_prefix() -> None:
     one, two = prompt(4, 1, 1, 2), prompt(4, 1, 1, 3)
     rig = Rig(backend=stored(one, two), batch_pages=1)
     first = rig.tiers.prefetch(one)
@@ -1106,7 +1106,7 @@ def test_prefetches_of_two_prompts_with_a_beginning_in_common() -> None:
     rig.close_all()
 
 
-def test_what_is_computed_while_it_is_read_is_kept_once() -> None:
+def test_pages_computed_while_they_are_read_are_kept_once() -> None:
     rig = Rig(backend=stored(A))
     prefetch = rig.tiers.prefetch(A)
     rig.readers.run()
@@ -1114,7 +1114,7 @@ def test_what_is_computed_while_it_is_read_is_kept_once() -> None:
     rig.serve(A)
     rig.poll()
     while rig.copies:
-        rig.land()
+        rig.end_copy()
     rig.poll()
     assert rig.on(1, A) == 4
     rig.settle()
@@ -1124,7 +1124,7 @@ def test_what_is_computed_while_it_is_read_is_kept_once() -> None:
 
 
 def extended() -> tuple[Rig, Prefetch, Sequence[int]]:
-    """A prompt whose beginning is on the device alone, and whose rest is being read."""
+    """Returns a prompt whose first pages are only on the device, and whose rest is being read."""
     whole = prompt(6, 1, 1, 2)
     rig = Rig(backend=stored(whole))
     rig.serve(prompt(2, 1))
@@ -1134,23 +1134,23 @@ def extended() -> tuple[Rig, Prefetch, Sequence[int]]:
     rig.poll()
     rig.readers.run()
     rig.poll()
-    assert not prefetch.ended and len(rig.copies) == 1, "the beginning is on its way to the host"
+    assert not prefetch.ended and len(rig.copies) == 1, "the first pages are in flight to the host"
     return rig, prefetch, whole
 
 
-def test_what_arrives_waits_for_its_beginning_to_be_on_the_host() -> None:
+def test_pages_that_arrive_wait_for_the_pages_before_them_to_be_on_the_host() -> None:
     rig, prefetch, whole = extended()
     assert rig.on(1, whole) == 0
-    rig.land()
+    rig.end_copy()
     rig.poll()
     assert prefetch.ended and prefetch.loaded == 8 and rig.on(1, whole) == 6
     assert rig.serve(whole, load=True) == 12
     rig.close_all()
 
 
-def test_what_arrives_behind_a_beginning_that_failed_is_dropped() -> None:
+def test_pages_that_arrive_after_pages_whose_copy_failed_are_dropped() -> None:
     rig, prefetch, whole = extended()
-    rig.land(fail=True)
+    rig.end_copy(fail=True)
     rig.poll()
     assert prefetch.ended and prefetch.loaded == 0
     assert counts(rig)["prefetch_dropped"] == 4
@@ -1159,7 +1159,7 @@ def test_what_arrives_behind_a_beginning_that_failed_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("write", ["write_through_selective", "write_back"])
-def test_a_prefetch_brings_its_beginning_to_the_host_whatever_the_policy(write: str) -> None:
+def test_a_prefetch_backs_up_the_pages_before_it_whatever_the_policy(write: str) -> None:
     whole = prompt(6, 1, 1, 2)
     rig = Rig(backend=stored(whole), host_options={"write": write, "hits": 9})
     rig.serve(prompt(2, 1))
@@ -1172,10 +1172,10 @@ def test_a_prefetch_brings_its_beginning_to_the_host_whatever_the_policy(write: 
     rig.close_all()
 
 
-def test_what_is_being_read_does_not_outlive_a_flush_in_the_wrong_place() -> None:
+def test_pages_being_read_do_not_end_in_the_wrong_place_after_a_flush() -> None:
     rig, prefetch, whole = extended()
     rig.cache.flush()
-    rig.land()
+    rig.end_copy()
     rig.poll()
     rig.cache.flush()
     rig.settle()
@@ -1184,7 +1184,7 @@ def test_what_is_being_read_does_not_outlive_a_flush_in_the_wrong_place() -> Non
     assert rig.on(1, whole) == 0
 
 
-def test_a_host_full_of_what_is_locked_takes_no_prefetch() -> None:
+def test_a_host_full_of_locked_pages_takes_no_prefetch() -> None:
     rig = Rig(host=4, backend=stored(B))
     only_on_host(rig, A)
     lease, load = begin(rig, A)
@@ -1197,16 +1197,16 @@ def test_a_host_full_of_what_is_locked_takes_no_prefetch() -> None:
     rig.close_all()
 
 
-# ---------------------------------------------------------------- to storage
+# ---------------------------------------------------------------- write
 
 
-def test_what_reached_the_host_is_written_behind() -> None:
+def test_pages_on_the_host_are_written_to_storage() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend)
     rig.serve(A)
     rig.poll()
     assert rig.tiers.stats().queued == 0
-    rig.land()
+    rig.end_copy()
     rig.poll()
     assert rig.tiers.stats().queued == 4 and len(rig.writers.waiting) == 1
     rig.writers.run()
@@ -1216,14 +1216,14 @@ def test_what_reached_the_host_is_written_behind() -> None:
     rig.close_all()
 
 
-def test_only_what_is_new_is_written() -> None:
+def test_only_new_pages_are_written() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend)
     rig.serve(A)
     rig.settle()
     rig.serve(prompt(6, 1, 1, 1, 1, 2))
     rig.poll()
-    rig.land()
+    rig.end_copy()
     rig.poll()
     assert rig.tiers.stats().queued == 2
     rig.settle()
@@ -1237,7 +1237,7 @@ def test_a_full_queue_drops_the_newest_and_counts_it(queue_pages: int) -> None:
     for tokens in (A, B, C):
         rig.serve(tokens)
         rig.poll()
-        rig.land()
+        rig.end_copy()
         rig.poll()
     assert (rig.tiers.stats().queued, rig.tiers.stats().write_dropped) == (8, 4)
     assert len(rig.writers.waiting) == 1, "one at a time"
@@ -1247,7 +1247,7 @@ def test_a_full_queue_drops_the_newest_and_counts_it(queue_pages: int) -> None:
     rig.close_all()
 
 
-def test_what_is_longer_than_the_queue_is_written_when_the_queue_is_empty() -> None:
+def test_a_write_longer_than_the_queue_is_accepted_when_the_queue_is_empty() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend, queue_pages=3)
     rig.serve(A)
@@ -1273,29 +1273,29 @@ def test_a_gap_in_storage_heals_when_something_longer_is_written() -> None:
     rig.close_all()
 
 
-def test_a_store_that_hangs_never_blocks_and_holds_no_more_than_its_queue() -> None:
+def test_a_stuck_store_never_blocks_and_holds_no_more_than_its_queue() -> None:
     rig = Rig(device=64, host=64, backend=FaultyBackend(), queue_pages=8, writes=2, breaker_cooldown_s=1.0)
     for mark in range(10):
         rig.serve(prompt(4, mark))
         rig.poll()
-        rig.land()
+        rig.end_copy()
         rig.poll()
         rig.clock.now_s += 10
     stats = rig.tiers.stats()
     assert stats.queued == 8 and stats.write_dropped == 32
     assert stats.faults["timeout"] == 2
-    assert rig.tiers.flush() == 32, "all but what hangs"
+    assert rig.tiers.flush() == 32, "all but the stuck writes"
     rig.settle()
     rig.close_all()
 
 
-def test_a_store_that_hangs_does_not_take_the_host_away() -> None:
-    """What waits to be written holds host pages; it gives up, the oldest first, when a copy needs the room."""
+def test_a_stuck_store_does_not_occupy_the_host() -> None:
+    """Waiting writes hold host pages; they are dropped, the oldest first, when a copy needs the room."""
     rig = Rig(device=64, host=16, backend=FaultyBackend(), queue_pages=64, writes=1)
     for mark in range(8):
         rig.serve(prompt(4, mark))
         rig.poll()
-        rig.land()
+        rig.end_copy()
         rig.poll()
     stats = rig.tiers.stats()
     assert stats.backup_skipped == 0
@@ -1307,7 +1307,7 @@ def test_a_store_that_hangs_does_not_take_the_host_away() -> None:
 
 
 @pytest.mark.parametrize("cause", StorageError.CAUSES)
-def test_a_store_that_fails_loses_what_was_to_be_written_and_no_more(cause: str) -> None:
+def test_a_failing_store_loses_the_write_and_nothing_else(cause: str) -> None:
     backend = FaultyBackend()
     backend.always = StorageError(cause, "on purpose")
     rig = Rig(backend=backend)
@@ -1322,10 +1322,10 @@ def test_a_store_that_fails_loses_what_was_to_be_written_and_no_more(cause: str)
 
 
 class Alone:
-    """Tiers of an engine with an allocator of its own, whose `drain` lets a step of the machine pass when it sleeps."""
+    """Tiers of an engine with an allocator of its own. While `drain` sleeps, copies and calls advance by a step."""
 
-    def __init__(self, *, hangs: bool = False) -> None:
-        self.backend, self.workers, self.hangs = FaultyBackend(), HandWorkers(), hangs
+    def __init__(self, *, stuck: bool = False) -> None:
+        self.backend, self.workers, self.stuck = FaultyBackend(), HandWorkers(), stuck
         self.slept_s: list[float] = []
         self.tree, self.pool = Tree(2, tiers=2), Pool(32)
         self.memory = GhostMemory([32], [32], instant=False)
@@ -1333,14 +1333,14 @@ class Alone:
         self.tiers = Tiers(self.tree, [self.pool], HostTier(self.memory), store, sleep=self.sleep)
 
     def publish(self, tokens: Sequence[int]) -> None:
-        pages = self.pool.allocate(len(tokens) // 2)
-        node = self.tree.insert(list(tokens), pages).node
-        self.pool.publish(pages)
+        page_ids = self.pool.allocate(len(tokens) // 2)
+        node = self.tree.insert(list(tokens), page_ids).node
+        self.pool.publish(page_ids)
         assert self.tiers.back_up(node)
 
     def sleep(self, seconds: float) -> None:
         self.slept_s.append(seconds)
-        if self.hangs:
+        if self.stuck:
             return
         for ticket in self.memory.tickets:
             ticket.step()
@@ -1359,30 +1359,30 @@ def test_drain_waits_for_copies_and_for_the_writes_that_follow() -> None:
 
 
 def test_drain_gives_up_after_its_time() -> None:
-    alone = Alone(hangs=True)
+    alone = Alone(stuck=True)
     alone.publish(A)
     assert not alone.tiers.drain(1.0)
     assert sum(alone.slept_s) == pytest.approx(1.0)
-    alone.hangs = False
+    alone.stuck = False
     assert alone.tiers.drain(1.0)
-    assert Alone(hangs=True).tiers.drain(0.0), "there is nothing to wait for"
+    assert Alone(stuck=True).tiers.drain(0.0), "nothing is under way"
 
 
 class Lasting(FaultyBackend):
-    """Holds what it has when it is closed."""
+    """Keeps its values when it is closed."""
 
     def close(self) -> None:
         self.calls.append("close")
 
 
 @pytest.mark.parametrize("writes", [1, 2, 8])
-def test_what_waits_to_be_written_is_written_at_the_end(writes: int) -> None:
+def test_waiting_writes_are_made_at_close(writes: int) -> None:
     backend = Lasting()
     rig = Rig(device=64, host=64, backend=backend, writes=writes)
     for mark in range(8):
         rig.serve(prompt(4, mark))
         rig.poll()
-        rig.land()
+        rig.end_copy()
         rig.poll()
     assert len(rig.writers.waiting) == writes
     rig.tiers.close()
@@ -1393,24 +1393,24 @@ def test_what_waits_to_be_written_is_written_at_the_end(writes: int) -> None:
     rig.close_all()
 
 
-def test_a_store_that_hangs_is_left_behind_at_the_end() -> None:
+def test_a_stuck_store_is_abandoned_at_close() -> None:
     backend = Lasting()
     rig = Rig(device=64, host=64, backend=backend)
     rig.serve(A)
     rig.poll()
-    rig.land()
+    rig.end_copy()
     rig.poll()
-    rig.writers.hang = True
+    rig.writers.stuck = True
     rig.tiers.close(0.0)
     assert "close" not in backend.calls
     rig.poll()
 
 
-# ---------------------------------------------------------------- pages that were not waited for
+# ---------------------------------------------------------------- late pages
 
 
 def late(rig: Rig) -> dict[str, int]:
-    """Pages that were computed though storage has them, by cause, without zeros."""
+    """Returns the pages that were computed although storage has them, by cause, without zeros."""
     return {cause: pages for cause, pages in rig.tiers.stats().late.items() if pages}
 
 
@@ -1419,7 +1419,7 @@ def after(rig: Rig, seconds: float) -> None:
     rig.poll()
 
 
-def test_pages_that_came_in_time_are_not_late() -> None:
+def test_pages_that_arrive_in_time_are_not_late() -> None:
     rig = Rig(backend=stored(A))
     rig.tiers.prefetch(A)
     rig.settle()
@@ -1428,10 +1428,10 @@ def test_pages_that_came_in_time_are_not_late() -> None:
     assert set(rig.tiers.stats().late) == set(LATE)
 
 
-def test_pages_that_had_not_come_when_the_wait_was_over_are_late_once() -> None:
+def test_pages_that_have_not_arrived_when_the_wait_ends_are_late_once() -> None:
     rig = Rig(backend=stored(prompt(8, 1)), batch_pages=2, batches=1, timeout_s=1.0, timeout_per_page_s=0.0)
     prefetch = rig.tiers.prefetch(prompt(8, 1))
-    for _ in range(2):  # the look, and two pages
+    for _ in range(2):  # the lookup, and two pages
         rig.readers.run()
         rig.poll()
     after(rig, 1.0)
@@ -1441,7 +1441,7 @@ def test_pages_that_had_not_come_when_the_wait_was_over_are_late_once() -> None:
     assert late(rig) == {"timeout": 6}
 
 
-def test_of_a_store_that_did_not_answer_all_that_it_was_asked_for_is_late() -> None:
+def test_if_the_store_does_not_answer_all_pages_of_the_lookup_are_late() -> None:
     rig = Rig(backend=stored(A, B), timeout_s=1.0)
     rig.tiers.prefetch(A)
     after(rig, 1.0)
@@ -1452,22 +1452,22 @@ def test_of_a_store_that_did_not_answer_all_that_it_was_asked_for_is_late() -> N
     rig.settle()
     rig.tiers.prefetch(C)
     rig.settle()
-    assert late(rig) == {"timeout": 4, "slow": 4}, "storage has nothing of it"
+    assert late(rig) == {"timeout": 4, "slow": 4}, "storage has none of it"
 
 
-def test_what_an_open_breaker_keeps_back_is_late_for_that() -> None:
+def test_pages_kept_back_by_an_open_breaker_are_late_because_of_it() -> None:
     backend = stored(A)
     rig = Rig(backend=backend, breaker_failures=1)
     backend.always = StorageError("unreachable", "on purpose")
     rig.tiers.prefetch(A)
     rig.settle()
-    assert late(rig) == {}, "storage had said that there is nothing"
+    assert late(rig) == {}, "storage reported that it has nothing"
     rig.tiers.prefetch(A)
     rig.poll()
     assert late(rig) == {"breaker": 4}
 
 
-def test_what_lies_behind_a_page_that_is_not_whole_is_late_for_a_fault() -> None:
+def test_pages_after_a_damaged_page_are_late_because_of_a_fault() -> None:
     backend = stored(A)
     rig = Rig(backend=backend)
     rig.tiers.prefetch(A)
@@ -1478,10 +1478,10 @@ def test_what_lies_behind_a_page_that_is_not_whole_is_late_for_a_fault() -> None
     assert late(rig) == {"fault": 3}
 
 
-def test_what_the_host_has_no_room_for_is_late_for_that() -> None:
+def test_pages_without_room_on_the_host_are_late_because_of_it() -> None:
     rig = Rig(host=4, backend=stored(prompt(8, 1)))
     rig.serve(B)
-    rig.poll()  # on its way to all of the host
+    rig.poll()  # in flight to every page of the host
     rig.tiers.prefetch(prompt(8, 1))
     rig.readers.run()
     rig.poll()
@@ -1490,14 +1490,14 @@ def test_what_the_host_has_no_room_for_is_late_for_that() -> None:
     assert late(rig) == {"host_room": 8}
 
 
-def test_what_is_not_looked_for_at_all_is_late_for_the_limit() -> None:
+def test_pages_that_are_not_looked_up_are_late_because_of_the_limit() -> None:
     rig = Rig(backend=stored(A, B), max_prefetches=1)
     assert rig.tiers.prefetch(A) is not None and rig.tiers.prefetch(B) is None
     assert late(rig) == {"limit": 4}
 
 
 @pytest.mark.parametrize("how", ["revoked", "warm"])
-def test_what_nobody_waits_for_is_not_late(how: str) -> None:
+def test_pages_that_no_request_waits_for_are_not_late(how: str) -> None:
     backend = stored(A)
     if how == "warm":
         before = Rig(backend=backend)
@@ -1531,7 +1531,7 @@ def restarted(backend: MemoryBackend, **options: Any) -> Rig:
     return rig
 
 
-def test_the_hottest_prefixes_come_back_after_a_restart() -> None:
+def test_the_hottest_prefixes_are_warmed_after_a_restart() -> None:
     backend = FaultyBackend()
     before = Rig(device=32, backend=backend)
     for tokens in (A, B, B, C, C, C):
@@ -1548,7 +1548,7 @@ def test_the_hottest_prefixes_come_back_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 16])
-def test_everything_remembered_comes_back_whatever_the_limit(limit: int) -> None:
+def test_every_listed_prefix_is_warmed_whatever_the_limit(limit: int) -> None:
     backend = FaultyBackend()
     before = Rig(device=64, host=64, backend=backend)
     prompts = [prompt(2, mark) for mark in range(10)]
@@ -1561,7 +1561,7 @@ def test_everything_remembered_comes_back_whatever_the_limit(limit: int) -> None
     assert [rig.on(1, tokens) for tokens in prompts] == [2] * 10
 
 
-def test_a_prefix_of_any_length_comes_back() -> None:
+def test_a_prefix_of_any_length_is_warmed() -> None:
     backend, size = FaultyBackend(), 5000
     document = prompt(20, *range(20), size=size)  # 100,000 tokens
     before = Rig(21, 20, backend=backend, size=size)
@@ -1573,7 +1573,7 @@ def test_a_prefix_of_any_length_comes_back() -> None:
 
 
 @pytest.mark.parametrize("room", [1, 7, 20])
-def test_as_many_come_back_as_the_host_has_room_for_the_hottest_first(room: int) -> None:
+def test_as_many_prefixes_are_warmed_as_the_host_has_room_for_hottest_first(room: int) -> None:
     backend, size = FaultyBackend(), 5000
     prompts = [prompt(1, mark, size=size) for mark in range(20)]  # 100,000 tokens in all
     before = Rig(21, 20, backend=backend, size=size)
@@ -1588,7 +1588,7 @@ def test_as_many_come_back_as_the_host_has_room_for_the_hottest_first(room: int)
     assert [rig.on(1, tokens) for tokens in prompts] == [1] * room + [0] * (20 - room)
 
 
-def test_a_conversation_comes_back_whole_though_each_turn_adds_little() -> None:
+def test_a_conversation_is_warmed_whole_though_each_turn_adds_little() -> None:
     backend = FaultyBackend()
     before = Rig(device=32, backend=backend)
     whole = prompt(10, *range(10))
@@ -1601,7 +1601,7 @@ def test_a_conversation_comes_back_whole_though_each_turn_adds_little() -> None:
     assert rig.on(1, whole) == 10
 
 
-def test_a_list_is_not_begun_while_the_last_one_is_on_its_way() -> None:
+def test_no_list_is_written_while_the_last_one_is_being_written() -> None:
     rig = Rig(backend=FaultyBackend())
     rig.serve(A)
     rig.settle()
@@ -1614,7 +1614,7 @@ def test_a_list_is_not_begun_while_the_last_one_is_on_its_way() -> None:
     rig.close_all()
 
 
-def test_what_requests_bring_is_not_evicted_for_what_was_hot_before() -> None:
+def test_pages_of_requests_are_not_evicted_to_warm_others() -> None:
     backend = FaultyBackend()
     before = Rig(device=32, backend=backend)
     for tokens in (A, B):
@@ -1630,7 +1630,7 @@ def test_what_requests_bring_is_not_evicted_for_what_was_hot_before() -> None:
     rig.close_all()
 
 
-def test_who_has_nothing_to_remember_leaves_the_note_of_others() -> None:
+def test_an_empty_host_does_not_replace_the_list_of_another() -> None:
     backend = FaultyBackend()
     before = Rig(backend=backend)
     before.serve(A)
@@ -1643,7 +1643,7 @@ def test_who_has_nothing_to_remember_leaves_the_note_of_others() -> None:
     assert restarted(backend).on(1, A) == 4
 
 
-def test_namespaces_come_back_as_they_were() -> None:
+def test_warmed_prefixes_keep_their_namespaces() -> None:
     backend = FaultyBackend()
     before = Rig(backend=backend)
     before.serve(A, "a")
@@ -1655,7 +1655,7 @@ def test_namespaces_come_back_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("how", ["none", "damaged", "of another model", "failing"])
-def test_a_note_that_is_not_good_warms_nothing(how: str) -> None:
+def test_a_damaged_or_missing_list_warms_nothing(how: str) -> None:
     backend = FaultyBackend()
     before = Rig(backend=backend)
     before.serve(A)
@@ -1681,7 +1681,7 @@ def test_without_a_store_nothing_is_remembered() -> None:
     rig.tiers.close()
 
 
-def test_after_the_end_storage_is_not_waited_for() -> None:
+def test_after_close_no_request_waits_for_storage() -> None:
     rig = Rig(backend=stored(A), prefetch="wait_complete")
     rig.tiers.close()
     prefetch = rig.tiers.prefetch(A)
@@ -1689,7 +1689,7 @@ def test_after_the_end_storage_is_not_waited_for() -> None:
     assert prefetch is not None and prefetch.ended and not rig.tiers.busy
     rig.serve(B)
     rig.poll()
-    rig.land()
+    rig.end_copy()
     rig.poll()
     rig.poll()
     assert not rig.tiers.busy
@@ -1708,7 +1708,7 @@ def test_close_leaves_the_store_closed() -> None:
 # ---------------------------------------------------------------- removal
 
 
-def test_what_is_removed_leaves_device_host_and_storage() -> None:
+def test_a_removed_prefix_leaves_device_host_and_storage() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend)
     rig.serve(A)
@@ -1726,7 +1726,7 @@ def test_what_is_removed_leaves_device_host_and_storage() -> None:
     rig.close_all()
 
 
-def test_what_is_removed_on_its_way_down_is_neither_found_nor_stored() -> None:
+def test_a_prefix_removed_while_it_is_backed_up_is_neither_found_nor_stored() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend)
     rig.serve(A)
@@ -1740,7 +1740,7 @@ def test_what_is_removed_on_its_way_down_is_neither_found_nor_stored() -> None:
     rig.close_all()
 
 
-def test_what_is_removed_while_it_waits_to_be_written_is_not_written() -> None:
+def test_a_prefix_removed_while_its_write_waits_is_not_written() -> None:
     backend = FaultyBackend()
     rig = Rig(backend=backend, writes=1)
     rig.serve(B)
@@ -1748,7 +1748,7 @@ def test_what_is_removed_while_it_waits_to_be_written_is_not_written() -> None:
     for _ in range(4):
         rig.poll()
         while rig.copies and not rig.copies[0].done():
-            rig.land()
+            rig.end_copy()
     assert rig.tiers.stats().queued == 8
     rig.cache.remove(A[:2])
     rig.settle()

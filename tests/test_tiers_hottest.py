@@ -1,4 +1,4 @@
-"""The list of the hottest prefixes: what goes in comes out, and bytes from anywhere do no harm."""
+"""The list of the hottest prefixes: it decodes to what was encoded, and arbitrary bytes do no harm."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.hottest import PIECE_BYTES, Finding, Keeping, Prefixes, PathSpan, decode, encode
+from mainstem.tiers.hottest import PIECE_BYTES, Finding, Keeping, PathSpan, Prefixes, decode, encode
 from mainstem.tree import Tree
 
 PAGE = 4
 MANY = 1 << 20
 
 Prefix = tuple[bytes, bytes]
-KEYS = st.binary(min_size=1, max_size=5).map(lambda pages: b"".join(bytes([p % 3]) * PAGE for p in pages))
+KEYS = st.binary(min_size=1, max_size=5).map(lambda drawn: b"".join(bytes([p % 3]) * PAGE for p in drawn))
 PREFIXES = st.lists(st.tuples(st.sampled_from([b"", b"a", b"space"]), KEYS, st.integers(0, 3)), max_size=12)
 
 
 def spans_of(prefixes: Sequence[tuple[bytes, bytes, int]]) -> list[PathSpan]:
-    """Of a tree of these prefixes, each found so often."""
+    """Returns the hot spans of a tree of these prefixes, each with its hits."""
     tree = Tree(1)
     for namespace, key, hits in prefixes:
         ids = np.arange(len(key) // PAGE, dtype=np.int32)
@@ -47,7 +47,7 @@ def pages_of(prefixes: Sequence[Prefix]) -> set[Prefix]:
     return {(space, key[:end]) for space, key in prefixes for end in range(PAGE, len(key) + 1, PAGE)}
 
 
-def test_what_is_shared_is_there_once() -> None:
+def test_a_shared_prefix_is_listed_once() -> None:
     shared, one, two = b"s" * 100 * PAGE, b"1" * PAGE, b"2" * PAGE
     spans = spans_of([(b"n", shared, 5), (b"n", shared + one, 1), (b"n", shared + two, 0), (b"", one, 0)])
     content = encode(spans, PAGE, MANY)
@@ -55,7 +55,7 @@ def test_what_is_shared_is_there_once() -> None:
     assert left(decode(content, PAGE, MANY)) == [(b"n", shared), (b"n", shared + one), (b"", one), (b"n", shared + two)]
 
 
-def test_what_is_as_hot_as_what_it_begins_is_listed_with_it() -> None:
+def test_a_prefix_as_hot_as_its_continuation_is_listed_with_it() -> None:
     key = b"".join(bytes([at]) * PAGE for at in range(9))
     tree = Tree(1)
     for end in (3, 6, 9):  # three nodes
@@ -68,7 +68,7 @@ def test_what_is_as_hot_as_what_it_begins_is_listed_with_it() -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(PREFIXES)
-def test_every_page_is_listed_once_and_comes_out_again(prefixes: list[tuple[bytes, bytes, int]]) -> None:
+def test_every_page_is_listed_once_and_decoded_again(prefixes: list[tuple[bytes, bytes, int]]) -> None:
     spans = spans_of(prefixes)
     pages = pages_of([(space, key) for space, key, _ in prefixes])
     assert sum(len(symbols) for *_, symbols in spans) == len(pages) * PAGE
@@ -125,7 +125,7 @@ def test_a_damaged_list_gives_whole_keys_or_none(prefixes: list[tuple[bytes, byt
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(PREFIXES.filter(len), st.data())
-def test_the_beginning_of_a_list_is_a_list(prefixes: list[tuple[bytes, bytes, int]], data: st.DataObject) -> None:
+def test_a_leading_part_of_a_list_is_a_list(prefixes: list[tuple[bytes, bytes, int]], data: st.DataObject) -> None:
     content = encode(spans_of(prefixes), PAGE, MANY)
     cut = data.draw(st.integers(0, len(content)))
     every, some = left(decode(content, PAGE, MANY)), left(decode(content[:cut], PAGE, MANY))
@@ -150,7 +150,7 @@ def find(backend: MemoryBackend, pages: int = MANY) -> bytes:
 
 
 def pieces(backend: FaultyBackend, content: bytes) -> list[bytes]:
-    """The keys of a list, the first piece first."""
+    """Keeps a list and returns the keys of its pieces in order."""
     seen: list[bytes] = []
 
     def put(keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
@@ -170,12 +170,12 @@ def test_a_list_is_found_as_it_was_kept(size: int) -> None:
     assert len(names) == -(-size // (PIECE_BYTES - 20))
     found = find(backend)
     assert (found[:size], found[size:].strip(b"\0")) == (CONTENT[:size], b"")
-    assert {len(backend.value(name)) for name in names} == {128 + 32 + PIECE_BYTES}, "all values are as long"
+    assert {len(backend.value(name)) for name in names} == {128 + 32 + PIECE_BYTES}, "all values have one length"
 
 
 @pytest.mark.parametrize("how", ["lost", "damaged", "of an older list", "of another place"])
 @pytest.mark.parametrize("at", range(4))
-def test_a_list_ends_in_front_of_a_piece_that_is_not_good(at: int, how: str) -> None:
+def test_a_list_ends_before_a_damaged_or_missing_piece(at: int, how: str) -> None:
     backend = FaultyBackend()
     names = pieces(backend, CONTENT[::-1])
     old = backend.value(names[at])
@@ -193,7 +193,7 @@ def test_a_list_ends_in_front_of_a_piece_that_is_not_good(at: int, how: str) -> 
         assert found == CONTENT[: at * (PIECE_BYTES - 20)]
 
 
-def test_what_a_small_host_has_no_room_for_is_not_read() -> None:
+def test_pieces_that_a_small_host_has_no_room_for_are_not_read() -> None:
     backend = FaultyBackend()
     keep(backend, CONTENT)
     backend.calls.clear()
@@ -201,7 +201,7 @@ def test_what_a_small_host_has_no_room_for_is_not_read() -> None:
     assert backend.calls == ["get", "get"]
 
 
-def test_pieces_go_one_after_the_other_and_end_with_one_that_is_refused() -> None:
+def test_pieces_are_stored_in_turn_and_stop_at_one_that_is_rejected() -> None:
     workers = HandWorkers()
     keeping = Keeping(make_store(FaultyBackend(), workers), CONTENT)
     for _ in range(4):
@@ -214,7 +214,7 @@ def test_pieces_go_one_after_the_other_and_end_with_one_that_is_refused() -> Non
     assert keeping.done() and full.calls == ["put"]
 
 
-def test_nothing_is_found_where_nothing_was_kept() -> None:
+def test_without_a_stored_list_nothing_is_found() -> None:
     finding = Finding(make_store(FaultyBackend()), PAGE, 10)
     assert finding.done() and finding.value == b""
     assert not decode(finding.value, PAGE, 10)

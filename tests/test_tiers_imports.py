@@ -1,4 +1,4 @@
-"""What the tiers need to be imported, and to be used without storage: nothing but NumPy."""
+"""The tiers can be imported, and used without storage, with NumPy alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mainstem.tiers
 
 MODULES = sorted(path.stem for path in Path(mainstem.tiers.__file__).parent.glob("*.py") if path.stem != "__init__")
 
-# `blake3` and `torch` are not installed here, as far as the code below can tell.
+# Makes `blake3`, `torch` and others appear not to be installed.
 WITHOUT = """
 import sys
 

@@ -1,7 +1,7 @@
-"""Leases of every set of components over the host tier: what is loaded, what a failed load leaves, who waits for it.
+"""Leases of every set of components over the host tier: what is loaded, and what a failed load leaves.
 
-A page of a component behind a prefix, and a state there, hold a number that the component and all tokens of the prefix
-give. Copies go one layer further, or end, when the test says so.
+A page or state of a component at the end of a prefix holds a number that is a function of the component and all tokens
+of the prefix. The test advances copies by a layer, or ends them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Rig:
         return {name: [] if table is None else table.tolist() for name, table in zip(names, tables, strict=False)}
 
     def holds(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """What a forward behind these tokens reads is there."""
+        """Checks everything that a forward after these tokens reads."""
         for name, table in self.tables(lease).items():
             row = self.names.index(name)
             component = self.rows[row]
@@ -82,10 +82,10 @@ class Rig:
         slots: list[int] = self.memory.device[self.names.index("state")][:, lease.state].tolist()
         return slots
 
-    # what an engine does
+    # the engine
 
     def forward(self, lease: Lease, tokens: Sequence[int], begin: int, *, spoilt: bool = False) -> None:
-        """Computes behind `begin`, into pages that are private; what was not there to read spoils it."""
+        """Computes from `begin` on, into private pages; `spoilt` if it read pages that did not arrive."""
         lease.slide(begin, len(tokens))
         for name, table in self.tables(lease).items():
             row = self.names.index(name)
@@ -97,7 +97,7 @@ class Rig:
             self.memory.device[row][:, lease.state] = 0 if spoilt else self.layers("state", tokens)
 
     def finish(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Computes and publishes page after page, with the state behind each, and ends."""
+        """Computes and publishes page by page, with a checkpoint after each, and finishes."""
         lease.reserve(lease.length - lease.reserved)
         for begin in range(lease.hit, len(tokens), SIZE):
             self.holds(lease, tokens[:begin])
@@ -119,14 +119,14 @@ class Rig:
         return lease
 
     def begin(self, tokens: Sequence[int], hit: int = 0) -> tuple[Lease, Load, GhostTicket]:
-        """A lease whose load is under way."""
+        """Returns a lease whose load is under way."""
         lease = self.lease(tokens)
         assert (lease.hit, lease.loadable) == (hit, len(tokens) - hit)
         load = self.tiers.load(lease)
         assert load is not None and load.arrived is None
         return lease, load, self.memory.tickets[-1]
 
-    # what the machine does
+    # the machine
 
     def settle(self) -> None:
         for _ in range(50):
@@ -140,7 +140,7 @@ class Rig:
         raise AssertionError("never at rest")
 
     def evict(self, tier: int, *names: str) -> None:
-        """All of the components named, or of all."""
+        """Evicts everything of the named components, or of all."""
         pools = tuple(self.cache.pools.values()) if tier == DEVICE else self.tiers.host_pools
         for name in names or self.names:
             if tier == DEVICE and self.tiers.host.write == "write_back":
@@ -150,8 +150,8 @@ class Rig:
                     pool.reclaim(ids)
         self.cache.check()
 
-    def below(self, tokens: Sequence[int], *kept: int) -> None:
-        """The host has a prompt with a state behind each page; the device has nothing, or a prefix of it."""
+    def put_on_host(self, tokens: Sequence[int], *kept: int) -> None:
+        """Puts a prompt on the host, with a state after each page, and prefixes of it on the device."""
         self.serve(tokens)
         self.settle()
         self.evict(DEVICE)
@@ -160,7 +160,7 @@ class Rig:
             self.settle()
 
     def close(self) -> None:
-        """At rest, nothing is held by anybody."""
+        """Checks that once everything has ended nothing is held."""
         self.settle()
         stats = self.cache.stats()
         assert stats.leases == 0 and all(pool.private == pool.locked == 0 for pool in stats.pools.values())
@@ -170,14 +170,14 @@ class Rig:
         assert self.cache.tree.stats().nodes == 0
 
 
-# ---------------------------------------------------------------- what arrives
+# ---------------------------------------------------------------- loads that arrive
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one(kind: str, write: str) -> None:
     rig = Rig(kind, write=write)
-    rig.below(P)
+    rig.put_on_host(P)
     lease, load, ticket = rig.begin(P)
     assert load.pages == 4
     ticket.wait()
@@ -189,9 +189,9 @@ def test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one(kind: str, wri
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_device_has_is_not_loaded(kind: str) -> None:
+def test_pages_on_the_device_are_not_loaded(kind: str) -> None:
     rig = Rig(kind)
-    rig.below(P, 4)
+    rig.put_on_host(P, 4)
     lease, load, ticket = rig.begin(P, 4)
     assert load.pages == 2
     ticket.wait()
@@ -202,9 +202,9 @@ def test_what_the_device_has_is_not_loaded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_of_a_window_no_more_is_loaded_than_can_be_read(kind: str) -> None:
+def test_only_pages_inside_the_window_are_loaded(kind: str) -> None:
     rig = Rig(kind)
-    rig.below(P)
+    rig.put_on_host(P)
     lease, _, _ = rig.begin(P)
     window = rig.tables(lease)["window"]
     assert [page >= 0 for page in window] == [False, False, True, True]  # the last 3 positions
@@ -213,9 +213,9 @@ def test_of_a_window_no_more_is_loaded_than_can_be_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_the_state_that_is_published_is_the_loaded_one_though_the_forward_has_gone_on(kind: str) -> None:
+def test_the_published_state_is_the_loaded_one_though_the_forward_has_continued(kind: str) -> None:
     rig = Rig(kind)
-    rig.below(P)
+    rig.put_on_host(P)
     lease, load, ticket = rig.begin(P)
     longer = [*P, 20, 21]
     lease.reserve(1)
@@ -225,16 +225,16 @@ def test_the_state_that_is_published_is_the_loaded_one_though_the_forward_has_go
     assert load.wait()
     assert rig.state(lease) == rig.layers("state", [*P, 20])
     with rig.lease(longer) as other:
-        assert other.hit == 8  # lease() has looked at what its state holds
+        assert other.hit == 8  # lease() has checked its state
     lease.abort()
     rig.close()
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_without_a_slot_for_the_tree_a_load_still_serves_who_asked(kind: str) -> None:
+def test_without_a_slot_for_the_tree_a_load_still_serves_its_lease(kind: str) -> None:
     rig = Rig(kind)
-    rig.below(P)
-    others = [rig.cache.lease([50 + at]) for at in range(7)]  # each has a state of its own
+    rig.put_on_host(P)
+    others = [rig.cache.lease([50 + at]) for at in range(7)]  # each has its own state
     lease, load, ticket = rig.begin(P)
     ticket.wait()
     assert load.wait() and lease.hit == 8
@@ -246,18 +246,18 @@ def test_without_a_slot_for_the_tree_a_load_still_serves_who_asked(kind: str) ->
     rig.close()
 
 
-# ---------------------------------------------------------------- what does not arrive
+# ---------------------------------------------------------------- loads that fail
 
 
 @pytest.mark.parametrize("forward", [True, False], ids=["computed with", "settled before"])
 @pytest.mark.parametrize("kept", [0, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_load_that_fails_leaves_all_as_it_was_at_the_hit(kind: str, kept: int, forward: bool) -> None:
+def test_a_failed_load_leaves_everything_as_it_was_at_the_hit(kind: str, kept: int, forward: bool) -> None:
     rig = Rig(kind)
-    rig.below(P, *([kept] if kept else []))
+    rig.put_on_host(P, *([kept] if kept else []))
     lease, load, ticket = rig.begin(P, kept)
     lease.reserve(1)
-    ticket.step()  # a layer arrives
+    ticket.step()  # one layer arrives
     ticket.fail(RuntimeError("on purpose"))
     if forward:
         rig.forward(lease, [*P, 20], 8, spoilt=True)
@@ -269,7 +269,7 @@ def test_a_load_that_fails_leaves_all_as_it_was_at_the_hit(kind: str, kept: int,
         assert len(rig.tables(lease)["window"]) == kept // SIZE
         assert rig.cache.pools["window"].private == 0
     if "state" in rig.names:
-        assert rig.cache.pools["state"].private == 1, "its own, and no mark"
+        assert rig.cache.pools["state"].private == 1, "its own, and no checkpoint"
     rig.finish(lease, P)
     assert rig.serve(P) == 8
     rig.close()
@@ -277,10 +277,10 @@ def test_a_load_that_fails_leaves_all_as_it_was_at_the_hit(kind: str, kept: int,
 
 @pytest.mark.parametrize("kept", [2, 4, 6])
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_a_load_that_fails_leaves_the_window_where_the_hit_ends(kind: str, kept: int) -> None:
-    """Pages behind the window of the hit are not named again, and none is private."""
+def test_a_failed_load_leaves_the_window_where_the_hit_ends(kind: str, kept: int) -> None:
+    """The table does not name pages before the window of the hit again, and none is private."""
     rig = Rig(kind)
-    rig.below(P, kept)
+    rig.put_on_host(P, kept)
     lease = rig.lease(P)
     before = rig.tables(lease)
     assert [page >= 0 for page in before["window"]] == [page >= (kept - 3) // SIZE for page in range(kept // SIZE)]
@@ -297,11 +297,11 @@ def test_a_load_that_fails_leaves_the_window_where_the_hit_ends(kind: str, kept:
 
 
 def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
-    """Two leases were dropped while their pages were written to: each copy frees the pages of its own lease only."""
+    """Two leases end while their loads write: each copy frees the pages of its own lease only."""
     rig = Rig("full")
     q = [token + 40 for token in P[:4]]
-    rig.below(P)
-    rig.below(q)
+    rig.put_on_host(P)
+    rig.put_on_host(q)
     (one, first, ticket), (other, second, later) = rig.begin(P), rig.begin(q)
     one.abort()
     other.abort()
@@ -309,7 +309,7 @@ def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
     assert pool.private == 6
     later.wait()
     assert second.wait()
-    assert pool.private == 4, "those of the first are still written to"
+    assert pool.private == 4, "the pages of the first are still being written"
     ticket.fail(RuntimeError("on purpose"))
     assert not first.wait()
     assert pool.private == 0
@@ -318,7 +318,7 @@ def test_the_end_of_one_load_is_not_the_end_of_another() -> None:
 
 @pytest.fixture
 def little_garbage() -> Iterator[None]:
-    """A collection looks at what is made from here on: with PyTorch imported there is a second's worth of the rest."""
+    """Limits garbage collection to new objects: with PyTorch imported a full one takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -328,9 +328,9 @@ def little_garbage() -> Iterator[None]:
 @pytest.mark.parametrize("arrives", [True, False])
 @pytest.mark.parametrize("how", ["abort", "finish", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lease_that_ends_while_it_is_loaded_is_waited_for(kind: str, how: str, arrives: bool) -> None:
+def test_pages_of_a_lease_that_ends_during_a_load_are_freed_after_the_copy(kind: str, how: str, arrives: bool) -> None:
     rig = Rig(kind)
-    rig.below(P)
+    rig.put_on_host(P)
     lease, load, ticket = rig.begin(P)
     if how == "drop":
         del lease
@@ -339,7 +339,7 @@ def test_a_lease_that_ends_while_it_is_loaded_is_waited_for(kind: str, how: str,
         lease.abort() if how == "abort" else lease.finish(lease.published)
     rig.tiers.poll()
     for name, pool in rig.cache.pools.items():
-        assert pool.private == {"full": 4, "window": 2, "state": 2}[name], "what is written to is not free"
+        assert pool.private == {"full": 4, "window": 2, "state": 2}[name], "pages being written are not free"
     if not arrives:
         ticket.fail(RuntimeError("on purpose"))
     ticket.wait()
@@ -352,10 +352,10 @@ def test_a_lease_that_ends_while_it_is_loaded_is_waited_for(kind: str, how: str,
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_state_put_aside_before_a_load_is_not_lost(kind: str) -> None:
+def test_a_checkpoint_before_a_load_is_not_lost(kind: str) -> None:
     for arrives in (True, False):
         rig = Rig(kind)
-        rig.below(P, 4)
+        rig.put_on_host(P, 4)
         lease = rig.lease(P)
         assert lease.checkpoint(4)
         load = rig.tiers.load(lease)
@@ -369,14 +369,14 @@ def test_a_state_put_aside_before_a_load_is_not_lost(kind: str) -> None:
         rig.close()
 
 
-# ---------------------------------------------------------------- what is not begun
+# ---------------------------------------------------------------- loads that do not begin
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_lease_that_finds_no_slot_lets_go_of_both_tiers(kind: str) -> None:
+def test_a_lease_that_finds_no_slot_unlocks_both_tiers(kind: str) -> None:
     rig = Rig(kind)
-    rig.below(P, 4)
-    others = [rig.cache.lease([50 + at]) for at in range(8)]  # each has a state of its own
+    rig.put_on_host(P, 4)
+    others = [rig.cache.lease([50 + at]) for at in range(8)]  # each has its own state
     with pytest.raises(OutOfPages, match="state slots"):
         rig.cache.lease([*P, 99])
     locked = [rig.cache.tree.core.counts(row, tier)[1] for row in range(len(rig.rows)) for tier in (DEVICE, HOST)]
@@ -391,8 +391,8 @@ LACKS: list[tuple[str, str]] = [(kind, name) for kind in KINDS if " " in kind fo
 
 
 @pytest.mark.parametrize(("kind", "lacks"), LACKS)
-def test_what_the_host_has_in_part_is_not_loaded(kind: str, lacks: str) -> None:
-    """The host alone does not have it, though both tiers together do."""
+def test_a_prefix_that_is_only_partly_on_the_host_is_not_loaded(kind: str, lacks: str) -> None:
+    """The host lacks a part of it, though both tiers together have it."""
     rig = Rig(kind)
     rig.serve(P)
     rig.settle()
@@ -410,16 +410,16 @@ def test_what_the_host_has_in_part_is_not_loaded(kind: str, lacks: str) -> None:
 def test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded(kind: str) -> None:
     rig = Rig(kind, write="write_back")
     rig.serve(P)
-    rig.tiers.make_room(rig.names.index("window"), 3)  # of 4, and the last two are needed
+    rig.tiers.make_room(rig.names.index("window"), 3)  # 3 of 4 pages; the last two are needed
     lease = rig.cache.lease([*P, 99])
     assert (lease.hit, lease.loadable) == (0, 0)
     rig.finish(lease, P)
     rig.close()
 
 
-def test_without_room_for_one_component_nothing_is_taken_of_another() -> None:
+def test_without_room_for_one_component_nothing_is_allocated_for_another() -> None:
     rig = Rig("full window", device=8)
-    rig.below(P)
+    rig.put_on_host(P)
     holder = rig.cache.lease([*range(60, 74)])
     holder.reserve(14)
     holder.slide(0, 14)  # 7 of 8 window pages
@@ -436,13 +436,13 @@ def test_without_room_for_one_component_nothing_is_taken_of_another() -> None:
     rig.close()
 
 
-# ---------------------------------------------------------------- what may not be done to it meanwhile
+# ---------------------------------------------------------------- operations during a load
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_no_state_is_put_aside_while_one_is_on_its_way(kind: str) -> None:
     rig = Rig(kind)
-    rig.below(P, 4)
+    rig.put_on_host(P, 4)
     lease, _, _ = rig.begin(P, 4)
     with pytest.raises(BadArgument, match="position"):
         lease.checkpoint(4)
@@ -452,9 +452,9 @@ def test_no_state_is_put_aside_while_one_is_on_its_way(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_pages_on_their_way_stay_though_the_window_goes_on(kind: str) -> None:
-    """An engine may begin the next forward before it looks whether what the last one read has arrived."""
+    """An engine may begin the next forward before it checks whether the load has arrived."""
     rig = Rig(kind)
-    rig.below(P)
+    rig.put_on_host(P)
     lease, _, ticket = rig.begin(P)
     written = {page for page in rig.tables(lease)["window"] if page >= 0}
     lease.append(list(range(30, 37)))
@@ -467,7 +467,7 @@ def test_pages_on_their_way_stay_though_the_window_goes_on(kind: str) -> None:
     rig.close()
 
 
-# ---------------------------------------------------------------- down
+# ---------------------------------------------------------------- back up
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -478,7 +478,7 @@ def test_states_that_are_evicted_are_written_back(kind: str) -> None:
     states = rig.tiers.host_pools[-1]
     assert states.cached == 0
     rig.evict(DEVICE, "state")
-    assert states.cached == 4  # one behind each page
+    assert states.cached == 4  # one after each page
     assert rig.cache.pools["state"].free == rig.cache.pools["state"].total
     rig.evict(DEVICE)
     lease, load, ticket = rig.begin(P)
@@ -489,7 +489,7 @@ def test_states_that_are_evicted_are_written_back(kind: str) -> None:
     rig.close()
 
 
-def test_pages_that_are_loaded_beside_a_state_and_were_there_go_back() -> None:
+def test_loaded_pages_that_the_tree_had_already_are_freed() -> None:
     rig = Rig("full state")
     rig.serve(P)
     rig.settle()
@@ -505,7 +505,7 @@ def test_pages_that_are_loaded_beside_a_state_and_were_there_go_back() -> None:
     rig.close()
 
 
-def test_ghosts_tell_a_wrong_state_and_a_wrong_page() -> None:
+def test_the_checks_detect_a_wrong_state_and_a_wrong_page() -> None:
     rig = Rig("full window state")
     rig.serve(P)
     for name, wrong in (("full", 0), ("window", 3), ("state", 0)):

@@ -1,4 +1,4 @@
-"""Names of pages, made once each: what they cost over a conversation, and that none is ever another."""
+"""Names of pages: each is computed once, and always that of its prefix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 4
 
 
 def counting(sealer: Sealer) -> list[int]:
-    """The pages that each call hashes, from now on."""
+    """Records the number of pages that each later call hashes."""
     counts: list[int] = []
     keys = sealer.keys
 
@@ -31,7 +31,7 @@ def counting(sealer: Sealer) -> list[int]:
 
 
 def conversation(turns: int, pages: int, odd: int = 0) -> list[list[int]]:
-    """The prompts of its turns, each with the answer to the one before; the last `odd` tokens are told otherwise."""
+    """Returns the prompt of each turn: the one before, less its last `odd` tokens, and new tokens."""
     tokens, prompts = list[int](), []
     for turn in range(turns):
         tokens = tokens[: len(tokens) - odd] + [turn * 1000 + at for at in range(2 * pages + odd)]
@@ -39,7 +39,7 @@ def conversation(turns: int, pages: int, odd: int = 0) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("odd", [0, 3], ids=["each turn goes on", "each turn parts from the end of the last one"])
+@pytest.mark.parametrize("odd", [0, 3], ids=["each turn continues", "each turn changes the end of the last one"])
 def test_a_conversation_costs_as_many_hashes_as_it_has_pages(odd: int) -> None:
     turns, pages = 200, 3
     rig = Rig(1000, 1000, backend=FaultyBackend())
@@ -61,11 +61,11 @@ def test_a_conversation_costs_as_many_hashes_as_it_has_pages(odd: int) -> None:
             rig.writers.run_all()
         assert not rig.tiers.busy
     assert rig.tiers.stats().stored >= turns * pages
-    assert sum(hashed) <= 4 * turns * (pages + odd), "a look and a write of what is new, and of what was told otherwise"
+    assert sum(hashed) <= 4 * turns * (pages + odd), "a lookup and a write of new and of changed pages"
     assert max(hashed) <= 4 * (pages + odd)
 
 
-def test_what_comes_from_storage_is_not_hashed_again_by_what_is_written_behind_it() -> None:
+def test_pages_from_storage_are_not_hashed_again_by_a_write_after_them() -> None:
     backend, tokens = FaultyBackend(), list(range(80))
     before = Rig(64, 64, backend=backend)
     before.serve(tokens)
@@ -81,8 +81,8 @@ def test_what_comes_from_storage_is_not_hashed_again_by_what_is_written_behind_i
 
 
 @pytest.mark.parametrize("writing", ["at once", "later", "never"])
-def test_a_long_prefill_is_hashed_as_it_comes_whenever_it_is_written(writing: str) -> None:
-    """A chunk's node takes in the one before it when nothing holds that: when it is written, or left out."""
+def test_a_long_prefill_is_hashed_once_whenever_it_is_written(writing: str) -> None:
+    """A chunk's node is joined to the one before it once that is unlocked: written, or dropped from the queue."""
     queued = 4 if writing == "never" else 1024
     rig = Rig(200, 200, backend=MemoryBackend(), writes=1, queue_pages=queued)
     assert rig.store is not None
@@ -108,7 +108,7 @@ def test_a_long_prefill_is_hashed_as_it_comes_whenever_it_is_written(writing: st
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_name_is_always_that_of_its_prefix(seed: int) -> None:
-    """Whatever was split, joined, evicted and put there again in between."""
+    """Also after splits, joins, evictions and insertions in between."""
     rng, tree = random.Random(seed), Tree(1)
     sealer = make_store(MemoryBackend()).sealer
     names, free = PageNames(tree.core, sealer, PAGE), iter(range(100_000))
@@ -132,7 +132,7 @@ def test_a_name_is_always_that_of_its_prefix(seed: int) -> None:
         assert names.last(namespace, 0) == expected[0]
 
 
-def test_names_of_a_node_that_is_gone_are_refused() -> None:
+def test_names_of_an_evicted_node_are_rejected() -> None:
     tree = Tree(1)
     names = PageNames(tree.core, make_store(MemoryBackend()).sealer, PAGE)
     node, *_ = tree.core.insert(b"", b"aaaabbbb", 0, [np.arange(2, dtype=np.int32)], 0, 0, 0, True)
@@ -142,8 +142,8 @@ def test_names_of_a_node_that_is_gone_are_refused() -> None:
         names.of(node, 0)
 
 
-def test_so_many_names_are_kept_those_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mainstem.tiers.names._MOST", 2)
+def test_the_most_recently_used_names_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mainstem.tiers.names._MAX_NODES", 2)
     tree = Tree(1)
     sealer = make_store(MemoryBackend()).sealer
     names, hashed = PageNames(tree.core, sealer, PAGE), counting(sealer)

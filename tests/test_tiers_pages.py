@@ -1,4 +1,4 @@
-"""Stored pages: what a key depends on, and that nothing verifies but what was sealed with the secret for that key."""
+"""Stored pages: what a key depends on, and that only a page sealed with the secret for its key verifies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def some_keys(sealer: Sealer, symbols: bytes = bytes(range(32)), namespace: byte
 
 
 def test_keys_and_pages_are_the_same_in_every_process_and_version() -> None:
-    """A change here loses what everybody has stored: give the magic and the contexts new names then."""
+    """A change here invalidates all stored pages: change the magic and the contexts with it."""
     identity = Identity("m", "w", "bfloat16", "none", "l", "s", "gqa", "r", "t", "TokenKeys/4", 16)
     sealer = Sealer(identity, b"sixteen bytes ok")
     root = sealer.root(b"space")
@@ -83,12 +83,12 @@ def test_a_key_depends_on_every_symbol_before_and_in_its_page(symbols: bytes, at
         assert (one == two) == (page < at // PAGE_BYTES)
 
 
-def test_the_same_page_behind_another_one_has_another_key() -> None:
+def test_the_same_page_after_another_one_has_another_key() -> None:
     keys = some_keys(Sealer(IDENTITY, SECRET), bytes(32))
     assert len(set(keys)) == 4
 
 
-def test_keys_go_on_from_a_parent() -> None:
+def test_keys_continue_from_a_parent() -> None:
     sealer = Sealer(IDENTITY, SECRET)
     keys = some_keys(sealer)
     assert sealer.keys(keys[1], bytes(range(16, 32)), PAGE_BYTES) == keys[2:]
@@ -130,7 +130,7 @@ def test_a_namespace_is_never_part_of_the_identity(one: bytes, two: bytes) -> No
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", b"x" * 15])
-def test_a_short_secret_is_refused_and_not_told(secret: bytes) -> None:
+def test_a_short_secret_is_rejected_and_not_shown(secret: bytes) -> None:
     with pytest.raises(BadArgument, match="at least 16") as caught:
         Sealer(IDENTITY, secret)
     assert not secret or secret.decode() not in str(caught.value)
@@ -150,7 +150,7 @@ def test_a_sealed_page_verifies_with_its_own_key_only() -> None:
         assert {sealer.verify(slot, other) for other in keys if other != key} == {"misdirected"}
 
 
-def test_sealing_leaves_nothing_of_what_was_in_the_header() -> None:
+def test_sealing_overwrites_the_whole_header() -> None:
     sealer = Sealer(IDENTITY, SECRET)
     (key, *_) = some_keys(sealer)
     before = memoryview(bytearray(bytes(HEADER_BYTES) + PAYLOAD))
@@ -217,13 +217,13 @@ def test_a_shorter_or_longer_slot_is_found() -> None:
 
 
 @pytest.mark.parametrize("content", [bytes(HEADER_BYTES), bytes(HEADER_BYTES + 24), b"\xff" * (HEADER_BYTES + 24)])
-def test_what_was_never_sealed_does_not_verify(content: bytes) -> None:
+def test_a_slot_that_was_never_sealed_does_not_verify(content: bytes) -> None:
     sealer = Sealer(IDENTITY, SECRET)
     assert sealer.verify(memoryview(bytearray(content)), some_keys(sealer)[0]) == "altered"
 
 
 def test_a_page_made_without_the_secret_does_not_verify() -> None:
-    """The key may be known: a store sees all of them."""
+    """A forger may know the key: a store sees all of them."""
     sealer = Sealer(IDENTITY, SECRET)
     key = some_keys(sealer)[0]
     for forger in (Sealer(IDENTITY), Sealer(IDENTITY, SECRET + b"!"), Sealer(IDENTITY, SECRET[::-1])):

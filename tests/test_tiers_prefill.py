@@ -1,4 +1,4 @@
-"""The estimate of what a prefill costs: it learns a machine, follows it, and is not carried away."""
+"""The estimate of what a prefill costs: it learns a machine, follows it, and resists outliers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mainstem.tiers.prefill import PrefillCost
 
 
 def cost(tokens: int, context: int, a: float = 1e-3, b: float = 2e-7) -> float:
-    """Seconds on a machine that is as the estimate supposes."""
+    """Returns the seconds on a machine that fits the model of the estimate."""
     return a * tokens + b * tokens * (context + tokens / 2)
 
 
@@ -21,17 +21,17 @@ def learned(prefill: PrefillCost, chunks: int, factor: float = 1.0, chunk: int =
     return prefill
 
 
-def test_at_first_it_knows_nothing() -> None:
+def test_at_first_there_is_no_estimate() -> None:
     prefill = PrefillCost()
     assert prefill.seconds(100, 0) is None
     for _ in range(2):
         prefill.observe([(512, 0)], 1.0)
-        assert prefill.seconds(100, 0) is None, "two may both be odd"
+        assert prefill.seconds(100, 0) is None, "both may be outliers"
     prefill.observe([(512, 0)], 1.0)
     assert prefill.seconds(512, 0) == pytest.approx(1.0)
 
 
-def test_a_few_tokens_say_nothing() -> None:
+def test_a_few_tokens_give_no_estimate() -> None:
     prefill = PrefillCost()
     for _ in range(60):
         prefill.observe([(2, 100)], 0.02)
@@ -39,7 +39,7 @@ def test_a_few_tokens_say_nothing() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(512, 0), (16, 1000), (8000, 0), (4000, 4000), (1, 0)])
-def test_it_learns_what_tokens_and_what_their_context_cost(tokens: int, context: int) -> None:
+def test_it_learns_the_cost_of_tokens_and_of_their_context(tokens: int, context: int) -> None:
     prefill = learned(PrefillCost(), 16)
     assert prefill.seconds(tokens, context) == pytest.approx(cost(tokens, context), rel=1e-3)
 
@@ -57,7 +57,7 @@ def test_nothing_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_clock_that_stands_still_teaches_nothing(seconds: float) -> None:
+def test_a_duration_that_is_not_positive_and_finite_is_ignored(seconds: float) -> None:
     prefill = PrefillCost()
     for _ in range(9):
         prefill.observe([(512, 0)], seconds)
@@ -66,7 +66,7 @@ def test_a_clock_that_stands_still_teaches_nothing(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_first_forward_that_compiles_is_no_measure(at: int) -> None:
+def test_a_first_forward_that_compiles_does_not_count(at: int) -> None:
     prefill = PrefillCost()
     for number in range(4):
         prefill.observe([(512, 0)], 60.0 if number == at else 0.5)
@@ -88,15 +88,15 @@ def test_a_machine_that_changes_its_speed_is_followed(factor: float) -> None:
     assert prefill.seconds(4000, 0) == pytest.approx(factor * cost(4000, 0), rel=0.1)
 
 
-def test_short_forwards_do_not_hide_what_long_ones_said() -> None:
-    """Behind a hit a few tokens are computed, at the price of reading all weights."""
+def test_short_forwards_do_not_outweigh_long_ones() -> None:
+    """After a hit a few tokens are computed, at the price of reading all weights."""
     prefill = learned(PrefillCost(), 16)
     for _ in range(500):
         prefill.observe([(3, 8000)], 0.05)
     assert prefill.seconds(4000, 0) == pytest.approx(cost(4000, 0), rel=0.2)
 
 
-def test_noise_on_short_prompts_does_not_say_what_long_ones_cost() -> None:
+def test_noise_on_short_prompts_does_not_distort_the_cost_of_long_ones() -> None:
     for seed in range(50):
         noise, prefill = random.Random(seed), PrefillCost()
         for _ in range(20):

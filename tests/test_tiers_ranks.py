@@ -1,7 +1,7 @@
-"""Ranks that see different stores, other completion orders and faults of their own have equal trees, at every poll.
+"""Ranks with different stores, completion orders and faults have equal trees at every poll.
 
-Each rank is a thread with a cache of its own. All run the same requests, and meet where they agree on votes: there the
-test looks whether they have come the same way. A rank that would wait for ever fails the test instead.
+Each rank is a thread with its own cache. All run the same requests, and meet where they agree on votes; there the test
+compares their states. A rank that would wait forever fails the test instead.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Step = Callable[["Rank"], None]
 
 
 class Ranks:
-    """Where threads meet: the smallest votes, if all of them voted on the same things."""
+    """The meeting point of the threads: returns the lowest votes, if all voted on the same list."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
-        self.brought: list[Any] = [None] * size
+        self.values: list[Any] = [None] * size
         self.errors: list[BaseException] = []
 
-    def meet(self, rank: int, thing: Any) -> list[Any]:
-        self.brought[rank] = thing
+    def meet(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
         self.barrier.wait()
-        everyone = list(self.brought)
+        everyone = list(self.values)
         self.barrier.wait()
         return everyone
 
@@ -51,7 +51,7 @@ class Ranks:
         def guarded(rank: int) -> None:
             try:
                 body(rank)
-            except BaseException as error:  # noqa: BLE001  # it is raised in the test, and the others must not wait
+            except BaseException as error:  # noqa: BLE001  # raised in the test; the others must not wait
                 self.errors.append(error)
                 self.barrier.abort()
 
@@ -63,11 +63,11 @@ class Ranks:
         first = [error for error in self.errors if not isinstance(error, threading.BrokenBarrierError)]
         if self.errors:
             raise (first or self.errors)[0]
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        assert not any(thread.is_alive() for thread in threads), "a rank is stuck"
 
 
 class Rank(Rig):
-    """One of them. What it does is the same on each; when something ends, and how, is its own."""
+    """One rank. Operations are the same on each; when and how transfers end differs."""
 
     def __init__(self, ranks: Ranks, rank: int, backend: FaultyBackend, seed: object, **options: Any) -> None:
         self.ranks, self.rank, self.backend = ranks, rank, backend
@@ -76,36 +76,36 @@ class Rank(Rig):
         host_options = {"agree": self.agree, "load_min_tokens": 2, **options.pop("host_options", {})}
         identity = {"tp_rank": rank, "tp_size": ranks.size}
         super().__init__(backend=backend, identity=identity, host_options=host_options, **options)
-        for _ in range(self.own.choice([0, 4])):  # what computing takes is every rank's own, too
+        for _ in range(self.own.choice([0, 4])):  # every rank has its own estimate, too
             self.tiers.prefill.observe([(64, 0)], self.own.choice([0.001, 1.0, 100.0]))
 
     def agree(self, votes: Sequence[int]) -> list[int]:
         return self.ranks.agree(self.rank, votes, self.state())
 
     def state(self) -> Any:
-        """What must be equal on every rank."""
+        """Returns what must be equal on every rank."""
         tree, stats = self.cache.tree, self.tiers.stats()
         nodes = [(view, {name: (c.ids.tolist(), c.locks) for name, c in view.cells.items()}) for view in tree.nodes()]
         shown = [(v.node, v.key, v.hits, v.last_access, v.namespace, cells) for v, cells in nodes]
-        pages = (stats.host_free, stats.host_cached, stats.host_private, stats.under_way, stats.queued)
-        return tree.pretty(), shown, pages, self.cache.stats()
+        counts = (stats.host_free, stats.host_cached, stats.host_private, stats.under_way, stats.queued)
+        return tree.pretty(), shown, counts, self.cache.stats()
 
     def advance(self) -> None:
-        """Some of what is under way ends here, in an order of this rank's own."""
+        """Ends some of what is under way, in this rank's own order."""
         own = self.own
         self.clock.now_s += own.choice([0.0, 0.01, 0.2])
         for workers in (self.readers, self.writers):
             while workers.waiting and own.random() < 0.6:
                 workers.run(own.randrange(len(workers.waiting)))
         while self.copies and own.random() < 0.6:
-            self.land(own.randrange(len(self.copies)), fail=own.random() < self.faulty)
+            self.end_copy(own.randrange(len(self.copies)), fail=own.random() < self.faulty)
 
     def meet(self) -> None:
         everyone = self.ranks.meet(self.rank, self.state())
         assert all(state == everyone[0] for state in everyone), "ranks differ"
 
     def rest(self) -> None:
-        """Everything ends; `busy` is the same on each rank, or the votes would not fit."""
+        """Ends everything; `busy` must be the same on each rank, or the votes would not match."""
         for _ in range(100):
             for ticket in self.copies:
                 ticket.wait()
@@ -119,7 +119,7 @@ class Rank(Rig):
 
 
 def parts_of_a_store(size: int, prompts: Sequence[Sequence[int]], kept: float, seed: object) -> list[FaultyBackend]:
-    """A store for each rank, that a run before has filled and that has lost something since."""
+    """Returns a store for each rank that an earlier run has filled and that has lost some pages since."""
     backends = [FaultyBackend() for _ in range(size)]
     for rank, backend in enumerate(backends):
         own = random.Random(f"{seed} {rank}")
@@ -132,7 +132,7 @@ def parts_of_a_store(size: int, prompts: Sequence[Sequence[int]], kept: float, s
 
 
 def request(rank: Rank, rng: random.Random, tokens: Sequence[int], prefetches: list[Prefetch]) -> None:
-    """What a scheduler does with a prompt; `rng` is the same on each rank."""
+    """Runs a prompt as a scheduler does; `rng` is the same on each rank."""
     if (prefetch := rank.tiers.prefetch(list(tokens))) is not None:
         prefetches.append(prefetch)
         for _ in range(rng.randrange(4)):
@@ -319,7 +319,7 @@ def test_ranks_warm_the_same_prefixes_or_none(notes: str) -> None:
     assert warmed == [[4, 4, 4] if notes == "equal" else [0, 0, 0]] * 3
 
 
-def test_a_rank_that_is_slow_is_waited_for() -> None:
+def test_all_ranks_wait_for_a_slow_one() -> None:
     ranks = Ranks(2)
 
     def body(at: int) -> None:
@@ -327,11 +327,11 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
         rank.serve(prompt(4, 1))
         rank.poll()
         if at == 0:
-            rank.land()
+            rank.end_copy()
         rank.poll()
         assert rank.on(1, prompt(4, 1)) == 0
         if at == 1:
-            rank.land()
+            rank.end_copy()
         rank.poll()
         assert rank.on(1, prompt(4, 1)) == 4
         rank.rest()
@@ -339,7 +339,7 @@ def test_a_rank_that_is_slow_is_waited_for() -> None:
     ranks.run(body)
 
 
-def test_ranks_go_different_ways_and_the_test_sees_it() -> None:
+def test_the_test_detects_ranks_that_differ() -> None:
     ranks = Ranks(2)
 
     def body(at: int) -> None:

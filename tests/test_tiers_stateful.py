@@ -1,7 +1,7 @@
-"""Random operations on a cache with all its tiers, completions and faults in any order: no wrong page, nothing lost.
+"""Random operations on a cache with all its tiers, completions and faults in any order: no wrong or lost page.
 
-The model is what a page must hold: a number that only its namespace and all tokens up to its end give. After each step
-every page that the tree names, and every page that a lease has computed or hit, is looked at, and `check()` is called.
+The model is the content of a page: a number that is a function of its namespace and all tokens up to its end. Each step
+is followed by `check()`, and by a check of every page in the tree and every page that a lease has computed or hit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mainstem.policies import BUILT_IN
 from mainstem.tiers.controller import Load, Prefetch
 
 Choose = Callable[[int], int]
-"""A number below another one: of `random`, or drawn by hypothesis."""
+"""Draws a number below another one, with `random` or hypothesis."""
 
 SPACES = [None, None, "a"]
 
 
 class InPython:
-    """A built-in rule under another name, so that the tree asks Python for each rank."""
+    """A built-in policy under another name, so that the tree calls Python for each rank."""
 
     name = "my lru"
     rank = staticmethod(BUILT_IN["lru"].rank)
@@ -43,7 +43,7 @@ FAULTS: list[Any] = [None, None, RuntimeError("a bug"), *(StorageError(cause, ""
 
 @dataclass(eq=False)
 class Run:
-    """One sequence: its lease, and the pages behind the hit that it has computed."""
+    """One sequence: its lease, and the pages after the hit that it has computed."""
 
     lease: Lease
     tokens: list[int]
@@ -57,7 +57,7 @@ class Run:
 
 
 class World:
-    """A cache with its tiers, and all that goes on around it."""
+    """A cache with its tiers, its requests and its faults."""
 
     def __init__(self, choose: Choose) -> None:
         self.backend = FaultyBackend() if choose(4) else None
@@ -84,7 +84,7 @@ class World:
                 "call_timeout_s": 1.0,
                 "breaker_cooldown_s": 1.0,
             }
-        self.known: set[tuple[str | None, tuple[int, ...]]] = set()  # prefixes that were computed at any time
+        self.known: set[tuple[str | None, tuple[int, ...]]] = set()  # all prefixes computed so far
         self.begin()
 
     def begin(self) -> None:
@@ -92,7 +92,7 @@ class World:
         self.runs: list[Run] = []
         self.prefetches: list[Prefetch] = []
 
-    # operations; each takes what it needs from `choose`
+    # operations; each draws its arguments from `choose`
 
     def lease(self, choose: Choose) -> None:
         tokens, space = self.some_tokens(choose), SPACES[choose(len(SPACES))]
@@ -100,7 +100,7 @@ class World:
             self.runs.append(Run(self.rig.cache.lease(tokens, space), tokens, space))
 
     def serve(self, choose: Choose) -> None:
-        """From lease to finish, as far as there is room."""
+        """Runs a prompt from lease to finish, as far as there is room."""
         tokens, space = self.some_tokens(choose), SPACES[choose(len(SPACES))]
         run = Run(self.rig.cache.lease(tokens, space), tokens, space)
         if choose(2) and (load := self.rig.tiers.load(run.lease)) is not None:
@@ -137,7 +137,7 @@ class World:
         self.compute(run)
 
     def compute(self, run: Run) -> None:
-        """Writes all pages that are this lease's own, but for those that are being loaded."""
+        """Writes all private pages of the lease, except those being loaded."""
         size = self.rig.size
         loading = run.load.pages if run.load is not None and run.load.arrived is None else 0
         for page in range(run.lease.hit // size + loading, min(len(run.tokens), run.lease.reserved) // size):
@@ -155,7 +155,7 @@ class World:
             run.lease.publish(self.whole(run) * self.rig.size)
 
     def whole(self, run: Run) -> int:
-        """Pages from the first on that hold what they should."""
+        """Returns how many pages are computed, from the first."""
         page = run.lease.hit // self.rig.size
         while page in run.computed:
             page += 1
@@ -175,7 +175,7 @@ class World:
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ResourceWarning)
-                del run.lease, run.load  # dropped; a load under way still has it
+                del run.lease, run.load  # dropped; a load under way still refers to it
 
     def full(self, run: Run) -> bool:
         return (
@@ -191,14 +191,14 @@ class World:
         if self.prefetches:
             self.prefetches.pop(choose(len(self.prefetches))).revoke()
 
-    def land(self, choose: Choose) -> None:
+    def end_copy(self, choose: Choose) -> None:
         if self.rig.copies:
             at = choose(len(self.rig.copies))
             ticket = self.rig.copies[at]
             if choose(4) == 0:
                 ticket.step()
             else:
-                self.rig.land(at, fail=choose(5) == 0)
+                self.rig.end_copy(at, fail=choose(5) == 0)
 
     def call(self, choose: Choose) -> None:
         workers = [self.rig.readers, self.rig.writers][choose(2)]
@@ -209,7 +209,7 @@ class World:
         self.rig.tiers.poll()
 
     def work(self, choose: Choose) -> None:
-        """Much of what is under way goes on."""
+        """Advances much of what is under way."""
         for workers in (self.rig.readers, self.rig.writers):
             for _ in range(choose(4)):
                 if workers.waiting:
@@ -222,7 +222,7 @@ class World:
         self.rig.clock.now_s += [0.05, 0.5, 2.0][choose(3)]
 
     def fault(self, choose: Choose) -> None:
-        """The store fails, or is well again, or has damaged or lost a page."""
+        """Makes the store fail or recover, or damages or drops a page."""
         if self.backend is None:
             return
         how, keys = choose(6), self.backend.stored_keys()
@@ -244,7 +244,7 @@ class World:
             self.rig.cache.flush()
 
     def evict(self, choose: Choose) -> None:
-        """What another allocation would do."""
+        """Evicts by an allocation."""
         lease = self.rig.cache.lease([9])
         with contextlib.suppress(OutOfPages):
             lease.reserve(choose(self.rig.cache.pool.total + 1) * self.rig.size)
@@ -263,11 +263,11 @@ class World:
             self.begin()
 
     OFTEN = ("serve", "prefetch", "work", "work")
-    ALSO = ("lease", "load", "wait", "reserve", "publish", "end", "land", "land", "call", "poll", "evict")
+    ALSO = ("lease", "load", "wait", "reserve", "publish", "end", "end_copy", "end_copy", "call", "poll", "evict")
     SELDOM = ("revoke", "tick", "fault", "flush", "remember", "restart")
     OPERATIONS = (*OFTEN * 6, *ALSO * 2, *SELDOM)
 
-    # what must be true
+    # checks
 
     def verify(self) -> None:
         rig = self.rig
@@ -278,14 +278,14 @@ class World:
             for page in range(self.whole(run)):
                 prefix = run.tokens[: (page + 1) * size]
                 assert rig.memory.device[0][:, table[page]].tolist() == rig.layers(run.space, prefix)
-                assert (run.space, tuple(prefix)) in self.known, "a hit on what nobody has computed"
+                assert (run.space, tuple(prefix)) in self.known, "a hit on a prefix that was never computed"
         private = [
             page for run in self.runs for page in run.lease.page_table[run.lease.published // rig.size :].tolist()
         ]
-        assert len(set(private)) == len(private), "a page of two leases"
+        assert len(set(private)) == len(private), "two leases own a page"
 
     def finish(self) -> None:
-        """Everything ends: all pages are free or cached, and then free."""
+        """Ends everything: all pages are then free or cached, and free after a flush."""
         if self.backend is not None:
             self.backend.always = None
         for run in self.runs:
@@ -299,20 +299,20 @@ class World:
             self.rig.close_all()
         assert all(prefetch.ended for prefetch in self.prefetches)
 
-    # what they need
+    # helpers
 
     def some_run(self, choose: Choose) -> Run | None:
         return self.runs[choose(len(self.runs))] if self.runs else None
 
     def some_tokens(self, choose: Choose) -> list[int]:
-        """Few kinds of page, so that prompts have beginnings in common; a token more, or not."""
+        """Draws a prompt of few kinds of pages, so that prompts share prefixes, perhaps with one more token."""
         marks = [choose(2) if at else 0 for at in range(1 + choose(5))]
         tokens = [mark for mark in marks for _ in range(self.rig.size)]
         return tokens + [9] * choose(2)
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_no_step_makes_a_page_wrong_or_loses_one(seed: int) -> None:
+def test_no_step_corrupts_or_loses_a_page(seed: int) -> None:
     world = World(random.Random(f"world {seed}").randrange)
     rng = random.Random(seed)
     for _ in range(800):
@@ -322,7 +322,7 @@ def test_no_step_makes_a_page_wrong_or_loses_one(seed: int) -> None:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """The same, shrunk when it fails."""
+    """The same operations, shrunk on failure."""
 
     world: World | None = None
 

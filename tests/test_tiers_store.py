@@ -1,4 +1,4 @@
-"""`Store` and its breaker: whatever a back end does, a call ends with a value that is true, and a fault is counted."""
+"""`Store` and its breaker: whatever a back end does, a call ends with a valid value, and faults are counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keys_of(store: Store, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> l
 
 
 def look_up(store: Store, have: int = 0, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> StoreCall[list[bytes]]:
-    """For the pages behind the first `have`."""
+    """Looks up the pages after the first `have`."""
     parent = [store.sealer.root(namespace), *keys_of(store, symbols, namespace)][have]
     return store.look_up(parent, symbols[have * PAGE :], PAGE)
 
@@ -76,20 +76,20 @@ def fill(store: Store, symbols: bytes = SYMBOLS, begin: int = 0) -> Written:
         ("host_fraction", None),
     ],
 )
-def test_a_limit_outside_its_range_is_refused_by_its_name(name: str, value: Any) -> None:
+def test_a_limit_outside_its_range_is_rejected_by_name(name: str, value: Any) -> None:
     with pytest.raises(BadArgument) as caught:
         StorageConfig(**{name: value})
     assert caught.value.name == name
 
 
-def test_limits_may_be_at_the_end_of_their_ranges() -> None:
+def test_limits_may_be_at_the_ends_of_their_ranges() -> None:
     StorageConfig(prefetch_min_tokens=0, timeout_s=0, timeout_per_page_s=0, call_timeout_s=1e-9, host_fraction=1)
 
 
 # ---------------------------------------------------------------- the breaker
 
 
-def test_a_breaker_opens_after_so_many_failures_in_a_row() -> None:
+def test_a_breaker_opens_after_consecutive_failures() -> None:
     breaker = Breaker(3, 5.0, Clock())
     for _ in range(5):
         breaker.fail()
@@ -115,7 +115,7 @@ def test_an_open_breaker_lets_one_call_try_after_the_cool_down() -> None:
     assert breaker.open
 
 
-def test_a_try_that_goes_well_closes_it() -> None:
+def test_a_try_that_succeeds_closes_it() -> None:
     clock = Clock()
     breaker = Breaker(2, 5.0, clock)
     breaker.fail()
@@ -126,7 +126,7 @@ def test_a_try_that_goes_well_closes_it() -> None:
     assert not breaker.open
     assert [breaker.allow() for _ in range(3)] == [True] * 3
     breaker.fail()
-    assert not breaker.open, "it counts from the beginning"
+    assert not breaker.open, "the count starts again"
 
 
 def test_a_try_that_fails_waits_for_another_cool_down() -> None:
@@ -141,7 +141,7 @@ def test_a_try_that_fails_waits_for_another_cool_down() -> None:
         clock.now_s += 4
         assert not breaker.allow()
         clock.now_s += 1
-    assert breaker.openings == 1, "it never closed between"
+    assert breaker.openings == 1, "it never closed in between"
 
 
 def test_openings_are_counted() -> None:
@@ -155,7 +155,7 @@ def test_openings_are_counted() -> None:
         breaker.succeed()
 
 
-# ---------------------------------------------------------------- what is stored is found
+# ---------------------------------------------------------------- look up, read and write
 
 
 def test_pages_are_found_and_read_as_they_were_written() -> None:
@@ -171,7 +171,7 @@ def test_pages_are_found_and_read_as_they_were_written() -> None:
     assert not store.faults
 
 
-def test_a_look_begins_behind_what_is_there_and_ends_at_a_gap() -> None:
+def test_a_lookup_begins_after_its_parent_and_ends_at_a_gap() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store)
@@ -183,7 +183,7 @@ def test_a_look_begins_behind_what_is_there_and_ends_at_a_gap() -> None:
     assert done(look_up(store)) == keys[:2]
     assert done(look_up(store, 2)) == []
     assert done(look_up(store, 0, b"")) == []
-    assert not store.faults, "nothing found is no fault"
+    assert not store.faults, "finding nothing is not a fault"
 
 
 def done(call: StoreCall[Any]) -> Any:
@@ -191,7 +191,7 @@ def done(call: StoreCall[Any]) -> Any:
     return call.value
 
 
-def test_nothing_is_stored_behind_a_gap() -> None:
+def test_nothing_is_stored_after_a_gap() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     assert fill(store, begin=2) == Written(0, gap=True)
@@ -202,7 +202,7 @@ def test_nothing_is_stored_behind_a_gap() -> None:
     assert done(store.read(keys_of(store), new_slots(4, 100))) == 4
 
 
-def test_what_is_stored_already_is_not_written_again() -> None:
+def test_stored_pages_are_not_written_again() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store, SYMBOLS[:8])
@@ -213,7 +213,7 @@ def test_what_is_stored_already_is_not_written_again() -> None:
     assert backend.calls.count("put") == 2
 
 
-def test_pages_go_in_batches() -> None:
+def test_pages_are_written_in_batches() -> None:
     sizes: list[int] = []
     backend = FaultyBackend()
     store = make_store(backend, batch_pages=3)
@@ -232,7 +232,7 @@ def test_a_full_store_ends_a_write() -> None:
     assert not store.breaker.open
 
 
-# ---------------------------------------------------------------- pages that are not what they should be
+# ---------------------------------------------------------------- damaged pages
 
 
 def damage(backend: FaultyBackend, key: bytes, how: str, other: bytes) -> None:
@@ -251,7 +251,7 @@ def damage(backend: FaultyBackend, key: bytes, how: str, other: bytes) -> None:
 
 @pytest.mark.parametrize("how", ["absent", "altered", "length", "misdirected"])
 @pytest.mark.parametrize("at", range(4))
-def test_pages_count_up_to_the_first_that_is_not_whole(how: str, at: int) -> None:
+def test_pages_count_up_to_the_first_damaged_one(how: str, at: int) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store)
@@ -263,7 +263,7 @@ def test_pages_count_up_to_the_first_that_is_not_whole(how: str, at: int) -> Non
 
 
 @pytest.mark.parametrize("how", ["altered", "length", "misdirected"])
-def test_a_page_that_is_not_whole_makes_way_for_a_good_one(how: str) -> None:
+def test_a_damaged_page_is_deleted_so_that_an_intact_one_can_be_stored(how: str) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store)
@@ -278,7 +278,7 @@ def test_a_page_that_is_not_whole_makes_way_for_a_good_one(how: str) -> None:
 
 
 @pytest.mark.parametrize("error", [StorageError("refused", "read-only"), RuntimeError("a bug"), Exception()])
-def test_pages_before_one_that_cannot_be_removed_are_still_good(error: Exception) -> None:
+def test_pages_before_one_that_cannot_be_deleted_still_count(error: Exception) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store)
@@ -299,7 +299,7 @@ def test_a_wrong_length_is_a_miss(length: Any) -> None:
     assert store.faults == {"length": 1}
 
 
-def test_a_back_end_that_claims_to_have_read_is_not_believed() -> None:
+def test_a_read_that_the_back_end_did_not_make_fails_verification() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["get"] = lambda keys, slots: [len(slot) for slot in slots]
@@ -339,7 +339,7 @@ def test_pages_go_through_a_codec_and_back(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
-def test_nothing_is_decoded_before_it_verifies(codec: str) -> None:
+def test_no_page_is_decoded_before_it_is_verified(codec: str) -> None:
     backend = FaultyBackend()
     store = coded(backend, codec)
     done(write(store, float_slots(*[[1.0] * 100] * 4)))
@@ -353,7 +353,7 @@ def test_nothing_is_decoded_before_it_verifies(codec: str) -> None:
         backend.set_value(keys[1], whole)
 
 
-def test_numbers_that_a_codec_cannot_write_are_no_fault_of_the_store() -> None:
+def test_numbers_that_a_codec_cannot_encode_do_not_open_the_breaker() -> None:
     store = coded(FaultyBackend(), "int8")
     for _ in range(10):
         slots = float_slots([1.0] * 100, [float("nan")] * 100)
@@ -367,14 +367,14 @@ MISSES: dict[str, tuple[Callable[[Store], StoreCall[Any]], Any]] = {
     "look_up": (lambda store: look_up(store), []),
     "read": (lambda store: store.read(keys_of(store), new_slots(4, 100)), 0),
     "write": (lambda store: write(store, new_slots(4)), Written(0, gap=False)),
-    "write behind": (lambda store: write(store, new_slots(2), 2), Written(0, gap=False)),
+    "write after a page": (lambda store: write(store, new_slots(2), 2), Written(0, gap=False)),
     "keep_note": (lambda store: store.keep_note("n", b"content", 16), False),
     "find_note": (lambda store: store.find_note("n", 16), b""),
 }
 
 
 class Panic(BaseException):
-    """As of a client written in Rust: no `Exception`."""
+    """Like the panic of a client in Rust: not an `Exception`."""
 
 
 ERRORS: list[tuple[BaseException, str]] = [
@@ -404,7 +404,7 @@ def test_what_a_back_end_raises_is_a_miss(call: str, error: BaseException, cause
     assert store.breaker.open
 
 
-def test_an_interrupt_is_no_fault_of_the_store() -> None:
+def test_an_interrupt_does_not_count_as_a_fault() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.always = KeyboardInterrupt()
@@ -413,7 +413,7 @@ def test_an_interrupt_is_no_fault_of_the_store() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [SLOT] * 3, [SLOT] * 5, None, SLOT], ids=repr)
-def test_as_many_lengths_as_keys_or_the_read_is_a_miss(lengths: Any) -> None:
+def test_a_wrong_number_of_lengths_makes_the_read_a_miss(lengths: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store)
@@ -429,7 +429,7 @@ def test_as_many_lengths_as_keys_or_the_read_is_a_miss(lengths: Any) -> None:
 
 
 @pytest.mark.parametrize("results", [[], [True] * 3, [True] * 5, [False] * 5, None, True], ids=repr)
-def test_as_many_results_as_pages_or_the_write_failed(results: Any) -> None:
+def test_a_wrong_number_of_results_makes_the_write_fail(results: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["put"] = lambda keys, slots: results
@@ -447,7 +447,7 @@ def test_no_more_pages_are_found_than_were_asked_for(count: int, found: int) -> 
 
 
 @pytest.mark.parametrize("count", [None, "4", 1.5, [True] * 4])
-def test_a_count_that_is_none_is_a_miss(count: Any) -> None:
+def test_a_count_that_is_not_an_integer_is_a_miss(count: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: count
@@ -467,7 +467,7 @@ def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert store.faults == {"io": 3, "refused": 2}
 
 
-# ---------------------------------------------------------------- calls that do not come back
+# ---------------------------------------------------------------- calls that do not return
 
 
 def test_a_call_is_not_done_before_it_has_run() -> None:
@@ -494,7 +494,7 @@ def test_a_call_over_its_deadline_has_failed_but_keeps_its_slots() -> None:
     assert not store.breaker.open
 
 
-def test_asking_whether_it_is_done_finds_out_that_it_is_late() -> None:
+def test_done_detects_that_a_call_is_overdue() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)
     call = look_up(store)
@@ -503,7 +503,7 @@ def test_asking_whether_it_is_done_finds_out_that_it_is_late() -> None:
     assert store.faults == {"timeout": 1} and store.slow
 
 
-def test_what_comes_late_is_still_true() -> None:
+def test_the_value_of_a_late_call_is_valid() -> None:
     backend, workers, clock = FaultyBackend(), HandWorkers(instant=True), Clock()
     store = make_store(backend, workers, clock, call_timeout_s=5.0, breaker_failures=1)
     fill(store)
@@ -517,7 +517,7 @@ def test_what_comes_late_is_still_true() -> None:
     assert call.done() and call.value == 4
     assert contents(slots) == contents(new_slots(4))
     assert not store.slow, "it answers again"
-    assert store.breaker.open, "though in time only once it was tried"
+    assert store.breaker.open, "only a call that is tried closes it"
     assert store.faults == {"timeout": 1}
 
 
@@ -534,7 +534,7 @@ def test_a_late_failure_is_counted_by_its_cause_but_fails_once() -> None:
     assert not store.breaker.open
 
 
-def test_a_call_that_ended_in_time_is_not_late_however_late_one_asks() -> None:
+def test_a_call_that_ended_in_time_is_not_overdue_however_late_it_is_polled() -> None:
     workers, clock = HandWorkers(instant=True), Clock()
     store = make_store(MemoryBackend(), workers, clock)
     call = look_up(store)
@@ -546,7 +546,7 @@ def test_a_call_that_ended_in_time_is_not_late_however_late_one_asks() -> None:
 # ---------------------------------------------------------------- the breaker of a store
 
 
-def test_repeated_failures_stop_calls_and_one_that_goes_well_lets_them_through() -> None:
+def test_repeated_failures_stop_calls_and_one_success_resumes_them() -> None:
     backend, clock = FaultyBackend(), Clock()
     store = make_store(backend, clock=clock, breaker_failures=3, breaker_cooldown_s=5.0)
     backend.always = StorageError("unreachable", "on purpose")
@@ -584,7 +584,7 @@ def test_while_one_call_is_tried_others_are_not_made() -> None:
     assert workers.waiting == []
 
 
-def test_calls_that_hang_open_the_breaker() -> None:
+def test_stuck_calls_open_the_breaker() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, breaker_failures=3, breaker_cooldown_s=100.0)
     calls = [look_up(store) for _ in range(3)]
@@ -609,7 +609,7 @@ def test_a_note_is_found_under_its_name() -> None:
     assert not store.faults
 
 
-def test_a_note_that_is_not_there_or_damaged_is_empty() -> None:
+def test_a_missing_or_damaged_note_is_empty() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     assert done(store.find_note("one", 16)) == b""
@@ -622,7 +622,7 @@ def test_a_note_that_is_not_there_or_damaged_is_empty() -> None:
 
 
 class KeepsTheFirst(FaultyBackend):
-    """`put` leaves what is there."""
+    """`put` does not overwrite."""
 
     capabilities = Capabilities(persistent=False, shared=False, zero_copy=False, evicts=True, overwrites=False)
 
@@ -632,7 +632,7 @@ class KeepsTheFirst(FaultyBackend):
         return [True] * len(keys)
 
 
-def test_a_note_takes_the_place_of_the_one_before_in_every_store() -> None:
+def test_a_note_replaces_the_one_before_in_every_store() -> None:
     store = make_store(KeepsTheFirst())
     for content in (b"first", b"second"):
         assert done(store.keep_note("one", content, 16)) is True
@@ -640,7 +640,7 @@ def test_a_note_takes_the_place_of_the_one_before_in_every_store() -> None:
 
 
 @pytest.mark.parametrize("results", [[], None])
-def test_a_note_that_the_back_end_says_nothing_of_is_a_miss(results: Any) -> None:
+def test_a_note_without_a_result_of_the_back_end_is_a_miss(results: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead |= {"put": lambda keys, slots: results, "get": lambda keys, slots: results}
@@ -649,7 +649,7 @@ def test_a_note_that_the_back_end_says_nothing_of_is_a_miss(results: Any) -> Non
     assert store.faults == {"crashed": 2}
 
 
-def test_a_note_in_the_place_of_another_is_not_taken_for_it() -> None:
+def test_a_note_stored_under_another_key_is_rejected() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     done(store.keep_note("one", b"first", 8))
@@ -661,7 +661,7 @@ def test_a_note_in_the_place_of_another_is_not_taken_for_it() -> None:
     assert store.faults == {"misdirected": 1}
 
 
-def test_a_note_says_nothing_to_who_reads_the_store() -> None:
+def test_a_note_is_unreadable_in_the_store() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     done(store.keep_note("one", b"a salt that is nobody's business", 64))
@@ -670,7 +670,7 @@ def test_a_note_says_nothing_to_who_reads_the_store() -> None:
     assert done(store.find_note("one", 64)).rstrip(b"\0") == b"a salt that is nobody's business"
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- close
 
 
 def test_close_ends_workers_and_back_end() -> None:
@@ -682,17 +682,17 @@ def test_close_ends_workers_and_back_end() -> None:
         backend.stats()
 
 
-@pytest.mark.parametrize("hanging", ["readers", "writers"])
-def test_a_back_end_that_is_still_called_is_not_closed(hanging: str) -> None:
+@pytest.mark.parametrize("stuck", ["readers", "writers"])
+def test_a_back_end_with_a_running_call_is_not_closed(stuck: str) -> None:
     backend, readers, writers = FaultyBackend(), HandWorkers(), HandWorkers()
-    {"readers": readers, "writers": writers}[hanging].hang = True
+    {"readers": readers, "writers": writers}[stuck].stuck = True
     store = make_store(backend, readers, writers=writers)
     store.close(0.0)
     assert readers.closed and writers.closed
     assert backend.stats().entries == 0
 
 
-def test_reads_do_not_wait_behind_writes() -> None:
+def test_reads_do_not_wait_for_writes() -> None:
     readers, writers = HandWorkers(instant=True), HandWorkers()
     store = make_store(MemoryBackend(), readers, writers=writers)
     written = write(store, new_slots(4))
@@ -702,7 +702,7 @@ def test_reads_do_not_wait_behind_writes() -> None:
     assert done(written) == Written(4, gap=False)
 
 
-def test_a_call_holds_on_to_its_slots_until_it_returns() -> None:
+def test_a_call_keeps_its_slots_until_it_returns() -> None:
     workers = HandWorkers()
     store = make_store(MemoryBackend(), workers)
     slots = new_slots(4)
@@ -712,14 +712,14 @@ def test_a_call_holds_on_to_its_slots_until_it_returns() -> None:
     gc.collect()
     for array in arrays:
         with pytest.raises(BufferError):
-            array.extend(b"no")  # type: ignore[attr-defined]  # the array of bytes is still looked at
+            array.extend(b"no")  # type: ignore[attr-defined]  # the call still has a view of it
     workers.run()
     assert done(call) == 0 and store.faults == {"absent": 1}
     assert ABSENT == -1
 
 
 @pytest.mark.parametrize("call", MISSES)
-def test_a_call_after_the_end_is_a_miss(call: str) -> None:
+def test_a_call_after_close_is_a_miss(call: str) -> None:
     backend, workers = FaultyBackend(), HandWorkers()
     store = make_store(backend, workers)
     store.close(1.0)

@@ -1,4 +1,4 @@
-"""Workers on threads: what a call gives back, and that neither a hanging one nor `close` blocks for ever."""
+"""Workers on threads: the result of a call, and that neither a stuck call nor `close` blocks forever."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from machine import patience
 from mainstem.tiers.workers import Call, ThreadWorkers
 
 pytestmark = pytest.mark.deadline
-PATIENCE_S = patience(20)  # of the test, for what must happen
+PATIENCE_S = patience(20)  # limit for events that must happen
 
 
 @pytest.fixture
 def release() -> Iterator[threading.Event]:
-    """What hanging calls wait for; set at the end, so that none outlives its test."""
+    """The event that stuck calls wait for; set at the end, so that none outlives its test."""
     event = threading.Event()
     yield event
     event.set()
@@ -31,17 +31,17 @@ def finished(call: Call[Any]) -> bool:
     return call.done()
 
 
-def test_a_call_gives_back_what_it_returned() -> None:
+def test_a_call_returns_the_result_of_its_function() -> None:
     workers = ThreadWorkers(2, "test")
     calls = [workers.submit(lambda n=n: n * n) for n in range(50)]  # type: ignore[misc]
     assert all(finished(call) for call in calls)
     assert [call.result() for call in calls] == [n * n for n in range(50)]
-    assert calls[7].result() == 49  # as often as one asks
+    assert calls[7].result() == 49  # any number of times
     assert workers.close(PATIENCE_S)
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), StopIteration(), SystemExit(3), KeyboardInterrupt()])
-def test_what_a_call_raises_is_raised_to_who_asks(error: BaseException) -> None:
+def test_an_exception_of_a_call_is_raised_by_its_result(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
@@ -55,7 +55,7 @@ def test_what_a_call_raises_is_raised_to_who_asks(error: BaseException) -> None:
     assert workers.close(PATIENCE_S)
 
 
-def test_calls_run_on_threads_of_that_name_and_as_many_at_once() -> None:
+def test_calls_run_at_once_on_as_many_threads_with_that_name() -> None:
     workers, together = ThreadWorkers(3, "of-a-test"), threading.Barrier(3)
 
     def meet() -> str:
@@ -68,33 +68,33 @@ def test_calls_run_on_threads_of_that_name_and_as_many_at_once() -> None:
     assert workers.close(PATIENCE_S)
 
 
-def test_one_thread_runs_calls_in_the_order_in_which_they_came() -> None:
+def test_one_thread_runs_calls_in_the_order_of_submission() -> None:
     workers, order = ThreadWorkers(1, "test"), list[int]()
     calls = [workers.submit(lambda n=n: order.append(n)) for n in range(100)]  # type: ignore[misc]
-    assert workers.close(PATIENCE_S)  # after what is queued
+    assert workers.close(PATIENCE_S)  # after the queued calls
     assert all(call.done() for call in calls)
     assert order == list(range(100))
 
 
-def test_a_hanging_call_is_not_done_and_holds_its_own_thread_only(release: threading.Event) -> None:
+def test_a_stuck_call_is_not_done_and_occupies_only_its_own_thread(release: threading.Event) -> None:
     workers = ThreadWorkers(2, "test")
-    hanging = workers.submit(release.wait)
+    stuck = workers.submit(release.wait)
     others = [workers.submit(lambda: "fine") for _ in range(10)]
     assert all(finished(call) for call in others)
-    assert not hanging.done()
+    assert not stuck.done()
     release.set()
-    assert finished(hanging)
-    assert hanging.result() is True
+    assert finished(stuck)
+    assert stuck.result() is True
     assert workers.close(PATIENCE_S)
 
 
-def test_close_leaves_a_hanging_call_behind(release: threading.Event) -> None:
+def test_close_abandons_a_stuck_call(release: threading.Event) -> None:
     workers = ThreadWorkers(2, "test")
-    hanging = workers.submit(release.wait)
+    stuck = workers.submit(release.wait)
     assert not workers.close(0.05)
-    assert not hanging.done()
+    assert not stuck.done()
     release.set()
-    assert finished(hanging)
+    assert finished(stuck)
 
 
 def test_threads_do_not_keep_the_process_alive(release: threading.Event) -> None:
@@ -129,7 +129,7 @@ def each(threads: list[threading.Thread], step: Callable[[threading.Thread], Non
         step(thread)
 
 
-def test_a_slow_call_has_all_of_the_time_to_end_not_a_part_for_each_thread() -> None:
+def test_close_gives_a_slow_call_the_whole_timeout_not_a_share_per_thread() -> None:
     workers = ThreadWorkers(2, "slow")
     workers.submit(lambda: time.sleep(0.6))
     assert workers.close(patience(1))

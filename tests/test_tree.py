@@ -1,4 +1,4 @@
-"""The lower interface: match, insert, split, lock, flight and eviction of one tree with one component on one tier."""
+"""The lower interface: match, insertion, split, locks, transfers and eviction, with one component on one tier."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mainstem.namespaces import Namespace
 from mainstem.tree import Tree
 
 
-def ids(*pages: int) -> np.ndarray:
-    return np.array(pages, dtype=np.int32)
+def ids(*page_ids: int) -> np.ndarray:
+    return np.array(page_ids, dtype=np.int32)
 
 
 def single(policy: str = "lru") -> Tree:
-    """A tree whose pages hold one token."""
+    """Makes a tree whose pages hold one token."""
     return Tree(page_size=1, policy=policy)
 
 
@@ -31,17 +31,17 @@ def single(policy: str = "lru") -> Tree:
 def test_an_empty_tree_matches_nothing() -> None:
     found = single().match([1, 2, 3])
     assert (found.node, found.length, found.partial, found.pending) == (0, 0, 0, 0)
-    assert found.pages.dtype == np.int32
-    assert len(found.pages) == 0
+    assert found.page_ids.dtype == np.int32
+    assert len(found.page_ids) == 0
 
 
 def test_match_returns_the_pages_of_the_longest_prefix() -> None:
     tree = single()
     tree.insert([1, 2, 3, 4], ids(9, 8, 7, 6))
     found = tree.match([1, 2, 3, 5])
-    assert (found.length, found.pages.tolist()) == (3, [9, 8, 7])
-    assert tree.pages(found.node).tolist() == [9, 8, 7]
-    assert tree.match([1, 2, 3, 4, 5]).pages.tolist() == [9, 8, 7, 6]
+    assert (found.length, found.page_ids.tolist()) == (3, [9, 8, 7])
+    assert tree.page_ids(found.node).tolist() == [9, 8, 7]
+    assert tree.match([1, 2, 3, 4, 5]).page_ids.tolist() == [9, 8, 7, 6]
     assert tree.match([2, 2, 3, 4]).length == 0
 
 
@@ -52,7 +52,7 @@ def test_match_splits_where_the_keys_part() -> None:
     tree.match([1, 2, 9])
     assert tree.stats().nodes == 2
     assert tree.stats().splits == 1
-    assert tree.match([1, 2, 3, 4]).pages.tolist() == [0, 1, 2, 3]
+    assert tree.match([1, 2, 3, 4]).page_ids.tolist() == [0, 1, 2, 3]
     tree.check()
 
 
@@ -92,7 +92,7 @@ def test_partial_is_the_longest_way_into_the_next_page() -> None:
     tree.insert([1, 1, 1, 1, 4, 4, 4, 4], ids(0, 3))
     found = tree.match([1, 1, 1, 1, 2, 2, 3, 4], partial=True)
     assert (found.length, found.partial, found.partial_page) == (4, 3, 2)
-    assert tree.pages(found.partial_node).tolist()[:2] == [0, 2]
+    assert tree.page_ids(found.partial_node).tolist()[:2] == [0, 2]
     short = tree.match([1, 1, 1, 1, 4, 4], partial=True)
     assert (short.length, short.partial, short.partial_page) == (4, 2, 3)
     assert tree.match([1, 1, 1], partial=True).partial == 3
@@ -127,22 +127,22 @@ def test_match_of_an_unknown_namespace_makes_none() -> None:
 # ---------------------------------------------------------------- insert
 
 
-def test_insert_says_what_stood_already() -> None:
+def test_insert_reports_what_existed_before() -> None:
     tree = single()
     first = tree.insert([1, 2, 3], ids(0, 1, 2))
-    assert (first.length, first.existing, first.pages.tolist()) == (3, 0, [0, 1, 2])
+    assert (first.length, first.existing, first.page_ids.tolist()) == (3, 0, [0, 1, 2])
     second = tree.insert([1, 2, 4, 5], ids(10, 11, 12, 13))
-    assert (second.length, second.existing, second.pages.tolist()) == (4, 2, [0, 1, 12, 13])
+    assert (second.length, second.existing, second.page_ids.tolist()) == (4, 2, [0, 1, 12, 13])
     assert tree.stats().cached_pages == 5
 
 
-def test_insert_of_what_stands_adopts_nothing() -> None:
+def test_insert_of_an_existing_prefix_adopts_nothing() -> None:
     tree = single()
     first = tree.insert([1, 2, 3], ids(0, 1, 2))
     again = tree.insert([1, 2, 3], ids(7, 8, 9))
-    assert (again.node, again.existing, again.pages.tolist()) == (first.node, 3, [0, 1, 2])
+    assert (again.node, again.existing, again.page_ids.tolist()) == (first.node, 3, [0, 1, 2])
     shorter = tree.insert([1, 2], ids(7, 8))
-    assert (shorter.existing, tree.pages(shorter.node).tolist()) == (2, [0, 1])
+    assert (shorter.existing, tree.page_ids(shorter.node).tolist()) == (2, [0, 1])
     assert tree.stats().inserted_pages == 3
     tree.check()
 
@@ -151,24 +151,24 @@ def test_insert_resumes_at_a_handle() -> None:
     tree = single()
     node = tree.insert([1, 2], ids(0, 1)).node
     added = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3), after=node)
-    assert (added.existing, added.length, added.pages.tolist()) == (2, 4, [2, 3])
-    assert tree.pages(added.node).tolist() == [0, 1, 2, 3]
+    assert (added.existing, added.length, added.page_ids.tolist()) == (2, 4, [2, 3])
+    assert tree.page_ids(added.node).tolist() == [0, 1, 2, 3]
     tree.check()
 
 
-def test_insert_resumes_in_front_of_what_stands() -> None:
+def test_insert_resumes_before_an_existing_part() -> None:
     tree = single()
     tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3))
     node = tree.match([1]).node
     added = tree.insert([1, 2, 3, 9], ids(10, 11, 12, 13), after=node)
-    assert (added.existing, added.pages.tolist()) == (3, [1, 2, 13])
+    assert (added.existing, added.page_ids.tolist()) == (3, [1, 2, 13])
 
 
 def test_insert_at_its_own_end_does_nothing() -> None:
     tree = single()
     node = tree.insert([1, 2], ids(0, 1)).node
     added = tree.insert([1, 2], ids(0, 1), after=node)
-    assert (added.node, added.length, added.existing, len(added.pages)) == (node, 2, 2, 0)
+    assert (added.node, added.length, added.existing, len(added.page_ids)) == (node, 2, 2, 0)
 
 
 def test_insert_refuses_a_handle_that_is_not_on_the_key() -> None:
@@ -189,21 +189,21 @@ def test_insert_refuses_a_handle_of_another_namespace() -> None:
     assert tree.peek([1, 2, 3], "a") == 2
 
 
-@pytest.mark.parametrize("pages", [[0], [0, 1, 2], [0, -1]])
-def test_insert_refuses_page_ids_that_do_not_fit(pages: list[int]) -> None:
+@pytest.mark.parametrize("page_ids", [[0], [0, 1, 2], [0, -1]])
+def test_insert_refuses_page_ids_that_do_not_fit(page_ids: list[int]) -> None:
     tree = single()
     with pytest.raises(BadArgument):
-        tree.insert([1, 2], ids(*pages))
+        tree.insert([1, 2], ids(*page_ids))
     assert tree.stats().cached_pages == 0
     assert tree.stats().namespaces == 0
 
 
-def test_siblings_under_one_parent_are_told_apart_by_their_first_page() -> None:
+def test_siblings_are_distinguished_by_their_first_page() -> None:
     tree = Tree(page_size=2)
     for page, token in enumerate(range(100, 400)):
         tree.insert([7, token], ids(page))
     for page, token in enumerate(range(100, 400)):
-        assert tree.match([7, token]).pages.tolist() == [page]
+        assert tree.match([7, token]).page_ids.tolist() == [page]
     assert tree.stats().nodes == 300
     tree.check()
 
@@ -290,7 +290,7 @@ def test_the_root_may_be_locked_for_nothing() -> None:
     tree.lock(0)
     tree.unlock(0)
     tree.unlock(0)
-    assert tree.pages(0).tolist() == []
+    assert tree.page_ids(0).tolist() == []
 
 
 # ---------------------------------------------------------------- handles
@@ -301,15 +301,15 @@ def test_a_split_keeps_the_handle_of_the_end() -> None:
     node = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3)).node
     upper = tree.match([1, 2]).node
     assert upper != node
-    assert tree.pages(node).tolist() == [0, 1, 2, 3]
-    assert tree.pages(upper).tolist() == [0, 1]
+    assert tree.page_ids(node).tolist() == [0, 1, 2, 3]
+    assert tree.page_ids(upper).tolist() == [0, 1]
 
 
 def test_a_handle_goes_stale_when_its_end_is_cut_off() -> None:
     tree = single()
     node = tree.insert([1, 2, 3], ids(0, 1, 2)).node
     assert tree.evict(1)[0].tolist() == [2]
-    for call in (tree.lock, tree.unlock, tree.pages, tree.commit, tree.cancel):
+    for call in (tree.lock, tree.unlock, tree.page_ids, tree.commit, tree.cancel):
         with pytest.raises(StaleHandle):
             call(node)
     with pytest.raises(StaleHandle):
@@ -335,7 +335,7 @@ def test_a_handle_stays_stale_when_the_same_prefix_comes_back() -> None:
     tree.evict(1)
     tree.insert([1, 2, 3], ids(0, 1, 2))
     with pytest.raises(StaleHandle):
-        tree.pages(old)
+        tree.page_ids(old)
 
 
 @pytest.mark.parametrize("handle", [1, 2**31, 2**62, -1, (1 << 32) + 12345])
@@ -348,11 +348,11 @@ def test_a_made_up_handle_is_refused(handle: int) -> None:
 # ---------------------------------------------------------------- in flight
 
 
-def test_a_match_stops_in_front_of_what_is_in_flight() -> None:
+def test_a_match_stops_before_pages_in_flight() -> None:
     tree = single()
     tree.insert([1, 2], ids(0, 1))
-    flying = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3), ready=False)
-    assert (flying.existing, flying.length) == (2, 4)
+    in_flight = tree.insert([1, 2, 3, 4], ids(0, 1, 2, 3), ready=False)
+    assert (in_flight.existing, in_flight.length) == (2, 4)
     found = tree.match([1, 2, 3, 4, 5])
     assert (found.length, found.pending) == (2, 2)
     assert tree.match([1, 2, 3, 9]).pending == 1
@@ -364,24 +364,24 @@ def test_a_match_stops_in_front_of_what_is_in_flight() -> None:
 
 def test_commit_makes_pages_matchable() -> None:
     tree = single()
-    flying = tree.insert([1, 2], ids(0, 1), ready=False)
-    tree.commit(flying.node)
-    assert tree.match([1, 2]).pages.tolist() == [0, 1]
+    in_flight = tree.insert([1, 2], ids(0, 1), ready=False)
+    tree.commit(in_flight.node)
+    assert tree.match([1, 2]).page_ids.tolist() == [0, 1]
     assert tree.stats().evictable_pages == 2
     with pytest.raises(BadArgument):
-        tree.commit(flying.node)
+        tree.commit(in_flight.node)
     tree.check()
 
 
-def test_cancel_gives_the_pages_back() -> None:
+def test_cancel_returns_the_pages() -> None:
     tree = single()
     tree.insert([1], ids(0))
-    flying = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
-    returned = tree.cancel(flying.node)
+    in_flight = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
+    returned = tree.cancel(in_flight.node)
     assert np.concatenate([np.asarray(part, dtype=np.int32).ravel() for part in returned]).tolist() == [1, 2]
     assert tree.match([1, 2, 3]).length == 1
     with pytest.raises(StaleHandle):
-        tree.commit(flying.node)
+        tree.commit(in_flight.node)
     assert tree.stats().in_flight_pages == 0
     tree.check()
 
@@ -395,47 +395,47 @@ def test_cancel_of_all_there_is_removes_the_namespace() -> None:
 def test_what_is_in_flight_and_its_ancestors_are_not_evicted() -> None:
     tree = single()
     tree.insert([1, 2, 9], ids(0, 1, 9))
-    flying = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
+    in_flight = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
     assert tree.evict(9)[0].tolist() == [9]
-    tree.commit(flying.node)
+    tree.commit(in_flight.node)
     assert sorted(tree.evict(9)[0].tolist()) == [0, 1, 2]
 
 
-def test_insert_goes_on_behind_what_is_in_flight_and_is_found_when_that_has_arrived() -> None:
+def test_an_insertion_after_pages_in_flight_is_found_once_they_are_committed() -> None:
     tree = single()
     first = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
     second = tree.insert([1, 2, 4], ids(10, 11, 12), ready=False)
-    assert (second.length, second.existing, second.pages.tolist()) == (3, 2, [0, 1, 12])
+    assert (second.length, second.existing, second.page_ids.tolist()) == (3, 2, [0, 1, 12])
     tree.commit(second.node)
     assert (tree.peek([1, 2, 4]), tree.match([1, 2, 4]).pending) == (0, 2)
     tree.check()
     tree.commit(first.node)
-    assert tree.match([1, 2, 4]).pages.tolist() == [0, 1, 12]
-    assert tree.match([1, 2, 3]).pages.tolist() == [0, 1, 2]
+    assert tree.match([1, 2, 4]).page_ids.tolist() == [0, 1, 12]
+    assert tree.match([1, 2, 3]).page_ids.tolist() == [0, 1, 2]
     tree.check()
 
 
-def test_insert_behind_a_handle_in_flight() -> None:
+def test_insert_after_a_handle_in_flight() -> None:
     tree = single()
-    flying = tree.insert([1, 2], ids(0, 1), ready=False)
-    added = tree.insert([1, 2, 3], ids(0, 1, 2), after=flying.node)
-    assert (added.length, added.existing, added.pages.tolist()) == (3, 2, [2])
+    in_flight = tree.insert([1, 2], ids(0, 1), ready=False)
+    added = tree.insert([1, 2, 3], ids(0, 1, 2), after=in_flight.node)
+    assert (added.length, added.existing, added.page_ids.tolist()) == (3, 2, [2])
     assert tree.peek([1, 2, 3]) == 0
-    tree.commit(flying.node)
+    tree.commit(in_flight.node)
     assert tree.peek([1, 2, 3]) == 3
     tree.check()
 
 
-def test_what_is_behind_a_cancelled_beginning_comes_back_when_its_own_transfer_has_ended() -> None:
+def test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends() -> None:
     for end in ("commit", "cancel"):
         tree = single()
         first = tree.insert([1, 2, 3], ids(0, 1, 2), ready=False)
         second = tree.insert([1, 2, 4, 5], ids(10, 11, 12, 13), ready=False)
         assert tree.cancel(first.node)[0].tolist() == [0, 1, 2]
-        assert tree.flush()[0].tolist() == []  # its pages are still written to
+        assert tree.flush()[0].tolist() == []  # its pages are still being written
         tree.check()
         again = tree.insert([1, 2, 4], ids(20, 21, 22))
-        assert (again.existing, tree.match([1, 2, 4, 5]).pages.tolist()) == (0, [20, 21, 22])
+        assert (again.existing, tree.match([1, 2, 4, 5]).page_ids.tolist()) == (0, [20, 21, 22])
         if end == "commit":
             tree.commit(second.node)
             assert tree.match([1, 2, 4, 5]).length == 3
@@ -447,7 +447,7 @@ def test_what_is_behind_a_cancelled_beginning_comes_back_when_its_own_transfer_h
         assert tree.stats().nodes == tree.stats().namespaces == 0
 
 
-def test_of_a_transfer_that_adds_nothing_nothing_is_in_flight() -> None:
+def test_a_transfer_that_adds_nothing_has_nothing_in_flight() -> None:
     tree = single()
     first = tree.insert([1, 2], ids(0, 1), ready=False)
     again = tree.insert([1, 2], ids(5, 6), ready=False)
@@ -460,7 +460,7 @@ def test_of_a_transfer_that_adds_nothing_nothing_is_in_flight() -> None:
 # ---------------------------------------------------------------- removal
 
 
-def test_a_removed_prefix_is_not_found_and_its_pages_come_back() -> None:
+def test_a_removed_prefix_is_not_found_and_its_pages_are_freed() -> None:
     tree = Tree(page_size=2)
     tree.insert([1, 2, 3, 4, 5, 6], ids(0, 1, 2))
     tree.insert([1, 2, 3, 9], ids(0, 3))
@@ -481,7 +481,7 @@ def test_a_removed_namespace_leaves_the_others() -> None:
         tree.insert([1, 2], ids(0, 1) if space == "a" else ids(2, 3), space)
     assert sorted(tree.remove([], "a")[0][0].tolist()) == [0, 1]
     assert (tree.peek([1, 2], "a"), tree.peek([1, 2], "b")) == (0, 2)
-    assert tree.remove([], "nobody")[0][0].tolist() == []
+    assert tree.remove([], "unknown")[0][0].tolist() == []
     tree.check()
 
 
@@ -494,8 +494,8 @@ def test_what_is_locked_outlives_its_removal_and_goes_first_then(policy: str) ->
     assert tree.remove([1, 2])[0][0].tolist() == []
     assert tree.peek([1, 2, 3]) == 1
     other = tree.insert([1, 2, 3], ids(10, 11, 12))
-    assert other.pages.tolist() == [0, 11, 12]
-    assert tree.pages(node).tolist() == [0, 1, 2]
+    assert other.page_ids.tolist() == [0, 11, 12]
+    assert tree.page_ids(node).tolist() == [0, 1, 2]
     tree.check()
     tree.unlock(node)
     assert [view.removed for view in tree.nodes() if 2 in view.cells["full", 0].ids] == [True]
@@ -504,7 +504,7 @@ def test_what_is_locked_outlives_its_removal_and_goes_first_then(policy: str) ->
     tree.check()
 
 
-def test_what_is_in_front_of_a_removed_page_can_go_with_it() -> None:
+def test_pages_before_a_removed_page_can_be_evicted_with_it() -> None:
     tree = single()
     node = tree.insert(range(12), range(12)).node
     tree.lock(node)
@@ -643,7 +643,7 @@ def test_commit_of_what_is_not_in_flight_is_refused() -> None:
 # ---------------------------------------------------------------- evict
 
 
-def test_evict_gives_exactly_as_many_pages_as_asked() -> None:
+def test_evict_returns_exactly_as_many_pages_as_requested() -> None:
     tree = single()
     tree.insert(list(range(10)), np.arange(10, dtype=np.int32))
     assert tree.evict(0)[0].tolist() == []
@@ -655,7 +655,7 @@ def test_evict_gives_exactly_as_many_pages_as_asked() -> None:
     tree.check()
 
 
-def test_evict_takes_leaves_before_what_they_stand_on() -> None:
+def test_evict_takes_leaves_before_their_parents() -> None:
     tree = single()
     tree.insert([1, 2], ids(0, 1))
     tree.insert([1, 3], ids(0, 2))
@@ -702,7 +702,7 @@ def test_statistics_add_up() -> None:
     assert (stats.match_calls, stats.queried_symbols, stats.hit_symbols) == (2, 7, 2)
     assert (stats.inserted_pages, stats.evicted_pages, stats.splits) == (3, 1, 1)
     assert len(tree.evict(100)[0]) == 1
-    assert tree.stats().evicted_pages == 2, "what was freed, not what was asked for"
+    assert tree.stats().evicted_pages == 2, "what was freed, not what was requested"
 
 
 def test_nodes_are_listed_depth_first_and_add_up() -> None:
@@ -729,11 +729,11 @@ def test_pretty_names_every_node_once() -> None:
 def test_a_chain_of_many_nodes_needs_no_recursion() -> None:
     tree = single()
     tokens = [token % 7 for token in range(5000)]
-    pages = np.arange(5000, dtype=np.int32)
+    page_ids = np.arange(5000, dtype=np.int32)
     node = 0
     for end in range(10, 5001, 10):
-        node = tree.insert(tokens[:end], pages[:end], after=node).node
-        tree.lock(node)  # or it would be joined to the next
+        node = tree.insert(tokens[:end], page_ids[:end], after=node).node
+        tree.lock(node)  # else it is joined to the next
     assert tree.stats().nodes == 500
     tree.lock(node)
     assert tree.match(tokens).length == 5000
@@ -749,7 +749,7 @@ def test_a_chain_of_many_nodes_needs_no_recursion() -> None:
 
 
 def grow(tree: Tree, lengths: list[int], lock: bool = False) -> list[int]:
-    """One sequence, inserted piece by piece; the handles that the insertions gave."""
+    """Inserts one sequence piece by piece; returns the handles of the insertions."""
     nodes = [0]
     for end in np.cumsum(lengths).tolist():
         nodes.append(tree.insert(list(range(end)), np.arange(end, dtype=np.int32), after=nodes[-1]).node)
@@ -762,10 +762,10 @@ def test_what_comes_in_pieces_becomes_one_node() -> None:
     tree = single()
     *earlier, last = grow(tree, [5, 1, 1, 20])
     assert [(view.length, view.node) for view in tree.nodes()] == [(27, last)]
-    for node in earlier:  # an end that is no more
+    for node in earlier:  # these ends no longer exist
         with pytest.raises(StaleHandle):
             tree.lock(node)
-    assert tree.pages(last).tolist() == list(range(27))
+    assert tree.page_ids(last).tolist() == list(range(27))
     assert tree.match(list(range(6))).length == 6
     tree.check()
 
@@ -783,27 +783,27 @@ def test_a_lock_keeps_its_end_apart_until_it_goes() -> None:
     tree.check()
 
 
-def test_a_long_sequence_lies_in_nodes_of_bounded_length() -> None:
-    """So that a joint never moves more than a node's worth."""
+def test_a_long_sequence_has_nodes_of_bounded_length() -> None:
+    """A join never moves more than one node of maximal length."""
     tree = Tree(page_size=16)
-    tokens, pages = list(range(40 * 512)), np.arange(40 * 32, dtype=np.int32)
+    tokens, page_ids = list(range(40 * 512)), np.arange(40 * 32, dtype=np.int32)
     node = 0
     for end in range(512, len(tokens) + 1, 512):
-        node = tree.insert(tokens[:end], pages[: end // 16], after=node).node
+        node = tree.insert(tokens[:end], page_ids[: end // 16], after=node).node
     assert [view.length for view in tree.nodes()] == [4096] * 5
     assert tree.held_bytes() < 5 * len(tokens) + 4096
     tree.check()
 
 
 @pytest.mark.parametrize("reason", ["branch", "hit", "priority", "policy", "in flight", "tier", "component"])
-def test_what_a_policy_or_a_caller_could_tell_apart_is_not_joined(reason: str) -> None:
+def test_nodes_that_a_policy_or_a_caller_could_distinguish_are_not_joined(reason: str) -> None:
     tree = {
         "policy": lambda: Tree(page_size=1, policy="fifo"),
         "tier": lambda: Tree(page_size=1, tiers=2),
         "component": lambda: Tree(page_size=1, components=(Full(), Window(4))),
     }.get(reason, lambda: Tree(page_size=1))()
-    pages = [0, 1, 2]
-    node = tree.insert([1, 2], [pages[:2]] * 2 if reason == "component" else pages[:2]).node
+    page_ids = [0, 1, 2]
+    node = tree.insert([1, 2], [page_ids[:2]] * 2 if reason == "component" else page_ids[:2]).node
     tree.lock(node)
     if reason == "branch":
         tree.insert([1, 2, 9], [0, 1, 9], after=node)
@@ -813,14 +813,14 @@ def test_what_a_policy_or_a_caller_could_tell_apart_is_not_joined(reason: str) -
         tree.attach(node, [5, 6], tier=1)
         tree.commit(node, tier=1)
     options = {"priority": 1} if reason == "priority" else {"ready": False} if reason == "in flight" else {}
-    tree.insert([1, 2, 3], [pages] * 2 if reason == "component" else pages, after=node, **options)
+    tree.insert([1, 2, 3], [page_ids] * 2 if reason == "component" else page_ids, after=node, **options)
     tree.unlock(node)
     assert tree.length(node) == 2
     assert tree.stats().nodes == 2 + (reason == "branch")
     tree.check()
 
 
-def test_what_a_tree_holds_follows_what_lives_in_it() -> None:
+def test_the_memory_of_a_tree_shrinks_with_its_content() -> None:
     tree = single()
     length = 1 << 16
     tokens = np.arange(length, dtype=np.int32) % 1000
@@ -849,17 +849,17 @@ def test_every_prefix_is_found_as_in_the_reference(size: int) -> None:
     tree, model, rng = Tree(page_size=size), ReferenceTree(size), random.Random(size)
     for step in range(60):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
-        pages = np.arange(step * 6, step * 6 + len(tokens) // size, dtype=np.int32)
-        real, modelled = tree.insert(tokens, pages), model.insert(tokens, pages.tolist())
-        assert (real.length, real.existing, real.pages.tolist()) == (
+        page_ids = np.arange(step * 6, step * 6 + len(tokens) // size, dtype=np.int32)
+        real, modelled = tree.insert(tokens, page_ids), model.insert(tokens, page_ids.tolist())
+        assert (real.length, real.existing, real.page_ids.tolist()) == (
             modelled.length,
             modelled.existing,
-            modelled.pages,
+            modelled.page_ids,
         )
     for _ in range(200):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(6 * size))]
         assert tree.peek(tokens) == model.peek(tokens)
-        assert tree.match(tokens).pages.tolist() == model.match(tokens).pages
+        assert tree.match(tokens).page_ids.tolist() == model.match(tokens).page_ids
     tree.check()
 
 
@@ -867,7 +867,7 @@ def test_every_prefix_is_found_as_in_the_reference(size: int) -> None:
 def test_a_tier_that_is_not_there_is_refused(tier: Any) -> None:
     tree = Tree(page_size=1)
     node = tree.insert([1, 2], ids(0, 1)).node
-    calls = (tree.lock, tree.unlock, tree.commit, tree.cancel, lambda node, tier: tree.pages(node, tier=tier))
+    calls = (tree.lock, tree.unlock, tree.commit, tree.cancel, lambda node, tier: tree.page_ids(node, tier=tier))
     for call in (*calls, lambda node, tier: tree.evict(1, tier=tier), lambda node, tier: tree.flush(tier)):
         with pytest.raises(BadArgument, match="tier"):
             call(node, tier)

@@ -2,11 +2,11 @@
 
     free  --reserve-->  private (one lease)  --publish-->  cached (the tree)  --evict-->  free
                            |                    |
-                           +------ finish ------+--- the tree had it already: the duplicate goes back to free
+                           +------ finish ------+--- the tree already has it: the duplicate is freed
 
-free + cached + private is every page, always; the same holds of the pages of a sliding window and of the slots of
-recurrent states, which have pools of their own. Knows ids; knows no tensors: copying a page or a state is a function
-passed in. One thread at a time, as in a scheduler.
+Every page is always free, cached or private. The same holds for window pages and state slots, which have their own
+pools. Knows ids, not tensors: the functions that copy a page or a state are passed in. Not thread-safe: call it from
+one thread at a time, as a scheduler does.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from mainstem.tree import Tree
 __all__ = ["CacheStats", "CopyPage", "CopyState", "Lease", "PoolStats", "PrefixCache"]
 
 CopyPage = Callable[[int, int, int], None]
-"""copy_page(source, target, positions): copies the KV of a page's first positions into another page."""
+"""copy_page(source, target, positions): copies the KV of the first positions of a page into another page."""
 
 CopyState = Callable[[int, int], None]
-"""copy_state(source, target): copies all of a recurrent state from slot to slot."""
+"""copy_state(source, target): copies a whole recurrent state from slot to slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Counts of one component's pages or slots. free + cached + private = total; locked are some of the cached."""
+    """Counts of one component's pages or slots. free + cached + private = total; locked is a part of cached."""
 
     total: int
     free: int
@@ -48,13 +48,13 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts of a cache. free + cached + private = total pages; cached = locked + evictable.
+    """Counters of a cache. free + cached + private = total pages; cached = locked + evictable.
 
-    `queried` and `hit` are positions asked for and reused by leases, counted at their first `reserve`; of these,
-    `partial_hit` were copied out of the inside of a page, and `partial_missed` counts leases that found no page to copy
-    into, and `host_hit` were loaded from the host. `duplicate_pages` were computed by two leases at once and given
-    back. `checkpoints` are states published, `checkpoints_missed` those for which there was no slot. The pages are
-    those of the first component; `pools` has every component's.
+    `queried` and `hit` are positions that leases asked for and reused, counted at their first `reserve`. Of the hit
+    positions, `partial_hit` were copied from the middle of a page and `host_hit` were loaded from the host.
+    `partial_missed` counts leases that found no page to copy into. `duplicate_pages` were computed by two leases at
+    once and freed. `checkpoints` are published states; `checkpoints_missed` found no slot. Page counts are those of the
+    first component; `pools` has every component's.
     """
 
     total_pages: int
@@ -83,16 +83,16 @@ class PrefixCache:
     """A pool of pages and the tree of the prefixes that they hold.
 
     Args:
-        pages: pages in the pool; or, of a model with several kinds of layers, how many of each component's: the first
-            one has an id for each page.
-        page_size: positions a page.
-        keys: what a token sequence is in symbols; one symbol is one position.
+        pages: number of pages in the pool. For a model with several kinds of layers: the number for each component; the
+            first one has an id for each page.
+        page_size: positions per page.
+        keys: how token sequences become symbols; one symbol is one position.
         policy: what is evicted first, see `mainstem.policies.find_policy`.
-        enabled: False: nothing is matched and nothing published; all else is the same.
-        copy_page: with it a hit may end inside a page, whose beginning is copied; without it, and where there is more
-            than full attention, hits end at page borders.
-        copy_state: must be given where there are states: a lease computes with a copy of what it found.
-        host: a host tier below the device; then `tiers.poll` must be called now and then.
+        enabled: False: nothing is matched or published; everything else is the same.
+        copy_page: with it, a hit may end inside a page, whose beginning is copied; without it, or with components other
+            than full attention, hits end at page boundaries.
+        copy_state: required with states: a lease computes with a copy of the state that it finds.
+        host: a host tier below the device; `tiers.poll` must then be called regularly.
         store: storage below the host.
 
     Raises:
@@ -124,7 +124,7 @@ class PrefixCache:
             if function is not None and not callable(function):
                 raise BadArgument(name, function, "a function, or None")
         if copy_state is None and any(isinstance(row, State) for row in sizes):
-            raise BadArgument("copy_state", copy_state, "a function of source and target slot where there are states")
+            raise BadArgument("copy_state", copy_state, "a function of source and target slot if there are states")
         if store is not None and host is None:
             raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
         self.tree = Tree(page_size, keys, components=tuple(sizes), tiers=1 if host is None else 2, policy=policy)
@@ -147,19 +147,19 @@ class PrefixCache:
     def lease(
         self, tokens: TokenLike, namespace: NamespaceLike = None, *, priority: int = 0, reuse: bool = True
     ) -> Lease:
-        """Matches a prompt, locks what was found, and leaves at least its last token to compute.
+        """Matches a prompt and locks the match, which leaves at least the last token to compute.
 
         Args:
             tokens: the prompt, at least one token.
-            namespace: what must be equal before anything is shared.
+            namespace: only prefixes in the same namespace are shared.
             priority: for the policy "priority".
-            reuse: False: it finds nothing, so that all of the prompt is computed (for its logits, or to measure a
-                miss); what it computes is published all the same.
+            reuse: False: the lease matches nothing, so the whole prompt is computed (for its logits, or to measure a
+                miss); its pages are published as usual.
 
         Raises:
             BadTokens: the prompt is empty or holds a token out of range.
-            BadArgument: the priority is no int32.
-            OutOfPages: there is no slot for the lease's own state; only where there are states.
+            BadArgument: the priority is not an int32.
+            OutOfPages: there is no slot for the lease's own state; only with states.
         """
         name = b"" if namespace is None else encode_namespace(namespace)
         if not self._token_limit:
@@ -171,22 +171,22 @@ class PrefixCache:
         return lease
 
     def _lease_of_kind(self, tokens: TokenLike, namespace: bytes, priority: int, reuse: bool) -> Lease:
-        """A lease on what must be encoded first, and must perhaps not be cut everywhere."""
+        """Makes a lease on tokens that must be encoded first, and that a hit may not cut everywhere."""
         sequence = self.tree.keys.sequence()
         symbols = sequence.append(tokens)
-        for inside, below in ((reuse and self._copy_page is not None, True), (False, False)):
-            most = self._longest(symbols, sequence, namespace, inside, below) if reuse else 0
+        for inside, on_host in ((reuse and self._copy_page is not None, True), (False, False)):
+            limit = self._longest(symbols, sequence, namespace, inside, on_host) if reuse else 0
             lease = _KindLease(
-                self._core, namespace, symbols, priority, most, inside, sequence=sequence, page_size=self.page_size
+                self._core, namespace, symbols, priority, limit, inside, sequence=sequence, page_size=self.page_size
             )
             self._copy_inside(lease)
             if sequence.floor(lease.hit) == lease.hit:
                 break
-            lease.abort()  # no page to copy into, and the page border cuts a token
+            lease.abort()  # no page to copy into, and the page boundary cuts a token
         return lease
 
     def _copy_inside(self, lease: Lease) -> None:
-        """Lengthens the hit by the beginning of a shared page, copied into a private one, if there is room for it."""
+        """Extends the hit by the beginning of a shared page, copied into a private one, if there is a page for it."""
         if self.tiers is not None and lease.loadable >= self.tiers.host.load_min_tokens:
             return  # the host has more
         try:
@@ -199,7 +199,7 @@ class PrefixCache:
             raise
 
     def peek(self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None) -> int:
-        """The hit, in positions, that a lease on this prompt would have now. Changes nothing.
+        """Returns the hit, in positions, that a lease on this prompt would have now. Changes nothing.
 
         Raises:
             BadTokens: a token is out of range.
@@ -209,34 +209,34 @@ class PrefixCache:
         name, inside = encode_namespace(namespace), self._copy_page is not None
         if self._token_limit:
             key = tokens.symbols if isinstance(tokens, Encoded) else tokens
-            pages, positions, host = self.tree.core.peek(name, key, self._token_limit, inside, -1)
-            return pages + max(positions, host)
+            boundary, positions, host = self.tree.core.peek(name, key, self._token_limit, inside, -1)
+            return boundary + max(positions, host)
         encoded = tokens if isinstance(tokens, Encoded) else Encoded.of(self.tree.keys, tokens)
-        return self._longest(encoded.symbols, encoded.sequence, name, inside, below=True)
+        return self._longest(encoded.symbols, encoded.sequence, name, inside, on_host=True)
 
-    def _longest(self, symbols: bytes, sequence: Sequence, namespace: bytes, inside: bool, below: bool) -> int:
-        """The longest hit that leaves a token to compute and cuts none.
+    def _longest(self, symbols: bytes, sequence: Sequence, namespace: bytes, inside: bool, on_host: bool) -> int:
+        """Returns the longest hit that leaves a token to compute and cuts none.
 
-        `inside`: it may end inside a page; `below`: it may end on the host.
+        `inside`: it may end inside a page; `on_host`: it may end on the host.
         """
         hit = sequence.floor(max(len(symbols) // self.tree.keys.symbol_bytes - 1, 0))
         while True:
-            border, positions, host = self.tree.core.peek(namespace, symbols, 0, inside, hit)
-            border += host if below else 0
-            hit = sequence.floor(border + (0 if below and host else positions))
-            if hit >= border:
+            boundary, positions, host = self.tree.core.peek(namespace, symbols, 0, inside, hit)
+            boundary += host if on_host else 0
+            hit = sequence.floor(boundary + (0 if on_host and host else positions))
+            if hit >= boundary:
                 return hit
-            # The match ended inside a token that must not be cut: look again, up to its beginning.
+            # The match ends inside a token that must not be cut: match again, up to the beginning of that token.
 
     def remove(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
-        """Forgets the page that holds the last token of a prefix, and all that follows it, on device and host.
+        """Removes the page that holds the last token of a prefix, and everything after it, from device and host.
 
-        No lease finds them from now on. Running leases keep their pages, which are the first to be evicted after them;
-        one that had such a prefix for itself still publishes it. Of storage, what the tree knew of is deleted soon,
-        where the back end answers; what only storage knows of stays. An empty prefix stands for the whole namespace.
+        From now on no lease finds them. Open leases keep their pages, which are evicted first once those leases end; a
+        lease that alone has such a prefix still publishes it. What the tree knows to be in storage is deleted soon, if
+        the back end answers; what only storage knows stays. An empty prefix removes the whole namespace.
 
         Returns:
-            Device pages that are free now.
+            The number of device pages freed.
 
         Raises:
             BadTokens: a token is out of range.
@@ -252,7 +252,7 @@ class PrefixCache:
         return self.pool.free - before
 
     def flush(self) -> int:
-        """Evicts every prefix that no lease uses, from the host, too; the number of device pages freed."""
+        """Evicts every prefix that no lease uses, also from the host; returns the number of device pages freed."""
         self._core.take_back()
         before = self.pool.free
         freed = self.tree.flush()
@@ -265,7 +265,7 @@ class PrefixCache:
         return self.pool.free - before
 
     def stats(self) -> CacheStats:
-        """Counts, kept as things change."""
+        """Returns the counts, which are kept up to date."""
         self._core.take_back()
         tree, pool = self.tree.stats(), self.pool
         leases, queried, hit, partial_hit, partial_missed, duplicate_pages, host_hit, *states = self._core.counters()
@@ -296,7 +296,7 @@ class PrefixCache:
         return PoolStats(pool.total, pool.free, pool.cached, pool.private, self.tree.core.counts(row, 0)[1])
 
     def check(self) -> None:
-        """Verifies tree and pool, and that they agree; slow.
+        """Verifies the tree and the pools, and that they agree; slow.
 
         Raises:
             CorruptTree: names the rule that is broken.
@@ -311,20 +311,20 @@ class PrefixCache:
             held = [id for view in nodes for id in view.cells[name, 0].ids.tolist()]
             wrong = [id for id in held if pool.owner(id) != "cached"]
             if wrong:
-                raise CorruptTree(f"{name} {wrong[:8]} are in the tree, but not cached in the pool")
+                raise CorruptTree(f"ids {wrong[:8]} of {name} are in the tree, but not cached in the pool")
             if len(held) != pool.cached:
                 raise CorruptTree(f"the tree holds {len(held)} of {name}, but the pool has {pool.cached} cached")
 
 
 def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
-    """Pages or slots by component, in the order of the tree's rows."""
+    """Returns the number of pages or slots of each component, in the order of the tree's rows."""
     given: Mapping[Component, int] = pages if isinstance(pages, Mapping) else {Full(): pages}
     order = (Full, Window, State)
     if not all(isinstance(row, order) for row in given):
         raise BadArgument("pages", pages, "a number, or a number for each of Full(), Window(...) and State()")
     rows = sorted(given, key=lambda row: order.index(type(row)))
     if not rows or isinstance(rows[0], State) or len({type(row) for row in rows}) < len(rows):
-        raise BadArgument("pages", pages, "those of Full() or Window(...), and at most one of each kind")
+        raise BadArgument("pages", pages, "for Full() or Window(...), and for at most one component of each kind")
     return {row: check_integer(f"pages of {row.name}", given[row], 1, 2**31 - 1) for row in rows}
 
 
@@ -334,13 +334,13 @@ def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int)
 
 
 class _KindLease(Lease):
-    """A lease on a sequence whose tokens are not simply its symbols."""
+    """A lease on a sequence whose symbols are not simply its tokens."""
 
     def __init__(
-        self, cache: _core.Cache, ns: bytes, symbols: bytes, priority: int, most: int, inside: bool,
+        self, cache: _core.Cache, ns: bytes, symbols: bytes, priority: int, limit: int, inside: bool,
         *, sequence: Sequence, page_size: int,
     ) -> None:  # fmt: skip
-        super().__init__(cache, ns, symbols, priority, most, inside)
+        super().__init__(cache, ns, symbols, priority, limit, inside)
         self._sequence = sequence
         self._page_size = page_size
 

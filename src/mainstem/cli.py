@@ -1,10 +1,10 @@
 """The `mainstem` command: serve, generate, demo, storage, replay, plan, trace.
 
-Argument parsing and printing, nothing else. What is heavy (torch, transformers, starlette) is imported inside the
-commands, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
+Parses arguments and prints, nothing else. The commands import heavy packages (torch, transformers, starlette) when they
+run, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
 standard error.
 
-Exit codes: 0 done; 1 failed; 2 wrong usage; 130 interrupted. MAINSTEM_DEBUG=1 shows tracebacks.
+Exit codes: 0 success; 1 failure; 2 wrong usage; 130 interrupted. MAINSTEM_DEBUG=1 shows tracebacks.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _EXTRAS = {
 _EXAMPLES = """\
 Examples:
 
-  See what the cache saves, on a small model (downloaded at first use):
+  See what the cache saves, on a small model (downloaded on first use):
     mainstem demo
 
-  Ask several questions about one file, which is computed once:
+  Ask several questions about one file, whose KV is computed only once:
     mainstem generate --file report.txt "What is it about?" "Who wrote it?"
 
   Serve a model to OpenAI clients at http://127.0.0.1:8000/v1:
@@ -84,8 +84,8 @@ Examples:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
 
-GET /metrics is for Prometheus, GET /v1/cache/tree shows what is cached, POST /v1/cache/flush empties it.
-SIGTERM and Ctrl-C let running requests end; a second one stops at once."""
+GET /metrics serves Prometheus, GET /v1/cache/tree shows what is cached, POST /v1/cache/flush empties the cache.
+SIGTERM or Ctrl-C lets running requests finish; a second one stops the server at once."""
 
 _GENERATE_EXAMPLES = """\
 Examples:
@@ -146,10 +146,10 @@ app = cyclopts.App(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code.
+    """Runs the command line and returns the exit code.
 
     Args:
-        arguments: without the program's name; None takes those of the process.
+        arguments: without the program's name; None: those of the process.
     """
     debug = os.environ.get("MAINSTEM_DEBUG", "") not in ("", "0")
     try:
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at exit
         return 1
     except Exception as error:
         if debug:
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """One line for a person, and the exit code."""
+    """Returns a message of one line for the user, and the exit code."""
     match error:
         case cyclopts.CycloptsError():
             return f"{error} Try 'mainstem --help'.", 2
@@ -184,7 +184,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
 
 
-# Fields of settings whose option has a longer name.
+# Fields of the settings whose options have longer names.
 _FIELDS = {
     "capacity_bytes": "host_bytes",
     "ratio": "host_ratio",
@@ -200,7 +200,7 @@ _FIELDS = {
 
 
 def _option(name: str) -> str:
-    """The option that gives an argument, or the argument's own name where no option does."""
+    """Returns the option that sets an argument, or the argument's own name if no option does."""
     flag = f"--{name.replace('_', '-')}"
     commands = [app[command] for command in ("serve", "generate", "demo", "replay", "plan")]
     arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
@@ -218,11 +218,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 2
 
 
 def _size(type_: object, tokens: Sequence[cyclopts.Token]) -> int:
-    """Bytes as people write them: 500000000, 500MB, 2GiB."""
+    """Parses a size in bytes as users write it: 500000000, 500MB, 2GiB."""
     text = tokens[0].value
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", text.strip().lower())
     if not found:
-        raise ValueError(f"{text!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+        raise ValueError(f"{text!r} is not a size: use a number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -240,23 +240,22 @@ class EngineOptions:
     """How the engine uses memory and batches work.
 
     Args:
-        kv_bytes: Memory for KV pages and recurrent states, cached and running together: bytes, or 500MB, 2GiB and so
-            on.
+        kv_bytes: Memory for KV pages and recurrent states, cached and in use: bytes, or a size such as 500MB or 2GiB.
         window_ratio: Pages of sliding-window layers for each page of full attention; above 0.
-        window_trace: A file of sequences as they will be used, a line of JSON each: {"tokens": [...]}, or {"length": n,
-            "like": index of an earlier line, "shared": tokens that both begin with}. The ratio that would have hit most
-            of it is taken instead of --window-ratio.
-        state_share: Part of the memory that recurrent states have beside KV; above 0 and below 1.
-        checkpoint_tokens: Of a recurrent state a copy is kept about every so many prompt tokens where there is room; 0
-            keeps copies only where prompts part and end.
-        states_per_path: Copies of the state along one sequence at most; 1 or more.
-        page_size: Tokens a page, the unit of sharing; 1 or more.
-        token_budget: Prompt tokens computed a step, all requests together; 1 or more.
-        max_running: Requests computed together; 1 or more.
-        max_waiting: Requests that may wait; more are refused with 429. 1 or more.
-        policy: What is evicted first when pages run out: lru, slru, slru:3, arc, gittins and others, or
-            package.module:Class of your own; see docs/policies.md.
-        cache: Whether prefixes are reused at all.
+        window_trace: File of expected sequences, one JSON object per line. The ratio that hits most replaces
+            --window-ratio. A line is {"tokens": [...]}, or {"length": n, "like": i, "shared": m}: the first m tokens
+            are those of line i, counted from 0.
+        state_share: Share of the memory for recurrent states; KV has the rest. Above 0 and below 1.
+        checkpoint_tokens: Approximate number of prompt tokens between checkpoints of a recurrent state.
+            Checkpoints are kept while slots are free. 0 keeps them only where prompts part and end.
+        states_per_path: Maximum number of checkpoints along one sequence; 1 or more.
+        page_size: Tokens per page, the unit of allocation and sharing; 1 or more.
+        token_budget: Maximum number of prompt tokens per step, over all requests; 1 or more.
+        max_running: Maximum number of requests that run at the same time; 1 or more.
+        max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
+        policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
+            See docs/policies.md.
+        cache: Reuse cached prefixes. --no-cache computes every prompt in full.
     """
 
     kv_bytes: Size = 1 << 30
@@ -276,15 +275,15 @@ class EngineOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
-    """Where images in chats may come from, beside data URLs, and how large they may be.
+    """Where images in chats may come from, besides data URLs, and how large they may be.
 
     Args:
-        image_http: Fetch images from public addresses by http and https.
-        image_host: Fetch images from this host, wherever it is; may be given several times.
-        image_folder: Read images of file URLs in this folder.
-        image_max_bytes: Largest image as it comes.
-        image_max_pixels: Pixels of all images of a request together; 1 or more.
-        max_images: Images of one request; 1 or more.
+        image_http: Fetch images from public addresses over HTTP and HTTPS.
+        image_host: Fetch images from this host, even at a private address. Repeat it for several hosts.
+        image_folder: Read images from file: URLs of files in this folder.
+        image_max_bytes: Maximum size of one encoded image.
+        image_max_pixels: Maximum number of pixels of a request, over all its images; 1 or more.
+        max_images: Maximum number of images in a request; 1 or more.
     """
 
     image_http: bool = False
@@ -295,15 +294,15 @@ class ImageOptions:
     max_images: int = 32
 
     def policy(self) -> ImagePolicy:
-        """The same for the server.
+        """Returns the same settings for the server.
 
         Raises:
-            BadArgument: a value outside its range.
+            BadArgument: a value is outside its range.
         """
         from mainstem.server.images import ImagePolicy
 
         if self.image_http and self.image_host:
-            raise BadArgument("image_host", self.image_host, "left out with --image-http, which allows all public ones")
+            raise BadArgument("image_host", self.image_host, "left out: --image-http allows all public hosts")
         try:
             return ImagePolicy(
                 self.image_host or self.image_http,
@@ -319,15 +318,14 @@ class ImageOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """What is recorded of requests, to be replayed.
+    """What is recorded of requests, for replay.
 
     Args:
-        record: File to which a line is added for each request: times, token counts, and its prompt as hashes under a
-            secret.
-        record_secret: What prompts and clients are hashed under: at least 16 characters; recordings under the same
-            secret can be joined. Default: a random one, which is forgotten.
-        record_text: Also write prompts and answers as they are.
-        record_block_size: Tokens a hash; 1 or more.
+        record: File to append a line per request to: times, token counts, and the prompt as hashes under a secret.
+        record_secret: Secret under which prompts and clients are hashed: at least 16 characters.
+            Recordings under the same secret can be joined. Default: a random one, which is not kept.
+        record_text: Also record prompts and answers as plain text.
+        record_block_size: Tokens per hash; 1 or more.
     """
 
     record: Path | None = None
@@ -336,10 +334,10 @@ class RecordOptions:
     record_block_size: int = 16
 
     def config(self) -> RecordConfig | None:
-        """The same for the server; None: nothing is recorded.
+        """Returns the same settings for the server, or None to record nothing.
 
         Raises:
-            BadArgument: a value outside its range, or one that does nothing without a file.
+            BadArgument: a value is outside its range, or has no effect without a file.
         """
         if self.record is None:
             for name in ("record_text", "record_block_size"):
@@ -358,24 +356,24 @@ class TierOptions:
     """What keeps prefixes beyond the device's memory.
 
     Args:
-        host_bytes: Host memory for KV pages. Without --host-bytes, --host-ratio and --host-fraction there is no host
-            tier, unless --storage asks for one; that is as large as the device's.
-        host_ratio: The same, as a multiple of the device's pages.
-        host_fraction: The same, as a part of the memory that is free now; up to 1.
-        write_policy: When pages go down to the host: as they are computed; when they were hit --write-hits times; or
-            when they are evicted from the device.
-        write_hits: For write_through_selective; 1 or more.
-        load_min_tokens: Fewer tokens are computed rather than loaded from the host; 1 or more.
-        storage: Where pages are stored below the host, such as file:/var/cache/mainstem?capacity=8GiB,
-            redis://127.0.0.1:6379/0, or package.module:Class; see docs/storage.md.
-        storage_codec: How the numbers of stored pages are written: as they are, or in 8 bits, at a loss.
-        storage_secret: What stored pages are sealed with: at least 16 characters, the same for all who share a store.
-        prefetch: Whether a request waits for storage: not at all, for all that is there, or no longer than computing
-            would take.
-        prefetch_min_tokens: Fewer tokens are computed rather than read from storage; 0 or more.
-        prefetch_timeout_s: How long "timeout" waits, and a hundredth of a second more for each page, as long as nobody
-            knows what computing takes; 0 or more.
-        warm: Bring the hottest stored prefixes back to the host at the start.
+        host_bytes: Size of the host tier: bytes, or a size such as 8GiB.
+            Without --host-bytes, --host-ratio and --host-fraction: none, or the device's size with --storage.
+        host_ratio: Size of the host tier, as a multiple of the device's pages.
+        host_fraction: Size of the host tier, as a part of the memory that is free at the start; up to 1.
+        write_policy: When pages are backed up to the host.
+            write_through: once computed. write_through_selective: after --write-hits hits. write_back: when evicted.
+        write_hits: Hits before write_through_selective backs up a page; 1 or more.
+        load_min_tokens: Minimum number of tokens to load from the host; fewer are computed. 1 or more.
+        storage: Store that keeps pages beyond the host, such as file:/var/cache/mainstem?capacity=8GiB,
+            redis://127.0.0.1:6379/0, or package.module:Class of your own. See docs/storage.md.
+        storage_codec: Encoding of stored pages: unchanged (none), or 8 bits per number, with a loss of precision.
+        storage_secret: Secret that seals stored pages: at least 16 characters, the same for all servers of a store.
+        prefetch: How long a request waits for storage.
+            best_effort: not at all. wait_complete: until all is read. timeout: no longer than computing would take.
+        prefetch_min_tokens: Minimum number of tokens to read from storage; fewer are computed. 0 or more.
+        prefetch_timeout_s: Seconds that --prefetch timeout waits, plus 0.01 per page, while the cost of computing is
+            unknown; 0 or more.
+        warm: Prefetch the hottest stored prefixes into the host tier at the start.
     """
 
     host_bytes: Size | None = None
@@ -393,10 +391,10 @@ class TierOptions:
     warm: bool = False
 
     def config(self) -> TierConfig | None:
-        """The same for the engine; None: no tiers.
+        """Returns the same settings for the engine, or None for no tiers.
 
         Raises:
-            BadArgument: a value outside its range.
+            BadArgument: a value is outside its range.
         """
         sizes = (self.host_bytes, self.host_ratio, self.host_fraction)
         if self.storage is None:
@@ -445,13 +443,13 @@ class SamplingOptions:
     """How tokens are chosen.
 
     Args:
-        max_tokens: Tokens to generate at most; 1 or more.
-        temperature: 0 takes the most likely token each time; higher is more varied. 0 or more.
-        top_p: Choose among the likeliest tokens that together have this probability. Above 0, up to 1.
-        top_k: Choose among the k likeliest tokens; 0 is off.
-        min_p: Leave out tokens less likely than this times the likeliest. 0 to 1.
-        seed: Makes sampling repeatable. Default: a new one each time.
-        stop: Text that ends the answer; may be given several times.
+        max_tokens: Maximum number of tokens to generate; 1 or more.
+        temperature: 0 always takes the most likely token; higher values vary more. 0 or more.
+        top_p: Choose among the most likely tokens that together have this probability. Above 0, up to 1.
+        top_k: Choose among the k most likely tokens; 0 turns this off.
+        min_p: Exclude tokens less likely than this fraction of the most likely one. 0 to 1.
+        seed: Make sampling repeatable. Default: a new one each time.
+        stop: Text that ends the answer. Repeat it for several texts.
     """
 
     max_tokens: int = 256
@@ -466,7 +464,7 @@ class SamplingOptions:
         """The same for the engine.
 
         Raises:
-            BadArgument: a value outside its range.
+            BadArgument: a value is outside its range.
         """
         from mainstem.runtime.request import SamplingParams
 
@@ -493,21 +491,21 @@ def serve(
     max_body_bytes: Size = 16 << 20,
     drain_timeout_s: float = 30.0,
 ) -> None:
-    """Serve a model over HTTP, to OpenAI clients.
+    """Serve a model to OpenAI clients over HTTP.
 
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
-        host: Address to listen on. The default is reached from this machine only; 0.0.0.0 from everywhere.
-        port: Port to listen on; 0 takes a free one. 0 to 65535.
-        api_key: Key that clients must show; may be given several times, and then no two share a cached prefix.
-            MAINSTEM_API_KEY is split at blanks. Default: none is asked for.
-        admin_key: Key that the routes of cache and adapters ask for; without one they take the API key, and are closed
-            if there are several.
-        dtype: Number format of weights and KV; auto takes what is quickest here.
-        adapter: LoRA adapter as NAME=PATH, a folder as PEFT saves it; clients ask for it as model NAME. May be given
-            several times.
-        max_body_bytes: Largest request body.
-        drain_timeout_s: How long running requests may take to end after SIGTERM; 0 or more seconds.
+        host: Address to listen on. The default is reachable from this machine only, 0.0.0.0 from everywhere.
+        port: Port to listen on, 0 to 65535; 0 takes a free one.
+        api_key: Key that clients must send. Repeat it for several keys; no two keys share a cached prefix.
+            In MAINSTEM_API_KEY, separate keys by spaces. Default: no key is required.
+        admin_key: Key for the cache and adapter routes.
+            Without it, they accept the only API key, and are closed if there are several API keys.
+        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
+        adapter: LoRA adapter as NAME=PATH, where PATH is a folder saved by PEFT. Clients select it as model NAME.
+            Repeat it for several adapters.
+        max_body_bytes: Maximum size of a request body.
+        drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
     """
     import logging
 
@@ -521,7 +519,7 @@ def serve(
     adapters = [_adapter(text) for text in adapter]
     with ExitStack() as stack:
         listener = stack.enter_context(_bound(config))
-        _say(f"starting, to serve {_model_name(model)} at {host} port {listener.getsockname()[1]}")
+        _say(f"starting to serve {_model_name(model)} at {host} port {listener.getsockname()[1]}")
         bars = stack.enter_context(_Bars(lines=True))
         running = stack.enter_context(_engine(model, dtype, engine, bars, tiers))
         _load_adapters(running, adapters, bars)
@@ -539,15 +537,15 @@ def generate(
     json: Annotated[bool, Parameter(negative="")] = False,
     dtype: Dtype = "auto",
 ) -> None:
-    """Generate text in the terminal. Several prompts share what they have in common.
+    """Generate text in the terminal. Several prompts share the KV of what they have in common.
 
     Args:
-        prompt: What to answer; each argument is a prompt of its own. Without any: the file, or else standard input.
+        prompt: Text to answer; each argument is a prompt of its own. Default: the file, or else standard input.
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
-        file: A text file that is put in front of every prompt.
-        chat: Use the model's chat template, or continue the text as it is. Default: if the model has a template.
-        json: Print one JSON object a prompt instead of the text alone.
-        dtype: Number format of weights and KV; auto takes what is quickest here.
+        file: Text file to put before every prompt.
+        chat: Use the model's chat template; --no-chat continues the text as it is. Default: --chat if there is one.
+        json: Print one JSON object per prompt instead of the text alone.
+        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
     """
     params = sampling.params()
     texts = _texts(prompt, file)
@@ -568,13 +566,13 @@ def demo(
     dtype: Dtype = "auto",
     prefix_tokens: int | None = None,
 ) -> None:
-    """Show how much sooner the first token comes when a document is cached: five questions, cold and warm.
+    """Show how much sooner the first token arrives when a document is cached: five questions, cold and warm.
 
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
         json: Print the measurements as one JSON object.
-        dtype: Number format of weights and KV; auto takes what is quickest here.
-        prefix_tokens: Tokens of the document; 1 up to what fits the model. Default: the whole document, about 1,100.
+        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
+        prefix_tokens: Length of the document in tokens, 1 up to what fits the model. Default: all of it, about 1,100.
     """
     with _Bars() as bars, _engine(model, dtype, EngineOptions(), bars) as engine:
         import torch
@@ -596,10 +594,10 @@ def demo(
 
 
 def _adapter(text: str) -> tuple[str, str]:
-    """An adapter's name and path."""
+    """Splits NAME=PATH into an adapter's name and path."""
     name, _, path = text.partition("=")
     if not name or not path or " " in name or not (name.isascii() and name.isprintable()):
-        raise BadArgument("adapter", text, "NAME=PATH, the name of printable ASCII characters without spaces")
+        raise BadArgument("adapter", text, "NAME=PATH, with a NAME of printable ASCII characters without spaces")
     return name, path
 
 
@@ -619,7 +617,7 @@ def _model_name(model: str | None) -> str:
 
 
 def _bound(config: ServerConfig) -> socket:
-    """The port, taken before the model is loaded, which takes long."""
+    """Binds the port before the model is loaded, because loading takes long."""
     from mainstem.server.app import bind
 
     try:
@@ -632,18 +630,18 @@ def _bound(config: ServerConfig) -> socket:
 
 storage = cyclopts.App(
     name="storage",
-    help="Look after a store: what it holds, empty it, test it.",
+    help="Inspect, empty and test a store.",
     help_epilogue=_STORAGE_EXAMPLES,
     help_format="plaintext",
 )
 app.command(storage)
-# What belongs to the replay is imported when it is asked for.
+# These commands import their modules only when they run.
 app.command(
-    "mainstem.replay.replay_command:replay", name="replay", help="See what a cache of each size would have done."
+    "mainstem.replay.replay_command:replay", name="replay", help="Replay a trace against caches of several sizes."
 )
-app.command("mainstem.replay.plan_command:plan", name="plan", help="Find out what memory a trace of requests pays for.")
-app.command("mainstem.replay.commands:trace", name="trace", help="Look at traces of requests, convert and make them.")
-Spec = Annotated[str, Parameter(help="Such as file:./kv?capacity=8GiB or redis://127.0.0.1:6379/0; docs/storage.md.")]
+app.command("mainstem.replay.plan_command:plan", name="plan", help="Find what memory a trace of requests pays for.")
+app.command("mainstem.replay.commands:trace", name="trace", help="Inspect, convert and generate traces of requests.")
+Spec = Annotated[str, Parameter(help="Store, such as file:./kv or redis://127.0.0.1:6379/0; see docs/storage.md.")]
 
 
 @storage.command(help_epilogue=_STATS_EXAMPLES)
@@ -660,18 +658,18 @@ def stats(spec: Spec, *, json: Annotated[bool, Parameter(negative="")] = False) 
 
 @storage.command(help_epilogue=_CLEAR_EXAMPLES)
 def clear(spec: Spec) -> None:
-    """Remove every value of a store."""
+    """Delete every value in a store."""
     with _backend(spec) as backend:
         backend.clear()
 
 
 @storage.command(help_epilogue=_CHECK_EXAMPLES)
 def check(spec: Spec, *, erase: bool = False, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Run the conformance suite against a store, which is empty afterwards.
+    """Run the conformance suite against a store. The store is empty afterwards.
 
     Args:
-        erase: Do so even if the store may hold something.
-        json: Print one JSON object a case.
+        erase: Run even if the store may not be empty, and delete what it holds.
+        json: Print one JSON object per case.
     """
     from mainstem.storage import open_backend
     from mainstem.storage.conformance import CASES, run
@@ -686,7 +684,7 @@ def check(spec: Spec, *, erase: bool = False, json: Annotated[bool, Parameter(ne
         failed += not result.passed
     clear(spec)
     if failed:
-        raise MainstemError(f"{failed} of {len(CASES)} promises are not kept")
+        raise MainstemError(f"{failed} of {len(CASES)} cases failed")
 
 
 @contextmanager
@@ -710,7 +708,7 @@ def _engine(
     from mainstem.runtime.sizing import read_trace
 
     bars.update("import", 1, 1)
-    settings = asdict(options)  # checked before the model is loaded, which takes long
+    settings = asdict(options)  # checked before the slow loading of the model
     if options.window_trace is not None:
         settings["window_trace"] = read_trace(options.window_trace)
     config = EngineConfig(**settings, tiers=None if tiers is None else tiers.config())
@@ -720,7 +718,7 @@ def _engine(
 
 
 def _texts(prompts: Sequence[str], file: Path | None) -> list[tuple[str, str]]:
-    """What to call each prompt, and its text."""
+    """Returns a name for each prompt, and its text."""
     if file is not None:
         context = _read("file", str(file), lambda: file.read_text(encoding="utf-8"))
         return [(prompt, f"{context}\n\n{prompt}") for prompt in prompts] or [(str(file), context)]
@@ -735,7 +733,7 @@ def _read(name: str, source: str, read: Callable[[], str]) -> str:
     try:
         return read()
     except UnicodeDecodeError as error:
-        raise BadArgument(name, source, f"a text in UTF-8: {error}") from error
+        raise BadArgument(name, source, f"text in UTF-8: {error}") from error
 
 
 def _submit_all(
@@ -758,7 +756,7 @@ def _tokens(prompts: Prompts, text: str, templated: bool) -> NDArray[np.int32]:
 
 
 def _print_text(heading: str | None, stream: Stream, bars: _Bars) -> None:
-    """Prints an answer as it comes."""
+    """Prints an answer as it is generated."""
     for number, delta in enumerate(stream):
         if number == 0:
             bars.close()
@@ -791,15 +789,15 @@ _STAGES = {
     "download": "downloading the model",
     "convert": "converting the model",
     "load": "loading the model",
-    "test": "taking memory for KV, testing the model over it",
-    "tiers": "taking host memory, opening storage",
+    "test": "allocating memory for KV, testing the model over it",
+    "tiers": "allocating host memory, opening storage",
     "adapters": "loading adapters",
 }
-"""Stages of a start, in words; others are called as they are."""
+"""Descriptions of the stages of a start; a stage that is not here is shown by its name."""
 
 
 class _Bars:
-    """Progress bars on standard error, one a stage. Where that is no terminal: a line a stage, or nothing.
+    """Progress bars on standard error, one per stage. Without a terminal: a line per stage, or nothing.
 
     Args:
         lines: print a line as each stage begins.
@@ -826,14 +824,14 @@ class _Bars:
         self.close()
 
     def close(self) -> None:
-        """Takes the bars off the screen; later updates do nothing."""
+        """Removes the bars from the screen; later updates do nothing."""
         self._lines = False
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def update(self, stage: str, done: int, total: int) -> None:
-        """Moves a stage's bar, from any thread; a total of 0 is not known."""
+        """Updates a stage's bar, from any thread; a total of 0 means unknown."""
         words, progress = _STAGES.get(stage, stage), self._progress
         if progress is not None:
             if stage not in self._tasks:
@@ -844,7 +842,7 @@ class _Bars:
             _say(words)
 
     def following(self, stage: str) -> Callable[[int, int], None]:
-        """An updater of one stage."""
+        """Returns an updater of one stage."""
         return lambda done, total: self.update(stage, done, total)
 
 

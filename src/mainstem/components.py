@@ -1,4 +1,4 @@
-"""Components: what a model keeps for a prefix, as rows of the tree. core/csrc/component.h has the rules of each row."""
+"""Components: what a model keeps for a prefix, as rows of the tree. core/csrc/component.h has the rules of each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mainstem.errors import check_integer
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Full attention: a page id for each page, usable from the root on."""
+    """Full attention: one id per page; a match needs every page from the root on."""
 
     name: ClassVar[str] = "full"
 
     def row(self) -> tuple[str, int, bool]:
-        """The row as the core takes it."""
+        """Returns the row in the form that the core takes."""
         return "full", 0, False
 
 
@@ -24,7 +24,7 @@ class Window:
     """Sliding-window attention over the last `tokens` symbols; earlier pages may be absent.
 
     Raises:
-        BadArgument: fewer than 1 symbol.
+        BadArgument: `tokens` is below 1.
     """
 
     tokens: int
@@ -34,7 +34,7 @@ class Window:
         object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
 
     def row(self) -> tuple[str, int, bool]:
-        """The row as the core takes it."""
+        """Returns the row in the form that the core takes."""
         return "window", self.tokens, False
 
 
@@ -43,12 +43,12 @@ class State:
     """A recurrent state: one slot, at the end of a node.
 
     Args:
-        most_on_path: states that may stand on one path from the root; beyond that the one that saves least goes.
-        weigh_flops: what is evicted first is what saves the least computing and was not used for long, instead of
-            what the policy says (GreedyDual, Young 1994).
+        most_on_path: the most states on one path from the root; beyond that, the one that saves the least is evicted.
+        weigh_flops: evict first what saves the least computation and has not been used for long (GreedyDual, Young
+            1994), instead of following the policy.
 
     Raises:
-        BadArgument: fewer than 1 state a path.
+        BadArgument: `most_on_path` is below 1.
     """
 
     most_on_path: int | None = None
@@ -60,7 +60,7 @@ class State:
             object.__setattr__(self, "most_on_path", check_integer("most_on_path", self.most_on_path, 1, 2**31 - 1))
 
     def row(self) -> tuple[str, int, bool]:
-        """The row as the core takes it."""
+        """Returns the row in the form that the core takes."""
         return "state", self.most_on_path or 0, bool(self.weigh_flops)
 
 

@@ -1,9 +1,8 @@
 """The demo: what the cache saves, shown on a real model.
 
-A document and five questions about it. Each question is answered twice: cold, with an empty cache, so that the whole
-prompt is computed; and warm, when another question's prompt has been computed before, so that the document's pages are
-there.
-Asks the engine for nothing that a client could not ask for.
+Asks five questions about a document. Each question is answered twice: cold, with an empty cache, so that the whole
+prompt is computed; and warm, after the prompt of another question was computed, so that the document's pages are
+cached. Uses the engine as any client could.
 
     prompt = [ template | instruction | document | template | question | template ]
               '---------- shared, computed once -----------' '----- computed ----'
@@ -38,7 +37,7 @@ QUESTIONS = (
     "How many books does the library own?",
 )
 OTHER_QUESTION = "What is the largest festival called?"
-"""Asked before the warm runs, so that the document is in the cache and none of the five questions is."""
+"""Asked before the warm runs, so that the cache has the document but none of the five questions."""
 
 _INSTRUCTION = "Answer each question about the following text in one short sentence.\n\n"
 _PARAMS = SamplingParams(max_tokens=32, temperature=0.0)
@@ -50,15 +49,15 @@ class Question:
     """One question, asked twice.
 
     Args:
-        question: its text.
-        cold_ttft_s: from submit to the first event, with nothing cached.
+        question: the text of the question.
+        cold_ttft_s: time from submit to the first event, with nothing cached.
         warm_ttft_s: the same, with the document cached.
-        speedup: cold over warm.
+        speedup: `cold_ttft_s` / `warm_ttft_s`.
         prompt_tokens: tokens of the whole prompt.
-        reused_tokens: of them, those not computed in the warm run.
-        answer: of the warm run.
-        cold_answer: of the cold run.
-        agree: whether the two answers are the same tokens.
+        reused_tokens: prompt tokens that the warm run did not compute.
+        answer: the answer of the warm run.
+        cold_answer: the answer of the cold run.
+        agree: whether the two answers have the same tokens.
     """
 
     question: str
@@ -77,17 +76,17 @@ class Report:
     """What the demo measured; the times are medians over the questions.
 
     Args:
-        model: its name.
-        dtype: of weights and KV.
-        threads: that compute.
-        prefix_tokens: that all prompts share.
-        cold_ttft_s: with nothing cached.
-        warm_ttft_s: with the document cached.
-        speedup: the first over the second.
-        reused_tokens: the median of the warm runs.
+        model: the name of the model.
+        dtype: number format of weights and KV.
+        threads: number of threads that compute.
+        prefix_tokens: tokens that all prompts share.
+        cold_ttft_s: time to the first token with nothing cached.
+        warm_ttft_s: time to the first token with the document cached.
+        speedup: `cold_ttft_s` / `warm_ttft_s`.
+        reused_tokens: median over the warm runs.
         answers_agree: whether every question got the same tokens cold and warm.
-        questions: one by one.
-        tree: the cache's tree at the end.
+        questions: the results of each question.
+        tree: the cache's tree at the end, as text.
     """
 
     model: str
@@ -105,7 +104,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One answer and how long its first event took."""
+    """One answer, and the time to its first event."""
 
     ttft_s: float
     tokens: tuple[int, ...]
@@ -121,13 +120,13 @@ def run(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
-    """Asks everything and measures.
+    """Asks all questions, cold and warm, and returns the measurements.
 
     Args:
-        engine: an idle one; its cache is flushed.
-        threads: that compute, for the report.
-        prefix_tokens: length of the document; None takes it as it is. A longer one repeats it.
-        clock: seconds, monotonic.
+        engine: an idle engine; its cache is flushed.
+        threads: number of threads that compute, for the report.
+        prefix_tokens: length of the document, which is cut or repeated to fit; None: the document as it is.
+        clock: returns seconds, monotonic.
         progress: called as `progress(stage, done, total)`.
 
     Raises:
@@ -154,7 +153,7 @@ def run(
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints a report for people: a table, the answers, the tree, and the one figure that matters last."""
+    """Prints a report for people: a table, the answers, the tree, and last the figure that matters most."""
     from rich.table import Table
 
     table = Table(title=f"{report.model}, {report.dtype}, {report.threads} threads: time to the first token")
@@ -169,10 +168,10 @@ def show(report: Report, console: Console) -> None:
         console.print(f"[bold]{q.question}[/bold]")
         console.print(f"  {q.answer.strip()}", markup=False)
         if not q.agree:
-            console.print(f"  (cold, in {report.dtype}, it was: {q.cold_answer.strip()})", markup=False)
+            console.print(f"  (the cold answer, in {report.dtype}, was: {q.cold_answer.strip()})", markup=False)
     console.print("\nWhat the cache holds now:\n", markup=False)
     console.print(report.tree, markup=False, soft_wrap=True)
-    same = "the same answers" if report.answers_agree else f"answers that differ in part ({report.dtype} rounds)"
+    same = "the same answers" if report.answers_agree else f"some answers differ ({report.dtype} rounding)"
     console.print(
         f"The first token came [bold]{report.speedup:.1f} times sooner[/bold]: {_ms(report.warm_ttft_s)} instead of"
         f" {_ms(report.cold_ttft_s)}, {report.reused_tokens} tokens reused, {same}.",
@@ -182,11 +181,11 @@ def show(report: Report, console: Console) -> None:
 
 def _document(engine: Engine, tokens: int | None) -> str:
     text = files("mainstem").joinpath("demo.txt").read_text(encoding="utf-8").strip()
-    most = engine.max_context - _ROOM
+    limit = engine.max_context - _ROOM
     if tokens is None:
-        tokens = min(len(_encode(engine, text)), most)
-    if not 1 <= tokens <= most:
-        raise BadArgument("prefix_tokens", tokens, f"from 1 to {most} for this model")
+        tokens = min(len(_encode(engine, text)), limit)
+    if not 1 <= tokens <= limit:
+        raise BadArgument("prefix_tokens", tokens, f"from 1 to {limit} for this model")
     ids = _encode(engine, text)
     while len(ids) < tokens:
         ids += _encode(engine, "\n\n" + text)
@@ -249,7 +248,7 @@ def _report(
 
 
 def _shared(prompts: Sequence[NDArray[np.int32]]) -> int:
-    """Tokens that all prompts begin with."""
+    """Returns the number of tokens that all prompts begin with."""
     shortest = min(len(prompt) for prompt in prompts)
     heads = np.stack([prompt[:shortest] for prompt in prompts])
     differ = np.flatnonzero((heads != heads[0]).any(axis=0))

@@ -1,4 +1,4 @@
-"""Typed errors. Each names what was wrong and what is allowed; raising one leaves everything as it was."""
+"""Typed errors. Each says what is wrong and what is allowed; a call that raises one changes nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class BadArgument(MainstemError, ValueError):
 
     Args:
         name: the argument.
-        value: what was given.
-        allowed: what would have been accepted, in words.
+        value: the value given.
+        allowed: what is accepted, in words.
     """
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
@@ -30,10 +30,10 @@ class BadArgument(MainstemError, ValueError):
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> int:
-    """An integer of any type, in a range; for arguments of public calls.
+    """Returns `value`, an integer of any type, as an int; for arguments of public calls.
 
     Raises:
-        BadArgument: it is no integer, or outside [low, high].
+        BadArgument: it is not an integer, or outside [low, high].
     """
     if type(value) is int and low <= value <= high:
         return value
@@ -47,13 +47,13 @@ def check_integer(name: str, value: object, low: int, high: int) -> int:
 
 
 class OutOfPages(MainstemError):
-    """No room: what is free and what could be evicted do not reach.
+    """The free pages and those that can be evicted are too few.
 
     Args:
-        needed: pages asked for.
-        free: pages owned by nobody.
-        evictable: pages of unlocked prefixes.
-        total: pages of the pool.
+        needed: number of pages requested.
+        free: number of free pages.
+        evictable: number of pages of unlocked prefixes.
+        total: number of pages of the pool.
         what: "pages", "window pages" or "state slots".
     """
 
@@ -67,19 +67,19 @@ class OutOfPages(MainstemError):
 
 
 class StaleHandle(MainstemError, LookupError):
-    """A handle whose node was evicted, cut short, or joined to the next since the handle was given out."""
+    """The node of a handle was evicted, cut short, or joined to the next one since the handle was returned."""
 
 
 class NotLocked(MainstemError, RuntimeError):
-    """An unlock without its lock."""
+    """An unlock without a lock."""
 
 
 class WrongOwner(MainstemError, RuntimeError):
-    """A page is not owned by whom the call says: a double free, or a page of somebody else."""
+    """A page has another owner than the call implies: a double free, or the page of another lease."""
 
 
 class LeaseClosed(MainstemError, RuntimeError):
-    """A call on a lease that was finished or aborted."""
+    """The lease of this call was finished or aborted."""
 
 
 class CorruptTree(MainstemError, AssertionError):
@@ -87,23 +87,23 @@ class CorruptTree(MainstemError, AssertionError):
 
 
 class UnsupportedModel(MainstemError):
-    """The model's architecture cannot run over the paged cache; the message says why."""
+    """The model's architecture cannot run on a paged cache; the message says why."""
 
 
 class ModelNotFound(MainstemError, FileNotFoundError):
-    """No model of that name can be had here; the message lists the ways to get one."""
+    """No model of that name is available here; the message lists the ways to get one."""
 
 
 class RequestTooLong(MainstemError, ValueError):
-    """A request that could never run, however long it waited."""
+    """The request could never run, however long it waited."""
 
 
 class EngineFull(MainstemError):
-    """Too many requests wait already."""
+    """Too many requests are waiting already."""
 
 
 class EngineClosed(MainstemError):
-    """The engine takes no more requests."""
+    """The engine accepts no more requests."""
 
 
 class StorageError(MainstemError):
@@ -111,7 +111,7 @@ class StorageError(MainstemError):
 
     Args:
         cause: one of `CAUSES`.
-        message: what happened, for people.
+        message: what happened, in words.
     """
 
     CAUSES = ("unreachable", "timeout", "full", "refused", "protocol", "io", "closed")
@@ -123,4 +123,4 @@ class StorageError(MainstemError):
 
 
 class BackendUnavailable(MainstemError):
-    """A storage back end cannot be opened here: a package is missing, or nobody answers; the message says which."""
+    """A storage back end cannot be opened: a package is missing or no server answers; the message says which."""

@@ -1,7 +1,7 @@
-"""Identity: everything that shaped a page's content, apart from its namespace and its tokens.
+"""Identity: everything that a page's content depends on, apart from its namespace and its tokens.
 
-In memory one process serves one model, and nothing of this is compared. In storage, which outlives processes and is
-shared, it is part of every key: change one field and nothing that was stored before is found again.
+In memory, one process serves one model, and the identity is not compared. Storage is shared and outlives processes, so
+the identity is part of every key: after a change of any field, nothing that was stored before is found.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ class Identity:
     """What must be equal for a stored page to be the same page.
 
     Args:
-        model: its name, for people; two names never share.
+        model: its name; models of different names never share.
         weights: a digest of the weights, so that new weights under an old name are another model.
         dtype: of the content, such as "bfloat16".
         quantization: of weights and content, such as "none" or "int8".
         layout: the order of the numbers in a page.
         shape: layers, heads and their size, in words.
-        attention: "mha", "gqa", "mla", and so on. Of "mla" every rank holds the same, so ranks share it.
-        rope: the settings of position encoding, in words.
-        tokenizer: what token ids mean: a digest or a name with its revision.
+        attention: "mha", "gqa", "mla", and so on. With "mla" every rank holds the same content, so ranks share it.
+        rope: the settings of the position encoding, in words.
+        tokenizer: what token ids mean: a digest, or a name with its revision.
         symbols: the key kind, with the width of a symbol.
-        page_size: positions a page.
-        tp_rank, tp_size: which shard this is, of how many.
-        extra: anything else that shapes KV; the order counts.
+        page_size: positions per page.
+        tp_rank, tp_size: the index of this shard, and the number of shards.
+        extra: anything else that KV depends on; the order matters.
 
     Raises:
-        BadArgument: a field of another type, or a rank outside [0, tp_size).
+        BadArgument: a field has the wrong type, or the rank is outside [0, tp_size).
     """
 
     model: str
@@ -67,7 +67,7 @@ class Identity:
         return self.attention == "mla"
 
     def encode(self) -> bytes:
-        """Injective bytes: every field with its name, each string with its length."""
+        """Returns an injective encoding: every field with its name, each string with its length."""
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)

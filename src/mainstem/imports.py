@@ -1,4 +1,4 @@
-"""What is imported by name: packages that need not be installed, and `module:name`, a user's own object."""
+"""Imports by name: of optional packages, and of a user's own object, `module:name`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_missing(error: ImportError, package: str) -> bool:
-    """Whether an import failed because a package, or a module in it, is not there; not for any other reason."""
+    """Returns whether an import failed because a package, or a module in it, is missing, and not for another reason."""
     name = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
     return name == package or name.startswith(package + ".")
 
 
 @contextmanager
 def needs(package: str, hint: str, kind: type[MainstemError] = BackendUnavailable) -> Iterator[None]:
-    """Stands around the import of a package that need not be installed.
+    """Guards the import of an optional package.
 
     Args:
         package: its top-level name.
-        hint: what needs it, and how it is installed.
-        kind: of the error.
+        hint: what needs the package, and how to install it.
+        kind: type of the error.
 
     Raises:
-        BackendUnavailable: or another `kind`. The package is not there: the hint; or it is there and its import fails:
-            why.
+        BackendUnavailable: or another `kind`. The message is the hint if the package is missing, else why its import
+            fails.
     """
     try:
         yield
@@ -41,17 +41,17 @@ def needs(package: str, hint: str, kind: type[MainstemError] = BackendUnavailabl
 
 
 def load_object(argument: str, path: str) -> object:
-    """What `module:name` names. The module may lie in the working directory, which stays on the path from then on.
+    """Imports the object `module:name`. The module may be in the working directory, which stays on the import path.
 
     Args:
-        argument: what errors call it.
-        path: fits `PATH`.
+        argument: the name of the argument, for errors.
+        path: a string that matches `PATH`.
 
     Raises:
-        BadArgument: there is no such module, its import fails, or it has nothing of that name.
+        BadArgument: there is no such module, its import fails, or it does not define the name.
     """
     module, _, name = path.partition(":")
-    if (here := os.getcwd()) not in sys.path:  # a console script has its own folder there instead
+    if (here := os.getcwd()) not in sys.path:  # a console script has its own folder on the path instead
         sys.path.append(here)
     try:
         found = importlib.import_module(module)
@@ -59,7 +59,7 @@ def load_object(argument: str, path: str) -> object:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise BadArgument(argument, path, f"module:name; there is no module {error.name}") from error
         why = f"{type(error).__name__}: {error}"
-        raise BadArgument(argument, path, f"of a module that can be imported: {why}") from error
+        raise BadArgument(argument, path, f"an object of a module that can be imported: {why}") from error
     try:
         return getattr(found, name)
     except AttributeError as error:

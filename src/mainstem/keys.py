@@ -1,4 +1,4 @@
-"""Keys: what a token sequence is in bytes. A kind of key has symbols of one width; the tree compares symbols.
+"""Keys: how token sequences become bytes. All symbols of a key kind have one width; the tree compares symbols.
 
     TokenKeys    token id                          4 bytes, little endian, top bit clear
     BigramKeys   token id and its successor        8 bytes: n tokens are n - 1 symbols
@@ -31,35 +31,35 @@ MAX_TOKEN = 2**31
 BINS = 1024
 IMAGE_DIGEST_BYTES = 16
 IMAGE_MIN_LENGTH = 5
-"""Positions from which on 30 bits a position hold the whole 128-bit identity of an image."""
+"""The fewest positions that hold the whole 128-bit identity of an image, at 30 bits per position."""
 
-_MOST_SEED_BYTES = 64  # of a key of BLAKE2b
+_MAX_SEED_BYTES = 64  # of a key of BLAKE2b
 
 TokenLike = Any
 """A list, tuple or other sequence of ints, an integer array (NumPy, `array.array`, a CPU tensor by DLPack), or bytes
-holding whole symbols."""
+of whole symbols."""
 
 
 class KeyKind(Protocol):
-    """A way to write sequences as symbols."""
+    """An encoding of token sequences as symbols."""
 
     @property
     def symbol_bytes(self) -> int:
-        """Bytes of one symbol: 4, 8 or 16."""
+        """Width of a symbol in bytes: 4, 8 or 16."""
 
     @property
     def token_limit(self) -> int:
-        """Tokens are ids below it, and each is its own symbol: the core reads them itself. 0: `encode` is needed."""
+        """Exclusive upper bound of ids that are their own symbols, which the core reads itself. 0: call `encode`."""
 
     def encode(self, tokens: TokenLike) -> bytes:
-        """The symbols of a sequence. Raises BadTokens."""
+        """Returns the symbols of a sequence. Raises BadTokens."""
 
     def sequence(self) -> Sequence:
-        """An empty sequence that can grow."""
+        """Returns an empty sequence that can grow."""
 
 
 class Sequence:
-    """What must be remembered of a growing sequence to go on with its symbols. Here: one token, one position."""
+    """The state needed to encode a growing sequence incrementally. Here: one token is one position."""
 
     __slots__ = ("_kind",)
 
@@ -67,25 +67,25 @@ class Sequence:
         self._kind = kind
 
     def append(self, tokens: TokenLike) -> bytes:
-        """Adds tokens at the end; the symbols that this adds. Raises BadTokens and adds nothing."""
+        """Appends tokens; returns the symbols that this adds. Raises BadTokens and appends nothing."""
         return self._kind.encode(tokens)
 
     def floor(self, position: int) -> int:
-        """The nearest position at or below that lies inside no token."""
+        """Returns the nearest position, at or before this one, that is not inside a token."""
         return position
 
     def tokens_at(self, position: int) -> int:
-        """How many tokens lie wholly in [0, position)."""
+        """Returns the number of tokens that are wholly in [0, position)."""
         return position
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A sequence that was encoded already, for who asks about it again and again.
+    """A sequence that is already encoded, for callers that look it up repeatedly.
 
     Args:
-        symbols: of all of it.
-        sequence: what is remembered of it.
+        symbols: the symbols of the whole sequence.
+        sequence: the state to append to it.
     """
 
     symbols: bytes
@@ -93,7 +93,7 @@ class Encoded:
 
     @classmethod
     def of(cls, kind: KeyKind, tokens: TokenLike) -> Encoded:
-        """Encodes a sequence, once.
+        """Encodes a sequence.
 
         Raises:
             BadTokens: see the kind's `encode`.
@@ -103,7 +103,7 @@ class Encoded:
 
 
 class _TokenIds:
-    """What kinds made of token ids share: the range of an id."""
+    """Base of the kinds made of token ids: holds the range of an id."""
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self.limit = MAX_TOKEN if vocab_size is None else check_integer("vocab_size", vocab_size, 1, MAX_TOKEN)
@@ -116,7 +116,7 @@ class TokenKeys(_TokenIds):
     """Token ids, 4 bytes each.
 
     Args:
-        vocab_size: ids are below it; None allows all ids below 2**31.
+        vocab_size: exclusive upper bound of ids; None allows all ids below 2**31.
 
     Raises:
         BadArgument: vocab_size is out of range.
@@ -139,10 +139,10 @@ class TokenKeys(_TokenIds):
 
 
 class BigramKeys(_TokenIds):
-    """Pairs of neighbouring token ids, as a draft model needs whose KV at a position also depends on the next token.
+    """Pairs of neighbouring token ids, for draft models whose KV at a position also depends on the next token.
 
     Args:
-        vocab_size: ids are below it; None allows all ids below 2**31.
+        vocab_size: exclusive upper bound of ids; None allows all ids below 2**31.
 
     Raises:
         BadArgument: vocab_size is out of range.
@@ -152,7 +152,7 @@ class BigramKeys(_TokenIds):
     token_limit = 0
 
     def encode(self, tokens: TokenLike) -> bytes:
-        """n token ids as n - 1 symbols (ids[i], ids[i + 1]); bytes hold 4-byte ids, not pairs. Raises BadTokens."""
+        """Encodes n ids as n - 1 symbols (ids[i], ids[i + 1]); bytes hold 4-byte ids, not pairs. Raises BadTokens."""
         return _pairs(np.frombuffer(encode_tokens(tokens, self.limit), dtype="<u4"))
 
     def sequence(self) -> Sequence:
@@ -161,7 +161,7 @@ class BigramKeys(_TokenIds):
 
 
 class _BigramSequence(Sequence):
-    """Keeps the last token, which begins the next pair."""
+    """Keeps the last token, which starts the next pair."""
 
     __slots__ = ("_last", "_limit")
 
@@ -185,16 +185,16 @@ def _pairs(ids: NDArray[np.uint32]) -> bytes:
 
 
 class HashKeys:
-    """Hashes of token blocks, one symbol a block: for engines that name blocks by a chained hash.
+    """Hashes of token blocks, one symbol per block: for engines that name blocks by a chained hash.
 
-    The tree then compares hashes instead of tokens, so the hash must be one that nobody can find collisions of.
+    The tree then compares hashes instead of tokens, so the hash must be collision-resistant.
 
     Args:
         width: bytes of a hash, 8 or 16.
         block_tokens: tokens that one hash stands for; policies that weigh costs need it.
 
     Raises:
-        BadArgument: another width, or no tokens.
+        BadArgument: the width is neither 8 nor 16, or `block_tokens` is below 1.
     """
 
     token_limit = 0
@@ -209,7 +209,7 @@ class HashKeys:
         return f"HashKeys(width={self.symbol_bytes}, block_tokens={self.block_tokens})"
 
     def encode(self, tokens: TokenLike) -> bytes:
-        """Hashes as bytes, a list of bytes or of non-negative ints, or an integer array whose items are as wide."""
+        """Encodes hashes: bytes, a list of bytes or of non-negative ints, or an integer array of the same width."""
         if isinstance(tokens, (bytes, bytearray, memoryview)):
             data = bytes(tokens)
         elif isinstance(tokens, np.ndarray):
@@ -246,18 +246,18 @@ class HashKeys:
 
 
 def hash_blocks(tokens: TokenLike, block_size: int, width: int = 16, seed: bytes = b"") -> bytes:
-    """Chained BLAKE2b hashes of the whole blocks of a token sequence, as `HashKeys(width)` takes them.
+    """Returns the chained BLAKE2b hashes of the whole blocks of a token sequence, for `HashKeys(width)`.
 
-    Each hash covers the one before it and its own tokens, so an equal hash means an equal prefix. A last block that is
-    not whole is left out. RFC 7693 defines BLAKE2b; `seed` (at most 64 bytes) is its key.
+    Each hash covers the previous hash and the block's own tokens, so equal hashes mean equal prefixes. An incomplete
+    last block is ignored. RFC 7693 defines BLAKE2b; `seed` (at most 64 bytes) is its key.
 
     Raises:
         BadTokens: see `TokenKeys.encode`.
-        BadArgument: block_size below 1, a width other than 8 or 16, or a seed over 64 bytes.
+        BadArgument: block_size is below 1, width is neither 8 nor 16, or seed is longer than 64 bytes.
     """
     block_size = check_integer("block_size", block_size, 1, MAX_TOKEN)
-    if len(seed) > _MOST_SEED_BYTES:
-        raise BadArgument("seed", seed, f"at most {_MOST_SEED_BYTES} bytes")
+    if len(seed) > _MAX_SEED_BYTES:
+        raise BadArgument("seed", seed, f"at most {_MAX_SEED_BYTES} bytes")
     HashKeys(width)
     return _core.hash_blocks(tokens, block_size, width, seed)
 
@@ -277,10 +277,10 @@ class Coordinate:
 
     @classmethod
     def nearest(cls, position: float) -> Coordinate:
-        """The bin of a position from 0 to 1: bins are spread evenly, bin b at b / 1023; between two, the upper one.
+        """Returns the bin nearest to a position in [0, 1]: bins are evenly spaced, bin b at b / 1023; ties round up.
 
         Raises:
-            BadArgument: outside [0, 1].
+            BadArgument: the position is outside [0, 1].
         """
         if not 0.0 <= position <= 1.0:
             raise BadArgument("position", position, "from 0 to 1")
@@ -296,12 +296,12 @@ class Size:
 
     @classmethod
     def nearest(cls, width: float, height: float) -> Size:
-        """The bins of a width and a height, as parts of the whole: bin b stands for 2 ** (10 * b / 1023 - 10).
+        """Returns the bins of a width and a height, as fractions of the whole: bin b is 2 ** (10 * b / 1023 - 10).
 
-        Bins are spread evenly over the logarithm, from 2**-10 to 1; what is smaller is in bin 0.
+        Bins are evenly spaced on a logarithmic scale, from 2**-10 to 1; smaller values are in bin 0.
 
         Raises:
-            BadArgument: one of them is not above 0 or is above 1.
+            BadArgument: one of them is outside (0, 1].
         """
         for name, value in (("width", width), ("height", height)):
             if not 0.0 < value <= 1.0:
@@ -318,10 +318,10 @@ class Image:
     """An image as one token that fills `kv_length` positions.
 
     Args:
-        identity: 16 bytes of a cryptographic hash over all that shapes the image's KV (pixels, shape, mode, processor).
+        identity: 16 bytes of a cryptographic hash of all that its KV depends on (pixels, shape, mode, processor).
         kv_length: positions that it fills; at least 5.
-        splits: a match may end inside it, as the model attends to it in one direction only; though never within its
-            first 5 positions, so that the whole identity always decides.
+        splits: a match may end inside it, for models with causal attention in images; never within its first 5
+            positions, so a match always covers the whole identity.
     """
 
     identity: bytes
@@ -330,10 +330,10 @@ class Image:
     _symbols: NDArray[np.uint32] | None = field(default=None, init=False, repr=False, compare=False)
 
     def symbols(self) -> NDArray[np.uint32]:
-        """kv_length symbols cut from an extendable digest (SHAKE-128, FIPS 202) of the identity and the length; kept.
+        """Returns kv_length symbols of an extendable digest (SHAKE-128, FIPS 202) of identity and length; cached.
 
         Raises:
-            BadTokens: the identity or the length.
+            BadTokens: the identity or the length is invalid.
         """
         if self._symbols is None:
             object.__setattr__(self, "_symbols", _image_symbols(self))
@@ -359,11 +359,11 @@ def _image_symbols(image: Image) -> NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spliced:
-    """Text with images in it, as engines have it: an id a position, of which those under images do not count.
+    """Text with images in it, as engines hold it: one id per position; the ids at positions of images are ignored.
 
     Args:
         ids: [n] integers; anything at the positions of images.
-        images: each with the position where it starts, in order and apart.
+        images: each with the position where it starts, in order and without overlap.
     """
 
     ids: NDArray[Any]
@@ -376,17 +376,17 @@ _TYPED = 1 << 31
 _SIZE = 1 << 29
 _IMAGE = 1 << 30
 
-# The images of a sequence: start, end, and whether a match may end inside.
+# An image of a sequence: start, end, and whether a match may end inside.
 _Span = tuple[int, int, bool]
 
 
 class TypedKeys(_TokenIds):
     """Text, coordinates, sizes and images in one sequence: a list of typed tokens, or `Spliced`; plain ints are text.
 
-    An image is never cut, unless it says that it `splits`: a match that would end inside one ends in front of it.
+    An image is never cut, unless it `splits`: a match that would end inside one ends before it.
 
     Args:
-        vocab_size: text ids are below it; None allows all ids below 2**31.
+        vocab_size: exclusive upper bound of text ids; None allows all ids below 2**31.
 
     Raises:
         BadArgument: vocab_size is out of range.
@@ -404,7 +404,7 @@ class TypedKeys(_TokenIds):
         return _TypedSequence(self)
 
     def parse(self, tokens: Items[TypedToken] | Spliced) -> tuple[bytes, list[_Span]]:
-        """The symbols, and where images lie among them."""
+        """Returns the symbols, and the spans of the images among them."""
         if isinstance(tokens, Spliced):
             return self._parse_spliced(tokens)
         if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, (Items, np.ndarray)):
@@ -412,7 +412,7 @@ class TypedKeys(_TokenIds):
                 f"tokens are of type {type(tokens).__name__}: must be a list or tuple of typed tokens, or Spliced"
             )
         try:
-            return encode_tokens(tokens, self.limit), []  # all of it is text, as most sequences are
+            return encode_tokens(tokens, self.limit), []  # most sequences are all text
         except BadTokens:
             return self._parse_each(tokens)
 
@@ -436,8 +436,8 @@ class TypedKeys(_TokenIds):
             symbols = image.symbols()
             if not end <= start <= len(ids) - len(symbols):
                 raise BadTokens(
-                    f"image at position {start}: must lie in [{end}, {len(ids)}), behind the images before it, "
-                    f"with its {len(symbols)} positions"
+                    f"image at position {start}: must lie in [{end}, {len(ids)}), after the previous images, "
+                    f"with all of its {len(symbols)} positions"
                 )
             end = start + len(symbols)
             ids[start:end] = 0
@@ -469,7 +469,7 @@ class TypedKeys(_TokenIds):
 
 
 class _TypedSequence(Sequence):
-    """Knows where images lie, so that none is cut that must not be."""
+    """Keeps the spans of the images, so that none is cut that must not be."""
 
     __slots__ = ("_ends", "_length", "_saved", "_spans", "_typed")
 
@@ -479,7 +479,7 @@ class _TypedSequence(Sequence):
         self._length = 0
         self._spans: list[_Span] = []
         self._ends: list[int] = []
-        self._saved = [0]  # positions less tokens, of the first i images
+        self._saved = [0]  # positions minus tokens of the first i images
 
     def append(self, tokens: Items[TypedToken] | Spliced) -> bytes:
         symbols, spans = self._typed.parse(tokens)
@@ -500,7 +500,7 @@ class _TypedSequence(Sequence):
         return min(position, self._span_after(position)[0]) - self._saved[images]
 
     def _span_after(self, position: int) -> _Span:
-        """The image around a position, else the next one, else the end of the sequence."""
+        """Returns the image that holds a position, else the next image, else the end of the sequence."""
         images = bisect_right(self._ends, position)
         return self._spans[images] if images < len(self._spans) else (self._length, self._length, False)
 

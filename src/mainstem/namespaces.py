@@ -1,7 +1,7 @@
-"""Namespaces: what must be equal before any prefix may be shared. Each is a root of its own in the tree.
+"""Namespaces: prefixes are shared only within one. Each has its own root in the tree.
 
-Knows nothing of keys. The encoding is injective: every field is tagged and every string carries its length, so that an
-adapter called "a" and a salt called "a" never meet.
+Knows nothing of keys. The encoding is injective: every field has a tag and every string its length, so an adapter
+called "a" and a salt called "a" never share.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from mainstem.errors import BadArgument
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The context that shaped the KV of a sequence, apart from its tokens.
+    """What the KV of a sequence depends on apart from its tokens.
 
     Args:
-        adapter: name of the adapter (LoRA); None is the base model, which is not the adapter "".
+        adapter: name of the adapter (LoRA); None is the base model, which differs from the adapter "".
         salt: tenants with different salts never share.
-        extra: anything else that shapes KV, as strings; the order counts.
+        extra: anything else that KV depends on, as strings; the order matters.
 
     Raises:
-        BadArgument: a field is not of these types.
+        BadArgument: a field has another type.
     """
 
     adapter: str | None = None
@@ -37,7 +37,7 @@ class Namespace:
             raise BadArgument("extra", self.extra, "a tuple of str")
 
     def encode(self) -> bytes:
-        """The bytes that name this namespace's root."""
+        """Returns the bytes that name the root of this namespace."""
         parts = [] if self.adapter is None else [_field(b"a", self.adapter)]
         if self.salt is not None:
             parts.append(_field(b"s", self.salt))
@@ -49,10 +49,10 @@ NamespaceLike = Namespace | str | bytes | None
 
 
 def encode_namespace(namespace: NamespaceLike) -> bytes:
-    """The bytes of any form of a namespace; None is `Namespace()`.
+    """Encodes any form of a namespace; None is `Namespace()`.
 
     Raises:
-        BadArgument: another type.
+        BadArgument: the namespace has another type.
     """
     if namespace is None:
         return b""
@@ -66,7 +66,7 @@ def encode_namespace(namespace: NamespaceLike) -> bytes:
 
 
 def describe_namespace(encoded: bytes) -> str:
-    """An encoding in words, for people: its fields, one after another."""
+    """Returns an encoded namespace as readable text: its fields in order."""
     names = {b"a": "adapter=", b"s": "salt=", b"e": "extra=", b"n": "", b"b": ""}
     fields = []
     while encoded:

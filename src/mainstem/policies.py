@@ -1,9 +1,9 @@
-"""Eviction policies: which leaf goes first.
+"""Eviction policies: which leaf is evicted first.
 
-The simple ones are one rule: rank a leaf; the lowest rank is evicted first. They also stand in core/csrc/policy.h,
-where the tree applies them without asking Python; a test compares the two. Those that remember more (queues, second
-chances, what was evicted) are in core/csrc/policies, one file each. A policy of your own is any object with `name` and
-`rank`; the tree asks it about a leaf whenever the leaf has changed. Knows nothing of trees.
+A simple policy is one rule that ranks a leaf; the lowest rank is evicted first. core/csrc/policy.h has the same rules,
+so that the tree applies them without calling Python; a test compares the two. Policies that keep more state (queues,
+second chances, evicted pages) are in core/csrc/policies, one file each. Your own policy is any object with `name` and
+`rank`; the tree calls `rank` whenever a leaf has changed. Knows nothing of trees.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mainstem.errors import BadArgument
 from mainstem.imports import PATH, load_object
 
 SLRU_PROTECTED_HITS = 2
-"""From this many hits on, slru keeps a leaf for as long as there are others; `slru:3` is another threshold."""
-_MOST_HITS = 2**32 - 1
+"""A leaf with at least this many hits is protected: slru evicts the others first. `slru:3` sets another threshold."""
+_MAX_HITS = 2**32 - 1
 
 
 class NodeStats(NamedTuple):
-    """What a policy may look at. Times are ticks of the tree's counter: one a match or insert."""
+    """What a policy ranks a node by. Times are ticks of the tree's counter, one per match or insertion."""
 
     node: int
     created: int
@@ -37,22 +37,22 @@ Rank = tuple[float, float]
 
 
 class Policy(Protocol):
-    """A rule of eviction."""
+    """An eviction policy."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the policy, for messages."""
 
     def rank(self, node: NodeStats) -> Rank:
-        """The place of a leaf in the order; the lowest goes first. Finite numbers."""
+        """Returns the rank of a leaf, two finite numbers; the lowest rank is evicted first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A policy that the core knows by its name.
+    """A policy that the core knows by name.
 
-    `source` says where it was published; "" for those that have no author. `rank` is its rule in Python; None: it
-    remembers more than one leaf says, and the core alone has it (core/csrc/policies). `protected_hits` is for slru.
+    `source` is its publication; "" if it has none. `rank` is its rule in Python; None: it keeps state beyond the leaf,
+    and only the core implements it (core/csrc/policies). `protected_hits` is for slru.
     """
 
     name: str
@@ -97,16 +97,16 @@ BUILT_IN = {
 
 
 def find_policy(policy: str | Policy) -> Policy | BuiltIn:
-    """A policy by its name, or the object itself.
+    """Returns a policy by its name, or the object itself.
 
     Args:
-        policy: the name of a built-in policy; `slru:N`, which keeps what was hit N times or more; `module:name`, an
-            object with `name` and `rank`, of which this is a copy, or a class that makes one without arguments; or such
-            an object. A module may lie in the working directory.
+        policy: the name of a built-in policy; `slru:N`, which protects what was hit at least N times; an object with
+            `name` and `rank`; or `module:name`, such an object (which is copied) or a class that makes one without
+            arguments. The module may be in the working directory.
 
     Raises:
         BadArgument: no built-in policy has that name, its parameter is out of range, the module has no such object or
-            cannot be imported, or it is no policy.
+            cannot be imported, or the object is not a policy.
 
     >>> find_policy("slru:3").name
     'slru:3'
@@ -128,15 +128,15 @@ def find_policy(policy: str | Policy) -> Policy | BuiltIn:
 
 def _with_parameter(policy: str, rule: str, parameter: str) -> BuiltIn:
     if rule != "slru":
-        raise BadArgument("policy", policy, f"{rule}; of the built-in policies slru alone has a parameter")
+        raise BadArgument("policy", policy, f"{rule}; slru is the only built-in policy with a parameter")
     hits = int(parameter) if parameter.isdecimal() and parameter.isascii() and len(parameter) < 20 else 0
-    if not 1 <= hits <= _MOST_HITS:
-        raise BadArgument("policy", policy, f"slru:N with N, the hits that protect, from 1 to {_MOST_HITS}")
+    if not 1 <= hits <= _MAX_HITS:
+        raise BadArgument("policy", policy, f"slru:N with N, the hits that protect a leaf, from 1 to {_MAX_HITS}")
     return _slru(policy, hits)
 
 
 def _load(path: str) -> Policy:
-    """The object at `module:name`: each cache has its own, so it is a copy."""
+    """Imports the object `module:name` and copies it, so that each cache has its own."""
     found = load_object("policy", path)
     try:
         loaded = found() if isinstance(found, type) else copy.deepcopy(found)

@@ -1,4 +1,4 @@
-"""The page pool. Knows page ids and their owners; knows no tree and no tensors."""
+"""The page pool. Knows page ids and their owners, not the tree or tensors."""
 
 from mainstem._core import Pool
 

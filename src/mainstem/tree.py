@@ -1,7 +1,7 @@
-"""`Tree`: the lower interface, for engines that have an allocator of their own.
+"""`Tree`: the lower interface, for engines with their own allocator.
 
-It turns tokens and namespaces into bytes for the core and applies policies written in Python. It knows no pool, no
-lease and no tensors. One thread at a time, as in a scheduler.
+Encodes tokens and namespaces as bytes for the core and applies policies written in Python. Knows nothing of pools,
+leases or tensors. Not thread-safe: call it from one thread at a time, as a scheduler does.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SHOWN_SYMBOLS = 8
 class Match(NamedTuple):
     """The longest prefix of a key that is in the tree. Lengths are in symbols.
 
-    `node` is the handle of its end (0: nothing matched), `pages` the int32 page ids of `length`. With `partial=True`,
-    `partial` symbols more agree with the beginning of page `partial_page`, the first of `partial_node`. `pending`
-    symbols behind the match are in flight. `reach` is how far the first component alone went. `host_length` symbols
-    more, up to `host_node`, are present when lower tiers count as well.
+    `node` is the handle of its end (0: nothing matched); `page_ids` are the int32 page ids of `length`. With
+    `partial=True`, the next `partial` symbols agree with the beginning of page `partial_page`, the first of
+    `partial_node`. `pending` symbols after the match are in flight. `reach` is how far the first component alone
+    matches. The next `host_length` symbols, up to `host_node`, are present if lower tiers count as well.
     """
 
     node: int
     length: int
-    pages: Ids
+    page_ids: Ids
     partial: int
     partial_page: int
     partial_node: int
@@ -54,23 +54,23 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What an insertion did. Lengths are in symbols from the root.
+    """The result of an insertion. Lengths are in symbols from the root.
 
-    The key is in the tree up to `length`, which ends at `node`; `existing` symbols stood there already, present or in
-    flight. `pages` are the tree's page ids after `after`: where they differ from the caller's, the caller's page is a
-    duplicate and stays his. Those of another insertion in flight hold nothing yet; `Tree.peek` says how far a match
-    goes. With `ready=False` something is in flight under `node` only if `length` is more than `existing`.
+    The key is in the tree up to `length`, which ends at `node`; `existing` symbols were there before, present or in
+    flight. `page_ids` are the tree's page ids after `after`. Where they differ from the caller's, the caller's page is
+    a duplicate and stays the caller's. Pages that another insertion has in flight hold nothing yet; `Tree.peek` returns
+    how far a match goes. With `ready=False`, `node` has a transfer in flight only if `length` exceeds `existing`.
     """
 
     node: int
     length: int
     existing: int
-    pages: Ids
+    page_ids: Ids
 
 
 @dataclass(frozen=True, slots=True)
 class CellView:
-    """One component of a node on one tier: its ids (empty when absent), locks, and whether a transfer is on its way."""
+    """One component of a node on one tier: its ids (empty if absent), its locks, and whether it is in flight."""
 
     ids: Ids
     locks: int
@@ -80,9 +80,9 @@ class CellView:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node as tools see it. Positions in symbols, times in ticks; `cells` by component and tier.
+    """A node, for tools. Positions are in symbols, times in ticks; `cells` are by component and tier.
 
-    `removed`: no match finds it any more, it only waits for its locks and transfers to end.
+    `removed`: no match finds the node; it is kept only until its locks and transfers end.
     """
 
     node: int
@@ -102,7 +102,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """Counts of the core. Pages are those of the first component on the device; cached = locked + evictable."""
+    """Counters of the core. Pages are those of the first component on the device; cached = locked + evictable."""
 
     cached_pages: int
     locked_pages: int
@@ -123,8 +123,8 @@ class Tree:
     """A radix tree from token sequences to page ids.
 
     Args:
-        page_size: symbols a page; pages are the unit of matching.
-        keys: what a token sequence is in symbols.
+        page_size: symbols per page; pages are the unit of matching.
+        keys: how token sequences become symbols.
         components: what is kept for a prefix; the first is the main one.
         tiers: 1 for the device alone, 2 with host memory.
         policy: see `mainstem.policies.find_policy`.
@@ -133,10 +133,10 @@ class Tree:
         BadArgument: an argument out of range.
 
     >>> tree = Tree(page_size=1)
-    >>> tree.insert([1, 2, 3, 4], pages=[10, 11, 12, 13]).existing
+    >>> tree.insert([1, 2, 3, 4], page_ids=[10, 11, 12, 13]).existing
     0
     >>> match = tree.match([1, 2, 9])
-    >>> match.length, match.pages.tolist()
+    >>> match.length, match.page_ids.tolist()
     (2, [10, 11])
     """
 
@@ -153,13 +153,13 @@ class Tree:
         self.components = tuple(components)
         self._rows = {component.name: row for row, component in enumerate(self.components)}
         if not self._rows or len(self._rows) < len(self.components):
-            raise BadArgument("components", components, "at least one, and none twice")
+            raise BadArgument("components", components, "at least one component, each at most once")
         self.tiers = check_integer("tiers", tiers, 1, 4)
         self.policy = find_policy(policy)
         self._token_limit = self.keys.token_limit
         self._ranks = None if isinstance(self.policy, BuiltIn) else self.policy
         self.ranks_outside = self._ranks is not None
-        # The seed moves places in a hash table and nothing else: it changes no result.
+        # The seed only permutes a hash table: it changes no result.
         self.core = _core.Tree(
             self.keys.symbol_bytes,
             self.page_size,
@@ -172,10 +172,10 @@ class Tree:
         )
 
     def match(self, tokens: TokenLike, namespace: NamespaceLike = None, *, partial: bool = False) -> Match:
-        """The longest prefix that is present. Splits the node it ends in, marks what it returns as used, makes nothing.
+        """Returns the longest present prefix. Splits the node it ends in, refreshes what it returns, creates nothing.
 
         Args:
-            partial: look inside the next page, too.
+            partial: also look inside the next page.
 
         Raises:
             BadTokens: see `KeyKind.encode`.
@@ -184,7 +184,7 @@ class Tree:
         return Match._make(self.core.match(encode_namespace(namespace), key, limit, partial))
 
     def peek(self, tokens: TokenLike, namespace: NamespaceLike = None) -> int:
-        """How many symbols `match` would return. Changes nothing.
+        """Returns how many symbols `match` would find. Changes nothing.
 
         Raises:
             BadTokens: see `KeyKind.encode`.
@@ -195,7 +195,7 @@ class Tree:
     def insert(
         self,
         tokens: TokenLike,
-        pages: ArrayLike | Items[ArrayLike],
+        page_ids: ArrayLike | Items[ArrayLike],
         namespace: NamespaceLike = None,
         *,
         after: int = 0,
@@ -203,39 +203,39 @@ class Tree:
         tier: int = 0,
         ready: bool = True,
     ) -> Inserted:
-        """Puts a prefix into the tree; what stands there already is kept.
+        """Inserts a prefix; keeps what the tree already has of it.
 
-        Behind pages in flight it goes on: no match finds that until they are committed, and cancelling them removes it.
+        Continues after pages in flight: no match finds the rest until they are committed; cancelling them removes it.
 
         Args:
-            tokens: the whole key, from the root; symbols behind the last whole page are left out.
-            pages: a page id for each whole page of the key. With several components: one such list for each; in a
-                window's, a beginning of -1 is behind the window; a state's has one id, or none.
-            after: handle of a prefix of the key; only what lies behind it is walked.
-            priority: for the policy "priority"; a prefix has the highest of those who inserted it.
+            tokens: the whole key, from the root; symbols after the last whole page are ignored.
+            page_ids: one id per whole page of the key. With several components: one such list for each; leading -1s in
+                a window's list are outside the window; a state's list has one id, or none.
+            after: handle of a prefix of the key; only what follows it is walked.
+            priority: for the policy "priority"; a prefix has the highest priority that it was inserted with.
             ready: False: what is new is in flight until `commit` or `cancel`.
 
         Raises:
             BadTokens: see `KeyKind.encode`.
-            BadArgument: the number of ids does not fit the key, or an id is negative, or `after` is on another path.
-            StaleHandle: `after` was evicted.
+            BadArgument: the number of ids does not fit the key, an id is negative, or `after` is on another path.
+            StaleHandle: the node of `after` was evicted.
         """
         priority = check_integer("priority", priority, -(2**31), 2**31 - 1)
         tier, after = self._tier(tier), _handle(after)
-        columns = [pages] if len(self.components) == 1 else cast("Items[ArrayLike]", pages)
+        columns = [page_ids] if len(self.components) == 1 else cast("Items[ArrayLike]", page_ids)
         ids = [_as_ids(cast("ArrayLike", column)) for column in columns]
         key, limit = self._key(tokens)
         name = encode_namespace(namespace)
         return Inserted._make(self.core.insert(name, key, limit, ids, after, priority, tier, bool(ready), True))
 
     def remove(self, tokens: TokenLike, namespace: NamespaceLike = None) -> list[list[Ids]]:
-        """Takes the page that holds the last token of a prefix, and all that follows it, out of the tree.
+        """Removes the page that holds the last token of a prefix, and everything after it.
 
-        No match finds them from now on, on no tier. What is locked or in flight lives on until it is unlocked or its
-        transfer ends, and is then the first to be evicted. An empty prefix stands for the whole namespace.
+        From now on no match finds them on any tier. Locked pages and pages in flight stay until they are unlocked or
+        their transfer ends, and are then evicted first. An empty prefix removes the whole namespace.
 
         Returns:
-            The ids of what was neither locked nor in flight, by tier and component.
+            The ids that were neither locked nor in flight, by tier and component.
 
         Raises:
             BadTokens: see `KeyKind.encode`.
@@ -246,49 +246,49 @@ class Tree:
         for tier in range(self.tiers):
             try:
                 freed.append(self.evict_removed(tier))
-            except Exception:  # as there
+            except Exception:  # as in `evict_removed`
                 if not any(len(ids) for part in freed for ids in part):
                     raise
                 freed.append([np.empty(0, np.int32) for _ in self.components])
         return freed
 
     def key_to_remove(self, tokens: TokenLike) -> tuple[TokenLike, int]:
-        """What the core is told to remove: nothing stands for a whole namespace only if nothing was given.
+        """Returns the key that the core removes: it is empty, for the whole namespace, only if no tokens are given.
 
         Raises:
-            BadTokens: see `KeyKind.encode`; or tokens that make no symbol yet.
+            BadTokens: see `KeyKind.encode`; or the tokens make no symbol yet.
         """
         key, limit = self._key(tokens)
         given = tokens.ids if isinstance(tokens, Spliced) else tokens
         if key == b"" and len(cast("Items[object]", given)):
             raise BadTokens(
-                f"{tokens!r} make no symbol: a prefix to be removed has one, or no token for a whole namespace"
+                f"{tokens!r} make no symbol: must make at least one, or be empty to remove the whole namespace"
             )
         return key, limit
 
     def evict_removed(self, tier: int = 0) -> list[Ids]:
-        """Ids of what was removed and is neither locked nor in flight any more; an array for each component.
+        """Evicts what was removed and is no longer locked or in flight; returns its ids, one array per component.
 
         Raises:
-            BadArgument: no such tier.
+            BadArgument: there is no such tier.
         """
         tier = self._tier(tier)
         parts = [self.core.evict_removed(tier)]
-        while self.ranks_outside:  # what has no rank yet hides those that go first
+        while self.ranks_outside:  # a node without a rank hides those that go first
             try:
                 for row in range(len(self.components)):
                     self._rank_waiting(row, tier)
             except Exception:
                 if not any(len(ids) for part in parts for ids in part):
                     raise
-                break  # what is freed already must reach the caller; the policy fails again at the next eviction
+                break  # return the ids freed so far; the policy fails again at the next eviction
             parts.append(self.core.evict_removed(tier))
             if not any(map(len, parts[-1])):
                 break
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def lock(self, node: int, tier: int = 0) -> None:
-        """Keeps a prefix from eviction, from its node to the root. Locks are counted; the root needs none.
+        """Protects a prefix from eviction, from its node up to the root. Locks nest; the root needs none.
 
         Raises:
             StaleHandle: the node was evicted.
@@ -296,16 +296,16 @@ class Tree:
         self.core.lock(_handle(node), self._tier(tier))
 
     def unlock(self, node: int, tier: int = 0) -> None:
-        """Takes one lock back.
+        """Releases one lock.
 
         Raises:
-            NotLocked: there is no lock at this node.
+            NotLocked: this node has no lock.
             StaleHandle: the node was evicted.
         """
         self.core.unlock(_handle(node), self._tier(tier))
 
     def attach(self, node: int, ids: ArrayLike, component: str = "full", tier: int = 1, *, ready: bool = False) -> None:
-        """Gives a node pages on another tier (a backup or a load back), in flight until `commit` or `cancel`.
+        """Adds a node's pages on another tier (to back up or to load), in flight until `commit` or `cancel`.
 
         Raises:
             BadArgument: the wrong number of ids, a cell that is not absent, or a parent that is absent on that tier.
@@ -314,7 +314,7 @@ class Tree:
         self.core.attach(_handle(node), self._row(component), self._tier(tier), _as_ids(ids), bool(ready))
 
     def commit(self, node: int, tier: int = 0) -> None:
-        """What was in flight under this node is present now.
+        """Ends a transfer: what is in flight under this node becomes present.
 
         Raises:
             BadArgument: nothing is in flight under this node.
@@ -323,26 +323,26 @@ class Tree:
         self.core.commit(_handle(node), self._tier(tier))
 
     def cancel(self, node: int, tier: int = 0) -> list[Ids]:
-        """What was in flight under this node is gone; its ids, an array for each component.
+        """Ends a transfer: frees what is in flight under this node; returns its ids, one array per component.
 
-        What was inserted behind it is removed (see `remove`): its ids come back from its own `cancel`, or from `evict`
-        once its own transfer has ended.
+        What was inserted after it is removed (see `remove`). Its own `cancel` returns those ids, or `evict` once its
+        own transfer has ended.
 
         Raises:
-            BadArgument: nothing is in flight under this node, or something behind it lies on this tier and on another,
-                too: cancel that first.
+            BadArgument: nothing is in flight under this node, or something after it is on this tier and also on
+                another: cancel that first.
             StaleHandle: the node was cancelled.
         """
         return self.core.cancel(_handle(node), self._tier(tier))
 
     def evict(self, pages: int, component: str = "full", tier: int = 0) -> list[Ids]:
-        """Evicts exactly `pages` ids of a component, or as many as are evictable. Takes O(log n) a node.
+        """Evicts exactly `pages` ids of a component, or all that are evictable if fewer. Costs O(log n) per node.
 
-        Full pages go from the tails of leaves, in the order of the policy, and take the other components' ids at these
-        positions with them: the answer has one array for each component.
+        Full pages are evicted from the tails of leaves, in the order of the policy, together with the other components'
+        ids at these positions. Returns one array of ids per component.
 
         Raises:
-            BadArgument: pages below 0, or no such component or tier.
+            BadArgument: `pages` is below 0, or there is no such component or tier.
         """
         if self.ranks_outside or component not in self._rows:
             row = self._row(component)
@@ -350,7 +350,7 @@ class Tree:
         return self.core.evict(pages, self._rows[component], tier)
 
     def _evict_ranked(self, pages: int, row: int, tier: int) -> list[Ids]:
-        """Asks the policy about what has changed, evicts, and asks again about what that has changed."""
+        """Ranks what has changed, evicts, and ranks again what the eviction has changed."""
         parts: list[list[Ids]] = []
         missing = pages
         while missing > 0:
@@ -360,7 +360,7 @@ class Tree:
             except Exception:
                 if not parts:
                     raise
-                break  # what is freed already must reach the caller; the policy fails again at the next call
+                break  # return the ids freed so far; the policy fails again at the next call
             freed = self.core.evict(missing, row, tier)
             parts.append(freed)
             missing -= len(freed[row])
@@ -368,7 +368,7 @@ class Tree:
         return [np.concatenate(column) for column in zip(empty, *parts, strict=True)]
 
     def _rank_waiting(self, row: int, tier: int) -> bool:
-        """Asks the policy about every candidate that has changed; whether anything can be evicted."""
+        """Asks the policy to rank every candidate that has changed; returns whether anything can be evicted."""
         while self._ranks is not None and (waiting := self.core.waiting(row, tier)) is not None:
             stats = NodeStats(*waiting)
             self.core.rank(stats.node, row, tier, *_rank(self._ranks, stats))
@@ -376,10 +376,10 @@ class Tree:
         return present > locked
 
     def next_victim(self, component: str = "full", tier: int = 0) -> int:
-        """The node that `evict` comes to first; 0: nothing can be evicted.
+        """Returns the node that `evict` takes first; 0 if nothing can be evicted.
 
         Raises:
-            BadArgument: no such component or tier.
+            BadArgument: there is no such component or tier.
         """
         row, tier = self._row(component), self._tier(tier)
         if self.ranks_outside and not self._rank_waiting(row, tier):
@@ -387,13 +387,13 @@ class Tree:
         return self.core.next_victim(row, tier)
 
     def flush(self, tier: int = 0) -> list[Ids]:
-        """Evicts everything on a tier that is neither locked nor in flight; one array of ids for each component."""
+        """Evicts everything on a tier that is neither locked nor in flight; returns one array of ids per component."""
         tier = self._tier(tier)
         parts = [self.evict(_EVERYTHING, component, tier) for component in self._rows]
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
-    def pages(self, node: int, component: str = "full", tier: int = 0) -> Ids:
-        """Ids from the root to the end of a node; -1 where they are absent.
+    def page_ids(self, node: int, component: str = "full", tier: int = 0) -> Ids:
+        """Returns the ids from the root to the end of a node; -1 where they are absent.
 
         Raises:
             StaleHandle: the node was evicted.
@@ -401,7 +401,7 @@ class Tree:
         return self.core.ids(_handle(node), self._row(component), self._tier(tier))
 
     def length(self, node: int) -> int:
-        """Symbols from the root to the end of a node.
+        """Returns the number of symbols from the root to the end of a node.
 
         Raises:
             StaleHandle: the node was evicted.
@@ -409,7 +409,7 @@ class Tree:
         return self.core.end(_handle(node)) * self.page_size
 
     def nodes(self, *namespaces: NamespaceLike) -> Iterator[NodeView]:
-        """Every node, or those of some namespaces: depth first, children in the order they came, removed ones last."""
+        """Yields all nodes, or those of some namespaces: depth first, children in insertion order, removed last."""
         names = [encode_namespace(n) for n in namespaces] if namespaces else self.core.namespaces()
         columns = [(component.name, tier) for component in self.components for tier in range(self.tiers)]
         for name in names:
@@ -425,10 +425,10 @@ class Tree:
                 )  # fmt: skip
 
     def pretty(self, describe: Callable[[bytes], str] | None = None) -> str:
-        """The tree as text: a line a node, with its length, its beginning, its locks and hits.
+        """Returns the tree as text, one line per node: its length, first symbols, locks and hits.
 
         Args:
-            describe: a node's key in words; None shows its first symbols as numbers.
+            describe: turns a node's key into text; None shows its first symbols as numbers.
         """
         lines: list[str] = []
         for name, group in groupby(self.nodes(), key=lambda view: view.namespace):
@@ -444,7 +444,7 @@ class Tree:
         for view in views:
             left[view.parent] -= 1
             rail = rails[view.parent]
-            if children[view.parent] == 1:  # an only child stays at its parent's depth: chains may be long
+            if children[view.parent] == 1:  # an only child is not indented: chains may be long
                 branch, rails[view.node] = "· ", rail
             elif left[view.parent] == 0:
                 branch, rails[view.node] = "└─ ", rail + "   "
@@ -461,7 +461,7 @@ class Tree:
         return f"[{' '.join(symbols)}{' …' if shown < len(key) else ''}]"
 
     def stats(self) -> TreeStats:
-        """Counts, kept by the core as things change."""
+        """Returns the counts, which the core keeps up to date."""
         present, locked, in_flight = self.core.counts(0, 0)
         matches, queried, hits, inserts, inserted, evicted, splits, nodes, namespaces = self.core.counters()
         return TreeStats(
@@ -481,7 +481,7 @@ class Tree:
         )
 
     def held_bytes(self) -> int:
-        """Memory that the core holds; looks at every node."""
+        """Returns the bytes of memory that the core holds; visits every node."""
         return self.core.bytes()
 
     def check(self) -> None:
@@ -493,7 +493,7 @@ class Tree:
         self.core.check()
 
     def _key(self, tokens: TokenLike) -> tuple[TokenLike, int]:
-        """Tokens for the core, which reads plain token ids itself."""
+        """Returns the tokens, or their symbols, for the core, which reads plain token ids itself."""
         limit = self._token_limit
         return (tokens, limit) if limit else (self.keys.encode(tokens), 0)
 
@@ -512,7 +512,7 @@ def _rank(policy: Policy, stats: NodeStats) -> Rank:
     try:
         major, minor = rank
         finite = math.isfinite(major) and math.isfinite(minor)
-    except (TypeError, ValueError, OverflowError):  # not two of them, no numbers, or one beyond all floats
+    except (TypeError, ValueError, OverflowError):  # not two values, not numbers, or too large for a float
         finite = False
     if not finite:
         raise BadArgument(f"rank of policy {policy.name}", rank, "two finite numbers")
@@ -523,15 +523,15 @@ def _handle(node: int) -> int:
     return check_integer("node", node, 0, 2**63 - 1)
 
 
-def _as_ids(pages: ArrayLike) -> Ids:
+def _as_ids(page_ids: ArrayLike) -> Ids:
     try:
-        ids = np.asarray(pages)
+        ids = np.asarray(page_ids)
     except ValueError as error:
-        raise BadArgument("pages", pages, f"a one-dimensional sequence of integers ({error})") from None
+        raise BadArgument("page_ids", page_ids, f"a one-dimensional sequence of integers ({error})") from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise BadArgument("pages", pages, "a one-dimensional sequence of integers")
+        raise BadArgument("page_ids", page_ids, "a one-dimensional sequence of integers")
     if ids.size and not -1 <= int(ids.min()) <= int(ids.max()) < 2**31:
-        raise BadArgument("pages", pages, "page ids from 0 to 2147483647")
+        raise BadArgument("page_ids", page_ids, "page ids from 0 to 2147483647")
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 

@@ -1,8 +1,8 @@
-"""A double of EIC's Python client `eic`: the calls that engines make, their arguments and outcomes, over one dict.
+"""A double of EIC's Python client `eic`: the calls that engines make, their arguments and results, over one dict.
 
 From SGLang's and AIBrix's back ends: vectors of names and of (address, length, registered); options with a namespace; a
-status for the call and one for each value; registered memory must have been registered; a value longer than its place
-is an error of that value. `world` is what a test changes.
+status for the call and one for each value; memory marked as registered must be registered; a value longer than its
+place is an error of that value. Tests change `world`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class MemoryType(Enum):
 
 @dataclass
 class World:
-    """One instance, and what goes wrong with it."""
+    """One instance and its faults."""
 
     values: dict[tuple[str, str], bytes] = field(default_factory=dict)
     capacity: int = 1 << 30
     down: bool = False
     terse: bool = False
-    """Outcomes hold no codes."""
+    """Outcomes contain no codes."""
     codes: dict[str, StatusCode] = field(default_factory=dict)
     frozen: threading.Event | None = None
     registers: bool = True

@@ -1,9 +1,9 @@
 """A double of 3FS's `hf3fs_fuse.io`: the same calls, checks and results, on a plain file.
 
 As in the real one (https://github.com/deepseek-ai/3FS, hf3fs_fuse/io.py and src/lib/py/usrbio_binding.cc): a file must
-be registered, and once only; memory must be an iovec over shared memory on this mount; a ring takes as many pieces as
-it has entries, of one direction; `wait` says them in any order, and fewer than asked for when the time is over; a
-result is a number of bytes or -errno. `world` is what a test changes.
+be registered, and only once; memory must be an iovec over shared memory on this mount; a ring accepts as many pieces
+as it has entries, in one direction; `wait` returns them in any order, and fewer than requested after the timeout; a
+result is a number of bytes or -errno. Tests change `world`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass
 class World:
-    """One mount, and what goes wrong on it."""
+    """One mount and its faults."""
 
     mount: str = "/nowhere"
     registered: set[int] = field(default_factory=set)
@@ -27,11 +27,11 @@ class World:
     batches: list[int] = field(default_factory=list)
     order: random.Random = field(default_factory=lambda: random.Random(7))
     fail: dict[int, int] = field(default_factory=dict)
-    """Of the n-th piece from now on: what its result is instead."""
+    """Results to return for the piece of a number."""
     frozen: bool = False
-    """Pieces are taken, and never end."""
+    """Pieces are accepted but never complete."""
     late: list[Any] = field(default_factory=list)
-    """Pieces that were taken while it was frozen."""
+    """Pieces that were accepted while frozen."""
     pieces: int = 0
 
 
@@ -112,7 +112,7 @@ def register_fd(fd: int, flags: int = 0) -> None:
 
 
 def deregister_fd(fd: int) -> None:
-    os.fstat(fd)  # it must be open still
+    os.fstat(fd)  # it must still be open
     world.registered.discard(fd)
 
 

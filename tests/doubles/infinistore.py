@@ -1,9 +1,9 @@
 """A double of the client `infinistore`: the same calls, checks and errors, over one dict.
 
 As in the real one (PyPI infinistore 0.2.35, lib.py; https://github.com/bytedance/InfiniStore, src/infinistore.cpp):
-memory is known by the very address that was registered; a block has the length that the caller says, whatever lies
-there; one name that is not there fails the whole read; a write replaces; the search for a prefix's end halves the list.
-`world` is what a test changes.
+memory is identified by the exact address that was registered; the caller sets the length of a block, regardless of the
+value; one missing name fails the whole read; a write replaces; the search for the end of a prefix is a binary search.
+Tests change `world`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class InfiniStoreKeyNotFound(InfiniStoreException):
 
 @dataclass
 class World:
-    """One server, and what goes wrong with it."""
+    """One server and its faults."""
 
     values: dict[str, bytes] = field(default_factory=dict)
     capacity: int = 1 << 30
     down: bool = False
     frozen: threading.Event | None = None
-    """Until it is set, no call ends."""
+    """No call ends until it is set."""
     code: int = 200
-    """What reads and writes end with."""
+    """The code that reads and writes end with."""
     connections: int = 0
     registered: list[tuple[int, int]] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    """Of each read and write, how many blocks."""
+    """The number of blocks in each read and write."""
 
 
 world = World()
@@ -128,8 +128,8 @@ class InfinityConnection:
             if any(key not in world.values for key, _ in blocks):
                 raise InfiniStoreKeyNotFound("some keys not found")
             for key, offset in blocks:
-                behind = b"\xdb" * block_size  # what lies behind a value in the server
-                ctypes.memmove(ptr + offset, (world.values[key] + behind)[:block_size], block_size)
+                after = b"\xdb" * block_size  # the server memory after the value
+                ctypes.memmove(ptr + offset, (world.values[key] + after)[:block_size], block_size)
         return 200
 
     def _check(self, blocks: list[tuple[str, int]], block_size: int, ptr: int, what: str) -> None:

@@ -1,6 +1,6 @@
-"""What `lmcache_server HOST PORT cpu` (LMCache 0.5.6) does on the wire, in a thread, and faults that it never shows.
+"""A double of `lmcache_server HOST PORT cpu` (LMCache 0.5.6) in a thread, with faults that the real one never has.
 
-Kept to the server's ways, bad ones too: a PUT that ends early leaves a value that cannot be read.
+It copies the server's behaviour with its bugs: a PUT that ends early leaves a value that cannot be read.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class LMCacheServer:
     """Answers on a free port of this machine until the `with` block ends.
 
     Args:
-        piece_bytes: most bytes sent at once; the client then sees short reads.
-        pause_s: before each piece.
-        port: 0: a free one.
+        piece_bytes: the limit for bytes sent at once, which causes short reads in the client.
+        pause_s: pause before each piece, in seconds.
+        port: the port; 0: a free one.
 
     Attributes:
-        values: name -> (header fields, value or None for one that its writer did not finish).
-        answering: cleared, the server still takes connections and answers nothing.
-        last_words: sent in place of the next reply, after which the connection ends.
-        cut_value_after: bytes of the next value after which its connection ends.
+        values: name -> (header fields, value, or None if its writer did not finish).
+        answering: if cleared, the server accepts connections but sends no replies.
+        last_words: bytes to send instead of the next reply, after which the connection ends.
+        cut_value_after: the number of bytes of the next value after which its connection ends.
     """
 
     def __init__(self, piece_bytes: int = 1 << 30, pause_s: float = 0.0, port: int = 0) -> None:
@@ -76,7 +76,7 @@ class LMCacheServer:
                 if select.select([connection], [], [], 0)[0]:
                     if goes_on:
                         continue
-                    break  # a socket that is closed with requests unread takes back what is not on its way
+                    break  # closing a socket with unread requests discards unsent data
                 self._send(connection, b"".join(held))
                 held.clear()
                 if not goes_on:
@@ -84,7 +84,7 @@ class LMCacheServer:
         self._open.discard(connection)
 
     def _answer(self, connection: socket.socket, header: bytes, held: list[bytes]) -> bool:
-        """Whether the connection goes on; what is to be sent is appended to `held`."""
+        """Appends the reply to `held`. Returns whether the connection continues."""
         command, length, *fields, raw_name = REQUEST.unpack(header)
         name = raw_name.decode().strip()
         if command == PUT:
@@ -114,7 +114,7 @@ class LMCacheServer:
 
 
 def receive(connection: socket.socket, size: int) -> bytes | None:
-    """That many bytes, or None where the connection ends before them."""
+    """Receives `size` bytes. Returns None if the connection ends before."""
     data = bytearray()
     while len(data) < size:
         piece = connection.recv(size - len(data))

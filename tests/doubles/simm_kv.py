@@ -1,9 +1,9 @@
 """A double of SiMM's `simm.kv`: the same calls, checks and codes, in one dict.
 
 As in the real one (https://github.com/scitix/SiMM, python/simm/kv and src/client): names of up to 256 bytes and values
-of up to 4 MiB, or the whole batch is refused; every piece lies in a registered region; a value is written where its
-piece begins, however short the piece is, as long as the region goes on; a batch put does not overwrite; codes are
-negative numbers and nothing raises but a wrong type; the oldest value goes first. `world` is what a test changes.
+of up to 4 MiB, or the whole batch is refused; every piece must be in a registered region; a value is written to the
+start of its piece, even past the end of the piece, up to the end of the region; a batch put does not overwrite; codes
+are negative numbers, and only a wrong type raises; the oldest value is evicted first. Tests change `world`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BlockView", "MrExt", "Store", "deregister_mr", "register_mr", "reset
 
 @dataclass
 class World:
-    """One cluster, and what goes wrong in it."""
+    """One cluster and its faults."""
 
     values: dict[str, bytes] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
@@ -33,9 +33,9 @@ class World:
     regions: list[MrExt] = field(default_factory=list)
     capacity: int = 1 << 30
     down: int = 0
-    """A code: no server answers, and every value has it."""
+    """A code that every value gets, because no server answers."""
     codes: dict[str, int] = field(default_factory=dict)
-    """Of a name: what every call says of it."""
+    """The code that every call returns for a name."""
     lock_limit: int = 1 << 40
     batches: list[int] = field(default_factory=list)
 
@@ -115,7 +115,7 @@ class Store:
         if not self._fit(keys, blocks):
             return [INVALID] * len(keys)
         world.batches.append(len(keys))
-        codes = {at: self._get(keys[at], blocks[at]) for at in reversed(range(len(keys)))}  # at once, in no order
+        codes = {at: self._get(keys[at], blocks[at]) for at in reversed(range(len(keys)))}  # concurrently, in no order
         return [codes[at] for at in range(len(keys))]
 
     def _put(self, key: str, block: BlockView) -> int:

@@ -1,8 +1,8 @@
-"""The slow, obvious model of the tree, the pool and the lease, for tests to compare the real ones with.
+"""A slow, obvious model of the tree, the pool and the lease, which tests compare with the real ones.
 
-One record a page, with the whole prefix that ends with it. No node, no split, no order that is kept ready: all is
-found by looking at everything, and is never made faster. It knows one tier, full attention, and symbols of any hashable
-kind; no bytes, no handles: a prefix is its last page, and `None` is the prefix without one.
+It keeps one record per page, with the whole prefix that the page ends. It has no nodes, splits or maintained orders:
+every answer is a scan of everything, and is never optimised. It models one tier, full attention, and symbols of any
+hashable type. It has no bytes or handles: a prefix is its last page, and `None` is the empty prefix.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Key = tuple[Hashable, tuple[tuple[Hashable, ...], ...]]  # a namespace, and the 
 
 @dataclass(eq=False)
 class Page:
-    """What is known of one page. It is in flight until it is ready; its locks are those of the prefix it ends.
+    """The record of one page. A page is in flight until it is ready; its locks are those of the prefix that it ends.
 
-    `above` is the page before it. `top`: no match finds the page any more; it was removed with this one, which is not
-    after it.
+    `above` is the previous page. `top` is the first removed page of its path, or None; no match finds a page with a
+    `top`.
     """
 
     key: Key
@@ -39,11 +39,11 @@ class Page:
     top: Page | None = None
 
     def path(self) -> list[Page]:
-        """The pages from the first one to this."""
+        """Returns the pages from the first one to this one."""
         return [*(self.above.path() if self.above else ()), self]
 
 
-POLICIES: dict[str, Callable[[Page], tuple[int, ...]]] = {  # the leaf with the lowest tuple goes first
+POLICIES: dict[str, Callable[[Page], tuple[int, ...]]] = {  # the leaf with the lowest tuple is evicted first
     "lru": lambda page: (page.last_access,),
     "lfu": lambda page: (page.hits, page.last_access),
     "fifo": lambda page: (page.created,),
@@ -61,7 +61,7 @@ class Matched:
     """A match. `pending`: symbols in flight after it; `partial`: symbols that agree with the beginning of `donor`."""
 
     end: Page | None
-    pages: list[int]
+    page_ids: list[int]
     length: int
     pending: int
     partial: int
@@ -70,12 +70,12 @@ class Matched:
 
 @dataclass(frozen=True)
 class Added:
-    """An insertion: where it ends, how much of that stood already, the tree's pages after `after`, and the new ones."""
+    """An insertion: its end, the symbols that existed before, the tree's page ids after `after`, and the new pages."""
 
     end: Page | None
     length: int
     existing: int
-    pages: list[int]
+    page_ids: list[int]
     added: list[Page]
 
 
@@ -88,27 +88,27 @@ class ReferenceTree:
         self.counts: Counter[str] = Counter()
 
     def match(self, symbols: Symbols, namespace: Hashable = None) -> Matched:
-        """The longest present prefix, touched; and what lies in flight or inside a page after it."""
+        """Returns and refreshes the longest present prefix, with what is in flight or inside a page after it."""
         self.tick += 1
         there = self._along(symbols, namespace)
         found = list(takewhile(lambda page: page.ready, there))
         for page in found:
             page.hits += 1
         self.touch(found)
-        flying = list(takewhile(lambda page: not page.ready, there[len(found) :]))
-        length, pending = len(found) * self.page_size, len(flying) * self.page_size
+        in_flight = list(takewhile(lambda page: not page.ready, there[len(found) :]))
+        length, pending = len(found) * self.page_size, len(in_flight) * self.page_size
         partial, donor = self._partial(found[-1] if found else None, symbols[length:], namespace)
         self.counts.update(match_calls=1, queried_symbols=len(symbols), hit_symbols=length)
         return Matched(found[-1] if found else None, [page.id for page in found], length, pending, partial, donor)
 
     def peek(self, symbols: Symbols, namespace: Hashable = None) -> int:
-        """The length of the match in symbols; nothing is touched."""
+        """Returns the length of the match in symbols; refreshes nothing."""
         return sum(self.page_size for _ in takewhile(lambda page: page.ready, self._along(symbols, namespace)))
 
     def insert(
         self, symbols: Symbols, ids: Ids, space: Hashable = None, after: Page | None = None, **new: int
     ) -> Added:
-        """Adds the pages that are missing after `after`, with the ids of the whole key. `new`: priority, ready."""
+        """Inserts the pages missing after `after`; `ids` are those of the whole key. `new`: priority, ready."""
         self.tick += 1
         path = after.path() if after else []
         start, added = len(path), []
@@ -116,7 +116,7 @@ class ReferenceTree:
             above = path[-1] if path else None
             page = self._child(key, above, self.pages)
             if page is None:
-                # What was cancelled may still have removed pages after it: then it is the same place.
+                # A cancelled page may still be the parent of removed pages: then its record is used again.
                 page = self._child(key, above, {page for below in self.pages for page in below.path()})
                 page = page or Page(key, page_id, self.tick, above, top=above.top if above else None)
                 page.id, page.created, page.hits, page.ready = page_id, self.tick, 0, new.get("ready", True)
@@ -132,19 +132,19 @@ class ReferenceTree:
         return Added(path[-1] if path else None, end, end - len(added) * self.page_size, ids, added)
 
     def touch(self, path: Sequence[Page]) -> None:
-        """Makes the pages of a prefix the last that were used."""
+        """Refreshes the pages of a prefix: they are now the most recently used."""
         for page in path:
             page.last_access = self.tick
 
     def lock(self, page: Page | None) -> None:
-        """Locks the prefix once more. Raises `StaleHandle` if it is gone."""
+        """Locks a prefix. Raises `StaleHandle` if it is gone."""
         if page and page not in self.pages:
             raise StaleHandle(f"{page.key} is gone")
         if page:
             page.locks += 1
 
     def unlock(self, page: Page | None) -> None:
-        """Takes one lock off the prefix. Raises `NotLocked` if it has none of its own."""
+        """Releases one lock of a prefix. Raises `NotLocked` if it has none of its own."""
         if page and page.locks == 0:
             raise NotLocked(f"{page.key} is not locked")
         if page:
@@ -156,13 +156,13 @@ class ReferenceTree:
             page.ready = True
 
     def cancel(self, flight: Sequence[Page]) -> list[int]:
-        """Takes pages in flight away, and removes what follows them; their ids, the first page's first."""
+        """Drops pages in flight and removes what follows them; returns their ids in order."""
         self.pages = [page for page in self.pages if page not in flight]
         self._remove([page for page in self.pages if set(flight).intersection(page.path())])
         return [page.id for page in flight]
 
     def remove(self, symbols: Symbols, namespace: Hashable = None) -> None:
-        """Removes the pages that hold the last symbol of a prefix or follow it; without one, all of the namespace."""
+        """Removes the page that holds the last symbol of a prefix and all after it; without symbols, the namespace."""
         starts = list(symbols)
         for page in list(self.pages):
             tokens = [token for front in page.key[1] for token in front]
@@ -170,7 +170,7 @@ class ReferenceTree:
                 self._remove([page])
 
     def evict(self, count: int, only_removed: bool = False) -> list[int]:
-        """Takes the lowest leaf away, one page after another, until `count` are gone or no leaf may go."""
+        """Evicts the leaf page of the lowest rank, again and again, until `count` are gone or none can be evicted."""
         gone: list[int] = []
         while len(gone) < count and (leaves := [page for page in self._leaves() if page.top or not only_removed]):
             lowest = min(leaves, key=lambda page: (0, page.last_access) if page.top else (1, *self.rank(page)))
@@ -180,12 +180,12 @@ class ReferenceTree:
         return gone
 
     def evictable(self) -> set[Page]:
-        """The pages that repeated eviction would take: all that no lock or transfer stands after."""
+        """Returns the pages that repeated eviction takes: no page at or after them is locked or in flight."""
         held = [page for page in self.pages if page.locks or not page.ready]
         return set(self.pages).difference(*(page.path() for page in held))
 
     def keys(self, symbols: Symbols, namespace: Hashable) -> Iterator[Key]:
-        """The key of every whole page of a sequence, the first page's first."""
+        """Yields the key of every whole page of a sequence, in order."""
         size = self.page_size
         pages = [tuple(symbols[end - size : end]) for end in range(size, len(symbols) + 1, size)]
         return ((namespace, tuple(pages[: end + 1])) for end in range(len(pages)))
@@ -204,7 +204,7 @@ class ReferenceTree:
         return next((page for page in pages if page.key == key and page.above is above and page.top is top), None)
 
     def _remove(self, pages: Sequence[Page]) -> None:
-        """Pages and what follows them, as far as that can be found."""
+        """Removes pages and what follows them, unless they are removed already."""
         going = [page for page in self.pages if not page.top and set(pages).intersection(page.path())]
         for page in going:
             page.top = next(above for above in page.path() if above in going)
@@ -213,7 +213,7 @@ class ReferenceTree:
         return self.evictable() - {page.above for page in self.pages}
 
     def _partial(self, above: Page | None, rest: Symbols, namespace: Hashable) -> tuple[int, Page | None]:
-        """How far `rest` agrees at most with a page that is present after `above`, and the youngest that does so."""
+        """Returns how far a present page after `above` agrees with `rest` at most, and the youngest such page."""
         best: tuple[int, int, Page | None] = 0, 0, None
         for page in self.pages:
             if page.ready and not page.top and page.above is above and page.key[0] == namespace:
@@ -226,7 +226,7 @@ class ReferenceTree:
 
 @dataclass(eq=False)
 class ReferenceLease:
-    """One sequence in use, and the prefix that it holds locked. The pages behind `published` are its own."""
+    """One sequence in use and the prefix that it locks. The pages after `published` are private."""
 
     namespace: Hashable
     symbols: list[Hashable]
@@ -242,7 +242,7 @@ class ReferenceLease:
 class ReferenceCache:
     """The tree, the pool and the leases: a page is free, cached (in the tree) or private (of one lease).
 
-    `copies`: a hit may end inside a page. Where pages are given out, `ids` says which; otherwise the lowest free ones.
+    `copies`: a hit may end inside a page. Where pages are allocated, `ids` says which; by default the lowest free ones.
     """
 
     def __init__(self, pages: int, tree: ReferenceTree, enabled: bool = True, copies: bool = False) -> None:
@@ -251,30 +251,30 @@ class ReferenceCache:
         self.leases: list[ReferenceLease] = []
 
     def cached(self) -> set[int]:
-        """The ids of the pages that the tree holds."""
+        """Returns the ids of the pages that the tree holds."""
         return {page.id for page in self.tree.pages}
 
     def private(self, lease: ReferenceLease) -> list[int]:
-        """The ids of the pages that belong to the lease."""
+        """Returns the ids of the private pages of a lease."""
         return lease.table[lease.published // self.page_size :]
 
     def lease(
         self, symbols: Symbols, namespace: Hashable = None, priority: int = 0, ids: Ids = (), reuse: bool = True
     ) -> ReferenceLease:
-        """Matches all but the last symbol, locks what was found, and copies the tail of a hit inside a page."""
+        """Matches all but the last symbol, locks the match, and copies the tail of a hit inside a page."""
         lease = ReferenceLease(namespace, list(symbols), priority)
         self.leases.append(lease)
         if self.enabled:
             found = self.tree.match(symbols[:-1] if reuse else (), namespace)
             lease.hit = lease.reserved = lease.published = found.length
-            lease.table, lease.locked = found.pages, found.end
+            lease.table, lease.locked = found.page_ids, found.end
             self.tree.lock(found.end)
             if self.copies and found.donor:
                 self._copy(lease, found.donor, found.partial, ids)
         return lease
 
     def reserve(self, lease: ReferenceLease, positions: int, ids: Ids = ()) -> None:
-        """Gives the lease pages for more positions. Raises `OutOfPages` when free and evictable ones do not reach."""
+        """Allocates pages for more positions. Raises `OutOfPages` if the free and evictable pages are too few."""
         self._check_open(lease)
         needed = max(0, -(-(lease.reserved + positions) // self.page_size) - len(lease.table))
         if needed > self._room():
@@ -283,36 +283,36 @@ class ReferenceCache:
         lease.reserved += positions
 
     def publish(self, lease: ReferenceLease, upto: int) -> None:
-        """Moves the whole pages of [0, upto) into the tree, or gives them back where the tree has its own."""
+        """Moves the whole pages of [0, upto) into the tree, or frees them where the tree has its own."""
         self._check_open(lease)
         if not 0 <= upto <= min(lease.reserved, len(lease.symbols)):
             raise BadArgument("upto", upto, "a position that has a page and a symbol")
-        border = upto // self.page_size * self.page_size
-        if not self.enabled or border <= lease.published:
+        boundary = upto // self.page_size * self.page_size
+        if not self.enabled or boundary <= lease.published:
             return
-        first, last = lease.published // self.page_size, border // self.page_size
+        first, last = lease.published // self.page_size, boundary // self.page_size
         after = lease.locked.path()[first - 1] if lease.locked and first else None
-        added = self.tree.insert(lease.symbols[:border], lease.table, lease.namespace, after, priority=lease.priority)
-        self.free |= set(lease.table[first:last]) - set(added.pages)
-        lease.table[first:last] = added.pages
+        added = self.tree.insert(lease.symbols[:boundary], lease.table, lease.namespace, after, priority=lease.priority)
+        self.free |= set(lease.table[first:last]) - set(added.page_ids)
+        lease.table[first:last] = added.page_ids
         self.tree.lock(added.end)
         self.tree.unlock(lease.locked)
-        lease.locked, lease.published = added.end, border
+        lease.locked, lease.published = added.end, boundary
 
     def append(self, lease: ReferenceLease, symbols: Symbols) -> None:
-        """Adds decoded symbols to the sequence."""
+        """Appends decoded symbols to the sequence."""
         self._check_open(lease)
         lease.symbols += symbols
         lease.appended = lease.appended or bool(symbols)
 
     def finish(self, lease: ReferenceLease, upto: int | None = None) -> None:
-        """Publishes [0, upto) and ends the lease; without `upto` all that has a page but a last, appended symbol."""
+        """Publishes [0, upto) and ends the lease; by default all that has a page, less a last, appended symbol."""
         if lease in self.leases:
             self.publish(lease, min(lease.reserved, len(lease.symbols) - lease.appended) if upto is None else upto)
             self.abort(lease)
 
     def abort(self, lease: ReferenceLease) -> None:
-        """Ends the lease: its prefix was used up to now, its lock goes, and its private pages are free."""
+        """Ends the lease: refreshes and unlocks its prefix, and frees its private pages."""
         if lease in self.leases:
             self.leases.remove(lease)
             self.free.update(self.private(lease))
@@ -321,14 +321,14 @@ class ReferenceCache:
             self.tree.unlock(lease.locked)
 
     def remove(self, symbols: Symbols, namespace: Hashable = None) -> int:
-        """Removes what begins with a prefix; says how many pages are free for it."""
+        """Removes what starts with a prefix; returns how many pages that frees."""
         self.tree.remove(symbols, namespace)
         gone = self.tree.evict(len(self.tree.pages), only_removed=True)
         self.free.update(gone)
         return len(gone)
 
     def flush(self) -> int:
-        """Frees every page that no lease holds; says how many."""
+        """Frees every cached page that no lease holds; returns how many."""
         gone = self.tree.evict(len(self.tree.pages))
         self.free.update(gone)
         return len(gone)

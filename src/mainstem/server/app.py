@@ -1,11 +1,11 @@
 """The HTTP application: routes, streams, limits, keys, draining.
 
 Knows HTTP and asyncio. Leaves JSON and field names to `protocol`, tokens to `Prompts`, generation to the engine.
-Nothing that may take long runs on the event loop: bodies are parsed and tokenised on threads, and so are calls that
-wait for the engine's thread.
+Nothing slow runs on the event loop: threads parse and tokenise bodies, and make the calls that wait for the engine's
+thread.
 
     body limit -> JSON, types -> template, tokens -> submit -> events -> chunks or one body
-                  '------- on a thread -----'                  '-- cancelled when the client goes
+                  '------- on a thread -----'                  '-- cancelled when the client disconnects
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PARSING_THREADS = 4  # JSON, templates, tokenising; more would only take turns at the interpreter
-_PICTURE_THREADS = 8  # the same for requests with images, which may have to wait for them
-_GRACE_S = 5  # for the tails of responses, once the engine is drained
+_PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for the interpreter lock
+_IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
+_GRACE_S = 5  # for the ends of responses, after the engine is drained
 _SAFE_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -67,19 +67,19 @@ class ServerConfig:
     """The settings of one server.
 
     Args:
-        host: the address to listen on; the default cannot be reached from other machines.
-        port: 0 takes a free one.
-        api_keys: keys that clients must show as `Authorization: Bearer KEY`; none: no key is asked for. With several,
-            no cached prefix is shared between two keys.
-        admin_key: the key of the routes of cache and adapters, which show and touch what belongs to all clients; None:
-            the only API key serves (or none is asked for), and with several the routes are closed.
-        max_body_bytes: the largest body that is read.
-        drain_timeout_s: how long running requests may take to end when the server is told to stop.
+        host: the address to listen on; the default is not reachable from other machines.
+        port: the port to listen on; 0 takes a free one.
+        api_keys: keys that clients must send as `Authorization: Bearer KEY`; empty: no key is required. With several
+            keys, no two share a cached prefix.
+        admin_key: the key for the cache and adapter routes, which show and change the data of all clients. None: they
+            accept the only API key (or require none), and are closed if there are several.
+        max_body_bytes: the maximum size of a body.
+        drain_timeout_s: how long running requests may take to finish after a signal to stop.
         images: where images of requests may come from, and how large they may be.
         record: what is recorded of requests; None: nothing.
 
     Raises:
-        BadArgument: a value outside its range.
+        BadArgument: a value is outside its range.
     """
 
     host: str = "127.0.0.1"
@@ -112,18 +112,18 @@ def create_app(
     secret: Callable[[int], bytes] | None = None,
     recorder: Recorder | None = None,
 ) -> Starlette:
-    """The ASGI application over one engine.
+    """Creates the ASGI application over one engine.
 
     `app.state.service.draining = True` makes it refuse new generations with 503 and fail its health check.
 
     Args:
-        engine: stays the caller's to close.
-        config: host, port, drain_timeout_s and record matter to `serve` only.
-        clock: seconds, monotonic; for latencies.
-        now: seconds since the epoch; for the `created` fields.
-        secret: that many random bytes; API keys are known by digests under such a secret, drawn once. None: from the
-            engine's storage secret if it has one, so that tenants find what they stored before a restart.
-        recorder: records every request that the engine takes; stays the caller's to close.
+        engine: the engine that generates; the caller closes it.
+        config: the settings; only `serve` reads host, port, drain_timeout_s and record.
+        clock: returns seconds, monotonic; for latencies.
+        now: returns seconds since the epoch; for the `created` fields.
+        secret: returns n random bytes, and is called once. API keys are identified by digests under this secret. None:
+            derived from the engine's storage secret if it has one, so that tenants find their prefixes after a restart.
+        recorder: records every request that the engine accepts; the caller closes it.
     """
     service = _Service(engine, config, clock, now, secret or _tenant_secret(engine), recorder)
     app = Starlette(
@@ -145,15 +145,15 @@ def _tenant_secret(engine: Engine) -> Callable[[int], bytes]:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Takes the port, for `serve`. Connections are refused until then, so that nobody waits while a model loads.
+    """Binds the port. Connections are refused until `serve` listens, so no client waits while the model loads.
 
     Raises:
-        OSError: the address cannot be had; `errno.EADDRINUSE` if another server has it.
+        OSError: the address cannot be bound; `errno.EADDRINUSE` if another server uses it.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     with ExitStack() as undo:
         undo.callback(listener.close)
-        # A port of connections that are just closing is free.
+        # A port whose old connections are still closing counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
         undo.pop_all()
@@ -161,20 +161,20 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
-    """Serves until told to stop, then returns.
+    """Serves until a signal stops it, then returns.
 
-    SIGTERM or SIGINT drains: new requests get 503, running ones may end within `drain_timeout_s`, what still runs then
-    is cancelled. A second signal stops at once.
+    SIGTERM or SIGINT drains: new requests get 503, running ones have `drain_timeout_s` to finish, and those that still
+    run then are cancelled. A second signal stops at once.
 
     Args:
-        engine: stays the caller's to close.
+        engine: the engine that generates; the caller closes it.
         config: the settings.
-        listener: of `bind`; it is closed at the end.
+        listener: the socket from `bind`; it is closed at the end.
 
     Raises:
-        BadArgument: `config.record` names a file that is no recording, or that another server writes.
+        BadArgument: `config.record` names a file that is not a recording, or that another server writes to.
         EngineClosed: the engine failed; another process has to take over.
-        OSError: another server has begun to listen on the port since it was bound, or the recording cannot be written.
+        OSError: another server started to listen on the port after `bind`, or the recording cannot be written.
     """
     with listener, _recorder(engine, config.record) as recorder:
         _serve(engine, config, listener, recorder)
@@ -190,7 +190,7 @@ def _recorder(engine: Engine, config: RecordConfig | None) -> AbstractContextMan
 
 def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, recorder: Recorder | None) -> None:
     app = create_app(engine, config, recorder=recorder)
-    # Without a log configuration of its own, uvicorn logs wherever the program has its logs go.
+    # Without a log configuration of its own, uvicorn logs where the program does.
     settings = uvicorn.Config(
         app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE_S
     )
@@ -202,20 +202,20 @@ def _serve(engine: Engine, config: ServerConfig, listener: socket.socket, record
 
 
 def _described(engine: Engine) -> str:
-    import torch  # here, because an application over an engine needs none
+    import torch  # here, because `create_app` does not need it
 
     dtype = str(engine.dtype).removeprefix("torch.")
     positions = engine.pages * engine.config.page_size
-    below = engine.stats().tiers
-    host = "" if below is None else f", {below.host_total} on the host"
-    store = "" if engine.config.tiers is None or engine.config.tiers.storage is None else ", storage below"
+    tiers = engine.stats().tiers
+    host = "" if tiers is None else f", {tiers.host_total} on the host"
+    store = "" if engine.config.tiers is None or engine.config.tiers.storage is None else ", with storage"
     return f"{dtype}, {torch.get_num_threads()} threads, {engine.pages} KV pages for {positions} tokens{host}{store}"
 
 
 class _DrainingServer(uvicorn.Server):
-    """uvicorn, but it ends when the engine fails, and a signal first drains the engine.
+    """A uvicorn server that stops when the engine fails, and drains the engine on a signal.
 
-    The socket stays open while it drains, so that clients read 503.
+    The socket stays open while the engine drains, so that clients receive 503.
     """
 
     def __init__(self, settings: uvicorn.Config, engine: Engine, service: _Service, timeout_s: float) -> None:
@@ -225,7 +225,7 @@ class _DrainingServer(uvicorn.Server):
         self._timeout_s = timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # The base class would raise the signal again at the end; a drained server has ended well and exits with 0.
+        # The base class would raise the signal again at the end, but a drained server exits with 0.
         if self._service.draining:
             self.should_exit = self.force_exit = True
             return
@@ -233,14 +233,14 @@ class _DrainingServer(uvicorn.Server):
         threading.Thread(target=self._drain, name="mainstem-drain", daemon=True).start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop; asked ten times a second."""
+        """Returns whether to stop; uvicorn calls this ten times a second."""
         return await super().on_tick(counter) or self._engine.failure is not None
 
     def _drain(self) -> None:
-        log.info("draining: running requests have %g s to end", self._timeout_s)
+        log.info("draining: running requests have %g s to finish", self._timeout_s)
         try:
             if not self._engine.drain(self._timeout_s):
-                log.warning("still running after %g s: cancelled", self._timeout_s)
+                log.warning("cancelling the requests that still run after %g s", self._timeout_s)
                 self._engine.close()
         finally:
             self.should_exit = True
@@ -253,7 +253,7 @@ Ask = CompletionRequest | ChatRequest
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What differs between the two ways to ask."""
+    """What differs between completions and chats."""
 
     parse: Callable[[bytes], Ask]
     reply: type[CompletionReply | ChatReply]
@@ -266,22 +266,22 @@ _CHAT = _Kind(protocol.parse_chat, ChatReply, "chatcmpl", "chat")
 
 
 class _Watcher(Protocol):
-    """What follows one generation beside the client."""
+    """Follows one generation, in addition to the client."""
 
     def see(self, delta: Delta) -> None:
         """Takes one event into account."""
 
     def close(self) -> None:
-        """No more events come; the last one may have been among them."""
+        """Ends the watch: no more events come. The last event may be missing."""
 
 
 class _Run:
-    """The choices of one HTTP request, from submit to their last events; what is left unfinished is cancelled.
+    """The choices of one HTTP request, from submit to their last events. Its exit cancels unfinished ones.
 
     Args:
-        streams: of the engine.
-        choices: of each prompt.
-        watchers: those of each stream.
+        streams: the engine's streams, one per choice.
+        choices: number of choices per prompt.
+        watchers: the watchers of each stream.
     """
 
     def __init__(self, streams: Sequence[Stream], choices: int, watchers: Sequence[Sequence[_Watcher]]) -> None:
@@ -303,15 +303,15 @@ class _Run:
 
     @property
     def usage(self) -> protocol.UsageBody:
-        """Of all choices, after the last event."""
+        """The usage of all choices, after the last event."""
         usages = [answer[-1].usage for answer in self.answers]
         return protocol.usage_body([usage for usage in usages if usage is not None], self._choices)
 
     async def follow(self, receive: Receive, handle: Callable[[int, Delta], Awaitable[None]]) -> bool:
-        """Hands every event to `handle`, the choices in parallel.
+        """Passes every event to `handle`, the choices in parallel.
 
         Returns:
-            Whether all choices came to their end. If not, the client went or `failure` says what happened.
+            Whether all choices ended. If not, the client disconnected or `failure` says what happened.
         """
         complete = False
         async with anyio.create_task_group() as watched:
@@ -340,7 +340,7 @@ class _Run:
         except EngineClosed as error:
             self.failure = protocol.api_error(error)
             scope.cancel()
-        except OSError:  # how servers of ASGI 2.4 tell that the client is gone
+        except OSError:  # how ASGI 2.4 servers report a disconnected client
             scope.cancel()
         finally:
             for watcher in watchers:
@@ -420,14 +420,14 @@ class _Service:
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
         self._metrics = Metrics(engine, clock, recorder)
         self._recorder = recorder
-        self._shown_keys = dict(zip(self._keys, config.api_keys, strict=True))
+        self._keys_by_digest = dict(zip(self._keys, config.api_keys, strict=True))
         self._pictures = Pictures(config.images)
         self._max_images = config.images.max_images
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
-        self._seeing = anyio.CapacityLimiter(_PICTURE_THREADS)
+        self._parsing_images = anyio.CapacityLimiter(_IMAGE_THREADS)
 
     def routes(self) -> list[Route]:
-        """Every path there is."""
+        """Returns all routes."""
         return [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -465,12 +465,12 @@ class _Service:
         return await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
 
     async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, _Run]:
-        """Everything that may refuse a request, the cheapest first."""
+        """Checks and submits a request, with the cheapest checks first."""
         tenant = self._tenant(http)
         if self.draining:
             raise protocol.draining()
         body = await self._body(http)
-        limiter = self._seeing if b'"image_url"' in body else self._parsing
+        limiter = self._parsing_images if b'"image_url"' in body else self._parsing
         ask, requests = await anyio.to_thread.run_sync(lambda: self._prepare(kind.parse(body), tenant), limiter=limiter)
         watchers = [self._watchers(ask, request, kind, tenant) for request in requests]
         return ask, _Run(self._submit(requests), ask.choices, watchers)
@@ -483,14 +483,14 @@ class _Service:
         shaping = request.images if vision is not None and vision.first_token_sees_image else ()
         adapter = None if ask.model == self._engine.name else ask.model
         scope = Namespace(adapter, ask.cache_salt, tuple(image.identity.hex() for image in shaping))
-        key = None if tenant is None else self._shown_keys[tenant]
+        key = None if tenant is None else self._keys_by_digest[tenant]
         return [meter, self._recorder.note(request, kind.name, scope, key)]
 
     async def _body(self, http: HttpRequest) -> bytes:
-        """The body, never more than the limit in memory.
+        """Reads the body, with never more than the limit in memory.
 
-        A body somewhat over the limit is read to its end and thrown away: most clients read no answer before they have
-        sent all, and would see a broken connection instead of the reason.
+        A body of up to twice the limit is read to its end and discarded: most clients read no response before they have
+        sent all, and would see a broken connection instead of the error.
         """
         chunks: list[bytes] = []
         size = _declared_bytes(http)
@@ -504,12 +504,12 @@ class _Service:
                 if size > 2 * self._max_body_bytes:
                     break
         if size > self._max_body_bytes:
-            message = f"The body is too large: at most {self._max_body_bytes} bytes are read."
+            message = f"The request body is too large: the limit is {self._max_body_bytes} bytes."
             raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
         return b"".join(chunks)
 
     def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
-        """The engine's requests, the choices of a prompt next to each other."""
+        """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
         adapter = None if ask.model == self._engine.name else ask.model
         namespace = _namespace(adapter, ask.cache_salt, tenant if len(self._keys) > 1 else None)
@@ -520,7 +520,7 @@ class _Service:
             return [self._conversation(ask)]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > protocol.MAX_CHOICES:
-            raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices, all prompts together", param="n")
+            raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices over all prompts", param="n")
         ids = [self._prompts.text(p) if isinstance(p, str) else self._prompts.tokens(p) for p in prompts]
         return [PreparedPrompt(tokens) for tokens in ids]
 
@@ -541,11 +541,10 @@ class _Service:
         return prompt
 
     def _load(self, images: Sequence[dict[str, Any]]) -> None:
-        """Gives every image part its picture; a URL that comes twice is read once."""
+        """Loads the image of every image part; a repeated URL is read once."""
         if len(images) > self._max_images:
-            raise ApiError(
-                400, f"messages: at most {self._max_images} images", param="messages", code="too_many_images"
-            )
+            message = f"messages: at most {self._max_images} images in a request"
+            raise ApiError(400, message, param="messages", code="too_many_images")
         loaded: dict[str, Any] = {}
         pixels = 0
         for part in images:
@@ -555,7 +554,7 @@ class _Service:
             part["image"] = loaded[part["url"]]
 
     def _choices(self, ask: Ask, prompt: PreparedPrompt, namespace: Namespace | None) -> list[Request]:
-        """One request a choice; without a seed of their own the choices ask for the same."""
+        """Returns one request per choice; without a seed all choices share the same request."""
         room = self._engine.max_context - len(prompt.tokens)
 
         def request(choice: int) -> Request:
@@ -567,7 +566,7 @@ class _Service:
         return [request(choice) for choice in range(ask.choices)]
 
     def _submit(self, requests: Sequence[Request]) -> list[Stream]:
-        """All or none."""
+        """Submits all requests or none."""
         streams: list[Stream] = []
         with ExitStack() as undo:
             for request in requests:
@@ -580,46 +579,46 @@ class _Service:
     def _check_model(self, name: str) -> None:
         known = [self._engine.name, *self._engine.adapters]
         if name not in known:
-            message = f"The model {name!r} does not exist here; this server has {', '.join(map(repr, known))}."
+            message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _tenant(self, http: HttpRequest) -> bytes | None:
-        """The digest of the client's key, or None where no key is asked for.
+        """Returns the digest of the client's key, or None if no key is required.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401; the key is missing or unknown.
         """
-        return self._known(http, self._keys) if self._keys else None
+        return self._matching_key(http, self._keys) if self._keys else None
 
     def _require_admin(self, http: HttpRequest) -> None:
-        """For what concerns all clients: the admin key; where there is none, the only API key.
+        """Requires the admin key, or the only API key if there is no admin key, for what concerns all clients.
 
         Raises:
-            ApiError: 401, or 403 for a key that serves for other things.
+            ApiError: 401 for a missing or unknown key, 403 for a key without this right.
         """
         if self._admin_key is None:
             self._tenant(http)
             allowed = len(self._keys) <= 1
         else:
-            allowed = self._known(http, [self._admin_key, *self._keys]) == self._admin_key
+            allowed = self._matching_key(http, [self._admin_key, *self._keys]) == self._admin_key
         if not allowed:
-            message = "This concerns all clients of the server: it needs the key that --admin-key gives to the server."
+            message = "This route concerns all clients of the server and needs its admin key (option --admin-key)."
             raise ApiError(403, message, type="permission_error", code="admin_key_needed")
 
-    def _known(self, http: HttpRequest, keys: Sequence[bytes]) -> bytes:
-        """The digest of the key that the client shows, which must be one of these."""
+    def _matching_key(self, http: HttpRequest, keys: Sequence[bytes]) -> bytes:
+        """Returns the digest of the key that the client sends, which must be one of `keys`."""
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
-        shown = self._digest(token.strip().encode("latin-1"))
-        # Every key is compared, and digests at that: the time taken tells nothing about a key.
-        matches = [key for key in keys if hmac.compare_digest(key, shown)]
+        sent = self._digest(token.strip().encode("latin-1"))
+        # Compares all keys, and by their digests, so that the time taken reveals nothing about a key.
+        matches = [key for key in keys if hmac.compare_digest(key, sent)]
         if scheme.lower() != "bearer" or not matches:
-            message = "This server needs an API key: send 'Authorization: Bearer KEY'."
+            message = "The API key is missing or unknown: send 'Authorization: Bearer KEY'."
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
         return matches[0]
 
     def _digest(self, key: bytes) -> bytes:
-        # Under a secret: digests name the prefixes of tenants, and a bare one could be tried against likely keys.
+        # Keyed, because digests name the tenants' prefixes: a plain digest could be checked against likely keys.
         return hmac.digest(self._secret, key, "sha256")
 
     async def _models(self, http: HttpRequest) -> Response:
@@ -647,7 +646,7 @@ class _Service:
         self._require_admin(http)
         ask = protocol.parse_unload_adapter(await self._body(http))
         if ask.lora_name not in self._engine.adapters:
-            message = f"There is no adapter {ask.lora_name!r} here."
+            message = f"The adapter {ask.lora_name!r} is not loaded."
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         with _lora_fields():
             await anyio.to_thread.run_sync(self._engine.unload_adapter, ask.lora_name)
@@ -668,7 +667,7 @@ class _Service:
             if tenant not in self._keys:
                 raise ApiError(400, "api_key: must be one of the server's API keys", param="api_key")
         elif ask.api_key is not None:
-            raise ApiError(400, "api_key: only the admin may name one, where there are several", param="api_key")
+            raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
         adapter = None if ask.model == self._engine.name else ask.model
         namespace = _namespace(adapter, ask.cache_salt, tenant)
 
@@ -683,16 +682,16 @@ class _Service:
         return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
 
     def _remover(self, http: HttpRequest) -> tuple[bytes | None, bool]:
-        """Who asks for something to be removed: a tenant, who may name what is its own, or the admin.
+        """Returns the tenant whose prefixes a client may remove, and whether the client is the admin.
 
         Raises:
-            ApiError: 401 or 403, as `_require_admin`.
+            ApiError: 401 or 403, as in `_require_admin`.
         """
         admins = [] if self._admin_key is None else [self._admin_key]
         if len(self._keys) <= 1:
             self._require_admin(http)
             return None, True
-        known = self._known(http, [*self._keys, *admins])
+        known = self._matching_key(http, [*self._keys, *admins])
         return known, known in admins
 
     async def _stats(self, http: HttpRequest) -> Response:
@@ -715,18 +714,18 @@ class _Service:
 
 
 def _declared_bytes(http: HttpRequest) -> int:
-    """What the client says it sends; 0 where it does not say."""
+    """Returns the size of the body that the client declares, or 0 without a declaration."""
     declared = http.headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
 
 
 async def _nothing_to_send(index: int, delta: Delta) -> None:
-    """For a response that goes out whole."""
+    """Handles events of a response that is sent as a whole."""
 
 
 @contextmanager
 def _lora_fields() -> Iterator[None]:
-    """Errors name the fields as the client knows them."""
+    """Makes errors name the fields of the request body."""
     try:
         yield
     except BadArgument as error:
@@ -744,7 +743,7 @@ def _namespace(adapter: str | None, salt: str | None, tenant: bytes | None) -> N
 
 
 class _Envelope:
-    """Gives every response its X-Request-Id, and turns what nobody caught into a logged 500."""
+    """Adds X-Request-Id to every response, and turns uncaught exceptions into a logged 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -766,7 +765,7 @@ class _Envelope:
         try:
             await self._app(scope, receive, send_named)
         except ClientDisconnect:
-            log.info("request %s: the client went away", request_id)
+            log.info("request %s: the client disconnected", request_id)
         except Exception:
             log.exception("request %s failed", request_id)
             if not started:
@@ -774,7 +773,7 @@ class _Envelope:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own id where it is harmless in a header and a log line, else a new one."""
+    """Returns the client's own id if it is safe in a header and a log line, else a new one."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
 
@@ -794,7 +793,7 @@ def _shown(error: ApiError | MainstemError) -> ApiError:
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = http.url.path
-    texts = {404: f"There is nothing at {path}.", 405: f"{path} does not take {http.method}."}
+    texts = {404: f"There is no endpoint at {path}.", 405: f"{path} does not accept {http.method}."}
     message = texts.get(error.status_code, str(error.detail))
     return _error_response(ApiError(error.status_code, message, headers=error.headers))
 

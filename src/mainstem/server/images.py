@@ -1,14 +1,14 @@
-"""Pictures of requests: from a URL to decoded pixels, within limits.
+"""Images of requests: from a URL to decoded pixels, within limits.
 
     data:image/png;base64,...   always
-    http://, https://           of hosts that are allowed, else of public addresses if any is allowed; no redirects
-    file:///...                 inside the folder that is allowed
+    http://, https://           from allowed hosts, or from any public address if HTTP is allowed; no redirects
+    file:///...                 from the allowed folder
 
-The size is checked before bytes are decoded, and the number of pixels before they are unpacked. A picture is the one
-frame of its file, turned as the EXIF orientation says (as transformers' own loader does), in the mode of the file; the
-model's processor gets it in RGB, with alpha dropped.
+The size is checked before the bytes are decoded, and the number of pixels before they are unpacked. An image is the
+only frame of its file, rotated to its EXIF orientation (as transformers' own loader does), in the mode of the file. The
+model's processor receives it in RGB, without alpha.
 
-Everything here may take long; callers with an event loop run it on a thread.
+All functions here may be slow; callers with an event loop run them on a thread.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Resolve = Callable[[str, int], list[str]]
-"""resolve(host, port): the addresses of a host."""
+"""resolve(host, port) returns the addresses of a host."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _READ_BYTES = 1 << 16
-# What Pillow raises on files that are not what they say.
+# What Pillow raises on malformed files.
 _BROKEN = (
     OSError, SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, MemoryError, struct.error,
     zlib.error,
@@ -52,15 +52,15 @@ _BROKEN = (
 
 @dataclass(frozen=True, slots=True)
 class ImagePolicy:
-    """Where pictures may come from, and how large they may be.
+    """Where images may come from, and how large they may be.
 
     Args:
-        allow_http: False: from nowhere; True: from public addresses; host names: from these, wherever they are.
-        allow_files: the folder that `file:` URLs may name files of; None: no files.
-        max_bytes: of a picture as it comes.
-        max_pixels: of all pictures of one request together, decoded.
-        max_images: of one request.
-        timeout_s: for one picture to come over HTTP.
+        allow_http: False: no HTTP; True: from public addresses; host names: from these hosts, at any address.
+        allow_files: the folder from which `file:` URLs are read; None: no files.
+        max_bytes: maximum size of one encoded image.
+        max_pixels: maximum number of pixels of one request, over all its images.
+        max_images: maximum number of images in one request.
+        timeout_s: time to fetch one image over HTTP.
 
     Raises:
         BadArgument: names the field and its range.
@@ -85,11 +85,11 @@ class ImagePolicy:
 
 
 class Pictures:
-    """Fetches and decodes pictures as a policy says.
+    """Fetches and decodes images within the limits of a policy.
 
     Args:
-        policy: the limits.
-        resolve: finds the addresses of hosts.
+        policy: the allowed sources and the limits.
+        resolve: finds the addresses of a host; None: with the system's resolver.
     """
 
     def __init__(self, policy: ImagePolicy, resolve: Resolve | None = None) -> None:
@@ -97,15 +97,15 @@ class Pictures:
         self._resolve = resolve or _addresses
 
     def load(self, url: str, at: str, taken: int = 0) -> Image:
-        """The picture behind a URL.
+        """Returns the image at a URL.
 
         Args:
-            url: of the schemes above.
+            url: a URL with one of the schemes above.
             at: the path of the field, for errors.
-            taken: pixels of the request's other pictures.
+            taken: pixels of the request's images that were loaded before.
 
         Raises:
-            ApiError: 400; says what is wrong or not allowed.
+            ApiError: 400; the message says what is wrong or not allowed.
         """
         try:
             return self._decode(self._fetch(url), self._policy.max_pixels - taken)
@@ -125,7 +125,7 @@ class Pictures:
             return self._from_http(parts, port or (443 if scheme == "https" else 80))
         if scheme == "file":
             return self._from_file(parts)
-        raise _Refused("must be a URL of the scheme data, http, https or file")
+        raise _Refused("must be a URL with the scheme data, http, https or file")
 
     def _from_data(self, url: str) -> bytes:
         head, comma, payload = url.partition(",")
@@ -142,12 +142,12 @@ class Pictures:
     def _from_file(self, parts: SplitResult) -> bytes:
         folder = self._policy.allow_files
         if folder is None:
-            raise _Refused("this server reads no files", "image_url_not_allowed")
+            raise _Refused("this server does not read files", "image_url_not_allowed")
         try:
             path = Path(unquote(parts.path)).resolve(strict=True)
             if parts.netloc not in ("", "localhost") or not path.is_relative_to(folder.resolve()):
                 raise _Refused("not a file that this server reads", "image_url_not_allowed")
-            # No link may be put in its place meanwhile, and no pipe hold up the thread.
+            # The flags reject a link that replaced the file meanwhile, and keep a pipe from blocking the thread.
             file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
         except (OSError, ValueError, RuntimeError):
             raise _Refused("not a file that this server reads", "image_url_not_allowed") from None
@@ -167,20 +167,20 @@ class Pictures:
             with self._connect(parts.scheme, host, port) as link:
                 return self._get_in_time(link, parts, host, port)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
-            raise _Refused(f"{host} does not give it: {type(error).__name__}", "image_not_fetched") from error
+            raise _Refused(f"cannot be fetched from {host}: {type(error).__name__}", "image_not_fetched") from error
 
     def _check_host(self, host: str, parts: SplitResult) -> None:
         allowed = self._policy.allow_http
         if allowed is False or (isinstance(allowed, tuple) and host not in allowed):
-            raise _Refused("this server fetches nothing from there; send a data URL", "image_url_not_allowed")
+            raise _Refused("this server does not fetch images from this host; send a data URL", "image_url_not_allowed")
         if not host or parts.username is not None or any(sign <= " " for sign in parts.path + parts.query):
-            raise _Refused("must be a plain URL, without a user name")
+            raise _Refused("must be a URL with a host, without a user name, blanks or control characters")
 
     def _connect(self, scheme: str, host: str, port: int) -> socket.socket:
-        """A connection to an address that was checked itself, so that no second look-up can give another."""
+        """Connects to the checked address itself, because a second lookup could return another address."""
         addresses = self._resolve(host, port)
         if self._policy.allow_http is True and not all(map(_is_public, addresses)):
-            raise _Refused("this server fetches nothing from private addresses", "image_url_not_allowed")
+            raise _Refused("this server does not fetch images from private addresses", "image_url_not_allowed")
         link = socket.create_connection((addresses[0], port), self._policy.timeout_s)
         if scheme == "http":
             return link
@@ -188,7 +188,7 @@ class Pictures:
         return tls.wrap_socket(link, server_hostname=host, do_handshake_on_connect=False)
 
     def _get_in_time(self, link: socket.socket, parts: SplitResult, host: str, port: int) -> bytes:
-        """Whoever sends a byte now and then meets a timer that ends the connection."""
+        """Reads a response, with a timer that ends the connection even if the host sends a byte now and then."""
         late = threading.Event()
 
         def end() -> None:
@@ -216,7 +216,7 @@ class Pictures:
         client.request("GET", target, headers={"Host": parts.netloc, "Connection": "close"})
         with client.getresponse() as response:
             if response.status != 200:
-                raise _Refused(f"{host} answers {response.status}; redirects are not followed", "image_not_fetched")
+                raise _Refused(f"{host} returned {response.status}; redirects are not followed", "image_not_fetched")
             self._check_bytes(response.length or 0)
             data = bytearray()
             while chunk := response.read1(_READ_BYTES):
@@ -232,32 +232,32 @@ class Pictures:
         if size > self._policy.max_bytes:
             raise _Refused(f"an image may have at most {self._policy.max_bytes} bytes", "image_too_large")
 
-    def _decode(self, data: bytes, most: int) -> Image:
+    def _decode(self, data: bytes, max_pixels: int) -> Image:
         from PIL import Image, ImageOps
 
         try:
             picture = Image.open(io.BytesIO(data), formats=_FORMATS)
-            self._check_shape(picture, most)
+            self._check_shape(picture, max_pixels)
             picture.load()
             return ImageOps.exif_transpose(picture)
         except Image.DecompressionBombError as error:
             raise _Refused("the image has too many pixels", "image_too_large") from error
         except _BROKEN as error:
-            raise _Refused(f"not a whole image of the formats {', '.join(_FORMATS)}", "invalid_image") from error
+            raise _Refused(f"not a whole image in one of the formats {', '.join(_FORMATS)}", "invalid_image") from error
 
-    def _check_shape(self, picture: Image, most: int) -> None:
-        """By the file's head alone; nothing is unpacked yet."""
+    def _check_shape(self, picture: Image, max_pixels: int) -> None:
+        """Checks the number of pixels and frames by the header of the file, before pixels are unpacked."""
         width, height = picture.size
-        if width * height > most:
+        if width * height > max_pixels:
             limit = self._policy.max_pixels
-            message = f"the image has {width} x {height} pixels: at most {limit} are taken, of all images together"
+            message = f"the image has {width} x {height} pixels: a request may have at most {limit}, over all images"
             raise _Refused(message, "image_too_large")
         if getattr(picture, "is_animated", False):
-            raise _Refused("the image has several frames", "invalid_image")
+            raise _Refused("the image has several frames; only still images are supported", "invalid_image")
 
 
 class _Refused(Exception):
-    """Why a picture is not taken, without the field's name."""
+    """Why an image is refused, without the name of the field."""
 
     def __init__(self, message: str, code: str = "invalid_image_url") -> None:
         super().__init__(message)
@@ -270,7 +270,7 @@ def _addresses(host: str, port: int) -> list[str]:
 
 
 def _is_public(address: str) -> bool:
-    """Whether an address is of the public internet, and no way round to others (RFC 6890; 6052, 3056, 4380)."""
+    """Returns whether an address is public, and no detour to another address (RFC 6890; 6052, 3056, 4380)."""
     given = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(given, ipaddress.IPv6Address):
         if given.ipv4_mapped is not None:

@@ -1,7 +1,7 @@
-"""Prometheus metrics: the engine's own counters, read when scraped, and the latencies that the server sees.
+"""Prometheus metrics: the engine's own counters, read at each scrape, and the latencies that the server measures.
 
-Nothing is counted twice: what the engine or the cache counts is read from `Engine.stats()` at scrape time and costs
-nothing in between. Each `Metrics` has a registry of its own, so that two servers in one process do not meet.
+Nothing is counted twice: the counts of the engine and the cache are read from `Engine.stats()` at scrape time, and cost
+nothing in between. Each `Metrics` has its own registry, so that two servers in one process stay separate.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ _TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 OUTCOMES = ("stop", "length", "cancelled", "error", "refused", "overloaded")
-"""How a request can end: the four ends of a generation; `refused` (4xx), `overloaded` (429 and 503)."""
+"""How a request can end: the four ends of a generation, `refused` (4xx), or `overloaded` (429 and 503)."""
 
 
 class EngineCollector:
     """Turns one `EngineStats` into metric families at scrape time.
 
     Args:
-        engine: whose statistics are read; nothing is kept between scrapes.
+        engine: the engine whose statistics are read; nothing is kept between scrapes.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """One reading, in Prometheus' terms. Counters get the suffix `_total` from the client library."""
+        """Yields the metrics of one reading. The client library appends `_total` to the names of counters."""
         stats = self._engine.stats()
         cache = stats.cache
         counters = {
             "mainstem_prompt_tokens": ("Prompt tokens of admitted requests", stats.prompt_tokens),
             "mainstem_generation_tokens": ("Tokens generated", stats.generated_tokens),
-            "mainstem_preemptions": ("Running requests that were put back to free pages", stats.preemptions),
+            "mainstem_preemptions": ("Running requests preempted to free pages", stats.preemptions),
             "mainstem_prefix_cache_queries_tokens": ("Prompt tokens looked up in the cache", cache.queried),
             "mainstem_prefix_cache_hits_tokens": ("Prompt tokens found in the cache", cache.hit),
-            "mainstem_evicted_pages": ("Pages taken from the cache to make room", cache.evicted_pages),
-            "mainstem_checkpoints": ("Recurrent states put into the cache", cache.checkpoints),
-            "mainstem_checkpoints_missed": ("Recurrent states for which there was no slot", cache.checkpoints_missed),
+            "mainstem_evicted_pages": ("Pages evicted from the cache", cache.evicted_pages),
+            "mainstem_checkpoints": ("Checkpoints of recurrent states added to the cache", cache.checkpoints),
+            "mainstem_checkpoints_missed": ("Checkpoints not kept because no slot was free", cache.checkpoints_missed),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
-        yield GaugeMetricFamily("mainstem_requests_running", "Requests being computed", value=stats.running)
-        yield GaugeMetricFamily("mainstem_requests_waiting", "Requests that wait for their turn", value=stats.waiting)
-        pages = GaugeMetricFamily("mainstem_kv_pages", "Pages of the KV pool, by owner", labels=["owner"])
+        yield GaugeMetricFamily("mainstem_requests_running", "Running requests", value=stats.running)
+        yield GaugeMetricFamily("mainstem_requests_waiting", "Waiting requests", value=stats.waiting)
+        kv_pages = GaugeMetricFamily("mainstem_kv_pages", "Pages of the KV pool, by owner", labels=["owner"])
         owners = {"free": cache.free_pages, "cached": cache.cached_pages, "private": cache.private_pages}
         for owner, count in owners.items():
-            pages.add_metric([owner], count)
-        yield pages
+            kv_pages.add_metric([owner], count)
+        yield kv_pages
         yield _pools(cache.pools)
-        yield GaugeMetricFamily("mainstem_adapters", "LoRA adapters that are loaded", value=stats.adapters)
+        yield GaugeMetricFamily("mainstem_adapters", "Loaded LoRA adapters", value=stats.adapters)
         tiers = CounterMetricFamily(
-            "mainstem_cached_tokens", "Prompt tokens found in the cache, by where they lay", labels=["tier"]
+            "mainstem_cached_tokens", "Prompt tokens found in the cache, by tier", labels=["tier"]
         )
-        below = stats.host_tokens + stats.storage_tokens
+        off_device = stats.host_tokens + stats.storage_tokens
         for tier, count in (
-            ("device", stats.cached_tokens - below),
+            ("device", stats.cached_tokens - off_device),
             ("host", stats.host_tokens),
             ("storage", stats.storage_tokens),
         ):
@@ -85,7 +85,7 @@ class EngineCollector:
 def _pools(pools: Mapping[str, PoolStats]) -> Metric:
     family = GaugeMetricFamily(
         "mainstem_pool_pages",
-        "Pages or slots of each component's pool; locked are some of the cached",
+        "Pages or slots of each component's pool, by owner; cached includes locked",
         labels=["component", "owner"],
     )
     for component, pool in pools.items():
@@ -95,11 +95,11 @@ def _pools(pools: Mapping[str, PoolStats]) -> Metric:
 
 
 def _vision_metrics(vision: VisionStats) -> Iterator[Metric]:
-    yield CounterMetricFamily("mainstem_image_encoder_runs", "Images that were encoded", value=vision.encoder_runs)
+    yield CounterMetricFamily("mainstem_image_encoder_runs", "Images encoded", value=vision.encoder_runs)
     yield CounterMetricFamily(
-        "mainstem_image_embedding_hits", "Images whose embeddings were still there", value=vision.hits
+        "mainstem_image_embedding_hits", "Images whose embeddings were still cached", value=vision.hits
     )
-    yield GaugeMetricFamily("mainstem_image_embeddings_bytes", "Embeddings of images that are kept", value=vision.bytes)
+    yield GaugeMetricFamily("mainstem_image_embeddings_bytes", "Size of cached image embeddings", value=vision.bytes)
 
 
 def _tier_metrics(tiers: TierStats) -> Iterator[Metric]:
@@ -114,25 +114,25 @@ def _tier_metrics(tiers: TierStats) -> Iterator[Metric]:
     moved.add_metric(["storage", "host"], tiers.prefetched)
     moved.add_metric(["host", "storage"], tiers.stored)
     yield moved
-    dropped = CounterMetricFamily("mainstem_dropped_pages", "Pages that were not moved, and why", labels=["reason"])
+    dropped = CounterMetricFamily("mainstem_dropped_pages", "Pages that were not moved, by reason", labels=["reason"])
     for reason in (
         "backup_failed", "backup_skipped", "load_failed", "load_skipped", "prefetch_dropped", "write_dropped",
     ):  # fmt: skip
         dropped.add_metric([reason], getattr(tiers, reason))
     yield dropped
     late = CounterMetricFamily(
-        "mainstem_late_pages", "Pages computed though storage has them, or may have, and why", labels=["cause"]
+        "mainstem_late_pages", "Pages computed although storage has (or may have) them, by cause", labels=["cause"]
     )
     for cause, count in tiers.late.items():
         late.add_metric([cause], count)
     yield late
-    faults = CounterMetricFamily("mainstem_storage_faults", "What went wrong with storage", labels=["cause"])
+    faults = CounterMetricFamily("mainstem_storage_faults", "Storage faults, by cause", labels=["cause"])
     for cause, count in sorted(tiers.faults.items()):
         faults.add_metric([cause], count)
     yield faults
-    yield GaugeMetricFamily("mainstem_storage_queued_pages", "Pages that wait to be stored", value=tiers.queued)
+    yield GaugeMetricFamily("mainstem_storage_queued_pages", "Pages waiting for a write to storage", value=tiers.queued)
     yield GaugeMetricFamily(
-        "mainstem_storage_breaker_open", "Whether storage is left alone for now", value=int(tiers.breaker_open)
+        "mainstem_storage_breaker_open", "Whether the breaker stops calls to storage", value=int(tiers.breaker_open)
     )
 
 
@@ -140,17 +140,17 @@ class RecorderCollector:
     """Turns the counts of a recorder into a metric family at scrape time.
 
     Args:
-        recorder: whose counts are read.
+        recorder: the recorder whose counts are read.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def collect(self) -> Iterator[Metric]:
-        """One reading."""
+        """Yields the metrics of one reading."""
         stats = self._recorder.stats()
         family = CounterMetricFamily(
-            "mainstem_recorded_requests", "Requests of the recording, by what became of them", labels=["outcome"]
+            "mainstem_recorded_requests", "Requests to be recorded, by outcome", labels=["outcome"]
         )
         for outcome in ("written", "dropped", "failed"):
             family.add_metric([outcome], getattr(stats, outcome))
@@ -161,9 +161,9 @@ class Metrics:
     """All metrics of one server.
 
     Args:
-        engine: whose statistics are exported.
-        clock: seconds, monotonic; for the time between tokens.
-        recorder: whose counts are exported, if there is one.
+        engine: the engine whose statistics are exported.
+        clock: returns seconds, monotonic; for the time between tokens.
+        recorder: the recorder whose counts are exported, if there is one.
     """
 
     def __init__(
@@ -174,25 +174,23 @@ class Metrics:
         self._registry.register(EngineCollector(engine))
         if recorder is not None:
             self._registry.register(RecorderCollector(recorder))
-        self._requests = Counter(
-            "mainstem_requests", "Requests by how they ended", ["outcome"], registry=self._registry
-        )
+        self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
-        self._ttft = self._histogram("time_to_first_token", "From submit to the first token", _TTFT_BUCKETS_S)
-        self._gap = self._histogram("inter_token_latency", "Between one token and the next", _TOKEN_BUCKETS_S)
-        self._e2e = self._histogram("e2e_request_latency", "From submit to the last token", _E2E_BUCKETS_S)
+        self._ttft = self._histogram("time_to_first_token", "Time from submit to the first token", _TTFT_BUCKETS_S)
+        self._gap = self._histogram("inter_token_latency", "Time between one token and the next", _TOKEN_BUCKETS_S)
+        self._e2e = self._histogram("e2e_request_latency", "Time from submit to the last token", _E2E_BUCKETS_S)
 
     def refused(self, status: int) -> None:
         """Counts a request that never reached the engine, by its HTTP status."""
         self._requests.labels("overloaded" if status in (429, 503) else "refused").inc()
 
     def meter(self) -> RequestMeter:
-        """A meter for one generation."""
+        """Returns a meter for one generation."""
         return RequestMeter(self._clock, self._requests, self._ttft, self._gap, self._e2e)
 
     def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Returns the text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -224,7 +222,7 @@ class RequestMeter:
                 self._e2e.observe(delta.usage.duration_s)
 
     def close(self) -> None:
-        """No more events come: without a last one the generation counts as cancelled. Calling it again does nothing."""
+        """Ends the watch: without a last event the generation counts as cancelled. A second call does nothing."""
         self._end("cancelled")
 
     def _tokens(self, count: int) -> None:

@@ -2,11 +2,11 @@
 
 Knows JSON and the names of fields, and turns them into `SamplingParams` and back. Does not know HTTP, the engine, or
 how text becomes tokens. Follows the OpenAI API reference (completions, chat completions, models); `top_k`, `min_p`,
-`cache_salt`, `priority` and `ignore_eos` are additions that other open servers share.
+`cache_salt`, `priority` and `ignore_eos` are extensions that other open servers share.
 
-What a field may do here is one of three things: it is honoured; it is accepted because it changes nothing of the answer
-(`user`, `metadata`, `prompt_cache_key`, and names nobody knows); or it would change the answer and cannot be honoured,
-and then the request is refused by name (`_NEUTRAL`).
+A field is treated in one of three ways. It is honoured. Or it is ignored, because it does not change the answer
+(`user`, `metadata`, `prompt_cache_key`, and unknown names). Or it would change the answer but is not supported: then
+the request is refused, and the error names the field (`_NEUTRAL`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from mainstem.errors import (
 from mainstem.runtime.request import Delta, SamplingParams, TokenLogprob, Usage
 
 MAX_CHOICES = 128
-"""Choices of one HTTP request at most: prompts times `n`."""
+"""Maximum number of choices of one HTTP request: prompts times `n`."""
 
 MAX_STOPS = 16
-"""Stop strings of one request at most."""
+"""Maximum number of stop strings of one request."""
 
 COMPLETION_MAX_TOKENS = 16
-"""`max_tokens` of /v1/completions where the request gives none, as in the OpenAI reference."""
+"""Default of `max_tokens` of /v1/completions, as in the OpenAI reference."""
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value the OpenAI API gives for "practically never"
+_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Decoded = TypeVar("Decoded", bound=Struct)
@@ -61,13 +61,13 @@ class ErrorBody(Struct):
 
 
 class ApiError(Exception):
-    """A refusal or failure that the client is told about.
+    """A refusal or failure that is reported to the client.
 
     Args:
         status: the HTTP status.
-        message: one sentence for a person.
+        message: one sentence for people.
         type: the OpenAI error type.
-        param: the field at fault, as a path (`messages[0].content`).
+        param: the path of the wrong field (`messages[0].content`).
         code: a stable word for programs.
         headers: extra response headers.
     """
@@ -88,12 +88,12 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        """The JSON of the response."""
+        """Returns the JSON of the response."""
         return encode(ErrorBody(self.detail))
 
 
 def api_error(error: MainstemError) -> ApiError:
-    """What a client is told about a typed error of the layers below; what is none of its business becomes a 500."""
+    """Translates a typed error of the layers below for the client; internal errors become a 500 without details."""
     message = str(error)
     match error:
         case BadArgument():
@@ -108,34 +108,34 @@ def api_error(error: MainstemError) -> ApiError:
             headers = {"Retry-After": "1"}
             return ApiError(429, message, type="rate_limit_error", code="engine_full", headers=headers)
         case EngineClosed():
-            return unavailable("The engine takes no requests.", "engine_closed")
+            return unavailable("The engine has stopped and accepts no more requests.", "engine_closed")
     return internal_error()
 
 
 def text_only(at: str) -> ApiError:
-    """An image for a model that sees none; `at` is the path of the field."""
-    return ApiError(400, f"{at}: this model takes text only", param=at, code="unsupported_content")
+    """Returns the error for an image sent to a text-only model; `at` is the path of the field."""
+    return ApiError(400, f"{at}: this model accepts text only", param=at, code="unsupported_content")
 
 
 def draining() -> ApiError:
-    """The server is stopping."""
-    return unavailable("The server is shutting down and takes no new requests.", "draining")
+    """Returns the error for a request to a server that is shutting down."""
+    return unavailable("The server is shutting down and accepts no new requests.", "draining")
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """Not now, and maybe not here."""
+    """Returns a 503 that asks the client to retry later, maybe at another server."""
     headers = {"Retry-After": "5", "Connection": "close"}
     return ApiError(503, message, type="service_unavailable_error", code=code, headers=headers)
 
 
 def internal_error() -> ApiError:
-    """Our own fault; what it was is in the server's log, under the request's id."""
+    """Returns the error for a fault of the server, which logs the cause under the request's id."""
     return ApiError(500, "The server had an error while handling the request.", type="server_error")
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
 
-# Fields that would change the answer and are not built: the values that ask for nothing. Anything else is refused.
+# Unsupported fields that would change the answer, with their values that have no effect; other values are refused.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -157,13 +157,13 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 class StreamOptions(Struct):
-    """`stream_options`: whether the last chunk carries the usage."""
+    """`stream_options`: whether a last chunk carries the usage."""
 
     include_usage: bool | None = None
 
 
 class _Request(Struct, kw_only=True):
-    """What both kinds of request share; None means the default, as in the OpenAI API."""
+    """The fields of both kinds of request; None means the default, as in the OpenAI API."""
 
     model: str
     max_tokens: int | None = None
@@ -189,12 +189,12 @@ class _Request(Struct, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """How many answers to each prompt."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Whether a stream ends with a chunk that carries the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def _params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
@@ -205,7 +205,7 @@ class _Request(Struct, kw_only=True):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else self.seed + choice,  # the choices of one request must be able to differ
+            seed=None if self.seed is None else self.seed + choice,  # so that the choices of one request differ
             stop=tuple(text for text in stop if text),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
@@ -222,10 +222,10 @@ class CompletionRequest(_Request, kw_only=True):
     echo: Any = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each text or token ids.
+        """Returns the prompts, each as text or token ids.
 
         Raises:
-            ApiError: 400; none at all, or texts and ids mixed in one list.
+            ApiError: 400; the list is empty, or mixes texts and ids.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -233,22 +233,22 @@ class CompletionRequest(_Request, kw_only=True):
         if kinds == {int}:
             return [self.prompt]  # type: ignore[list-item]
         if kinds not in ({str}, {list}):
-            allowed = "a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty"
+            allowed = "a string, or a list of strings, of token ids, or of lists of token ids; a list must not be empty"
             raise ApiError(400, f"prompt: must be {allowed}", param="prompt")
         return list(self.prompt)  # type: ignore[arg-type]
 
     def params(self, room: int, choice: int) -> SamplingParams:
-        """The sampling parameters of one choice; `room` (positions left in the context) plays no part here.
+        """Returns the sampling parameters of one choice; `room` (positions left in the context) is not used here.
 
         Raises:
-            BadArgument: a value outside its range.
+            BadArgument: a value is outside its range.
         """
         max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self._params(max_tokens, self.logprobs, choice)
 
 
 class ImageUrl(Struct):
-    """Where an image is. How finely it is seen is up to the model's processor, so `detail` may only leave it open."""
+    """The location of an image. The model's processor chooses the resolution, so `detail` must be absent or "auto"."""
 
     url: str
     detail: str | None = None
@@ -270,17 +270,17 @@ class Message(Struct):
     tool_calls: Any = None
 
     def template_input(self, at: str) -> dict[str, Any]:
-        """What a chat template takes. `developer` is the newer name of `system`, which is what templates know.
+        """Converts the message for a chat template. `developer` becomes `system`, the older name that templates know.
 
         Returns:
-            `role` and `content`: one text, or where there is an image a list of parts, each `{"type": "text", "text":
-            ...}` or `{"type": "image", "url": ..., "at": the path of the part}`.
+            `role` and `content`. The content is one text, or with images a list of parts, each `{"type": "text",
+            "text": ...}` or `{"type": "image", "url": ..., "at": the path of the part}`.
 
         Args:
             at: the path of this message, for the error.
 
         Raises:
-            ApiError: 400; a part that is neither text nor an image, or tool calls.
+            ApiError: 400; a part is neither text nor an image, or there are tool calls.
         """
         if self.tool_calls:
             raise ApiError(400, f"{at}.tool_calls: tools are not supported", param=f"{at}.tool_calls")
@@ -309,7 +309,7 @@ def _image_part(part: ContentPart, at: str) -> dict[str, str]:
     if image is None:
         raise ApiError(400, f"{at}: an image part needs the field 'image_url'", param=f"{at}.image_url")
     if image.detail not in (None, "auto"):
-        message = f"{at}.image_url.detail: not supported; leave it out or give 'auto'"
+        message = f"{at}.image_url.detail: not supported; omit it or use 'auto'"
         raise ApiError(400, message, param=f"{at}.image_url.detail", code="unsupported_parameter")
     return {"type": "image", "url": image.url, "at": f"{at}.image_url.url"}
 
@@ -332,18 +332,18 @@ class ChatRequest(_Request, kw_only=True):
     reasoning_effort: Any = None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as a chat template takes them; see `Message.template_input`.
+        """Converts the messages for a chat template; see `Message.template_input`.
 
         Raises:
-            ApiError: 400; a part that is neither text nor an image, or tool calls.
+            ApiError: 400; a part is neither text nor an image, or there are tool calls.
         """
         return [message.template_input(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     def params(self, room: int, choice: int) -> SamplingParams:
-        """The sampling parameters of one choice; without a limit of its own it may use all `room` in the context.
+        """Returns the sampling parameters of one choice, which may use all `room` in the context by default.
 
         Raises:
-            BadArgument: a value outside its range.
+            BadArgument: a value is outside its range.
             ApiError: 400; `top_logprobs` without `logprobs`.
         """
         if self.top_logprobs is not None and not self.logprobs:
@@ -354,10 +354,10 @@ class ChatRequest(_Request, kw_only=True):
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """The request in a body.
+    """Parses the request in a body.
 
     Raises:
-        ApiError: 400; malformed JSON, a wrong type or value, a field that cannot be honoured.
+        ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
     """
     request = _decode(body, CompletionRequest)
     if request.best_of not in (None, request.choices):
@@ -366,10 +366,10 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """The request in a body.
+    """Parses the request in a body.
 
     Raises:
-        ApiError: 400; malformed JSON, a wrong type or value, a field that cannot be honoured.
+        ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
     """
     return _decode(body, ChatRequest)
 
@@ -390,8 +390,8 @@ class UnloadAdapter(Struct):
 class RemoveRequest(Struct, kw_only=True):
     """The body of POST /v1/cache/remove.
 
-    `prompt`: text or token ids of a prefix; without it, all of the namespace is meant. `model`: an adapter whose KV is
-    meant, else the model's own. `api_key`: whose KV is meant, where the admin asks and tenants have keys of their own.
+    `prompt`: text or token ids of a prefix; default: the whole namespace. `model`: the adapter whose KV to remove;
+    default: the base model. `api_key`: the tenant whose KV to remove, set by the admin if there are several API keys.
     """
 
     prompt: str | list[TokenId] | None = None
@@ -401,28 +401,28 @@ class RemoveRequest(Struct, kw_only=True):
 
 
 def parse_remove(body: bytes) -> RemoveRequest:
-    """The request in a body.
+    """Parses the request in a body.
 
     Raises:
-        ApiError: 400; malformed JSON, a wrong type.
+        ApiError: 400; malformed JSON or a wrong type.
     """
     return _decode(body, RemoveRequest)
 
 
 def parse_load_adapter(body: bytes) -> LoadAdapter:
-    """The request in a body.
+    """Parses the request in a body.
 
     Raises:
-        ApiError: 400; malformed JSON, a wrong type.
+        ApiError: 400; malformed JSON or a wrong type.
     """
     return _decode(body, LoadAdapter)
 
 
 def parse_unload_adapter(body: bytes) -> UnloadAdapter:
-    """The request in a body.
+    """Parses the request in a body.
 
     Raises:
-        ApiError: 400; malformed JSON, a wrong type.
+        ApiError: 400; malformed JSON or a wrong type.
     """
     return _decode(body, UnloadAdapter)
 
@@ -435,13 +435,13 @@ def _decode(body: bytes, kind: type[Decoded]) -> Decoded:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
-        raise ApiError(400, "The body is not acceptable JSON: it is nested too deeply", code="invalid_json") from None
+        raise ApiError(400, "The JSON of the body is nested too deeply", code="invalid_json") from None
     _refuse_effects(request)
     return request
 
 
 def _field_error(message: str) -> ApiError:
-    """msgspec says `Expected ... - at `$.messages[0].role``; clients want the path in `param`."""
+    """Splits msgspec's `Expected ... - at `$.messages[0].role``, because clients want the path in `param`."""
     problem, _, path = message.partition(" - at ")
     at = path.strip("`").removeprefix("$").lstrip(".")
     missing = re.search(r"missing required field `(\w+)`", problem)
@@ -456,7 +456,7 @@ def _refuse_effects(request: Struct) -> None:
         value = getattr(request, name, None)
         if value not in neutral:
             wanted = " or ".join(repr(choice) for choice in neutral[1:])
-            rest = f"leave it out or give {wanted}" if wanted else "leave it out"
+            rest = f"omit it or use {wanted}" if wanted else "omit it"
             raise ApiError(400, f"{name}: not supported; {rest}", param=name, code="unsupported_parameter")
 
 
@@ -464,7 +464,7 @@ def _refuse_effects(request: Struct) -> None:
 
 
 class CachedByTier(Struct):
-    """Where the cached tokens lay when the request came."""
+    """The tiers that held the cached tokens when the request came."""
 
     device: int
     host: int
@@ -472,14 +472,14 @@ class CachedByTier(Struct):
 
 
 class PromptTokensDetails(Struct):
-    """How many of the prompt's tokens were not computed but found in the cache."""
+    """How many of the prompt's tokens were found in the cache instead of computed."""
 
     cached_tokens: int
     cached_tokens_by_tier: CachedByTier
 
 
 class UsageBody(Struct):
-    """Tokens of one HTTP request, all its choices together; each prompt counts once."""
+    """Tokens of one HTTP request, over all its choices; each prompt counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -488,14 +488,14 @@ class UsageBody(Struct):
 
 
 def usage_body(usages: Sequence[Usage], choices: int) -> UsageBody:
-    """The usage of one HTTP request.
+    """Returns the usage of one HTTP request.
 
-    A prompt with several choices counts once, and as cached counts what its least lucky choice found: later choices
-    find what the first has just computed, which says nothing about what stood in the cache before.
+    A prompt with several choices counts once, with the cached tokens of the choice that found the fewest. Later choices
+    find what the first one has just computed, which says nothing about the cache before the request.
 
     Args:
-        usages: one a choice, the choices of a prompt next to each other.
-        choices: how many to a prompt.
+        usages: one per choice; the choices of a prompt are adjacent.
+        choices: number of choices per prompt.
     """
     groups = [usages[i : i + choices] for i in range(0, len(usages), choices)]
     prompt = sum(group[0].prompt_tokens for group in groups)
@@ -519,14 +519,14 @@ class Model(Struct):
 
 
 class ModelList(Struct):
-    """The body of GET /v1/models."""
+    """The response body of GET /v1/models."""
 
     data: list[Model]
     object: str = "list"
 
 
 class Unloaded(Struct):
-    """The body of POST /v1/unload_lora_adapter's response."""
+    """The response body of POST /v1/unload_lora_adapter."""
 
     id: str
     deleted: bool = True
@@ -534,14 +534,14 @@ class Unloaded(Struct):
 
 
 class Flushed(Struct):
-    """The body of POST /v1/cache/flush and /v1/cache/remove: what is free on the device now."""
+    """The response body of POST /v1/cache/flush and /v1/cache/remove: what was freed on the device."""
 
     freed_pages: int
     freed_tokens: int
 
 
 class Alternative(Struct):
-    """A token that could have come here, and how likely it was."""
+    """A candidate for a token of the answer, and its log-probability."""
 
     token: str
     logprob: float
@@ -549,7 +549,7 @@ class Alternative(Struct):
 
 
 class ChosenToken(Alternative):
-    """A token that did come, with the best alternatives."""
+    """The generated token, with the most likely alternatives."""
 
     top_logprobs: list[Alternative]
 
@@ -570,7 +570,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One answer of /v1/completions, whole or a piece of it."""
+    """One answer of /v1/completions, or a piece of it."""
 
     index: int
     text: str
@@ -645,7 +645,7 @@ class ChatChunk(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every chunk of one response repeats."""
+    """The fields that every chunk of one response repeats."""
 
     id: str
     created: int
@@ -656,33 +656,33 @@ class CompletionReply:
     """Writes the answers of one /v1/completions request, whole or as chunks.
 
     Args:
-        head: what every chunk repeats.
-        spell: the text of one token.
-        include_usage: whether a stream ends with a chunk of usage; the chunks before it then say `usage: null`.
+        head: the fields that every chunk repeats.
+        spell: returns the text of one token.
+        include_usage: whether a stream ends with a chunk of usage; earlier chunks then carry `usage: null`.
     """
 
     def __init__(self, head: Head, spell: Callable[[int], str], include_usage: bool) -> None:
         self._head = head
         self._spell = spell
         self._usage: UnsetType | None = None if include_usage else UNSET
-        self._shown: dict[int, int] = {}  # characters that went out, by choice
+        self._shown: dict[int, int] = {}  # characters sent so far, by choice
 
     def opening(self, index: int) -> CompletionBody | None:
-        """The chunk before the first token: completions have none."""
+        """Returns the chunk before the first token: completions have none."""
         return None
 
     def chunk(self, index: int, delta: Delta) -> CompletionBody | None:
-        """One event's chunk, or None where there is nothing to tell."""
+        """Returns the chunk of one event, or None if there is nothing to send."""
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
         return self._body([self._choice(index, [delta])], self._usage)
 
     def closing(self, usage: UsageBody) -> CompletionBody:
-        """The last chunk, where the client asked for the usage."""
+        """Returns the last chunk, if the client requested the usage."""
         return self._body([], usage)
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> CompletionBody:
-        """All answers at once, each given as its events."""
+        """Returns a response with all answers, each given as its events."""
         return self._body([self._choice(index, deltas) for index, deltas in enumerate(answers)], usage)
 
     def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> CompletionBody:
@@ -694,10 +694,10 @@ class CompletionReply:
         return CompletionChoice(index, _text(deltas), logprobs, deltas[-1].finish_reason)
 
     def _offsets(self, index: int, delta: Delta) -> list[int]:
-        """Where in the answer each token of an event begins.
+        """Returns where in the answer each token of an event begins.
 
-        Counts what went out: the parts of a character are spelled as a character each, and go out as one. Spellings
-        only part the text among the tokens of one event.
+        Counts characters that were sent. Each token of a split character is spelled as one character, but the character
+        is sent once, so spellings only divide the text among the tokens of one event.
         """
         offset = self._shown.get(index, 0)
         end = self._shown[index] = offset + len(delta.text)
@@ -717,9 +717,9 @@ class ChatReply:
     """Writes the answers of one /v1/chat/completions request, whole or as chunks.
 
     Args:
-        head: what every chunk repeats.
-        spell: the text of one token.
-        include_usage: whether a stream ends with a chunk of usage; the chunks before it then say `usage: null`.
+        head: the fields that every chunk repeats.
+        spell: returns the text of one token.
+        include_usage: whether a stream ends with a chunk of usage; earlier chunks then carry `usage: null`.
     """
 
     def __init__(self, head: Head, spell: Callable[[int], str], include_usage: bool) -> None:
@@ -728,12 +728,12 @@ class ChatReply:
         self._usage: UnsetType | None = None if include_usage else UNSET
 
     def opening(self, index: int) -> ChatChunk:
-        """The chunk before the first token: it names the role."""
+        """Returns the chunk before the first token, which names the role."""
         choice = ChatChunkChoice(index, ChatPiece(role="assistant", content=""), None, None)
         return self._chunk([choice], self._usage)
 
     def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
-        """One event's chunk, or None where there is nothing to tell."""
+        """Returns the chunk of one event, or None if there is nothing to send."""
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return None
         piece = ChatPiece(content=delta.text) if delta.text else ChatPiece()
@@ -741,11 +741,11 @@ class ChatReply:
         return self._chunk([choice], self._usage)
 
     def closing(self, usage: UsageBody) -> ChatChunk:
-        """The last chunk, where the client asked for the usage."""
+        """Returns the last chunk, if the client requested the usage."""
         return self._chunk([], usage)
 
     def whole(self, answers: Sequence[Sequence[Delta]], usage: UsageBody) -> ChatBody:
-        """All answers at once, each given as its events."""
+        """Returns a response with all answers, each given as its events."""
         choices = [
             ChatChoice(index, ChatMessage(_text(deltas)), self._logprobs(deltas), str(deltas[-1].finish_reason))
             for index, deltas in enumerate(answers)
@@ -778,7 +778,7 @@ def _alternative(text: str, logprob: float) -> Alternative:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """The token's bytes; None for a token that is a part of a character, whose text does not tell them."""
+    """Returns the token's bytes, or None for a part of a character, whose text does not determine them."""
     return None if "\ufffd" in text else list(text.encode())
 
 
@@ -787,12 +787,12 @@ def _finite(logprob: float) -> float:
 
 
 def encode(body: Struct) -> bytes:
-    """The JSON of a response."""
+    """Returns the JSON of a response."""
     return msgspec.json.encode(body)
 
 
 def event(body: Struct) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + encode(body) + b"\n\n"
 
 

@@ -1,40 +1,42 @@
-"""Records what requests ask of the cache, to be replayed later: lines of JSON, with prompts as keyed hashes.
+"""Records requests for replay: lines of JSON, with prompts as keyed hashes.
 
-Knows requests and what came of them. Does not know HTTP, nor who reads the file (`mainstem.replay.readers` does).
-Nothing here waits: what ended is queued, and one thread hashes and writes it.
+Knows requests and their results. Does not know HTTP, or the readers of the file (`mainstem.replay.readers`). Never
+blocks a request: finished requests are queued, and one thread hashes and writes them.
 
     Note.see, Note.close  ->  queue, bounded in tokens  ->  writer thread: hash, encode, append
                               '- full: dropped, counted     '- disk full: counted, the file stays whole
 
-The format, version 1: UTF-8, an object a line. A header stands first, and again wherever a server took the file up:
+The format, version 1: UTF-8, one object per line. A header is the first line; each server that resumes the file adds a
+header:
 
     {"format": "mainstem-recording", "version": 1,
-     "block_size": 16,              tokens a block
+     "block_size": 16,              tokens per block
      "server": "0.1.0",             version of mainstem
      "model": "SmolLM2-135M",       the base model
      "started": 1760000000.123,     seconds since the epoch
-     "key": "9f86d081884c7d65"}     names the secret: where keys and block sizes are equal, blocks are comparable
+     "key": "9f86d081884c7d65"}     identifies the secret: with equal keys and block sizes, blocks are comparable
 
-then a line for each prompt that the engine took, once for every choice, in the order in which they **ended**: readers
-sort by `time`.
+Then follows a line for each choice of each prompt that the engine accepted, in the order in which they **ended**.
+Readers sort by `time`.
 
-    {"time": 1760000001.25,         seconds since the epoch, when it came to the engine
+    {"time": 1760000001.25,         seconds since the epoch, at the arrival at the engine
      "kind": "chat",                or "completion"
-     "model": "SmolLM2-135M",       as asked for: the base model, or an adapter
-     "tenant": "03ac674216f3e15c",  of the API key and the cache salt; "" without both
+     "model": "SmolLM2-135M",       as requested: the base model, or an adapter
+     "tenant": "03ac674216f3e15c",  hash of the API key and the cache salt; "" without both
      "input_tokens": 100,
      "output_tokens": 13,
-     "cached": {"device": 48, "host": 0, "storage": 0},     tokens found; null for a request that was cut off
+     "cached": {"device": 48, "host": 0, "storage": 0},     tokens hit; null for a request that was cut off
      "ttft_s": 0.02, "e2e_s": 0.04,                         seconds from `time`; null for the same
      "finish": "stop",              "length", "error", or "cancelled"
-     "blocks": "e3b0c44298fc1c14..."}   16 hex digits a block, ceil(input_tokens / block_size) of them
+     "blocks": "e3b0c44298fc1c14..."}   16 hex digits per block, ceil(input_tokens / block_size) blocks
 
-and with `text` also "prompt" and "answer". Unknown fields are to be ignored.
+With `text`, a line also has "prompt" and "answer". Readers must ignore unknown fields.
 
-A block is its 8-byte BLAKE2b hash (RFC 7693) over the hash of the block before it and its own tokens, 4 bytes each,
-little endian; the last one may be partial. Where an image lies, the tokens are made of its identity. The hash's key is
-of the file's secret, the model, the adapter, the salt and the API key, so blocks that could not share KV differ, and
-nobody without the secret can try prompts against them. An adapter is known by its name here, whatever its weights.
+A block is an 8-byte BLAKE2b hash (RFC 7693) over the hash of the block before it and its own tokens, 4 bytes each,
+little endian; the last block may be partial. The tokens of an image are derived from its identity. The key of the hash
+is derived from the file's secret, the model, the adapter, the salt and the API key. So blocks that cannot share KV
+differ, and prompts cannot be checked against the blocks without the secret. An adapter is identified by its name here,
+whatever its weights.
 """
 
 from __future__ import annotations
@@ -71,10 +73,10 @@ FORMAT = "mainstem-recording"
 VERSION = 1
 HASH_BYTES = 8
 
-_SECRET_BYTES = 16  # at least, for a secret that is given
-_QUEUED_TOKENS = 16 << 20  # 64 MiB of prompts at most
-_LINE_TOKENS = 256  # what a queued line counts for beside its tokens
-_CLOSING_S = 10.0  # how long what is queued may take to be written at the end
+_SECRET_BYTES = 16  # minimum length of a given secret
+_QUEUED_TOKENS = 16 << 20  # at most 64 MiB of prompts
+_LINE_TOKENS = 256  # the cost of a queued line in addition to its tokens
+_CLOSING_S = 10.0  # how long `close` waits for the queue to be written
 _START = f'{{"format":"{FORMAT}"'.encode()
 
 Kind = Literal["chat", "completion"]
@@ -85,14 +87,14 @@ class RecordConfig:
     """What is recorded, and where.
 
     Args:
-        path: a new file, or a recording that is gone on with; only its owner can read a new one.
-        secret: what prompts and tenants are hashed under, at least 16 bytes: recordings under one secret can be joined.
-            None: a random one that nobody keeps, so that the file tells nothing but what is equal within it.
-        text: also write prompts and answers as they are.
-        block_size: tokens a block; 1 or more.
+        path: a new file, which only its owner can read, or a recording to append to.
+        secret: the secret under which prompts and tenants are hashed, at least 16 bytes. Recordings under one secret
+            can be joined. None: a random one that is not kept, so that the file only reveals what is equal within it.
+        text: whether to write prompts and answers as plain text, too.
+        block_size: tokens per block; 1 or more.
 
     Raises:
-        BadArgument: a value outside its range.
+        BadArgument: a value is outside its range.
     """
 
     path: Path
@@ -134,7 +136,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class RecordStats:
-    """Lines, by what became of them: written; dropped, as the queue was full; failed, as the file took no more."""
+    """Counts of lines: written; dropped, because the queue was full; failed, because of an error of the file."""
 
     written: int
     dropped: int
@@ -143,7 +145,7 @@ class RecordStats:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What is kept of a request until it is written: no pixels."""
+    """The parts of a request that are kept until it is written; pixels are not."""
 
     time_s: float
     kind: Kind
@@ -164,7 +166,7 @@ class _Ended:
 
 
 class Note:
-    """Watches the events of one generation, and has it recorded at its end. Made by `Recorder.note`."""
+    """Watches the events of one generation and records it when it ends. Made by `Recorder.note`."""
 
     def __init__(self, recorder: Recorder, prompt: _Prompt, text: bool) -> None:
         self._recorder = recorder
@@ -182,7 +184,7 @@ class Note:
             self._end(delta.finish_reason, delta.usage)
 
     def close(self) -> None:
-        """No more events come: without a last one the request was cut off. Calling it again does nothing."""
+        """Ends the watch: without a last event the request was cut off. A second call does nothing."""
         self._end("cancelled", None)
 
     def _end(self, finish: str, usage: Usage | None) -> None:
@@ -192,19 +194,19 @@ class Note:
 
 
 class Recorder:
-    """Writes one recording. Usable from any thread; a context manager, which closes it.
+    """Writes one recording. Usable from any thread; as a context manager it closes the recording at the end.
 
     Args:
         config: what is recorded, and where.
         model: name of the base model.
-        decode: the text of tokens, for `config.text`.
-        now: seconds since the epoch.
-        random: that many random bytes, for a secret where none is given.
-        queued_tokens: prompt tokens that may wait to be written; more are dropped.
-        write: as `os.write`.
+        decode: returns the text of tokens, for `config.text`.
+        now: returns seconds since the epoch.
+        random: returns n random bytes, for the secret if none is given.
+        queued_tokens: maximum number of prompt tokens that wait to be written; requests beyond it are dropped.
+        write: writes like `os.write`.
 
     Raises:
-        BadArgument: the path is no recording and not empty, or another server writes it.
+        BadArgument: the file is neither empty nor a recording, or another server writes to it.
         OSError: the file cannot be opened or written.
     """
 
@@ -243,13 +245,13 @@ class Recorder:
         self.close()
 
     def note(self, request: Request, kind: Kind, scope: Namespace, api_key: str | None = None) -> Note:
-        """A note of a request that comes now.
+        """Returns a note for a request that arrives now.
 
         Args:
-            request: what goes to the engine.
-            kind: how it was asked for.
-            scope: what must be equal before any prefix may be shared, beside the model and the API key.
-            api_key: the client's, if it showed one.
+            request: the request to the engine.
+            kind: the endpoint of the request.
+            scope: the namespace in which prefixes are shared, apart from the model and the API key.
+            api_key: the client's API key, if it sent one.
         """
         owner = () if api_key is None else (f"key:{api_key}",)
         images = tuple((image.start, Image(image.identity, image.length)) for image in request.images)
@@ -265,17 +267,17 @@ class Recorder:
         return Note(self, prompt, self._text)
 
     def stats(self) -> RecordStats:
-        """Counts since it was opened."""
+        """Returns the counts since the start."""
         return RecordStats(self._written, self._dropped, self._failed)
 
     def close(self) -> None:
-        """Writes what is queued, and closes the file; waits some seconds at the most. Calling it again does nothing."""
+        """Writes the queue and closes the file, but waits only some seconds. A second call does nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._writer.join(_CLOSING_S)
         if self._writer.is_alive():
-            log.warning("the recording is not written to its end: %d lines are lost", len(self._queue))
+            log.warning("the recording is incomplete: %d queued lines were not written in time", len(self._queue))
 
     def _put(self, ended: _Ended) -> None:
         with self._changed:
@@ -289,7 +291,7 @@ class Recorder:
                 self._changed.notify()
                 return
         if first:
-            log.warning("the recording cannot keep up: requests are left out of it, see mainstem_recorded_requests")
+            log.warning("the recording cannot keep up and omits requests: see the metric mainstem_recorded_requests")
 
     def _run(self) -> None:
         while (ended := self._take()) is not None:
@@ -299,7 +301,7 @@ class Recorder:
         self._file.close()
 
     def _take(self) -> _Ended | None:
-        """The next that ended; None once there will be none."""
+        """Returns the next finished request; None after the last one."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             return self._queue.popleft() if self._queue else None
@@ -311,7 +313,7 @@ class Recorder:
         except OSError as error:
             self._failed += 1
             if self._failed == 1:
-                log.error("a request could not be recorded, and others may follow: %s", error)
+                log.error("a request could not be recorded; further failures are only counted: %s", error)
 
 
 def _size(ended: _Ended) -> int:
@@ -319,7 +321,7 @@ def _size(ended: _Ended) -> int:
 
 
 class _Lines:
-    """Writes what ended as lines, under one secret."""
+    """Encodes finished requests as lines, under one secret."""
 
     def __init__(
         self,
@@ -377,7 +379,7 @@ class _Lines:
 
 
 def _symbols(prompt: _Prompt) -> NDArray[Any]:
-    """The tokens, those of images made of the images' identities; no token of a text is as high as these."""
+    """Returns the tokens, with those of images derived from their identities: these exceed all tokens of text."""
     if not prompt.images:
         return prompt.tokens.astype("<u4", copy=False)
     symbols = prompt.tokens.astype("<u4")
@@ -387,8 +389,8 @@ def _symbols(prompt: _Prompt) -> NDArray[Any]:
 
 
 def _by_tier(usage: Usage) -> dict[str, int]:
-    below = usage.host_tokens + usage.storage_tokens
-    return {"device": usage.cached_tokens - below, "host": usage.host_tokens, "storage": usage.storage_tokens}
+    off_device = usage.host_tokens + usage.storage_tokens
+    return {"device": usage.cached_tokens - off_device, "host": usage.host_tokens, "storage": usage.storage_tokens}
 
 
 class _File:
@@ -403,7 +405,7 @@ class _File:
             undo.pop_all()
 
     def append(self, line: bytes) -> None:
-        """Appends a line, or raises OSError and leaves the file as it was."""
+        """Appends a line, or raises OSError and leaves the file unchanged."""
         end = os.fstat(self._fd).st_size
         try:
             rest = line
@@ -415,24 +417,24 @@ class _File:
             raise
 
     def close(self) -> None:
-        """Gives the file back."""
+        """Closes the file."""
         os.close(self._fd)
 
 
 def _take_over(fd: int, config: RecordConfig) -> None:
-    """Locks the file, and cuts off a line that a killed server left unfinished."""
+    """Locks the file, and truncates a line that a killed server left unfinished."""
     path = str(config.path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise BadArgument("record", path, "a regular file")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BadArgument("record", path, "a file that no other server writes") from None
+        raise BadArgument("record", path, "a file that no other server writes to") from None
     if os.fstat(fd).st_size == 0:
         return
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as held:
         if held[: len(_START)] != _START:
-            raise BadArgument("record", path, "a new file, or a recording to go on with")
+            raise BadArgument("record", path, "a new file, or a recording to append to")
         whole = held.rfind(b"\n") + 1
         if whole:
             _check_header(held[: held.find(b"\n")], config)
@@ -443,7 +445,7 @@ def _check_header(line: bytes, config: RecordConfig) -> None:
     try:
         header = msgspec.json.decode(line, type=_Header)
     except msgspec.MsgspecError:
-        raise BadArgument("record", str(config.path), "a new file, or a recording to go on with") from None
+        raise BadArgument("record", str(config.path), "a new file, or a recording to append to") from None
     if (header.version, header.block_size) != (VERSION, config.block_size):
         held = f"version {header.version} and blocks of {header.block_size} tokens"
-        raise BadArgument("record", str(config.path), f"a recording of the same kind; it has {held}")
+        raise BadArgument("record", str(config.path), f"a recording of this version and block size; it has {held}")

@@ -1,12 +1,12 @@
-"""Stores behind AIBrix's L2 connectors: a shared folder (SHFS), or a RocksDB on this machine.
+"""Stores of AIBrix's L2 connectors: a shared folder (SHFS), or a RocksDB database on this machine.
 
-AIBrix's cache manager takes token lists and allocates its own blocks; its connectors, one layer below, map bytes to
-bytes. This module uses those: our key is the connector's key, and a value may have any length. It knows no tokens and
-no blocks of AIBrix, and does not read what AIBrix itself stores.
+AIBrix's cache manager takes token lists and allocates its own blocks. Its connectors, one layer below, map bytes to
+bytes. This module uses the connectors: a key of Mainstem is the key of the connector, and a value may have any length.
+It does not use tokens or blocks of AIBrix, and does not read what AIBrix itself stores.
 
-A connector is a set of coroutines that do their work in an executor, and answers with a `Status`. So one thread runs
-the event loop of a store, and a call waits for it no longer than its time-out. What a worker does later, it does to its
-own copy: the region that stands for a buffer lets go of it.
+A connector is a set of coroutines that work in an executor and return a `Status`. So each store has one thread with an
+event loop, and a call waits for it until its timeout. A worker that ends after the timeout only touches its own copy,
+because the region has released the caller's buffer by then.
 
 The interface: aibrix-kvcache 0.8.0, `aibrix_kvcache.l2.connectors.Connector`.
 """
@@ -36,20 +36,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class AIBrixBackend(Backend):
-    """Values in a folder or a RocksDB, through a connector of AIBrix.
+    """Values in a folder or a RocksDB database, through a connector of AIBrix.
 
-    Neither is bounded: values stay until they are deleted, or `put` says False since the disk is full. A RocksDB on a
-    full disk cannot delete either, nor be opened, until somebody makes room.
+    Neither has a size limit: values stay until they are deleted, and `put` returns False when the disk is full. On a
+    full disk a RocksDB database cannot delete or be opened either, until there is room again.
 
     Args:
-        connector: "shfs": a file a value, in a folder that others may share; "rocksdb": a database that one process
-            has open at a time.
-        path: of the folder; the store is the folder `namespace` in it.
-        namespace: a name for a folder.
-        timeout_s: a call that takes longer raises; what it began may still end.
+        connector: "shfs": one file per value, in a folder that processes may share; "rocksdb": a database that one
+            process has open at a time.
+        path: path of the folder; the store is the folder `namespace` in it.
+        namespace: name of that folder.
+        timeout_s: a call that takes longer raises; the operation may still complete.
 
     Raises:
-        BadArgument: no such connector, or a namespace that is no name.
+        BadArgument: unknown connector, or an invalid namespace.
         BackendUnavailable: the package is missing, or the store cannot be opened.
     """
 
@@ -66,7 +66,7 @@ class AIBrixBackend(Backend):
         self._timeout_s = timeout_s
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="mainstem-aibrix")
         self._connector = self._open_connector(str(Path(path, namespace)))
-        # SHFS writes each value of a key to one and the same file and renames it: so a key has one writer at a time.
+        # SHFS writes all values of a key to the same temporary file and renames it, so a key has one writer at a time.
         self._writers = [asyncio.Lock() for _ in range(256)]
         self._closed = False
         self._lock = threading.Lock()
@@ -84,17 +84,17 @@ class AIBrixBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Of the connector."""
+        """Those of the connector."""
         return self._kind.capabilities
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Asks for all at once."""
+        """Checks all keys at once."""
         statuses = self._call(lambda: [self._connector.exists(key) for key in keys])
         self._raise_if_all_failed(statuses)
         return next((at for at, status in enumerate(statuses) if not status.is_ok()), len(keys))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads all at once, each into memory of the connector first; a value that cannot be read counts as absent."""
+        """Reads all values at once, each through connector memory. A value that cannot be read counts as absent."""
         wanted = [(key, _Region(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         try:
             statuses = self._call(lambda: [self._connector.get(key, region) for key, region in wanted])
@@ -105,7 +105,7 @@ class AIBrixBackend(Backend):
         return [_length(status, region) for status, (_, region) in zip(statuses, wanted, strict=True)]
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes all at once, each from a copy."""
+        """Writes all values at once, each from a copy."""
         wanted = [(key, _Region(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         try:
             statuses = self._call(lambda: [self._put(key, region) for key, region in wanted])
@@ -117,24 +117,24 @@ class AIBrixBackend(Backend):
         return [status.is_ok() for status in statuses]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes all at once."""
+        """Deletes all values at once."""
         for status in self._call(lambda: [self._delete(key) for key in keys]):
             if not (status.is_ok() or _is_absent(status)):
                 raise StorageError("full" if _is_full(status) else "io", f"AIBrix could not delete: {status.value}")
 
     def clear(self) -> None:
-        """Deletes key by key what is in the folder or the database, which takes a walk."""
+        """Lists all keys in the folder or database and deletes them."""
         keys: list[bytes] = self._call(lambda: [self._in_worker(self._kind.keys)])[0]
         for at in range(0, len(keys), 256):
             self.delete(keys[at : at + 256])
 
     def stats(self) -> BackendStats:
-        """Nothing: it would take a walk."""
+        """Returns no counts: they would need a listing of all values."""
         self._check_open()
         return BackendStats()
 
     def close(self) -> None:
-        """Ends calls that wait, with `StorageError("closed")`, and gives a database free for other processes."""
+        """Ends waiting calls with `StorageError("closed")`, and releases a database for other processes."""
         with self._lock:
             if self._closed:
                 return
@@ -144,7 +144,7 @@ class AIBrixBackend(Backend):
         self._workers.shutdown(wait=False)
         try:
             closing.result(self._timeout_s)
-        except TimeoutError:  # every worker hangs in the file system; nobody waits for them
+        except TimeoutError:  # every worker is stuck in the file system; do not wait
             return
 
     def _open_connector(self, path: str) -> Any:
@@ -155,7 +155,7 @@ class AIBrixBackend(Backend):
         return connector
 
     def _call(self, begin: Callable[[], Sequence[Awaitable[T]]]) -> list[T]:
-        """What the awaitables that `begin` makes come to; it runs in the loop's thread."""
+        """Returns the results of the awaitables that `begin` creates. `begin` runs in the thread of the loop."""
 
         async def all_at_once() -> list[T]:
             return list(await asyncio.gather(*begin()))
@@ -167,24 +167,24 @@ class AIBrixBackend(Backend):
             return future.result(self._timeout_s)
         except TimeoutError as error:
             future.cancel()
-            raise StorageError("timeout", f"AIBrix: no end after {self._timeout_s:g} s") from error
+            raise StorageError("timeout", f"AIBrix: no answer in {self._timeout_s:g} s") from error
         except CancelledError as error:
             raise _closed() from error
-        except RuntimeError as error:  # its workers take no more since it was closed
+        except RuntimeError as error:  # its workers take no more jobs after close
             self._check_open()
             raise StorageError("io", f"AIBrix: {error}") from error
 
     def _submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         try:
             return asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError as error:  # the loop ended since
+        except RuntimeError as error:  # the loop has ended
             call.close()
             raise _closed() from error
 
     async def _put(self, key: bytes, region: _Region) -> Any:
         async with self._writers[key[0]]:
             status = await self._connector.put(key, region)
-        if _is_absent(status):  # another process wrote this key meanwhile, and took the file
+        if _is_absent(status):  # meanwhile another process wrote this key and renamed the file
             return await self._connector.exists(key)
         return status
 
@@ -217,9 +217,9 @@ class AIBrixBackend(Backend):
 
 
 class _Region:
-    """What a connector asks of a memory region, over a buffer of the caller.
+    """The memory region that a connector expects, over a buffer of the caller.
 
-    A worker that a call no longer waits for may come to it late: then there is no buffer any more.
+    A worker that outlives its call may use it late: by then the buffer is released.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -229,30 +229,30 @@ class _Region:
         self._lock = threading.Lock()
 
     def fill(self, data: bytes) -> None:
-        """Takes the value read, if it has the length of the buffer."""
+        """Copies a value to the buffer, if it has the length of the buffer."""
         with self._lock:
             self.found = len(data)
             if self._view is not None and len(data) == self.length:
                 self._view[:] = data
 
     def tobytes(self) -> bytes:
-        """The value to write; RocksDB takes nothing but bytes."""
+        """Returns the value to write; RocksDB accepts only bytes."""
         with self._lock:
             if self._view is None:
                 raise ValueError("the call has ended")
             return bytes(self._view)
 
     def release(self) -> None:
-        """From here on nobody reads or writes the buffer."""
+        """Releases the buffer: no worker reads or writes it from now on."""
         with self._lock:
             self._view = None
 
 
-# ---------------------------------------------------------------- what a Status says
+# ---------------------------------------------------------------- reading a Status
 
 
 def _error_number(status: Any) -> int | None:
-    """A connector puts the exception, or its text, into the status."""
+    """Returns the errno of a status, which holds an exception or its text."""
     if isinstance(status.value, OSError):
         return status.value.errno
     named = re.search(r"\[Errno (\d+)\]", str(status.value))
@@ -264,12 +264,12 @@ def _is_full(status: Any) -> bool:
 
 
 def _is_absent(status: Any) -> bool:
-    """Also when it went between two steps of the connector."""
+    """Returns whether the value is absent, or disappeared between two steps of the connector."""
     return status.is_not_found() or (status.is_error() and _error_number(status) == errno.ENOENT)
 
 
 def _other_length(status: Any) -> int | None:
-    """SHFS compares lengths first; RocksDB gives the value to the region, whatever its length."""
+    """Returns the length of a value that does not fit. Only SHFS compares lengths; RocksDB passes any value on."""
     sizes = re.search(r"size mismatch: (\d+) != \d+", str(status.value))
     return int(sizes[1]) if sizes else None
 
@@ -297,8 +297,8 @@ class _Kind:
     """A connector.
 
     Args:
-        make: from the folder of the store and the executor.
-        keys: of every value in it.
+        make: makes the connector from the folder of the store and the executor.
+        keys: lists the keys of all values in the store.
     """
 
     capabilities: Capabilities
@@ -307,7 +307,7 @@ class _Kind:
 
 
 def _import_connector(name: str) -> Any:
-    """The package puts uvloop under every event loop of the process as it is imported, which is not ours to do."""
+    """Imports a connector. The package makes uvloop the policy of the whole process; this restores the old one."""
     first = "aibrix_kvcache" not in sys.modules
     policy = asyncio.get_event_loop_policy() if first else None
     try:

@@ -1,16 +1,16 @@
-"""What a storage back end is: values of bytes under keys of 32 bytes, in batches, in buffers of the caller.
+"""The interface of a storage back end: byte values under 32-byte keys, in batches, through buffers of the caller.
 
-    exists(keys) -> n        how many keys from the first on are there, without a gap
-    get(keys, buffers)       values into buffers; put(keys, buffers): buffers into values
+    exists(keys) -> n        the number of keys that are present before the first missing one
+    get(keys, buffers)       reads values into buffers; put(keys, buffers) writes buffers as values
     delete(keys)  clear()  stats()  close()
 
-A back end knows no pages, tokens or models, and trusts nobody to read only what was written whole: whoever reads
-verifies. It need not keep what it was given, and it may lose everything at any time; what it may not do is to block for
-ever (its client gets a time-out) or to raise anything but `StorageError`.
+A back end knows nothing of pages, tokens or models. It does not guarantee that a value is intact: the reader verifies
+it. A back end may drop any value at any time. It must not block forever (its client has a timeout), and it must not
+raise anything but `StorageError`.
 
-A spec names one: `file:/var/cache/kv?capacity=8GiB`, `redis://127.0.0.1:6379/0`, `memory:`; one of your own is
-`package.module:Class?option=value`, where the module is installed or lies in the working directory. Wrappers stand in
-front: `readonly+redis://127.0.0.1:6379/0`.
+A spec names a back end: `file:/var/cache/kv?capacity=8GiB`, `redis://127.0.0.1:6379/0`, `memory:`. The spec of your own
+class is `package.module:Class?option=value`; the module is installed or in the working directory. Wrappers go before
+the spec that they wrap: `readonly+redis://127.0.0.1:6379/0`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mainstem.errors import BackendUnavailable, BadArgument, MainstemError
 from mainstem.imports import PATH, load_object
 
 KEY_BYTES = 32
-"""Every key is as long as a BLAKE3 digest; in names it is written in lower-case hex."""
+"""The length of every key: that of a BLAKE3 digest. Names contain the key in lower-case hex."""
 
 ABSENT = -1
-"""What `get` says of a key that is not there."""
+"""The length that `get` returns for a missing key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Capabilities:
     """What a back end promises.
 
     Args:
-        persistent: what was stored is still there after this process ended.
-        shared: other processes see it.
-        zero_copy: the client reads and writes the caller's buffers themselves, with no copy of a whole value between.
-        evicts: it bounds its size and makes room by itself; otherwise `put` refuses when it is full.
-        overwrites: `put` replaces a value that is there; otherwise the first one stays.
+        persistent: values survive the end of this process.
+        shared: other processes see the values.
+        zero_copy: the client reads and writes the caller's buffers directly, without copying whole values.
+        evicts: the back end bounds its size and evicts values to make room; otherwise `put` refuses when it is full.
+        overwrites: `put` replaces an existing value; otherwise the first value stays.
     """
 
     persistent: bool
@@ -54,13 +54,13 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """What a back end holds, as far as it can say without a walk; None where it cannot.
+    """What a back end holds. A field is None if the back end cannot determine it without listing all values.
 
     Args:
         entries: values held.
-        used_bytes: that they take.
-        capacity_bytes: that they may take.
-        evicted: values that the back end dropped for room since it was opened.
+        used_bytes: bytes that the values take.
+        capacity_bytes: bytes that the values may take.
+        evicted: values evicted since the back end was opened.
     """
 
     entries: int | None = None
@@ -70,10 +70,10 @@ class BackendStats:
 
 
 class Backend(ABC):
-    """A store of values. Calls may come from several threads at once; after `close` they raise `StorageError`.
+    """A store of values. Several threads may call it at once; after `close` all calls raise `StorageError`.
 
-    Buffers are contiguous, writable `memoryview`s of bytes ("B"). They belong to the caller and may be used until the
-    call returns, never after; a call that raises may have written to any buffer of a `get`.
+    Buffers are contiguous, writable `memoryview`s of bytes ("B"). They belong to the caller, and the back end must not
+    use them after the call returns. A `get` that raises may have written to any of its buffers.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -84,12 +84,12 @@ class Backend(ABC):
         """Opens a back end from the parts of a spec, `scheme:address?options`.
 
         Raises:
-            BadArgument: the address or an option is none that it has; names those that it has.
-            BackendUnavailable: the client is not installed, or nobody answers.
+            BadArgument: the address or an option is invalid; the message names the valid ones.
+            BackendUnavailable: the client is not installed, or the server does not answer.
         """
 
     def register(self, buffers: Sequence[memoryview]) -> None:
-        """Announces memory that later buffers lie in, such as host pools, to clients that must know it (RDMA).
+        """Registers memory that contains later buffers, such as host pools, with clients that need it (RDMA).
 
         Raises:
             StorageError: the memory cannot be registered.
@@ -98,10 +98,10 @@ class Backend(ABC):
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many keys are there, counted from the first up to the first one that is not.
+        """Counts the keys that are present before the first missing one.
 
         Raises:
-            StorageError: it cannot be told.
+            StorageError: the back end cannot determine it.
         """
 
     @abstractmethod
@@ -109,51 +109,51 @@ class Backend(ABC):
         """Reads values into buffers.
 
         Returns:
-            Of each key the length of the value found, or `ABSENT`. A buffer is filled where that is its own length;
-            what a buffer holds otherwise is undefined, and nothing is written behind its end.
+            For each key the length of its value, or `ABSENT`. A buffer is filled if it has exactly that length.
+            Otherwise its content is undefined. Nothing is written past the end of a buffer.
 
         Raises:
-            StorageError: nothing can be said of any key.
+            StorageError: the back end cannot determine the result for any key.
         """
 
     @abstractmethod
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Stores values. When it returns, others see whole values or none; never a part of one.
+        """Stores values. Once it returns, a reader sees a whole value or none, never part of one.
 
         Returns:
-            Of each key whether the store has a value now (this one, or the one it had before); False: no room.
+            For each key whether the store has a value now, new or old. False: no room.
 
         Raises:
-            StorageError: nothing can be said of any key; each may be stored or not.
+            StorageError: the back end cannot determine the result for any key; each value may be stored or not.
         """
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Removes values; those that are not there are no error.
+        """Deletes values. A missing key is not an error.
 
         Raises:
-            StorageError: some may still be there.
+            StorageError: some values may still exist.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Removes every value of this store, and nothing else that lives beside it.
+        """Deletes every value of this store, and no other data on the same server or in the same folder.
 
         Raises:
-            StorageError: some may still be there.
+            StorageError: some values may still exist.
         """
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """What it holds.
+        """Returns what the back end holds.
 
         Raises:
-            StorageError: it cannot be told.
+            StorageError: the back end cannot determine it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the client; a second call does nothing. What is persistent stays."""
+        """Closes the client; a second call does nothing. Persistent values stay."""
 
 
 # ---------------------------------------------------------------- specs
@@ -186,12 +186,12 @@ def open_backend(spec: str) -> Backend:
 
     Args:
         spec: `scheme:address?option=value&...`, `module:Class?...`, or `wrapper+spec`. `tee` takes two specs:
-            `tee+file:/a,redis://127.0.0.1:6379/0`. A wrapper's own options are written in brackets:
+            `tee+file:/a,redis://127.0.0.1:6379/0`. A wrapper takes its own options in brackets:
             `prefix(a1)+file:/a`, `compress(zstd)+file:/a`.
 
     Raises:
         BadArgument: no such scheme, module, class or option.
-        BackendUnavailable: its client is not installed, or nobody answers; or your own class failed to open.
+        BackendUnavailable: the client is not installed, the server does not answer, or your own class failed to open.
     """
     wrapped = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?\+(.+)", spec)
     if wrapped and wrapped[1] in WRAPPERS:
@@ -225,10 +225,10 @@ def _built_in(path: str) -> type[Backend]:
 
 
 def _open_own(spec: str, path: str, options: Mapping[str, str]) -> Backend:
-    """A back end of the user's: his mistakes are named, and are none of ours."""
+    """Opens a class of the user's. An error in that class is reported as its own, not as a bug of Mainstem."""
     found = load_object("storage", path)
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend; {path} is none")
+        raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend; {path} is not")
     if "from_spec" in found.__abstractmethods__:
         raise BadArgument("storage", spec, f"a subclass of mainstem.storage.Backend with from_spec; {path} has none")
     try:
@@ -244,10 +244,10 @@ def _open_own(spec: str, path: str, options: Mapping[str, str]) -> Backend:
 
 
 def check_options(options: Mapping[str, str], allowed: Sequence[str]) -> None:
-    """For `from_spec`: refuses options that a back end does not have.
+    """Rejects unknown options, for `from_spec`.
 
     Raises:
-        BadArgument: names those that it has.
+        BadArgument: an option is unknown; the message names the allowed ones.
     """
     for name in options:
         if name not in allowed:
@@ -259,26 +259,26 @@ _UNITS = {"": 1} | {
     for suffix, base in (("", 1000), ("i", 1024))
     for power, prefix in enumerate("kmgtp", start=1)
 }
-_MOST_DIGITS = 30
+_MAX_DIGITS = 30
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """A size as people write it: 500000000, 500MB, 2GiB.
+    """Parses a size such as 500000000, 500MB or 2GiB.
 
     Raises:
-        BadArgument: it is none.
+        BadArgument: the text is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtp]i?|)b?", text.strip().lower())
-    if not found or len(found[1]) > _MOST_DIGITS:
+    if not found or len(found[1]) > _MAX_DIGITS:
         raise BadArgument(name, text, "bytes, or a number with KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB or PiB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 def parse_seconds(name: str, text: str) -> float:
-    """A number of seconds above 0.
+    """Parses a number of seconds above 0.
 
     Raises:
-        BadArgument: it is none.
+        BadArgument: the text is not such a number.
     """
     try:
         seconds = float(text)

@@ -1,18 +1,18 @@
-"""What every back end must do, as cases that anybody can run: no pytest, no server of its own, and it knows no store.
+"""The promises of every back end, as cases for any store. It needs no pytest and no server of its own.
 
     from mainstem.storage.conformance import check
     for result in check(lambda: MyBackend("10.0.0.1")):
         print(result)
 
-or `python -m mainstem.storage.conformance redis://127.0.0.1:6379/0`. Under pytest, one test a case:
+or `python -m mainstem.storage.conformance redis://127.0.0.1:6379/0`. With pytest, one test per case:
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_conformance(case):
         result = run(case, lambda: MyBackend("10.0.0.1"))
         assert result.passed, result.reason
 
-Each case opens the store anew and clears it first: point it at one whose content nobody needs, with room for 32 MiB in
-values of up to 2 MiB. What needs a fault (a dead server, a full disk, a kill) is not here: only its owner can make one.
+Each case opens the store and clears it first, so use a store whose content you do not need, with room for 32 MiB in
+values of up to 2 MiB. Faults (a dead server, a full disk, a kill) are not covered, because only you can cause them.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ SIZES = (
     (1 << 20) + 1,
     2 << 20,
 )
-"""Lengths of values that must come back, in bytes."""
+"""Lengths of values that must be read back, in bytes."""
 
 GUARD = 0xA5
-"""What lies between the buffers of a case: a store that writes there writes over somebody else's pages."""
+"""The byte between the buffers of a case. A store that writes there would overwrite other pages."""
 
 
 class Broken(AssertionError):
-    """A promise was not kept; the message says which, and how it was seen."""
+    """A promise was broken. The message says which one and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Case:
     """One promise.
 
     Args:
-        name: for reports and test ids.
-        promise: in one line.
-        run: raises if the store, opened and empty, does not keep it.
+        name: the name in reports and test ids.
+        promise: the promise in one line.
+        run: raises if the store, which is open and empty, breaks the promise.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a case; `reason` is empty when it passed."""
+    """The result of a case. `reason` is empty if it passed."""
 
     name: str
     promise: str
@@ -91,22 +91,22 @@ class Result:
 
 
 CASES: list[Case] = []
-"""Every case, in the order in which `check` runs them: simple ones first."""
+"""All cases in the order in which `check` runs them: simple ones first."""
 
 
 def check(open: Callable[[], Backend], *, seed: int = 0, case_timeout_s: float = 120.0) -> list[Result]:
     """Runs every case.
 
     Args:
-        open: opens the store; called once a case, and the one before is closed by then.
-        seed: of keys, values and orders; the same seed runs the same calls.
-        case_timeout_s: a case that takes longer has failed; a call that never returns keeps its thread.
+        open: opens the store. It is called once per case, after the previous store is closed.
+        seed: seed of keys, values and orders; the same seed makes the same calls.
+        case_timeout_s: a case that takes longer fails; a call that never returns keeps its thread.
     """
     return [run(case, open, seed=seed, case_timeout_s=case_timeout_s) for case in CASES]
 
 
 def run(case: Case, open: Callable[[], Backend], *, seed: int = 0, case_timeout_s: float = 120.0) -> Result:
-    """Runs one case; arguments as of `check`."""
+    """Runs one case; the arguments are those of `check`."""
     thread = ThreadPoolExecutor(1, thread_name_prefix=case.name)
     future = thread.submit(_run, case, open, random.Random(f"{case.name} {seed}"))
     thread.shutdown(wait=False)
@@ -117,7 +117,7 @@ def _reason(future: Future[None], timeout_s: float) -> str:
     try:
         error = future.exception(timeout_s)
     except TimeoutError:
-        return f"no end after {timeout_s:g} s"
+        return f"still running after {timeout_s:g} s"
     if error is None:
         return ""
     return str(error) if isinstance(error, Broken) else f"raised {type(error).__name__}: {error}"
@@ -128,7 +128,7 @@ def _run(case: Case, open: Callable[[], Backend], rng: random.Random) -> None:
     try:
         backend.clear()
         case.run(backend, rng)
-        with suppress(StorageError):  # a case may have closed it
+        with suppress(StorageError):  # the case may have closed it
             backend.clear()
     finally:
         backend.close()
@@ -144,14 +144,14 @@ def _case(
     return add
 
 
-# ---------------------------------------------------------------- what cases are made of
+# ---------------------------------------------------------------- parts of the cases
 
 
 class Pool:
-    """Buffers cut from one piece of memory, as from a host pool, with guard bytes between them and at both ends.
+    """Buffers in one piece of memory, as in a host pool, with guard bytes between them and at both ends.
 
     Args:
-        sizes: of the buffers, in bytes.
+        sizes: sizes of the buffers, in bytes.
     """
 
     GAP = 64
@@ -169,24 +169,24 @@ class Pool:
         """Raises `Broken` if anything was written outside the buffers."""
         at = 0
         for number, buffer in enumerate(self.buffers):
-            expect(self.memory[at : at + self.GAP] == bytes([GUARD]) * self.GAP, f"wrote in front of buffer {number}")
+            expect(self.memory[at : at + self.GAP] == bytes([GUARD]) * self.GAP, f"wrote before buffer {number}")
             at += self.GAP + len(buffer)
-        expect(self.memory[at:] == bytes([GUARD]) * self.GAP, "wrote behind the last buffer")
+        expect(self.memory[at:] == bytes([GUARD]) * self.GAP, "wrote past the last buffer")
 
 
 def expect(kept: bool, reason: str) -> None:
-    """Raises `Broken` with the reason unless the promise was kept."""
+    """Raises `Broken` with the reason if the promise was not kept."""
     if not kept:
         raise Broken(reason)
 
 
 def make_keys(rng: random.Random, count: int) -> list[bytes]:
-    """Keys that nobody has used."""
+    """Makes unused keys."""
     return [rng.randbytes(KEY_BYTES) for _ in range(count)]
 
 
 def make_value(key: bytes, size: int, version: int = 0) -> memoryview:
-    """A value that says what it is: its last four bytes are the version, the others follow from all arguments."""
+    """Makes a value that identifies itself: it ends with the version (4 bytes); the arguments determine the rest."""
     tail = version.to_bytes(4, "big") if size > 4 else b""
     head = random.Random(b"%b %d %d" % (key, version, size)).randbytes(size - len(tail))
     return memoryview(bytearray(head + tail))
@@ -194,16 +194,16 @@ def make_value(key: bytes, size: int, version: int = 0) -> memoryview:
 
 def _put(backend: Backend, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
     stored = backend.put(keys, values)
-    expect(stored == [True] * len(keys), f"put of {len(keys)} values into an empty store said {stored!r}")
+    expect(stored == [True] * len(keys), f"put of {len(keys)} values into an empty store returned {stored!r}")
 
 
 def _expect_values(backend: Backend, keys: Sequence[bytes], values: Sequence[memoryview | None]) -> None:
-    """Reads all in one batch; None: this key is absent and its buffer has a size that others have, too."""
+    """Reads all values in one batch. None: the key is absent, and its buffer has the size of another value."""
     size = next((len(value) for value in values if value is not None), 100)
     pool = Pool(size if value is None else len(value) for value in values)
     lengths = backend.get(keys, pool.buffers)
     wanted = [ABSENT if value is None else len(value) for value in values]
-    expect(list(lengths) == wanted, f"get said {lengths!r}, not {wanted!r}")
+    expect(list(lengths) == wanted, f"get returned {lengths!r}, not {wanted!r}")
     for at, (buffer, value) in enumerate(zip(pool.buffers, values, strict=True)):
         expect(value is None or buffer == value, f"buffer {at} of {len(keys)} does not hold the value of its key")
     pool.check_guards()
@@ -220,7 +220,7 @@ def _expect_raises(error: type[Exception], what: str, call: Callable[[], object]
 # ---------------------------------------------------------------- the cases
 
 
-@_case("an empty store has nothing, and batches of no keys are no error")
+@_case("an empty store has no values, and empty batches are not an error")
 def _empty(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 3)
     expect(backend.exists(keys) == 0, "exists found something in an empty store")
@@ -231,7 +231,7 @@ def _empty(backend: Backend, rng: random.Random) -> None:
     backend.clear()
 
 
-@_case("values of every length come back as they were, one by one")
+@_case("values of every length are read back unchanged, one by one")
 def _round_trip(backend: Backend, rng: random.Random) -> None:
     for key, size in zip(make_keys(rng, len(SIZES)), SIZES, strict=True):
         value = make_value(key, size)
@@ -240,7 +240,7 @@ def _round_trip(backend: Backend, rng: random.Random) -> None:
         _expect_values(backend, [key], [value])
 
 
-@_case("values of many lengths come back in one batch, in any order")
+@_case("values of many lengths are read back in one batch, in any order")
 def _round_trip_batch(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, len(SIZES))
     values = {key: make_value(key, size) for key, size in zip(keys, SIZES, strict=True)}
@@ -250,7 +250,7 @@ def _round_trip_batch(backend: Backend, rng: random.Random) -> None:
     _expect_values(backend, keys, [values[key] for key in keys])
 
 
-@_case("what was put is a copy: the caller may write to the buffer when put has returned")
+@_case("put copies values: the caller may write to its buffers after put has returned")
 def _put_copies(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 8)
     values = [make_value(key, 5000) for key in keys]
@@ -269,9 +269,9 @@ def _exists_prefix(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 12)
     _put(backend, keys, [make_value(key, 200) for key in keys])
     for at in range(len(keys) + 1):
-        for behind in (keys[at:], make_keys(rng, 3), []):
-            found = backend.exists([*keys[:at], *make_keys(rng, 1), *behind])
-            expect(found == at, f"exists said {found}, the gap is at {at}")
+        for rest in (keys[at:], make_keys(rng, 3), []):
+            found = backend.exists([*keys[:at], *make_keys(rng, 1), *rest])
+            expect(found == at, f"exists returned {found}, the gap is at {at}")
     expect(backend.exists(keys) == len(keys), "exists did not find all")
 
 
@@ -287,7 +287,7 @@ def _get_with_gaps(backend: Backend, rng: random.Random) -> None:
             _expect_values(backend, asked, [values.get(key) for key in asked])
 
 
-@_case("a buffer of another length than the value is reported, and nothing is written behind its end")
+@_case("a buffer whose length differs from the value is reported, and nothing is written past its end")
 def _wrong_length(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 6)
     values = [make_value(key, 1000) for key in keys]
@@ -298,9 +298,9 @@ def _wrong_length(backend: Backend, rng: random.Random) -> None:
         pool.check_guards()
         for at, (length, buffer) in enumerate(zip(lengths, pool.buffers, strict=True)):
             if len(buffer) == wrong:
-                expect(length != wrong, f"get says that a value of 1000 bytes has {wrong}")
+                expect(length != wrong, f"get returned {wrong} for a value of 1000 bytes")
             else:
-                expect(length == 1000 and buffer == values[at], "a buffer of the right length beside it was not filled")
+                expect(length == 1000 and buffer == values[at], "a buffer of the right length was not filled")
 
 
 @_case("buffers may be slices of one large pool, in any order, and only they are written")
@@ -315,14 +315,14 @@ def _pool_slices(backend: Backend, rng: random.Random) -> None:
     others = rng.sample(range(64), 32)
     pool.memory[:] = bytes([GUARD]) * len(pool.memory)
     lengths = backend.get(keys, [pool.buffers[place] for place in others])
-    expect(list(lengths) == [8192] * 32, f"get said {lengths!r}")
+    expect(list(lengths) == [8192] * 32, f"get returned {lengths!r}")
     expect([pool.buffers[place] for place in others] == values, "a slice does not hold the value of its key")
     for place in set(range(64)) - set(others):
         expect(pool.buffers[place] == bytes([GUARD]) * 8192, "wrote into a slice that was not asked for")
     pool.check_guards()
 
 
-@_case("memory that was registered serves for put and get, and memory that was not goes with it in one batch")
+@_case("put and get work with registered memory, and with other memory in the same batch")
 def _registered(backend: Backend, rng: random.Random) -> None:
     pool = Pool([65_536] * 12)
     backend.register([pool.memory])
@@ -332,35 +332,35 @@ def _registered(backend: Backend, rng: random.Random) -> None:
         buffer[:] = value
     _put(backend, keys, pool.buffers[::2])
     lengths = backend.get(keys, pool.buffers[1::2])
-    expect(list(lengths) == [65_536] * 6, f"get said {lengths!r}")
+    expect(list(lengths) == [65_536] * 6, f"get returned {lengths!r}")
     expect(pool.buffers[1::2] == values, "a registered slice does not hold the value of its key")
     pool.check_guards()
-    loose = Pool([65_536] * 3)
-    mixed = [buffer for pair in zip(loose.buffers, pool.buffers[:3], strict=True) for buffer in pair]
+    other = Pool([65_536] * 3)
+    mixed = [buffer for pair in zip(other.buffers, pool.buffers[:3], strict=True) for buffer in pair]
     backend.get(keys, mixed)
     expect(mixed == values, "with some buffers registered and others not, one does not hold the value of its key")
-    loose.check_guards()
+    other.check_guards()
     pool.check_guards()
 
 
-@_case("one key several times in a batch is no error, and every buffer of it is filled")
+@_case("a key may occur several times in a batch, and every buffer of it is filled")
 def _duplicates(backend: Backend, rng: random.Random) -> None:
     one, other = make_keys(rng, 2)
     values = [make_value(one, 3000, version) for version in (1, 2)]
     stored = backend.put([one, other, one], [values[0], make_value(other, 3000), values[1]])
-    expect(list(stored) == [True] * 3, f"put said {stored!r}")
+    expect(list(stored) == [True] * 3, f"put returned {stored!r}")
     pool = Pool([3000] * 4)
     lengths = backend.get([one, other, one, one], pool.buffers)
-    expect(list(lengths) == [3000] * 4, f"get said {lengths!r}")
-    expect(pool.buffers[0] in values, "the value is neither the one nor the other of those that were put")
+    expect(list(lengths) == [3000] * 4, f"get returned {lengths!r}")
+    expect(pool.buffers[0] in values, "the value is neither of the two that were put")
     expect(pool.buffers[0] == pool.buffers[2] == pool.buffers[3], "buffers of one key differ")
-    expect(pool.buffers[1] == make_value(other, 3000), "the key between the two has another value")
-    expect(backend.exists([one, one, other]) == 3, "exists of a key twice")
+    expect(pool.buffers[1] == make_value(other, 3000), "the key between the two has a wrong value")
+    expect(backend.exists([one, one, other]) == 3, "exists of a repeated key")
     backend.delete([one, one])
-    expect(backend.exists([one]) == 0 and backend.exists([other]) == 1, "delete of a key twice")
+    expect(backend.exists([one]) == 0 and backend.exists([other]) == 1, "delete of a repeated key")
 
 
-@_case("put of a key that is there replaces its value or keeps it, as `capabilities.overwrites` says")
+@_case("put of an existing key replaces or keeps its value, as `capabilities.overwrites` says")
 def _put_again(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 4)
     first = [make_value(key, 2000, 1) for key in keys]
@@ -369,11 +369,11 @@ def _put_again(backend: Backend, rng: random.Random) -> None:
         backend.delete(keys)
         _put(backend, keys, first)
         stored = backend.put(keys, second)
-        expect(list(stored) == [True] * 4, f"put of keys that are there said {stored!r}")
+        expect(list(stored) == [True] * 4, f"put of existing keys returned {stored!r}")
         _expect_values(backend, keys, second if backend.capabilities.overwrites else first)
 
 
-@_case("delete removes what it names and nothing else, and what is not there is no error")
+@_case("delete removes the given keys and no others, and a missing key is not an error")
 def _delete(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 10)
     values: list[memoryview | None] = [make_value(key, 700) for key in keys]
@@ -381,27 +381,27 @@ def _delete(backend: Backend, rng: random.Random) -> None:
     backend.delete([keys[3], *make_keys(rng, 2), keys[7]])
     values[3] = values[7] = None
     _expect_values(backend, keys, values)
-    expect(backend.exists(keys) == 3 and backend.exists(keys[4:]) == 3, "exists finds what was deleted")
+    expect(backend.exists(keys) == 3 and backend.exists(keys[4:]) == 3, "exists finds deleted keys")
     backend.delete([keys[3]])
     _put(backend, [keys[3]], [make_value(keys[3], 700, 9)])
     values[3] = make_value(keys[3], 700, 9)
     _expect_values(backend, keys, values)
 
 
-@_case("clear removes everything, twice is no error, and the store works afterwards")
+@_case("clear removes everything, may be repeated, and the store works afterwards")
 def _clear(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 40)
     values = [make_value(key, 1200) for key in keys]
     _put(backend, keys, values)
     backend.clear()
-    expect(not any(backend.exists([key]) for key in keys), "exists finds what was cleared")
+    expect(not any(backend.exists([key]) for key in keys), "exists finds cleared keys")
     _expect_values(backend, keys, [None] * len(keys))
     backend.clear()
     _put(backend, keys, values)
     _expect_values(backend, keys, values)
 
 
-@_case("batches of 256 go through in one call")
+@_case("one call accepts batches of 256")
 def _large_batch(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 256)
     values = [make_value(key, 300 + at) for at, key in enumerate(keys)]
@@ -411,10 +411,10 @@ def _large_batch(backend: Backend, rng: random.Random) -> None:
     backend.delete([keys[200]])
     expect(backend.exists(keys) == 200, "exists does not see the gap at 200")
     backend.delete(keys)
-    expect(not any(backend.exists([key]) for key in keys), "delete of 256 left some")
+    expect(not any(backend.exists([key]) for key in keys), "delete of 256 keys left some")
 
 
-@_case("every byte may stand anywhere in a key, zeros and line ends among them")
+@_case("a key may contain any byte at any place, also zeros and line ends")
 def _key_bytes(backend: Backend, rng: random.Random) -> None:
     rest = rng.randbytes(KEY_BYTES - 1)
     keys = [bytes([byte]) * KEY_BYTES for byte in range(256)]
@@ -427,18 +427,18 @@ def _key_bytes(backend: Backend, rng: random.Random) -> None:
     expect(backend.exists(keys) == len(keys), "exists did not find all")
 
 
-@_case("counts of `stats` are None, or agree with what was stored")
+@_case("counts in `stats` are None, or agree with the stored values")
 def _stats(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 20)
     _put(backend, keys, [make_value(key, 4000) for key in keys])
     stats = backend.stats()
     expect(stats.entries is None or stats.entries >= 20, f"{stats.entries} entries, 20 were stored")
     expect(stats.used_bytes is None or stats.used_bytes >= 20, f"{stats.used_bytes} bytes used by 20 values")
-    expect(stats.capacity_bytes is None or stats.capacity_bytes >= (stats.used_bytes or 1), f"no sense: {stats}")
-    expect(stats.evicted >= 0, f"no sense: {stats}")
+    expect(stats.capacity_bytes is None or stats.capacity_bytes >= (stats.used_bytes or 1), f"inconsistent: {stats}")
+    expect(stats.evicted >= 0, f"inconsistent: {stats}")
 
 
-@_case("lists of different lengths raise ValueError, and no value lands under a key that has none")
+@_case("lists of different lengths raise ValueError, and a key without a value gets none")
 def _lengths_differ(backend: Backend, rng: random.Random) -> None:
     one, other = make_keys(rng, 2)
     value = make_value(one, 600)
@@ -449,11 +449,11 @@ def _lengths_differ(backend: Backend, rng: random.Random) -> None:
         expect(backend.exists([one]) == 0, "put of lists of different lengths stored something")
     _expect_raises(ValueError, "put of 2 keys and 1 buffer", lambda: backend.put([one, other], [value]))
     _expect_raises(ValueError, "get of 2 keys and 1 buffer", lambda: backend.get([one, other], [value]))
-    expect(backend.exists([other]) == 0, "put stored something under a key that came with no value")
+    expect(backend.exists([other]) == 0, "put stored a value under a key that was given none")
     _expect_values(backend, [one], [make_value(one, 600) if backend.exists([one]) else None])
 
 
-@_case("several threads read and write the same keys at once, and every value read is whole")
+@_case("threads read and write the same keys concurrently, and every value read is whole")
 def _threads(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 16)
     size = 20_000
@@ -462,7 +462,7 @@ def _threads(backend: Backend, rng: random.Random) -> None:
     for done in rounds:
         done.result()
     stored = backend.exists(keys[:1])
-    expect(stored in (0, 1), f"exists of one key said {stored}")
+    expect(stored in (0, 1), f"exists of one key returned {stored}")
 
 
 def _rounds(backend: Backend, keys: Sequence[bytes], size: int, rng: random.Random, number: int) -> None:
@@ -476,7 +476,7 @@ def _rounds(backend: Backend, keys: Sequence[bytes], size: int, rng: random.Rand
         pool = Pool([size] * 5)
         for key, buffer, length in zip(some, pool.buffers, backend.get(some, pool.buffers), strict=True):
             found = int.from_bytes(buffer[-4:], "big")
-            expect(length in (ABSENT, size), f"get said {length}, all values have {size} bytes")
+            expect(length in (ABSENT, size), f"get returned {length}, all values have {size} bytes")
             expect(length == ABSENT or buffer == make_value(key, size, found), "a value is torn, or another key's")
         expect(0 <= backend.exists(some) <= 5, "exists is out of range")
         pool.check_guards()
@@ -504,7 +504,7 @@ def _close(backend: Backend, rng: random.Random) -> None:
 
 
 def main(specs: Sequence[str]) -> int:
-    """Runs all cases on each spec, prints what came of them, and returns how many failed."""
+    """Runs all cases on each spec, prints the results, and returns the number of failures."""
     failed = 0
     for spec in specs:
         print(spec)

@@ -1,15 +1,14 @@
-"""EIC (Elastic Instant Cache), a cloud's pool of memory: values under names in a namespace.
+"""EIC (Elastic Instant Cache), a memory pool of a cloud: values under names in a namespace.
 
-Its client is closed, and what is known of it are the calls that engines make. None of them says how long a value is,
-nor how long the call may take. So each value is stored in a frame, behind its length, and passes through memory of
-ours, in a thread of its own, with one copy: what ends after the deadline finds neither the caller nor the caller's
-memory.
+Its client is closed source; only the calls that engines make are known. None of them reports the length of a value, or
+takes a timeout. So each value is stored in a frame, after its length, and passes through memory of this back end in a
+thread of its own, with one copy. A call that ends after the deadline cannot touch the memory of the caller.
 
-A batch has one status, and each value its own: those of the values count. Only where all of them failed, and none of
-their codes says that there is no such name, has the call failed.
+A batch has one status, and each value has its own. The statuses of the values count: the call fails only if all values
+failed and not all of their codes mean "no such name".
 
-The client's facts: the EIC back ends of SGLang (mem_cache/storage/eic) and AIBrix (l2/connectors/eic). Not run against
-a real EIC: tests use a double of its client. Assumed, because nobody says it: `mset` replaces a value.
+Sources: the EIC back ends of SGLang (mem_cache/storage/eic) and AIBrix (l2/connectors/eic). Not run against a real EIC:
+tests use a double of its client. Assumed, because it is documented nowhere: `mset` replaces a value.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ _NAMES_A_CALL = 1024
 class EICBackend(Backend):
     """Values in an EIC instance.
 
-    Nobody can list names: `clear` deletes what was put through this object.
+    Names cannot be listed: `clear` deletes only what was put through this object.
 
     Args:
-        endpoint: as EIC gives it, `address:port` mostly.
-        instance: its id.
-        namespace: of the values, and what every name begins with.
-        transport: number of `eic.TransportType`; 3 is what engines use over RDMA.
-        log_dir: where the client writes its log; a folder for temporary files by default.
-        flag_file: of the client, if it needs one.
-        ttl_s: how long EIC keeps a value; -1: as long as there is room.
-        staging_bytes: of registered memory that values pass through; no value may be longer.
-        timeout_s: of one round through that memory.
+        endpoint: the endpoint that EIC reports, usually `address:port`.
+        instance: id of the instance.
+        namespace: namespace of the values, and prefix of every name.
+        transport: number of `eic.TransportType`; engines use 3 over RDMA.
+        log_dir: folder for the log of the client; the one for temporary files by default.
+        flag_file: flag file of the client, if it needs one.
+        ttl_s: how long EIC keeps a value, in seconds; -1: as long as there is room.
+        staging_bytes: size of the registered memory that values pass through; no value may be longer.
+        timeout_s: timeout of one round through that memory.
 
     Raises:
-        BadArgument: too little memory.
+        BadArgument: staging_bytes is too small.
         BackendUnavailable: the client is not installed, or cannot connect.
     """
 
@@ -101,7 +100,7 @@ class EICBackend(Backend):
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """`eic://10.0.0.1:7000?instance=kv-1&namespace=mainstem&transport=3&log_dir=/var/log/eic&ttl=-1&timeout=5`.
 
-        The others: `flag_file=/etc/eic.flags&staging=64MiB`.
+        Further options: `flag_file=/etc/eic.flags&staging=64MiB`.
         """
         endpoint = address.removeprefix("//")
         check_options(
@@ -123,7 +122,7 @@ class EICBackend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """One batch call for 1,024 keys, up to the first gap."""
+        """Makes one batch call for each 1,024 keys, up to the first gap."""
         with self._lock:
             for start in range(0, len(keys), _NAMES_A_CALL):
                 there = self._run(partial(self._exists, keys=keys[start : start + _NAMES_A_CALL]))
@@ -134,7 +133,7 @@ class EICBackend(Backend):
             return len(keys)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Rounds of frames, each value at its own place."""
+        """Reads rounds of frames, each value into its own buffer."""
         lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
         with self._lock:
             frames = self._open().frames
@@ -145,7 +144,7 @@ class EICBackend(Backend):
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Rounds of frames."""
+        """Writes rounds of frames."""
         stored = [False for _ in zip(keys, buffers, strict=True)]
         self._put.add(keys)
         with self._lock:
@@ -157,7 +156,7 @@ class EICBackend(Backend):
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes, then asks: what `mdel` answers is not known."""
+        """Deletes, then checks: the result of `mdel` is not documented."""
         unique = list(dict.fromkeys(keys))
         with self._lock:
             self._check_open()
@@ -169,16 +168,16 @@ class EICBackend(Backend):
         self._put.discard(unique)
 
     def clear(self) -> None:
-        """Deletes what was put through this object."""
+        """Deletes the values that were put through this object."""
         self._put.clear(self.delete)
 
     def stats(self) -> BackendStats:
-        """Nothing: the client cannot ask."""
+        """Returns no counts: the client cannot query them."""
         self._check_open()
         return BackendStats()
 
     def close(self) -> None:
-        """Lets go of the client; it has no call that ends it."""
+        """Drops the client, which has no close call."""
         with self._lock:
             self._closed = True
             if self._link is not None:
@@ -197,7 +196,7 @@ class EICBackend(Backend):
         return self._link
 
     def _run(self, job: Callable[[_Link], _Answer]) -> _Answer:
-        """Runs a job in the client's thread; what it touches there is the link's own."""
+        """Runs a job in the thread of the client. The job only touches memory of the link."""
         link = self._link or self._open()
 
         async def run() -> _Answer:
@@ -210,7 +209,7 @@ class EICBackend(Backend):
             self._link = None
             raise
 
-    # ---------------------------------------------------------------- in the client's thread
+    # ---------------------------------------------------------------- in the thread of the client
 
     def _connect(self, link: _Link) -> None:
         options = self._eic.InitOption()
@@ -271,7 +270,7 @@ class EICBackend(Backend):
         return places
 
     def _done(self, what: str, status: Any, outcome: Any, count: int) -> list[bool]:
-        """Of each value whether it was done."""
+        """Returns for each value whether the call succeeded."""
         ok, some = self._eic.StatusCode.SUCCESS, self._eic.StatusCode.PARTIAL_FAILED
         codes = list(outcome.status_codes)
         if len(codes) != count:
@@ -294,7 +293,7 @@ class _Link:
 
 
 def _says_absent(code: object) -> bool:
-    """The names of codes are not documented; those of other stores say it in one of these ways."""
+    """Returns whether a code means "absent". Code names are not documented; other stores use these words."""
     return any(words in str(code).upper() for words in ("NOT_FOUND", "NOT_EXIST", "NOTFOUND", "NOTEXIST"))
 
 

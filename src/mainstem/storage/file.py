@@ -1,27 +1,27 @@
-"""A store on a local disk, with no server: values in one preallocated file, found again by a small log beside it.
+"""A store on a local disk, without a server: values in one preallocated file, and a small log that locates them.
 
     root/  lock     held by the one process that has the store open
-           values   [ value | value | free ............ | value | free ]     whole grains of 4 KiB; grows by steps
-           index    [ record | record | record ]                             appended; rewritten when half of it is dead
+           values   [ value | value | free ............ | value | free ]     in grains of 4 KiB; grows in steps
+           index    [ record | record | record ]                             append only; rewritten when half is dead
 
-    put:  destroy what left -> write values -> sync values -> append records -> sync index -> tell readers
-    get:  look up -> read into the caller's buffer -> the digest of that very buffer must be the record's
+    put:  destroy old values -> write values -> sync values -> append records -> sync index -> announce to readers
+    get:  look up -> read into the caller's buffer -> compare the digest of that buffer with the one in the record
 
-Three rules carry all of it, through a kill or a loss of power at any instruction and through damage later on:
+Three rules keep the store correct after a kill or a power loss at any instruction, and after later damage:
 
-1. A value counts only if its 128-bit digest, and its record's own checksum, verify; else it is a miss and is dropped.
-   So it does not matter what a torn, lost or misdirected write left, or whether a reader met a slot's next owner.
-2. What leaves the store (deleted, replaced, evicted) is destroyed, by another value in its place or by junk in its
-   first grain, in the same sync as what comes next and before that is announced. So no older state of the index can
-   bring an old value back (unless the same bytes lie there again).
-3. Whatever was begun and failed counts as written: its place in the index is not used again, its slots are destroyed.
+1. A value counts only if its 128-bit digest and the checksum of its record verify. Otherwise it is a miss and dropped.
+   So torn, lost or misdirected writes are harmless, and so is a reader that finds the next value in an extent.
+2. A value that leaves the store (deleted, replaced, evicted) is destroyed in the same sync as the next change, before
+   that change is announced: another value takes its extent, or junk overwrites its first grain. So no older state of
+   the index can bring an old value back, unless the same bytes are written there again.
+3. A write that started and failed counts as written: its place in the index is not reused, its extents are destroyed.
 
-Room is made by dropping the least recently used value, and those behind it where its slot is too small for the new
-one: values of one size never waste room, and values of several sizes need no classes. Of one batch, later values go
-first: they are worth nothing without the earlier ones.
+To make room, the store evicts the least recently used value, then the values after it in the file until the new value
+fits. Values of one size never waste room, and values of several sizes need no size classes. Later values of a batch are
+evicted first, because they are useless without the earlier ones.
 
-It does not know what values mean, and does not defend against somebody who can write to its folder and compute digests:
-who stores there verifies a keyed seal of his own.
+The store does not know what a value means. It does not protect against someone who can write to its folder and compute
+digests: against that, the caller must verify a keyed seal of its own.
 """
 
 from __future__ import annotations
@@ -48,44 +48,44 @@ from mainstem.imports import needs
 from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options, parse_bytes
 
 GRAIN_BYTES = 4096
-"""Values begin at multiples of this: a page of the page cache, so that no write has to read first."""
+"""Values start at multiples of this: a page of the page cache, so that no write has to read first."""
 
 RECORD = Struct("<32s16sqqQ")  # little-endian, 72 bytes
-"""key, digest of the value, offset in `values` (-1: deleted), length, checksum of all before it."""
+"""key, digest of the value, offset in `values` (-1: deleted), length, checksum of the fields before it."""
 
 SLACK_RECORDS = 1024
-"""The index is rewritten when it holds more than twice the records that live, and this."""
+"""The index is rewritten when it has more records than twice the live ones plus this."""
 
 STEP_BYTES = 64 << 20
-"""`values` grows by this, or by what a batch needs."""
+"""`values` grows by this, or by the size of a batch."""
 
 ASK_EVERY_S = 1.0
-"""The disk is asked this often what is free, where some of it must stay so."""
+"""The minimum time between two queries of the free disk space, if some of it must stay free."""
 
 _DEFAULT_BYTES = 8 << 30
 READ_BYTES = 1 << 20
-"""Values are read together up to this much; what is more is a task of its own, for another thread if one is idle."""
+"""Values are read together up to this size. More is another task, which an idle thread can take."""
 
 HELD_BYTES = 64 << 10
-"""Above this xxhash releases the interpreter's lock, which a busy thread then keeps for 5 ms: a thousand digests."""
+"""Above this size xxhash releases the GIL, which a busy thread then holds for 5 ms: as long as a thousand digests."""
 
 WRITE_BYTES = 1 << 30
-"""One call writes at most this; Linux takes nearly twice as much."""
+"""The limit for one write call; Linux allows nearly twice as much."""
 
 _BODY = Struct(RECORD.format[:-1])
-_FORMAT = 0x6D61696E7374656D + 1  # seeds the checksum of records: those of another version of the format do not verify
+_FORMAT = 0x6D61696E7374656D + 1  # seeds the checksum of records: records of another format version do not verify
 _MAX_VECTOR = 1024  # IOV_MAX of Linux
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # for reading and writing, a pipe is opened without waiting
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # with O_RDWR, opening a pipe does not block
 _ZEROS = memoryview(bytes(GRAIN_BYTES))
-_BIN = memoryview(bytearray(GRAIN_BYTES))  # takes what is read between values
+_DISCARD = memoryview(bytearray(GRAIN_BYTES))  # receives the bytes between values
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileSystem:
-    """The calls that the store makes, each with the errors of its namesake in `os`; tests pass one that fails."""
+    """The file system calls of the store. Each raises what its namesake in `os` raises. Tests pass one that fails."""
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder for its owner alone, where there is none."""
+        """Makes a folder that only its owner can use, unless it exists."""
         try:
             path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
@@ -97,52 +97,52 @@ class FileSystem:
             os.close(parent)
 
     def open(self, path: str | Path, flags: int, folder: int | None = None) -> int:
-        """A descriptor of a file in a folder; what it makes is for the owner alone."""
+        """Opens a file in a folder. Only the owner can use a file that this creates."""
         return os.open(path, flags, 0o600, dir_fd=folder)
 
     def close(self, fd: int) -> None:
-        """Closes it, whatever it raises."""
+        """Closes a descriptor, even if it raises."""
         os.close(fd)
 
     def fstat(self, fd: int) -> os.stat_result:
-        """What kind of file it is, whose, and how long."""
+        """Returns type, owner and size of a file."""
         return os.fstat(fd)
 
     def lock(self, fd: int) -> None:
-        """Locks it until it is closed; `BlockingIOError` if somebody else has."""
+        """Locks a file until it is closed. Raises `BlockingIOError` if it is locked already."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fills buffers, perhaps not all; 0 at the end of the file."""
+        """Reads into buffers, perhaps not all of them. Returns 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Writes buffers, perhaps not all."""
+        """Writes buffers, perhaps not all of them."""
         return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        """Makes what was written durable, and the size."""
+        """Makes written data and the file size durable."""
         os.fdatasync(fd)
 
     def fsync(self, fd: int) -> None:
-        """The same, for a folder too: its names."""
+        """Makes a file durable, or the names in a folder."""
         os.fsync(fd)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
-        """Room on the disk, zeros as far as it is new."""
+        """Allocates disk space; new space reads as zeros."""
         os.posix_fallocate(fd, offset, length)
 
     def free_bytes(self, fd: int) -> int:
-        """What anybody may still write to the file system that it is on."""
+        """Returns the bytes that unprivileged users can still write to the file system of a file."""
         found = os.fstatvfs(fd)
         return found.f_bavail * found.f_frsize
 
     def truncate(self, fd: int, length: int) -> None:
-        """Cuts a file off."""
+        """Truncates a file."""
         os.ftruncate(fd, length)
 
     def rename(self, old: str, new: str, folder: int) -> None:
-        """Puts a file in the place of another at once."""
+        """Replaces a file by another one, atomically."""
         os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 
     def unlink(self, name: str, folder: int) -> None:
@@ -151,7 +151,7 @@ class FileSystem:
 
 
 class Entry(NamedTuple):
-    """Where a value lies, its digest, and where its last grain ends."""
+    """Where a value is, its digest, and where its last grain ends."""
 
     offset: int
     length: int
@@ -160,42 +160,42 @@ class Entry(NamedTuple):
 
 
 class Space:
-    """Which parts of [0, total) are free: runs of whole grains, never two beside each other. Knows no owners.
+    """The free parts of [0, total): runs of whole grains, never two adjacent ones. It does not know owners.
 
-    A fitting run is found in the logarithm of the number of different sizes.
+    Finding a run takes logarithmic time in the number of different sizes.
     """
 
     def __init__(self) -> None:
         self.total = 0
-        self.free = 0
-        self._end_of: dict[int, int] = {}  # of a free run that starts here
-        self._start_of: dict[int, int] = {}  # of a free run that ends here
-        self._sizes: list[int] = []  # of free runs, ascending, each once
+        self.unused = 0
+        self._end_of: dict[int, int] = {}  # end of the free run that starts here
+        self._start_of: dict[int, int] = {}  # start of the free run that ends here
+        self._sizes: list[int] = []  # of free runs, ascending, without duplicates
         self._starts: dict[int, dict[int, None]] = {}  # by size; a dict is a set that keeps its order
 
     @property
     def largest(self) -> int:
-        """The size of the largest free run."""
+        """Returns the size of the largest free run."""
         return self._sizes[-1] if self._sizes else 0
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """All free runs, half-open, in no order."""
+        """Yields all free runs, half-open, in no order."""
         return iter(self._end_of.items())
 
     def grow(self, total: int) -> None:
-        """More room at the end."""
+        """Adds room at the end."""
         start, self.total = self.total, total
-        self.give(start, total)
+        self.free(start, total)
 
     def shrink(self, total: int) -> None:
-        """Less room at the end, where all is free."""
+        """Removes room at the end, which must be free."""
         start = self._start_of[self.total]
         self._remove(start, self.total)
         self._add(start, total)
         self.total = total
 
-    def take(self, size: int) -> int | None:
-        """The front of the smallest free run that is large enough; None: there is none."""
+    def allocate(self, size: int) -> int | None:
+        """Allocates the front of the smallest free run that is large enough. Returns None if there is none."""
         at = bisect_left(self._sizes, size)
         if at == len(self._sizes):
             return None
@@ -206,8 +206,8 @@ class Space:
             self._add(start + size, end)
         return start
 
-    def give(self, start: int, end: int) -> tuple[int, int]:
-        """Frees a part; returns the free run that it is in now."""
+    def free(self, start: int, end: int) -> tuple[int, int]:
+        """Frees a part. Returns the free run that contains it now."""
         if start in self._start_of:
             start, middle = self._start_of[start], start
             self._remove(start, middle)
@@ -226,44 +226,44 @@ class Space:
             insort(self._sizes, size)
         self._starts[size][start] = None
         self._end_of[start], self._start_of[end] = end, start
-        self.free += size
+        self.unused += size
 
     def _remove(self, start: int, end: int) -> None:
         size = end - start
         del self._starts[size][start], self._end_of[start], self._start_of[end]
         if not self._starts[size]:
             del self._starts[size], self._sizes[bisect_left(self._sizes, size)]
-        self.free -= size
+        self.unused -= size
 
 
 class FileBackend(Backend):
-    """Values on a local disk, bounded in size, the least recently used dropped first; open in one process at a time.
+    """Values on a local disk, with a size limit; evicts the least recently used first. One process has it open.
 
-    Every put of a batch ends with one sync of the values and one of their records (of some KiB). When writing fails,
-    the store goes on reading, and later puts first try whether the disk takes writes again, before anything is dropped.
+    Each put syncs the values of a batch once and their records (some KiB) once. When writing fails, the store continues
+    to read. A later put first checks that the disk accepts writes again, before it evicts anything.
 
     Args:
-        root: its folder, for nothing else; made where there is none (its parents too), for the owner alone.
-        capacity_bytes: of all values, each rounded up to 4 KiB. The index comes on top: at most 144 bytes a value and
-            72 KiB, and half as much again while it is rewritten. The values' file grows up to here; a capacity smaller
-            than the last time drops what lies behind it.
-        sync: whether `put` and `delete` return only when the disk has it. Without, values are safe against the end of
-            the process, not of the machine: then the newest may be lost, or one that was replaced may be back.
-        threads: that read a batch of several MiB, the caller's among them: while one computes digests, another reads.
-        min_free_bytes: that stay free on the file system: the store does not grow into them, and where others do, it
-            gives the end of its file back, with the values there. It looks when it writes, once a second at most. What
-            then has no place is refused; what is there is read and replaced as ever.
+        root: the folder of the store, for nothing else. It is made with its parents if missing, for its owner only.
+        capacity_bytes: the limit for all values, each rounded up to 4 KiB. The index is extra: at most 144 bytes a
+            value plus 72 KiB, and half as much again during a rewrite. The values file grows up to this limit. A
+            smaller capacity than last time drops the values beyond it.
+        sync: whether `put` and `delete` return only when the data is on disk. Without it, values survive the end of
+            the process but not of the machine: then the newest may be lost, or a replaced one may reappear.
+        threads: threads that read a batch of several MiB, with the caller's: one reads while another computes digests.
+        min_free_bytes: bytes to leave free on the file system. The store does not grow into them. If others use them,
+            it truncates its file and drops the values there. It checks when it writes, at most once a second. A value
+            that then has no room is refused; existing values can still be read and replaced.
         io: file system calls.
-        clock: seconds.
-        random: so many random bytes, for junk that destroys what left.
+        clock: returns the time in seconds.
+        random: returns n random bytes, the junk that destroys old values.
 
     Attributes:
         corrupt: values dropped since the store was opened because they did not verify.
 
     Raises:
-        BadArgument: a capacity below one grain, no thread, less than nothing free, a root that is no path.
-        BackendUnavailable: xxhash is not installed; another process has the store open; the folder or a file in it
-            cannot be opened, is no regular file, or could be changed by somebody else.
+        BadArgument: the capacity is below one grain, threads below 1, min_free_bytes negative, or root not a path.
+        BackendUnavailable: xxhash is not installed, another process has the store open, or the folder or one of its
+            files cannot be opened, is not a regular file, or can be changed by another user.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -295,27 +295,27 @@ class FileBackend(Backend):
         self._capacity = capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
         self._sync = sync
         self._min_free = min_free_bytes
-        self._spare = 0  # bytes that are free beyond these, when the file system was asked, less those taken since
-        self._ask_at = -math.inf  # when it is asked again
+        self._spare = 0  # free bytes beyond min_free at the last query, less those allocated since
+        self._ask_at = -math.inf  # time of the next query
         self._io = io or FileSystem()
         self._clock = clock
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "file store")
         self._junk = memoryview(random(GRAIN_BYTES))
         self._index: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
-        self._owner: dict[int, bytes] = {}  # whose value starts at an offset
+        self._owner: dict[int, bytes] = {}  # key of the value that starts at an offset
         self._space = Space()
-        self._doomed: set[Entry] = set()  # what left and is not destroyed yet
-        self._records = 0  # places of the index that may hold one
+        self._doomed: set[Entry] = set()  # values that left and are not destroyed yet
+        self._records = 0  # places in the index that may hold one
         self._failed = False  # the last write failed
-        self._uncut = False  # a clear is not done yet
-        self._stale = False  # the index names values that left, perhaps, and are not destroyed
-        self._folder_changed = True  # a name in it is not synced
+        self._clear_pending = False  # a clear is not complete on disk
+        self._stale = False  # the index may name values that left and are not destroyed
+        self._folder_changed = True  # a name in the folder is not synced
         self._readers = 0
         self._closed = False
         self._evicted = 0
         self.corrupt = 0
-        self._lock = threading.Lock()  # over all of the above; never held over a call to the disk
+        self._lock = threading.Lock()  # guards all of the above; never held during a call to the disk
         self._idle = threading.Condition(self._lock)  # no readers
         self._write_lock = threading.Lock()  # one writer at a time
         self._fds: dict[str, int] = {}
@@ -332,7 +332,7 @@ class FileBackend(Backend):
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """`file:/var/cache/mainstem?capacity=8GiB&min_free=0&sync=batch&threads=2`; sync is `batch` or `none`.
 
-        Without a capacity: 8 GiB, or as much as is there; a smaller one drops what it has no room for.
+        Without a capacity: 8 GiB, or the size of the existing file if larger. A smaller one drops values beyond it.
         """
         check_options(options, ("capacity", "min_free", "sync", "threads"))
         sync = options.get("sync", "batch")
@@ -349,12 +349,12 @@ class FileBackend(Backend):
     # ------------------------------------------------------------ the interface
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are there, up to the first gap."""
+        """Counts the keys that are present before the first missing one."""
         with self._reading(), self._lock:
             return next((at for at, key in enumerate(keys) if key not in self._index), len(keys))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads values into the buffers themselves, and verifies what they then hold."""
+        """Reads values directly into the buffers and verifies the content of the buffers."""
         with self._reading():
             with self._lock:
                 entries = [self._index.get(key) for key in keys]
@@ -374,22 +374,22 @@ class FileBackend(Backend):
         ]
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes values from the buffers themselves; what is there already, byte for byte, is not written again."""
-        values = {}  # of a key that comes twice the last
+        """Writes values directly from the buffers. A value that the store holds already is not written again."""
+        values = {}  # the last value of a key that occurs twice
         for key, buffer in zip(keys, buffers, strict=True):
             _check_value(key, buffer)
             values[key] = _Value(key, buffer, self._digest(buffer))
         refused: set[bytes] = set()
         with self._writing():
-            self._give_back()
-            fresh = self._unknown(list(values.values()))
+            self._shrink()
+            fresh = self._changed(list(values.values()))
             self._grow(sum(_rounded(len(buffer)) for _, buffer, _ in fresh))
             for batch in self._batches(fresh):
                 refused |= self._store(batch)
         return [key not in refused for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Destroys values, and then says so in the index."""
+        """Destroys values, then records it in the index."""
         with self._writing():
             with self._lock:
                 gone = [key for key in dict.fromkeys(keys) if self._drop(key)]
@@ -397,23 +397,23 @@ class FileBackend(Backend):
                 self._commit([], [self._record(key, _DELETED) for key in gone])
 
     def clear(self) -> None:
-        """Cuts the values off as a whole, and begins a new index."""
+        """Truncates the values file and starts a new index."""
         with self._writing():
             with self._lock:
                 self._index.clear()
                 self._owner.clear()
                 self._doomed.clear()
                 self._space = Space()
-            self._uncut = True
-            self._cut()
+            self._clear_pending = True
+            self._finish_clear()
 
     def stats(self) -> BackendStats:
-        """Exact counts; bytes are those of whole grains."""
+        """Returns exact counts; bytes are in whole grains."""
         with self._reading(), self._lock:
-            return BackendStats(len(self._index), self._space.total - self._space.free, self._capacity, self._evicted)
+            return BackendStats(len(self._index), self._space.total - self._space.unused, self._capacity, self._evicted)
 
     def close(self) -> None:
-        """Waits for calls under way, and lets another process open the store."""
+        """Waits for running calls, then releases the store for other processes."""
         with self._write_lock:
             with self._idle:
                 self._closed = True
@@ -422,10 +422,10 @@ class FileBackend(Backend):
             self._pool.shutdown()
 
     def check(self) -> None:
-        """Looks whether every grain is free or owned by one value, once.
+        """Checks that every grain is either free or owned by exactly one value.
 
         Raises:
-            AssertionError: names the rule that is broken.
+            AssertionError: the check failed; the message names the broken rule.
         """
         with self._write_lock, self._lock:
             used = [(entry.offset, entry.end) for entry in self._index.values()]
@@ -434,15 +434,15 @@ class FileBackend(Backend):
                 assert start == at, f"[{at}, {start}) is neither free nor owned, or owned twice"
                 at = end
             assert at == self._space.total, f"{at} bytes are free or owned, of {self._space.total}"
-            assert sum(end - start for start, end in used) + self._space.free == self._space.total, "free is miscounted"
+            assert sum(end - start for start, end in used) + self._space.unused == self._space.total, "unused is wrong"
             owners = {entry.offset: key for key, entry in self._index.items()}
-            assert owners == self._owner, "a value's owner is not the one in the index"
-            assert self._space.total <= self._capacity, "more than the capacity"
+            assert owners == self._owner, "the owner of a value is not the one in the index"
+            assert self._space.total <= self._capacity, "the file is larger than the capacity"
 
     # ------------------------------------------------------------ reading
 
     def _read_values(self, pieces: Sequence[_Piece]) -> set[bytes]:
-        """Fills the buffers; returns the keys of those that could not be read, or did not verify."""
+        """Fills the buffers. Returns the keys of values that could not be read or did not verify."""
         runs = list(_runs(pieces, READ_BYTES))
         lost: set[bytes] = set()
         unread: list[tuple[int, OSError]] = []
@@ -462,26 +462,26 @@ class FileBackend(Backend):
         helpers = [self._pool.submit(work) for _ in range(min(self._threads, len(runs)) - 1)]
         try:
             work()
-        finally:  # whatever happens, nobody writes to the caller's buffers after this call
+        finally:  # no thread may write to the caller's buffers after this call
             wait(begun := [helper for helper in helpers if not helper.cancel()])
         for helper in begun:
-            helper.result()  # what it died of, if not of the disk
+            helper.result()  # raises any error that is not a disk error
         if unread and sum(count for count, _ in unread) == len(pieces):
             raise _failure(f"reading from {self._root}", unread[0][1])
         return lost
 
     def _read_run(self, run: Sequence[_Piece]) -> set[bytes]:
-        """Fills the buffers of a run; returns the keys of those that do not verify."""
-        self._read(self._fds["values"], _vector(run, _BIN), run[0].entry.offset)
+        """Fills the buffers of a run. Returns the keys of values that do not verify."""
+        self._read(self._fds["values"], _vector(run, _DISCARD), run[0].entry.offset)
         lost = set()
         for key, entry, buffer in run:
             if self._digest(buffer) != entry.digest:
                 lost.add(key)
-                self._distrust(key, entry)
+                self._drop_corrupt(key, entry)
         return lost
 
     def _read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Reads until the buffers are full or the file ends; returns how much."""
+        """Reads until the buffers are full or the file ends. Returns the number of bytes."""
         done = self._io.preadv(fd, buffers, offset)
         rest = list(buffers)
         part = done
@@ -490,16 +490,16 @@ class FileBackend(Backend):
             done += part
         return done
 
-    def _distrust(self, key: bytes, entry: Entry) -> None:
+    def _drop_corrupt(self, key: bytes, entry: Entry) -> None:
         with self._lock:
-            if self._index.get(key) is entry:  # else it left while it was read, and its slot may have a new owner
+            if self._index.get(key) is entry:  # else it left during the read, and its extent may have a new owner
                 self._drop(key)
                 self.corrupt += 1
 
     # ------------------------------------------------------------ writing
 
-    def _unknown(self, values: Sequence[_Value]) -> list[_Value]:
-        """Those that the store does not hold already; the others are used now."""
+    def _changed(self, values: Sequence[_Value]) -> list[_Value]:
+        """Returns the values that the store does not hold yet, and refreshes the others."""
         fresh = []
         with self._lock:
             for value in reversed(values):
@@ -511,7 +511,7 @@ class FileBackend(Backend):
         return fresh[::-1]
 
     def _batches(self, values: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
-        """Parts of at most half the room (one value at least), so that no batch has to drop itself."""
+        """Splits values into batches of at most half the room (at least one value), so that no batch evicts itself."""
         first = size = 0
         for at, (_, buffer, _) in enumerate(values):
             room = _rounded(len(buffer))
@@ -523,11 +523,11 @@ class FileBackend(Backend):
             yield values[first:]
 
     def _store(self, values: Sequence[_Value]) -> set[bytes]:
-        """Writes a batch and announces it; returns the keys that there is no room for."""
+        """Writes a batch and announces it. Returns the keys of values that have no room."""
         with self._lock:
             for key, _, _ in values:
                 self._drop(key)
-            offsets = self._reserve([_rounded(len(buffer)) for _, buffer, _ in values])
+            offsets = self._allocate([_rounded(len(buffer)) for _, buffer, _ in values])
         placed = [
             _Piece(key, Entry(offset, length := len(buffer), digest, offset + _rounded(length)), buffer)
             for (key, buffer, digest), offset in zip(values, offsets, strict=True)
@@ -538,7 +538,7 @@ class FileBackend(Backend):
         except BaseException:
             with self._lock:
                 for _, entry, _ in placed:
-                    self._release(entry)
+                    self._free(entry)
             raise
         with self._lock:
             for key, entry, _ in reversed(placed):
@@ -549,12 +549,12 @@ class FileBackend(Backend):
         return {key for (key, _, _), offset in zip(values, offsets, strict=True) if offset is None}
 
     def _commit(self, pieces: Sequence[_Piece], records: Sequence[bytes]) -> None:
-        """Every change of the disk, in the order of the module's drawing."""
+        """Applies changes to the disk, in the order that the module docstring gives."""
         values = self._fds["values"]
         with self._lock:
             doomed, self._doomed = self._doomed, set()
         try:
-            for entry in _outliving(doomed, pieces):
+            for entry in _not_overwritten(doomed, pieces):
                 self._write(values, [self._junk], entry.offset)
             pieces = sorted(pieces, key=lambda piece: piece.entry.offset)
             for first, last in _runs(pieces, WRITE_BYTES):
@@ -579,7 +579,7 @@ class FileBackend(Backend):
                 self._io.fdatasync(self._fds["index"])
 
     def _rewrite_index(self) -> None:
-        """A new index of what lives, in the place of the old one at once."""
+        """Replaces the index atomically by one with the live records only."""
         with self._lock:
             records = [self._record(key, entry) for key, entry in self._index.items()]
         folder = self._fds["folder"]
@@ -604,18 +604,18 @@ class FileBackend(Backend):
             self._io.fsync(self._fds["folder"])
             self._folder_changed = False
 
-    def _cut(self) -> None:
-        """What is left of a clear to do on the disk."""
+    def _finish_clear(self) -> None:
+        """Does the disk part of a clear."""
         self._io.truncate(self._fds["values"], 0)
         self._io.fdatasync(self._fds["values"])
         self._rewrite_index()
         self._sync_folder()
-        self._uncut = False
+        self._clear_pending = False
 
     def _recover(self) -> None:
-        """After a failure: does what is left to do and writes a record of nothing, before any value has to go."""
-        if self._uncut:
-            self._cut()
+        """Completes the work that a failure left, and writes an empty record as a test, before any value is evicted."""
+        if self._clear_pending:
+            self._finish_clear()
         if self._stale:
             self._rewrite_index()
         if self._failed:
@@ -623,7 +623,7 @@ class FileBackend(Backend):
             self._failed = False
 
     def _write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Writes all of them, in as many calls as it takes."""
+        """Writes all buffers, in as many calls as necessary."""
         rest = _after(buffers, 0)
         while rest:
             done = self._io.pwritev(fd, rest[:_MAX_VECTOR], offset)
@@ -636,10 +636,10 @@ class FileBackend(Backend):
         body = _BODY.pack(key, entry.digest, entry.offset, entry.length)
         return body + self._checksum(body, _FORMAT).to_bytes(8, "little")
 
-    # ------------------------------------------------------------ room (under the lock, but for _grow)
+    # ------------------------------------------------------------ room (under the lock, except _grow and _shrink)
 
     def _grow(self, size: int) -> None:
-        """More of the capacity, if there is no run as large as this; no more where the disk is full, or full enough."""
+        """Grows the file if no free run has this size, within the capacity and the free space of the disk."""
         with self._lock:
             total = self._space.total
             if self._space.largest >= size or total == self._capacity:
@@ -659,8 +659,8 @@ class FileBackend(Backend):
                 self._spare -= grown - total
                 return
 
-    def _give_back(self) -> None:
-        """Cuts off as much of the values as the disk lacks, with those that lie there."""
+    def _shrink(self) -> None:
+        """Truncates the file by as much as min_free lacks, and evicts the values there."""
         lacking = _rounded(max(0, -self._spare_bytes()))
         with self._lock:
             total = self._space.total
@@ -672,13 +672,13 @@ class FileBackend(Backend):
         self._io.truncate(self._fds["values"], cut)
         if self._sync:
             self._io.fdatasync(self._fds["values"])
-        with self._lock:  # only now: what is cut off is destroyed, and until then it has to be
+        with self._lock:  # only after the sync: until then the values there are not destroyed
             self._space.shrink(cut)
             self._doomed = {entry for entry in self._doomed if entry.offset < cut}
         self._spare += total - cut
 
     def _spare_bytes(self) -> int:
-        """Free bytes of the disk beyond those that stay free; below 0: so many are lacking."""
+        """Returns the free bytes of the disk beyond min_free. Negative: this many are lacking."""
         if not self._min_free:
             return self._capacity
         if (now := self._clock()) >= self._ask_at:
@@ -686,22 +686,22 @@ class FileBackend(Backend):
             self._ask_at = now + ASK_EVERY_S
         return self._spare
 
-    def _reserve(self, sizes: Sequence[int]) -> list[int | None]:
-        """Room for values, one behind the other where a run is as large; None: there is none."""
+    def _allocate(self, sizes: Sequence[int]) -> list[int | None]:
+        """Allocates room for values, contiguous if one free run is large enough. None: no room for that value."""
         size = sum(sizes)
-        while self._space.free < size <= self._space.total and self._index:
+        while self._space.unused < size <= self._space.total and self._index:
             self._evict(next(iter(self._index)))
-        start = self._space.take(size)
+        start = self._space.allocate(size)
         if start is not None:
             return [start + before for before in accumulate(sizes[:-1], initial=0)]
         if len(sizes) == 1:
             return [self._make_room(size)]
         half = len(sizes) // 2
-        return self._reserve(sizes[:half]) + self._reserve(sizes[half:])
+        return self._allocate(sizes[:half]) + self._allocate(sizes[half:])
 
     def _make_room(self, size: int) -> int | None:
-        """Drops the least recently used value and those behind it, until one run is as large."""
-        while (start := self._space.take(size)) is None and self._index and size <= self._space.total:
+        """Evicts the least recently used value and those after it in the file, until one free run is large enough."""
+        while (start := self._space.allocate(size)) is None and self._index and size <= self._space.total:
             run = self._evict(next(iter(self._index)))
             while run[1] - run[0] < size and run[1] in self._owner:
                 run = self._evict(self._owner[run[1]])
@@ -714,16 +714,16 @@ class FileBackend(Backend):
         return run
 
     def _drop(self, key: bytes) -> tuple[int, int] | None:
-        """A value leaves: readers miss it from now on. Returns the free run that its slot is in, None: no such key."""
+        """Removes a value: readers miss it from now on. Returns the free run with its extent; None: no such key."""
         entry = self._index.pop(key, None)
         if entry is None:
             return None
         del self._owner[entry.offset]
-        return self._release(entry)
+        return self._free(entry)
 
-    def _release(self, entry: Entry) -> tuple[int, int]:
+    def _free(self, entry: Entry) -> tuple[int, int]:
         self._doomed.add(entry)
-        return self._space.give(entry.offset, entry.end)
+        return self._space.free(entry.offset, entry.end)
 
     # ------------------------------------------------------------ opening and closing
 
@@ -738,11 +738,11 @@ class FileBackend(Backend):
                 self._take_lock()
 
     def _check_file(self, name: str, kind: int, forbidden: int) -> None:
-        """Neither a link, a pipe nor a device, nor a file that lies elsewhere too or that others reach."""
+        """Rejects links, pipes, devices, files with a second name, and files that other users can access."""
         status = self._io.fstat(self._fds[name])
         path = self._root if name == "folder" else self._root / name
         if stat.S_IFMT(status.st_mode) != kind or (kind == stat.S_IFREG and status.st_nlink != 1):
-            raise BackendUnavailable(f"file store: {path} is no regular file with one name")
+            raise BackendUnavailable(f"file store: {path} is not a regular file with one name")
         if status.st_mode & forbidden or status.st_uid != os.geteuid():
             mode = stat.filemode(status.st_mode)
             raise BackendUnavailable(f"file store: {path} ({mode}, user {status.st_uid}) is not this user's alone")
@@ -754,7 +754,7 @@ class FileBackend(Backend):
             raise BackendUnavailable(f"file store: {self._root / 'lock'} is held: the store is open already") from error
 
     def _load(self) -> None:
-        """Finds what the index names, as far as it can be there; values are verified when they are read."""
+        """Loads the entries of the index that can exist. Values are verified when they are read."""
         size = self._io.fstat(self._fds["values"]).st_size
         if size > self._capacity:
             self._io.truncate(self._fds["values"], self._capacity)
@@ -772,7 +772,7 @@ class FileBackend(Backend):
         self._sync_folder()
 
     def _scan(self) -> Iterator[tuple[bytes, Entry]]:
-        """The records that verify, the oldest first; `_records` is then behind the last of them."""
+        """Yields the records that verify, the oldest first. Sets `_records` past the last of them."""
         index = self._fds["index"]
         size = self._io.fstat(index).st_size
         chunk = memoryview(bytearray(RECORD.size << 14))
@@ -787,7 +787,7 @@ class FileBackend(Backend):
                     yield key, Entry(offset, length, digest, offset + _rounded(length))
 
     def _settle_overlaps(self) -> None:
-        """Of two values in one place the later stays (the earlier was evicted), and what is between values is free."""
+        """Keeps the later of two values in one place (the earlier one was evicted). Frees the gaps between values."""
         kept: list[tuple[int, int, bytes]] = []
         end = 0
         for offset, rank, key in sorted(
@@ -802,14 +802,14 @@ class FileBackend(Backend):
             end = self._index[key].end
         end = 0
         for offset, _, key in kept:
-            self._space.give(end, offset)
+            self._space.free(end, offset)
             self._owner[offset] = key
             end = self._index[key].end
-        self._space.give(end, self._space.total)
+        self._space.free(end, self._space.total)
 
     def _close_files(self) -> None:
         for fd in self._fds.values():
-            with suppress(OSError):  # it is closed all the same, and nothing waits to be written
+            with suppress(OSError):  # it is closed anyway, and no data is waiting to be written
                 self._io.close(fd)
         self._fds.clear()
 
@@ -838,7 +838,7 @@ class FileBackend(Backend):
 
 
 class _Value(NamedTuple):
-    """What is to be stored."""
+    """A value to store."""
 
     key: bytes
     buffer: memoryview
@@ -846,7 +846,7 @@ class _Value(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A value that has its place in the file."""
+    """A value with its place in the file."""
 
     key: bytes
     entry: Entry
@@ -857,7 +857,7 @@ _DELETED = Entry(-1, 0, bytes(16), -1)
 
 
 def _hashes() -> tuple[Callable[[memoryview], bytes], Callable[[bytes | memoryview, int], int]]:
-    """The digest of a value and the checksum of a record."""
+    """Returns the digest function of values and the checksum function of records."""
     with needs("xxhash", "the file store needs xxhash: pip install 'mainstem[file]'"):
         from xxhash import xxh3_64_intdigest, xxh3_128
 
@@ -871,7 +871,7 @@ def _hashes() -> tuple[Callable[[memoryview], bytes], Callable[[bytes | memoryvi
 
 
 def _capacity_of(root: Path) -> int:
-    """What a store may hold where nobody says it: as much as it has already, at least the default."""
+    """Returns the default capacity: the size of the existing file, but at least the constant."""
     try:
         return max(_DEFAULT_BYTES, (root / "values").lstat().st_size)
     except OSError:
@@ -882,7 +882,7 @@ def _check_value(key: bytes, buffer: memoryview) -> None:
     if len(key) != KEY_BYTES:
         raise BadArgument("key", key, f"{KEY_BYTES} bytes")
     if not len(buffer):
-        raise BadArgument("value", bytes(buffer), "at least one byte")  # nothing of an empty one could be destroyed
+        raise BadArgument("value", bytes(buffer), "at least one byte")  # an empty value has no bytes to destroy
 
 
 def _failure(what: str, error: OSError) -> StorageError:
@@ -890,12 +890,12 @@ def _failure(what: str, error: OSError) -> StorageError:
 
 
 def _rounded(length: int) -> int:
-    """Whole grains."""
+    """Rounds up to whole grains."""
     return -(-length // GRAIN_BYTES) * GRAIN_BYTES
 
 
 def _runs(pieces: Sequence[_Piece], limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of pieces that lie one behind the other in the file; of so many bytes, or one piece."""
+    """Yields half-open ranges of pieces that are contiguous in the file, up to the limit or of one piece."""
     first = start = end = 0
     for at, (_, entry, _) in enumerate(pieces):
         if entry.offset != end or entry.end - start > limit_bytes:
@@ -908,7 +908,7 @@ def _runs(pieces: Sequence[_Piece], limit_bytes: int) -> Iterator[tuple[int, int
 
 
 def _vector(pieces: Sequence[_Piece], filler: memoryview) -> list[memoryview]:
-    """The pieces' buffers, filled up to whole grains."""
+    """Returns the buffers of pieces, with filler up to whole grains."""
     buffers = []
     for _, entry, buffer in pieces:
         buffers.append(buffer)
@@ -917,14 +917,14 @@ def _vector(pieces: Sequence[_Piece], filler: memoryview) -> list[memoryview]:
     return buffers
 
 
-def _outliving(doomed: set[Entry], pieces: Sequence[_Piece]) -> list[Entry]:
-    """What left and is not written over from its first byte on."""
+def _not_overwritten(doomed: set[Entry], pieces: Sequence[_Piece]) -> list[Entry]:
+    """Returns the entries that no piece overwrites from their first byte on."""
     starts = {entry.offset for _, entry, _ in pieces}
     return [entry for entry in doomed if entry.offset not in starts]
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of buffers behind the first so many bytes."""
+    """Returns the rest of buffers after the first `done` bytes."""
     for at, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *(rest for rest in buffers[at + 1 :] if len(rest))]

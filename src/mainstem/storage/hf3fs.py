@@ -1,12 +1,12 @@
-"""3FS through its user-space IO (USRBIO): values in the slots of one preallocated file, moved past the kernel.
+"""3FS through its user-space IO (USRBIO): values in the slots of one preallocated file, bypassing the kernel.
 
     path          slot 0 | slot 1 | ...                            slot_bytes each, one value a slot
     path.index    MAINIDX1 | slot_bytes 8 | record | record | ...  append only
     record        key 32 | slot 4 | length 4 | crc32 of these 4    length 0: the slot is free
 
-A value is written to a free slot, and only then named in the index, so a process killed at any moment leaves whole
-values or none; a record that was cut is ignored. One process opens a file at a time: in a tensor-parallel group, one
-file a rank. The client's facts: https://github.com/deepseek-ai/3FS (hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc).
+A value is written to a free slot before its record is appended, so a process that is killed at any moment leaves whole
+values or none. A truncated record is ignored. One process opens a file at a time: a tensor-parallel group has one file
+per rank. Sources: https://github.com/deepseek-ai/3FS (hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc).
 
 Not run against a real 3FS: tests use a double of its client.
 """
@@ -48,22 +48,22 @@ _RECORD = struct.Struct("<32sIII")
 
 
 class HF3FSBackend(Backend):
-    """Values in one file on a 3FS mount, the least recently used dropped first.
+    """Values in one file on a 3FS mount; evicts the least recently used first.
 
-    Every batch goes through shared memory that 3FS knows, with one copy: the kernel is not in the way, but the caller's
-    own memory is none that 3FS could use.
+    Every batch goes through shared memory that is registered with 3FS, with one copy: it bypasses the kernel, but 3FS
+    cannot use the memory of the caller.
 
     Args:
-        path: of the file, on a 3FS mount; made if it is not there. The index lies beside it.
-        capacity_bytes: of the file; rounded down to whole slots.
-        slot_bytes: the longest value; each value takes that much.
-        entries: of the ring: values that are in flight at once.
-        timeout_s: for one ring full of values.
+        path: path of the file on a 3FS mount. The file is created if missing; the index is next to it.
+        capacity_bytes: size of the file, rounded down to whole slots.
+        slot_bytes: the limit for a value; each value takes this much.
+        entries: number of ring entries: values that are transferred at once.
+        timeout_s: timeout for one full ring.
 
     Raises:
-        BadArgument: sizes that make no slot, or others than the file was made with.
+        BadArgument: the sizes allow no slot, or differ from those of the existing file.
         BackendUnavailable: 3FS's client is not installed, the path is on no mount, or another process has the file.
-        StorageError: the file cannot be made or read.
+        StorageError: the file cannot be created or read.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -118,12 +118,12 @@ class HF3FSBackend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Asks the index in memory."""
+        """Looks keys up in the index in memory."""
         with self._open():
             return next((at for at, key in enumerate(keys) if key not in self._index.places), len(keys))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads those whose length is their buffer's; each keeps its own place in the batch, whatever is missing."""
+        """Reads the values that have the length of their buffers. Missing values do not shift the others."""
         with self._open():
             lengths: list[int] = []
             wanted = []
@@ -140,11 +140,11 @@ class HF3FSBackend(Backend):
                         buffer[:] = ring.place(place)[:result]
                         self._index.places.move_to_end(key)
                     else:
-                        lengths[at] = ABSENT  # a short read, or an error of this one only
+                        lengths[at] = ABSENT  # a short read, or an error of this value only
             return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes values to free slots, then names them; of a key given twice, the last."""
+        """Writes values to free slots, then to the index. The last value of a repeated key counts."""
         pairs = dict(zip(keys, buffers, strict=True))
         with self._open():
             fitting = [(key, buffer) for key, buffer in pairs.items() if 0 < len(buffer) <= self._slot_bytes]
@@ -154,10 +154,10 @@ class HF3FSBackend(Backend):
             return [key in stored for key in keys]
 
     def _write(self, batch: Sequence[tuple[bytes, memoryview]]) -> list[bytes]:
-        """Keys of a batch that are stored now. Slots that 3FS may still write to, late, are not used again."""
+        """Returns the stored keys of a batch. Slots that 3FS may still write to after an error are not used again."""
         ring = self._ring(for_read=False)
         with _as_storage_error("writing the index"):
-            slots, evicted = self._index.reserve(len(batch))
+            slots, evicted = self._index.allocate(len(batch))
         self._evicted += evicted
         batch = batch[: len(slots)]
         for place, (_, buffer) in enumerate(batch):
@@ -170,9 +170,9 @@ class HF3FSBackend(Backend):
                 written.append((key, slot, result))
             else:
                 failed.append(slot)
-        self._index.release(failed)
+        self._index.free(failed)
         with _as_storage_error("writing the index"):
-            self._index.name(written)
+            self._index.add(written)
         return [key for key, _, _ in written]
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -186,20 +186,20 @@ class HF3FSBackend(Backend):
             self._index.drop(list(self._index.places))
 
     def stats(self) -> BackendStats:
-        """Exact counts; a value counts as the slot that it takes."""
+        """Returns exact counts; each value counts as a whole slot."""
         with self._open():
             entries = len(self._index.places)
             capacity = self._index.slots * self._slot_bytes
             return BackendStats(entries, entries * self._slot_bytes, capacity, self._evicted)
 
     def close(self) -> None:
-        """Leaves the file and its index as they are."""
+        """Closes the file and its index, which stay as they are."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._drop_rings()
-            self._io.deregister_fd(self._file)  # before the close, or 3FS may take the next file for this one
+            self._io.deregister_fd(self._file)  # before the close, or 3FS may mistake the next file for this one
             os.close(self._file)
             self._index.close()
 
@@ -225,12 +225,12 @@ class HF3FSBackend(Backend):
         return self._rings[for_read]
 
     def _transfer(self, ring: _Ring, pieces: Sequence[tuple[int, int]]) -> list[int]:
-        """Results of reading or writing; raises when nothing is known, or nothing was done."""
+        """Returns the results of reads or writes. Raises if no result is known or all failed."""
         try:
             with _as_storage_error("reading" if ring.for_read else "writing"):
                 results = ring.transfer(self._file, pieces, self._timeout_s)
         except StorageError:
-            self._drop_rings()  # what is still in flight may write to their memory later: never use it again
+            self._drop_rings()  # running transfers may still write to their memory: never reuse it
             raise
         if results and all(result < 0 for result in results):
             raise _storage_error("reading" if ring.for_read else "writing", -results[0])
@@ -243,7 +243,7 @@ class HF3FSBackend(Backend):
 
 
 class _Ring:
-    """A ring of 3FS for one direction, with the shared memory that its values pass through."""
+    """A ring of 3FS for one direction, with the shared memory for its values."""
 
     def __init__(self, io: Any, mount: str, entries: int, slot_bytes: int, *, for_read: bool) -> None:
         self.for_read = for_read
@@ -253,21 +253,21 @@ class _Ring:
             self._iovec = io.make_iovec(self._memory, mount)
             self._ring = io.make_ioring(mount, entries, for_read=for_read)
         finally:
-            self._memory.unlink()  # 3FS has it by now; the name is not needed any more
+            self._memory.unlink()  # 3FS has mapped it; the name is no longer needed
 
     def place(self, number: int) -> memoryview:
-        """The memory of one entry."""
+        """Returns the memory of one entry."""
         assert self._memory.buf is not None
         return self._memory.buf[number * self._slot_bytes : (number + 1) * self._slot_bytes]
 
     def transfer(self, file: int, pieces: Sequence[tuple[int, int]], timeout_s: float) -> list[int]:
-        """Moves pieces, (offset in the file, length), between the file and the places of the same number.
+        """Moves pieces, (offset in the file, length), between the file and the ring entries of the same number.
 
         Returns:
-            Of each piece its bytes, or -errno. The ring says them in any order: each one carries its number.
+            For each piece its bytes, or -errno. The ring completes pieces in any order: each carries its number.
 
         Raises:
-            TimeoutError: some did not end in time.
+            TimeoutError: some pieces did not complete in time.
         """
         for number, (offset, length) in enumerate(pieces):
             start = number * self._slot_bytes
@@ -280,18 +280,18 @@ class _Ring:
         return [results[number] for number in range(len(pieces))]
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         del self._ring, self._iovec
         self._memory.close()
 
 
 class _Index:
-    """Which key lies in which slot, in memory and in an append-only file. Not thread-safe."""
+    """Maps keys to slots, in memory and in an append-only file. Not thread-safe."""
 
     def __init__(self, path: Path, slot_bytes: int, slots: int) -> None:
         self.slots = slots
         self.places: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """Of each key its slot and length, the least recently used first."""
+        """For each key its slot and length, the least recently used first."""
         self._path, self._slot_bytes = path, slot_bytes
         self._file = self._lock_file(path)
         try:
@@ -301,22 +301,22 @@ class _Index:
             os.close(self._file)
             raise
 
-    def reserve(self, count: int) -> tuple[list[int], int]:
-        """Slots to write to, fewer if there are no more, and how many values were dropped for them."""
-        dropped = list(islice(self.places, max(0, count - len(self._free))))
-        self.drop(dropped)
-        return [self._free.pop() for _ in range(min(count, len(self._free)))], len(dropped)
+    def allocate(self, count: int) -> tuple[list[int], int]:
+        """Returns up to `count` slots to write to, and the number of values evicted for them."""
+        evicted = list(islice(self.places, max(0, count - len(self._free))))
+        self.drop(evicted)
+        return [self._free.pop() for _ in range(min(count, len(self._free)))], len(evicted)
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Of reserved slots: they are free after all."""
+    def free(self, slots: Sequence[int]) -> None:
+        """Frees allocated slots that are not in use."""
         self._free.extend(slots)
 
-    def name(self, written: Sequence[tuple[bytes, int, int]]) -> None:
-        """Names values, (key, slot, length); a slot that a key had before is free now."""
+    def add(self, written: Sequence[tuple[bytes, int, int]]) -> None:
+        """Adds values, (key, slot, length), and frees the previous slots of their keys."""
         try:
             self._append(written)
         except OSError:
-            self.release([slot for _, slot, _ in written])
+            self.free([slot for _, slot, _ in written])
             raise
         for key, slot, length in written:
             before = self.places.pop(key, None)
@@ -325,7 +325,7 @@ class _Index:
             self.places[key] = (slot, length)
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Forgets keys, which must be there; their slots are free."""
+        """Removes keys, which must be present, and frees their slots."""
         gone = {key: self.places[key][0] for key in keys}
         self._append([(key, slot, 0) for key, slot in gone.items()])
         for key, slot in gone.items():
@@ -333,7 +333,7 @@ class _Index:
             self._free.append(slot)
 
     def close(self) -> None:
-        """Lets another process have it."""
+        """Closes the index, so that another process can open it."""
         os.close(self._file)
 
     @staticmethod
@@ -352,7 +352,7 @@ class _Index:
         if data[: len(_MAGIC)] == _MAGIC and len(data) >= _HEAD.size:
             found = _HEAD.unpack_from(data)[1]
             if found != self._slot_bytes:
-                raise BadArgument("slot_bytes", self._slot_bytes, f"{found}, as {self._path} was made with")
+                raise BadArgument("slot_bytes", self._slot_bytes, f"{found}, as in {self._path}")
             for key, slot, length in _records(data):
                 self.places.pop(owner.pop(slot, b""), None)
                 if length:
@@ -364,7 +364,7 @@ class _Index:
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]
 
     def _rewrite(self) -> None:
-        """The index anew, with one record a value."""
+        """Rewrites the index with one record per value."""
         new = self._path.with_name(self._path.name + ".new")
         new.unlink(missing_ok=True)
         file = self._lock_file(new)
@@ -382,7 +382,7 @@ class _Index:
     def _append(self, records: Sequence[tuple[bytes, int, int]]) -> None:
         if self._records + len(records) > 4 * self.slots + 1024:
             self._rewrite()
-        whole, self._records = self._records, sys.maxsize  # if a record is cut now, the next call writes all anew
+        whole, self._records = self._records, sys.maxsize  # if a record is cut now, the next call rewrites the index
         _write_all(self._file, b"".join(_pack(*record) for record in records))
         self._records = whole + len(records)
 
@@ -401,7 +401,7 @@ def _records(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _write_all(file: int, data: bytes) -> None:
-    """Raises `OSError` on a short write too: no record behind one that was cut can be read."""
+    """Raises `OSError` on a short write too: no record after a truncated one can be read."""
     written = os.write(file, data)
     if written != len(data):
         raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes were written")

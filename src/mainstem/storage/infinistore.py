@@ -1,16 +1,16 @@
-"""InfiniStore, a pool of memory over RDMA: values under names, moved in blocks of one size.
+"""InfiniStore, a memory pool over RDMA: values under names, moved in blocks of one size.
 
-Three habits of its client and server shape this file:
+Three properties of its client and server shape this file:
 
-- A block has the length that the reader says: of a shorter value it brings what lies behind it in the server, of a
-  longer one the front. So each value is stored in a frame, behind its length.
-- One name that is not there fails a whole read: then each is read alone.
-- Nothing has a time limit. So calls are made by a thread of their own, out of memory of ours, with one copy: what ends
-  after the deadline finds neither the caller nor the caller's memory; the next call connects anew.
+- The reader sets the length of a block: a shorter value comes with the server memory that follows it, a longer one is
+  cut. So each value is stored in a frame, after its length.
+- One missing name fails a whole read: then each value is read alone.
+- Calls have no timeout. So they run in a thread of their own, on memory of this back end, with one copy. A call that
+  ends after the deadline cannot touch the memory of the caller; the next call opens a new connection.
 
     frame    length 8, little-endian | value
 
-The client's facts: https://github.com/bytedance/InfiniStore, PyPI infinistore 0.2.35 (lib.py, src/infinistore.cpp). It
+Sources: https://github.com/bytedance/InfiniStore, PyPI infinistore 0.2.35 (lib.py, src/infinistore.cpp). The client
 needs an RDMA device on both sides. Not run against a real server: tests use a double of its client.
 """
 
@@ -46,20 +46,20 @@ _Answer = TypeVar("_Answer")
 class InfiniStoreBackend(Backend):
     """Values in an InfiniStore server.
 
-    `exists` asks for one key after the other: the server's own search for the end of a prefix halves the list, so it
-    may pass over a gap. Nobody can list names: `clear` deletes what was put through this object.
+    `exists` checks one key after the other, because the prefix search of the server is a binary search, which can miss
+    a gap. Names cannot be listed: `clear` deletes only what was put through this object.
 
     Args:
-        host: of the server, as an IPv4 address.
-        port: of its service.
+        host: IPv4 address of the server.
+        port: port of its service.
         device: RDMA device of this machine.
         link: `IB` or `Ethernet`.
-        namespace: what every name begins with.
-        staging_bytes: of registered memory that values pass through; no value may be longer.
-        timeout_s: of one round through that memory.
+        namespace: prefix of every name.
+        staging_bytes: size of the registered memory that values pass through; no value may be longer.
+        timeout_s: timeout of one round through that memory.
 
     Raises:
-        BadArgument: no such link, or no memory.
+        BadArgument: unknown link, or staging_bytes is too small.
         BackendUnavailable: the client is not installed, or cannot connect.
     """
 
@@ -113,12 +113,12 @@ class InfiniStoreBackend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """One question a key, up to the first gap."""
+        """Makes one call for each key, up to the first gap."""
         with self._lock:
             return self._run(self._open().exists([self._name(key) for key in keys]))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Rounds of frames, the values of one length in one read."""
+        """Reads rounds of frames, values of equal length in one read."""
         lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
         with self._lock:
             frames = self._open().frames
@@ -129,7 +129,7 @@ class InfiniStoreBackend(Backend):
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Rounds of frames, the values of one length in one write."""
+        """Writes rounds of frames, values of equal length in one write."""
         stored = [False for _ in zip(keys, buffers, strict=True)]
         self._put.add(keys)
         with self._lock:
@@ -141,7 +141,7 @@ class InfiniStoreBackend(Backend):
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """One call."""
+        """Makes one call."""
         with self._lock:
             link = self._open()
             if keys:
@@ -149,17 +149,17 @@ class InfiniStoreBackend(Backend):
         self._put.discard(keys)
 
     def clear(self) -> None:
-        """Deletes what was put through this object."""
+        """Deletes the values that were put through this object."""
         self._put.clear(self.delete)
 
     def stats(self) -> BackendStats:
-        """Nothing: the client cannot ask."""
+        """Returns no counts: the client cannot query them."""
         with self._lock:
             self._open()
         return BackendStats()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         with self._lock:
             self._closed = True
             if self._link is not None:
@@ -179,7 +179,7 @@ class InfiniStoreBackend(Backend):
         try:
             return self._link.thread.run(job, self._timeout_s)
         except StorageError:
-            self._link.thread.end()  # whatever it still does, it does to its own memory
+            self._link.thread.end()  # a call that is still running only touches the memory of the link
             self._link = None
             raise
 
@@ -192,7 +192,7 @@ class InfiniStoreBackend(Backend):
 
 
 class _Link:
-    """One connection, with its thread and its memory. Its methods run in that thread."""
+    """One connection with its thread and its memory. The coroutines run in that thread."""
 
     def __init__(self, module: Any, where: Mapping[str, Any], staging_bytes: int) -> None:
         self.thread = ClientThread("InfiniStore")
@@ -213,10 +213,10 @@ class _Link:
         self._connection.delete_keys(names)
 
     async def move(self, verb: str, blocks: Sequence[tuple[str, int, int]]) -> list[bool]:
-        """Reads or writes blocks, (name, place, length): of each whether it was done."""
+        """Reads or writes blocks, (name, offset, length). Returns for each whether it succeeded."""
         by_length: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for name, place, length in blocks:
-            by_length[length].append((name, place))
+        for name, offset, length in blocks:
+            by_length[length].append((name, offset))
         groups = [self._group(verb, group, length) for length, group in by_length.items()]
         done = {name: was_done for group in await asyncio.gather(*groups) for name, was_done in group.items()}
         return [done[name] for name, _, _ in blocks]

@@ -1,21 +1,21 @@
 """A client of LMCache's stand-alone server (`lmcache_server HOST PORT cpu`), which keeps values in its memory.
 
-It speaks the server's protocol and needs no package of LMCache; it knows no tensors, and no other mode of LMCache.
+It speaks the protocol of the server and needs no package of LMCache. It supports no tensors and no other LMCache mode.
 
     request   command  length  format  dtype  location  shape[4]  key[150]     9 int32 and a key padded with blanks
     reply     code     length  format  dtype  shape[4]  location               9 int32
 
-The value follows a request to PUT, which has no reply, and the reply to GET. The server answers each connection in
-order, so requests are sent ahead, and HEALTH behind some PUTs says when they are done. It cannot delete or list, so:
+The value follows a PUT request, which has no reply, or a GET reply. The server answers each connection in order, so
+requests are pipelined, and a HEALTH request after some PUTs reports when they are done. It cannot delete or list, so:
 
-    <prefix>@1@0@0@uint8              epoch: no bytes; its shape is the name of the epoch that counts now
-    <prefix>.<epoch>@1@1@<hex>@uint8  mark: no bytes; its shape is the length of the value, 0 once that is deleted
-    <prefix>.<epoch>@1@0@<hex>@uint8  the value; no bytes once it is deleted
+    <prefix>@1@0@0@uint8              epoch: no bytes; its shape is the name of the current epoch
+    <prefix>.<epoch>@1@1@<hex>@uint8  mark: no bytes; its shape is the length of the value, 0 after a delete
+    <prefix>.<epoch>@1@0@<hex>@uint8  the value; no bytes after a delete
 
-`exists` asks for marks, since EXIST is true of what was deleted. `clear` begins an epoch. What earlier epochs held
-stays in the server's memory until it ends, for it drops nothing by itself.
+`exists` reads marks, since EXIST is also true of deleted values. `clear` starts a new epoch. The values of earlier
+epochs stay in the memory of the server until it ends, because it never evicts.
 
-The protocol and its constants: LMCache 0.5.6, modules lmcache.v1.protocol and lmcache.v1.server.
+Source of the protocol and its constants: LMCache 0.5.6, modules lmcache.v1.protocol and lmcache.v1.server.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _REQUEST = struct.Struct("<9i150s")
 _REPLY = struct.Struct("<9i")
 _LONGEST = (1 << 31) - 1
 _AHEAD = 64
-"""Requests on their way at once: few enough for the server's receive buffer, or both sides write and none reads."""
+"""Pipelined requests. They must fit the receive buffer of the server, or both sides block in a write."""
 
 
 class LMCacheBackend(Backend):
-    """Values in the memory of an LMCache server, which drops none and is bounded by the memory of its machine alone.
+    """Values in the memory of an LMCache server, which never evicts and is limited by its machine only.
 
-    An empty value is how a deleted one looks, so `put` refuses it.
+    An empty value looks like a deleted one, so `put` refuses it.
 
     Args:
-        host: of the server.
-        port: of the server.
-        timeout_s: a call that takes longer raises; so choose it for the largest batch.
-        prefix: what names of ours begin with: 1 to 40 letters, digits, `.`, `_` or `-`.
+        host: host of the server.
+        port: port of the server.
+        timeout_s: a call that takes longer raises, so choose it for the largest batch.
+        prefix: prefix of all names: 1 to 40 letters, digits, `.`, `_` or `-`.
 
     Raises:
-        BadArgument: the prefix or the time-out.
-        BackendUnavailable: nobody answers there.
+        BadArgument: invalid prefix or timeout.
+        BackendUnavailable: the server does not answer.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -95,7 +95,7 @@ class LMCacheBackend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Asks for marks, some ahead of the answers, until one is not there."""
+        """Reads marks, pipelined, until one is missing."""
         found = 0
         with self._session() as connection:
             epoch = self._epoch(connection)
@@ -108,10 +108,10 @@ class LMCacheBackend(Backend):
         return found
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Asks ahead and receives into the buffers.
+        """Pipelines the requests and receives into the buffers.
 
-        A value whose writer ended in the middle of it ends the connection of whoever asks for it, and answers on their
-        way are lost with it. Hence the rest is asked for one by one; such a value counts as absent and is removed.
+        If a writer ended in the middle of a value, the server closes the connection of each reader of that value, and
+        outstanding replies are lost. Then the rest is read one by one; such a value counts as absent and is deleted.
         """
         wanted = list(zip(keys, buffers, strict=True))
         deadline = time.monotonic() + self._timeout_s
@@ -135,7 +135,7 @@ class LMCacheBackend(Backend):
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Sends all values, then their marks; returns when the server has taken the last one."""
+        """Sends all values, then their marks. Returns once the server has received the last one."""
         wanted = list(zip(keys, buffers, strict=True))
         if any(len(buffer) > _LONGEST for buffer in buffers):
             raise StorageError("refused", f"LMCache takes values of up to {_LONGEST} bytes")
@@ -152,7 +152,7 @@ class LMCacheBackend(Backend):
         return [len(buffer) > 0 for buffer in buffers]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Puts empty values over those that are there; what the server keeps of each is two names."""
+        """Overwrites existing values by empty ones. The server keeps two names for each."""
         with self._session() as connection:
             epoch = self._epoch(connection)
             replies = connection.ask([_request(_EXIST, _value_name(epoch, key)) for key in keys])
@@ -162,20 +162,20 @@ class LMCacheBackend(Backend):
             connection.wait_for_puts(self._epoch_name)
 
     def clear(self) -> None:
-        """Begins a new epoch, for every client with this prefix; it frees no memory of the server."""
+        """Starts a new epoch for every client with this prefix. This frees no memory of the server."""
         name = (1 + secrets.randbelow(_LONGEST), secrets.randbelow(_LONGEST))
         with self._session() as connection:
             connection.send(_request(_PUT, self._epoch_name, shape=name))
             connection.wait_for_puts(self._epoch_name)
 
     def stats(self) -> BackendStats:
-        """Nothing: the server does not count."""
+        """Returns no counts: the server does not report them."""
         if self._closed:
-            raise StorageError("closed", "the client of LMCache is closed")
+            raise StorageError("closed", "the LMCache store is closed")
         return BackendStats()
 
     def close(self) -> None:
-        """Ends idle connections; those in use end with their calls."""
+        """Closes idle connections. Those in use are closed at the end of their calls."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -183,14 +183,14 @@ class LMCacheBackend(Backend):
             connection.close()
 
     def _epoch(self, connection: _Connection) -> str:
-        """What names of values begin with now."""
+        """Returns the current prefix of value names."""
         (reply,) = connection.ask([_request(_GET, self._epoch_name)])
         return f"{self._prefix}.{reply.shape:x}.{reply.shape_1:x}"
 
     def _receive(
         self, connection: _Connection, wanted: Sequence[tuple[bytes, memoryview]], lengths: list[int], ahead: int
     ) -> None:
-        """Appends to `lengths` what becomes of each; so it says how far it came when it raises."""
+        """Appends the length of each value to `lengths`, which shows the progress if this raises."""
         epoch = self._epoch(connection)
         replies = connection.ask([_request(_GET, _value_name(epoch, key)) for key, _ in wanted], ahead)
         for (_, buffer), reply in zip(wanted, replies, strict=True):
@@ -200,7 +200,7 @@ class LMCacheBackend(Backend):
 
     @contextmanager
     def _session(self, deadline: float | None = None) -> Iterator[_Connection]:
-        """A connection for one call; it ends with a call that raises, for nobody knows what is still on its way."""
+        """Provides a connection for one call. Closes it if the call raises, since replies may still be outstanding."""
         with self._errors():
             connection = self._take(deadline or time.monotonic() + self._timeout_s)
             try:
@@ -216,7 +216,7 @@ class LMCacheBackend(Backend):
         try:
             yield
         except TimeoutError as error:
-            raise StorageError("timeout", f"{where}: no end after {self._timeout_s:g} s") from error
+            raise StorageError("timeout", f"{where}: no answer in {self._timeout_s:g} s") from error
         except OSError as error:
             raise StorageError("unreachable", f"{where}: {error}") from error
 
@@ -224,7 +224,7 @@ class LMCacheBackend(Backend):
         while True:
             with self._lock:
                 if self._closed:
-                    raise StorageError("closed", "the client of LMCache is closed")
+                    raise StorageError("closed", "the LMCache store is closed")
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 return _Connection(self._address, deadline)
@@ -242,11 +242,11 @@ class LMCacheBackend(Backend):
 
 
 class _EndedInValue(ConnectionError):
-    """The server announced a value and ended the connection before the last byte."""
+    """The server announced a value and closed the connection before the last byte."""
 
 
 class _Reply(NamedTuple):
-    """What a reply says; `shape` and `shape_1` are the first two of its dimensions, 0 when nothing was found."""
+    """A parsed reply. `shape` and `shape_1` are its first two dimensions, 0 if nothing was found."""
 
     found: bool
     length: int
@@ -259,10 +259,10 @@ class _Connection:
 
     Args:
         address: host and port.
-        deadline: of the call that opens it, on the monotonic clock; later calls set their own.
+        deadline: deadline of the call that opens it, on the monotonic clock; later calls set their own.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no server listens there.
     """
 
     def __init__(self, address: tuple[str, int], deadline: float) -> None:
@@ -272,7 +272,7 @@ class _Connection:
         self._header = memoryview(bytearray(_REPLY.size))
 
     def is_quiet(self) -> bool:
-        """Whether it is open and nothing came that nobody asked for."""
+        """Returns whether it is open and has received no unexpected data."""
         self._socket.settimeout(0)
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -283,12 +283,12 @@ class _Connection:
         return False
 
     def send(self, data: bytes | memoryview) -> None:
-        """Sends all of it."""
+        """Sends all data."""
         self._socket.settimeout(self._left_s())
         self._socket.sendall(data)
 
     def ask(self, requests: Sequence[bytes], ahead: int = _AHEAD) -> Iterator[_Reply]:
-        """Sends some requests ahead and yields their replies; who takes one takes its value before the next."""
+        """Pipelines requests and yields their replies. The caller reads the value of a reply before the next one."""
         for at in range(0, len(requests), ahead):
             some = requests[at : at + ahead]
             self.send(b"".join(some))
@@ -296,31 +296,31 @@ class _Connection:
                 yield self._reply()
 
     def wait_for_puts(self, name: str) -> None:
-        """Returns when the server has taken everything that was sent; it reads any name that it can parse."""
+        """Waits until the server has received all requests. HEALTH needs some name that the server can parse."""
         for reply in self.ask([_request(_HEALTH, name)]):
             if not reply.found:
-                raise StorageError("refused", "the LMCache server says that it is not well")
+                raise StorageError("refused", "the LMCache server reports that it is not healthy")
 
     def receive_value(self, length: int, buffer: memoryview) -> None:
-        """Into the buffer where the lengths agree; else it is read and dropped."""
-        got = self._receive(buffer) if length == len(buffer) else self._drop(length)
+        """Receives a value into the buffer if the lengths agree; otherwise discards it."""
+        got = self._receive(buffer) if length == len(buffer) else self._discard(length)
         if got < length:
-            raise _EndedInValue("it ended the connection within a value")
+            raise _EndedInValue("it closed the connection within a value")
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the connection."""
         self._socket.close()
 
     def _reply(self) -> _Reply:
         if self._receive(self._header) < _REPLY.size:
-            raise ConnectionError("it ended the connection")
+            raise ConnectionError("it closed the connection")
         code, length, _, _, shape, shape_1, _, _, _ = _REPLY.unpack(self._header)
         if code not in (_FOUND, _MISSING) or min(length, shape, shape_1) < 0:
-            raise StorageError("protocol", f"that was no reply of LMCache: {bytes(self._header).hex()}")
+            raise StorageError("protocol", f"not a reply of LMCache: {bytes(self._header).hex()}")
         return _Reply(code == _FOUND, length, shape, shape_1)
 
     def _receive(self, view: memoryview) -> int:
-        """Fills the view; how many bytes came before the end of the connection, if that is less."""
+        """Fills the view. Returns its length, or the bytes received before the end of the connection."""
         got = 0
         while got < len(view):
             self._acknowledge_at_once()
@@ -334,21 +334,21 @@ class _Connection:
             got += size
         return got
 
-    def _drop(self, length: int) -> int:
+    def _discard(self, length: int) -> int:
         scratch = memoryview(bytearray(min(length, 1 << 16)))
-        dropped = 0
-        while dropped < length:
-            piece = scratch[: length - dropped]
+        discarded = 0
+        while discarded < length:
+            piece = scratch[: length - discarded]
             got = self._receive(piece)
-            dropped += got
+            discarded += got
             if got < len(piece):
                 break
-        return dropped
+        return discarded
 
     def _acknowledge_at_once(self) -> None:
-        """The server leaves Nagle's algorithm on: each of its small replies waits for a late acknowledgement, 40 ms.
+        """Disables delayed acknowledgements: the server uses Nagle's algorithm, so each small reply would wait 40 ms.
 
-        The kernel forgets the option, hence before each read. Systems that do not have it are slower, and correct.
+        The kernel resets the option, so it is set before each read. Systems without it are slower but correct.
         """
         if hasattr(socket, "TCP_QUICKACK"):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)

@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests, and the shape that every other back end follows."""
+"""A store in the memory of this process: for tests, and as a model for other back ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, c
 
 
 class MemoryBackend(Backend):
-    """Values in a dict, the least recently used dropped first.
+    """Keeps values in a dict and evicts the least recently used first.
 
     Args:
-        capacity_bytes: of all values together; None: as much as there is.
+        capacity_bytes: the limit for all values together; None: no limit.
 
     Raises:
         BadArgument: a capacity below 1.
@@ -45,7 +45,7 @@ class MemoryBackend(Backend):
         return cls(None if capacity is None else parse_bytes("capacity", capacity))
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are there, up to the first gap."""
+        """Counts the keys that are present before the first missing one."""
         with self._open():
             return next((at for at, key in enumerate(keys) if key not in self._values), len(keys))
 
@@ -63,7 +63,7 @@ class MemoryBackend(Backend):
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Copies values in; drops old ones for room."""
+        """Copies values in; evicts old ones to make room."""
         pairs, stored = list(zip(keys, buffers, strict=True)), []
         with self._open():
             for key, buffer in pairs:
@@ -77,24 +77,24 @@ class MemoryBackend(Backend):
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Drops values."""
+        """Deletes values."""
         with self._open():
             for key in keys:
                 self._drop(key)
 
     def clear(self) -> None:
-        """Drops every value."""
+        """Deletes every value."""
         with self._open():
             self._values.clear()
             self._used = 0
 
     def stats(self) -> BackendStats:
-        """Exact counts."""
+        """Returns exact counts."""
         with self._open():
             return BackendStats(len(self._values), self._used, self._capacity, self._evicted)
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Drops all values."""
         with self._lock:
             self._closed = True
             self._values.clear()

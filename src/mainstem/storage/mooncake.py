@@ -1,10 +1,10 @@
-"""Mooncake Store: values in the memory of many machines, one master that knows where, over RDMA or TCP.
+"""Mooncake Store: values in the memory of many machines, and one master that locates them, over RDMA or TCP.
 
-    this process ── keys ──> mooncake_master             which segment holds which key, and leases on them
-         └── pages ──> segments of other processes       the bytes, straight from and into registered memory
+    this process ── keys ───> mooncake_master             which segment holds which key, and leases on them
+         └── values ──> segments of other processes       the bytes, directly from and into registered memory
 
-The client never raises, it returns numbers (`ErrorCode` in its types.h); they are read here, one for each key. It knows
-write-once values: the first one stays. Facts about its failures were seen with version 0.3.13.post1.
+The client never raises: it returns a number (`ErrorCode` in its types.h) for each key, which this module interprets.
+Values are write-once: the first one stays. Its behaviour in failures was observed with version 0.3.13.post1.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mainstem.storage.native import Calls, Memory
 
 DONE, FULL, BAD_LENGTH = 0, -200, -600
 MISSES = (-703, -704, -707)
-"""Being written, not there, and a lease that ran out while it was read: whatever came is not to be trusted."""
+"""Being written, absent, and a lease that expired during the read, so that its bytes cannot be trusted."""
 
 CAUSES = {-800: "unreachable", -900: "unreachable", -901: "timeout"}
-"""A transfer that failed, a master that is not there, and one that does not answer; all others are `protocol`."""
+"""Failed transfer, no master, and a master that does not answer. All other codes are `protocol`."""
 
 MIN_SEGMENT_BYTES = 16 << 20
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -48,29 +48,29 @@ OPTIONS = ("segment", "local_buffer", "protocol", "devices", "metadata", "hostna
 class MooncakeBackend(Backend):
     """Values in a Mooncake store.
 
-    Each step of a call (a question to the master, a transfer of a page) ends after `timeout_s`, and a call has up to
-    three of them; the client's own retries of a dead master add about 4 s. The client takes such limits from the
-    environment of the process only, so the first back end of a process sets them, and those that are set already
-    stay: MC_RPC_TIMEOUT_MS and MC_RPC_CONNECT_TIMEOUT_MS, and for TCP MC_TCP_STATUS_TIMEOUT_SEC and
-    MC_TCP_PROGRESS_TIMEOUT_SEC (whole seconds) with MC_TCP_ENABLE_CONNECTION_POOL=0, as pooled connections wait for
-    their limit one after the other. A call blocks until the client has returned: nothing touches its buffers later.
+    Each step of a call (a request to the master, a transfer of a value) ends after `timeout_s`, and a call has up to
+    three steps. Retries of the client add about 4 s if the master is dead. The client reads timeouts only from the
+    environment of the process, so the first back end of a process sets these variables, unless they are set already:
+    MC_RPC_TIMEOUT_MS and MC_RPC_CONNECT_TIMEOUT_MS, and for TCP MC_TCP_STATUS_TIMEOUT_SEC and
+    MC_TCP_PROGRESS_TIMEOUT_SEC (whole seconds) with MC_TCP_ENABLE_CONNECTION_POOL=0, because pooled connections time
+    out one after the other. A call blocks until the client returns: nothing touches its buffers later.
 
-    After a restart of the master or of a store node calls work again by themselves; the values are gone. Opening and
-    closing hold the interpreter: all threads of the process stand still, for a second or two of `close`.
+    After a restart of the master or of a store node, calls work again without action; the values are lost. Opening and
+    closing hold the GIL: all threads of the process stop, for a second or two during `close`.
 
     Args:
         master: `host:port` of mooncake_master.
-        segment_bytes: memory that this process gives to the store for as long as it is open, 16 MiB or more; 0: none.
-        staging_bytes: of one buffer that values outside of registered memory pass through.
+        segment_bytes: memory that this process lends to the store while it is open, 16 MiB or more; 0: none.
+        staging_bytes: size of one buffer that values outside of registered memory pass through.
         protocol: `tcp` or `rdma`.
-        devices: names of RDMA devices, with commas between; empty: the client finds them.
+        devices: names of RDMA devices, separated by commas; empty: the client finds them.
         metadata: `P2PHANDSHAKE`, or the address of a metadata server.
-        hostname: by which other clients reach this one.
-        prefix: of every name in the store: letters, digits, `_`, `-` and `.`.
+        hostname: the name by which other clients reach this one.
+        prefix: prefix of every name in the store: letters, digits, `_`, `-` and `.`.
         timeout_s: see above.
 
     Raises:
-        BadArgument: a master, protocol, prefix or size that is none.
+        BadArgument: invalid master, protocol, prefix or size.
         BackendUnavailable: the client or libibverbs is not installed, the master does not answer, or there is no RDMA.
     """
 
@@ -103,7 +103,7 @@ class MooncakeBackend(Backend):
             raise BadArgument("staging_bytes", staging_bytes, "at least 1")
         self._prefix = prefix
         if protocol == "rdma" and not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
-            raise BackendUnavailable(f"mooncake: no RDMA device in {RDMA_DEVICES}; the client would take TCP unasked")
+            raise BackendUnavailable(f"mooncake: no RDMA device in {RDMA_DEVICES}; the client would silently use TCP")
         _set_limits(timeout_s)
         store = _new_client()
         _probe(master, timeout_s)
@@ -111,7 +111,7 @@ class MooncakeBackend(Backend):
             raise BackendUnavailable(f"mooncake: setup with the master at {master} failed; its log on stderr says why")
         self._store = store
         self._calls = Calls("mooncake")
-        self._memory = Memory(self._tell, self._forget, staging_bytes)
+        self._memory = Memory(self._register, self._deregister, staging_bytes)
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -139,12 +139,12 @@ class MooncakeBackend(Backend):
         return self._memory.staged
 
     def register(self, buffers: Sequence[memoryview]) -> None:
-        """Registers memory with the client; it is withdrawn by `close`."""
+        """Registers memory with the client. `close` deregisters it."""
         with self._calls.call():
             self._memory.register(buffers)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Asks the master alone: a value whose node died a moment ago may still be counted."""
+        """Asks only the master. It may still count a value whose node has just died."""
         with self._calls.call():
             found = self._store.batch_is_exist(self._names(keys))
         if found and found[0] < 0:
@@ -152,7 +152,7 @@ class MooncakeBackend(Backend):
         return next((at for at, one in enumerate(found) if one != 1), len(found))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads into the buffers; of a value longer than its buffer the length is reported as one byte more."""
+        """Reads into the buffers. If a value is longer than its buffer, the result is the buffer length plus 1."""
         names = self._names(keys, buffers)
         codes = [0] * len(names)
         with self._calls.call():
@@ -164,7 +164,7 @@ class MooncakeBackend(Backend):
         return [_length(code, len(buffer)) for code, buffer in zip(codes, buffers, strict=True)]
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes from the buffers; there is room for none while leases (5 s or so) keep all old values."""
+        """Writes from the buffers. There is no room while leases (about 5 s) protect all old values."""
         names = self._names(keys, buffers)
         with self._calls.call():
             codes = self._memory.send(
@@ -174,7 +174,7 @@ class MooncakeBackend(Backend):
         return [code == DONE for code in codes]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Removes values, leases notwithstanding: who reads one at this moment may see other bytes, and verifies."""
+        """Deletes values despite leases. A concurrent reader may see other bytes, and must verify them."""
         with self._calls.call():
             codes = self._store.batch_remove(self._names(keys), True)
         failed = [code for code in codes if code != DONE and code not in MISSES]
@@ -182,19 +182,19 @@ class MooncakeBackend(Backend):
             raise _error(failed[0])
 
     def clear(self) -> None:
-        """Removes all names of the prefix, whoever stored them; see `delete`."""
+        """Deletes all names with the prefix, of any client; see `delete`."""
         with self._calls.call():
             removed = self._store.remove_by_regex(f"^{self._prefix.replace('.', '[.]')}/", True)
         if removed < 0:
             raise _error(removed)
 
     def stats(self) -> BackendStats:
-        """Nothing: the client cannot say; the master has counters for all its clients at its metrics port."""
+        """Returns no counts: the client has none. The metrics port of the master counts for all its clients."""
         with self._calls.call():
             return BackendStats()
 
     def close(self) -> None:
-        """Waits for running calls, withdraws memory and segment. The segment's values are gone then."""
+        """Waits for running calls, then deregisters memory and segment. The values in the segment are lost."""
         if self._calls.close():
             self._memory.close()
             self._store.close()
@@ -207,16 +207,16 @@ class MooncakeBackend(Backend):
             raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
         return [f"{self._prefix}/{key.hex()}" for key in keys]
 
-    def _tell(self, address: int, size: int) -> None:
+    def _register(self, address: int, size: int) -> None:
         if self._store.register_buffer(address, size) != DONE:
-            raise StorageError("refused", f"mooncake does not register {size} bytes; does `ulimit -l` allow it?")
+            raise StorageError("refused", f"mooncake cannot register {size} bytes: check `ulimit -l`")
 
-    def _forget(self, address: int, size: int) -> None:
+    def _deregister(self, address: int, size: int) -> None:
         self._store.unregister_buffer(address)
 
 
 def _rounds(names: Sequence[str]) -> list[list[int]]:
-    """Places of a batch, such that no name is twice in a round: the client fills one buffer of it and reports two."""
+    """Splits a batch into rounds without repeated names: the client would fill one buffer and report two."""
     rounds: list[list[int]] = []
     seen: Counter[str] = Counter()
     for at, name in enumerate(names):
@@ -234,24 +234,24 @@ def _length(code: int, size: int) -> int:
 
 
 def _check(codes: Sequence[int], single: Sequence[int]) -> None:
-    """Raises where every key failed; `single` are failures of one key, of which the others are told."""
+    """Raises if every key failed, unless the code is in `single`: such a failure concerns one key only."""
     if codes and all(code < 0 and code not in single for code in codes):
         raise _error(codes[0])
 
 
 def _error(code: int) -> StorageError:
-    return StorageError(CAUSES.get(code, "protocol"), f"mooncake said {code}")
+    return StorageError(CAUSES.get(code, "protocol"), f"mooncake returned {code}")
 
 
 def _set_limits(timeout_s: float) -> None:
-    """What the client reads from the environment; set by the user, it stays."""
+    """Sets the environment variables that the client reads. Variables that the user set stay."""
     milliseconds, seconds = str(max(1, round(timeout_s * 1000))), str(math.ceil(timeout_s))
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", milliseconds)
     os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds)
     os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", seconds)
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds)
     os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "0")
-    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "3")  # each with another port of its own
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "3")  # each on another port
 
 
 def _new_client() -> Any:
@@ -261,7 +261,7 @@ def _new_client() -> Any:
 
 
 def _probe(master: str, timeout_s: float) -> None:
-    """Whether anybody listens: `setup` itself would wait long for a master that is not there."""
+    """Raises unless the master listens: `setup` would wait a long time for a missing master."""
     host, _, port = master.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()

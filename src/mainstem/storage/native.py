@@ -1,10 +1,10 @@
-"""What clients in native code need: addresses of buffers, memory that they know, and a close after the last call.
+"""Helpers for clients in native code: buffer addresses, memory registration, and a close that waits for calls.
 
-It knows no client and no store; a back end hands it the two verbs with which its client learns and forgets memory.
+This module depends on no client and no store: a back end passes the functions that register and deregister memory.
 
-        registered pool                  loose buffers            staging (told of once)
+        registered pool                  unregistered buffers     staging (registered once)
     | page | page | page |           | a |     | b |              | a | b |         |
-      address as it is                 copied there before a put, and back after a get
+      used in place                    copied to staging before a put, and back after a get
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from mainstem.storage.base import ABSENT
 _Answer = TypeVar("_Answer")
 
 ALIGNMENT_BYTES = 64
-"""Where values begin in the staging buffer: a cache line."""
+"""The alignment of values in the staging buffer: a cache line."""
 
 Transfer = Callable[[slice, list[int], list[int]], Sequence[int]]
-"""`(which of the batch, addresses, sizes in bytes) -> a number for each`; the numbers are the client's."""
+"""`(slice of the batch, addresses, sizes in bytes) -> one number for each value`; the client defines the numbers."""
 
 
 def address_of(buffer: memoryview) -> int:
-    """Where a writable buffer lies, with no copy; 0 of an empty one."""
+    """Returns the address of a writable buffer, or 0 for an empty one."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
 
 
 class Calls:
-    """Counts calls into a client, so that it is closed when none runs: most crash otherwise.
+    """Counts calls into a client, so that it is closed only when none runs. Most clients crash otherwise.
 
     Args:
-        name: of the store, for the message.
+        name: the store, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,10 +51,10 @@ class Calls:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around each call into the client.
+        """Surrounds a call into the client.
 
         Raises:
-            StorageError: `closed`.
+            StorageError: the store is closed (cause `closed`).
         """
         with self._changed:
             if self._closed:
@@ -68,7 +68,7 @@ class Calls:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Lets no call in any more and waits for those that run. True the first time, and only then."""
+        """Rejects new calls and waits for the running ones. Returns True on the first call only."""
         with self._changed:
             first, self._closed = not self._closed, True
             self._changed.wait_for(lambda: not self._running)
@@ -77,49 +77,48 @@ class Calls:
 
 @dataclass(slots=True)
 class _Part:
-    """A run of a batch whose loose buffers fit into the staging buffer together.
+    """A contiguous part of a batch whose unregistered buffers fit into the staging buffer together.
 
     Args:
-        start: its first place in the batch.
-        addresses: where the client finds each value.
-        sizes: in bytes.
-        loans: of each loose buffer its place in this run, the buffer, and the piece of staging that stands for it.
+        start: index of its first value in the batch.
+        addresses: address of each value for the client.
+        sizes: size of each value in bytes.
+        copies: for each unregistered buffer its index in this part, the buffer, and its piece of staging memory.
     """
 
     start: int
     addresses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    loans: list[tuple[int, memoryview, memoryview]] = field(default_factory=list)
+    copies: list[tuple[int, memoryview, memoryview]] = field(default_factory=list)
 
     def run(self, transfer: Transfer) -> Sequence[int]:
         return transfer(slice(self.start, self.start + len(self.sizes)), self.addresses, self.sizes)
 
 
 class Memory:
-    """Memory that a client was told of, and one staging buffer for all other.
+    """Memory that is registered with a client, and one staging buffer for all other memory.
 
     Args:
-        tell: `(address, size)` registers memory with the client; raises `StorageError` if it cannot.
-        forget: `(address, size)` takes that back.
-        staging_bytes: of the staging buffer, which is allocated when the first loose buffer comes; no single loose
-            value may be longer.
+        register: `(address, size)` registers memory with the client, or raises `StorageError`.
+        deregister: `(address, size)` undoes that.
+        staging_bytes: size of the staging buffer, which is allocated on first use; the limit for a value that needs it.
     """
 
     def __init__(
-        self, tell: Callable[[int, int], None], forget: Callable[[int, int], None], staging_bytes: int
+        self, register: Callable[[int, int], None], deregister: Callable[[int, int], None], staging_bytes: int
     ) -> None:
-        self._tell = tell
-        self._forget = forget
+        self._register = register
+        self._deregister = deregister
         self._staging_bytes = staging_bytes
         self._staging: memoryview | None = None
-        self._regions: list[tuple[int, int, memoryview]] = []  # first, behind the last, and what keeps it alive
-        self._lock = threading.Lock()  # who changes the regions
-        self._staging_lock = threading.Lock()  # who uses the staging buffer: one batch at a time
+        self._regions: list[tuple[int, int, memoryview]] = []  # start, end, and the buffer, to keep it alive
+        self._lock = threading.Lock()  # guards changes of the regions
+        self._staging_lock = threading.Lock()  # guards the staging buffer: one batch uses it at a time
         self.staged = 0
-        """Values that went through the staging buffer: with all pools registered it stays 0."""
+        """Values that went through the staging buffer: 0 if all pools are registered."""
 
     def register(self, buffers: Sequence[memoryview]) -> None:
-        """Tells the client of memory, once; it is kept alive until `close`.
+        """Registers memory with the client, once. It is kept alive until `close`.
 
         Raises:
             StorageError: the client refuses it.
@@ -127,34 +126,34 @@ class Memory:
         for buffer in buffers:
             with self._lock:
                 if self._known(buffer) is None:
-                    first = address_of(buffer)
-                    self._tell(first, len(buffer))
-                    region = (first, first + len(buffer), buffer)
+                    start = address_of(buffer)
+                    self._register(start, len(buffer))
+                    region = (start, start + len(buffer), buffer)
                     self._regions = sorted([*self._regions, region], key=lambda each: each[:2])
 
     def send(self, buffers: Sequence[memoryview], transfer: Transfer) -> list[int]:
-        """Runs a transfer out of buffers, loose ones through the staging buffer.
+        """Runs a transfer out of buffers. Unregistered buffers go through the staging buffer.
 
         Returns:
-            The numbers of `transfer`, one for each buffer.
+            The numbers from `transfer`, one for each buffer.
 
         Raises:
-            StorageError: a loose value is longer than the staging buffer.
+            StorageError: an unregistered value is longer than the staging buffer.
         """
 
         def run(part: _Part) -> Sequence[int]:
-            for _, buffer, piece in part.loans:
+            for _, buffer, piece in part.copies:
                 piece[:] = buffer
             return part.run(transfer)
 
         return self._each_part(buffers, run)
 
     def receive(self, buffers: Sequence[memoryview], transfer: Transfer) -> list[int]:
-        """Runs a transfer into buffers; a loose one is written only where its number is its length. Else as `send`."""
+        """Like `send`, into buffers. An unregistered buffer is written only if its number is its length."""
 
         def run(part: _Part) -> Sequence[int]:
             lengths = part.run(transfer)
-            for at, buffer, piece in part.loans:
+            for at, buffer, piece in part.copies:
                 if lengths[at] == len(buffer):
                     buffer[:] = piece
             return lengths
@@ -162,30 +161,30 @@ class Memory:
         return self._each_part(buffers, run)
 
     def close(self) -> None:
-        """Has the client forget all of it. No transfer may run."""
-        for first, behind, _ in self._regions:
-            self._forget(first, behind - first)
+        """Deregisters all memory. No transfer may be running."""
+        for start, end, _ in self._regions:
+            self._deregister(start, end - start)
         self._regions = []
         self._staging = None
 
     def _each_part(self, buffers: Sequence[memoryview], run: Callable[[_Part], Sequence[int]]) -> list[int]:
-        places = [self._known(buffer) for buffer in buffers]
-        with self._staging_lock if None in places else nullcontext():
-            return [number for part in self._parts(buffers, places) for number in run(part)]
+        known = [self._known(buffer) for buffer in buffers]
+        with self._staging_lock if None in known else nullcontext():
+            return [number for part in self._parts(buffers, known) for number in run(part)]
 
-    def _parts(self, buffers: Sequence[memoryview], places: Sequence[int | None]) -> Iterator[_Part]:
-        """Cuts a batch where the staging buffer is full; each part is over before the next one is made."""
+    def _parts(self, buffers: Sequence[memoryview], known: Sequence[int | None]) -> Iterator[_Part]:
+        """Splits a batch where the staging buffer is full. Each part ends before the next one is made."""
         part, used = _Part(0), 0
-        for at, (buffer, place) in enumerate(zip(buffers, places, strict=True)):
-            if place is None and used + len(buffer) > self._staging_bytes and part.loans:
+        for at, (buffer, address) in enumerate(zip(buffers, known, strict=True)):
+            if address is None and used + len(buffer) > self._staging_bytes and part.copies:
                 yield part
                 part, used = _Part(at), 0
-            if place is None:
+            if address is None:
                 piece = self._piece(used, len(buffer))
-                part.loans.append((len(part.sizes), buffer, piece))
-                place = address_of(piece)
+                part.copies.append((len(part.sizes), buffer, piece))
+                address = address_of(piece)
                 used += -(-len(buffer) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            part.addresses.append(place)
+            part.addresses.append(address)
             part.sizes.append(len(buffer))
         if part.sizes:
             yield part
@@ -202,21 +201,21 @@ class Memory:
         return self._staging[start : start + size]
 
     def _known(self, buffer: memoryview) -> int | None:
-        """The address of a buffer that the client can reach; None of a loose one."""
-        first = address_of(buffer)
-        at = bisect_right(self._regions, first, key=lambda region: region[0]) - 1
-        inside = at >= 0 and first + len(buffer) <= self._regions[at][1]
-        return first if inside or not len(buffer) else None
+        """Returns the address of a registered buffer, or None for any other."""
+        start = address_of(buffer)
+        at = bisect_right(self._regions, start, key=lambda region: region[0]) - 1
+        inside = at >= 0 and start + len(buffer) <= self._regions[at][1]
+        return start if inside or not len(buffer) else None
 
 
-# ---------------------------------------------------------------- for clients that block and say no lengths
+# ---------------------------------------------------------------- for clients that block and report no lengths
 
 
 class ClientThread:
-    """A thread that makes one client's calls: one that never returns costs this thread, not the caller.
+    """A thread that makes the calls of one client. A call that never returns blocks this thread, not the caller.
 
     Args:
-        name: of the client, for messages.
+        name: the client, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -225,10 +224,11 @@ class ClientThread:
         threading.Thread(target=self._loop.run_forever, name=f"mainstem {name}", daemon=True).start()
 
     def run(self, job: Coroutine[Any, Any, _Answer], timeout_s: float) -> _Answer:
-        """Runs a job to its end.
+        """Runs a job and waits for its result.
 
         Raises:
-            StorageError: as the job did; `timeout`: it has not ended; `unreachable`: any other error of the client.
+            StorageError: the one that the job raised; `timeout`: the job is still running; `unreachable`: the client
+                raised any other error.
         """
         future = asyncio.run_coroutine_threadsafe(job, self._loop)
         try:
@@ -242,18 +242,18 @@ class ClientThread:
         raise StorageError("unreachable", f"{self._name}: {type(error).__name__}: {error}") from error
 
     def end(self) -> None:
-        """Lets the thread end when its client returns, if ever."""
+        """Ends the thread once its client returns, if it ever does."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 class Frame(NamedTuple):
-    """One value on its way.
+    """One value of a round.
 
     Args:
-        at: its place in the batch.
+        at: its index in the batch.
         key: its key.
-        buffer: the caller's.
-        start: where it lies in the memory, its length first.
+        buffer: the caller's buffer.
+        start: its offset in the memory; the length comes first.
     """
 
     at: int
@@ -263,10 +263,10 @@ class Frame(NamedTuple):
 
 
 class Frames:
-    """Memory that a client knows, for values on their way: each one behind its length, so that a reader can tell.
+    """Registered memory through which values pass. Each value follows its length, so that a reader can check it.
 
     Args:
-        size_bytes: of all of it.
+        size_bytes: size of the memory.
     """
 
     HEAD_BYTES = 8
@@ -276,7 +276,7 @@ class Frames:
         self.address = address_of(self.memory)
 
     def rounds(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Frame]]:
-        """Cuts a batch into what fits at once, no key twice in one; leaves out what does not fit alone."""
+        """Splits a batch into rounds that fit and hold no key twice. Skips values that do not fit alone."""
         round_: dict[bytes, Frame] = {}
         end = 0
         for at, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
@@ -292,19 +292,19 @@ class Frames:
             yield list(round_.values())
 
     def fill(self, round_: Sequence[Frame]) -> None:
-        """Writes the frames of values."""
+        """Writes values into their frames."""
         for _, _, buffer, start in round_:
             head = start + self.HEAD_BYTES
             self.memory[start:head] = len(buffer).to_bytes(self.HEAD_BYTES, "little")
             self.memory[head : head + len(buffer)] = buffer
 
     def blank(self, round_: Sequence[Frame]) -> None:
-        """Makes sure that nothing which lay there before passes for a frame."""
+        """Clears the lengths, so that old content does not pass for a frame."""
         for frame in round_:
             self.memory[frame.start : frame.start + self.HEAD_BYTES] = bytes(self.HEAD_BYTES)
 
     def take(self, frame: Frame) -> int:
-        """What a frame that was read says of its length; fills the buffer if that is its own."""
+        """Returns the length in a frame that was read, or `ABSENT`. Fills the buffer if it has that length."""
         head = frame.start + self.HEAD_BYTES
         length = int.from_bytes(self.memory[frame.start : head], "little")
         if length == len(frame.buffer):

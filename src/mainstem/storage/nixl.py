@@ -1,11 +1,11 @@
-"""NIXL: transfers between registered memory and files or S3 objects, by the plugins POSIX and OBJ of its agent.
+"""NIXL: transfers between registered memory and files or S3 objects, by the POSIX and OBJ plugins of its agent.
 
-    NixlBackend   batches, registered memory, one transfer at a time or many        agent: moves bytes, and only that
-        └── Files or Objects: where a key's value is, how long it is, and whether it is whole
+    NixlBackend   batches, registered memory, one or many concurrent transfers      agent: only moves bytes
+        └── Files or Objects: where the value of a key is, its length, and whether it is whole
 
-NIXL moves bytes; it does not rename, delete, list or say how long an object is. So files are made, published and
-removed by system calls here, and objects by the S3 back end. An agent ends a transfer as a whole: done or not, and
-seldom why. Facts about its failures were seen with version 1.5.1.
+NIXL only moves bytes: it does not rename, delete or list, or report the length of an object. So this module creates,
+renames and deletes files by system calls, and objects through the S3 back end. An agent completes or fails a transfer
+as a whole, and rarely says why. Its behaviour in failures was observed with version 1.5.1.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from mainstem.storage.native import Calls, Memory
 from mainstem.storage.s3 import S3Backend
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
-"""The first chooses among the others; each of the others serves alone, on a machine with no GPU too."""
+"""The first selects one of the others. Each of the others works alone, also on a machine without a GPU."""
 
 APIS = {"aio": "use_aio", "uring": "use_uring", "posix": "use_posix_aio"}
-"""Our names of the POSIX plugin's ways to read and write."""
+"""Mainstem's names for the I/O APIs of the POSIX plugin."""
 
 RUN = 64
-"""Most values in one transfer: each holds a file open."""
+"""The limit for the values in one transfer: each keeps a file open."""
 
 POLL_S = 1e-4
 
 
 class Spot(NamedTuple):
-    """One value, as an agent finds it: `length` in bytes, ABSENT: none there, or no room for one."""
+    """The location of one value for an agent. `length` is in bytes; ABSENT: no value, or no room for one."""
 
     length: int
     number: int
@@ -58,18 +58,18 @@ class Spot(NamedTuple):
 
 
 class Files:
-    """Files `<folder>/<2 hex digits>/<64 hex digits>`; a value is written beside its name and takes it when whole.
+    """Files `<folder>/<2 hex digits>/<64 hex digits>`. A value is written to a temporary file and renamed when whole.
 
-    A name is never of half a file while the system runs. Nothing is synced: after a loss of power a file may hold
-    zeros or be short. What a killed writer left behind is removed by `clear`.
+    While the system runs, a name always belongs to a whole file. Files are not synced: after a power loss a file may
+    hold zeros or be short. `clear` deletes the temporary files of killed writers.
 
     Args:
-        folder: made if it is not there.
+        folder: the folder; it is created if missing.
         api: one of `APIS`.
 
     Raises:
-        BadArgument: no such api.
-        BackendUnavailable: the folder cannot be made.
+        BadArgument: unknown api.
+        BackendUnavailable: the folder cannot be created.
     """
 
     plugin = "POSIX"
@@ -92,13 +92,13 @@ class Files:
 
     @contextmanager
     def readable(self, keys: Sequence[bytes]) -> Iterator[list[Spot]]:
-        """Files that stay open, and so stay, until the block ends."""
+        """Opens files. They stay open, and so exist, until the block ends."""
         with ExitStack() as files:
             yield [self._open(files, key) for key in keys]
 
     @contextmanager
     def writable(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[list[Spot]]:
-        """Files that take their names at the end of the block, unless it raises."""
+        """Creates files that are renamed at the end of the block, unless it raises."""
         with ExitStack() as files:
             made = [self._path(key).with_suffix(f".{uuid.uuid4().hex}") for key in keys]
             spots = [self._make(files, path, size) for path, size in zip(made, sizes, strict=True)]
@@ -108,11 +108,11 @@ class Files:
                     path.replace(self._path(key))
 
     def changed(self, key: bytes, spot: Spot) -> bool:
-        """Never: an open file stays as it was published."""
+        """Returns False: an open file never changes."""
         return False
 
     def explain(self) -> None:
-        """Says nothing: a folder has no other ways to fail than its files."""
+        """Does nothing: a folder fails only through its files."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `Backend.delete`."""
@@ -120,13 +120,13 @@ class Files:
             self._path(key).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Removes our files, also half ones of writers that died; the folders stay."""
+        """Deletes the files of this store, with temporary ones of dead writers. The folders stay."""
         for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
             if re.fullmatch(r"[0-9a-f]{64}(\.[0-9a-f]{32})?", path.name):
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Does nothing: no file is open between calls."""
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -141,7 +141,7 @@ class Files:
         return Spot(os.fstat(number).st_size, number)
 
     def _make(self, files: ExitStack, path: Path, size: int) -> Spot:
-        """Takes the room first: the agent would not say that there was none."""
+        """Allocates disk space first, because the agent does not report a full disk."""
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         files.callback(path.unlink, missing_ok=True)
         files.callback(os.close, number)
@@ -155,13 +155,13 @@ class Files:
 
 
 class Objects(S3Backend):
-    """Objects of an S3 bucket: the S3 back end says where and how long they are, deletes and lists them.
+    """Objects in an S3 bucket. The S3 back end locates, measures, deletes and lists them.
 
-    Both clients find credentials in the environment (AWS_ACCESS_KEY_ID and the rest). The agent's knows no timeout
-    but its own: a server that falls silent under a read ends it after 3 s, and under a write after 9 s. One that is
-    gone would hold it for half a minute, unless AWS_RETRY_MODE=standard and AWS_MAX_ATTEMPTS=1; they are set for the
-    process here where they are not set already. Before each transfer the S3 back end asks, and its timeout holds.
-    Arguments are those of the S3 back end.
+    Both clients read credentials from the environment (AWS_ACCESS_KEY_ID and the rest). The agent's client has its own
+    timeouts: it gives up on a silent server after 3 s in a read, and after 9 s in a write. A dead server would block it
+    for half a minute without AWS_RETRY_MODE=standard and AWS_MAX_ATTEMPTS=1. This class sets both for the process,
+    unless they are set already. Before each transfer, the S3 back end makes a request under its own timeout.
+    The arguments are those of the S3 back end.
     """
 
     plugin = "OBJ"
@@ -178,7 +178,7 @@ class Objects(S3Backend):
     ) -> None:
         os.environ.setdefault("AWS_RETRY_MODE", "standard")
         os.environ.setdefault("AWS_MAX_ATTEMPTS", "1")
-        super().__init__(bucket, prefix, endpoint=endpoint, region=region, **more)  # the bucket is there: no agent else
+        super().__init__(bucket, prefix, endpoint=endpoint, region=region, **more)  # no agent without a bucket
         self.parameters = {"bucket": bucket, "req_checksum": "required"}
         if region:
             self.parameters["region"] = region
@@ -190,24 +190,24 @@ class Objects(S3Backend):
 
     @contextmanager
     def readable(self, keys: Sequence[bytes]) -> Iterator[list[Spot]]:
-        """Objects with their lengths: the agent would fill a part of a buffer from a shorter one, and say nothing."""
+        """Locates objects with their lengths: the agent would silently fill part of a buffer from a shorter object."""
         yield [self._spot(key, length) for key, length in zip(keys, self._lengths(keys), strict=True)]
 
     @contextmanager
     def writable(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[list[Spot]]:
-        """Objects that are whole when they are there. One question first: the agent waits long for a silent server."""
+        """Names objects, which appear whole. Probes the server first, because the agent waits long for a silent one."""
         self.explain()
         yield [self._spot(key, size) for key, size in zip(keys, sizes, strict=True)]
 
     def changed(self, key: bytes, spot: Spot) -> bool:
-        """Whether it is gone, or another one, since its length was asked for."""
+        """Returns whether the object has changed or disappeared since its length was read."""
         return self._lengths([key]) != [spot.length]
 
     def explain(self) -> None:
-        """Asks the server by the other client, as the agent never says why it failed.
+        """Probes the server with the S3 client, because the agent never says why it failed.
 
         Raises:
-            StorageError: it does not answer.
+            StorageError: the server does not answer.
         """
         self._lengths([bytes(KEY_BYTES)])
 
@@ -215,11 +215,11 @@ class Objects(S3Backend):
         return Spot(length, next(self._numbers), self._path(key))
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
-        def look(at: int) -> int:
+        def head(at: int) -> int:
             found = self._found(lambda: self._store.head(self._path(keys[at])))
             return ABSENT if found is None else int(found["size"])
 
-        lengths = self._each(look, len(keys))
+        lengths = self._each(head, len(keys))
         for length in lengths:
             if isinstance(length, StorageError):
                 raise length
@@ -229,16 +229,16 @@ class Objects(S3Backend):
 class NixlBackend(Backend):
     """Values that a NIXL agent moves.
 
-    A call blocks until the agent is done with the buffers; how long that may take, `Files` and `Objects` say: files as
-    long as the system needs, as a file knows no timeout.
+    A call blocks until the agent has finished with the buffers. `Objects` documents its timeouts. `Files` has none: a
+    call takes as long as the system needs.
 
     Args:
         place: `Files(folder)` or `Objects(bucket)`; closed with the back end.
-        staging_bytes: of one buffer that values outside of registered memory pass through.
-        sleep: between two looks at a transfer.
+        staging_bytes: size of one buffer that values outside of registered memory pass through.
+        sleep: called between two polls of a transfer.
 
     Raises:
-        BackendUnavailable: no NIXL here, or its plugin does not start.
+        BackendUnavailable: NIXL is not installed, or its plugin does not start.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -254,14 +254,14 @@ class NixlBackend(Backend):
         self._agent, self._errors = _new_agent(self._name, place)
         self._registrations: dict[int, Any] = {}
         self._calls = Calls("nixl")
-        self._memory = Memory(self._tell, self._forget, staging_bytes)
+        self._memory = Memory(self._register, self._deregister, staging_bytes)
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """`nixl:posix?path=/var/kv&api=uring` or `nixl:obj?bucket=pages&endpoint=http://127.0.0.1:9000`.
+        """`nixl:posix?path=/var/kv&api=uring` or `nixl:obj?bucket=kv&endpoint=http://127.0.0.1:9000`.
 
         `posix` has the options `path` and `api` (aio, uring or posix); `obj` has `bucket`, `prefix`, `endpoint`,
-        `region` and `timeout` (of what the S3 back end does); both have `staging`.
+        `region` and `timeout` (of requests by the S3 back end); both have `staging`.
         """
         staging_bytes = parse_bytes("staging", options.get("staging", "64MiB"))
         if address == "posix":
@@ -280,42 +280,42 @@ class NixlBackend(Backend):
         return self._memory.staged
 
     def register(self, buffers: Sequence[memoryview]) -> None:
-        """Registers memory with the agent; it is withdrawn by `close`."""
+        """Registers memory with the agent. `close` deregisters it."""
         with self._call():
             self._memory.register(buffers)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Without the agent."""
+        """Works without the agent."""
         with self._call():
             return self._place.exists(keys)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads those whose lengths are right; one that cannot be read is absent, if any other can."""
+        """Reads values that have the length of their buffers. One that cannot be read is absent, unless all fail."""
         with self._call():
             return [length for run, views in _runs(keys, buffers) for length in self._get(run, views)]
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes all of a run or none, and fails as a whole when the agent does."""
+        """Writes values in runs. Each run is stored as a whole, and the call fails if the agent fails."""
         with self._call():
             return [stored for run, views in _runs(keys, buffers) for stored in self._put(run, views)]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Without the agent."""
+        """Works without the agent."""
         with self._call():
             self._place.delete(keys)
 
     def clear(self) -> None:
-        """Without the agent."""
+        """Works without the agent."""
         with self._call():
             self._place.clear()
 
     def stats(self) -> BackendStats:
-        """Nothing: it would take a walk."""
+        """Returns no counts: they would need a listing of all values."""
         with self._call():
             return BackendStats()
 
     def close(self) -> None:
-        """Waits for running calls, then lets the agent go."""
+        """Waits for running calls, then drops the agent."""
         if self._calls.close():
             self._memory.close()
             self._place.close()
@@ -330,7 +330,7 @@ class NixlBackend(Backend):
                 raise StorageError("io", str(error)) from error
             except self._errors as error:
                 self._place.explain()
-                raise StorageError("io", f"nixl said {error}") from error
+                raise StorageError("io", f"nixl raised {error}") from error
 
     def _get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         with self._place.readable(keys) as spots:
@@ -354,7 +354,7 @@ class NixlBackend(Backend):
         return [spot.length != ABSENT for spot in spots]
 
     def _read(self, values: Sequence[tuple[bytes, Spot]], addresses: list[int], sizes: list[int]) -> list[int]:
-        """All at once; if that fails, one by one, as the agent does not say which it was."""
+        """Reads all values at once, or one by one after a failure, because the agent does not say which one failed."""
         with suppress(*self._errors):
             return self._move("READ", [spot for _, spot in values], addresses, sizes)
         self._place.explain()
@@ -370,11 +370,11 @@ class NixlBackend(Backend):
         return lengths
 
     def _move(self, operation: str, spots: Sequence[Spot], addresses: list[int], sizes: list[int]) -> list[int]:
-        """One transfer. Returns the sizes, as everything came."""
+        """Makes one transfer. Returns the sizes, because it succeeds as a whole."""
         agent, plugins = self._agent, [self._place.plugin]
         here = agent.get_xfer_descs([(at, size, 0) for at, size in zip(addresses, sizes, strict=True)], "DRAM")
         places = [(0, size, spot.number, spot.meta) for spot, size in zip(spots, sizes, strict=True)]
-        told = agent.register_memory(places, self._place.segment, backends=plugins)
+        registered = agent.register_memory(places, self._place.segment, backends=plugins)
         try:
             there = agent.get_xfer_descs([place[:3] for place in places], self._place.segment)
             handle = agent.initialize_xfer(operation, here, there, self._name, backends=plugins)
@@ -383,7 +383,7 @@ class NixlBackend(Backend):
             finally:
                 agent.release_xfer_handle(handle)
         finally:
-            agent.deregister_memory(told, backends=plugins)
+            agent.deregister_memory(registered, backends=plugins)
         return sizes
 
     def _wait(self, handle: Any, state: str) -> None:
@@ -394,15 +394,15 @@ class NixlBackend(Backend):
         if state != "DONE":
             raise StorageError("io", f"nixl ended a transfer in the state {state}")
 
-    def _tell(self, address: int, size: int) -> None:
+    def _register(self, address: int, size: int) -> None:
         try:
             self._registrations[address] = self._agent.register_memory(
                 [(address, size, 0, "")], "DRAM", backends=[self._place.plugin]
             )
         except self._errors as error:
-            raise StorageError("refused", f"nixl does not register {size} bytes: {error}") from error
+            raise StorageError("refused", f"nixl cannot register {size} bytes: {error}") from error
 
-    def _forget(self, address: int, size: int) -> None:
+    def _deregister(self, address: int, size: int) -> None:
         self._agent.deregister_memory(self._registrations.pop(address), backends=[self._place.plugin])
 
 
@@ -422,7 +422,7 @@ def _needed(options: Mapping[str, str], name: str) -> str:
 
 
 def _new_agent(name: str, place: Files | Objects) -> tuple[Any, tuple[type[Exception], ...]]:
-    """An agent with one plugin and no thread of its own, safe for calls from several; and what it raises."""
+    """Makes an agent with one plugin and no thread of its own, for calls from any thread. Also returns its errors."""
     try:
         package = _package()
     except BackendUnavailable:
@@ -443,7 +443,7 @@ def _new_agent(name: str, place: Files | Objects) -> tuple[Any, tuple[type[Excep
 
 
 def _package() -> Any:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it tells of every agent on stdout otherwise
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # otherwise it logs every agent to stdout
     for name in PACKAGES:
         try:
             return importlib.import_module(name)

@@ -1,13 +1,13 @@
-"""Redis and Valkey: every page a string of the server, beside whatever else it holds.
+"""Redis and Valkey: each value is a string of the server, which may hold other data too.
 
-The package `redis` connects, signs in and keeps the connections; what is said over them is said here, for three
-reasons: values go out of and come into the caller's memory with no copy between, a whole call has one deadline, and a
-value is weighed before it is read, so that a huge one under a key of ours takes no memory.
+The package `redis` connects, authenticates and pools the connections. The protocol is implemented here, for three
+reasons: values move directly from and to the caller's memory, one deadline covers a whole call, and the length of a
+value is checked before it is read, so that a huge value under one of the keys takes no memory.
 
-    SET <prefix>:<64 hex digits> <value> [PX <milliseconds>]        GET, EXISTS, UNLINK, SCAN and INFO beside it
+    SET <prefix>:<64 hex digits> <value> [PX <milliseconds>]        also GET, EXISTS, UNLINK, SCAN and INFO
 
-What it does not know: clusters (one server holds all keys), and what the server does when it is full. That is the
-server's `maxmemory-policy`: with `noeviction` it refuses, and `put` says so; with the others it drops what it likes.
+Clusters are not supported: one server holds all keys. The `maxmemory-policy` of the server decides what happens when it
+is full: with `noeviction` it refuses and `put` returns False; with the other policies it evicts keys of its choice.
 
 Protocol: RESP2, https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from redis import ConnectionPool
 
 _WINDOW = 32
-"""Values on their way at once: enough to hide the way there and back, few enough for the server's output buffers."""
+"""Pipelined values: enough to hide the round trip, few enough for the output buffers of the server."""
 
-_MANY = 1024
-"""Requests without values that go out together."""
+_BATCH = 1024
+"""Pipelined requests without values."""
 
 _JOINED_BYTES = 4096
-"""Shorter words are joined and sent as one; longer ones go out from where they lie."""
+"""Shorter words are joined and sent together; longer ones are sent in place."""
 
 _LINE_BYTES = 4096
 _TEXT_BYTES = 1 << 20
@@ -51,28 +51,28 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 T = TypeVar("T")
 Word: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "int | bytes | str | list[Reply] | None"
-"""An answer of the server; a `str` is a refusal: its code, then words."""
+"""A reply of the server. A `str` is an error: its code, then a message."""
 
 
 class RedisBackend(Backend):
     """Values in a Redis or Valkey server.
 
     Args:
-        host: where it listens, with `port`.
-        port: see `host`.
-        socket_path: of its unix socket, instead of host and port.
-        database: number of the server's database.
-        username: None: the server's default user.
-        password: None: the server asks for none.
-        tls: encrypt, and verify the server's certificate.
+        host: host of the server.
+        port: port of the server.
+        socket_path: path of its unix socket, instead of host and port.
+        database: number of the database.
+        username: user name; None: the default user of the server.
+        password: password; None: the server requires none.
+        tls: whether to encrypt, and verify the certificate of the server.
         ca_file: the authority that signed the certificate; None: those of the system.
-        prefix: of the keys: `<prefix>:<hex>`. Letters, digits, and `_ . : / -`.
-        ttl_s: after so long the server drops a value by itself; None: never.
-        timeout_s: the longest that a call may take; connecting may take as long again.
+        prefix: prefix of the keys, `<prefix>:<hex>`: letters, digits, and `_ . : / -`.
+        ttl_s: the server expires a value after this many seconds; None: never.
+        timeout_s: the limit for a call; connecting may take as long again.
 
     Raises:
-        BadArgument: an argument out of its range.
-        BackendUnavailable: the package `redis` is missing, nobody answers, or the server lets us not in.
+        BadArgument: an argument is out of its range.
+        BackendUnavailable: the package `redis` is missing, or the server does not answer or denies access.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -132,8 +132,8 @@ class RedisBackend(Backend):
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """`redis://127.0.0.1:6379/0?prefix=mainstem&timeout=2`, or `redis:/run/valkey.sock`.
 
-        Options: db, prefix, ttl and timeout (seconds), user, password_env (the name of the environment variable that
-        holds the password: specs are seen in logs and lists of processes), tls (yes or no), ca_file.
+        Options: db, prefix, ttl and timeout (seconds), user, password_env (the environment variable that holds the
+        password, because specs appear in logs and process lists), tls (yes or no), ca_file.
         """
         allowed = ("db", "prefix", "ttl", "timeout", "user", "password_env", "tls", "ca_file")
         check_options(options, allowed)
@@ -153,36 +153,36 @@ class RedisBackend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """One EXISTS a key, all of them in one go."""
+        """Sends one EXISTS for each key, pipelined."""
         replies = self._ask([(b"EXISTS", self._key(key)) for key in keys])
         return next((at for at, reply in enumerate(replies) if reply != 1), len(keys))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """One GET a key. What is no string is as good as absent."""
+        """Sends one GET for each key. A key of another type counts as absent."""
         lengths: list[int] = []
-        with self._talk() as talk:
+        with self._session() as session:
             for window in _windows(list(zip(keys, buffers, strict=True)), _WINDOW):
-                talk.send((b"GET", self._key(key)) for key, _ in window)
-                replies = [talk.value(buffer) for _, buffer in window]
+                session.send((b"GET", self._key(key)) for key, _ in window)
+                replies = [session.value(buffer) for _, buffer in window]
                 lengths += [ABSENT if self._refused(reply, "WRONGTYPE") else int(reply) for reply in replies]
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """One SET a key."""
+        """Sends one SET for each key."""
         stored: list[bool] = []
-        with self._talk() as talk:
+        with self._session() as session:
             for window in _windows(list(zip(keys, buffers, strict=True)), _WINDOW):
-                talk.send((b"SET", self._key(key), buffer, *self._expiry) for key, buffer in window)
-                replies = [talk.reply() for _ in window]
+                session.send((b"SET", self._key(key), buffer, *self._expiry) for key, buffer in window)
+                replies = [session.reply() for _ in window]
                 stored += [not self._refused(reply, "OOM") for reply in replies]
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """One UNLINK a key: the server frees the memory behind our back."""
+        """Sends one UNLINK for each key: the server frees the memory in the background."""
         self._ask([(b"UNLINK", self._key(key)) for key in keys])
 
     def clear(self) -> None:
-        """Walks the whole database with SCAN; the deadline is that of each step."""
+        """Scans the whole database with SCAN. Each step has its own deadline."""
         pattern = self._prefix + b"[0-9a-f]" * 64
         cursor = b"0"
         while True:
@@ -193,13 +193,13 @@ class RedisBackend(Backend):
                 return
 
     def stats(self) -> BackendStats:
-        """Memory and evictions of the whole server; entries are unknown, for others may live beside ours."""
+        """Returns memory and evictions of the whole server. Entries are unknown: the server may hold other keys."""
         memory, counts = (_fields(reply) for reply in self._ask([(b"INFO", b"memory"), (b"INFO", b"stats")]))
         evicted = counts.get("evicted_keys", 0) - self._evicted_before
         return BackendStats(None, memory.get("used_memory"), memory.get("maxmemory") or None, max(evicted, 0))
 
     def close(self) -> None:
-        """Ends the connections, those in use too."""
+        """Closes all connections, also those in use."""
         self._closed = True
         self._pool.disconnect()
 
@@ -208,16 +208,16 @@ class RedisBackend(Backend):
 
     def _ask(self, requests: Sequence[Sequence[Word]]) -> list[Reply]:
         replies: list[Reply] = []
-        with self._talk() as talk:
-            for window in _windows(requests, _MANY):
-                talk.send(window)
-                replies += [talk.reply() for _ in window]
+        with self._session() as session:
+            for window in _windows(requests, _BATCH):
+                session.send(window)
+                replies += [session.reply() for _ in window]
         for reply in replies:
             self._refused(reply)
         return replies
 
     def _refused(self, reply: Reply, expected: str = "none") -> bool:
-        """Whether the server refused, for the reason that was to be expected; any other is an error."""
+        """Returns whether the server refused with the expected code. Raises for any other code."""
         if not isinstance(reply, str):
             return False
         if reply.partition(" ")[0] == expected:
@@ -225,27 +225,27 @@ class RedisBackend(Backend):
         raise StorageError("refused", f"redis at {self._name}: {reply}")
 
     @contextmanager
-    def _talk(self) -> Iterator[_Talk]:
-        """One connection, for one call; what goes wrong on it ends it, for answers of ours may still be under way."""
+    def _session(self) -> Iterator[_Session]:
+        """Provides a connection for one call. An error closes it, since replies may still be outstanding."""
         if self._closed:
             raise StorageError("closed", f"the connections to redis at {self._name} are closed")
         deadline_s = time.monotonic() + self._timeout_s
         try:
             connection: Any = self._pool.get_connection()
             try:
-                yield _Talk(connection._sock, deadline_s)
+                yield _Session(connection._sock, deadline_s)
             except BaseException:
                 connection.disconnect()
                 raise
             finally:
                 self._pool.release(connection)
-        except (self._errors.RedisError, _Garbled, OSError) as error:
+        except (self._errors.RedisError, _BadReply, OSError) as error:
             raise StorageError(self._cause(error), f"redis at {self._name}: {error}") from error
 
     def _cause(self, error: Exception) -> str:
         if self._closed:
             return "closed"
-        if isinstance(error, _Garbled):
+        if isinstance(error, _BadReply):
             return "protocol"
         if isinstance(error, (TimeoutError, self._errors.TimeoutError)):
             return "timeout"
@@ -258,14 +258,14 @@ class RedisBackend(Backend):
 
 
 def _parse_address(address: str) -> tuple[str, int, str | None, str]:
-    """Host, port, socket and database of `//host:port/0` or `/path`."""
+    """Parses `//host:port/0` or `/path` into host, port, socket and database."""
     allowed = "//host:port/database, or the path of a socket; user and password_env are options"
     if not address.startswith("//"):
         if not address.startswith("/"):
             raise BadArgument("storage address", address, allowed)
         return "", 6379, address, "0"
     parts = urlsplit(address)
-    if "@" in parts.netloc:  # what stands before it may be a password: not to be shown
+    if "@" in parts.netloc:  # the text before it may contain a password: do not show it
         raise BadArgument("storage address", "//...@" + parts.netloc.rpartition("@")[2], allowed)
     try:
         host, port = parts.hostname, parts.port
@@ -305,12 +305,12 @@ def _connection_class(redis: ModuleType, socket_path: str | None, tls: bool) -> 
 # ---------------------------------------------------------------- the protocol
 
 
-class _Garbled(Exception):
-    """The server said what RESP does not allow here."""
+class _BadReply(Exception):
+    """The server sent something that RESP does not allow here."""
 
 
 class _TimedReader(io.RawIOBase):
-    """What comes over a socket, until a deadline."""
+    """Reads from a socket until a deadline."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._socket = connection
@@ -319,18 +319,18 @@ class _TimedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # BufferedReader gives nothing else
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # BufferedReader passes nothing else
         _limit(self._socket, self._deadline_s)
         return self._socket.recv_into(buffer)
 
 
-class _Talk:
-    """Requests and their answers, in the same order, over a connection on which nothing else is under way."""
+class _Session:
+    """Sends requests and reads their replies, in order, over a connection that only it uses."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._socket = connection
         self._deadline_s = deadline_s
-        # Its `readinto` hands the caller's memory down to the socket, but for the last piece of a value.
+        # Its `readinto` passes the caller's memory to the socket, except for the last piece of a value.
         self._reader = io.BufferedReader(_TimedReader(connection, deadline_s), _LINE_BYTES)
 
     def send(self, requests: Iterable[Sequence[Word]]) -> None:
@@ -339,12 +339,12 @@ class _Talk:
             self._socket.sendall(piece)
 
     def value(self, buffer: memoryview) -> int | str:
-        """The answer to a GET: its length or `ABSENT`; into the buffer where it fits exactly, else nowhere."""
+        """Reads the reply to a GET. Fills the buffer if it has the same length. Returns the length or `ABSENT`."""
         kind, rest = self._header()
         if kind == b"-":
             return rest.decode(errors="replace")
         if kind != b"$":
-            raise _Garbled(f"{kind!r} where a value should be")
+            raise _BadReply(f"{kind!r} instead of a value")
         length = _number(rest)
         if length < 0:
             return ABSENT
@@ -356,7 +356,7 @@ class _Talk:
         return length
 
     def reply(self, depth: int = 2) -> Reply:
-        """Any answer; arrays of arrays down to a depth."""
+        """Reads any reply; arrays may nest to a depth."""
         kind, rest = self._header()
         if kind == b"+":
             return rest
@@ -369,14 +369,14 @@ class _Talk:
             return self._text(number)
         if kind == b"*" and depth and number <= _SCAN_KEYS:
             return [self.reply(depth - 1) for _ in range(number)]
-        raise _Garbled(f"{kind!r} with {number} where no such answer should be")
+        raise _BadReply(f"unexpected {kind!r} with {number}")
 
     def _header(self) -> tuple[bytes, bytes]:
         line = self._reader.readline(_LINE_BYTES)
         if not line:
             raise ConnectionResetError("the server closed the connection")
         if not line.endswith(b"\r\n"):
-            raise _Garbled("a line without an end")
+            raise _BadReply("a line without an end")
         return line[:1], line[1:-2]
 
     def _text(self, length: int) -> bytes | None:
@@ -400,11 +400,11 @@ class _Talk:
 
     def _end(self) -> None:
         if self._reader.read(2) != b"\r\n":
-            raise _Garbled("a value without an end")
+            raise _BadReply("a value without an end")
 
 
 def _packed(requests: Iterable[Sequence[Word]]) -> Iterator[Word]:
-    """Requests as arrays of strings: short words joined, long ones as they lie."""
+    """Encodes requests as arrays of strings: joins short words, and yields long ones in place."""
     joined = bytearray()
     for request in requests:
         joined += b"*%d\r\n" % len(request)
@@ -421,10 +421,10 @@ def _packed(requests: Iterable[Sequence[Word]]) -> Iterator[Word]:
 
 
 def _limit(connection: socket.socket, deadline_s: float) -> None:
-    """Lets the next call on the socket take no longer than until the deadline."""
+    """Limits the next call on the socket to the time until the deadline."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("the answer took too long")
+        raise TimeoutError("the reply took too long")
     connection.settimeout(left_s)
 
 
@@ -432,25 +432,25 @@ def _number(text: bytes) -> int:
     try:
         return int(text)
     except ValueError:
-        raise _Garbled(f"{text[:40]!r} where a number should be") from None
+        raise _BadReply(f"{text[:40]!r} instead of a number") from None
 
 
 def _scanned(reply: Reply) -> tuple[bytes, list[bytes]]:
     match reply:
         case [bytes(cursor), [*names]]:
             return cursor, [name for name in names if isinstance(name, bytes)]
-    raise _garbled("SCAN")
+    raise _bad_reply("SCAN")
 
 
 def _fields(reply: Reply) -> dict[str, int]:
-    """The lines `name:number` of an INFO."""
+    """Parses the lines `name:number` of an INFO."""
     if not isinstance(reply, bytes):
-        raise _garbled("INFO")
+        raise _bad_reply("INFO")
     return {name: int(number) for name, number in re.findall(r"^(\w+):(\d{1,20})\r?$", reply.decode("latin1"), re.M)}
 
 
-def _garbled(command: str) -> StorageError:
-    return StorageError("protocol", f"an answer to {command} that is none")
+def _bad_reply(command: str) -> StorageError:
+    return StorageError("protocol", f"not a reply to {command}")
 
 
 def _windows(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:

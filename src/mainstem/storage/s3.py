@@ -1,17 +1,16 @@
-"""S3 and what speaks like it: every page an object, `<prefix>/<64 hex digits>` in one bucket.
+"""S3 and compatible stores: each value is an object, `<prefix>/<64 hex digits>` in one bucket.
 
-The package `obstore` signs, sends and retries; here are the requests side by side and the deadline over them. Requests
-run in threads: obstore's other form, coroutines, is no faster, and ends the process with an abort where one is under
-way when the interpreter ends (seen with 0.12.1).
+The package `obstore` signs, sends and retries requests. This module runs them concurrently under a deadline. They run
+in threads: the coroutines of obstore are no faster, and abort the process if one is still running when the interpreter
+exits (seen with 0.12.1).
 
     0 ............ timeout_s / 2 ....... * 3/4 ......... timeout_s
     | requests begin            | the last one's retries  | its last try ends
 
-A request that finds the server silent or gone lets no other begin. An object is read piece by piece and no further than
-its buffer goes, whatever length the server announced.
+Once a request finds the server silent or unreachable, no further one starts. An object is read piece by piece and never
+past the end of its buffer, regardless of the length that the server announced.
 
-What it does not know: where credentials come from (AWS_ACCESS_KEY_ID and the rest of the environment, as obstore reads
-it), and how much room there is.
+Obstore reads credentials from the environment (AWS_ACCESS_KEY_ID and the rest). The room in a bucket is unknown.
 """
 
 from __future__ import annotations
@@ -45,25 +44,25 @@ _CAUSES = (
     ("refused", re.compile(r"status code: \d|PermissionDenied|Unauthenticated|MissingCredentials")),
     ("unreachable", re.compile(r"kind: (Connect|Interrupted)")),
 )
-"""What obstore's message says it was; all else is an answer that is none."""
+"""Causes by the text of an obstore message. All other messages have the cause `protocol`."""
 
 
 class S3Backend(Backend):
     """Values in a bucket.
 
-    `get` reports an object that could not be read as absent, and `put` one that could not be written as not stored,
-    as long as any request of the batch was answered; where none was, the call fails.
+    `get` reports an object that it cannot read as absent, and `put` one that it cannot write as not stored, if any
+    request of the batch succeeded. If all requests failed, the call raises.
 
     Args:
-        bucket: that is there already.
-        prefix: of the objects' names: parts of letters, digits and `_ . -`, with `/` between.
+        bucket: an existing bucket.
+        prefix: prefix of the object names: parts of letters, digits and `_ . -`, separated by `/`.
         endpoint: URL of the server; None: Amazon's, or AWS_ENDPOINT_URL.
-        region: None: AWS_REGION, or us-east-1.
-        requests: most that are under way at once.
-        timeout_s: the longest that a call may take; of `clear`, each of its steps.
+        region: region; None: AWS_REGION, or us-east-1.
+        requests: the limit for concurrent requests.
+        timeout_s: the limit for a call; for `clear`, the limit for each of its steps.
 
     Raises:
-        BadArgument: an argument out of its range.
+        BadArgument: an argument is out of its range.
         BackendUnavailable: the package `obstore` is missing, or the bucket cannot be listed.
     """
 
@@ -84,7 +83,7 @@ class S3Backend(Backend):
         if not _BUCKET.fullmatch(bucket):
             raise BadArgument("bucket", bucket, "3 to 63 lower-case letters, digits, dots and hyphens")
         if not _PREFIX.fullmatch(prefix) or len(prefix) > 512:
-            raise BadArgument("prefix", prefix, "parts of letters, digits and _.- with / between, none with . in front")
+            raise BadArgument("prefix", prefix, "parts of letters, digits and _.- separated by /, none starting with .")
         if endpoint is not None and not re.fullmatch(r"https?://[^\s/]+/?", endpoint):
             raise BadArgument("endpoint", endpoint, "http://host:port or https://host:port")
         if not timeout_s > 0:
@@ -97,7 +96,7 @@ class S3Backend(Backend):
         self._error: type[Exception] = BaseError
         self._threads = ThreadPoolExecutor(check_integer("requests", requests, 1, 1024), "mainstem-s3")
         try:
-            with self._errors_named():
+            with self._as_storage_error():
                 self._store = _open_store(bucket, endpoint, region, timeout_s)
                 next(iter(self._store.list(prefix, chunk_size=1)), None)
         except StorageError as error:
@@ -125,10 +124,10 @@ class S3Backend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """One HEAD a key; none behind a gap once it is known."""
+        """Sends one HEAD for each key, but none past a known gap."""
         gap = len(keys)
 
-        def look(at: int) -> bool:
+        def head(at: int) -> bool:
             nonlocal gap
             if at > gap:
                 return False
@@ -137,7 +136,7 @@ class S3Backend(Backend):
                 gap = min(gap, at)
             return found
 
-        for at, found in enumerate(self._each(look, len(keys))):
+        for at, found in enumerate(self._each(head, len(keys))):
             if isinstance(found, StorageError):
                 raise found
             if not found:
@@ -145,7 +144,7 @@ class S3Backend(Backend):
         return len(keys)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """One GET a key, ended where the length is another."""
+        """Sends one GET for each key, and stops it if the length differs."""
         pairs = list(zip(keys, buffers, strict=True))
 
         def read(at: int) -> int:
@@ -159,7 +158,7 @@ class S3Backend(Backend):
         return _answers(self._each(read, len(pairs)), ABSENT)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """One PUT a key, each as a whole, never in parts."""
+        """Sends one PUT for each key, never a multipart upload."""
         pairs = list(zip(keys, buffers, strict=True))
 
         def write(at: int) -> bool:
@@ -171,23 +170,23 @@ class S3Backend(Backend):
         return _answers([False if _is_full(result) else result for result in results], False)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """One request for a thousand keys."""
+        """Sends one request for each thousand keys."""
         self._delete([self._path(key) for key in keys])
 
     def clear(self) -> None:
-        """Lists the prefix, a thousand objects at a time, and deletes those whose names are keys."""
+        """Lists the prefix, a thousand objects at a time, and deletes objects whose names are keys."""
         ours = re.compile(re.escape(self._prefix) + "/[0-9a-f]{64}")
-        with self._errors_named():
+        with self._as_storage_error():
             for objects in self._store.list(self._prefix, chunk_size=_LISTED):
                 self._delete([found["path"] for found in objects if ours.fullmatch(found["path"])])
 
     def stats(self) -> BackendStats:
-        """Nothing: it would take a walk."""
+        """Returns no counts: they would need a listing of all values."""
         self._check_open()
         return BackendStats()
 
     def close(self) -> None:
-        """Lets no request begin any more; those under way end by themselves."""
+        """Starts no more requests. Running ones end by themselves."""
         self._closed = True
         self._threads.shutdown(wait=False)
 
@@ -201,12 +200,12 @@ class S3Backend(Backend):
             return None
 
     def _delete(self, paths: list[str]) -> None:
-        with self._errors_named():
+        with self._as_storage_error():
             if paths:
                 self._store.delete(paths)
 
     def _each(self, job: Callable[[int], T], count: int) -> list[T | StorageError]:
-        """What came of each job, side by side; when it returns, none is under way."""
+        """Runs jobs concurrently and returns their results. No job is running when it returns."""
         self._check_open()
         last_start_s = time.monotonic() + self._timeout_s / 2
         hopeless: list[StorageError] = []
@@ -215,9 +214,9 @@ class S3Backend(Backend):
             if hopeless:
                 return hopeless[0]
             if time.monotonic() > last_start_s:
-                return StorageError("timeout", "no time was left for this request")
+                return StorageError("timeout", "no time left for this request")
             try:
-                with self._errors_named():
+                with self._as_storage_error():
                     return job(at)
             except StorageError as error:
                 if error.cause in ("timeout", "unreachable"):
@@ -225,7 +224,7 @@ class S3Backend(Backend):
                 return error
 
         futures: list[Future[T | StorageError]] = []
-        with suppress(RuntimeError):  # closed by another thread: no job is taken any more
+        with suppress(RuntimeError):  # closed by another thread: no more jobs are accepted
             futures.extend(self._threads.submit(run, at) for at in range(count))
         wait(futures)
         self._check_open()
@@ -236,7 +235,7 @@ class S3Backend(Backend):
             raise StorageError("closed", "the s3 client is closed")
 
     @contextmanager
-    def _errors_named(self) -> Iterator[None]:
+    def _as_storage_error(self) -> Iterator[None]:
         self._check_open()
         try:
             yield
@@ -247,7 +246,7 @@ class S3Backend(Backend):
 
 
 def _open_store(bucket: str, endpoint: str | None, region: str | None, timeout_s: float) -> S3Store:
-    """A client whose requests end within half the timeout: a quarter for tries, a quarter for the last of them."""
+    """Opens a client whose requests end within half the timeout: a quarter for retries, a quarter for the last try."""
     from obstore.store import S3Store
 
     quarter = timedelta(seconds=timeout_s / 4)
@@ -273,7 +272,7 @@ def _open_store(bucket: str, endpoint: str | None, region: str | None, timeout_s
 
 
 def _answers(results: Sequence[T | StorageError], otherwise: T) -> list[T]:
-    """Results, with something else for failures; unless all failed."""
+    """Returns results, with a substitute for failures. Raises if all failed."""
     failures = [result for result in results if isinstance(result, StorageError)]
     if failures and len(failures) == len(results):
         raise failures[0]
@@ -285,7 +284,7 @@ def _is_full(result: bool | StorageError) -> bool:
 
 
 def _copy(pieces: Iterable[bytes], buffer: memoryview) -> int:
-    """Fills a buffer; returns how much there was, or that it was too much."""
+    """Fills a buffer. Returns the number of bytes, or more than fits if there are more."""
     at = 0
     for piece in pieces:
         end = at + len(piece)

@@ -1,11 +1,11 @@
-"""SiMM, a pool of memory over RDMA that many servers share: values under names, one client a process.
+"""SiMM, a memory pool over RDMA that many servers share: values under names, one client per process.
 
-Its client counts time and codes by itself, one a value, and never raises: what they mean is below. Two of its habits
-shape this file. It tells a server the length of the registered region, not of the piece that a value is read to, so a
-value that is too long may be written over what follows. And a server that answers after the time-out may still write to
-the piece. So values pass through registered memory of ours, with one copy: neither ever reaches the caller's memory.
+Its client has its own timeouts and returns one code per value; it never raises. The codes are below. Two properties of
+the client shape this file. It sends a server the length of the registered region, not of the piece that a value is read
+to, so a value that is too long may overwrite what follows. And a server that answers after the timeout may still write
+to the piece. So values pass through registered memory of this back end, with one copy, and the caller's memory is safe.
 
-The client's facts: https://github.com/scitix/SiMM, release 0.2.0 (python/simm/kv, src/client). It needs RDMA, and takes
+Sources: https://github.com/scitix/SiMM, release 0.2.0 (python/simm/kv, src/client). The client needs RDMA, and takes
 values of up to 4 MB. Not run against a real SiMM: tests use a double of its client.
 """
 
@@ -30,7 +30,7 @@ from mainstem.storage.base import (
 from mainstem.storage.wrappers import Remembered
 
 LONGEST = 4 << 20
-"""Of a value, in bytes; the client refuses a whole batch in which one is longer."""
+"""The limit for a value, in bytes. The client refuses a whole batch if one value is longer."""
 
 _EXISTS = -4005
 _CAUSES = {
@@ -44,26 +44,26 @@ _CAUSES = {
     -2301: "unreachable",
     -2302: "unreachable",
 }
-"""Codes of src/common/errcode/errcode_def.h that say that no server was asked, or none answered."""
+"""Codes in src/common/errcode/errcode_def.h that mean that no server was reached or answered."""
 
 
 class SiMMBackend(Backend):
     """Values in a SiMM cluster.
 
-    `put` keeps the first value of a name: the batch call of the client does not overwrite. The client does not tell a
-    key that is absent from a server that cannot be asked whether it is there, so `exists` says 0 of a dead cluster;
-    `get` and `put` raise. Nobody can list names: `clear` deletes what was put through this object.
+    `put` keeps the first value of a name, because the batch call of the client does not overwrite. For `exists`, the
+    client does not distinguish an absent key from an unreachable server, so `exists` returns 0 for a dead cluster;
+    `get` and `put` raise. Names cannot be listed: `clear` deletes only what was put through this object.
 
     Args:
-        host: of the cluster manager.
-        port: of the cluster manager.
-        namespace: what every name begins with.
-        staging_bytes: of registered memory that values pass through; at least twice `LONGEST`.
-        threads: of the client.
-        timeout_s: of the client, which rounds it up to one of its own: 0.03, 0.3, 1, 3, 5, 10, 30 or 60 s.
+        host: host of the cluster manager.
+        port: port of the cluster manager.
+        namespace: prefix of every name.
+        staging_bytes: size of the registered memory that values pass through; at least twice `LONGEST`.
+        threads: number of client threads.
+        timeout_s: timeout of the client, which rounds it up to 0.03, 0.3, 1, 3, 5, 10, 30 or 60 s.
 
     Raises:
-        BadArgument: too little staging memory.
+        BadArgument: staging_bytes is too small.
         BackendUnavailable: the client is not installed, or it cannot register memory.
     """
 
@@ -96,7 +96,7 @@ class SiMMBackend(Backend):
         self._tensor = torch.empty(staging_bytes, dtype=torch.uint8)
         self._region = self._kv.register_mr(self._tensor)
         if self._region is None:
-            raise BackendUnavailable(f"SiMM cannot register {staging_bytes} bytes: see the limit on locked memory")
+            raise BackendUnavailable(f"SiMM cannot register {staging_bytes} bytes: check the limit on locked memory")
         self._staging = memoryview(self._tensor.numpy())
         self._namespace = namespace
         self._put = Remembered()
@@ -123,7 +123,7 @@ class SiMMBackend(Backend):
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """One batch call."""
+        """Makes one batch call."""
         with self._open():
             if not keys:
                 return 0
@@ -131,7 +131,7 @@ class SiMMBackend(Backend):
             return next((at for at, found in enumerate(there) if not found), len(keys))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Batches that fit the staging memory, each value at its own place."""
+        """Reads batches that fit the staging memory, each value into its own buffer."""
         pairs = list(zip(keys, buffers, strict=True))
         with self._open():
             codes = [code for round_ in self._rounds(pairs) for code in self._read(round_)]
@@ -142,7 +142,7 @@ class SiMMBackend(Backend):
         places, views = self._places(pairs)
         codes = [int(code) for code in self._store.mget([self._name(key) for key, _ in pairs], views)]
         if len(pairs) > 1 and any(code > len(buffer) for code, (_, buffer) in zip(codes, pairs, strict=True)):
-            # One was longer than its place: it may have been written over its neighbours. Alone, there is room for it.
+            # One value was longer than its place and may have overwritten its neighbours. A single one always has room.
             return [code for pair in pairs for code in self._read([pair])]
         for code, place, (_, buffer) in zip(codes, places, pairs, strict=True):
             if code == len(buffer) == len(place):
@@ -150,7 +150,7 @@ class SiMMBackend(Backend):
         return codes
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Batches that fit the staging memory; values longer than `LONGEST` are refused."""
+        """Writes batches that fit the staging memory. Refuses values longer than `LONGEST`."""
         pairs = list(zip(keys, buffers, strict=True))
         self._put.add(keys)
         with self._open():
@@ -167,7 +167,7 @@ class SiMMBackend(Backend):
         return [int(code) for code in self._store.mput([self._name(key) for key, _ in pairs], views)]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """One by one: the client has no batch call. A code does not say whether the name was there, so it is asked."""
+        """Deletes one by one: the client has no batch call. Checks after an error, which may mean an absent name."""
         with self._open():
             failed = [key for key in dict.fromkeys(keys) if self._store.delete(self._name(key)) != 0]
             left = [key for key in failed if self._store.exists(self._name(key))]
@@ -176,16 +176,16 @@ class SiMMBackend(Backend):
             raise StorageError("io", f"SiMM still has {len(left)} of {len(keys)} values")
 
     def clear(self) -> None:
-        """Deletes what was put through this object."""
+        """Deletes the values that were put through this object."""
         self._put.clear(self.delete)
 
     def stats(self) -> BackendStats:
-        """Nothing: the client cannot ask."""
+        """Returns no counts: the client cannot query them."""
         with self._open():
             return BackendStats()
 
     def close(self) -> None:
-        """Gives the registered memory back; the client itself lives as long as the process."""
+        """Deregisters the memory. The client itself lives as long as the process."""
         with self._lock:
             if self._closed:
                 return
@@ -201,7 +201,7 @@ class SiMMBackend(Backend):
         return f"{self._namespace}/{key.hex()}"
 
     def _rounds(self, pairs: Sequence[tuple[bytes, memoryview]]) -> Iterator[list[tuple[bytes, memoryview]]]:
-        """As many as the staging memory takes, with room for the longest value behind the last; no key twice in one."""
+        """Splits a batch into rounds that leave room for the longest value after the last, and hold no key twice."""
         room = len(self._staging) - LONGEST
         round_: dict[bytes, memoryview] = {}
         used = 0

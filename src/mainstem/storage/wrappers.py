@@ -1,10 +1,10 @@
-"""Back ends in front of back ends: two at once, one that cannot be changed, names apart, values compressed.
+"""Wrappers around back ends: two stores at once, read-only access, separate names, compressed values.
 
     tee+file:/a,redis://10.0.0.1:6379/0      readonly+redis://10.0.0.1:6379/0
     prefix(team-a)+mooncake:10.0.0.1:50051   compress(zstd:3)+s3:bucket
 
-A wrapper knows what every back end is and no one in particular: what a value holds, and whether it is still what was
-put, is the reader's to know. It owns what it wraps: `close` closes it.
+A wrapper works with any back end. It does not know what a value means, and it does not verify that a value is intact:
+the reader does. It owns the back end that it wraps: `close` closes both.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Wrapper(Backend):
-    """Passes everything on to one other back end.
+    """Forwards every call to one other back end.
 
     Args:
-        inner: what stands behind.
+        inner: the wrapped back end.
     """
 
     def __init__(self, inner: Backend) -> None:
@@ -38,53 +38,53 @@ class _Wrapper(Backend):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """What the inner one promises."""
+        """Those of the inner back end."""
         return self._inner.capabilities
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """A wrapper has no spec of its own: it is opened by `wrapper+spec`."""
+        """Raises `BadArgument`: a wrapper has no spec of its own, only `wrapper+spec`."""
         del options
-        raise BadArgument("storage", address, f"wrapper+spec: {cls.__name__} stands in front of another back end")
+        raise BadArgument("storage", address, f"wrapper+spec: {cls.__name__} wraps another back end")
 
     def register(self, buffers: Sequence[memoryview]) -> None:
-        """Announces the memory to the inner one."""
+        """Registers the memory with the inner back end."""
         self._inner.register(buffers)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """As the inner one."""
+        """See `Backend`."""
         return self._inner.exists(keys)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """As the inner one."""
+        """See `Backend`."""
         return self._inner.get(keys, buffers)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """As the inner one."""
+        """See `Backend`."""
         return self._inner.put(keys, buffers)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """As the inner one."""
+        """See `Backend`."""
         self._inner.delete(keys)
 
     def clear(self) -> None:
-        """As the inner one."""
+        """See `Backend`."""
         self._inner.clear()
 
     def stats(self) -> BackendStats:
-        """As the inner one."""
+        """See `Backend`."""
         return self._inner.stats()
 
     def close(self) -> None:
-        """Closes the inner one."""
+        """Closes the inner back end."""
         self._inner.close()
 
 
 class Remembered:
-    """The latest keys that were put through one object: for `clear` of what cannot list its own keys.
+    """Remembers the latest keys that were put through one object, for `clear` of a store that cannot list its keys.
 
     Args:
-        limit: keys that it remembers; about 150 bytes each.
+        limit: number of keys to remember; each takes about 150 bytes.
     """
 
     def __init__(self, limit: int = 1 << 20) -> None:
@@ -94,7 +94,7 @@ class Remembered:
         self._lock = threading.Lock()
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """To be called before a put: what is stored although the call fails is remembered, too."""
+        """Adds keys. Call it before a put, since a put that fails may still store values."""
         with self._lock:
             self._keys.update(dict.fromkeys(keys))
             while len(self._keys) > self._limit:
@@ -102,16 +102,16 @@ class Remembered:
                 self._forgot = True
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """To be called after a delete."""
+        """Drops keys. Call it after a delete."""
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)
 
     def clear(self, delete: Callable[[list[bytes]], None]) -> None:
-        """Deletes every key that is remembered.
+        """Deletes every remembered key.
 
         Raises:
-            StorageError: more was put than is remembered; what it remembers is deleted.
+            StorageError: more keys were put than it remembers. The remembered ones are deleted.
         """
         with self._lock:
             keys = list(self._keys)
@@ -122,17 +122,17 @@ class Remembered:
 
 
 class ReadOnly(_Wrapper):
-    """A store that is read, never changed: one that others fill.
+    """A read-only view of a store that others fill.
 
-    `put` answers False for every key, as a full store does, because a tier that backs up into it does nothing wrong.
-    `delete` and `clear` raise: whoever calls them needs to know that the values are still there.
+    `put` returns False for every key, as a full store does, so that a tier can write to it without errors. `delete` and
+    `clear` raise, because their callers must know that the values still exist.
 
     Args:
-        inner: what stands behind.
-        brackets: none; here so that a spec with brackets is refused by name.
+        inner: the wrapped back end.
+        brackets: must be empty; the parameter exists so that a spec with brackets gets a clear error.
 
     Raises:
-        BadArgument: something in brackets.
+        BadArgument: the spec has brackets.
     """
 
     def __init__(self, inner: Backend, *brackets: str) -> None:
@@ -142,12 +142,12 @@ class ReadOnly(_Wrapper):
         self._closed = False
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Stores nothing."""
+        """Stores nothing and returns False for every key."""
         self._check_open()
         return [False for _ in zip(keys, buffers, strict=True)]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Raises `StorageError`, unless there is nothing to delete."""
+        """Raises `StorageError` unless `keys` is empty."""
         self._check_open()
         if keys:
             raise StorageError("refused", "the store is read-only: nothing was deleted")
@@ -158,7 +158,7 @@ class ReadOnly(_Wrapper):
         raise StorageError("refused", "the store is read-only: nothing was cleared")
 
     def close(self) -> None:
-        """Closes the inner one."""
+        """Closes the inner back end."""
         self._closed = True
         super().close()
 
@@ -168,22 +168,22 @@ class ReadOnly(_Wrapper):
 
 
 class Prefix(_Wrapper):
-    """Keys of one name, kept apart from all other names in the same store.
+    """Keys under one name, separate from all other names in the same store.
 
-    A key becomes BLAKE2b-256 over it, keyed by the name (RFC 7693, with a personalisation of ours): nobody meets
-    another name's keys, by accident or on purpose, without breaking the hash.
+    Each key is replaced by its BLAKE2b-256, keyed by the name (RFC 7693, with a personalisation string of Mainstem).
+    Two names never share a key, by accident or on purpose, unless the hash is broken.
 
-    Nobody can tell the name from such a key, so `clear` deletes what was put through this object, as far as it
-    remembers. What an earlier process or another client put stays; where the store has a prefix, folder or database of
-    its own, that is the better fence.
+    A hashed key does not reveal its name, so `clear` deletes only the keys that were put through this object and that
+    it remembers. Values of earlier processes and other clients stay. If the store has a prefix, folder or database
+    option of its own, prefer that.
 
     Args:
-        inner: what stands behind.
-        name: any text but the empty one.
-        remembered: how many keys `clear` can delete.
+        inner: the wrapped back end.
+        name: any text that is not empty.
+        remembered: the number of keys that `clear` can delete.
 
     Raises:
-        BadArgument: an empty name.
+        BadArgument: the name is empty.
     """
 
     def __init__(self, inner: Backend, name: str = "", remembered: int = 1 << 20) -> None:
@@ -195,35 +195,35 @@ class Prefix(_Wrapper):
         self._put = Remembered(remembered)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """As the inner one, of this name's keys."""
+        """Like the inner back end, for the keys of this name."""
         return self._inner.exists(self._keys(keys))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """As the inner one, of this name's keys."""
+        """Like the inner back end, for the keys of this name."""
         return self._inner.get(self._keys(keys), buffers)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """As the inner one, of this name's keys."""
+        """Like the inner back end, for the keys of this name."""
         own = self._keys(keys)
         self._put.add(own)
         return self._inner.put(own, buffers)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """As the inner one, of this name's keys."""
+        """Like the inner back end, for the keys of this name."""
         own = self._keys(keys)
         self._inner.delete(own)
         self._put.discard(own)
 
     def clear(self) -> None:
-        """Deletes what was put through this object.
+        """Deletes the values that were put through this object.
 
         Raises:
-            StorageError: more was put than is remembered, or the inner one raised; some may still be there.
+            StorageError: more keys were put than it remembers, or the inner back end raised; values may remain.
         """
         self._put.clear(self._inner.delete)
 
     def stats(self) -> BackendStats:
-        """Of the whole inner store, other names included, but for the entries, which nobody counts by name."""
+        """Returns those of the whole inner store, with all names, but without entries: no one counts them by name."""
         inner = self._inner.stats()
         return BackendStats(None, inner.used_bytes, inner.capacity_bytes, inner.evicted)
 
@@ -237,21 +237,21 @@ class Prefix(_Wrapper):
 
 
 class Compress(_Wrapper):
-    """Values compressed without loss, one Zstandard frame (RFC 8878) a value.
+    """Values compressed without loss, each as one Zstandard frame (RFC 8878).
 
-    Reading takes two calls, because nobody knows how long a compressed value is: one with buffers of one byte, which no
-    frame fits, to learn the lengths, then one for those that are there. So the inner store must say how long a value is
-    that does not fit its buffer, as `Backend.get` promises; where it says something else, all values are absent here.
+    Reading takes two calls, because the length of a compressed value is unknown. The first call has buffers of one
+    byte, which no frame fits, and returns the lengths. The second call reads the frames. So the inner store must report
+    the true length of a value that does not fit its buffer, as `Backend.get` requires; otherwise all values are absent.
 
-    KV in 16 bits shrinks by little. Lossy forms are not a store's to choose, since whoever put a value seals it first
-    and would find the seal broken: they are codecs of the tier (`mainstem.tiers.codecs`).
+    16-bit KV shrinks only a little. A wrapper cannot compress with loss, because a value is sealed before it is put and
+    the seal would no longer verify. Lossy codecs belong to the tier (`mainstem.tiers.codecs`).
 
     Args:
-        inner: what stands behind.
+        inner: the wrapped back end.
         method: `zstd`, or `zstd:level` with a level from 1 (fast) to 22 (small); 3 by default.
 
     Raises:
-        BadArgument: another method or level.
+        BadArgument: unknown method or level.
         BackendUnavailable: the package zstandard is not installed.
     """
 
@@ -266,26 +266,26 @@ class Compress(_Wrapper):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """What the inner one promises, but with copies."""
+        """Those of the inner back end, but with copies."""
         inner = self._inner.capabilities
         return Capabilities(inner.persistent, inner.shared, False, inner.evicts, inner.overwrites)
 
     def register(self, buffers: Sequence[memoryview]) -> None:
-        """Nothing: the inner one never sees the caller's memory."""
+        """Does nothing: the inner back end never sees the caller's memory."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Stores one frame a value."""
-        compressor = self._zstd.ZstdCompressor(level=self._level)  # not safe across threads, so one a call
+        """Stores each value as one frame."""
+        compressor = self._zstd.ZstdCompressor(level=self._level)  # not thread-safe, so each call has its own
         frames = [compressor.compress(buffer) for _, buffer in zip(keys, buffers, strict=True)]
         return self._inner.put(keys, [memoryview(bytearray(frame)) for frame in frames])
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads frames, and expands those that hold as much as their buffers; of the others it says what they hold."""
+        """Reads frames and expands those that fit their buffers. For the others it returns the uncompressed length."""
         pairs = list(zip(keys, buffers, strict=True))
         sizes = self._inner.get(keys, [memoryview(bytearray(1)) for _ in pairs])
-        # A frame is hardly longer than what it holds: one that claims to be is not read, whoever wrote it.
+        # A valid frame is hardly longer than its content. One that claims to be longer is not read.
         there = [
-            at for at, (size, (_, buffer)) in enumerate(zip(sizes, pairs, strict=True)) if 1 < size <= _most(buffer)
+            at for at, (size, (_, buffer)) in enumerate(zip(sizes, pairs, strict=True)) if 1 < size <= _bound(buffer)
         ]
         frames = {at: memoryview(bytearray(sizes[at])) for at in there}
         found = self._inner.get([keys[at] for at in there], list(frames.values()))
@@ -301,14 +301,14 @@ class Compress(_Wrapper):
             length = int(self._zstd.frame_content_size(frame))
             if length != len(buffer):
                 return length
-            buffer[:] = decompressor.decompress(frame)  # allocates what the header says, which is the buffer's length
+            buffer[:] = decompressor.decompress(frame)  # allocates the size in the header, which is the buffer's
         except self._zstd.ZstdError:
             return ABSENT
         return length
 
 
-def _most(buffer: memoryview) -> int:
-    """As long as a frame may be: the bound of ZSTD_compressBound, rounded up, and some for other writers."""
+def _bound(buffer: memoryview) -> int:
+    """Returns the longest valid frame: ZSTD_compressBound, rounded up, with some slack for other writers."""
     return len(buffer) + (len(buffer) >> 7) + 1024
 
 
@@ -318,19 +318,19 @@ def _zstandard() -> Any:
 
 
 class Tee(Backend):
-    """Two stores: both are written, the first is read first.
+    """Two stores: writes go to both, reads try the first one first.
 
-    - `put` is True where either has the value. `get` reads from the second what the first does not have, or has in
-      another length. `exists` counts keys that are in one or the other, asking in turns where they change.
-    - When one fails, the other goes on: the failure is counted, and logged once, until that store answers again. A call
-      raises when both fail. `delete` and `clear` raise when one fails, after the other did it: a value that one of them
-      still has is still there.
+    - `put` returns True if either store has the value. `get` reads from the second store what the first one lacks or
+      has with another length. `exists` counts keys that are in either store; it alternates between them at each gap.
+    - If one store fails, the other continues. The failure is counted, and logged once until that store answers again. A
+      call raises if both stores fail. `delete` and `clear` raise if either store fails, after the other one is done: a
+      value that is left in one store still exists.
 
     Args:
-        stores: the first and the second.
+        stores: the first and the second store.
 
     Raises:
-        BadArgument: not two stores.
+        BadArgument: there are not exactly two stores.
     """
 
     def __init__(self, *stores: Backend | str) -> None:
@@ -338,13 +338,13 @@ class Tee(Backend):
         if len(stores) != 2 or len(self._stores) != 2:
             raise BadArgument("tee", len(self._stores), "two specs with a comma between, and no brackets")
         self.failures = [0, 0]
-        """Calls that failed, of the first and of the second."""
+        """Failed calls of the first and of the second store."""
         self._failing = [False, False]
         self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Persistent, shared and evicting as either; zero_copy as both; overwriting as the first, which is read."""
+        """persistent, shared and evicts: if either is; zero_copy: if both are; overwrites: as the first store."""
         first, second = (store.capabilities for store in self._stores)
         return Capabilities(
             persistent=first.persistent or second.persistent,
@@ -356,16 +356,16 @@ class Tee(Backend):
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """A wrapper has no spec of its own: it is opened by `tee+spec,spec`."""
+        """Raises `BadArgument`: a wrapper has no spec of its own, only `tee+spec,spec`."""
         del options
         raise BadArgument("storage", address, "tee+spec,spec")
 
     def register(self, buffers: Sequence[memoryview]) -> None:
-        """Announces the memory to both."""
+        """Registers the memory with both stores."""
         self._either([partial(store.register, buffers) for store in self._stores])
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many keys from the first on are in one store or the other."""
+        """Counts the keys that are in either store, before the first that is in neither."""
         errors: list[StorageError] = []
         asked = deque((0, 1))
         at = idle = 0
@@ -375,13 +375,13 @@ class Tee(Backend):
                 asked.popleft()
                 continue
             at += count
-            idle = 1 if count else idle + 1  # who has just counted has its own gap here: only the other can go on
+            idle = 1 if count else idle + 1  # this store has a gap here: only the other one can continue
             asked.rotate()
         self._raise_if_all(errors)
         return at
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads from the first, then from the second what is missing or has another length."""
+        """Reads from the first store, then from the second what is missing or has another length."""
         errors: list[StorageError] = []
         wanted = [len(buffer) for _, buffer in zip(keys, buffers, strict=True)]
         lengths = list(self._try(0, partial(self._stores[0].get, keys, buffers), errors) or [ABSENT] * len(wanted))
@@ -394,27 +394,27 @@ class Tee(Backend):
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Stores in both."""
+        """Puts values into both stores."""
         answers = self._either([partial(store.put, keys, buffers) for store in self._stores])
         return [any(stored) for stored in zip(*answers, strict=True)]
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Removes from both."""
+        """Deletes from both stores."""
         self._both([partial(store.delete, keys) for store in self._stores])
 
     def clear(self) -> None:
-        """Clears both."""
+        """Clears both stores."""
         self._both([store.clear for store in self._stores])
 
     def stats(self) -> BackendStats:
-        """The sums of both; no entries, because nobody knows how many are in both."""
+        """Returns the sums, without entries: the number of keys that are in both stores is unknown."""
         parts = self._either([store.stats for store in self._stores])
         used = _sum(part.used_bytes for part in parts)
         capacity = _sum(part.capacity_bytes for part in parts)
         return BackendStats(None, used, capacity, sum(part.evicted for part in parts))
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes both stores."""
         try:
             self._stores[0].close()
         finally:
@@ -439,7 +439,7 @@ class Tee(Backend):
             raise errors[0]
 
     def _try(self, number: int, call: Callable[[], _Answer], errors: list[StorageError]) -> _Answer | None:
-        """Its answer, or None with the error added to the list."""
+        """Returns the answer, or None after adding the error to the list."""
         try:
             answer = call()
         except StorageError as error:
@@ -452,7 +452,7 @@ class Tee(Backend):
         return answer
 
     def _note(self, number: int, *, failed: bool) -> bool:
-        """Whether this is news."""
+        """Returns whether the state of the store changed."""
         with self._lock:
             self.failures[number] += failed
             changed = self._failing[number] != failed

@@ -1,1 +1,1 @@
-"""The tiers below the device: host memory and shared storage, and who moves pages between them and when."""
+"""The tiers below the device, host memory and shared storage, and the controller that moves pages between them."""

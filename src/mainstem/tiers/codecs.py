@@ -1,18 +1,18 @@
-"""How a page's numbers are written in storage: as they are, or in 8 bits each, with the loss stated.
+"""Codecs for stored pages: numbers are kept as they are, or in 8 bits each with a stated loss.
 
     none   |  payload                                             |   no loss
     int8   |  float32 scale of each group  |  int8 of each number |   2 bytes become 1.06
     fp8    |  exponent of each group, 1 B  |  e4m3 of each number |   2 bytes become 1.02
 
-A group is 64 numbers that follow each other in the payload (the last one may be shorter), and all its numbers share one
-scale, so that one outlier spoils its neighbours only. A codec is applied before a page is sealed and after it was
-verified, so it may trust what it decodes, but for its length.
+A group is 64 consecutive numbers of the payload; the last group may be shorter. All numbers of a group share one scale,
+so an outlier affects its own group only. A page is encoded before it is sealed and decoded after it is verified, so a
+decoder may trust everything about its input except its length.
 
 e4m3 is the 8-bit format of the OCP (OCP 8-bit Floating Point Specification, revision 1.0): 4 bits of exponent with bias
-7, 3 of mantissa, no infinities, largest value 448, smallest 2**-9. A group's exponent is written as E8M0 of the OCP
+7, 3 of mantissa, no infinities, largest value 448, smallest 2**-9. A group's exponent is stored as E8M0 of the OCP
 Microscaling specification: a power of two with bias 127.
 
-Knows arrays of bytes; knows no page, no layout and no store.
+This module handles arrays of bytes. It knows nothing of pages, layouts or stores.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ GROUP = 64
 """Numbers that share one scale."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""What can be written in 8 bits, and how long one number is."""
+"""The dtypes that can be stored in 8 bits, and the size of one number in bytes."""
 
 Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
 class Codec(ABC):
-    """One way to write numbers. It has no state, and is used by several threads at once."""
+    """One encoding of numbers. A codec has no state; several threads use it at once."""
 
     name: str
     loss: str
-    """What a number may lose, in words; the tests hold it to that."""
+    """The error that a number may suffer, in words; the tests enforce it."""
 
     @abstractmethod
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        """How long a payload is when it is written.
+        """Returns the length of a payload once it is encoded.
 
         Args:
-            payload_bytes: as the numbers lie in memory.
-            dtype: of the numbers, as PyTorch names it.
+            payload_bytes: the length in memory.
+            dtype: the dtype of the numbers, by its PyTorch name.
 
         Raises:
-            BadArgument: no such dtype here, or not a whole count of numbers.
+            BadArgument: the dtype is not supported, or the length is not a whole count of numbers.
         """
 
     @abstractmethod
     def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
-        """Writes a payload; `out` is as long as `encoded_bytes` says.
+        """Encodes a payload into `out`, which has the length given by `encoded_bytes`.
 
         Raises:
-            BadArgument: a number is infinite or NaN, or a length is wrong; what `out` holds then is undefined.
+            BadArgument: a number is infinite or NaN, or a length is wrong; the content of `out` is then undefined.
         """
 
     @abstractmethod
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        """Reads back into `out`, which is as long as the payload was.
+        """Decodes into `out`, which has the length of the original payload.
 
         Raises:
             BadArgument: a length is wrong.
@@ -72,31 +72,31 @@ class Codec(ABC):
 
 
 class Plain(Codec):
-    """Bytes as they are, of any dtype."""
+    """Stores bytes as they are, of any dtype."""
 
     name = "none"
     loss = "none"
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        """The same."""
+        """Returns the same length."""
         del dtype
         return payload_bytes
 
     def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
-        """Copies, NaN and infinities too."""
+        """Copies the bytes, NaN and infinities included."""
         del dtype
         _check_length("out", out, len(payload))
         out[:] = payload
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        """Copies."""
+        """Copies the bytes."""
         self.encode(data, out, dtype)
 
 
 class Int8(Codec):
     """A number is q * scale, with an integer q in [-127, 127] and scale = the group's greatest magnitude / 127.
 
-    The steps are even: what is small beside the greatest of its group loses most of its digits.
+    The steps are uniform: a number much smaller than the greatest of its group loses most of its digits.
     """
 
     name = "int8"
@@ -106,15 +106,15 @@ class Int8(Codec):
     )
 
     SMALLEST = 2.0**-119
-    """Below it, a scale would be no normal number."""
+    """Below this magnitude, the scale would not be a normal number."""
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        """A byte a number, and four a group."""
+        """Returns one byte per number and four per group."""
         numbers = _count(payload_bytes, dtype)
         return numbers + 4 * _groups(numbers)
 
     def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
-        """Scales and rounds to the nearest, halves to even."""
+        """Scales, then rounds to the nearest integer, halves to even."""
         _check_length("out", out, self.encoded_bytes(len(payload), dtype))
         groups, numbers = _load(payload, dtype)
         greatest = _greatest(groups)
@@ -126,7 +126,7 @@ class Int8(Codec):
         written[scales.nbytes :] = steps.view(np.uint8).reshape(-1)[:numbers]
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        """Multiplies."""
+        """Multiplies each step by the scale of its group."""
         _check_length("data", data, self.encoded_bytes(len(out), dtype))
         numbers = _count(len(out), dtype)
         head = 4 * _groups(numbers)
@@ -136,9 +136,9 @@ class Int8(Codec):
 
 
 class Float8(Codec):
-    """A number is an e4m3 float times a power of two that brings the greatest of its group into [224, 448].
+    """A number is an e4m3 float times a power of two that brings the greatest number of its group into [224, 448].
 
-    The steps follow the number: small ones keep their leading digits, down to 2**-13 of the greatest of their group.
+    The steps grow with the number: small numbers keep their leading digits, down to 2**-13 of the group's greatest.
     """
 
     name = "fp8"
@@ -148,15 +148,15 @@ class Float8(Codec):
     )
 
     LOW, HIGH = -126, 120
-    """Exponents of groups: what float32 can multiply by, and what its greatest number needs."""
+    """Bounds of a group's exponent: what float32 can scale by, and what its greatest number needs."""
 
     def encoded_bytes(self, payload_bytes: int, dtype: str) -> int:
-        """A byte a number, and one a group."""
+        """Returns one byte per number and one per group."""
         numbers = _count(payload_bytes, dtype)
         return numbers + _groups(numbers)
 
     def encode(self, payload: memoryview, out: memoryview, dtype: str) -> None:
-        """Scales by a power of two, which loses nothing, then rounds to the nearest, halves to even."""
+        """Scales by a power of two, which is exact, then rounds to the nearest code, halves to even."""
         _check_length("out", out, self.encoded_bytes(len(payload), dtype))
         groups, numbers = _load(payload, dtype)
         part, exponent = np.frexp(_greatest(groups))  # greatest = part * 2**exponent, part in [0.5, 1)
@@ -167,7 +167,7 @@ class Float8(Codec):
         written[len(groups) :] = _FROM_HALF[scaled.view(np.uint16)].reshape(-1)[:numbers]
 
     def decode(self, data: memoryview, out: memoryview, dtype: str) -> None:
-        """Looks each byte up, and multiplies."""
+        """Looks up each code and multiplies it by the scale of its group."""
         _check_length("data", data, self.encoded_bytes(len(out), dtype))
         head = _groups(_count(len(out), dtype))
         exponent = np.frombuffer(data[:head], np.uint8).astype(np.int32) - 127
@@ -176,14 +176,14 @@ class Float8(Codec):
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Plain(), Int8(), Float8())}
-"""One row a codec."""
+"""All codecs by name."""
 
 
 def find_codec(name: str) -> Codec:
-    """The codec of that name.
+    """Returns the codec with a name.
 
     Raises:
-        BadArgument: there is none; names those that there are.
+        BadArgument: there is none; the message lists the names.
     """
     if name not in CODECS:
         raise BadArgument("codec", name, "one of " + ", ".join(CODECS))
@@ -211,14 +211,14 @@ def _check_length(name: str, buffer: memoryview, length: int) -> None:
 
 
 def _in_groups(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Rows of one group each; the last one is filled up with zeros."""
+    """Reshapes to one group per row; pads the last group with zeros."""
     missing = -len(numbers) % GROUP
     whole = np.concatenate([numbers, np.zeros(missing, numbers.dtype)]) if missing else numbers
     return whole.reshape(-1, GROUP)
 
 
 def _load(payload: memoryview, dtype: str) -> tuple[Float32s, int]:
-    """Numbers as float32, in groups, and how many they are."""
+    """Returns the numbers as float32, in groups, and their count."""
     if dtype == "bfloat16":  # the upper half of a float32
         numbers = (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
@@ -228,14 +228,14 @@ def _load(payload: memoryview, dtype: str) -> tuple[Float32s, int]:
 
 def _greatest(groups: Float32s) -> Float32s:
     greatest: Float32s = np.abs(groups).max(axis=1)
-    if not np.isfinite(greatest).all():  # NaN and infinities go through abs and max
+    if not np.isfinite(greatest).all():  # abs and max keep NaN and infinities
         at = int(np.flatnonzero(~np.isfinite(groups.reshape(-1)))[0])
         raise BadArgument("payload", f"{groups.reshape(-1)[at]} as number {at}", "finite numbers")
     return greatest
 
 
 def _store(groups: Float32s, scales: Float32s, out: memoryview, dtype: str) -> None:
-    """Scales and rounds to the dtype, halves to even; what would become infinite becomes the greatest number."""
+    """Scales and rounds to the dtype, halves to even; a number that would overflow becomes the greatest finite one."""
     with np.errstate(over="ignore"):
         numbers = (groups * scales[:, None]).reshape(-1)[: len(out) // ITEM_BYTES[dtype]]
     if dtype == "bfloat16":
@@ -243,15 +243,15 @@ def _store(groups: Float32s, scales: Float32s, out: memoryview, dtype: str) -> N
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         np.frombuffer(out, np.uint16)[:] = rounded
     else:
-        most = np.finfo(dtype).max
-        np.frombuffer(out, dtype)[:] = np.clip(numbers, -most, most)
+        limit = np.finfo(dtype).max
+        np.frombuffer(out, dtype)[:] = np.clip(numbers, -limit, limit)
 
 
 _BFLOAT16_MAX = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
 
 
 def _make_e4m3() -> Float32s:
-    """The value of each of the 256 codes; 0x7F and 0xFF are NaN."""
+    """Returns the value of each of the 256 codes; 0x7F and 0xFF are NaN."""
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
@@ -261,9 +261,9 @@ def _make_e4m3() -> Float32s:
 
 
 def _make_from_half(values: Float32s) -> Bytes:
-    """The code nearest to each of the 65,536 float16 values; halves go to the even code, what is too great to 448."""
+    """Returns the nearest code for each of the 65,536 float16 values: halves to even, values too great to 448."""
     middles = (values[:126] + values[1:127]) / 2
-    middles[1::2] = np.nextafter(middles[1::2], np.float32(0))  # a half above an odd code goes up
+    middles[1::2] = np.nextafter(middles[1::2], np.float32(0))  # a half above an odd code rounds up
     halves = np.arange(1 << 16, dtype=np.uint16)
     codes = np.searchsorted(middles, np.abs(halves.view(np.float16)).astype(np.float32), side="left")
     codes[np.isnan(halves.view(np.float16))] = 127

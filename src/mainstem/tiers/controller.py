@@ -1,20 +1,20 @@
-"""`Tiers`: what goes down to the host and to storage, and what comes back, and when.
+"""`Tiers`: decides which pages move to the host and to storage and back, and when.
 
-    device  --back up-->  host  --write behind-->  storage
-       ^                   |  ^                       |
-       +------- load ------+  +------ prefetch -------+
+    device  --back up-->  host  --write-->  storage
+       ^                   |  ^                |
+       +------- load ------+  +--- prefetch ---+
 
-Everything under way is a `Pending` in one list, in the order in which it began. `poll` asks each for a vote, agrees on
-the votes with the other ranks, and settles what has ended: so every change of the tree happens at a `poll`, in the same
-order on every rank. What a transfer reads is locked; what it writes belongs to it until it is settled:
+Everything under way is a `Pending` in one list, in the order in which it began. `poll` collects their votes, agrees on
+them with the other ranks, and settles what has ended. So every change of the tree happens at a `poll`, in the same
+order on every rank. A transfer locks the pages that it reads, and owns those that it writes until it is settled:
 
-    back up     host pages in flight on their node; present when settled, gone when failed
-    load        private device pages of one lease, which publishes them when settled (`Load`)
-    prefetch    private host pages; in the tree when settled, if their verified content arrived (`Prefetch`)
+    back up     host pages in flight on their node; present once settled, freed after a failure
+    load        private device pages of one lease, which publishes them once settled (`Load`)
+    prefetch    private host pages; in the tree once settled, if their verified content arrived (`Prefetch`)
     write       host pages locked in the tree
 
-The host holds a connected prefix from the root: a copy fails with its parent's. Knows ids and bytes; knows no tensors,
-and of storage only `Store`. One thread at a time, as in a scheduler.
+The host holds a connected prefix from the root: a copy fails if its parent's fails. The tiers handle ids and bytes, no
+tensors, and use storage through `Store` only. One thread at a time, as in a scheduler.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ DEVICE, HOST = 0, 1
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 Agree = Callable[[Sequence[int]], Sequence[int]]
 Ids = NDArray[np.int32]
-_Wanted = tuple[bytes, bytes]  # a namespace, and the symbols up to the end of the first page that is missing
+_Wanted = tuple[bytes, bytes]  # a namespace, and the symbols up to the end of the first missing page
 
 _DRAIN_POLL_S = 0.005
-_FAILED = 1  # the lowest vote of what has ended; 0: it has not
+_FAILED = 1  # the lowest vote once it has ended; 0 before
 _ARRIVED = 2
 _MARKS = 1 << 60  # above every mark of a list
 
 
 def check_host_policy(write: str, hits: int, load_min_tokens: int) -> None:
-    """The fields of a `HostTier` that can be checked before there is any memory.
+    """Checks the fields of a `HostTier` that do not depend on the memory.
 
     Raises:
         BadArgument: names the field and its range.
@@ -75,14 +75,14 @@ class HostTier:
     """The host tier of a cache.
 
     Args:
-        memory: the host pages and the ways to them and back.
-        write: when pages are copied down: "write_through": as they are published; "write_through_selective": when
+        memory: the host pages and the copies to and from them.
+        write: when pages are backed up: "write_through": once they are published; "write_through_selective": once
             they were hit `hits` times; "write_back": when they are evicted from the device.
         hits: for "write_through_selective".
-        load_min_tokens: fewer are computed rather than loaded.
-        pages: host pages of each component; None: `memory.pages` of the only one.
-        agree: the smallest of every rank's votes, place by place (an all-reduce); every rank calls it equally often,
-            with as many votes. None: there is one rank.
+        load_min_tokens: fewer tokens are computed rather than loaded.
+        pages: number of host pages of each component; None: `memory.pages` of the only one.
+        agree: all-reduce that takes the element-wise minimum of the votes of all ranks. Every rank calls it equally
+            often, with equally many votes. None: there is one rank.
 
     Raises:
         BadArgument: names the field and its range.
@@ -102,19 +102,19 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counts of the tiers, in pages where nothing else is said.
+    """Counts of the tiers, in pages unless stated otherwise.
 
     Args:
         host_total, host_free, host_cached, host_private: pages of the host; private ones are being written to.
-        backed_up: copied to the host. backup_failed: their copy failed. backup_skipped: the host had no room.
-        loaded: copied back to the device. load_failed: their copy failed. load_skipped: the device had no room.
-        prefetches: begun. prefetch_skipped: left out, since too many were under way.
-        prefetched: brought from storage into the tree. prefetch_dropped: arrived, but nothing could be done with them.
-        stored: written to storage. write_dropped: left out, since the queue was full.
+        backed_up: copied to the host. backup_failed: the copy failed. backup_skipped: the host had no room.
+        loaded: copied to the device. load_failed: the copy failed. load_skipped: the device had no room.
+        prefetches: prefetches begun. prefetch_skipped: prefetches not begun, because too many were under way.
+        prefetched: read from storage into the tree. prefetch_dropped: read, but not added to the tree.
+        stored: written to storage. write_dropped: not written: the queue was full, or they were dropped from it.
         queued: waiting to be written, or being written.
-        late: pages that storage has, or may have, and that were computed all the same, by cause: see `LATE`.
-        faults: what went wrong with storage, by cause.
-        breaker_open: whether storage is left alone for now. breaker_openings: how often that came to be.
+        late: pages that storage has, or may have, and that were computed nevertheless, by cause: see `LATE`.
+        faults: faults of storage, by cause.
+        breaker_open: whether calls to storage are stopped. breaker_openings: how often that happened.
         under_way: transfers and calls that have not ended.
     """
 
@@ -143,15 +143,15 @@ class TierStats:
 
 
 class Pending(ABC):
-    """Something under way, that ends once."""
+    """Something under way. It ends once."""
 
     @abstractmethod
     def vote(self) -> int:
-        """0 while it has not ended here; then 1 at worst, and more the better it went."""
+        """Returns 0 until it has ended on this rank; then 1 or more, higher for a better outcome."""
 
     @abstractmethod
     def settle(self, outcome: int) -> None:
-        """It has ended on every rank; `outcome` is the worst of their votes."""
+        """Applies the outcome once it has ended on every rank; `outcome` is the lowest of their votes."""
 
 
 P = TypeVar("P", bound=Pending)
@@ -161,18 +161,18 @@ class Tiers:
     """The tiers below the device, for one tree.
 
     Args:
-        tree: with two tiers.
-        pools: who owns each device page, by component.
+        tree: the tree; it must have two tiers.
+        pools: the pools of device pages, by component.
         host: the host tier.
         store: the storage tier, if there is one.
-        core: of the cache that gives out leases, if there is one; for engines with an allocator of their own, None.
-        sleep: waits so many seconds, for `drain`.
+        core: the core of the cache that creates leases; None for engines with an allocator of their own.
+        sleep: waits for a number of seconds, for `drain`.
 
     Attributes:
-        prefill: what computing takes, for whoever computes to say: it decides how long storage is waited for.
+        prefill: the estimate of what computing takes, which the engine feeds; it bounds the wait for storage.
 
     Raises:
-        BadArgument: a tree of another number of tiers, or storage for more components than full attention.
+        BadArgument: the tree has another number of tiers, or storage is given for more than full attention.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class Tiers:
         self._pools, self._core_cache, self._sleep = tuple(pools), core, sleep
         self._core, self._memory = tree.core, host.memory
         self._pending: list[Pending] = []
-        self._flights: dict[int, _Backup] = {}  # by the nodes that their host pages are in flight under
+        self._flights: dict[int, _Backup] = {}  # by node whose host pages are in flight
         self._prefetches: dict[_Wanted, Prefetch] = {}
-        self._writes: deque[_Write] = deque()  # that wait
+        self._writes: deque[_Write] = deque()  # waiting
         self._writing = self._queued = 0
         self._warm = hottest.Prefixes()
         self._page_bytes = tree.page_size * tree.keys.symbol_bytes
@@ -215,21 +215,21 @@ class Tiers:
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that `poll` will settle."""
+        """Whether anything is under way that `poll` will settle."""
         return bool(self._pending or self._warm)
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether there is storage, and room for one prefetch more."""
+        """Whether there is storage, and fewer than `max_prefetches` are under way."""
         return self.store is not None and len(self._prefetches) < self.store.config.max_prefetches
 
     @property
     def copying(self) -> bool:
-        """Whether device pages belong to a transfer, and will be given back when it has ended."""
+        """Whether a transfer holds device pages, which it releases when it ends."""
         return any(isinstance(item, (_Backup, Load)) for item in self._pending)
 
     def poll(self) -> None:
-        """Settles what has ended, begins what is due. Does not block."""
+        """Settles what has ended and begins what is due. Does not block."""
         self._settle(self._pending)
         self._copy_down()
         if self.store is not None:
@@ -237,12 +237,12 @@ class Tiers:
         self._warm_up()
 
     def load(self, lease: Lease) -> Load | None:
-        """Starts copying what the host has behind a lease's hit into private pages of the lease.
+        """Starts to copy what the host has after a lease's hit into private pages of the lease.
 
-        None: it has fewer than `load_min_tokens`, or the device has no room.
+        Returns None if the host has fewer than `load_min_tokens`, or the device has no room.
 
         Raises:
-            BadArgument: something was reserved already.
+            BadArgument: the lease has reserved pages already.
             LeaseClosed: the lease has ended.
         """
         if lease.loadable < self.host.load_min_tokens:
@@ -257,9 +257,9 @@ class Tiers:
         return self._add(Load(self, lease, number, self._memory.up(moves), pages))
 
     def prefetch(self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None) -> Prefetch | None:
-        """Starts looking in storage for what neither device nor host has of a prompt.
+        """Starts to look up in storage what neither device nor host has of a prompt.
 
-        None: there is no storage, too little is missing, or too many are under way.
+        Returns None if there is no storage, too little is missing, or too many prefetches are under way.
 
         Raises:
             BadTokens: a token is out of range.
@@ -268,16 +268,16 @@ class Tiers:
             return None
         key = tokens.symbols if isinstance(tokens, Encoded) else self.tree.keys.encode(tokens)
         pages = max(len(key) - self.tree.keys.symbol_bytes, 0) // self._page_bytes  # one token is always computed
-        least = max(1, -(-self.store.config.prefetch_min_tokens // self.tree.page_size))
-        prefetch = self._prefetch(encode_namespace(namespace), key[: pages * self._page_bytes], least)
+        min_pages = max(1, -(-self.store.config.prefetch_min_tokens // self.tree.page_size))
+        prefetch = self._prefetch(encode_namespace(namespace), key[: pages * self._page_bytes], min_pages)
         if prefetch is not None:
             prefetch.wanted = True
         return prefetch
 
     def back_up(self, node: int, hits: int = 0) -> bool:
-        """Starts copying what the host lacks of the prefix that ends at a node, as far as it was hit so often.
+        """Starts to copy what the host lacks of the prefix that ends at a node, as far as it was hit `hits` times.
 
-        Whether all that the host lacks is on its way, or there already.
+        Returns whether everything that the host lacked is under way or present.
 
         Raises:
             StaleHandle: the node was evicted.
@@ -298,11 +298,11 @@ class Tiers:
         return not self._core.lacking(node, DEVICE, HOST, hits)
 
     def make_room(self, row: int, pages: int) -> None:
-        """For "write_back": frees a component's device pages, after a copy of what the host lacks. Waits for it."""
+        """For "write_back": backs up what the host lacks, waits for it, then frees device pages of a component."""
         component = self.tree.components[row].name
         while pages > 0 and (victim := self.tree.next_victim(component)):
             size = len(self._core.own_ids(victim, row, DEVICE))
-            self.tree.lock(victim, DEVICE)  # the host's eviction may join nodes, but not this one
+            self.tree.lock(victim, DEVICE)  # so that eviction on the host does not join this node to another
             try:
                 if self.back_up(victim):
                     self._wait_for_backups()
@@ -316,14 +316,14 @@ class Tiers:
             pages -= len(freed[row])
 
     def flush(self) -> int:
-        """Evicts every host page that nothing uses; the number freed. Storage keeps what it has."""
+        """Evicts every unlocked host page and returns the number freed. Storage keeps its pages."""
         freed = self.tree.flush(HOST)
         for pool, ids in zip(self.host_pools, freed, strict=True):
             pool.reclaim(ids)
         return len(freed[0])
 
     def forget(self, namespace: bytes) -> None:
-        """Lets go of what was removed from a namespace: host pages, writes that wait, and pages in storage."""
+        """Drops what was removed from a namespace: host pages, waiting writes, and pages in storage."""
         if self.store is not None:
             for write in [write for write in self._writes if self._core.removed(write.node)]:
                 self._writes.remove(write)
@@ -345,22 +345,22 @@ class Tiers:
     # ---------------------------------------------------------------- restart
 
     def remember(self) -> None:
-        """Writes down in storage which prefixes are the hottest, for `warm`. Every rank at the same poll."""
+        """Stores the list of the hottest prefixes, for `warm`. All ranks call it between the same polls."""
         if self.store is None:
             return
         if any(isinstance(item, _Note) for item in self._pending):
-            return  # the last list is on its way still
-        if spans := self._core.hot_spans(HOST):  # an empty list would wipe out what another process has found
+            return  # the last list is still being written
+        if spans := self._core.hot_spans(HOST):  # an empty list would replace that of another process
             content = hottest.encode(spans, self._page_bytes, self.host_pools[0].total)
             self._add(_Note(hottest.Keeping(self.store, content)))
 
     def warm(self) -> None:
-        """Starts bringing back to the host what `remember` wrote down, as far as there is room."""
+        """Starts to prefetch the prefixes that `remember` listed, as far as the host has room."""
         if self.store is not None:
             self._add(_Warm(self, hottest.Finding(self.store, self._page_bytes, self.host_pools[0].total)))
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until what is under way has ended, copies and writes that follow from it, too; whether it has."""
+        """Waits until everything under way, and what follows from it, has ended. Returns whether it has."""
         for _ in range(max(1, int(timeout_s / _DRAIN_POLL_S))):
             self.poll()
             if not self.busy:
@@ -369,15 +369,15 @@ class Tiers:
         return False
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the storage tier; calls that hang are left behind."""
+        """Ends the storage tier; calls that do not return within `timeout_s` are abandoned."""
         if self.store is not None:
             self._begin_writes(len(self._writes))
             self.store.close(timeout_s)
 
-    # ---------------------------------------------------------------- what it says of itself
+    # ---------------------------------------------------------------- statistics and checks
 
     def stats(self) -> TierStats:
-        """Counts, kept as things change."""
+        """Returns counts; all are maintained incrementally."""
         pool, counts, store = self.host_pools[0], self.counts, self.store
         return TierStats(
             host_total=pool.total,
@@ -405,7 +405,7 @@ class Tiers:
         )
 
     def check(self) -> None:
-        """Verifies the host's pools, and that they agree with the tree; slow.
+        """Verifies the pools of the host, and that they agree with the tree; slow.
 
         Raises:
             CorruptTree: names the rule that is broken.
@@ -414,23 +414,23 @@ class Tiers:
             pool.check()
             cells = [view.cells[component.name, HOST] for view in self.tree.nodes()]
             present = [page for cell in cells if cell.present for page in cell.ids.tolist()]
-            coming = [page for cell in cells if cell.in_flight for page in cell.ids.tolist()]
-            for pages, owner, total in ((present, "cached", pool.cached), (coming, "private", None)):
-                wrong = [page for page in pages if pool.owner(page) != owner]
-                if wrong or total not in (None, len(pages)):
+            in_flight = [page for cell in cells if cell.in_flight for page in cell.ids.tolist()]
+            for page_ids, owner, total in ((present, "cached", pool.cached), (in_flight, "private", None)):
+                wrong = [page for page in page_ids if pool.owner(page) != owner]
+                if wrong or total not in (None, len(page_ids)):
                     raise CorruptTree(f"host pages of {component.name}: {wrong[:8]} are not {owner}, or {total} are")
             rest = sum(prefetch.private_pages() for prefetch in self._prefetches.values())
-            if component is self.tree.components[0] and pool.private != len(coming) + rest:
-                raise CorruptTree(f"{pool.private} host pages are private: {len(coming)} in flight, {rest} prefetched")
+            if component is self.tree.components[0] and pool.private != len(in_flight) + rest:
+                raise CorruptTree(f"{pool.private} host pages private: {len(in_flight)} in flight, {rest} prefetched")
 
-    # ---------------------------------------------------------------- in parts
+    # ---------------------------------------------------------------- helpers
 
     def _add(self, pending: P) -> P:
         self._pending.append(pending)
         return pending
 
     def _settle(self, pending: Sequence[Pending]) -> None:
-        """Settles those that have ended on every rank. What they begin comes behind the others."""
+        """Settles those that have ended on every rank. What they begin is appended to the list."""
         while pending:
             votes: Sequence[int] = [item.vote() for item in pending]
             if self.host.agree is not None:
@@ -451,7 +451,7 @@ class Tiers:
             self._settle(backups)
 
     def _copy_down(self) -> None:
-        """Begins the copies that the policy wants of what was matched and published since the last time."""
+        """Begins the copies that the write policy asks for, of what was matched or published since the last call."""
         if self._core_cache is None:
             return
         touched = self._core_cache.take_touched()
@@ -462,12 +462,12 @@ class Tiers:
             try:
                 self.back_up(node, hits)
             except StaleHandle:
-                continue  # evicted, or joined to what came behind it, which was touched, too
+                continue  # evicted, or joined to the next node, which was touched too
 
     def _hold(self, node: int, hits: int) -> list[int]:
-        """The nodes to copy, from the top, locked on both tiers. A lock may split where a window begins: look again.
+        """Locks the nodes to copy, from the top, on both tiers. Repeats, since a lock may split where a window begins.
 
-        They end before a node that is on its way already: what it has got since would be settled with that copy.
+        Stops before a node that is being copied: pages added to it since would be settled with that copy.
         """
         held: list[int] = []
         while True:
@@ -486,7 +486,7 @@ class Tiers:
         self._core.unlock(node, HOST)
 
     def _host_room(self, nodes: Sequence[int]) -> list[Ids] | None:
-        """Host pages for what nodes hold on the device and not on the host, by component; None: there is no room."""
+        """Allocates host pages for what nodes hold on the device only, by component; None without room."""
         rows = range(len(self.host_pools))
         needed = [sum(len(self._missing(node, row)) for node in nodes) for row in rows]
         if not all(self._make_host_room(row, n) for row, n in zip(rows, needed, strict=True)):
@@ -495,7 +495,7 @@ class Tiers:
         return [pool.allocate(n) for pool, n in zip(self.host_pools, needed, strict=True)]
 
     def _make_host_room(self, row: int, pages: int) -> bool:
-        """Evicts host pages until so many are free; nothing, if that cannot be."""
+        """Evicts host pages until `pages` are free; evicts none if that is impossible."""
         missing = pages - self.host_pools[row].free
         if missing <= 0:
             return True
@@ -504,7 +504,7 @@ class Tiers:
             if not self._writes or missing > self._evictable(row) + waiting:
                 return False
             waiting -= self._writes[0].pages
-            self._writes.popleft().give_up()  # or a store that hangs would take the host away
+            self._writes.popleft().give_up()  # so that a stuck store does not occupy the host
         freed = self.tree.evict(missing, self.tree.components[row].name, HOST)
         for pool, ids in zip(self.host_pools, freed, strict=True):
             pool.reclaim(ids)
@@ -515,13 +515,13 @@ class Tiers:
         return present - locked
 
     def _missing(self, node: int, row: int) -> Ids:
-        """Device pages of a node that have no place on the host."""
+        """Returns the device pages of a node that the host lacks."""
         if self._core.residency(node, row, HOST) in (PRESENT, IN_FLIGHT):
             return np.empty(0, np.int32)
         return self._core.own_ids(node, row, DEVICE)
 
     def _attach(self, nodes: Sequence[int], row: int, ids: Ids) -> Move:
-        """Host pages in flight for a component of nodes; what is to be copied."""
+        """Attaches host pages, in flight, to nodes for one component; returns the copy to make."""
         sources, at = [np.empty(0, np.int32)], 0
         for node in nodes:
             source = self._missing(node, row)
@@ -533,13 +533,13 @@ class Tiers:
 
     # storage
 
-    def _prefetch(self, namespace: bytes, key: bytes, least: int) -> Prefetch | None:
-        """Looks for whole pages, if at least so many are missing; fewer are not read either."""
+    def _prefetch(self, namespace: bytes, key: bytes, min_pages: int) -> Prefetch | None:
+        """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
         assert self.store is not None
         name, have = self._wanted(namespace, key)
-        if len(key) // self._page_bytes - have < least:
+        if len(key) // self._page_bytes - have < min_pages:
             return None
-        # One that looks for the same page already does for both.
+        # A prefetch of the same missing page serves both.
         if (same := self._prefetches.get(name)) is not None:
             same.users += 1
             same.shared = True
@@ -553,24 +553,24 @@ class Tiers:
         if anchor:
             self.back_up(anchor)
         self.counts["prefetches"] += 1
-        self._prefetches[name] = prefetch = Prefetch(self, name, key, have, anchor, least)
+        self._prefetches[name] = prefetch = Prefetch(self, name, key, have, anchor, min_pages)
         prefetch.begin()
         return prefetch
 
     def _wanted(self, namespace: bytes, key: bytes) -> tuple[_Wanted, int]:
-        """The first page of a prefix that neither device nor host has, and the number of pages before it."""
+        """Returns the first page of a prefix that neither device nor host has, and the number of pages before it."""
         here, _, below = self._core.peek(namespace, key, 0, False)
         have = (here + below) // self.tree.page_size
         return (namespace, key[: (have + 1) * self._page_bytes]), have
 
     def _prefetch_room(self) -> int:
-        """Host pages that prefetches may still take."""
+        """Returns how many more host pages prefetches may hold."""
         assert self.store is not None
         limit = int(self.host_pools[0].total * self.store.config.host_fraction)
         return limit - sum(prefetch.private_pages() for prefetch in self._prefetches.values())
 
     def _write(self, node: int, begin: int, named: tuple[bytes, list[bytes]]) -> None:
-        """Queues the pages from `begin` to the end of a node for storage; not if they have no room behind others."""
+        """Queues the pages from `begin` to a node's end for storage; drops them if the queue has no room."""
         assert self.store is not None
         if self._core.removed(node):
             return
@@ -583,31 +583,31 @@ class Tiers:
         self._queued += pages
         self._writes.append(self._add(_Write(self, node, begin, parent if begin else None, keys)))
 
-    def _begin_writes(self, most: int) -> None:
-        while self.store is not None and self._writes and most > 0:
-            most -= 1
+    def _begin_writes(self, limit: int) -> None:
+        while self.store is not None and self._writes and limit > 0:
+            limit -= 1
             self._writing += 1
             self._writes.popleft().begin(self.store)
 
     def _warm_up(self) -> None:
-        """Prefetches what was hot before, few at a time, behind what requests ask for."""
+        """Prefetches the listed prefixes, few at a time, after those that requests ask for."""
         while (
             self._warm
             and self.store is not None
             and len(self._prefetches) < max(1, self.store.config.max_prefetches // 2)
         ):
             if not self.host_pools[0].free:
-                self._warm = hottest.Prefixes()  # what is there is hotter than what is left
+                self._warm = hottest.Prefixes()  # the pages on the host are hotter than the rest of the list
                 return
             namespace, key = self._warm.first
             if self._wanted(namespace, key)[0] in self._prefetches:
-                return  # what it shares with another comes first
+                return  # a prefetch of a shared part must end first
             self._warm.drop()
-            self._prefetch(namespace, key, least=1)
+            self._prefetch(namespace, key, min_pages=1)
 
 
 class _Backup(Pending):
-    """Nodes on their way to the host. They fail with the copy that their parents are in."""
+    """A copy of nodes to the host. It fails if the copy of their parents fails."""
 
     def __init__(
         self, tiers: Tiers, nodes: list[int], ticket: Ticket, above: _Backup | None, targets: list[Ids]
@@ -616,7 +616,7 @@ class _Backup(Pending):
         self._tiers, self._nodes, self._targets = tiers, nodes, targets
         self._above, self._failed = above, False
         self._begin = tiers._core.start(nodes[0])  # a split may move it
-        self._below: list[_Backup] = []  # that have not ended
+        self._below: list[_Backup] = []  # not ended
         if above is not None:
             above._below.append(self)
 
@@ -636,7 +636,7 @@ class _Backup(Pending):
                 log.warning("a copy to the host failed: %s", self.ticket.error)
             self._cancel()
             return
-        # Named first, written or not: once a node is in flight no more, it may be joined to what its name is made from.
+        # Named before the commit, written or not: after it the node may be joined to what its name derives from.
         named = None if tiers.names is None else tiers.names.of(self._nodes[-1], self._begin)
         for node in self._nodes:
             tiers._core.commit(node, HOST)
@@ -650,7 +650,7 @@ class _Backup(Pending):
         self._end()
 
     def _cancel(self) -> None:
-        """Takes back what was in flight, once nothing hangs below it."""
+        """Frees what was in flight, once no copy below is under way."""
         if self._below:
             return
         tiers = self._tiers
@@ -671,15 +671,15 @@ class _Backup(Pending):
 
 
 class Load(Pending):
-    """Host pages on their way into private device pages of a lease. Made by `Tiers.load`.
+    """A copy of host pages into private device pages of a lease. Created by `Tiers.load`.
 
-    The pages can be read layer by layer as they arrive (`ticket`), and are published when all are there. A lease may be
-    closed at any moment: its pages go back to the pool when the copy has ended.
+    The pages can be read layer by layer as they arrive (`ticket`), and are published once all have arrived. A lease may
+    be closed at any time: its pages are freed when the copy has ended.
 
     Attributes:
-        ticket: of the copy.
-        pages: of the sequence that are loaded; where all layers slide, those behind the window are not copied.
-        arrived: None while under way; then whether all is there. If not, the lease's hit is as it was before.
+        ticket: the copy's ticket.
+        pages: pages of the sequence; where all layers slide, those before the window are counted but not copied.
+        arrived: None while under way; then whether all pages arrived. If not, the lease's hit is unchanged.
     """
 
     def __init__(self, tiers: Tiers, lease: Lease, number: int, ticket: LayerTicket, pages: int) -> None:
@@ -688,20 +688,20 @@ class Load(Pending):
         self._tiers, self._lease, self._number = tiers, lease, number
 
     def wait(self) -> bool:
-        """Waits until it has ended, and settles it; whether it arrived."""
+        """Waits until it has ended and settles it. Returns whether it arrived."""
         while self.arrived is None:
             self.ticket.wait()
             self._tiers._settle([self])
         return self.arrived
 
     def vote(self) -> int:
-        """Whether the copy has ended."""
+        """Votes once the copy has ended."""
         if not self.ticket.done():
             return 0
         return _ARRIVED if self.ticket.error is None else _FAILED
 
     def settle(self, outcome: int) -> None:
-        """Publishes what arrived."""
+        """Publishes the pages if they arrived."""
         self.arrived = outcome == _ARRIVED
         self._tiers.counts["loaded" if self.arrived else "load_failed"] += self.pages
         if self._lease.closed:
@@ -712,24 +712,24 @@ class Load(Pending):
 
 
 class Prefetch:
-    """A prompt's way from storage to the host. Made by `Tiers.prefetch`.
+    """A copy of a prompt's pages from storage to the host. Created by `Tiers.prefetch`.
 
-        look --found n pages--> read | read | read ... --verified, in order--> in the tree
+        look up --found n pages--> read | read | read ... --verified, in order--> in the tree
 
     Attributes:
-        loaded: positions that it brought into the tree so far.
-        users: requests that want it.
+        loaded: positions that it has added to the tree so far.
+        users: number of requests that want it.
         shared: whether there was ever more than one.
-        wanted: whether a request asked for it: what was hot before is waited for by nobody.
+        wanted: whether a request asked for it; no request waits for a prefetch of `warm`.
     """
 
-    def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int, least: int) -> None:
+    def __init__(self, tiers: Tiers, name: _Wanted, key: bytes, have: int, anchor: int, min_pages: int) -> None:
         assert tiers.store is not None and tiers.names is not None
         self.users, self.loaded, self.shared, self.wanted = 1, 0, False, False
         self._tiers, self._store, self._names, self._name = tiers, tiers.store, tiers.names, name
-        self._namespace, self._key, self._least = name[0], key, least
-        self._anchor = anchor  # the node behind which the next pages belong, locked on the host
-        self._have = self._asked = have  # pages up to which all is in the tree, and being read
+        self._namespace, self._key, self._min_pages = name[0], key, min_pages
+        self._anchor = anchor  # the node that the next pages follow, locked on the host
+        self._have = self._asked = have  # pages in the tree, and pages in the tree or being read
         self._keys: list[bytes] = []
         self._first = have
         self._reads: deque[_Read] = deque()
@@ -739,20 +739,20 @@ class Prefetch:
 
     @property
     def waiting(self) -> bool:
-        """Whether the request does better to wait for more."""
+        """Whether the request should wait for more."""
         return not (self._ended or self._expired or self._store.config.prefetch == "best_effort")
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether no more pages will arrive."""
         return self._ended
 
     def revoke(self) -> None:
-        """One request less wants it: without any, nothing more is asked for. What is on its way is still kept."""
+        """Withdraws one request. With none left, no more reads begin; pages being read are still kept."""
         self.users -= 1
 
     def begin(self) -> None:
-        """Asks what storage has."""
+        """Begins the lookup."""
         tiers = self._tiers
         parent = self._names.last(self._namespace, self._anchor)
         missing = self._key[self._have * tiers._page_bytes :]
@@ -761,11 +761,11 @@ class Prefetch:
         tiers._add(_Expiry(self))
 
     def late(self) -> bool:
-        """Whether a request should wait no longer, as this rank sees it."""
+        """Whether a request should stop waiting, as this rank sees it."""
         return self._ended or self._wait.over or self._overdue()
 
     def expire(self) -> None:
-        """Nobody waits any longer; nor for others, if storage has not even said what it has."""
+        """Ends the wait of its requests. If storage has not answered the lookup, it is marked as slow."""
         self._expired = True
         if self.wanted and self.users > 0:
             end = self._first + len(self._keys) if self._looked_up and not self._lookup.refused else self._pages
@@ -777,7 +777,7 @@ class Prefetch:
         return self._lookup.overdue() or any(read.call.overdue() for read in self._reads)
 
     def _why(self) -> Cause:
-        """What keeps pages that are not there from being waited for."""
+        """Returns why no request waits for the missing pages."""
         if self._lookup.refused or self._store.breaker.open:
             return "breaker"
         if self._cut:
@@ -785,31 +785,31 @@ class Prefetch:
         return "slow" if self._store.slow and not self._overdue() else "timeout"
 
     def looked_up(self, keys: list[bytes]) -> None:
-        """Storage has these pages."""
+        """Takes the result of the lookup: the keys of the pages that storage has."""
         self._looked_up = True
         self._wait.answered(len(keys), self._lookup.took_s)
-        if len(keys) >= self._least:
+        if len(keys) >= self._min_pages:
             self._keys = keys
         self._go_on()
 
     def arrived(self) -> None:
-        """Takes what came into the tree, in order, and asks for more."""
+        """Adds the pages that were read to the tree, in order, and begins more reads."""
         while self._reads and self._reads[0].ended:
             read = self._reads.popleft()
             good = read.good if not self._cut else 0
-            kept = self._adopt(read.pages[:good])
-            self._cut = self._cut or kept < len(read.pages)
-            self._tiers.host_pools[0].release(read.pages[good:])
+            kept = self._adopt(read.page_ids[:good])
+            self._cut = self._cut or kept < len(read.page_ids)
+            self._tiers.host_pools[0].release(read.page_ids[good:])
         self._go_on()
 
     @property
     def anchored(self) -> bool:
-        """Whether what comes can be put behind its place: not while that itself is on its way to the host."""
+        """Whether pages can be added after the anchor: not while the anchor itself is in flight on the host."""
         return not self._anchor or self._tiers._core.residency(self._anchor, 0, HOST) != IN_FLIGHT
 
     def private_pages(self) -> int:
-        """Host pages that hold, or will hold, what is not in the tree yet."""
-        return sum(len(read.pages) for read in self._reads)
+        """Returns the number of host pages that are being read into and not in the tree yet."""
+        return sum(len(read.page_ids) for read in self._reads)
 
     def _go_on(self) -> None:
         end = self._first + len(self._keys)
@@ -818,7 +818,7 @@ class Prefetch:
             if self._read(min(config.batch_pages, end - self._asked)):
                 continue
             if self._reads:
-                break  # room may come with what is on its way
+                break  # a read under way may make room
             if self.wanted and not self._expired:
                 self._tiers.late["host_room"] += end - self._asked
             end = self._asked
@@ -831,32 +831,32 @@ class Prefetch:
         n = min(n, tiers._prefetch_room())
         if n <= 0 or not tiers._make_host_room(0, n):
             return False
-        pages = pool.allocate(n)
+        page_ids = pool.allocate(n)
         keys = self._keys[self._asked - self._first :][:n]
-        call = self._store.read(keys, tiers._memory.slots(pages.tolist()))
-        self._reads.append(tiers._add(_Read(self, pages, call)))
+        call = self._store.read(keys, tiers._memory.slots(page_ids.tolist()))
+        self._reads.append(tiers._add(_Read(self, page_ids, call)))
         self._asked += n
         return True
 
-    def _adopt(self, pages: Ids) -> int:
-        """Puts whole pages behind the anchor; how many are in the tree then. What is there already comes first."""
+    def _adopt(self, page_ids: Ids) -> int:
+        """Adds intact pages after the anchor; returns how many are in the tree then. Existing pages take precedence."""
         tiers, pool = self._tiers, self._tiers.host_pools[0]
-        end = self._have + len(pages)
-        if not len(pages):
+        end = self._have + len(page_ids)
+        if not len(page_ids):
             return 0
         if self._anchor and tiers._core.residency(self._anchor, 0, HOST) != PRESENT:
-            pool.release(pages)
-            tiers.counts["prefetch_dropped"] += len(pages)
+            pool.release(page_ids)
+            tiers.counts["prefetch_dropped"] += len(page_ids)
             return 0
         ids = np.zeros(end, np.int32)
-        ids[self._have :] = pages
+        ids[self._have :] = page_ids
         key = self._key[: end * tiers._page_bytes]
         node, length, _, theirs = tiers._core.insert(self._namespace, key, 0, [ids], self._anchor, 0, HOST, True)
         kept = length // tiers.tree.page_size - self._have
-        ours = np.zeros(len(pages), bool)
-        ours[:kept] = theirs[:kept] == pages[:kept]
-        pool.publish(pages[ours])
-        pool.release(pages[~ours])
+        ours = np.zeros(len(page_ids), bool)
+        ours[:kept] = theirs[:kept] == page_ids[:kept]
+        pool.publish(page_ids[ours])
+        pool.release(page_ids[~ours])
         tiers.counts["prefetched"] += int(ours.sum())
         tiers.counts["prefetch_dropped"] += int((~ours).sum())
         self.loaded += int(ours.sum()) * tiers.tree.page_size
@@ -887,10 +887,10 @@ class _Lookup(Pending):
 
 
 class _Read(Pending):
-    """A batch of pages on their way from storage into host pages of their own."""
+    """A batch of pages being read from storage into private host pages."""
 
-    def __init__(self, prefetch: Prefetch, pages: Ids, call: StoreCall[int]) -> None:
-        self.pages, self.call = pages, call
+    def __init__(self, prefetch: Prefetch, page_ids: Ids, call: StoreCall[int]) -> None:
+        self.page_ids, self.call = page_ids, call
         self.good, self.ended = 0, False
         self._prefetch = prefetch
 
@@ -914,7 +914,7 @@ class _Expiry(Pending):
 
 
 class _Write(Pending):
-    """Pages of a node on their way to storage, locked on the host."""
+    """A write of a node's pages to storage. They are locked on the host."""
 
     def __init__(self, tiers: Tiers, node: int, begin: int, parent: bytes | None, keys: list[bytes]) -> None:
         self.node, self.pages = node, len(keys)
@@ -929,7 +929,7 @@ class _Write(Pending):
         self._call = store.write(self._parent, self._keys, slots)
 
     def give_up(self) -> None:
-        """It waits no longer, and is not written."""
+        """Drops a write that is waiting."""
         self._given_up = True
         self._tiers._queued -= self.pages
         self._tiers.counts["write_dropped"] += self.pages
@@ -951,12 +951,12 @@ class _Write(Pending):
         tiers._queued -= self.pages
         tiers.counts["stored"] += self._call.value.pages
         if outcome == _FAILED and tiers.names is not None:
-            tiers._write(self.node, 0, tiers.names.of(self.node, 0))  # all of the path
+            tiers._write(self.node, 0, tiers.names.of(self.node, 0))  # the whole path
         tiers._core.unlock(self.node, HOST)
 
 
 class _Asked(Pending):
-    """Something that the store is asked to do, and nobody waits for."""
+    """A call to the store whose result nothing depends on."""
 
     def __init__(self, asked: hottest.Keeping | StoreCall[bool]) -> None:
         self._asked = asked
@@ -965,27 +965,27 @@ class _Asked(Pending):
         return int(self._asked.done())
 
     def settle(self, outcome: int) -> None:
-        """Nothing follows from it."""
+        """Does nothing."""
 
 
 class _Note(_Asked):
-    """The list of the hottest prefixes on its way to the store."""
+    """A write of the list of the hottest prefixes."""
 
 
 class _Warm(Pending):
-    """The list of the hottest prefixes. Ranks take it only if all have the same: the least mark is the greatest."""
+    """A read of the list of the hottest prefixes. Ranks use it only if lowest and highest mark are the same."""
 
-    def __init__(self, tiers: Tiers, finding: hottest.Finding, least: int | None = None) -> None:
-        self._tiers, self._finding, self._least = tiers, finding, least
+    def __init__(self, tiers: Tiers, finding: hottest.Finding, lowest: int | None = None) -> None:
+        self._tiers, self._finding, self._lowest = tiers, finding, lowest
 
     def vote(self) -> int:
         if not self._finding.done():
             return 0
-        return self._finding.mark if self._least is None else _MARKS - self._finding.mark
+        return self._finding.mark if self._lowest is None else _MARKS - self._finding.mark
 
     def settle(self, outcome: int) -> None:
         tiers = self._tiers
-        if self._least is None:
+        if self._lowest is None:
             tiers._add(_Warm(tiers, self._finding, outcome))
-        elif outcome == _MARKS - self._least:
+        elif outcome == _MARKS - self._lowest:
             tiers._warm = hottest.decode(self._finding.value, tiers._page_bytes, tiers.host_pools[0].total)

@@ -1,19 +1,19 @@
-"""The list of the hottest prefixes: what a restart brings back first.
+"""The list of the hottest prefixes, which a restarted server loads from storage first.
 
-It names all that the host holds, each page once, what is hottest first. A span of pages says behind which page of
-which earlier span it comes, so what prefixes share is there once, and any beginning of the list is a list:
+It names every page that the host holds once, hottest first. A span of pages names the page of an earlier span that it
+follows. So a shared prefix is listed once, and any leading part of the list is a list:
 
     span   from 4 | at 4 | pages 4 | { length 4 | namespace } if from is 0 | symbols             little-endian
 
-It comes behind page `at` of the path that span `from` ends, counted from 1; 0: it is the first of its namespace.
+It follows page `at` of the path that ends with span `from`, counted from 1. With 0 it is the first of its namespace.
 
-The store keeps the list in pieces of one size, each a note of its own: hidden, since namespaces may carry salts, and
-sealed like a page:
+The store keeps the list in pieces of equal size, one note each. A piece is sealed like a page, and hidden because
+namespaces may carry salts:
 
-    piece     mark 16 | pieces 4 | content, and zeros behind the last
+    piece     mark 16 | pieces 4 | content, padded with zeros after the last
 
-The mark is of the whole list, so two lists are never mixed: what is read ends in front of a piece that is missing,
-damaged or of another list. Even so only lengths that fit are believed, and no more than the host has room for.
+The mark identifies the whole list, so two lists never mix: reading stops before a piece that is missing, damaged or of
+another list. The decoder still checks every length, and takes no more pages than the host has room for.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from hashlib import sha256
 from mainstem.tiers.store import Store, StoreCall
 
 PIECE_BYTES = 1 << 18
-"""Of each value that the list is kept in."""
+"""Bytes of a piece, its mark and count included."""
 
 _NAME = "hottest prefixes"
-_STRETCH = struct.Struct("<III")
+_SPAN = struct.Struct("<III")
 _LENGTH = struct.Struct("<I")
 _PIECE = struct.Struct("<16sI")
 _CONTENT_BYTES = PIECE_BYTES - _PIECE.size
-_SPARE_BYTES = 64  # a page, for what stands in front of its symbols
+_SPARE_BYTES = 64  # per page, for the header before its symbols
 
 PathSpan = tuple[int, int, bytes, bytes]
-"""Of `_core.Tree.hot_spans`: the number of the span before it (-1: none), at which page, namespace, symbols."""
+"""From `_core.Tree.hot_spans`: number of the span that it follows (-1: none), page there, namespace, symbols."""
 
 
 def encode(spans: Sequence[PathSpan], page_bytes: int, pages: int) -> bytes:
-    """The hottest spans, up to what a host of so many pages takes back."""
+    """Encodes the hottest spans, as many as a host with this many pages can load."""
     parts: list[bytes] = []
     room = _room(pages, page_bytes)
     for before, at, namespace, symbols in spans:
         named = b"" if before >= 0 else _LENGTH.pack(len(namespace)) + namespace
-        entry = _STRETCH.pack(before + 1, at, len(symbols) // page_bytes) + named + symbols
+        entry = _SPAN.pack(before + 1, at, len(symbols) // page_bytes) + named + symbols
         room -= len(entry)
         if room < 0:
             break
@@ -54,13 +54,13 @@ def encode(spans: Sequence[PathSpan], page_bytes: int, pages: int) -> bytes:
 
 
 def decode(content: bytes, page_bytes: int, pages: int) -> Prefixes:
-    """What `encode` was given, as far as it is whole and a host of so many pages has room for it."""
+    """Decodes a list, as far as it is intact and a host with this many pages has room for it."""
     spans: list[PathSpan] = []
-    ends: list[int] = []  # of each span, in pages from the root
+    ends: list[int] = []  # the end of each span, in pages from the root
     read = 0
-    while pages > 0 and read + _STRETCH.size <= len(content):
-        number, at, size = _STRETCH.unpack_from(content, read)
-        read += _STRETCH.size
+    while pages > 0 and read + _SPAN.size <= len(content):
+        number, at, size = _SPAN.unpack_from(content, read)
+        read += _SPAN.size
         namespace = b""
         if number == 0:
             if read + _LENGTH.size > len(content):
@@ -81,7 +81,7 @@ def decode(content: bytes, page_bytes: int, pages: int) -> Prefixes:
 
 
 class Prefixes:
-    """Prefixes that are left to bring back, the hottest first. Their symbols are put together one at a time."""
+    """The prefixes left to load, hottest first. Symbols are assembled for one prefix at a time."""
 
     def __init__(self, spans: Sequence[PathSpan] = (), page_bytes: int = 1) -> None:
         self._spans, self._page_bytes = spans, page_bytes
@@ -93,12 +93,12 @@ class Prefixes:
 
     @property
     def first(self) -> tuple[bytes, bytes]:
-        """The namespace and the symbols of the next."""
+        """The namespace and the symbols of the next prefix."""
         self._first = self._first or self._path(self._at)
         return self._first
 
     def drop(self) -> None:
-        """Goes on to the one behind it."""
+        """Moves on to the next prefix."""
         self._at, self._first = self._at + 1, None
 
     def _path(self, number: int) -> tuple[bytes, bytes]:
@@ -113,7 +113,7 @@ class Prefixes:
 
 
 class Keeping:
-    """The pieces of a list on their way to the store, one after the other. They end with one that is not stored."""
+    """A list on its way to the store, one piece after the other. Stops at the first piece that is not stored."""
 
     def __init__(self, store: Store, content: bytes) -> None:
         self._store = store
@@ -123,7 +123,7 @@ class Keeping:
         self._call = self._keep()
 
     def done(self) -> bool:
-        """Whether nothing is under way any more."""
+        """Whether no call is under way."""
         while self._call.done():
             if not self._call.value or not self._left:
                 return True
@@ -135,16 +135,16 @@ class Keeping:
 
 
 class Finding:
-    """A list on its way from the store, for a host of so many pages.
+    """A list on its way from the store, for a host with this many pages.
 
     Attributes:
-        value: what there is of it, when it is done.
-        mark: the value as a number from 1 to 2**56, for ranks to compare.
+        value: the list as far as it was found, once `done`.
+        mark: a digest of the value, from 1 to 2**56, for ranks to compare.
     """
 
     def __init__(self, store: Store, page_bytes: int, pages: int) -> None:
         self._store = store
-        self._most = -(-_room(pages, page_bytes) // _CONTENT_BYTES)
+        self._max_pieces = -(-_room(pages, page_bytes) // _CONTENT_BYTES)
         self._parts: list[bytes] = []
         self._head = b""
         self._call = self._find()
@@ -153,7 +153,7 @@ class Finding:
         self.mark = 1
 
     def done(self) -> bool:
-        """Whether nothing is under way any more."""
+        """Whether no call is under way."""
         while not self._ended and self._call.done():
             if self._take(self._call.value):
                 self._call = self._find()
@@ -166,14 +166,14 @@ class Finding:
         return self._store.find_note(_name(len(self._parts)), PIECE_BYTES)
 
     def _take(self, piece: bytes) -> bool:
-        """Whether there is another piece behind this one."""
+        """Takes a piece; whether another one follows it."""
         head = piece[: _PIECE.size]
         if not head or head != (self._head or head):
             return False
         self._head = head
         self._parts.append(piece[_PIECE.size :])
         count: int = _PIECE.unpack(head)[1]
-        return len(self._parts) < min(self._most, count)
+        return len(self._parts) < min(self._max_pieces, count)
 
 
 def _room(pages: int, page_bytes: int) -> int:

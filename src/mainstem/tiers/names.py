@@ -1,10 +1,10 @@
-"""The names of stored pages, each made once: a prefix that grows by a page costs one hash.
+"""The names of stored pages. Each is computed once: a prefix that grows by a page costs one hash.
 
-A page's name is chained from the name of the page before it (`Sealer.keys`). Kept are the names of the pages that nodes
-end with, by the nodes' handles: a handle stands for one prefix for as long as it lives, and a split or a join leaves it
-with the node whose end it names. So the names below a node are made from the nearest node above that has one.
+A page's name is chained from the name of the page before it (`Sealer.keys`). `PageNames` caches the name of each node's
+last page by the node's handle. A handle names one prefix for as long as it is valid: a split or a join leaves it with
+the node whose end it names. So names are computed from the nearest ancestor that has one.
 
-Knows the tree by handles, and hashes by `Sealer`; knows no store.
+It knows the tree by handles and hashes with `Sealer`; it knows nothing of the store.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections import OrderedDict
 from mainstem._core import Tree
 from mainstem.tiers.pages import Sealer
 
-_MOST = 1 << 16  # nodes; about 16 MB
+_MAX_NODES = 1 << 16  # about 16 MB
 
 
 class PageNames:
-    """Names of pages of one tree.
+    """Names of the pages of one tree.
 
     Args:
-        tree: whose handles are meant.
-        sealer: makes the names.
-        page_bytes: of a page's symbols.
+        tree: the tree that the handles belong to.
+        sealer: computes the names.
+        page_bytes: size of a page's symbols in bytes.
     """
 
     def __init__(self, tree: Tree, sealer: Sealer, page_bytes: int) -> None:
         self._tree, self._sealer, self._page_bytes = tree, sealer, page_bytes
-        self._last: OrderedDict[int, bytes] = OrderedDict()  # of a node's pages; what was used last comes last
+        self._last: OrderedDict[int, bytes] = OrderedDict()  # name of the last page by node; least recently used first
 
     def of(self, node: int, begin: int) -> tuple[bytes, list[bytes]]:
-        """Of a node's path the name in front of page `begin`, and those of the pages from there to the node's end.
+        """Returns the name of the page before `begin` on a node's path, and the names from `begin` to the node's end.
 
         Raises:
             StaleHandle: the node was evicted.
@@ -50,14 +50,14 @@ class PageNames:
         return names[begin - start - 1] if begin > start else parent, names[begin - start :]
 
     def last(self, namespace: bytes, node: int) -> bytes:
-        """The name of the page that a node ends with; in front of all pages of a namespace, if it is the root (0)."""
+        """Returns the name of a node's last page; for the root (0), the parent of a namespace's first pages."""
         return self.of(node, self._tree.end(node))[0] if node else self._sealer.root(namespace)
 
     def keep(self, node: int, name: bytes) -> None:
-        """Takes note of a name that somebody else has made."""
+        """Caches a name that the caller has computed."""
         self._last[node] = name
         self._last.move_to_end(node)
-        if len(self._last) > _MOST:
+        if len(self._last) > _MAX_NODES:
             self._last.popitem(last=False)
 
     def _get(self, node: int) -> bytes:

@@ -1,14 +1,14 @@
-"""Stored pages: their keys, and the header that says whose content it is.
+"""Stored pages: their keys, and the header that identifies their content.
 
     header   magic 8 | payload bytes 8 | key 32 | zero 48 | tag 32        HEADER_BYTES = 128
     payload  the page's content
 
 A key is a keyed BLAKE3 over the parent's key and the page's symbols; the first parent is one over the identity and the
-namespace. So two pages have one key only if everything that shaped them is the same. The tag is a keyed BLAKE3 over
-all the rest of the slot: what was damaged, cut, put elsewhere, or made by somebody without the secret does not verify.
+namespace. So two pages share a key only if everything that shaped them is the same. The tag is a keyed BLAKE3 over the
+rest of the slot: a page that was damaged, cut, moved, or made without the secret does not verify.
 BLAKE3, its keyed mode and its key derivation: https://github.com/BLAKE3-team/BLAKE3-specs.
 
-Knows bytes; knows no tree, no store and no tensors.
+This module handles bytes. It knows nothing of trees, stores or tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from mainstem.identity import Identity
 
 HEADER_BYTES = 128
-"""In front of the content of every stored page."""
+"""The header before the content of every stored page."""
 
 PUBLIC_SECRET = b"mainstem: without a secret, pages are safe from damage only"
-"""What is used where nobody gave a secret: damage is still found, forgery is not."""
+"""The default when no secret is given: damage is still detected, forgery is not."""
 
 _MAGIC = b"MAINSTM1"
 _FRONT = struct.Struct("<8sQ32s")
@@ -39,11 +39,11 @@ _SECRET_BYTES = 16
 
 
 class Sealer:
-    """Makes keys of pages, seals pages and verifies them.
+    """Computes keys of pages, seals pages and verifies them.
 
     Args:
-        identity: of all pages that go through it.
-        secret: what keys and tags are made with, the same for all who share a store; at least 16 bytes.
+        identity: the identity of all pages that it handles.
+        secret: keys and tags depend on it; the same for all processes that share a store, at least 16 bytes.
 
     Raises:
         BadArgument: the secret is too short.
@@ -63,12 +63,12 @@ class Sealer:
         self._identity = identity.encode()
 
     def root(self, namespace: bytes) -> bytes:
-        """The key that the first pages of a namespace have as their parent."""
+        """Returns the parent key of the first pages of a namespace."""
         data = len(self._identity).to_bytes(8, "little") + self._identity + namespace
         return self._named(b"root" + data)
 
     def keys(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> list[bytes]:
-        """Keys of the whole pages of `symbols`, which follow the page `parent`."""
+        """Returns the keys of the whole pages of `symbols`, which follow the page with key `parent`."""
         keys = []
         for at in range(0, len(symbols) - page_bytes + 1, page_bytes):
             parent = self._named(b"page" + parent + symbols[at : at + page_bytes])
@@ -76,16 +76,16 @@ class Sealer:
         return keys
 
     def record(self, name: str) -> bytes:
-        """The key of something that is no page, such as the list of the hottest prefixes."""
+        """Returns the key of a note, such as a piece of the list of the hottest prefixes."""
         return self._named(b"note" + self._identity + name.encode())
 
     def hide(self, content: bytes) -> bytes:
-        """Content that nobody can read without the secret; the same content gives the same bytes, 32 more."""
+        """Hides content from readers without the secret. Deterministic; the result is 32 bytes longer."""
         mark = self._blake3(content, key=self._mark_key).digest()
         return mark + self._masked(content, mark)
 
     def reveal(self, hidden: bytes) -> bytes:
-        """What was hidden; rubbish, if it was not by this secret."""
+        """Reverses `hide`; returns garbage if another secret was used."""
         return self._masked(hidden[32:], hidden[:32])
 
     def _masked(self, content: bytes, mark: bytes) -> bytes:
@@ -93,13 +93,13 @@ class Sealer:
         return bytes(np.bitwise_xor(np.frombuffer(content, np.uint8), np.frombuffer(stream, np.uint8)))
 
     def seal(self, slot: memoryview, key: bytes) -> None:
-        """Writes the header of a page whose payload stands behind it."""
+        """Writes the header of a page; its payload is already in the slot."""
         _FRONT.pack_into(slot, 0, _MAGIC, len(slot) - HEADER_BYTES, key)
         slot[_FRONT.size : _TAG.start] = bytes(_TAG.start - _FRONT.size)
         slot[_TAG] = self._tag(slot)
 
     def verify(self, slot: memoryview, key: bytes) -> str | None:
-        """Why a slot that was read does not hold the page of this key: "altered" or "misdirected"; None: it does."""
+        """Returns None if a slot holds the page with this key, else the reason: "altered" or "misdirected"."""
         magic, length, stored = _FRONT.unpack_from(slot)
         if magic != _MAGIC or length != len(slot) - HEADER_BYTES or bytes(slot[_TAG]) != self._tag(slot):
             return "altered"

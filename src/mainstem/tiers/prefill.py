@@ -1,10 +1,10 @@
-"""What a prefill costs on this machine, as it is now: an estimate from the forwards that were seen.
+"""An estimate of what a prefill costs on this machine now, from the forwards observed so far.
 
-    seconds = a * tokens + b * tokens * (positions that a token attends to, in the mean)
+    seconds = a * tokens + b * tokens * (positions that a token attends to, on average)
 
-`a` and `b` are least squares over all forwards, the older ones at less and less weight, so long forwards say more than
-short ones, and a machine that becomes slower is followed. A forward that took many times what was expected counts as
-if it had taken a few times as long: a compilation or a pause of the system is no change of speed.
+`a` and `b` are a least-squares fit over all forwards, with weights that decay with age. So long forwards count for more
+than short ones, and the estimate follows a machine that becomes slower. The time of a forward is clamped to a few times
+the expected one: a compilation or a pause of the system is not a change of speed.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Sequence
 
 _ENOUGH_FORWARDS = 3
 _ENOUGH_TOKENS = 128
-_HORIZON_TOKENS = 8192.0  # behind so many others a forward counts for a third
-_MOST_OFF = 4.0  # times the expected, up or down, that one forward can say
+_HORIZON_TOKENS = 8192.0  # the weight of a forward falls to 1/e after this many tokens
+_MAX_FACTOR = 4.0  # a forward counts as at most this many times slower or faster than expected
 
 
 class PrefillCost:
-    """The estimate. It knows nothing before it has seen a few forwards."""
+    """The estimate. It gives none before it has observed a few forwards."""
 
     def __init__(self) -> None:
-        self._first: list[tuple[float, float, float]] = []  # what was seen before it knows anything
+        self._first: list[tuple[float, float, float]] = []  # the forwards before the first estimate
         self._knows = False
-        self._furthest = 0.0  # positions attended to, a token: beyond them nothing is extrapolated
+        self._furthest = 0.0  # most positions attended to per token; the estimate does not extrapolate beyond
         self._nn = self._nx = self._xx = self._ns = self._xs = 0.0
 
     def observe(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
-        """One forward.
+        """Adds a forward.
 
         Args:
-            parts: of each sequence in it the tokens that were computed, and the positions before them.
-            seconds: that it took; nothing is learned from 0.
+            parts: for each of its sequences, the tokens computed and the positions before them.
+            seconds: its duration; 0 is ignored.
         """
         tokens = float(sum(n for n, _ in parts))
         attended = float(sum(n * (context + n / 2) for n, context in parts))
@@ -47,22 +47,22 @@ class PrefillCost:
             self._begin(seen)
 
     def seconds(self, tokens: int, context: int) -> float | None:
-        """How long computing so many tokens takes behind so many positions; None: it does not know."""
+        """Estimates the time to compute `tokens` after `context` positions; None before the first estimate."""
         return self._seconds(tokens, tokens * (context + tokens / 2)) if self._knows else None
 
     def _begin(self, seen: float) -> None:
-        """From the first forwards, each of them held to the token that is in the middle of all by its cost."""
-        middle, below = 0.0, 0.0
+        """Starts from the first forwards, each clamped around the median cost of a token."""
+        median, below = 0.0, 0.0
         for tokens, _, seconds in sorted(self._first, key=lambda forward: forward[2] / forward[0]):
-            middle, below = seconds / tokens, below + tokens
+            median, below = seconds / tokens, below + tokens
             if below >= seen / 2:
                 break
         for tokens, attended, seconds in self._first:
-            self._add(tokens, attended, seconds, middle * tokens)
+            self._add(tokens, attended, seconds, median * tokens)
         self._first, self._knows = [], True
 
     def _add(self, tokens: float, attended: float, seconds: float, expected: float) -> None:
-        seconds = min(max(seconds, expected / _MOST_OFF), expected * _MOST_OFF)
+        seconds = min(max(seconds, expected / _MAX_FACTOR), expected * _MAX_FACTOR)
         kept = math.exp(-tokens / _HORIZON_TOKENS)
         self._nn = kept * self._nn + tokens * tokens
         self._nx = kept * self._nx + tokens * attended
@@ -75,9 +75,9 @@ class PrefillCost:
         return self._at(min(attended / tokens, self._furthest)) * tokens if tokens > 0 else 0.0
 
     def _at(self, attended: float) -> float:
-        """Seconds a token that attends to so many positions."""
+        """Returns the seconds for a token that attends to this many positions."""
         both = self._nn * self._xx - self._nx * self._nx
-        if both <= 1e-6 * self._nn * self._xx:  # all forwards were alike
+        if both <= 1e-6 * self._nn * self._xx:  # all forwards were similar
             return self._by_tokens()
         a = (self._ns * self._xx - self._xs * self._nx) / both
         b = (self._xs * self._nn - self._ns * self._nx) / both

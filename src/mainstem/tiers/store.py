@@ -1,14 +1,14 @@
-"""`Store`: a back end made safe. Every failure is a miss, counted by its cause, and none is waited for.
+"""`Store`: a safe wrapper of a back end. Every failure is a miss and is counted by its cause; no caller blocks on one.
 
-    look   which pages of a prompt are there         -> their keys
-    read   pages into host slots, each verified      -> how many are whole, from the first
-    write  host slots, sealed                        -> how many are stored now
+    look_up   which pages of a prompt are stored?       -> their keys
+    read      pages into host slots, each verified      -> how many are intact, from the first
+    write     host slots, sealed                        -> how many were stored
 
-Each call runs on a worker and has a deadline. A call that is over it counts as failed at once, and keeps its slots
-until it really returns. After repeated failures the breaker opens: calls end as misses without being made, until a
-single one is tried again after a while.
+Each call runs on a worker and has a deadline. A call that exceeds it counts as failed at once, but keeps its slots
+until it returns. After repeated failures the breaker opens: calls end as misses without being made. After a cool-down
+one call is tried.
 
-Knows keys, symbols and slots; knows no tree and no pool.
+The store knows keys, symbols and slots. It knows nothing of trees or pools.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mainstem.tiers.workers import Call, Workers
 
 log = logging.getLogger(__name__)
 
-_LEAST_S = 0.1  # for idle workers to end
-_MARK_BYTES = 32  # that a hidden note is longer
+_MIN_CLOSE_S = 0.1  # enough for idle workers to end
+_MARK_BYTES = 32  # that hiding adds to a note
 
 T = TypeVar("T")
 
@@ -39,23 +39,23 @@ PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 @dataclass(frozen=True, slots=True)
 class StorageConfig:
-    """How a store is used.
+    """Limits and policies of a store.
 
     Args:
-        prefetch: what a request waits for: "best_effort": nothing; "wait_complete": all that was found; "timeout":
-            that, but for no longer than computing it would take.
-        prefetch_min_tokens: fewer are computed rather than read.
-        timeout_s, timeout_per_page_s: for "timeout", as long as nobody knows what computing takes: a prefetch, and
-            each page that was found.
-        max_prefetches: at once; more are left out.
-        batch_pages: pages a call.
+        prefetch: what a request waits for: "best_effort": nothing; "wait_complete": everything that was found;
+            "timeout": the same, but no longer than computing it would take.
+        prefetch_min_tokens: fewer tokens are computed rather than read.
+        timeout_s, timeout_per_page_s: for "timeout", before there is an estimate of what computing takes: seconds for
+            a prefetch, and for each page that was found.
+        max_prefetches: limit of prefetches at once; further ones are skipped.
+        batch_pages: pages per call.
         batches: calls of one prefetch at once.
-        host_fraction: of the host's pages that prefetches under way may hold.
-        call_timeout_s: after which a call has failed, the time that it waits for a worker counted in; above 0.
-        queue_pages: pages that wait to be written; what comes when it is full is left out, but not if it waits alone.
-        writes: calls that write at once.
-        breaker_failures: failed calls, one after another, that open the breaker.
-        breaker_cooldown_s: after which one call is tried again.
+        host_fraction: fraction of the host's pages that prefetches under way may hold.
+        call_timeout_s: deadline of a call, the wait for a worker included; above 0.
+        queue_pages: pages that may wait to be written; a write that does not fit is dropped unless the queue is empty.
+        writes: write calls at once.
+        breaker_failures: consecutive failed calls that open the breaker.
+        breaker_cooldown_s: how long the breaker stays open before one call is tried.
 
     Raises:
         BadArgument: names the field and its range.
@@ -93,14 +93,14 @@ class StorageConfig:
 
 
 class Breaker:
-    """Stops calls to what fails again and again.
+    """Stops calls to a store that fails repeatedly.
 
-    closed --failures--> open --cool-down--> one call is tried --well--> closed
-                           ^-----------------------failed---+
+    closed --failures--> open --cool-down--> one call is tried --success--> closed
+                           ^-----------------------failure--+
     """
 
     def __init__(self, failures: int, cooldown_s: float, clock: Callable[[], float]) -> None:
-        self._most, self._cooldown_s, self._clock = failures, cooldown_s, clock
+        self._limit, self._cooldown_s, self._clock = failures, cooldown_s, clock
         self._failures = 0
         self._closed_until_s = 0.0  # while open: when the next call may be tried
         self._trying = False
@@ -109,10 +109,10 @@ class Breaker:
     @property
     def open(self) -> bool:
         """Whether calls are stopped."""
-        return self._failures >= self._most
+        return self._failures >= self._limit
 
     def allow(self) -> bool:
-        """Whether a call may be made now; it must then be told how it went."""
+        """Whether a call may be made now. If so, the caller reports its end by `succeed` or `fail`."""
         if not self.open:
             return True
         if self._trying or self._clock() < self._closed_until_s:
@@ -121,11 +121,11 @@ class Breaker:
         return True
 
     def succeed(self) -> None:
-        """A call went well."""
+        """Reports a call that succeeded."""
         self._failures, self._trying = 0, False
 
     def fail(self) -> None:
-        """A call failed."""
+        """Reports a call that failed."""
         was_open = self.open
         self._failures += 1
         self._trying = False
@@ -136,7 +136,7 @@ class Breaker:
 
 @dataclass(slots=True)
 class _Answer(Generic[T]):
-    """What a worker brings back: a value, and what went wrong on the way, by cause."""
+    """The result of a worker: a value, and the faults on the way by cause."""
 
     value: T
     causes: Counter[str]
@@ -145,32 +145,32 @@ class _Answer(Generic[T]):
 
 
 class StoreCall(Generic[T]):
-    """One call to a store. Its value is always there once it is done; at worst it says that nothing was found."""
+    """A call to a store. Once it is done its value is valid; a failed call has the value of a miss."""
 
     def __init__(self, store: Store, call: Call[_Answer[T]] | None, nothing: T, deadline_s: float) -> None:
         self._store, self._call, self._deadline_s = store, call, deadline_s
         self._overdue = False
         self._reported = call is None
         self.value = nothing
-        self.took_s = math.inf  # once it has come back
+        self.took_s = math.inf  # once it has returned
 
     def done(self) -> bool:
-        """Whether it has ended, and its slots are free."""
+        """Whether it has ended and released its slots."""
         if self._call is None:
             return True
         if self._call.done():
-            self._tell(self._call)
+            self._report(self._call)
             return True
         self.overdue()
         return False
 
     @property
     def refused(self) -> bool:
-        """Whether it was never made: the breaker is open, or the store is closed."""
+        """Whether it was never made, because the breaker was open or the store closed."""
         return self._call is None
 
     def overdue(self) -> bool:
-        """Whether it has failed for its time, though it may come back late."""
+        """Whether it has exceeded its deadline. It counts as failed, but may still return."""
         if not self._overdue and self._call is not None and not self._call.done():
             if self._store.clock() < self._deadline_s:
                 return False
@@ -180,7 +180,7 @@ class StoreCall(Generic[T]):
             self._store.breaker.fail()
         return self._overdue
 
-    def _tell(self, call: Call[_Answer[T]]) -> None:
+    def _report(self, call: Call[_Answer[T]]) -> None:
         if self._reported:
             return
         self._reported = True
@@ -191,7 +191,7 @@ class StoreCall(Generic[T]):
         self.took_s = answer.took_s
         self._store.took(self.took_s)
         if self._overdue:
-            return  # it has counted as failed
+            return  # it counted as failed already
         if answer.failed:
             self._store.breaker.fail()
         else:
@@ -202,13 +202,13 @@ class Store:
     """A back end with verified pages, deadlines, a breaker and counters. One thread at a time.
 
     Args:
-        backend: where the bytes go.
-        sealer: makes and verifies pages.
-        config: limits.
-        readers, writers: run the calls; apart, so that neither waits for the other.
-        clock: seconds, never going back.
-        codec: how the numbers of a page are stored; its name belongs into the sealer's identity.
-        dtype: of the numbers, for a codec other than "none".
+        backend: stores the bytes.
+        sealer: seals and verifies pages.
+        config: limits and policies.
+        readers, writers: run the calls; separate, so that reads do not wait for writes.
+        clock: monotonic time in seconds.
+        codec: encodes the numbers of a page; the sealer's identity must include its name.
+        dtype: the dtype of the numbers, for a codec other than "none".
     """
 
     def __init__(
@@ -228,20 +228,20 @@ class Store:
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self.faults: Counter[str] = Counter()
         self._closed = False
-        self.slow = False  # somebody waited in vain, and no call was quicker since
+        self.slow = False  # a request waited in vain, and no call was faster since
         self._vain_s = 0.0
         self._readers, self._writers = readers, writers
 
     def register(self, regions: Sequence[memoryview]) -> None:
-        """Announces the memory that slots lie in.
+        """Registers the memory that holds the slots.
 
         Raises:
-            StorageError: the client refuses it.
+            StorageError: the client rejects it.
         """
         self.backend.register(regions)
 
     def look_up(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> StoreCall[list[bytes]]:
-        """Keys of pages that are stored, up to the first gap, of those of `symbols` behind the page of key `parent`."""
+        """Finds the keys of stored pages, up to the first gap, among the pages of `symbols` after the page `parent`."""
 
         def look_up(causes: Counter[str]) -> list[bytes]:
             keys = self.sealer.keys(parent, symbols, page_bytes)
@@ -250,7 +250,7 @@ class Store:
         return self._submit(self._readers, look_up, [])
 
     def read(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[int]:
-        """How many pages, from the first on, are in their slots now, whole and verified."""
+        """Reads pages into slots. The value counts those that are intact and verified, from the first."""
 
         def read(causes: Counter[str]) -> int:
             packed = self._room(slots)
@@ -260,7 +260,7 @@ class Store:
                     causes[cause] += 1
                     if cause != "absent":
                         with _caught(causes):
-                            self.backend.delete([key])  # or it would stand in the way of a good one
+                            self.backend.delete([key])  # so that it does not block an intact one
                     return good
                 self._unpack(slot, slots[good])
             return len(keys)
@@ -268,13 +268,13 @@ class Store:
         return self._submit(self._readers, read, 0)
 
     def write(self, parent: bytes | None, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[Written]:
-        """Seals and stores pages that follow the page of key `parent` (None: the first ones of a prompt).
+        """Seals and stores pages that follow the page with key `parent` (None: the first pages of a prompt).
 
-        Those that are stored already are left alone.
+        Skips pages that are stored already.
         """
 
         def write(causes: Counter[str]) -> Written:
-            # What hangs behind a gap would never be found.
+            # A page after a gap would never be found.
             if parent is not None and not self.backend.exists([parent]):
                 return Written(0, gap=True)
             there = max(0, min(self.backend.exists(keys), len(slots)))
@@ -283,7 +283,7 @@ class Store:
                 batch = slice(at, min(at + self.config.batch_pages, len(slots)))
                 try:
                     packed = self._pack(slots[batch])
-                except BadArgument:  # infinite numbers, or none
+                except BadArgument:  # numbers that are infinite or NaN
                     causes["codec"] += 1
                     break
                 for key, slot in zip(keys[batch], packed, strict=True):
@@ -299,7 +299,7 @@ class Store:
         return self._submit(self._writers, write, Written(0, gap=False))
 
     def delete(self, keys: Sequence[bytes]) -> StoreCall[bool]:
-        """Deletes pages; whether the back end did."""
+        """Deletes pages. The value is whether the back end did."""
 
         def delete(causes: Counter[str]) -> bool:
             self.backend.delete(keys)
@@ -308,7 +308,7 @@ class Store:
         return self._submit(self._writers, delete, False)
 
     def keep_note(self, name: str, content: bytes, room_bytes: int) -> StoreCall[bool]:
-        """Stores something that is no page, in the place of what had this name; whether it did."""
+        """Stores a note, replacing the one with the same name. The value is whether the back end did."""
         slot = memoryview(bytearray(HEADER_BYTES + _MARK_BYTES + room_bytes))
         slot[HEADER_BYTES:] = self.sealer.hide(content.ljust(room_bytes, b"\0"))
 
@@ -322,7 +322,7 @@ class Store:
         return self._submit(self._writers, keep, False)
 
     def find_note(self, name: str, room_bytes: int) -> StoreCall[bytes]:
-        """What was kept under this name in so much room, with zeros behind; empty: nothing."""
+        """Reads a note of size `room_bytes`, padded with zeros; empty if there is none."""
         slot = memoryview(bytearray(HEADER_BYTES + _MARK_BYTES + room_bytes))
 
         def find(causes: Counter[str]) -> bytes:
@@ -336,35 +336,35 @@ class Store:
         return self._submit(self._readers, find, b"")
 
     def gave_up(self, waited_s: float) -> None:
-        """Somebody has waited for so long in vain: the store is slow, until a call is quicker than that."""
+        """Marks the store as slow after a wait in vain, until a call takes less time than that wait."""
         self._vain_s = min(waited_s, self._vain_s) if self.slow else waited_s
         self.slow = True
 
     def took(self, seconds: float) -> None:
-        """A call has come back after so long."""
+        """Notes how long a call took to return."""
         self.slow = self.slow and seconds > self._vain_s
 
     def count(self, cause: str, times: int = 1) -> None:
-        """Counts a fault; the first of each cause is logged."""
+        """Counts a fault, and logs the first of each cause."""
         if cause not in self.faults and cause not in ("absent", "breaker"):
-            log.warning("storage: %s; further ones are counted only", cause)
+            log.warning("storage: %s; further faults of this kind are only counted", cause)
         self.faults[cause] += times
 
     def close(self, timeout_s: float) -> None:
-        """Ends the workers and the back end; calls that hang are left behind, and the back end with them.
+        """Ends the workers and the back end. If a call does not return in time, the back end stays open.
 
-        Calls after it are misses.
+        Later calls are misses.
         """
         self._closed = True
         end_s = self.clock() + timeout_s
-        ended = [workers.close(max(_LEAST_S, end_s - self.clock())) for workers in (self._writers, self._readers)]
+        ended = [workers.close(max(_MIN_CLOSE_S, end_s - self.clock())) for workers in (self._writers, self._readers)]
         if all(ended):
             self.backend.close()
         else:
-            log.warning("storage: calls still hang after %s s; the back end is not closed", timeout_s)
+            log.warning("storage: calls have not returned after %s s; the back end is not closed", timeout_s)
 
     def _room(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Where stored pages are read to: the slots themselves, if pages are stored as they are."""
+        """Returns buffers for encoded pages: the slots themselves if the codec is "none"."""
         if self._codec.name == "none":
             return slots
         sizes = [self._codec.encoded_bytes(len(slot) - HEADER_BYTES, self._dtype) for slot in slots]
@@ -403,7 +403,7 @@ class Store:
 
 @contextmanager
 def _caught(causes: Counter[str]) -> Iterator[None]:
-    """Whatever a back end raises is a fault, and is counted."""
+    """Counts whatever a back end raises as a fault."""
     try:
         yield
     except StorageError as error:
@@ -411,18 +411,18 @@ def _caught(causes: Counter[str]) -> Iterator[None]:
         log.debug("storage: %s", error)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # anybody's code; a client in Rust panics with what is no `Exception`
+    except BaseException:  # third-party code: a client in Rust panics with a `BaseException`
         causes["crashed"] += 1
         log.debug("storage: the back end raised", exc_info=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a write did.
+    """The result of a write.
 
     Args:
-        pages: stored by it.
-        gap: nothing was stored, since the page before is not there.
+        pages: pages that it stored.
+        gap: whether nothing was stored because the page before is not stored.
     """
 
     pages: int

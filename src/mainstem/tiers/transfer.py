@@ -1,10 +1,10 @@
-"""What moves page contents between the device and host memory, as the tiers see it.
+"""The interface of the memory that moves page contents between device and host.
 
     device page   [ layer 0 | layer 1 | ... ]           ids of `Pool`, wherever the engine keeps its KV
-    host slot     [ header | payload ]                   one slot a host page; payload_bytes of a page's content
+    host slot     [ header | payload ]                   one slot per host page; payload_bytes of a page's content
 
-Knows page ids and bytes. The tiers decide what moves and when; memory does not know the tree. A transfer is a ticket:
-it is done once, and until it is done the pages on both of its sides belong to it.
+The memory knows page ids and bytes, not the tree. The tiers decide what moves and when. A transfer is a ticket: it ends
+once, and until then the pages on both of its sides belong to it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 
 class Move(NamedTuple):
-    """Pages of one component: page source[i] goes to page target[i].
+    """Pages of one component: page source[i] is copied to page target[i].
 
     Args:
         component: its row in the tree.
         source: int32 page ids on the side that is read.
-        target: int32 page ids on the side that is written, as many.
+        target: int32 page ids on the side that is written, as many as in `source`.
     """
 
     component: int
@@ -31,17 +31,17 @@ class Move(NamedTuple):
 
 
 class Ticket(Protocol):
-    """One transfer under way."""
+    """A transfer under way."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not: it touches no memory any more. Never goes back; does not block."""
+        """Whether it has ended, well or not, and touches no memory any more. Stays true once true; does not block."""
 
     def wait(self) -> None:
         """Blocks until it is done."""
 
     @property
     def error(self) -> Exception | None:
-        """What it failed with; None while under way, and when all went well."""
+        """The error that it failed with; None while it is under way and after success."""
 
 
 class LayerTicket(Ticket, Protocol):
@@ -52,14 +52,14 @@ class LayerTicket(Ticket, Protocol):
 
 
 class HostMemory(Protocol):
-    """Host pages, and the ways to them and back. One thread at a time.
+    """Host pages, and the copies to and from them. One thread at a time.
 
-    For pages that exist `down` and `up` never raise: what goes wrong is for the ticket to say.
+    For page ids that exist `down` and `up` never raise: the ticket reports what goes wrong.
     """
 
     @property
     def pages(self) -> int:
-        """Host pages of component 0."""
+        """Number of host pages of component 0."""
 
     @property
     def payload_bytes(self) -> int:
@@ -71,11 +71,11 @@ class HostMemory(Protocol):
     def up(self, moves: Sequence[Move]) -> LayerTicket:
         """Starts copying host pages to device pages, one layer after the other."""
 
-    def slots(self, pages: Sequence[int]) -> list[memoryview]:
-        """Host slots of component 0 as storage sees them, header and payload, without a copy where the layout allows.
+    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+        """Returns host slots of component 0 as storage sees them, header and payload; no copy where the layout allows.
 
-        Each is `HEADER_BYTES + payload_bytes` long; the header is the caller's to fill.
+        Each is `HEADER_BYTES + payload_bytes` long; the caller fills the header.
         """
 
     def regions(self) -> list[memoryview]:
-        """The memory that slots lie in, for back ends that must know it beforehand."""
+        """Returns the memory that holds the slots, for back ends that register it in advance."""

@@ -1,11 +1,11 @@
-"""How long a request does better to wait for storage than to compute, as one rank sees it.
+"""How long a request waits for storage rather than compute, as one rank sees it.
 
-    begun ----- what does storage have? ----- so many pages ----- they come ----- all there
-          for as long as all of it would take              for as long as those would take
-          to compute                                       to compute
+    begin ----- lookup: what does storage have? ------ n pages found ----- reads ----- all read
+          up to the time that computing                    up to the time that computing
+          everything would take                            these pages would take
 
-Where nobody knows what computing takes, limits of the configuration stand in. A store that keeps somebody waiting in
-vain is marked as slow: others do not wait for it until it has been quicker than that.
+Before there is an estimate of that time, limits of the configuration apply. A store that a request has waited for in
+vain is marked as slow: no request waits for it until a call takes less time than that wait.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mainstem.tiers.store import Store
 
 Cause = Literal["timeout", "slow", "breaker", "fault", "host_room", "limit"]
 LATE: tuple[Cause, ...] = get_args(Cause)
-"""Why pages were computed that storage has, or might have.
+"""Why pages were computed although storage has them, or may have them.
 
-    timeout     computing would have been as quick, or a call took longer than it may
-    slow        the store had been marked as slow
-    breaker     the store is left alone: the breaker is open, or it is closed
-    fault       it was found, and then a page before it, or itself, could not be read
+    timeout     computing was expected to be as fast, or a call exceeded its deadline
+    slow        the store was marked as slow
+    breaker     no calls are made: the breaker is open, or the store is closed
+    fault       storage had the page, but it or a page before it could not be read
     host_room   the host had no room
     limit       `max_prefetches` were under way
 """
@@ -32,9 +32,9 @@ class Wait:
     """The wait for one prefetch.
 
     Args:
-        store: that is asked.
-        prefill: what computing takes.
-        page_size: positions a page.
+        store: the store.
+        prefill: the estimate of what computing takes.
+        page_size: positions per page.
         have, pages: storage is asked for pages [have, pages) of the prompt.
     """
 
@@ -45,22 +45,22 @@ class Wait:
         self._answered_s: float | None = None
 
     def answered(self, pages: int, took_s: float) -> None:
-        """Storage has said that it has so many, in a call that took so long."""
-        if took_s <= self._most_s():
+        """Notes that storage has `pages` of them, after a lookup that took `took_s`."""
+        if took_s <= self._limit_s():
             self._store.slow = False  # it would have been worth the wait
         self._pages, self._answered_s = pages, self._store.clock()
 
     @property
     def over(self) -> bool:
-        """Whether nobody should wait any longer."""
-        return self._store.breaker.open or self._store.slow or self.waited_s >= self._most_s()
+        """Whether to stop waiting."""
+        return self._store.breaker.open or self._store.slow or self.waited_s >= self._limit_s()
 
     @property
     def waited_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the wait began."""
         return self._store.clock() - self._began_s
 
-    def _most_s(self) -> float:
+    def _limit_s(self) -> float:
         config, found = self._store.config, self._pages if self._answered_s is not None else 0
         if config.prefetch == "wait_complete":
             return config.call_timeout_s * (1 + found)

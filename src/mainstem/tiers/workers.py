@@ -1,6 +1,6 @@
-"""Who runs calls that block: threads in a server, virtual time in the simulator.
+"""Workers that run blocking calls: threads in a server, virtual time in the simulator.
 
-A call is submitted and polled. Nothing here knows what is called.
+The caller submits a call and polls it. Workers know nothing of what the call does.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Call(Protocol[T]):  # type: ignore[misc]  # `T` only comes out, but a call is no container to convert
-    """One submitted call."""
+class Call(Protocol[T]):  # type: ignore[misc]  # `T` is only returned, but a call is not a container to convert
+    """A submitted call."""
 
     def done(self) -> bool:
-        """Whether it has returned or raised. Never goes back; does not block."""
+        """Whether it has returned or raised. Stays true once true; does not block."""
 
     def result(self) -> T:
-        """What it returned; raises what it raised. Only once it is done."""
+        """Returns what the call returned, or raises what it raised. Allowed only once it is done."""
 
 
 class Workers(Protocol):
-    """Runs calls, in any order, several at once."""
+    """Runs calls in any order, several at once."""
 
     def submit(self, function: Callable[[], T]) -> Call[T]:
         """Starts a call, or queues it."""
 
     def close(self, timeout_s: float) -> bool:
-        """Takes no more calls; whether all have ended within the time."""
+        """Accepts no more calls; whether all have ended within the time."""
 
 
 class _ThreadCall(Generic[T]):
@@ -44,7 +44,7 @@ class _ThreadCall(Generic[T]):
     def run(self) -> None:
         try:
             self._value = self._function()
-        except BaseException as error:  # noqa: BLE001  # it is raised again, on the thread that asks
+        except BaseException as error:  # noqa: BLE001  # raised again on the thread that asks for the result
             self._error = error
         finally:
             self._ended.set()
@@ -63,11 +63,11 @@ class _ThreadCall(Generic[T]):
 
 
 class ThreadWorkers:
-    """A fixed number of threads. A call that hangs holds its thread and ends with the process at the latest.
+    """A fixed number of threads. A call that never returns occupies its thread until the process ends.
 
     Args:
-        threads: calls that run at once.
-        name: of the threads.
+        threads: how many calls run at once.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -83,7 +83,7 @@ class ThreadWorkers:
         return call
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the threads after the calls that are queued; those that hang are left alone."""
+        """Ends the threads once the queued calls have run; abandons calls that do not return in time."""
         for _ in self._threads:
             self._calls.put(None)
         end_s = time.monotonic() + timeout_s
