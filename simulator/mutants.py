@@ -387,190 +387,193 @@ PYTHON: tuple[Mutant, ...] = (
     ),
 )
 
-_CORE, _POLICIES = "core/csrc/", "core/csrc/policies/"
+_CORE, _POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
 _LEASES, _GITTINS = "tests/test_lease_components.py::", "tests/test_policies_gittins.py::"
 NATIVE: tuple[Mutant, ...] = (
     _mutant(
-        "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "tree.cpp",
-        "if (!lower.absent()) half.ids = lower.ids.take_front(",
-        "if (!lower.absent() && s % tiers_ == 0) half.ids = lower.ids.take_front(",
+        "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "residency/residency.cpp",
+        "if (!low.absent()) up.ids = low.ids.take_front(",
+        "if (!low.absent() && tier_of(s) == kDevice) up.ids = low.ids.take_front(",
     ),
     _mutant(
-        "the upper half of a split is not locked", "sglang#28692", _CORE + "tree.cpp",
-        "      half.locks = lower.locks;        // 3\n", "",
+        "the upper half of a split is not locked", "sglang#28692", _CORE + "residency/residency.cpp",
+        "      up.locks = low.locks;\n", "",
     ),
     _mutant(
-        "the upper half of a split does not join the transfer", "sglang#29860", _CORE + "tree.cpp",
-        "      half.transfer = lower.transfer;  // 4\n",
-        "      half.transfer = lower.absent() ? kNone : kHere;\n",
+        "the upper half of a split does not join the transfer", "sglang#29860", _CORE + "residency/residency.cpp",
+        "      up.transfer = low.transfer;\n",
+        "      up.transfer = low.absent() ? kNone : kHere;\n",
     ),
     _mutant(
-        "what is locked is evicted", "sglang#27586", _CORE + "tree.cpp",
+        "what is locked is evicted", "sglang#27586", _CORE + "residency/residency.h",
         "return c.present() && c.locks == 0 &&", "return c.present() &&",
     ),
     _mutant(
-        "a node is cut short though the host has it", "sglang#10637", _CORE + "evict.cpp",
-        "if (nodes_[node].branches == 0 && pins(node, tier) == 0 && only_on(node, tier)) {",
-        "if (nodes_[node].branches == 0 && pins(node, tier) == 0) {",
+        "a node is cut short though the host has it", "sglang#10637", _CORE + "tree/evict.cpp",
+        "if (nodes_[node].branches == 0 && !cells_.pinned(node, tier) && cells_.only_on(node, tier)) {",
+        "if (nodes_[node].branches == 0 && !cells_.pinned(node, tier)) {",
     ),
     _mutant(
-        "a lease publishes without moving its lock", "vllm#37076", _CORE + "cache.cpp",
-        "  cache_.tree.move_lock(node_, added.node, 0);\n", "",
+        "a lease publishes without moving its lock", "vllm#37076", _CORE + "lease/lease.cpp",
+        "  cache_.tree.move_lock(node_, added.node, kDevice);\n", "",
     ),
     _mutant(
-        "what is in flight is matched", "vllm#45704", _CORE + "match.cpp",
+        "what is in flight is matched", "vllm#45704", _CORE + "residency/residency.cpp",
         "for (; at < path.size() && cell(path[at].node, 0).present(); ++at)",
         "for (; at < path.size() && !cell(path[at].node, 0).absent(); ++at)",
         "tests/test_tree.py::test_a_match_stops_before_pages_in_flight",
     ),
     _mutant(
-        "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546", _CORE + "cache.cpp",
+        "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546",
+        _CORE + "lease/lease.cpp",
         "  if (load_) {\n    cache_.abandon({node_, 0, host_node_, load_, std::move(held_), owned_});\n    return;\n",
         "  if (false) {\n    return;\n",
     ),
     # ---------------------------------------------------------------- windows and states
     _mutant(
-        "a split gives the state to the upper half", "-", _CORE + "tree.cpp",
-        "      --cell(u.parent, s).holders;\n",
-        "      std::swap(half.ids, lower.ids);\n      std::swap(half.transfer, lower.transfer);\n"
-        "      half.holders = 0;\n",
+        "a split gives the state to the upper half", "-", _CORE + "residency/residency.cpp",
+        "      --cell(nodes_[upper].parent, s).holders;\n",
+        "      std::swap(up.ids, low.ids);\n      std::swap(up.transfer, low.transfer);\n"
+        "      up.holders = 0;\n",
         _LEASES + "test_a_split_leaves_the_state_with_the_lower_half",
     ),
     _mutant(
-        "a lease locks its window from the root on", "-", _CORE + "locks.cpp",
-        "  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);\n  while",
-        "  const std::uint32_t first = 0;\n  while",
+        "a lease locks its window from the root on", "-", _CORE + "residency/residency.h",
+        "  const std::uint32_t first = first_needed(node, slot);\n  for (; node != stop",
+        "  const std::uint32_t first = 0;\n  for (; node != stop",
         _LEASES + "test_a_lease_that_runs_long_holds_a_window_of_pages",
     ),
     _mutant(
-        "a lease does not lock its window", "-", _CORE + "locks.cpp",
-        "  const std::uint32_t first = row(slot).first_needed(nodes_[node].end(), page_size_);\n  while",
-        "  const std::uint32_t first = row(slot).begins_late() ? ~0u : 0;\n  while",
+        "a lease does not lock its window", "-", _CORE + "residency/residency.h",
+        "  const std::uint32_t first = first_needed(node, slot);\n  for (; node != stop",
+        "  const std::uint32_t first = row(slot).begins_late() ? ~0u : 0;\n  for (; node != stop",
         _LEASES + "test_a_window_lock_goes_with_its_lease",
     ),
     _mutant(
-        "a lease computes with the tree's own state", "-", _CORE + "cache.cpp",
-        "  held_[component].state = cache_.allocate_slot(component);\n"
-        "  if (node_) cache_.copy_state(state_at_node(component), held_[component].state);\n",
-        "  held_[component].state = node_ ? state_at_node(component) : cache_.allocate_slot(component);\n",
+        "a lease computes with the tree's own state", "-", _CORE + "lease/holding.cpp",
+        "  slot = cache.allocate_slot(component);\n"
+        "  if (lease.node()) cache.copy_state(state_at(cache, lease.node(), lease.owned()), slot);\n",
+        "  slot = lease.node() ? state_at(cache, lease.node(), lease.owned()) : cache.allocate_slot(component);\n",
         _LEASES + "test_a_lease_computes_with_a_copy_of_the_state",
     ),
     _mutant(
-        "a state that was put aside is lost with its lease", "-", _CORE + "cache.cpp",
-        "    free(c, {&own.mark, 1});\n", "",
+        "a state that was put aside is lost with its lease", "-", _CORE + "lease/holding.cpp",
+        "  cache.free(component, {&slot, 1});\n  cache.free(component, {&copy, 1});\n",
+        "  cache.free(component, {&slot, 1});\n",
         _LEASES + "test_leases_do_as_the_model",
     ),
     _mutant(
-        "a state that the tree has already is kept from all", "-", _CORE + "cache.cpp",
-        "  cache_.pools[component]->move({&own.mark, 1}, Owner::privately, taken ? Owner::cached : Owner::free);\n",
-        "  if (taken) cache_.pools[component]->move({&own.mark, 1}, Owner::privately, Owner::cached);\n",
+        "a state that the tree has already is kept from all", "-", _CORE + "lease/holding.cpp",
+        "  cache.publish(component, copy, !taken);\n",
+        "  if (taken) cache.publish(component, copy, !taken);\n",
         _LEASES + "test_leases_do_as_the_model",
     ),
     _mutant(
-        "a page inside the window is given back", "-", _CORE + "cache.cpp",
-        "begin - std::min<std::uint64_t>(row.window, begin);",
-        "begin - std::min<std::uint64_t>(row.window / 2, begin);",
+        "a page inside the window is given back", "-", _CORE + "lease/lease.cpp",
+        "cache_.row(own.component).first_read(begin);",
+        "begin - std::min<std::uint64_t>(cache_.row(own.component).window / 2, begin);",
         _LEASES + "test_leases_do_as_the_model",
     ),
     # ---------------------------------------------------------------- windows and states from the host
     _mutant(
-        "behind a load that failed the state is not what it was at the hit", "-", _CORE + "cache.cpp",
-        "      if (node_) cache_.copy_state(state_at_node(c), own.state);\n", "",
+        "behind a load that failed the state is not what it was at the hit", "-", _CORE + "lease/holding.cpp",
+        "  if (node) cache.copy_state(state_at(cache, node, owned), slot);\n", "",
         "hybrid",
     ),
     _mutant(
-        "the state of a load is published as the forward has left it", "-", _CORE + "cache.cpp",
+        "the state of a load is published as the forward has left it", "-", _CORE + "lease/lease.cpp",
         "  cache_.counters.host_hit += positions;\n",
         "  cache_.counters.host_hit += positions;\n"
-        "  for (const std::uint32_t c : cache_.states)\n"
-        "    if (held_[c].mark >= 0) cache_.copy_state(held_[c].state, held_[c].mark);\n",
+        "  for (StateSlot& own : held_.states)\n"
+        "    if (own.copy >= 0) cache_.copy_state(own.slot, own.copy);\n",
         "hybrid",
     ),
     _mutant(
-        "the state of a load that failed is published", "-", _CORE + "cache.cpp",
-        "      cache_.free(c, {&own.mark, 1});\n      own.mark = -1;\n      if (node_)", "      if (node_)",
+        "the state of a load that failed is published", "-", _CORE + "lease/holding.cpp",
+        "  cache.free(component, {&copy, 1});\n  copy = -1;\n  if (node)", "  if (node)",
         "hybrid",
     ),
     _mutant(
-        "window pages of a load that failed are kept", "-", _CORE + "cache.cpp",
-        "    } else if (slides(c)) {\n      std::int32_t* ids", "    } else if (false) {\n      std::int32_t* ids",
+        "window pages of a load that failed are kept", "-", _CORE + "lease/lease.cpp",
+        "    for (Sliding& own : held_.sliding)\n      own.revert_load(cache_, node_, owned_);\n", "",
         "hybrid",
     ),
     _mutant(
-        "what the host has in part is loaded", "-", _CORE + "cache.cpp",
-        "const bool mixed = held_.size() > 1 || slides(0);", "const bool mixed = false;",
+        "what the host has in part is loaded", "-", _CORE + "lease/lease.cpp",
+        "if (held_.size() == 1 && held_.full) return true;", "return true;",
         "hybrid",
     ),
     _mutant(
-        "where all layers slide, what the host has in part is loaded", "here", _CORE + "cache.cpp",
-        "const bool mixed = held_.size() > 1 || slides(0);", "const bool mixed = held_.size() > 1;",
+        "where all layers slide, what the host has in part is loaded", "here", _CORE + "lease/lease.cpp",
+        "if (held_.size() == 1 && held_.full) return true;", "if (held_.size() == 1) return true;",
         "tests/test_tiers_leases.py::test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded",
     ),
     _mutant(
-        "window pages that a load writes to are given back", "here", _CORE + "cache.cpp",
-        "    if (!load_) drop_before(c, ", "    drop_before(c, ",
+        "window pages that a load writes to are given back", "here", _CORE + "lease/lease.cpp",
+        "if (!load_)\n      own.drop_before(", "own.drop_before(",
         "tests/test_tiers_leases.py::test_pages_on_their_way_stay_though_the_window_goes_on",
     ),
     _mutant(
-        "a state is put aside where a load writes to", "here", _CORE + "cache.cpp",
+        "a state is put aside where a load writes to", "here", _CORE + "lease/lease.cpp",
         "  require(!load_, \"position\", position, \"none while a state is in flight\");\n", "",
         "tests/test_tiers_leases.py::test_no_state_is_put_aside_while_one_is_on_its_way",
     ),
     _mutant(
-        "a load leaves the first page of the window out", "-", _CORE + "cache.cpp",
-        "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size())) : end - 1;",
-        "return row.per_page() ? std::max(owned_, row.first_needed(end, cache_.tree.page_size()) + 1) : end - 1;",
+        "a load leaves the first page of the window out", "-", _CORE + "lease/holding.cpp",
+        "cache.row(component).first_needed(end, cache.tree.page_size()));",
+        "cache.row(component).first_needed(end, cache.tree.page_size()) + !cache.row(component).leaf_only());",
         "hybrid",
     ),
     # ---------------------------------------------------------------- states and windows that others need
     _mutant(
-        "a cap takes the state from which others part", "here", _CORE + "evict.cpp",
+        "a cap takes the state from which others part", "here", _CORE + "tree/evict.cpp",
         "const bool shared = std::exchange(forks, false) || nodes_[at].forked;", "const bool shared = false;",
         "tests/test_components.py::test_a_cap_leaves_states_that_others_part_from",
     ),
     _mutant(
-        "a state goes first though others part from it", "here", _CORE + "tree.cpp",
+        "a state goes first though others part from it", "here", _CORE + "eviction/eviction.cpp",
         "  if (nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked) return;\n",
         "  if (nodes_[above].root()) return;\n",
         "tests/test_components.py",
     ),
     _mutant(
-        "pages in front of the window of an insertion go by their age", "here", _CORE + "tree.cpp",
-        "  return row(slot).per_page() && nodes_[node].start < row(slot).first_needed",
-        "  return false && row(slot).first_needed",
+        "pages in front of the window of an insertion go by their age", "here", _CORE + "eviction/eviction.cpp",
+        "  return row.per_page() && nodes_[node].start < cells_.first_needed",
+        "  return false && cells_.first_needed",
         "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     _mutant(
-        "with what is in front of a window the window goes", "here", _CORE + "evict.cpp",
+        "with what is in front of a window the window goes", "here", _CORE + "eviction/eviction.cpp",
         "  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
         "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     # ---------------------------------------------------------- what is removed, and what follows what is in flight
     _mutant(
-        "ids of what hangs on a cancelled beginning come back while they are written to", "here", _CORE + "locks.cpp",
+        "ids of what hangs on a cancelled beginning come back while they are written to", "here",
+        _CORE + "tree/transfer.cpp",
         "  for (const Index at : below)  // nothing below can fail\n    detach(at);\n",
         "  for (const Index at : below) {\n"
         "    detach(at);\n"
-        "    const Run<std::int32_t> ids = vacate(at, slot(0, tier));\n"
+        "    const Run<std::int32_t> ids = vacate(at, cells_.slot(0, tier));\n"
         "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
         "  }\n",
         "tests/test_tree.py::test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends",
     ),
     _mutant(
-        "a transfer locks what another has in flight", "here", _CORE + "insert.cpp",
-        "    if (cell(node, slot(c, tier)).transfer == node && !others[c]) lock_all(node, tier, +1);\n",
-        "    if (cell(node, slot(c, tier)).transfer == node) lock_all(node, tier, +1);\n",
+        "a transfer locks what another has in flight", "here", _CORE + "tree/insert.cpp",
+        "    if (cell(node, c).transfer == node && !others[c]) tree.lock_all(node, tier, +1);\n",
+        "    if (cell(node, c).transfer == node) tree.lock_all(node, tier, +1);\n",
         "tests/test_tree.py::test_a_transfer_that_adds_nothing_has_nothing_in_flight",
     ),
     _mutant(
-        "a user's unlock lets go of what a removed node holds", "here", _CORE + "locks.cpp",
-        "  if (locks_taken(node, tier) == 0) throw NotLocked{handle};\n",
-        "  if (pins(node, tier) == 0) throw NotLocked{handle};\n",
+        "a user's unlock lets go of what a removed node holds", "here", _CORE + "tree/lock.cpp",
+        "  if (cells_.locks_taken(node, tier) == 0) throw NotLocked{handle};\n",
+        "  if (!cells_.pinned(node, tier)) throw NotLocked{handle};\n",
         "tests/test_stateful.py",
     ),
     _mutant(
-        "the end of a lease is no use of its prefix", "here", _CORE + "cache.cpp",
-        "  tree.refresh_use(node, 0);\n", "",
+        "the end of a lease is no use of its prefix", "here", _CORE + "lease/cache.cpp",
+        "  tree.refresh_use(node, kDevice);\n", "",
         "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_but_not_a_hit",
     ),
     # ---------------------------------------------------------------- the policy that learns
