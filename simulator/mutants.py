@@ -223,8 +223,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what was computed behind a failed load is kept", "vllm#49250", _SCHEDULER,
-        "        if not failed:\n            return shares, sampled, logits\n",
-        "        return shares, sampled, logits\n",
+        "        if not failed:\n            return scheduled, sampled, logits\n",
+        "        return scheduled, sampled, logits\n",
         "scheduler",
     ),
     _mutant(
@@ -234,7 +234,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "two requests look in storage for each other for ever", "here", _SCHEDULER,
-        "prefetch.shared and prefetch.loaded and task.looks < _LOOKS:", "prefetch.shared:",
+        "            and prefetch.loaded\n            and sequence.prefetches < _PREFETCHES\n", "",
         "scheduler",
     ),
     _mutant(

@@ -73,13 +73,13 @@ def test_a_model_without_attention_has_marks_for_its_states() -> None:
     [
         ("full", Shares(99), "kv_bytes = 99: must be 100 or more"),
         ("full window", Shares(299), "kv_bytes = 299: must be 300 or more"),
-        ("full window state", Shares(419), "kv_bytes = 419: must be 300 or more beside 200 for states"),
+        ("full window state", Shares(419), "kv_bytes = 419: must be 300 or more plus 200 for states"),
         ("window", Shares(199), "kv_bytes = 199: must be enough for 4 window pages of 50 bytes"),
         ("window", Shares(1 << 30, pages=3), "pages = 3: must be at least 4"),
         ("full state", Shares(239), "kv_bytes = 239: must be enough for 3 recurrent states of 40 bytes"),
         ("full state", Shares(1000, state_slots=2), "state_slots = 2: must be at least 3"),
         ("full state", Shares(200, state_slots=6), "kv_bytes = 200: must be enough for 6 recurrent states of 40"),
-        ("full state", Shares(200, state_slots=5), "kv_bytes = 200: must be 100 or more beside 200 for states"),
+        ("full state", Shares(200, state_slots=5), "kv_bytes = 200: must be 100 or more plus 200 for states"),
     ],
 )
 def test_too_little_memory_is_refused_with_the_field_and_what_is_needed(

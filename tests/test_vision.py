@@ -308,7 +308,7 @@ def test_a_model_whose_images_are_more_than_embeddings_is_found_out(
 ) -> None:
     before = Vision._encode
     monkeypatch.setattr(vision_module.Vision, "_encode", lambda self, one: before(self, one) * 1.1)
-    with pytest.raises(UnsupportedModel, match="do more than to stand for embeddings"):
+    with pytest.raises(UnsupportedModel, match="used for more than embeddings"):
         Vision(models["llava"])
 
 
@@ -337,5 +337,5 @@ def test_the_first_token_and_its_image_are_one_span(llava: Vision, first_token: 
     plain = llava._assemble("<bos><image>what?", [picture(1)])
     assert [(one.start, one.length, one.splits) for one in given.images] == [(0, 10, False)]
     assert torch.equal(first_token.embed(given.images[0])[1:], llava.embed(plain.images[0]))
-    with pytest.raises(BadArgument, match="right behind the first token"):
+    with pytest.raises(BadArgument, match="directly after the first token"):
         first_token._assemble("<bos>and <image>what?", [picture(1)])
