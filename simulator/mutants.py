@@ -313,7 +313,7 @@ PYTHON: tuple[Mutant, ...] = (
         "every machine is waited on as if it were as quick", "here", "tiers/waits.py",
         "if cost_s is None:", "if True:",
         "tests/test_scheduler_tiers.py::"
-        "test_on_a_machine_that_is_slower_than_anybody_supposed_a_restarted_server_takes_all_from_storage",
+        "test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage",
     ),
     _mutant(
         "what a listed prefix shares with one on its way is all that comes back of it", "here", _TIERS,

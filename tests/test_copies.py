@@ -1,4 +1,4 @@
-"""Rows of bytes by their numbers, against NumPy; and a transfer whose copies fail, wait and are asked after."""
+"""Copies of rows of bytes, against NumPy; and transfers whose copies fail, wait and are queried."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Ids = NDArray[np.int32]
 
 
 def table(rows: int, size: int, stride: int, offset: int, seed: int) -> NDArray[np.uint8]:
-    """Random rows that lie `stride` apart, the first one `offset` bytes behind a line of the cache."""
+    """Random rows, `stride` bytes apart, the first one `offset` bytes after the start of a cache line."""
     memory = np.random.default_rng(seed).integers(0, 256, rows * stride + 128, np.uint8)
     begin = -memory.ctypes.data % 64 + offset
     return np.lib.stride_tricks.as_strided(memory[begin:], (rows, size), (stride, 1))
 
 
-def ids(*pages: int) -> Ids:
-    return np.array(pages, dtype=np.int32)
+def ids(*rows: int) -> Ids:
+    return np.array(rows, dtype=np.int32)
 
 
 @pytest.mark.parametrize("size", [1, 63, 2047, 2048, 2064, 2100, 12288])
 @pytest.mark.parametrize(("gap", "offset"), [(0, 0), (64, 0), (6, 16), (7, 3)])
 @pytest.mark.parametrize("order", ["scattered", "runs", "reversed"])
 def test_rows_are_copied_and_nothing_else(size: int, gap: int, offset: int, order: str) -> None:
-    """Sizes and numbers on both sides of where streams begin."""
+    """Sizes and counts on both sides of the threshold of streaming stores."""
     rng = np.random.default_rng(size)
     for count in (0, 1, 5, 1 + (3 << 19) // size if size > 1000 else 100):
         rows = count + 3
@@ -71,7 +71,7 @@ def test_rows_that_do_not_exist_are_refused(target: Any, targets: Ids, source: A
 
 
 class Marks(CpuCopier):
-    """A device that says when copies have ended: marks are 1, 2, 3, ...; those up to `reached` have."""
+    """A device whose copies end by hand: marks are 1, 2, 3, ...; those up to `reached` have ended."""
 
     def __init__(self) -> None:
         self.begun = self.reached = 0
@@ -123,7 +123,7 @@ def test_wait_waits_for_the_last_mark() -> None:
     assert copier.reached == 3
 
 
-def test_a_reader_is_held_behind_the_last_step_up_to_its_layer() -> None:
+def test_a_reader_is_ordered_after_the_last_step_up_to_its_layer() -> None:
     copier = Marks()
     ticket = transfer(copier, layers=(1, 3))
     ticket.wait_layer(0)
@@ -153,11 +153,11 @@ def test_a_copy_that_fails_ends_the_transfer_and_lets_readers_go() -> None:
         thread.join(patience(60))
         assert not thread.is_alive()
     assert isinstance(ticket.error, RuntimeError)
-    assert copier.reached == 1  # what was begun before still has to end
+    assert copier.reached == 1  # earlier copies still have to end
     assert ticket.done()
 
 
-def test_a_device_that_dies_behind_the_last_copy_fails_the_transfer() -> None:
+def test_a_device_that_dies_after_the_last_copy_fails_the_transfer() -> None:
     copier = Marks()
     ticket = transfer(copier, layers=(0,))
     ticket.advance()
@@ -166,7 +166,7 @@ def test_a_device_that_dies_behind_the_last_copy_fails_the_transfer() -> None:
     assert "gone" in str(ticket.error)
 
 
-def test_a_bug_ends_the_transfer_and_is_told() -> None:
+def test_a_bug_ends_the_transfer_and_is_raised() -> None:
     class Buggy(Marks):
         def copy(self, copies: Sequence[Copy], fence: Any) -> Any:
             raise TypeError
