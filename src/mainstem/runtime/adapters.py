@@ -93,7 +93,7 @@ class Adapter:
     """An adapter that is ready to be selected. It stays usable while it is referenced, even if its name is reassigned.
 
     Args:
-        name: what clients call it.
+        name: the name that clients use.
         digest: SHA-256 over configuration and weights, in hex.
     """
 
@@ -210,7 +210,7 @@ class Adapters:
 
     def _adaptable(self) -> Iterator[torch.nn.Module]:
         """Yields the modules of the text model. Image encoders stay as they are: all adapters share their results."""
-        model: Any = self._model  # these two have no types
+        model: Any = self._model  # the two methods below have no types
         yield from model.get_decoder().modules()
         head = model.get_output_embeddings()
         if head is not None:

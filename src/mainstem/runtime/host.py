@@ -283,7 +283,7 @@ class HostPool:
         self._ups: deque[Transfer] = deque()
         self._downs: deque[Transfer] = deque()
         self._working = self._closed = False
-        self._lock = threading.Lock()  # of the four above
+        self._lock = threading.Lock()  # guards the four attributes above
         self._turn = threading.RLock()  # held while a layer is copied; re-entered by a `run` that calls synchronously
         self._executor = None
         self._work = self._work_once

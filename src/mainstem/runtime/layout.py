@@ -141,7 +141,7 @@ def _refuse(config: PreTrainedConfig) -> None:
     """Raises for unsupported features that the kinds of layers do not show."""
     reasons = []
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        reasons.append("it has chunked_attention layers")
+        reasons.append("it has layers of the kind chunked_attention")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         reasons.append("its attention scores are soft-capped")
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -149,7 +149,7 @@ def _refuse(config: PreTrainedConfig) -> None:
     if getattr(config, "num_kv_shared_layers", None):
         reasons.append("some of its layers share the KV of others")
     if getattr(config, "attn_temperature_tuning", None):
-        reasons.append("the temperature of its attention depends on a token's index in the batch, not on its position")
+        reasons.append("the temperature of its attention follows a token's place in the batch, not its position")
     if reasons:
         raise UnsupportedModel(f"{config.model_type}: {'; '.join(reasons)}")
 

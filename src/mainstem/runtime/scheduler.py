@@ -266,7 +266,8 @@ class Scheduler:
         try:
             for _ in range(_MEASUREMENTS):
                 began_s = self._clock()
-                self._runner.forward([Segment(np.zeros(n, np.int32), 0, page_ids, True)]).argmax().item()  # blocks
+                logits = self._runner.forward([Segment(np.zeros(n, np.int32), 0, page_ids, True)])
+                logits.argmax().item()  # waits for the forward
                 if self._tiers is not None:
                     self._tiers.prefill.observe([(n, 0)], self._clock() - began_s)
         finally:
@@ -339,7 +340,7 @@ class Scheduler:
         scheduled: list[tuple[_Sequence, int]] = []
         if not self._has_room(budget):
             return scheduled
-        ranked = self._ranked()
+        ranked = self._rank_waiting()
         for sequence, hit in ranked:
             if not self._has_room(budget):
                 break
@@ -370,7 +371,7 @@ class Scheduler:
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
 
-    def _ranked(self) -> list[tuple[_Sequence, int]]:
+    def _rank_waiting(self) -> list[tuple[_Sequence, int]]:
         """Returns the waiting requests in admission order, each with the length of its hit."""
         now_s, keys = self._clock(), self._cache.tree.keys
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Sequence.precedence)

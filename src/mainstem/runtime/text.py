@@ -40,7 +40,7 @@ class Detokenizer:
     """The text of one request.
 
     Args:
-        tokenizer: decodes.
+        tokenizer: decodes tokens.
         stop: texts that end the request.
         context: tokens before the first one (the prompt): the first space depends on them. Never part of the text.
     """

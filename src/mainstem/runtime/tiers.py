@@ -55,7 +55,7 @@ class TierConfig:
         warm: whether the hottest prefixes are loaded to the host after a restart.
 
     Raises:
-        BadArgument: a value outside its range.
+        BadArgument: a value is outside its range.
     """
 
     host: HostSize
