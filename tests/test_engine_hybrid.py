@@ -124,7 +124,7 @@ def fail_after_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(pool: HostPool, moves: Sequence[Move]) -> Any:
         ticket = up(pool, moves)
         ticket.wait()
-        ticket.end(RuntimeError("on purpose, behind the first layer"))  # type: ignore[attr-defined]
+        ticket.end(RuntimeError("on purpose, after the first layer"))  # type: ignore[attr-defined]
         return ticket
 
     monkeypatch.setattr(HostPool, "up", failing)

@@ -396,9 +396,9 @@ def test_a_prompt_with_images_in_one_piece_in_chunks_and_in_steps(album: Album) 
         cuts = [0, first.start + 2, first.end - 1, second.start + 3, end]
     steps = [(0, end), (end, end + 1), (end + 1, end + 2)]
     for table, spans in zip(tables, (steps, [*itertools.pairwise(cuts), *steps[1:]]), strict=True):
-        for begin, behind in spans:
-            row = album.bench.runner.forward([album.segment(begin, behind, table)])[0]
-            torch.testing.assert_close(row, album.plain[behind - 1], atol=ATOL, rtol=0)
+        for begin, stop in spans:
+            row = album.bench.runner.forward([album.segment(begin, stop, table)])[0]
+            torch.testing.assert_close(row, album.plain[stop - 1], atol=ATOL, rtol=0)
 
 
 def test_images_together_with_requests_without(album: Album) -> None:

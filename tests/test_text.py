@@ -93,8 +93,8 @@ def test_spaces_before_words_are_kept_inside_and_after_the_context() -> None:
     ids = SENTENCE_PIECE.convert_tokens_to_ids(["▁hello", "▁world", "</s>", "▁hello", "▁", "▁a"])
     pieces, _ = _pieces(SENTENCE_PIECE, ids)
     assert "".join(pieces) == "hello world hello  a"
-    behind = Detokenizer(SENTENCE_PIECE, context=ids[:1])
-    assert behind.push(ids[1]) == " world"
+    after = Detokenizer(SENTENCE_PIECE, context=ids[:1])
+    assert after.push(ids[1]) == " world"
 
 
 def test_special_tokens_read_as_nothing_however_many_there_are() -> None:
