@@ -1,7 +1,7 @@
 """Names and prose against docs/glossary.md: one meaning for each word, and the words of the field.
 
-Names are those that src/mainstem defines, in Python and in C++. Prose is comments, docstrings, messages and pages. Each
-test reports all offences at once, as file:line.
+Names are those that src/mainstem defines, in Python and in C++. Prose is comments, docstrings and pages, and in the
+package all strings. Each test reports all offences at once, as file:line.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mainstem"
@@ -50,8 +52,8 @@ OUT = {
     "worn": "inflation, aged",
 }
 
-# The same in prose, as expressions; a blank is any white space, also over the end of a line of comments. Only words that
-# are never right here: a store may hang, so "hang" alone is none of them.
+# The same in prose, as expressions; a blank is any white space, also over the end of a line of comments. Only words
+# that are never right here: a store may hang, so "hang" alone is none of them.
 OUT_OF_PROSE = {
     r"behind": "after, or name the relation",
     r"borders?": "boundary",
@@ -226,11 +228,17 @@ def test_pages_are_a_count() -> None:
 
 
 def python_prose(path: Path) -> str:
-    """Comments and strings of a Python file, each in its place; all else is blank."""
-    lines = path.read_text().splitlines(keepends=True)
+    """Comments and strings of a Python file, each in its place; all else is blank.
+
+    Outside of the package strings quote records and messages, so only docstrings count there.
+    """
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    strings = docstrings(text) if SOURCE not in path.parents else None
     kept = [re.sub(r"[^\n]", " ", line) for line in lines]
-    for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
-        if token.type not in PROSE_TOKENS:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        quoted = token.type != tokenize.COMMENT and strings is not None and token.start not in strings
+        if token.type not in PROSE_TOKENS or quoted:
             continue
         (first, begin), (last, end) = token.start, token.end
         for number in range(first, last + 1):
@@ -239,6 +247,12 @@ def python_prose(path: Path) -> str:
             row = kept[number - 1]
             kept[number - 1] = row[:left] + line[left:right] + row[right:]
     return "".join(kept)
+
+
+def docstrings(text: str) -> set[tuple[int, int]]:
+    """Where strings begin that are statements of their own."""
+    nodes = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    return {(node.lineno, node.col_offset) for node in nodes if isinstance(node, ast.Constant)}
 
 
 def prose(path: Path) -> str:
@@ -264,7 +278,9 @@ def out_of_prose(text: str) -> Iterator[tuple[int, str, str]]:
 
 def test_prose_uses_the_words_of_the_glossary() -> None:
     others = [ROOT / name for name in ("Makefile", ".ci/run", "pyproject.toml", "CMakeLists.txt")]
-    files = [*python_files(), *cpp_files(), *documents(), *others, *python_files(ROOT / "examples")]
+    folders = [ROOT / name for name in ("examples", "bench", "simulator", "tests")]
+    python = [path for folder in (SOURCE, *folders) for path in python_files(folder) if path != Path(__file__)]
+    files = [*python, *cpp_files(), *documents(), *others]
     report(
         [
             f"{path.relative_to(ROOT)}:{number}: {found}: {instead}"
@@ -330,7 +346,9 @@ def test_a_word_is_found_over_the_end_of_a_line_and_allowed_where_it_is_right() 
     assert [number for number, _, _ in out_of_prose("one\npages behind the window\nwhat was told")] == [2, 3]
 
 
-def test_strings_and_comments_are_prose_and_code_is_not(tmp_path: Path) -> None:
+def test_strings_and_comments_are_prose_and_code_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file.py"
-    file.write_text('behind = 1  # was told\nraise ValueError("it lands")\n')
-    assert [found for _, found, _ in out_of_prose(prose(file))] == ["lands", "told"]
+    file.write_text('"""What is worn."""\nbehind = 1  # was told\nraise ValueError("it lands")\n')
+    assert [found for _, found, _ in out_of_prose(prose(file))] == ["told", "worn"]
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    assert [found for _, found, _ in out_of_prose(prose(file))] == ["lands", "told", "worn"]
