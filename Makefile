@@ -1,4 +1,4 @@
-# Everything from nothing: `make demo` and `make test` create .venv, build the core and install what they need.
+# `make demo` and `make test` need nothing beforehand: they create .venv, build the core and install what they need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,29 +14,29 @@ help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
 	@echo "make serve   an OpenAI-compatible server on 127.0.0.1:8000"
 	@echo "make test    set up, lint, check types and run the quick tests"
-	@echo "make test-all      the slow ones, too (CONTRIBUTING.md names them)"
-	@echo "make simulate      the whole cache under faults, from seeds (SEEDS=0:200)"
-	@echo "make mutants       bugs made again on purpose, and what finds each"
-	@echo "make test-lmcache  the tests against LMCache's server, which is installed into $(LMCACHE)"
-	@echo "make test-gemma    those with the weights of Gemma 3 270M, which are installed into $(VENV)"
+	@echo "make test-all      the quick tests and the slow ones (CONTRIBUTING.md names them)"
+	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
+	@echo "make mutants       reintroduce known bugs, and show what finds each"
+	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
+	@echo "make test-gemma    test with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
-	@echo "make bench-core    the core alone in C++, beside what memory allows"
-	@echo "make instructions  its instruction counts beside the kept ones (ARGS=--write keeps the new ones)"
-	@echo "make native        its random tests, with address, undefined-behaviour and thread sanitizers"
-	@echo "make coverage      which of its lines and branches those tests come to"
-	@echo "make bench-policies  what each policy gains and loses beside lru (ARGS=\"--trace FILE\" for yours, too)"
-	@echo "make bench-tiers   copies down and up, by tier, back end and page size"
+	@echo "make bench-core    benchmark the core alone in C++, beside what memory allows"
+	@echo "make instructions  compare the core's instruction counts with the kept ones (ARGS=--write keeps new ones)"
+	@echo "make native        the core's random tests, with address, undefined-behaviour and thread sanitizers"
+	@echo "make coverage      the lines and branches of the core that those tests cover"
+	@echo "make bench-policies  what each policy gains and loses relative to lru (ARGS=\"--trace FILE\" adds your trace)"
+	@echo "make bench-tiers   copies between tiers, by tier, back end and page size"
 	@echo "make bench-store-faults  time to the first token beside a dead, hung or lying store"
-	@echo "make bench-models  what runs, what it finds again, and how far its logits are from transformers'"
-	@echo "make bench-plan    the planner's estimate of a prefill beside the clock, on this CPU"
-	@echo "make record        all of it in full, into bench/results/recorded-*.json and the documentation: about an hour"
-	@echo "make bench-index  the index beside its peers, which are installed into $(PEERS)"
+	@echo "make bench-models  which models run, what they find again, and how far their logits are from transformers'"
+	@echo "make bench-plan    compare the planner's estimate of a prefill with the clock, on this CPU"
+	@echo "make record        run all benchmarks in full, into bench/results/recorded-*.json and the documentation: about an hour"
+	@echo "make bench-index   benchmark the index beside its peers, which are installed into $(PEERS)"
 
 $(BIN)/python:
 	@echo "Setting up $(VENV): the core is built and PyTorch installed, which takes some minutes the first time."
 	@$(PYTHON) -m venv $(VENV)
 
-# The second prerequisite list is why an edit of the core rebuilds it.
+# $(CORE) is a prerequisite, so that an edit of the core rebuilds it.
 $(VENV)/server: $(BIN)/python pyproject.toml constraints.txt CMakeLists.txt $(CORE)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[server]'
 	@touch $@
@@ -66,8 +66,8 @@ test-slow: $(VENV)/dev
 
 test-all: test test-slow
 
-# Heavy lanes leave a record in tests/recorded/, and CI runs them again where what they test has changed (tests/lanes.py).
-# LMCache wants other versions of what we use, so its server has an environment of its own (1.9 GB).
+# Heavy lanes write a record to tests/recorded/. CI runs them again only if the files that they test change (tests/lanes.py).
+# LMCache needs other versions of our dependencies, so its server has its own environment (1.9 GB).
 $(LMCACHE)/ready: tests/requirements-lmcache.txt
 	@echo "Setting up $(LMCACHE), which takes some minutes the first time."
 	@$(PYTHON) -m venv $(LMCACHE)
@@ -84,7 +84,7 @@ $(VENV)/gemma: $(VENV)/dev
 test-gemma: $(VENV)/gemma
 	$(BIN)/pytest tests/test_gemma.py $(ARGS)
 
-# SEEDS=0:200 names the runs, ARGS what else `python -m simulator --help` lists.
+# SEEDS=0:200 selects the runs; ARGS takes the other options of `python -m simulator --help`.
 simulate: $(VENV)/dev
 	$(BIN)/python -m simulator $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
@@ -97,16 +97,16 @@ mutants: $(VENV)/dev
 bench: $(VENV)/dev
 	$(BIN)/python -m bench $(ARGS)
 
-# A peer that cannot be installed is named, here and in the tables, and stops nothing.
+# A peer that cannot be installed is named, here and in the tables; the others run.
 $(PEERS)/ready: bench/requirements-peers.txt bench/install_peers.py
 	@echo "Setting up $(PEERS) with the peers, which takes some minutes the first time."
 	@$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python bench/install_peers.py
 	@touch $@
 
-# What the documentation shows is measured again, and written there. The machine must have nothing else to do.
+# Measures again what the documentation shows, and writes it there. The machine must be idle.
 record: $(VENV)/dev $(VENV)/gemma $(PEERS)/ready
-	@echo "Measuring all that is recorded, one by one: about an hour on two cores with nothing else to do."
+	@echo "Measuring everything that is recorded, one by one: about an hour on two idle cores."
 	$(BIN)/python -m bench $(ARGS) --record --peers-python $(PEERS)/bin/python
 	$(BIN)/python -m bench.figures --write
 

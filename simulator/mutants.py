@@ -223,8 +223,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "what was computed after a failed load is kept", "vllm#49250", _SCHEDULER,
-        "        if not failed:\n            return shares, sampled, logits\n",
-        "        return shares, sampled, logits\n",
+        "        if not failed:\n            return scheduled, sampled, logits\n",
+        "        return scheduled, sampled, logits\n",
         "scheduler",
     ),
     _mutant(
@@ -234,7 +234,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "two requests prefetch for each other forever", "here", _SCHEDULER,
-        "prefetch.shared and prefetch.loaded and task.looks < _LOOKS:", "prefetch.shared:",
+        "            and prefetch.loaded\n            and sequence.prefetches < _PREFETCHES\n", "",
         "scheduler",
     ),
     _mutant(
@@ -313,7 +313,7 @@ PYTHON: tuple[Mutant, ...] = (
         "the wait ignores the speed of the machine", "here", "tiers/waits.py",
         "if cost_s is None:", "if True:",
         "tests/test_scheduler_tiers.py::"
-        "test_on_a_machine_that_is_slower_than_anybody_supposed_a_restarted_server_takes_all_from_storage",
+        "test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage",
     ),
     _mutant(
         "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _TIERS,

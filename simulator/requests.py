@@ -70,15 +70,15 @@ class GhostRunner:
 
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         assert self.scheduler is not None
-        running = {id(task._lease.page_table): task for task in self.scheduler._running.values() if task._lease}
+        running = {id(other._lease.page_table): other for other in self.scheduler._running.values() if other._lease}
         process, memory = self._process, self._process.memory
         size = process.cache.page_size
         numbers = []
         for segment in segments:
-            task = running[id(segment.page_table)]
-            tokens = task.known[segment.start : segment.end]
+            sequence = running[id(segment.page_table)]
+            tokens = sequence.known[segment.start : segment.end]
             require(np.array_equal(tokens, segment.tokens), "tokens of another request")
-            numbers.append(fingerprints(process.origin_of(task.request.namespace), task.known[: segment.end]))
+            numbers.append(fingerprints(process.origin_of(sequence.request.namespace), sequence.known[: segment.end]))
         for layer in range(memory.layers):
             for segment, expected in zip(segments, numbers, strict=True):
                 if segment.arriving is not None:

@@ -1,4 +1,4 @@
-"""Adapters: what they change, what they leave alone, what is refused; and that no adapter's KV serves another."""
+"""Adapters: what they change and leave unchanged, what is refused; and that adapters never share KV."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save(
     embeddings: bool = False,
     **lora: Any,
 ) -> Path:
-    """An adapter of random weights that change something, as PEFT saves it."""
+    """Saves an adapter with PEFT, with random weights that change something."""
     from peft import LoraConfig, get_peft_model
 
     defaults = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -68,7 +68,7 @@ def with_adapter(adapters: Adapters, model: PreTrainedModel, adapter: Adapter | 
 
 
 def state(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What an adapter must leave alone."""
+    """What an adapter must not change."""
     weights = {name: (weight.clone(), weight.requires_grad) for name, weight in model.named_parameters()}
     return {name: id(module) for name, module in model.named_modules()}, weights, dict(vars(model)), repr(model.config)
 
@@ -110,7 +110,7 @@ def test_each_adapter_computes_its_own_and_the_base_stays_as_it_is(
     assert torch.equal(with_adapter(adapters, model, a), with_a), "one after another, not on top of each other"
     adapters.unload("b")
     assert adapters.names == ("a",)
-    assert torch.equal(with_adapter(adapters, model, b), with_b), "who holds it may finish"
+    assert torch.equal(with_adapter(adapters, model, b), with_b), "a reference keeps it usable"
     assert same(state(model), before)
 
 
@@ -195,7 +195,7 @@ def test_names_that_cannot_be(name: str, model: PreTrainedModel, saved: dict[str
         Adapters(model).load(name, saved["a"])
 
 
-def test_a_name_that_nobody_has(model: PreTrainedModel) -> None:
+def test_a_name_without_an_adapter(model: PreTrainedModel) -> None:
     with pytest.raises(BadArgument, match="adapter = 'a'"):
         Adapters(model).get("a")
     with pytest.raises(BadArgument, match="adapter = 'a'"):
@@ -206,7 +206,7 @@ def test_a_name_that_nobody_has(model: PreTrainedModel) -> None:
 
 
 def refused(model: PreTrainedModel, folder: Path, error: type[MainstemError], says: str) -> None:
-    """The refusal is typed and tells why, and the model is as before."""
+    """Checks that the refusal is typed and says why, and that the model is unchanged."""
     base, before, adapters = logits(model), state(model), Adapters(model)
     with pytest.raises(error, match=says):
         adapters.load("x", folder)
@@ -250,7 +250,7 @@ def test_a_regular_expression_is_not_run_the_weights_say_where_they_belong(
         assert torch.equal(model(tokens).logits, wanted)
 
 
-def test_weights_that_are_no_numbers(model: PreTrainedModel, saved: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_that_are_not_finite(model: PreTrainedModel, saved: dict[str, Path], tmp_path: Path) -> None:
     file = shutil.copytree(saved["a"], tmp_path / "copy") / "adapter_model.safetensors"
     tensors = load_file(file)
     next(iter(tensors.values()))[0, 0] = float("nan")
@@ -346,7 +346,7 @@ def test_a_model_with_an_adapter_of_its_own(saved: dict[str, Path]) -> None:
 
 
 class Tokenizer:
-    """One letter a token."""
+    """One letter per token."""
 
     eos_token_id = 1
 

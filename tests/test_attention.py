@@ -12,8 +12,8 @@ from transformers import Gemma3Config, LlamaConfig
 
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention import (
-    BLOCK_ROWS,
     PAGED,
+    TILE_ROWS,
     BatchPlan,
     Extent,
     Paging,
@@ -32,7 +32,7 @@ SCALE = 0.3
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and threads that wait for a busy core cost minutes."""
+    """Runs on one thread: tiny tensors gain nothing from threads, and waiting for a busy core costs minutes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +65,7 @@ def packed(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def sees(extent: Extent, window: int | None, query: int, key: int) -> bool:
-    """The rule, key by key."""
+    """Whether a query sees a key, by the rule itself."""
     together = any(low <= query < high and low <= key < high for low, high in extent.regions)
     return (key <= query or together) and (window is None or key > query - window) and key < extent.end
 
@@ -77,16 +77,16 @@ def slow_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query and head at a time, from the pool alone, after the new keys were written."""
+    """Computes one query and head at a time, from the pool alone, after the new keys were written."""
     out, row = torch.empty_like(query), 0
     for extent in extents:
         for position in range(extent.start, extent.end):
             seen = [p for p in range(extent.end) if sees(extent, window, position, p)]
-            places = [(extent.page_table[p // pool.page_size], p % pool.page_size) for p in seen]
+            slots = [(extent.page_table[p // pool.page_size], p % pool.page_size) for p in seen]
             for head in range(HEADS):
                 kv_head = head // (HEADS // KV_HEADS)
-                keys = torch.stack([pool.k[LAYER, page, offset, kv_head] for page, offset in places])
-                values = torch.stack([pool.v[LAYER, page, offset, kv_head] for page, offset in places])
+                keys = torch.stack([pool.k[LAYER, page, offset, kv_head] for page, offset in slots])
+                values = torch.stack([pool.v[LAYER, page, offset, kv_head] for page, offset in slots])
                 scores = keys @ query[row, head] * SCALE
                 more = scores.new_empty(0) if sinks is None else sinks[head : head + 1]
                 out[row, head] = torch.cat([scores, more]).softmax(0)[: len(scores)] @ values
@@ -94,8 +94,8 @@ def slow_attention(
     return out
 
 
-def behind_windows_gone(extents: list[Extent], pool: KVPool, window: int) -> list[Extent]:
-    """Tables whose pages behind the window are given back, and overwritten by their next owner."""
+def without_pages_before_windows(extents: list[Extent], pool: KVPool, window: int) -> list[Extent]:
+    """Tables whose pages before the window were freed, and overwritten by their next owner."""
     cut = []
     for extent in extents:
         gone = max(0, extent.start - window + 1) // pool.page_size
@@ -128,8 +128,8 @@ def test_every_query_sees_the_keys_up_to_its_own(spans: list[tuple[int, int]], p
 
 
 @pytest.mark.parametrize("start", [0, 37])
-def test_long_chunks_are_cut_into_blocks(start: int) -> None:
-    tokens = 2 * BLOCK_ROWS + 5
+def test_long_chunks_are_cut_into_tiles(start: int) -> None:
+    tokens = 2 * TILE_ROWS + 5
     pool = make_pool(25, 16)
     extents = make_batch(pool, [(tokens, start)], scattered=True)
     query, key, value = packed(tokens)
@@ -166,11 +166,11 @@ SPANS = [(1, 0), (14, 0), (6, 13), (1, 7), (1, 30), (9, 29), (3, 2)]
 @pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [1, 5, 8, 100])
-def test_behind_a_window_nothing_is_read(window: int, page_size: int, sinks: torch.Tensor | None) -> None:
+def test_nothing_before_a_window_is_read(window: int, page_size: int, sinks: torch.Tensor | None) -> None:
     pool = make_pool(180 // page_size + 10, page_size)
     extents = make_batch(pool, SPANS, scattered=True)
     query, key, value = packed(sum(tokens for tokens, _ in SPANS))
-    plan = plan_batch(behind_windows_gone(extents, pool, window), pool, window)
+    plan = plan_batch(without_pages_before_windows(extents, pool, window), pool, window)
     out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan, sinks)
     torch.testing.assert_close(out, slow_attention(pool, query, extents, window, sinks), atol=2e-6, rtol=1e-5)
 
@@ -185,18 +185,18 @@ def test_sinks_take_weight_in_whole_prompts_and_in_chunks() -> None:
 
 
 def random_regions(rng: np.random.Generator, end: int) -> tuple[tuple[int, int], ...]:
-    """Up to four regions in [0, end), apart, some side by side."""
-    borders = np.sort(rng.choice(end + 1, size=min(8, end // 2 * 2), replace=False))
+    """Up to four disjoint regions in [0, end), some of them adjacent."""
+    bounds = np.sort(rng.choice(end + 1, size=min(8, end // 2 * 2), replace=False))
     if rng.random() < 0.3:
-        borders[1::2][:-1] = borders[2::2]
-    return tuple((int(low), int(high)) for low, high in borders.reshape(-1, 2))
+        bounds[1::2][:-1] = bounds[2::2]
+    return tuple((int(low), int(high)) for low, high in bounds.reshape(-1, 2))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_regions_are_attended_both_ways(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random regions, windows, chunks and blocks, against the rule key by key."""
+    """Random regions, windows, chunks and tiles, against the rule key by key."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr("mainstem.runtime.attention.BLOCK_ROWS", int(rng.choice([3, 8, 128])))
+    monkeypatch.setattr("mainstem.runtime.attention.TILE_ROWS", int(rng.choice([3, 8, 128])))
     window = [None, 3, 7, 19][int(rng.integers(4))]
     sinks = torch.tensor(rng.normal(size=HEADS), dtype=torch.float32) if rng.random() < 0.3 else None
     spans = [(int(rng.integers(1, 24)), int(rng.choice([0, 0, 5, 16]))) for _ in range(3)]
@@ -204,7 +204,7 @@ def test_regions_are_attended_both_ways(seed: int, monkeypatch: pytest.MonkeyPat
     extents = make_batch(pool, spans, scattered=True)
     extents = [extent._replace(regions=random_regions(rng, extent.end)) for extent in extents]
     if window is not None:
-        extents = behind_windows_gone(extents, pool, window)
+        extents = without_pages_before_windows(extents, pool, window)
     query, key, value = packed(sum(tokens for tokens, _ in spans))
     out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, window), sinks)
     torch.testing.assert_close(out, slow_attention(pool, query, extents, window, sinks), atol=2e-6, rtol=1e-5)
@@ -217,25 +217,25 @@ def test_a_prompt_as_long_as_the_window_takes_the_fast_path_and_a_longer_one_not
         assert span.causal is causal
 
 
-def test_a_region_that_goes_on_behind_a_chunk_is_seen_as_far_as_the_chunk_goes() -> None:
+def test_a_region_that_continues_after_a_chunk_is_seen_up_to_the_end_of_the_chunk() -> None:
     (span,) = plan_batch([Extent(5, 0, np.arange(10, dtype=np.int32), ((2, 12),))], make_pool(10, 4)).spans
-    (block,) = span.blocks
-    assert block.keys == slice(0, 5)
-    assert block.runs is not None and block.runs.tolist() == [[0, 1], [0, 2], [0, 5], [0, 5], [0, 5]]
+    (tile,) = span.tiles
+    assert tile.keys == slice(0, 5)
+    assert tile.runs is not None and tile.runs.tolist() == [[0, 1], [0, 2], [0, 5], [0, 5], [0, 5]]
 
 
 def test_regions_elsewhere_leave_the_fast_path() -> None:
-    """Only where a query lies in a region is anything else computed, and a mask only made where it hides a key."""
+    """Only queries inside a region take another path, and a mask is only made where it hides a key."""
     pool = make_pool(40, 4)
     extents = make_batch(pool, [(10, 0), (6, 10)], scattered=True)
     far = [extent._replace(regions=((20, 30),)) for extent in extents]
     assert plan_batch(far, pool).spans[0].causal
     assert not plan_batch([extents[0]._replace(regions=((4, 7),))], pool).spans[0].causal
     plan = plan_batch([extents[1]._replace(regions=((10, 16),))], pool)
-    assert plan.masks.get(plan.spans[0].blocks[0], 3) is None
+    assert plan.masks.get(plan.spans[0].tiles[0], 3) is None
 
 
-def test_keys_behind_the_last_position_are_never_read() -> None:
+def test_keys_after_the_last_position_are_never_read() -> None:
     pool = make_pool(8, 4)
     pool.k.fill_(math.nan)
     pool.v.fill_(math.nan)
@@ -256,7 +256,7 @@ class _Layer(torch.nn.Module):
 def call_paged(
     module: torch.nn.Module, *, mask: torch.Tensor | None = None, window: int | None = None, **others: object
 ) -> torch.Tensor:
-    """Call the registered function as a transformers layer does; layer 7 of the model is `LAYER` of its pool."""
+    """Calls the registered function as a transformers layer does; layer 7 of the model is `LAYER` of its pool."""
     from transformers import LlamaForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -279,8 +279,8 @@ def test_the_registered_function_takes_and_gives_what_layers_expect() -> None:
     assert call_paged(_Layer(), **harmless).shape == (1, 5, HEADS, HEAD_DIM)
 
 
-def test_rows_of_a_batch_are_one_behind_the_other() -> None:
-    """[3, heads, 1, dim], as of recurrent models, gives what [1, heads, 3, dim] does."""
+def test_rows_of_a_batch_follow_each_other() -> None:
+    """[3, heads, 1, dim], as of recurrent models, gives the same as [1, heads, 3, dim]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     call_paged(_Layer())
@@ -300,7 +300,7 @@ def test_a_window_of_its_own_must_be_the_plan_s() -> None:
         call_paged(_Layer(), window=3, sliding_window=4)
 
 
-def test_encoders_beside_the_text_model_attend_as_before() -> None:
+def test_encoders_next_to_the_text_model_attend_as_before() -> None:
     from transformers import Gemma3ForConditionalGeneration
 
     text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}

@@ -1,4 +1,4 @@
-"""Where states are planted, and how far chunks go."""
+"""Where checkpoints are, and where chunks end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Prompt(NamedTuple):
     def inside(self, position: int) -> bool:
         return any(span.start < position < span.end for span in self.atomic)
 
-    def plan(self, interval: int, most: int) -> list[Checkpoint]:
+    def plan(self, interval: int, limit: int) -> list[Checkpoint]:
         return plan_checkpoints(
-            self.hit, self.reach, self.length, self.page_size, interval=interval, most=most, atomic=self.atomic
+            self.hit, self.reach, self.length, self.page_size, interval=interval, limit=limit, atomic=self.atomic
         )
 
 
@@ -31,8 +31,8 @@ class Prompt(NamedTuple):
 def prompts(draw: st.DrawFn) -> Prompt:
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
     length = draw(st.integers(1, 60 * page_size))
-    borders = sorted(draw(st.lists(st.integers(0, length), max_size=8, unique=True)))
-    atomic = [Span(start, end) for start, end in zip(borders[::2], borders[1::2], strict=False)]
+    bounds = sorted(draw(st.lists(st.integers(0, length), max_size=8, unique=True)))
+    atomic = [Span(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=False)]
     inside = {p for span in atomic for p in range(span.start + 1, span.end)}
     starts = [p for p in range(0, length, page_size) if p not in inside]
     hit = draw(st.sampled_from(starts))
@@ -49,10 +49,10 @@ def positions(plan: list[Checkpoint]) -> list[int]:
 
 
 @given(prompts(), intervals, caps)
-def test_checkpoints_are_borders_behind_the_hit_and_before_the_last_token(p: Prompt, interval: int, most: int) -> None:
-    plan = positions(p.plan(interval, most))
+def test_checkpoints_are_page_boundaries_between_hit_and_last_token(p: Prompt, interval: int, limit: int) -> None:
+    plan = positions(p.plan(interval, limit))
     assert plan == sorted(set(plan))
-    assert len(plan) <= most
+    assert len(plan) <= limit
     for position in plan:
         assert p.hit < position < p.length
         assert position % p.page_size == 0
@@ -60,30 +60,30 @@ def test_checkpoints_are_borders_behind_the_hit_and_before_the_last_token(p: Pro
 
 
 @given(prompts(), intervals, st.integers(2, 10))
-def test_the_branching_point_and_the_end_make_room(p: Prompt, interval: int, most: int) -> None:
-    plan = p.plan(interval, most)
+def test_the_branching_point_and_the_end_make_room(p: Prompt, interval: int, limit: int) -> None:
+    plan = p.plan(interval, limit)
     open_ = [at for at in range(p.hit + 1, p.length) if at % p.page_size == 0 and not p.inside(at)]
     wanted = {max((at for at in open_ if at <= bound), default=p.hit) for bound in (p.reach, p.length - 1)} - {p.hit}
     assert {checkpoint.position for checkpoint in plan if checkpoint.room} == wanted
 
 
 @given(prompts(), st.integers(1, 64), caps)
-def test_regular_checkpoints_are_multiples_of_the_interval_and_of_a_page(p: Prompt, interval: int, most: int) -> None:
-    regular = [checkpoint.position for checkpoint in p.plan(interval, most) if not checkpoint.room]
+def test_regular_checkpoints_are_multiples_of_the_interval_and_of_a_page(p: Prompt, interval: int, limit: int) -> None:
+    regular = [checkpoint.position for checkpoint in p.plan(interval, limit) if not checkpoint.room]
     assert all(position % interval == 0 for position in regular)
 
 
 @given(prompts(), st.integers(1, 64), st.integers(1, 10), st.integers(0, 500))
-def test_a_longer_prompt_plants_only_where_a_shorter_one_does(p: Prompt, interval: int, most: int, more: int) -> None:
-    """So that what they share is planted once."""
+def test_a_longer_prompt_has_the_checkpoints_of_a_shorter_one(p: Prompt, interval: int, limit: int, more: int) -> None:
+    """So that each checkpoint of their shared prefix is kept once."""
     longer = p._replace(length=p.length + more, reach=p.hit)
     shorter = p._replace(reach=p.hit)
-    shared = [at for at, room in longer.plan(interval, most) if not room and at < p.length - p.page_size]
-    assert set(shared) <= set(positions(shorter.plan(interval, most)))
+    shared = [at for at, room in longer.plan(interval, limit) if not room and at < p.length - p.page_size]
+    assert set(shared) <= set(positions(shorter.plan(interval, limit)))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "interval", "most", "expected"),
+    ("arguments", "interval", "limit", "expected"),
     [
         ((0, 0, 40), 0, 8, [(32, True)]),
         ((0, 0, 48), 0, 8, [(32, True)]),  # a state at 48 would not serve the same prompt again
@@ -91,8 +91,8 @@ def test_a_longer_prompt_plants_only_where_a_shorter_one_does(p: Prompt, interva
         ((0, 0, 16), 0, 8, []),
         ((32, 32, 40), 0, 8, []),
         ((0, 16, 40), 0, 8, [(16, True), (32, True)]),
-        ((16, 16, 40), 0, 8, [(32, True)]),  # nobody parts where a state is already
-        ((0, 48, 48), 0, 8, [(32, True)]),  # all of it was known, but for the state
+        ((16, 16, 40), 0, 8, [(32, True)]),  # no prompt parts where a state is already
+        ((0, 48, 48), 0, 8, [(32, True)]),  # all of it was known except the state
         ((0, 16, 40), 0, 1, [(16, True)]),
         ((0, 16, 40), 0, 0, []),
         ((0, 16, 200), 64, 8, [(16, True), (64, False), (128, False), (192, True)]),
@@ -103,8 +103,8 @@ def test_a_longer_prompt_plants_only_where_a_shorter_one_does(p: Prompt, interva
         ((0, 0, 1000), 64, 1, [(992, True)]),
     ],
 )
-def test_plans(arguments: tuple[int, int, int], interval: int, most: int, expected: list[tuple[int, bool]]) -> None:
-    assert plan_checkpoints(*arguments, 16, interval=interval, most=most) == expected
+def test_plans(arguments: tuple[int, int, int], interval: int, limit: int, expected: list[tuple[int, bool]]) -> None:
+    assert plan_checkpoints(*arguments, 16, interval=interval, limit=limit) == expected
 
 
 def test_what_would_be_inside_a_span_moves_before_it() -> None:
@@ -114,8 +114,8 @@ def test_what_would_be_inside_a_span_moves_before_it() -> None:
 
 
 @given(prompts(), intervals, caps, st.integers(1, 70))
-def test_chunks_stop_at_every_checkpoint_and_cut_no_span(p: Prompt, interval: int, most: int, budget: int) -> None:
-    plan = p.plan(interval, most)
+def test_chunks_stop_at_every_checkpoint_and_cut_no_span(p: Prompt, interval: int, limit: int, budget: int) -> None:
+    plan = p.plan(interval, limit)
     computed, stops = p.hit, []
     while computed < p.length:
         end = chunk_end(computed, min(budget, p.length - computed), plan, p.atomic)
@@ -129,8 +129,8 @@ def test_chunks_stop_at_every_checkpoint_and_cut_no_span(p: Prompt, interval: in
 
 
 @given(prompts(), intervals, caps, st.integers(1, 70))
-def test_chunks_are_as_long_as_may_be(p: Prompt, interval: int, most: int, budget: int) -> None:
-    plan = p.plan(interval, most)
+def test_chunks_are_as_long_as_may_be(p: Prompt, interval: int, limit: int, budget: int) -> None:
+    plan = p.plan(interval, limit)
     end = chunk_end(p.hit, budget, plan, p.atomic)
     for further in range(end + 1, p.hit + budget + 1):
         assert p.inside(further) or any(p.hit < at < further for at in positions(plan))
@@ -141,7 +141,7 @@ def test_chunks_are_as_long_as_may_be(p: Prompt, interval: int, most: int, budge
     [
         (0, 10, 10),
         (0, 40, 32),  # the checkpoint
-        (32, 40, 50),  # the span behind it begins
+        (32, 40, 50),  # the span after it begins
         (50, 4, 90),  # a span is longer than the budget
         (50, 60, 110),
         (32, 58, 90),

@@ -34,7 +34,7 @@ WAIT_S = patience(20)
 
 
 class Gate(Ghost):
-    """A ghost whose forwards can be stopped from outside."""
+    """A ghost whose forwards a test can stop."""
 
     adapters = SimpleNamespace(names=())
     vision = None
@@ -63,7 +63,7 @@ def _loaded(max_context: int = 256, model: object = None) -> LoadedModel:
 
 
 class Rig:
-    """An engine over a gate that can be reached from the test."""
+    """An engine over a gate that the test can reach."""
 
     def __init__(self, **config: Any) -> None:
         gates: list[Gate] = []
@@ -80,7 +80,7 @@ class Rig:
         return self.engine.submit(request(seed, length, **params), on_progress=on_progress)
 
     def crash(self) -> None:
-        """Something that must not happen happens on the engine's thread."""
+        """Raises something unexpected on the engine's thread."""
 
         def forward(segments: list[Segment]) -> torch.Tensor:
             raise KeyboardInterrupt("pulled the plug")
@@ -158,7 +158,7 @@ def test_leaving_a_stream_early_does_not_end_the_request(rig: Callable[..., Rig]
     assert stream.result(WAIT_S).finish_reason == "length"
 
 
-def test_an_event_loop_that_is_gone_harms_nobody(rig: Callable[..., Rig]) -> None:
+def test_a_closed_event_loop_affects_no_other_reader(rig: Callable[..., Rig]) -> None:
     made = rig()
     made.gate.open.clear()
     stream = made.submit()
@@ -173,7 +173,7 @@ def test_an_event_loop_that_is_gone_harms_nobody(rig: Callable[..., Rig]) -> Non
 
 
 async def _shielded(reader: Any, loop: asyncio.AbstractEventLoop) -> None:
-    """Waits for an event in a way that leaves the reader waiting when it is given up."""
+    """Waits for an event so that the reader keeps waiting when the waiter is cancelled."""
     await asyncio.shield(loop.create_task(anext(reader)))
 
 
@@ -249,7 +249,7 @@ def test_progress_of_the_prompt_is_reported(rig: Callable[..., Rig]) -> None:
     assert seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
 
 
-def test_a_progress_callback_that_fails_is_called_no_more_and_harms_nobody(rig: Callable[..., Rig]) -> None:
+def test_a_progress_callback_that_fails_is_not_called_again_and_ends_no_request(rig: Callable[..., Rig]) -> None:
     calls = itertools.count()
 
     def on_progress(done: int, total: int) -> None:
@@ -261,10 +261,10 @@ def test_a_progress_callback_that_fails_is_called_no_more_and_harms_nobody(rig: 
     assert next(calls) == 1
 
 
-# What it says of itself
+# Statistics
 
 
-def test_stats_flush_and_tree_tell_of_the_cache(rig: Callable[..., Rig]) -> None:
+def test_stats_flush_and_tree_describe_the_cache(rig: Callable[..., Rig]) -> None:
     made = rig()
     made.submit(1, 16, max_tokens=1).result(WAIT_S)
     made.submit(1, 16, max_tokens=1).result(WAIT_S)
@@ -321,7 +321,7 @@ def test_it_sleeps_while_there_is_nothing_to_do(rig: Callable[..., Rig]) -> None
 def test_the_pool_is_sized_from_bytes() -> None:
     shape = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
     model = SimpleNamespace(config=shape, generation_config=None)
-    page = 2 * 3 * 8 * 2 * 16 * 4  # k and v, layers, positions, heads, numbers a head, bytes
+    page = 2 * 3 * 8 * 2 * 16 * 4  # k and v, layers, positions, heads, numbers per head, bytes
     config = EngineConfig(kv_bytes=5 * page + 1, page_size=8)
     with Engine(_loaded(model=model), config, runner=Gate) as engine:
         assert engine.pages == 5
@@ -369,7 +369,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
     loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict))
     with pytest.raises(BadArgument, match="policy"):
         Engine(loaded, EngineConfig(pages=8, tiers=tiers))
-    open_backend(spec).close()  # nobody holds its lock
+    open_backend(spec).close()  # its lock was released
 
 
 # Refusals and ends
@@ -560,7 +560,7 @@ def test_a_prompt_that_cannot_be_decoded_is_an_error_of_its_own(
     assert made.submit().result(WAIT_S).finish_reason == "length"
 
 
-def test_a_prompt_that_the_pool_can_not_hold_is_told_so(rig: Callable[..., Rig]) -> None:
+def test_a_prompt_that_the_pool_cannot_hold_gets_an_error_that_says_so(rig: Callable[..., Rig]) -> None:
     made = rig(pages=8)
     with pytest.raises(RequestTooLong, match="memory for KV holds 8 pages"):
         made.submit(length=40, max_tokens=1)
@@ -571,7 +571,7 @@ def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
         hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_hidden_layers=2,
         sliding_window=8, layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
-    chats = tuple([chat + 1] * 12 for chat in range(24)) * 3  # windows are all that is asked for again
+    chats = tuple([chat + 1] * 12 for chat in range(24)) * 3  # only windows are used again
     documents = tuple([*range(600), end] for end in range(8))
 
     def window_pages(trace: tuple[list[int], ...] | None) -> int:

@@ -35,12 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "mamba2": HYBRIDS["mamba2"],  # states alone
 }
 PAIRS = zip(*(family_of_prompts(VOCAB, SHARED, [20, 13], seed) for seed in (1, 2)), strict=True)
-PROMPTS = [prompt for pair in PAIRS for prompt in pair]  # each takes the place of the one before
+PROMPTS = [prompt for pair in PAIRS for prompt in pair]  # each takes the memory of the one before
 
 
 @functools.cache
 def pair(family: str) -> tuple[LoadedModel, tuple[Greedy, ...]]:
-    """A model and what it answers to each prompt without a cache."""
+    """A model, and its answer to each prompt without a cache."""
     model = tiny(family, **KINDS[family])
     made = loaded(model)
     greedy = plain(copy.deepcopy(model))
@@ -62,7 +62,7 @@ SMALL = {"pages": 18, "slots": 3}
 
 
 def answer(made: Engine, family: str, order: Sequence[int] = range(len(PROMPTS))) -> list[Completion]:
-    """One request after another, each of which must answer as without a cache."""
+    """Runs requests one after another; each must answer as without a cache."""
     completions = []
     for at in order:
         (completion,) = ask(made, [PROMPTS[at]], NEW)
@@ -84,7 +84,7 @@ def test_cold_and_warm_give_the_same_answers(family: str) -> None:
 @pytest.mark.parametrize("family", KINDS)
 def test_what_was_evicted_comes_back_from_the_host_and_gives_the_same_answers(family: str, write: WritePolicy) -> None:
     with engine(family, **SMALL, write=write) as made:
-        answer(made, family, [0, 0, 1, 1, 2, 2, 3, 3])  # what was hit goes down, by any policy
+        answer(made, family, [0, 0, 1, 1, 2, 2, 3, 3])  # pages that were hit are backed up, by any policy
         again = answer(made, family)
         assert any(completion.usage.host_tokens >= SHARED for completion in again)
         assert made.stats().cache.evicted_pages > 0
@@ -93,10 +93,10 @@ def test_what_was_evicted_comes_back_from_the_host_and_gives_the_same_answers(fa
 
 @pytest.mark.parametrize("family", KINDS)
 def test_loads_that_fail_in_the_middle_change_no_answer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer arrives, with it every state, and is computed with; the others do not."""
+    """The first layer arrives, and every state with it, and is used; the other layers do not arrive."""
     with engine(family, **SMALL, write="write_through") as made:
         answer(made, family)
-        fail_behind_the_first_layer(monkeypatch)
+        fail_after_the_first_layer(monkeypatch)
         loaded_before = loads(made)[0]
         for completion in answer(made, family):
             assert completion.usage.host_tokens == 0
@@ -112,19 +112,19 @@ def test_a_prompt_longer_than_all_windows_is_loaded() -> None:
 
 
 def loads(made: Engine) -> tuple[int, int]:
-    """Pages that arrived and that did not."""
+    """Counts pages that arrived and pages that did not."""
     stats = made.stats().tiers
     assert stats is not None
     return stats.loaded, stats.load_failed
 
 
-def fail_behind_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_after_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     up = HostPool.up
 
     def failing(pool: HostPool, moves: Sequence[Move]) -> Any:
         ticket = up(pool, moves)
         ticket.wait()
-        ticket.end(RuntimeError("on purpose, behind the first layer"))  # type: ignore[attr-defined]
+        ticket.end(RuntimeError("on purpose, after the first layer"))  # type: ignore[attr-defined]
         return ticket
 
     monkeypatch.setattr(HostPool, "up", failing)

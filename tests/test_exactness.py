@@ -1,4 +1,4 @@
-"""The same prompt gives the same tokens, whatever the engine does: cold, warm, in chunks, in any batch, set back.
+"""The same prompt gives the same tokens, whatever the engine does: cold, warm, in chunks, in any batch, preempted.
 
 Greedy tokens and logprobs are compared with plain transformers, computed without a cache of any kind. Bound: float32,
 and natural logprobs within 1e-3.
@@ -62,7 +62,7 @@ def plain(model: Any) -> Callable[[Sequence[int], int], Greedy]:
 
 
 def ask(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[Completion]:
-    """All prompts at once."""
+    """Runs all prompts at once."""
     params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0)
     streams = [engine.submit(Request(np.array(prompt), params)) for prompt in prompts]
     return [stream.result(timeout_s=patience(120)) for stream in streams]
@@ -95,7 +95,7 @@ def family_of_prompts(vocab: int, shared: int, suffixes: Sequence[int], seed: in
         EngineConfig(pages=200, page_size=8, token_budget=7),
         EngineConfig(pages=500, page_size=1, token_budget=40),
         EngineConfig(pages=100, page_size=16, cache=False),
-        EngineConfig(pages=17, page_size=5, token_budget=16),  # too few for all at once: some are set back
+        EngineConfig(pages=17, page_size=5, token_budget=16),  # too few for all at once: some are preempted
     ],
     ids=["whole", "chunks", "page 1", "no cache", "few pages"],
 )

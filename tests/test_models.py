@@ -1,4 +1,4 @@
-"""Finding, converting and loading models: a tiny GGUF file made here, folders, and SmolLM2 where it can be had."""
+"""Finding, converting and loading models: a tiny GGUF file made here, folders, and SmolLM2 where it is available."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and threads that wait for a busy core cost minutes."""
+    """Runs on one thread: tiny tensors gain nothing from threads, and waiting for a busy core costs minutes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -202,7 +202,7 @@ def test_a_folder_loads_in_the_dtype_asked_for(folder: Path, dtype: str) -> None
 
 
 def change_config(folder: Path, **changes: object) -> None:
-    """Change or, with None, drop entries of a folder's configuration."""
+    """Changes entries of a folder's configuration, or drops those with None."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
@@ -335,7 +335,7 @@ def test_a_saved_model_and_a_plain_folder_are_the_same(tmp_path: Path, folder: P
 
 @pytest.mark.model
 def test_smollm2_answers(smollm2: LoadedModel) -> None:
-    loaded = load_model(dtype="float32")  # one that no runner has taken over
+    loaded = load_model(dtype="float32")  # a model that no runner has changed
     assert (loaded.name, loaded.max_context) == ("SmolLM2-135M-Instruct", 8192)
     prompt = [{"role": "user", "content": "What is the capital of France?"}]
     ids = loaded.tokenizer.apply_chat_template(
@@ -345,11 +345,11 @@ def test_smollm2_answers(smollm2: LoadedModel) -> None:
     assert "Paris" in loaded.tokenizer.decode(output[0, ids["input_ids"].shape[1] :])
 
 
-# ---------------------------------------------------------------- models that read images
+# ---------------------------------------------------------------- models that take images
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
-def test_a_model_that_reads_images_comes_with_its_processor(family: str, tmp_path: Path) -> None:
+def test_a_model_that_takes_images_comes_with_its_processor(family: str, tmp_path: Path) -> None:
     import tiny_vision
 
     made = load_model(str(tiny_vision.save(family, tmp_path / family)), dtype="float32")

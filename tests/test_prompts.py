@@ -13,7 +13,7 @@ from mainstem.runtime.prompts import Prompts
 
 
 class CountingTokenizer(FakeTokenizer):
-    """Knows whether anything was tokenised, and has a token of three bytes."""
+    """Records whether anything was tokenised, and has a token of three bytes."""
 
     calls = 0
     templated = 0

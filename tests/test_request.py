@@ -82,7 +82,7 @@ def test_an_image_says_what_is_wrong_with_it(field: str, values: tuple[object, .
             ImageInput(**{"start": 0, "length": 5, "identity": bytes(16), "inputs": {}, field: value})
 
 
-def test_images_lie_in_order_and_apart_inside_the_prompt() -> None:
+def test_images_are_in_order_and_disjoint_inside_the_prompt() -> None:
     tokens = np.arange(20)
     assert Request(tokens, images=(image(0), image(5), image(15))).images[2].end == 20
     for wrong in ((image(16),), (image(0), image(4)), (image(5), image(0)), [image(0)], (5,)):
@@ -90,7 +90,7 @@ def test_images_lie_in_order_and_apart_inside_the_prompt() -> None:
             Request(tokens, images=wrong)  # type: ignore[arg-type]
 
 
-def test_positions_go_on_behind_the_prompt() -> None:
+def test_positions_continue_after_the_prompt() -> None:
     positions = np.array([[0, 1, 1, 3], [0, 1, 2, 3], [0, 2, 1, 3]])
     request = Request(np.arange(4), positions=positions)
     positions[:] = 0

@@ -52,24 +52,24 @@ class Bench(NamedTuple):
     runner: ModelRunner
     plain: Plain
     page_size: int
-    pages: NDArray[np.int32]  # in scattered order, of each component
+    page_ids: NDArray[np.int32]  # in scattered order, the same for each component
 
     def tables(self, count: int, positions: int) -> list[NDArray[np.int32]]:
         """`count` page tables for `positions` positions each, with no page in common."""
         size = -(-positions // self.page_size)
-        return [self.pages[i * size : (i + 1) * size] for i in range(count)]
+        return [self.page_ids[i * size : (i + 1) * size] for i in range(count)]
 
     def segment(self, tokens: NDArray[np.int32], start: int, table: NDArray[np.int32], logits: bool) -> Segment:
-        """A segment whose window pages have the ids of its full ones; those behind the window are someone else's."""
+        """A segment whose window pages have the ids of its full ones; pages before the window have another owner."""
         layout = self.runner.layout
         if layout.window is None:
             return Segment(tokens, start, table, logits)
-        behind = max(0, start - layout.window + 1) // self.page_size
+        gone = max(0, start - layout.window + 1) // self.page_size
         pool = self.runner.pools["window"]
         assert isinstance(pool, KVPool)
-        pool.k[:, table[:behind]], pool.v[:, table[:behind]] = torch.nan, torch.nan
+        pool.k[:, table[:gone]], pool.v[:, table[:gone]] = torch.nan, torch.nan
         sliding = table.copy()
-        sliding[:behind] = -1
+        sliding[:gone] = -1
         if "full" in layout.kv_layers:
             return Segment(tokens, start, table, logits, window_table=sliding)
         return Segment(tokens, start, sliding, logits)
@@ -159,7 +159,7 @@ def test_chunked_prefill(bench: Bench) -> None:
         bench.close(rows[0], tokens[:end])
 
 
-def test_append_prefill_behind_pages_of_another_request(bench: Bench) -> None:
+def test_append_prefill_after_pages_of_another_request(bench: Bench) -> None:
     """A prefix of 35 positions: whole pages are shared, the tail inside a page is copied."""
     first, second = prompt(1, 40), np.concatenate([prompt(1, 40)[:35], prompt(2, 9)])
     theirs, others = bench.tables(2, 44)
@@ -270,7 +270,7 @@ def test_chunks_prompts_and_steps_of_many_states_in_one_call(hybrid: Bench) -> N
 
 
 def test_a_copied_state_is_a_start_for_another_request(hybrid: Bench) -> None:
-    """A prefix of 24 positions whose pages are shared and whose state was set aside."""
+    """A prefix of 24 positions whose pages are shared and whose state was copied."""
     first, second = prompt(1, 40), np.concatenate([prompt(1, 24), prompt(2, 9)])
     theirs, others = hybrid.tables(2, 44)
     hybrid.runner.forward([Segment(first[:24], 0, theirs, False, state=0)])
@@ -309,9 +309,9 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     segment = bench.segment(tokens[32:], 32, table, True)
     bench.runner.forward([replace(bench.segment(tokens[:32], 0, table, False), state=3)])
     count = len(bench.runner.layout.components)
-    pages, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
+    page_ids, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
     kinds = [component.name for component in bench.runner.layout.components]
-    ids = [(states, states) if kind == "state" else (table[:8], pages) for kind in kinds]
+    ids = [(states, states) if kind == "state" else (table[:8], page_ids) for kind in kinds]
     host = bench.runner.host_memory(HostSize(ratio=1.0), storage=False)
     host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
     for pool in bench.runner.pools.values():
@@ -328,7 +328,7 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
 
 
 class Album(NamedTuple):
-    """A model that reads images, a prompt of two of them, and plain logits of the whole prompt and two tokens more."""
+    """A model that takes images, a prompt with two, and plain logits of the whole prompt and two more tokens."""
 
     bench: Bench
     tokens: NDArray[np.int32]
@@ -364,7 +364,7 @@ def make_album(family: str, window: int) -> Album:
 
 
 def with_pixels(model: LoadedModel, pictures: list[Any], parts: list[dict[str, Any]]) -> torch.Tensor:
-    """Plain logits, from pixels: the model and its processor alone."""
+    """Plain logits from pixels, with the model and its processor alone."""
     processor: Any = model.processor
     shown = [{key: value for key, value in part.items() if key != "image"} for part in parts]
     message = {"role": "user", "content": [*shown, {"type": "text", "text": "?"}]}
@@ -396,12 +396,12 @@ def test_a_prompt_with_images_in_one_piece_in_chunks_and_in_steps(album: Album) 
         cuts = [0, first.start + 2, first.end - 1, second.start + 3, end]
     steps = [(0, end), (end, end + 1), (end + 1, end + 2)]
     for table, spans in zip(tables, (steps, [*itertools.pairwise(cuts), *steps[1:]]), strict=True):
-        for begin, behind in spans:
-            row = album.bench.runner.forward([album.segment(begin, behind, table)])[0]
-            torch.testing.assert_close(row, album.plain[behind - 1], atol=ATOL, rtol=0)
+        for begin, stop in spans:
+            row = album.bench.runner.forward([album.segment(begin, stop, table)])[0]
+            torch.testing.assert_close(row, album.plain[stop - 1], atol=ATOL, rtol=0)
 
 
-def test_images_beside_requests_without(album: Album) -> None:
+def test_images_together_with_requests_without(album: Album) -> None:
     tokens, (ours, theirs) = prompt(3, 30) + 8, album.bench.tables(2, len(album.tokens))
     alone = album.bench.runner.forward([album.bench.segment(tokens, 0, theirs, True)])[0]
     begin, end = album.images[1].start, len(album.tokens) - 2
@@ -420,14 +420,14 @@ def test_an_image_that_is_attended_both_ways_is_never_cut() -> None:
         assert caught.value.name == "segments[0].images"
 
 
-def test_images_are_refused_where_nobody_can_read_them() -> None:
+def test_a_model_without_vision_refuses_images() -> None:
     image = ImageInput(0, 5, b"0123456789abcdef", {})
     with pytest.raises(BadArgument, match="reads no images"):
         make_bench("llama", 16).runner.forward([replace(GOOD, images=(image,))])
 
 
 class _Negating:
-    """Adapters that all do the same: they turn the sign of one layer's weights."""
+    """Adapters that all do the same: they flip the sign of one layer's weights."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -458,7 +458,7 @@ def test_adapters_compute_apart_and_rows_keep_their_order(monkeypatch: pytest.Mo
 
 
 class _Recorded(SdpaAttention):
-    """Writes down which layers were computed."""
+    """Records which layers were computed."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -479,7 +479,7 @@ class _Recorded(SdpaAttention):
 
 
 class _Arriving:
-    """Layer i arrives only when layer i - 1 was computed: whoever waits for more has waited for ever."""
+    """Layer i arrives only after layer i - 1 was computed: a forward that waits for more never ends."""
 
     error = None
 
@@ -501,21 +501,21 @@ class _Arriving:
 
 
 def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests whose prefix comes layer by layer beside one without: each layer is awaited, then read."""
+    """Two requests whose prefix arrives layer by layer, and one without: each layer is awaited, then read."""
     attention = _Recorded()
     monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: attention)
     bench = make_bench.__wrapped__("llama", 3)
     tokens, other = prompt(1, 40), prompt(2, 9)
     tables = bench.tables(3, 40)
     bench.runner.forward([Segment(tokens[:33], 0, tables[0], False)])
-    pool, pages = full_pool(bench.runner), torch.from_numpy(tables[0][:11])
-    kept = [(keys[pages].clone(), values[pages].clone()) for keys, values in map(pool.layer, range(3))]
+    pool, page_ids = full_pool(bench.runner), torch.from_numpy(tables[0][:11])
+    kept = [(keys[page_ids].clone(), values[page_ids].clone()) for keys, values in map(pool.layer, range(3))]
     attention.log.clear()
-    pool.k[:, pages], pool.v[:, pages] = torch.nan, torch.nan
+    pool.k[:, page_ids], pool.v[:, page_ids] = torch.nan, torch.nan
 
     def arrive(layer: int) -> None:
         keys, values = pool.layer(layer)
-        keys[pages], values[pages] = kept[layer]
+        keys[page_ids], values[page_ids] = kept[layer]
 
     ticket = _Arriving(attention.log, arrive)
     follower = np.concatenate([tables[0][:11], tables[1][:5]])
@@ -648,7 +648,7 @@ def test_two_requests_never_write_to_one_window_page() -> None:
 
 
 class _Deaf(SdpaAttention):
-    """Takes no notice of windows, or of sinks."""
+    """Ignores windows, or sinks."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -665,7 +665,7 @@ class _Deaf(SdpaAttention):
     ) -> torch.Tensor:
         if self._what == "sinks":
             return super().attend(layer, query, key, value, scale, plan)
-        spans = [replace(span, causal=span.pages is None) for span in plan.spans]
+        spans = [replace(span, causal=span.page_index is None) for span in plan.spans]
         return super().attend(layer, query, key, value, scale, replace(plan, spans=tuple(spans)), sinks)
 
 

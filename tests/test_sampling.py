@@ -20,7 +20,7 @@ def _samplers(count: int, **params: object) -> list[Sampler]:
 
 
 def _reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The same filters as transformers applies them."""
+    """The same filters, by transformers."""
     warpers = [TemperatureLogitsWarper(params.temperature)]
     warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
     warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
@@ -63,8 +63,8 @@ def test_top_p_of_a_large_vocabulary_is_that_of_transformers(spread: float, voca
     for top_p in (0.01, 0.5, 0.9, 0.999):
         params = SamplingParams(temperature=1.0, top_p=top_p)
         ours, theirs = probabilities(logits, params).float(), _reference(logits, params)
-        border = int(((ours > 0) != (theirs > 0)).sum())
-        assert border <= 1, "sums of thousands of float32 may round to another side of the border"
+        different = int(((ours > 0) != (theirs > 0)).sum())
+        assert different <= 1, "sums of thousands of float32 may round to the other side of the threshold"
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-2)
 
 
@@ -80,7 +80,7 @@ def test_top_p_counts_what_top_k_left() -> None:
         (0.5, [1, 0, 0, 0]),
         (math.nextafter(0.5, 1), [1, 1, 0, 0]),
         (0.75, [1, 1, 0, 0]),
-        (math.nextafter(0.75, 1), [1, 1, 1, 1]),  # the last two are equals
+        (math.nextafter(0.75, 1), [1, 1, 1, 1]),  # the last two are equally likely
         (0.875, [1, 1, 1, 1]),
     ],
 )
@@ -194,7 +194,7 @@ def test_more_alternatives_than_tokens_are_all_tokens() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_give_no_token_and_the_others_theirs(value: float) -> None:
+def test_a_row_that_is_not_finite_gets_no_token_and_other_rows_get_theirs(value: float) -> None:
     batch = _logits(7, rows=3)
     broken = batch.clone()
     broken[1, 3] = value

@@ -17,7 +17,7 @@ from mainstem.runtime.scheduler import Limits, Scheduler
 
 
 class Bench:
-    """A scheduler over a ghost, checked after every step, and what came out of it."""
+    """A scheduler over a ghost, checked after every step, and its output."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Bench:
             if not self.scheduler.busy:
                 break
             self.step()
-        assert not self.scheduler.busy, "it goes on for ever"
+        assert not self.scheduler.busy, "it never ends"
         self.check_at_rest()
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-# What comes out
+# Output
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -236,7 +236,7 @@ def test_no_more_run_than_allowed() -> None:
     bench.assert_complete()
 
 
-def test_progress_of_a_prompt_is_told_from_the_hit_to_the_end() -> None:
+def test_progress_of_a_prompt_is_reported_from_the_hit_to_the_end() -> None:
     bench = Bench(token_budget=8)
     first = bench.add(prompt(1, 20), max_tokens=1)
     bench.run()
@@ -273,14 +273,14 @@ def test_nested_shared_prefixes_are_each_computed_once() -> None:
     assert len(bench.ghost.computed) == len(set(bench.ghost.computed))
 
 
-def test_who_waits_for_a_prefix_starts_in_the_step_after_it_is_published() -> None:
+def test_a_deferred_request_starts_in_the_step_after_its_prefix_is_published() -> None:
     bench = Bench(token_budget=8, page_size=4)
     long = bench.add(prompt(1, 21), max_tokens=1)
     short = bench.add(prompt(1, 8) + [1, 2], max_tokens=1)
     bench.step()
     assert bench.scheduler.waiting == 1
     bench.step(2)
-    assert bench.ghost.forwards == [[8], [8], [5, 2]], "the rest of the last chunk is for the next one"
+    assert bench.ghost.forwards == [[8], [8], [5, 2]], "the rest of the last budget is for the next request"
     assert bench.ended(long) and bench.last(short).usage.cached_tokens == 8
 
 
@@ -317,7 +317,7 @@ def test_nothing_is_waited_for_that_would_not_come() -> None:
         bench.assert_complete()
 
 
-def test_who_waits_for_a_prefix_goes_on_when_its_maker_ends() -> None:
+def test_a_deferred_request_goes_on_when_the_one_that_computes_its_prefix_ends() -> None:
     bench = Bench(token_budget=4)
     maker = bench.add(prompt(1, 40), max_tokens=1)
     follower = bench.add(prompt(1, 40) + [3], max_tokens=1)
@@ -353,7 +353,7 @@ def test_a_hit_may_end_inside_a_page() -> None:
         bench.assert_complete()
 
 
-# Who goes first
+# The order of admission
 
 
 def _order_of_first_tokens(bench: Bench) -> list[str]:
@@ -404,7 +404,7 @@ def test_a_request_without_a_hit_waits_for_the_age_limit_and_no_longer(age_limit
     assert age_limit_s < bench.now_s - added <= age_limit_s + 2
 
 
-def test_a_request_over_the_age_limit_is_not_held_back() -> None:
+def test_a_request_over_the_age_limit_is_not_deferred() -> None:
     for age_limit_s, running in ((3.0, 2), (1e9, 1)):
         bench = Bench(token_budget=4, age_limit_s=age_limit_s)
         bench.add(prompt(1, 6), max_tokens=1)
@@ -465,7 +465,7 @@ def test_what_does_not_fit_now_waits() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("partial", [True, False])
-def test_a_request_that_was_set_back_gives_the_same_output(page_size: int, partial: bool) -> None:
+def test_a_preempted_request_gives_the_same_output(page_size: int, partial: bool) -> None:
     outputs = []
     for pages in (1000, 28 // page_size):
         bench = Bench(pages, page_size, partial=partial)
@@ -478,7 +478,7 @@ def test_a_request_that_was_set_back_gives_the_same_output(page_size: int, parti
     assert outputs[0] == outputs[1]
 
 
-def test_the_newest_is_set_back_and_resumed_from_the_cache() -> None:
+def test_the_newest_is_preempted_and_resumed_from_the_cache() -> None:
     bench = Bench(pages=6, page_size=4)
     older = bench.add(prompt(1, 8), max_tokens=6, ignore_eos=True)
     newer = bench.add(prompt(2, 8), max_tokens=12, ignore_eos=True)
@@ -491,9 +491,9 @@ def test_the_newest_is_set_back_and_resumed_from_the_cache() -> None:
     bench.assert_complete()
     assert bench.scheduler.totals.preemptions == 1
     recomputed = len(bench.ghost.computed) - (13 + 19 + 4)
-    assert recomputed == 4, "one page of it was taken for the older one, two were found again"
-    assert bench.ghost.forwards[before] == [5, 4], "what is missing is computed in one chunk"
-    assert bench.last(newer).usage.cached_tokens == 0, "what it finds of itself is no hit"
+    assert recomputed == 4, "one of its pages was evicted for the older request, two were hit"
+    assert bench.ghost.forwards[before] == [5, 4], "the missing positions are computed in one chunk"
+    assert bench.last(newer).usage.cached_tokens == 0, "finding its own pages does not count as a hit"
     assert bench.last(late).usage.queue_s > 0
 
 
@@ -513,19 +513,19 @@ def test_generated_tokens_that_were_evicted_are_computed_again_in_chunks() -> No
     assert known == 11 and bench.ghost.forwards[before:] == [[4], [4], [3]] + [[1]] * 8
 
 
-def test_who_was_set_back_goes_before_all_others_of_its_priority() -> None:
+def test_a_preempted_request_goes_before_all_others_of_its_priority() -> None:
     bench = Bench(pages=6, page_size=4, max_running=2, age_limit_s=4)
     _warm(bench, prompt(2, 8))
     bench.add(prompt(1, 7), max_tokens=14, ignore_eos=True)
     bench.step()
     old = bench.add(prompt(3, 3), max_tokens=1)
-    set_back = bench.add(prompt(2, 8) + [5], max_tokens=9, ignore_eos=True)
+    preempted = bench.add(prompt(2, 8) + [5], max_tokens=9, ignore_eos=True)
     while not bench.scheduler.totals.preemptions:
         bench.step()
     bench.step(2)
-    assert not bench.deltas[old], "it is over the age limit, and there are pages for it"
+    assert not bench.deltas[old], "it is past the age limit, and there are pages for it"
     bench.run()
-    bench.assert_complete(old, set_back)
+    bench.assert_complete(old, preempted)
 
 
 def test_a_request_that_can_not_go_on_alone_ends() -> None:
@@ -580,7 +580,7 @@ def test_a_failed_forward_ends_its_requests_and_no_others() -> None:
     assert bench.scheduler.totals.errors == 2
 
 
-def test_one_request_without_numbers_ends_alone() -> None:
+def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
     bench = Bench()
     forward = bench.ghost.forward
     lost, spared = bench.add(prompt(1, 20), max_tokens=6), bench.add(prompt(2, 20), max_tokens=6)
@@ -667,7 +667,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request_alone(monkeypatch: pyte
     assert bench.last(good).finish_reason == "length"
 
 
-def test_who_waits_for_pages_asks_once_and_counts_once() -> None:
+def test_a_request_that_waits_for_pages_asks_once_and_counts_once() -> None:
     bench = Bench(pages=10, page_size=4)
     first = bench.add(prompt(1, 24), max_tokens=12, ignore_eos=True)
     bench.step()

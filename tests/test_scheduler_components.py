@@ -1,4 +1,4 @@
-"""The scheduler over models with sliding windows, recurrent states and images, without any model: see `ghost`."""
+"""The scheduler with sliding windows, recurrent states and images, over a `ghost` in place of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = 4
 
 
 class Bench:
-    """A scheduler over a ghost with any components, checked after every step, and what came out of it."""
+    """A scheduler over a ghost with any components, checked after every step, and its output."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class Bench:
             if not self.scheduler.busy:
                 break
             self.step()
-        assert not self.scheduler.busy, "it goes on for ever"
+        assert not self.scheduler.busy, "it never ends"
         assert all(pool.private == 0 for pool in self.cache.pools.values())
 
     def one(self, tokens: Sequence[int], images: tuple[ImageInput, ...] = (), **params: object) -> str:
-        """Runs a request to its end, which must be right."""
+        """Runs a request to its end, and checks its output."""
         id = self.add(tokens, images, **({"max_tokens": 1, "ignore_eos": True} | params))
         self.run()
         self.assert_complete(id)
@@ -105,7 +105,7 @@ class Bench:
         assert self.cache.stats().leases == 0
         self.cache.flush()
         for name, pool in self.cache.pools.items():
-            assert (pool.private, pool.free) == (0, pool.total), f"{name}: something is still held"
+            assert (pool.private, pool.free) == (0, pool.total), f"{name}: something is still locked"
 
     def ended(self, id: str) -> bool:
         return bool(self.deltas[id]) and self.deltas[id][-1].finish_reason is not None
@@ -175,13 +175,13 @@ def test_a_cut_image_would_be_noticed() -> None:
     ghost.forward([Segment(rest, 5, table, True, images=parts)])
 
 
-# ---------------------------------------------------------------- what comes out
+# ---------------------------------------------------------------- output
 
 KINDS = ["full window", "full state", "full window state", "window", "full"]
 
 
 def some_sizes(rng: random.Random, kind: str, page_size: int, longest: int, chunk: int) -> dict[Component, int]:
-    """Pools for `kind`, from those that hold just one request to those that hold all."""
+    """Pools for `kind`, from sizes that hold just one request to sizes that hold all."""
     window = rng.choice([2, 3, max(2, page_size), page_size + 1, 2 * page_size + 3, 3 * page_size])
     pages = -(-longest // page_size)
     least = window_pages(window, min(chunk, longest), page_size, states="state" in kind)
@@ -281,7 +281,7 @@ def states_at(bench: Bench, tokens: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("shared", [12, 13, 15])
 @pytest.mark.parametrize("window", [(), (Window(6),)])
-def test_the_second_request_plants_the_state_from_which_the_third_starts(shared: int, window: tuple[Window]) -> None:
+def test_the_second_request_keeps_the_state_from_which_the_third_starts(shared: int, window: tuple[Window]) -> None:
     bench = Bench({Full(): 200, **dict.fromkeys(window, 100), State(): 20})
     a = prompt("a", shared)
     first, second, third = (bench.one(a + [i] + prompt(i, 9)) for i in range(3))
@@ -291,7 +291,7 @@ def test_the_second_request_plants_the_state_from_which_the_third_starts(shared:
 
 @pytest.mark.parametrize("token_budget", [4, 6, 24, 512])
 @pytest.mark.parametrize("shared", [40, 42])
-def test_a_system_prompt_of_requests_that_come_together_is_computed_once(shared: int, token_budget: int) -> None:
+def test_a_system_prompt_of_concurrent_requests_is_computed_once(shared: int, token_budget: int) -> None:
     bench = Bench(with_states(), token_budget=token_budget)
     system = prompt("system", shared)
     ids = [bench.add(system + [i] + prompt(i, 8), max_tokens=3, ignore_eos=True) for i in range(8)]
@@ -301,7 +301,7 @@ def test_a_system_prompt_of_requests_that_come_together_is_computed_once(shared:
     assert len(bench.ghost.computed) == 40 + 8 * (shared - 40 + 9 + 2)
 
 
-def test_who_comes_while_a_shared_prompt_is_computed_waits_for_the_state_where_they_part() -> None:
+def test_a_request_that_shares_a_running_prompt_waits_for_the_state_where_they_part() -> None:
     bench = Bench(with_states(), token_budget=8)
     first = bench.add(prompt(1, 60), max_tokens=1)
     bench.step(2)
@@ -315,7 +315,7 @@ def test_who_comes_while_a_shared_prompt_is_computed_waits_for_the_state_where_t
 @pytest.mark.parametrize("kind", ["full", "full state", "full window", "window", "full window state"])
 @pytest.mark.parametrize("asked", [15, 16, 17])
 @pytest.mark.parametrize("answer", [2, 4, 5, 9, 30])
-def test_the_next_turn_starts_at_the_last_page_border_of_the_answer(asked: int, answer: int, kind: str) -> None:
+def test_the_next_turn_starts_at_the_last_page_boundary_of_the_answer(asked: int, answer: int, kind: str) -> None:
     bench = Bench(some_rows(kind))
     turn = prompt("turn", asked)
     for _ in range(3):
@@ -335,13 +335,13 @@ def test_the_next_turn_starts_at_the_last_page_border_of_the_answer(asked: int, 
 def test_a_long_request_holds_its_window_and_a_chunk(window: int, token_budget: int, kind: str) -> None:
     bench = Bench(some_rows(kind, window), token_budget=token_budget)
     bench.add(prompt(1, 100), max_tokens=100, ignore_eos=True)
-    most = 0
+    peak = 0
     while bench.scheduler.busy:
         bench.step()
         pool = bench.cache.stats().pools["window"]
-        most = max(most, pool.private + pool.locked)
+        peak = max(peak, pool.private + pool.locked)
     bench.assert_complete()
-    assert -(-window // PAGE) <= most <= window_pages(window, token_budget, PAGE, states="state" in kind)
+    assert -(-window // PAGE) <= peak <= window_pages(window, token_budget, PAGE, states="state" in kind)
 
 
 def test_where_prompts_part_the_window_stays_in_a_small_pool() -> None:
@@ -351,7 +351,7 @@ def test_where_prompts_part_the_window_stays_in_a_small_pool() -> None:
     for i in range(6):
         hits.append(bench.hit(bench.one(shared + [i] + prompt(i, 9))))
         bench.one(prompt(f"other {i}", 90))
-    assert hits[2:] == [32] * 4, "the second one may be too late"
+    assert hits[2:] == [32] * 4, "the second request may be too late"
 
 
 @pytest.mark.parametrize("kind", ["full window", "window", "full window state"])
@@ -370,11 +370,11 @@ def test_a_request_alone_goes_on_with_the_least_window_pages(page_size: int, kin
                 less.add(prompt(1, 31), max_tokens=25)
 
 
-# ---------------------------------------------------------------- setting back, failing
+# ---------------------------------------------------------------- preemption, failures
 
 
 @pytest.mark.parametrize("kind", ["full state", "full window state", "full window"])
-def test_a_prompt_that_is_set_back_goes_on_where_it_was(kind: str) -> None:
+def test_a_preempted_prompt_goes_on_where_it_was(kind: str) -> None:
     bench = Bench({**some_rows(kind), Full(): 19}, token_budget=8)
     bench.add(prompt(1, 20), max_tokens=10, ignore_eos=True)
     bench.step(4)
@@ -425,7 +425,7 @@ def test_a_state_that_is_copied_while_the_request_fails_is_not_used() -> None:
 
 
 def illustrated(name: str, tail: object, length: int = 14, splits: bool = False) -> dict[str, object]:
-    """6 tokens of text, an image, 9 tokens of text; what lies under the image is always the same."""
+    """6 tokens of text, an image, 9 tokens of text; the tokens of the image are always the same."""
     tokens = prompt("before", 6) + [3] * length + prompt(tail, 9)
     return {"tokens": tokens, "images": (image(6, length, name, splits),)}
 
@@ -460,14 +460,14 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_request_only() -> None:
 
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_that_part_behind_an_image_share_its_state(kind: str, splits: bool) -> None:
+def test_requests_that_part_after_an_image_share_its_state(kind: str, splits: bool) -> None:
     bench = Bench(some_rows(kind), images=True)
     ids = [bench.one(**illustrated("cat", tail, splits=splits)) for tail in "abc"]
     assert [bench.hit(id) for id in ids] == [0, 0 if "state" in kind else 20, 20]
 
 
 @pytest.mark.parametrize("start", [20, 40])
-def test_a_state_is_planted_before_an_image_that_page_borders_cut(start: int) -> None:
+def test_a_state_is_kept_before_an_image_that_page_boundaries_cut(start: int) -> None:
     bench = Bench(some_rows("full state"), 16, images=True)
     both, shown = prompt("before", start) + [3] * 20, (image(start, 20, "cat"),)
     ids = [bench.add([*both, i, *prompt(i, 30)], shown, max_tokens=1) for i in range(3)]
@@ -486,8 +486,8 @@ def test_an_image_longer_than_a_chunk_is_computed_at_once(kind: str) -> None:
         assert max(max(forward) for forward in bench.ghost.forwards) == (8 if splits else 30)
 
 
-def test_tokens_stand_where_the_request_says_also_when_it_is_resumed() -> None:
-    """M-RoPE: under an image positions do not rise by one; behind the prompt they go on from the highest."""
+def test_tokens_have_the_positions_of_the_request_also_when_it_is_resumed() -> None:
+    """M-RoPE: positions of an image do not rise by one; after the prompt they continue from the highest."""
     bench = Bench({Full(): 12, State(): 9}, images=True, token_budget=8)
     seen: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     forward = bench.ghost.forward
@@ -535,22 +535,22 @@ def test_regular_checkpoints_take_free_slots_only() -> None:
     assert [states_at(tight, prompt(i, 5)) for i in range(3)] == [[], [4], [4]], "the end of a prompt makes room"
     assert tight.cache.stats().checkpoints_missed >= 3
     tight.one(prompt("long", 21) + [1])
-    assert 20 in states_at(tight, prompt("long", 41)), "so does a place where prompts part"
+    assert 20 in states_at(tight, prompt("long", 41)), "so does a position where prompts part"
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_a_path_keeps_no_more_states_than_allowed(most: int) -> None:
-    bench = Bench(with_states(most_on_path=most), checkpoint_tokens=4)
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_a_path_keeps_no_more_states_than_allowed(limit: int) -> None:
+    bench = Bench(with_states(most_on_path=limit), checkpoint_tokens=4)
     turn = prompt("turn", 41)
     for _ in range(5):
         id = bench.one(turn, max_tokens=9)
         turn += list(bench.output(id)[0])
-        assert 1 <= len(states_at(bench, turn)) <= most
+        assert 1 <= len(states_at(bench, turn)) <= limit
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_a_state_from_which_others_part_is_not_thinned_away(most: int) -> None:
-    bench = Bench(with_states(pages=4000, slots=400, most_on_path=most))
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_a_state_from_which_others_part_is_not_thinned_away(limit: int) -> None:
+    bench = Bench(with_states(pages=4000, slots=400, most_on_path=limit))
     system = prompt("system", 24)
     for i in range(3):
         bench.one(system + prompt(i, 8))
@@ -558,7 +558,7 @@ def test_a_state_from_which_others_part_is_not_thinned_away(most: int) -> None:
     for _ in range(12):
         id = bench.one(turn, max_tokens=9)
         turn += list(bench.output(id)[0])
-    assert len(states_at(bench, turn)) <= most + 1
+    assert len(states_at(bench, turn)) <= limit + 1
     assert bench.hit(bench.one(system + prompt("new", 8))) == 24
 
 
@@ -572,7 +572,7 @@ def conversations(rng: random.Random, count: int) -> list[list[int]]:
 
 
 def warm_hit_rate(sizes: dict[Component, int], seed: int) -> float:
-    """Cached tokens a token of the prompts, over the second half of a workload."""
+    """The fraction of prompt tokens that were cached, over the second half of a workload."""
     rng = random.Random(seed)
     bench = Bench(sizes)
     bench.check = lambda: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The scheduler over tiers: what lies below the device is found, loaded and waited for, and no answer changes."""
+"""The scheduler over tiers: it finds, loads and waits for pages of host and storage, and no answer changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = 4
 
 
 class HandWorkers:
-    """Calls run when `run` is called, or at once."""
+    """Runs calls when `run` is called, or at once."""
 
     def __init__(self) -> None:
         self.instant = True
@@ -95,8 +95,8 @@ class GhostHost:
         self.tickets.append(ticket)
         return ticket
 
-    def slots(self, pages: Sequence[int]) -> list[memoryview]:
-        return [memoryview(self._bytes[page]) for page in pages]
+    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self._bytes[page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
         return []
@@ -108,7 +108,7 @@ def ended(ticket: GhostTicket) -> GhostTicket:
 
 
 class LayeredGhost(Ghost):
-    """Reads what is on its way only after it has waited for it; behind what did not come it computes rubbish."""
+    """Waits for arriving pages before it reads them; after pages that did not arrive it computes garbage."""
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         for segment in segments:
@@ -117,9 +117,9 @@ class LayeredGhost(Ghost):
         fine = [segment.arriving is None or segment.arriving.error is None for segment in segments]
         good = [segment for segment, well in zip(segments, fine, strict=True) if well]
         rows = iter(super().forward(good) if good else torch.empty(0, VOCAB))
-        rubbish = torch.zeros(VOCAB)
+        garbage = torch.zeros(VOCAB)
         asked = [well for segment, well in zip(segments, fine, strict=True) if segment.logits]
-        return torch.stack([next(rows) if well else rubbish for well in asked]) if asked else torch.empty(0, VOCAB)
+        return torch.stack([next(rows) if well else garbage for well in asked]) if asked else torch.empty(0, VOCAB)
 
 
 class Bench:
@@ -157,7 +157,7 @@ class Bench:
         )  # fmt: skip
 
     def run(self, *prompts: list[int], steps: int = 400) -> list[Usage]:
-        """Runs prompts together, checks every answer; what each used."""
+        """Runs prompts together, checks every answer, and returns the usage of each."""
         requests = {str(n): Request(np.array(tokens), SamplingParams(max_tokens=4)) for n, tokens in enumerate(prompts)}
         deltas: dict[str, list[Delta]] = {id: [] for id in requests}
         for id, request in requests.items():
@@ -166,7 +166,7 @@ class Bench:
             if not self.scheduler.busy:
                 break
             self.step(deltas)
-        assert not self.scheduler.busy, "it goes on for ever"
+        assert not self.scheduler.busy, "it never ends"
         for id, request in requests.items():
             tokens = tuple(token for delta in deltas[id] for token in delta.tokens)
             assert (tokens, deltas[id][-1].finish_reason) == (complete(request)[0], complete(request)[2])
@@ -176,12 +176,12 @@ class Bench:
 
     def step(self, deltas: dict[str, list[Delta]] | None = None) -> None:
         self.now_s += 0.01
-        landing = list(self.host.tickets)
+        under_way = list(self.host.tickets)
         for id, what in self.scheduler.step():
             if isinstance(what, Delta) and deltas is not None:
                 deltas[id].append(what)
         self.cache.check()
-        for ticket in landing:  # copies go on by themselves
+        for ticket in under_way:  # copies go on by themselves
             ticket.step()
 
     def forget_device(self) -> None:
@@ -244,7 +244,7 @@ def test_what_the_device_has_still_counts_when_a_load_fails() -> None:
     assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (16, 0, 8)
 
 
-def test_a_failed_load_takes_nobody_else_along() -> None:
+def test_a_failed_load_affects_no_other_request() -> None:
     bench = Bench(pages=40)
     first, second = prompt(3, 22), prompt(4, 18)
     bench.run(first)
@@ -309,7 +309,7 @@ def test_storage_is_not_asked_for_the_rest_of_a_prompt_whose_request_was_cancell
     assert bench.tiers.stats().prefetched == 1
 
 
-def test_a_cancelled_request_leaves_the_prefetch_to_who_shares_it() -> None:
+def test_a_cancelled_request_leaves_the_prefetch_to_others_that_share_it() -> None:
     bench = Bench(batch_pages=1, batches=1)
     tokens = prompt(14, 22)
     bench.run(tokens)
@@ -331,7 +331,7 @@ def test_a_cancelled_request_leaves_the_prefetch_to_who_shares_it() -> None:
     assert tiers_of(deltas["stays"][-1].usage) == (0, 0, 20)
 
 
-def test_a_hung_store_is_waited_for_once_and_not_longer_than_said() -> None:
+def test_a_store_that_does_not_answer_is_waited_for_once_and_not_longer_than_configured() -> None:
     bench = Bench(timeout_s=0.1, timeout_per_page_s=0.0)
     bench.workers.instant = False
     began_s = bench.now_s
@@ -351,11 +351,11 @@ def test_best_effort_waits_for_nothing() -> None:
     assert bench.run(tokens)[0].cached_tokens == 0
 
 
-def test_it_looks_again_soon_while_somebody_waits_for_storage() -> None:
+def test_it_polls_soon_while_a_request_waits_for_storage() -> None:
     bench = Bench()
     bench.workers.instant = False
     bench.scheduler.add("waits", Request(np.array(prompt(15, 22)), SamplingParams(max_tokens=4)))
-    assert bench.scheduler.idle_s == 0.0, "it has not looked at the request yet"
+    assert bench.scheduler.idle_s == 0.0, "it has not scheduled the request yet"
     bench.step()
     assert bench.scheduler.idle_s is not None
     assert 0 < bench.scheduler.idle_s <= 0.01
@@ -363,14 +363,14 @@ def test_it_looks_again_soon_while_somebody_waits_for_storage() -> None:
     assert bench.scheduler.idle_s == 0.0
 
 
-def test_it_looks_again_until_what_goes_on_behind_the_last_request_has_ended() -> None:
+def test_it_polls_until_transfers_after_the_last_request_have_ended() -> None:
     bench = Bench()
     bench.workers.instant = False
     bench.scheduler.add("ends", Request(np.array(prompt(16, 22)), SamplingParams(max_tokens=4)))
     bench.workers.run()
     while bench.scheduler.busy:
         bench.step()
-    assert bench.tiers.busy, "pages are on their way to storage"
+    assert bench.tiers.busy, "pages are being written to storage"
     assert bench.scheduler.idle_s is not None
     assert 0 < bench.scheduler.idle_s <= 0.1
     bench.workers.instant = True
@@ -378,7 +378,7 @@ def test_it_looks_again_until_what_goes_on_behind_the_last_request_has_ended() -
     for _ in range(5):
         bench.step()
     assert not bench.tiers.busy
-    assert bench.scheduler.idle_s is None, "nothing comes but a request"
+    assert bench.scheduler.idle_s is None, "only a new request can bring work"
 
 
 def test_without_a_cache_storage_is_not_asked() -> None:
@@ -387,7 +387,7 @@ def test_without_a_cache_storage_is_not_asked() -> None:
     assert bench.tiers.stats().prefetches == 0
 
 
-def test_storage_is_asked_a_few_times_for_one_request_however_long_it_waits() -> None:
+def test_storage_is_queried_a_few_times_for_one_request_however_long_it_waits() -> None:
     bench = Bench(pages=8, prefetch_min_tokens=64)  # so each time there is too little to find
     asked: list[object] = []
     prefetch = bench.tiers.prefetch
@@ -409,7 +409,7 @@ def test_storage_is_asked_a_few_times_for_one_request_however_long_it_waits() ->
     assert 1 < len(asked) <= 4
 
 
-def test_who_came_while_too_many_were_looked_up_is_looked_up_later() -> None:
+def test_a_request_that_came_during_too_many_lookups_is_looked_up_later() -> None:
     bench = Bench(max_prefetches=1)
     first, second = prompt(22, 22), prompt(23, 22)
     for tokens in (first, second):
@@ -432,8 +432,8 @@ def test_who_came_while_too_many_were_looked_up_is_looked_up_later() -> None:
         assert tiers_of(usage) == (0, 0, 20)
 
 
-def test_what_two_prefetches_brought_for_one_request_adds_up() -> None:
-    """The first was begun for a prompt that parts from this one, and whose request is gone."""
+def test_what_two_prefetches_loaded_for_one_request_adds_up() -> None:
+    """The first was begun for a prompt that parts from this one, and whose request has ended."""
     bench = Bench(pages=16)
     shared = prompt(25, 12)
     first, second = shared + prompt(26, 10), shared + prompt(27, 10)
@@ -515,7 +515,7 @@ class CountingTyped(TypedKeys):
 def test_a_prompt_is_encoded_once_however_long_it_waits(
     kind: type[CountingTokens | CountingTyped], leased: int
 ) -> None:
-    """A lease on what is not simply ids reads the prompt itself: it goes on with it."""
+    """A lease on keys that are not plain ids encodes the prompt itself, and continues that encoding."""
     bench = Bench(timeout_s=1.0)
     bench.keys = keys = kind()
     bench.restart()
@@ -538,7 +538,7 @@ def test_a_prompt_is_encoded_once_however_long_it_waits(
 
 
 class Machine(Bench):
-    """A machine on which computing and storage take their time; storage makes one call after the other."""
+    """A machine on which computing and storage take virtual time; storage runs one call after another."""
 
     def __init__(self, token_s: float, look_s: float = 0.0, batch_s: float = 0.0, **config: object) -> None:
         super().__init__(300, 300, **config)
@@ -570,7 +570,7 @@ class Machine(Bench):
         self.restart(300)
 
     def submit(self, function: Callable[[], object]) -> TimedCall:
-        """The call is made now, and heard of when it is its time."""
+        """The call runs now, and reports its result when its time has come."""
         here_s = self.now_s
         self.now_s = max(here_s, self._free_s)
         call = TimedCall(self, function())
@@ -597,11 +597,11 @@ class TimedCall:
         return self.value
 
 
-# The defaults suppose a hundredth of a second a page. 250 pages take 25 s on this machine.
+# The defaults assume a hundredth of a second per page. 250 pages take 25 s on this machine.
 SLOW_S = 10 * 0.01 / PAGE
 
 
-def test_on_a_machine_that_is_slower_than_anybody_supposed_a_restarted_server_takes_all_from_storage() -> None:
+def test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0)
     machine.scheduler.measure()
     [usage] = machine.run(machine.prompt, steps=4000)
@@ -610,7 +610,7 @@ def test_on_a_machine_that_is_slower_than_anybody_supposed_a_restarted_server_ta
     assert machine.late == {}
 
 
-def test_without_a_measure_the_limits_of_the_configuration_stand_in() -> None:
+def test_without_a_measurement_the_limits_of_the_configuration_apply() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0, timeout_s=0.1, timeout_per_page_s=0.01)
     [usage] = machine.run(machine.prompt, steps=4000)
     assert usage.storage_tokens == 0
@@ -623,7 +623,7 @@ def test_a_store_that_is_slower_than_computing_is_waited_for_as_long_as_computin
     machine.scheduler.measure()
     [usage] = machine.run(machine.prompt, steps=4000)
     assert usage.queue_s == pytest.approx(1.0 + 25.0, rel=0.02)
-    assert usage.storage_tokens == 20 * 8 * PAGE, "what had come by then"
+    assert usage.storage_tokens == 20 * 8 * PAGE, "what had arrived by then"
     assert machine.late == {"timeout": 250 - 20 * 8}
 
 
@@ -636,7 +636,7 @@ def test_on_a_fast_machine_a_slow_store_is_hardly_waited_for() -> None:
     assert machine.late == {"timeout": 250}
 
 
-def test_a_store_that_hangs_is_found_out_by_one_request_however_slow_the_machine_is() -> None:
+def test_a_store_that_never_answers_delays_one_request_only_however_slow_the_machine_is() -> None:
     machine = Machine(SLOW_S, look_s=1000.0, call_timeout_s=5.0)
     machine.scheduler.measure()
     [usage] = machine.run(machine.prompt, steps=4000)
@@ -646,13 +646,13 @@ def test_a_store_that_hangs_is_found_out_by_one_request_however_slow_the_machine
     assert machine.late == {"timeout": 250, "slow": 250}
 
 
-def test_a_store_that_was_too_slow_for_a_supposed_machine_is_waited_for_on_the_real_one() -> None:
+def test_a_store_that_was_too_slow_for_an_assumed_machine_is_waited_for_on_the_real_one() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=0.1)
     for seed in range(4):
         machine.run(prompt(seed + 5, 401), steps=4000)
         for _ in range(200):
             machine.step()  # it answers
-        assert machine.store.slow == (seed < 2), "three forwards say what computing takes"
+        assert machine.store.slow == (seed < 2), "three forwards measure what computing takes"
     assert machine.run(machine.prompt, steps=4000)[0].storage_tokens == 1000
 
 
@@ -667,4 +667,4 @@ def test_the_scheduler_says_what_forwards_take_if_they_hold_prefills_and_wait_fo
     machine.forget_device()
     machine.run(prompt(5, 401), steps=4000)
     assert machine.host.ups == 1
-    assert all(not parts for parts, _ in seen), "one waited for the host, the others were decodes"
+    assert all(not parts for parts, _ in seen), "one forward waited for the host, the others were decodes"

@@ -1,4 +1,4 @@
-"""How memory is shared out among pools, and which ratio of window pages a trace of use asks for."""
+"""How memory is divided among pools, and which ratio of window pages is best for a trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shared_out(components: str, shares: Shares, slot_bytes: int = 40, need: Need
 # ---------------------------------------------------------------- shares
 
 
-def test_memory_is_shared_out() -> None:
+def test_memory_is_divided() -> None:
     memory = Shares(12_000, window_ratio=0.5, state_share=0.5)
     assert shared_out("full", memory) == {"full": 120}
     assert shared_out("full window", memory) == {"full": 96, "window": 48}
@@ -42,7 +42,7 @@ def test_memory_is_shared_out() -> None:
     assert shared_out("window state", memory) == {"window": 120, "state": 150}
 
 
-def test_counts_can_be_asked_for_instead() -> None:
+def test_counts_can_be_given_instead() -> None:
     assert shared_out("full window state", Shares(1, pages=50, window_ratio=0.2)) == {
         "full": 50,
         "window": 10,
@@ -73,13 +73,13 @@ def test_a_model_without_attention_has_marks_for_its_states() -> None:
     [
         ("full", Shares(99), "kv_bytes = 99: must be 100 or more"),
         ("full window", Shares(299), "kv_bytes = 299: must be 300 or more"),
-        ("full window state", Shares(419), "kv_bytes = 419: must be 300 or more beside 200 for states"),
+        ("full window state", Shares(419), "kv_bytes = 419: must be 300 or more plus 200 for states"),
         ("window", Shares(199), "kv_bytes = 199: must be enough for 4 window pages of 50 bytes"),
         ("window", Shares(1 << 30, pages=3), "pages = 3: must be at least 4"),
         ("full state", Shares(239), "kv_bytes = 239: must be enough for 3 recurrent states of 40 bytes"),
         ("full state", Shares(1000, state_slots=2), "state_slots = 2: must be at least 3"),
         ("full state", Shares(200, state_slots=6), "kv_bytes = 200: must be enough for 6 recurrent states of 40"),
-        ("full state", Shares(200, state_slots=5), "kv_bytes = 200: must be 100 or more beside 200 for states"),
+        ("full state", Shares(200, state_slots=5), "kv_bytes = 200: must be 100 or more plus 200 for states"),
     ],
 )
 def test_too_little_memory_is_refused_with_the_field_and_what_is_needed(
@@ -178,11 +178,11 @@ def test_a_long_document_wants_few_window_pages() -> None:
     trials = best(document)
     assert trials.best.window_ratio <= 0.125
     assert trials.best.hit_rate > 0.9
-    assert trials.all[-1].hit_rate == 0, "beside a window page for each full one there is no room for it"
+    assert trials.all[-1].hit_rate == 0, "with a window page for each full one, it does not fit"
 
 
 def test_two_documents_in_turn_want_few_window_pages() -> None:
-    """A document must not push the window at the other's end out with pages that are behind its own."""
+    """Pages of a document before its window must not evict the window at the end of the other document."""
     turns = [Use(1000), Use(1000), *(Use(1010, i % 2, 1000) for i in range(30))]
     trials = best(turns)
     assert trials.best.window_ratio <= 0.125
@@ -212,7 +212,7 @@ def test_the_same_trace_gives_the_same_answer_in_tokens_as_in_lengths() -> None:
     assert 0.05 < first.best.hit_rate < 0.95
 
 
-def test_of_equals_the_ratio_with_most_full_pages_is_best() -> None:
+def test_among_equal_ratios_the_one_with_most_full_pages_is_best() -> None:
     trials = best([Use(40), Use(40), Use(40)])
     assert {trial.hit_rate for trial in trials.all} == {0.0}
     assert trials.best.window_ratio == RATIOS[0]
@@ -220,7 +220,7 @@ def test_of_equals_the_ratio_with_most_full_pages_is_best() -> None:
     assert len({trial.hit_rate for trial in again.all}) == 1 and again.best == again.all[0]
 
 
-def test_what_does_not_fit_is_a_miss_and_disturbs_nobody() -> None:
+def test_a_sequence_that_does_not_fit_is_a_miss_and_affects_no_other() -> None:
     chats = [Use(20), Use(20, 0, 20)] * 3
     rate = best([*chats, Use(100_000), *chats], ratios=(0.5,)).best.hit_rate
     assert 0 < rate < 0.01

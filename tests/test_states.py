@@ -1,4 +1,4 @@
-"""States in slots: however a sequence is cut, set aside, stacked and restored, its logits are those of the whole."""
+"""States in slots: however a sequence is cut, copied, stacked and restored, its logits are those of the whole."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Logits differ from those of the whole sequence by rounding only: fp32, logits up to about 10. Most differ by 2e-5 at
-# most, those of Qwen3-Next by 1.2e-4: its scan inverts matrices of 64 tokens.
+# Logits differ from those of the whole sequence by rounding only: fp32, logits up to about 10. Most models differ by up
+# to 2e-5, Qwen3-Next by up to 1.2e-4: its scan inverts matrices of 64 tokens.
 ATOL = 5e-4
 
-# The same as a part of the logits' spread.
+# The same as a fraction of the logits' spread.
 LIMIT = 1e-4
 
 TOKENS = torch.randint(VOCAB, (3, 75), generator=torch.Generator().manual_seed(5))
-CUTS = (0, 8, 13, 14, 40, 75)  # at a border of the scan, off it, one token, over several borders
+CUTS = (0, 8, 13, 14, 40, 75)  # at a boundary of the scan, off it, one token, over several boundaries
 KEPT = "states_test_kept"
 
 
@@ -40,7 +40,7 @@ def whole(family: str) -> torch.Tensor:
 
 
 class Bench:
-    """A model whose states are in slots and whose keys and values a plain attention function keeps, by sequence."""
+    """A model with states in slots; a plain attention function keeps its keys and values by sequence."""
 
     def __init__(self, family: str) -> None:
         model = tiny(family, **{**HYBRIDS, **STEPPED}[family])
@@ -49,21 +49,21 @@ class Bench:
         self.model, self.shape = model, shape
         self.pool = StatePool(shape, 6)
         for tensor in self.pool.tensors:
-            tensor.fill_(7)  # what is not initialised may be NaN, which equals nothing
+            tensor.fill_(7)  # uninitialised memory may be NaN, which equals nothing
         self.cache = StateCache(model.config, self.pool)
         self.kept: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor]] = {}
         AttentionInterface.register(KEPT, kept_attention)
         model.set_attn_implementation(KEPT)
 
     def start(self, tokens: torch.Tensor, slot: int, name: Any) -> torch.Tensor:
-        """Run a sequence's first tokens: logits [n, vocab]."""
+        """Runs a sequence's first tokens; returns logits [n, vocab]."""
         self.cache.start(1)
         return self._run(tokens.unsqueeze(0), [0], [slot], [name])[0]
 
     def go_on(
         self, tokens: torch.Tensor, starts: Sequence[int], slots: Sequence[int], names: Sequence[Any]
     ) -> torch.Tensor:
-        """Run tokens [rows, n] behind the states in slots: logits [rows, n, vocab]."""
+        """Runs tokens [rows, n] after the states in slots; returns logits [rows, n, vocab]."""
         self.cache.load(slots)
         return self._run(tokens, starts, slots, names)
 
@@ -83,7 +83,7 @@ class Bench:
         return logits
 
     def fork(self, name: Any, other: Any) -> None:
-        """Let a sequence have the keys and values of another."""
+        """Gives a sequence the keys and values of another."""
         for (owner, layer), pair in list(self.kept.items()):
             if owner == name:
                 self.kept[other, layer] = pair
@@ -103,20 +103,20 @@ def kept_attention(
     kept: tuple[dict[Any, Any], Sequence[Any]],
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of rows of sequences to all that was kept of each."""
+    """Causal attention of rows of sequences to all keys that were kept of each."""
     assert attention_mask is None
     assert key.shape[-2] == query.shape[-2]  # the new ones only
     memory, names = kept
     rows = []
     for row, name in enumerate(names):
-        place = (name, module.layer_idx)
+        entry = (name, module.layer_idx)
         new = (key[row : row + 1], value[row : row + 1])
         k, v = (
-            (torch.cat(pair, dim=-2) for pair in zip(memory.get(place, ()), new, strict=True))
-            if place in memory
+            (torch.cat(pair, dim=-2) for pair in zip(memory.get(entry, ()), new, strict=True))
+            if entry in memory
             else new
         )
-        memory[place] = (k, v)
+        memory[entry] = (k, v)
         n, seen = query.shape[-2], k.shape[-2]
         mask = torch.ones(n, seen, dtype=torch.bool).tril(seen - n)
         q = query[row : row + 1]
@@ -218,12 +218,12 @@ def proof(family: str, dtype: torch.dtype, limit: float) -> str:
     return prove(model, shape, limit)
 
 
-def test_the_self_test_tells_what_may_follow_a_state(family: str) -> None:
+def test_the_self_test_finds_how_many_tokens_may_follow_a_state(family: str) -> None:
     assert proof(family, torch.float32, LIMIT) == ("chunked" if family in HYBRIDS else "stepped")
 
 
 def test_low_precision_hides_no_scan_that_starts_again(family: str) -> None:
-    """In bfloat16 Mamba's error is smaller than what must be allowed for rounding."""
+    """In bfloat16, Mamba's error is smaller than the limit that rounding needs."""
     assert proof(family, torch.bfloat16, 0.5) == ("chunked" if family in HYBRIDS else "stepped")
 
 
@@ -241,7 +241,7 @@ def test_the_layers_that_keep_a_state_are_known(family: str, layers: tuple[int, 
 def test_states_of_layers_have_their_own_dtype() -> None:
     shape = StateShape.of(tiny("mamba2", **HYBRIDS["mamba2"]).to(torch.bfloat16))
     assert shape is not None
-    assert {place.kind: place.dtype for place in shape.tensors} == {"conv": torch.bfloat16, "recurrent": torch.float32}
+    assert {spec.kind: spec.dtype for spec in shape.tensors} == {"conv": torch.bfloat16, "recurrent": torch.float32}
 
 
 def test_a_model_without_states_is_not_run() -> None:
@@ -294,7 +294,7 @@ def test_a_model_that_wants_another_cache_is_refused() -> None:
 
 
 def forget(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
-    """Half of the state is gone at every call."""
+    """Drops half of the state at every call."""
     if cache is not None and cache.has_previous_state(0):
         cache.layers[0].conv_states[0][:, ::2] = 0
     out: torch.Tensor = conv(x, past_key_values=cache, **others)
@@ -302,7 +302,7 @@ def forget(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tenso
 
 
 def mix(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
-    """Each row takes its neighbour's state."""
+    """Gives each row its neighbour's state."""
     if cache is not None and cache.has_previous_state(0):
         cache.layers[0].conv_states[0].copy_(cache.layers[0].conv_states[0].roll(1, 0))
     out: torch.Tensor = conv(x, past_key_values=cache, **others)

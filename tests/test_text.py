@@ -11,7 +11,7 @@ TEXT = "Grüße, 世界! Здравствуй 👩‍👩‍👧 naïve  two spa
 
 
 def _byte_level() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every token is a run of bytes, characters are cut anywhere, also across two characters."""
+    """Byte-level BPE: every token is a run of bytes, which may end anywhere in a character or span two characters."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     as_letters = dict(zip(range(256), _byte_letters(), strict=True))
     crossing = [as_letters[0x96] + as_letters[0x88], as_letters[0x88] + as_letters[0xE2], "he", "ll", "hell"]
@@ -80,7 +80,7 @@ def test_the_pieces_are_the_tokenizers_own_text_and_never_half_a_character(name:
     assert max(map(len, pieces)) <= 4
 
 
-def test_characters_cut_across_tokens_are_shown_as_they_become_whole() -> None:
+def test_characters_split_across_tokens_are_shown_once_they_are_complete() -> None:
     text = "█" * 40
     tokens = BYTE_LEVEL.encode(text)
     assert len(tokens) < 3 * 40
@@ -89,12 +89,12 @@ def test_characters_cut_across_tokens_are_shown_as_they_become_whole() -> None:
     assert max(map(len, pieces)) <= 2
 
 
-def test_spaces_in_front_of_words_are_kept_inside_and_after_the_context() -> None:
+def test_spaces_before_words_are_kept_inside_and_after_the_context() -> None:
     ids = SENTENCE_PIECE.convert_tokens_to_ids(["▁hello", "▁world", "</s>", "▁hello", "▁", "▁a"])
     pieces, _ = _pieces(SENTENCE_PIECE, ids)
     assert "".join(pieces) == "hello world hello  a"
-    behind = Detokenizer(SENTENCE_PIECE, context=ids[:1])
-    assert behind.push(ids[1]) == " world"
+    after = Detokenizer(SENTENCE_PIECE, context=ids[:1])
+    assert after.push(ids[1]) == " world"
 
 
 def test_special_tokens_read_as_nothing_however_many_there_are() -> None:
@@ -141,7 +141,7 @@ def test_the_context_is_never_part_of_the_text() -> None:
         ("line\n\nnext", ("\n\n",), "line"),
     ],
 )
-def test_text_ends_in_front_of_the_stop_string(text: str, stop: tuple[str, ...], expected: str) -> None:
+def test_text_ends_before_the_stop_string(text: str, stop: tuple[str, ...], expected: str) -> None:
     pieces, stopped = _pieces(BYTE_LEVEL, BYTE_LEVEL.encode(text), stop)
     assert "".join(pieces) == expected
     assert stopped == any(s in text for s in stop)

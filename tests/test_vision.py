@@ -129,7 +129,7 @@ def test_a_prompt_has_the_tokens_of_the_models_own_processor(loaded: LoadedModel
 
 
 def whole(loaded: LoadedModel) -> Any:
-    """Both images through the processor at once."""
+    """Processes both images at once."""
     processor: Any = loaded.processor
     words = processor.apply_chat_template(
         chat(text("look: "), {"type": "image"}, text(" and "), {"type": "image"}, text(" what?")),
@@ -170,12 +170,12 @@ def test_embeddings_and_positions_give_the_models_own_logits(loaded: LoadedModel
     assert torch.allclose(ours, plain, atol=1e-4)
 
 
-def test_an_identical_image_is_processed_once_a_prompt(llava: Vision) -> None:
+def test_an_identical_image_is_processed_once_per_prompt(llava: Vision) -> None:
     prompt = llava.prepare(chat(image(picture(1)), image(picture(2)), image(picture(1))))
     first, second, third = prompt.images
     assert first.identity == third.identity != second.identity
     assert first.inputs is third.inputs
-    assert first.end == second.start  # nothing between them, and still two
+    assert first.end == second.start  # adjacent, and still two spans
 
 
 def test_a_conversation_without_images_is_a_prompt_like_any_other(loaded: LoadedModel) -> None:
@@ -256,7 +256,7 @@ def test_the_last_image_stays_however_small_the_cache(models: dict[str, LoadedMo
         Vision(models["llava"], cache_bytes=-1)
 
 
-# ---------------------------------------------------------------- what a model is
+# ---------------------------------------------------------------- the self-test
 
 
 def test_which_models_see_both_ways_inside_an_image(loaded: LoadedModel) -> None:
@@ -283,7 +283,7 @@ def test_a_model_without_a_processor_is_refused(models: dict[str, LoadedModel]) 
 
 @pytest.fixture
 def sees_ahead(models: dict[str, LoadedModel]) -> Iterator[LoadedModel]:
-    """LLaVA, but the last embedding seeps into the first."""
+    """LLaVA, but the last embedding leaks into the first."""
     loaded = models["llava"]
     language = loaded.model.model.language_model  # type: ignore[union-attr]
     before = language.forward
@@ -298,17 +298,17 @@ def sees_ahead(models: dict[str, LoadedModel]) -> Iterator[LoadedModel]:
     language.forward = before
 
 
-def test_a_model_that_sees_what_comes_after_is_found_out(sees_ahead: LoadedModel) -> None:
+def test_a_model_that_sees_later_tokens_is_refused(sees_ahead: LoadedModel) -> None:
     with pytest.raises(UnsupportedModel, match="tokens see what comes after them"):
         Vision(sees_ahead)
 
 
-def test_a_model_whose_images_are_more_than_embeddings_is_found_out(
+def test_a_model_whose_images_are_more_than_embeddings_is_refused(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = Vision._encode
     monkeypatch.setattr(vision_module.Vision, "_encode", lambda self, one: before(self, one) * 1.1)
-    with pytest.raises(UnsupportedModel, match="do more than to stand for embeddings"):
+    with pytest.raises(UnsupportedModel, match="used for more than embeddings"):
         Vision(models["llava"])
 
 
@@ -337,5 +337,5 @@ def test_the_first_token_and_its_image_are_one_span(llava: Vision, first_token: 
     plain = llava._assemble("<bos><image>what?", [picture(1)])
     assert [(one.start, one.length, one.splits) for one in given.images] == [(0, 10, False)]
     assert torch.equal(first_token.embed(given.images[0])[1:], llava.embed(plain.images[0]))
-    with pytest.raises(BadArgument, match="right behind the first token"):
+    with pytest.raises(BadArgument, match="directly after the first token"):
         first_token._assemble("<bos>and <image>what?", [picture(1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the package
 
 from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny
 

@@ -1,1 +1,1 @@
-"""Models, KV tensors, attention, sampling, scheduler and engine: what turns leases into tokens."""
+"""The runtime turns leases into tokens: models, KV tensors, attention, sampling, scheduler and engine."""

@@ -1,15 +1,15 @@
 """LoRA adapters: small changes to a model's weights that are switched on for one forward at a time.
 
-An adapter's layers are made once, over the model's own, and lie aside until the adapter is selected:
+An adapter's layers are made once, around the model's own, and are put in place while the adapter is selected:
 
-    decoder.layers[0].self_attn.q_proj  ->  plain layer                      no adapter: the very modules of before
+    decoder.layers[0].self_attn.q_proj  ->  plain layer                      no adapter: the original module
                                         ->  B A x + plain layer              inside `select(adapter)`
 
-So the base model computes what it would without this module, bit for bit, and no adapter knows of another. What an
-adapter is made of is part of its name in the cache: a request computes with the weights that its namespace names.
+So the base model computes the same as without this module, bit for bit, and adapters are independent of each other. A
+hash of the adapter's weights is part of its name in the cache: a request computes with what its namespace names.
 
-Taken are adapters whose KV depends on nothing but the tokens before it, as the cache needs: low-rank changes of the
-decoder's linear layers and embeddings. This module knows PEFT and the model's layers; it does not know requests, pages
+Supported are adapters whose KV depends only on the tokens before it, as the cache requires: low-rank changes of the
+decoder's linear layers and embeddings. This module knows PEFT and the model's layers. It does not know requests, pages
 or the cache. PEFT: https://huggingface.co/docs/peft.
 """
 
@@ -34,29 +34,29 @@ if TYPE_CHECKING:
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"[!-~]{1,256}")
-_PEFT_NAME = "mainstem"  # what PEFT calls each adapter; they never meet, so one name serves all
+_PEFT_NAME = "mainstem"  # PEFT's name of each adapter; PEFT never has two at once, so one name serves all
 
-# Settings of PEFT's LoraConfig that are honoured as they stand.
+# Settings of PEFT's LoraConfig that are honoured as given.
 _HONOURED = (
     "r", "target_modules", "exclude_modules", "lora_alpha", "fan_in_fan_out", "use_rslora", "layers_to_transform",
     "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias",
 )  # fmt: skip
 
-# Settings that say nothing of what a loaded adapter computes.
+# Settings that do not affect what a loaded adapter computes.
 _HARMLESS = frozenset({
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_core", "runtime_config", "qalora_group_size", "eva_config",
 })  # fmt: skip
 
-# Other settings are taken only where they ask for nothing; these ask for nothing by a word.
+# Other settings are accepted only if they are off; these values also mean off.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
-    # How training began; the other ways change the base model's weights.
+    # How training began; the other values change the base model's weights.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 
-# More than any adapter has: PEFT makes room for what the settings say before it looks at the weights.
-_MOST_RANKS = 1024
+# More than any adapter has: PEFT allocates memory by the settings before it reads the weights.
+_MAX_RANK = 1024
 
 _PLAIN = re.compile(r"[\w.\-]+")
 _LORA_A_KEY = re.compile(r"\.lora_(embedding_)?A(\.|$)")
@@ -65,11 +65,11 @@ _LORA_KEY = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterFiles:
-    """An adapter as it lies on disk: of a kind that can be served, not yet tried on a model. Made by `read_adapter`.
+    """An adapter read from disk: its kind can be served, but it is not fitted to a model. Made by `read_adapter`.
 
     Args:
         digest: SHA-256 over configuration and weights, in hex.
-        settings: what PEFT is told.
+        settings: the arguments of PEFT's `LoraConfig`.
         tensors: its weights by their names in the file.
     """
 
@@ -80,7 +80,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """One layer of the model, and the adapter's layer over it."""
+    """One layer of the model, and the adapter's layer that replaces it."""
 
     parent: torch.nn.Module
     name: str
@@ -90,10 +90,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter that is ready to be selected; it stays so for those who hold it, whatever its name means later.
+    """An adapter that is ready to be selected. It stays usable while it is referenced, even if its name is reassigned.
 
     Args:
-        name: what clients call it.
+        name: the name that clients use.
         digest: SHA-256 over configuration and weights, in hex.
     """
 
@@ -103,15 +103,15 @@ class Adapter:
 
     @property
     def namespace(self) -> str:
-        """What `Namespace.adapter` holds for it: other weights under the same name never share, equal ones do again."""
+        """The value of `Namespace.adapter`: different weights under one name never share; equal weights do."""
         return f"{self.name}@{self.digest}"
 
 
 class Adapters:
-    """The adapters of one model. All but `names` and `get` belong to the thread that runs the model.
+    """The adapters of one model. Only `names` and `get` may be called outside the thread that runs the model.
 
     Args:
-        model: stays the caller's; outside of `select` it is as it was.
+        model: unchanged outside of `select`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -121,14 +121,14 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The loaded adapters, in the order in which they came; from any thread."""
+        """The names of the loaded adapters, in loading order. Callable from any thread."""
         return tuple(self._by_name)
 
     def get(self, name: str) -> Adapter:
-        """The adapter that a name means now; from any thread.
+        """Returns the adapter that a name means now. Callable from any thread.
 
         Raises:
-            BadArgument: there is none.
+            BadArgument: no adapter has this name.
         """
         known = self._by_name
         if name not in known:
@@ -141,11 +141,11 @@ class Adapters:
         return self.add(name, read_adapter(path))
 
     def add(self, name: str, files: AdapterFiles) -> Adapter:
-        """Fits an adapter to the model, and gives it a name. The name's former adapter is no longer found by it.
+        """Fits an adapter to the model, and registers it under a name, in place of the former adapter of that name.
 
         Raises:
-            BadArgument: the name.
-            UnsupportedModel: the adapter does not fit the model, or changes what must stay; all is as before.
+            BadArgument: the name is invalid.
+            UnsupportedModel: the adapter does not fit the model, or changes what it must not; nothing has changed.
         """
         check_name(name)
         former = self._by_name.get(name)
@@ -153,24 +153,24 @@ class Adapters:
             return former
         try:
             places = self._fit(files)
-        except Exception as error:  # PEFT's, of all kinds; `_fit` has put everything back
+        except Exception as error:  # PEFT raises all kinds; `_fit` has restored the model
             raise UnsupportedModel(f"adapter {name}: it does not fit the model: {_shortened(error)}") from error
         adapter = Adapter(name, files.digest, places)
         self._by_name = {**self._by_name, name: adapter}
         return adapter
 
     def unload(self, name: str) -> None:
-        """Forgets a name. The weights go when nobody holds the adapter any more.
+        """Removes a name. The weights are freed once nothing references the adapter.
 
         Raises:
-            BadArgument: there is no such adapter.
+            BadArgument: no adapter has this name.
         """
         self.get(name)
         self._by_name = {other: adapter for other, adapter in self._by_name.items() if other != name}
 
     @contextmanager
     def select(self, adapter: Adapter | None) -> Iterator[None]:
-        """The model computes with an adapter inside the block; with None, as the base model. Blocks do not nest."""
+        """Applies an adapter to the model inside the `with` block; None is the base model. Blocks do not nest."""
         assert self._selected is None, "an adapter is selected already"
         places = () if adapter is None else adapter._places
         self._selected = adapter
@@ -184,7 +184,7 @@ class Adapters:
             self._selected = None
 
     def _fit(self, files: AdapterFiles) -> tuple[_Place, ...]:
-        """The adapter's layers over the model's, which is left as it was."""
+        """Makes the adapter's layers around the model's, and leaves the model as it was."""
         from peft import LoraConfig, inject_adapter_in_model
 
         if hasattr(self._model, "peft_config"):
@@ -195,7 +195,7 @@ class Adapters:
         allowed = {id(module) for module in self._adaptable()}
         try:
             inject_adapter_in_model(config, self._model, _PEFT_NAME, low_cpu_mem_usage=True)
-            places = tuple(_Place(*was, now) for was in before if (now := getattr(was[0], was[1])) is not was[2])
+            places = tuple(_Place(*old, new) for old in before if (new := getattr(old[0], old[1])) is not old[2])
             _check_layers(places, allowed)
             self._fill(files)
         finally:
@@ -209,15 +209,15 @@ class Adapters:
         return places
 
     def _adaptable(self) -> Iterator[torch.nn.Module]:
-        """The modules of the text model. What encodes images stays as it is: its results are shared by all adapters."""
-        model: Any = self._model  # these two have no types
+        """Yields the modules of the text model. Image encoders stay as they are: all adapters share their results."""
+        model: Any = self._model  # the two methods below have no types
         yield from model.get_decoder().modules()
         head = model.get_output_embeddings()
         if head is not None:
             yield head
 
     def _fill(self, files: AdapterFiles) -> None:
-        """Puts the adapter's weights into its layers; all of them, and nothing else."""
+        """Loads the adapter's weights into its layers: all of them, and nothing else."""
         from peft import set_peft_model_state_dict
 
         result: Any = set_peft_model_state_dict(self._model, dict(files.tensors), _PEFT_NAME, low_cpu_mem_usage=True)
@@ -228,17 +228,17 @@ class Adapters:
 
 
 def check_name(name: str) -> None:
-    """Raises BadArgument for what cannot be the name of an adapter."""
+    """Raises BadArgument for an invalid adapter name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise BadArgument("name", name, "1 to 256 printable ASCII characters without spaces")
 
 
 def read_adapter(path: str | Path) -> AdapterFiles:
-    """Reads an adapter's folder, as PEFT saves it; from any thread. Nothing is downloaded, and no pickle is read.
+    """Reads a folder that PEFT saved. Callable from any thread. Downloads nothing, and reads no pickle.
 
     Raises:
-        BadArgument: there is no whole adapter at `path`.
-        UnsupportedModel: it is of a kind that cannot be served over a prefix cache, or PEFT is not installed.
+        BadArgument: `path` holds no complete adapter.
+        UnsupportedModel: this kind of adapter cannot be served over a prefix cache, or PEFT is not installed.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -265,7 +265,7 @@ def read_adapter(path: str | Path) -> AdapterFiles:
 
 def _require_peft() -> None:
     with needs("peft", "adapters need peft: pip install 'mainstem[lora]'", UnsupportedModel):
-        import peft  # noqa: F401  # it takes long: here, and not on the thread that runs the model
+        import peft  # noqa: F401  # slow, so it is done here and not on the thread that runs the model
 
 
 def _read(folder: Path, name: str) -> bytes:
@@ -274,7 +274,7 @@ def _read(folder: Path, name: str) -> bytes:
     except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
         allowed = f"a folder with {_CONFIG} and {_WEIGHTS} ({name}: {getattr(error, 'strerror', None) or error})"
         if name == _WEIGHTS and (folder / "adapter_model.bin").exists():
-            allowed += "; adapter_model.bin is a pickle, which could run anything, and is not read"
+            allowed += "; adapter_model.bin is a pickle, which could run any code, and is not read"
         raise BadArgument("path", str(folder), allowed) from error
 
 
@@ -289,41 +289,41 @@ def _parsed(folder: Path, config: bytes) -> dict[str, Any]:
 
 
 def _refusals(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Why an adapter of these settings cannot be served; nothing when it may."""
+    """Yields the reasons why an adapter with these settings cannot be served; none if it can."""
     kind = settings.get("peft_type")
     if kind != "LORA":
-        yield f"its kind is {kind}, and only LORA is taken: others may add tokens of their own"
+        yield f"its kind is {kind}, and only LORA is supported: others may add tokens of their own"
         return
     for name, value in sorted(settings.items()):
-        asks = value not in _NEUTRAL.get(name, ()) and value not in (None, False, 0, "", [], {})
-        if asks and name not in _HARMLESS and name not in _HONOURED:
+        is_on = value not in _NEUTRAL.get(name, ()) and value not in (None, False, 0, "", [], {})
+        if is_on and name not in _HARMLESS and name not in _HONOURED:
             yield f"{name} = {json.dumps(value)} is not supported"
 
 
 def _bad_patterns(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Regular expressions, which PEFT would run over the names of layers: one may take for ever."""
+    """Yields regular expressions: PEFT would match them against layer names, and one may never end."""
     for name in ("rank_pattern", "alpha_pattern", "layers_pattern", "exclude_modules"):
         given = settings.get(name, ())
         for pattern in [given] if isinstance(given, str) else given:
             if not isinstance(pattern, str) or not _PLAIN.fullmatch(pattern):
-                yield f"{name} holds {pattern!r}, which is no plain name of a layer"
+                yield f"{name} holds {pattern!r}, which is not a plain name of a layer"
 
 
 def _targets(settings: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Takes the layers that there are weights for where the file describes them by a regular expression."""
+    """Lists the layers that have weights, in place of a regular expression that describes them."""
     if isinstance(settings.get("target_modules"), str):
         names = {_LORA_KEY.split(key)[0].removeprefix("base_model.model.") for key in tensors}
         settings["target_modules"] = sorted(names)
 
 
 def _bad_numbers(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """What would take the memory of a much larger adapter, or make others' answers of no number."""
+    """Yields numbers that would take the memory of a much larger adapter, or make NaN of other requests' answers."""
     import torch
 
-    most = max([_MOST_RANKS, *(tensor.shape[0] for key, tensor in tensors.items() if _LORA_A_KEY.search(key))])
+    limit = max([_MAX_RANK, *(tensor.shape[0] for key, tensor in tensors.items() if _LORA_A_KEY.search(key))])
     ranks = _all_of(settings, "r", "rank_pattern")
-    if any(type(rank) is not int or not 1 <= rank <= most for rank in ranks):
-        yield f"its ranks are {ranks}: must be integers from 1 to {most}"
+    if any(type(rank) is not int or not 1 <= rank <= limit for rank in ranks):
+        yield f"its ranks are {ranks}: must be integers from 1 to {limit}"
     scales = _all_of(settings, "lora_alpha", "alpha_pattern")
     if not all(isinstance(scale, (int, float)) and math.isfinite(scale) for scale in scales):
         yield f"its lora_alpha is {scales}: must be a finite number"
@@ -332,7 +332,7 @@ def _bad_numbers(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
 
 
 def _all_of(settings: Mapping[str, Any], name: str, pattern: str) -> list[object]:
-    """A setting and the exceptions from it, by layer."""
+    """Returns a setting and its exceptions by layer."""
     exceptions = settings.get(pattern, {})
     return [settings.get(name, 8), *(exceptions.values() if isinstance(exceptions, dict) else [exceptions])]
 
@@ -345,14 +345,14 @@ def _digest(config: bytes, weights: bytes) -> str:
 
 
 def _check_layers(places: tuple[_Place, ...], allowed: set[int]) -> None:
-    """Only layers that are called as layers: weights that others read directly would not be adapted everywhere."""
+    """Allows only layers that are called: weights that other code reads directly would not be adapted everywhere."""
     from peft.tuners.lora import Embedding, Linear
 
     for place in places:
         if not isinstance(place.adapted, (Linear, Embedding)):
             raise ValueError(f"only linear layers and embeddings can be adapted, not {place.name}")
         if id(place.plain) not in allowed:
-            raise ValueError(f"only layers of the text model can be adapted; {place.name} is outside of it")
+            raise ValueError(f"only layers of the text model can be adapted, not {place.name}")
 
 
 def _shortened(error: Exception) -> str:

@@ -1,19 +1,19 @@
 """Attention over pages: packed queries of many requests, each against its own page table.
 
-A batch is planned once a forward for each pool, and a plan serves every layer of its pool:
+Each forward plans its batch once for each pool, and a plan serves every layer of its pool:
 
     packed rows   | request 0     | request 1 | r2 |        one forward over new tokens only
     span 0        rows [0, 5)     keys: its pages, [0, start + 5)
     span 1        rows [5, 8)     ...
 
-Every query sees one run of keys. The query of position p sees [0, p + 1); behind a window of w positions
-[p + 1 - w, p + 1), and what lies before that need not exist; within a region that is attended both ways, such as an
-image, the run goes on to the region's end. A layer may have sinks: a score for each head, of a key without a value.
+Every query sees one run of keys. The query at position p sees [0, p + 1). With a window of w positions it sees
+[p + 1 - w, p + 1), and earlier keys need not exist. Within a region that is attended in both directions, such as an
+image, the run goes on to the end of the region. A layer may have sinks: per head, the score of a key without a value.
 
-A model reaches this module through transformers' table of attention functions, under `PAGED`, a name that has no mask
-function, so that models build no mask of their own.
+A model finds this module in transformers' table of attention functions, under `PAGED`. This name has no mask function,
+so models build no masks of their own.
 
-This module knows pages and positions; it does not know tokens, requests or who owns a page.
+This module knows pages and positions. It does not know tokens, requests or the owners of pages.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 PAGED = "mainstem_paged"
 
-# Largest difference from plain attention that the self-test takes for rounding, as a part of the logits' spread. With
+# Largest difference from plain attention that the self-test takes for rounding, relative to the logits' spread. With
 # SmolLM2's 30 layers it is 1.3e-6 in float32, 1.8e-3 in float16 and 1.2e-2 in bfloat16; deeper models round more often.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-# Rows of queries that share one mask. Blocks keep masks small and leave out keys behind a block's last query.
-BLOCK_ROWS = 128
+# Query rows that share one mask. Tiles keep masks small and leave out keys after a tile's last query.
+TILE_ROWS = 128
 
-# Arguments of transformers' attention functions that change nothing here, whatever they hold: positions are already in
-# queries and keys, and what is seen is planned.
+# Arguments of transformers' attention functions that have no effect here: positions are already in queries and keys,
+# and the plan says which keys a query sees.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache"})
 
 
 class Extent(NamedTuple):
     """The new positions of one request: [start, start + tokens), in the pages of `page_table` (int32).
 
-    `regions` are attended both ways: [begin, end), of any positions, with none in common. Pages of the table that lie
-    behind a window before `start` are not looked at, nor are their ids.
+    `regions` are attended in both directions: [begin, end), of any positions, disjoint. The entries of the table before
+    the window of `start` are not read.
     """
 
     tokens: int
@@ -63,23 +63,22 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position behind the last."""
+        """The position after the last."""
         return self.start + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Consecutive queries of one request that are attended to in one call."""
+class Tile:
+    """Consecutive queries of one request, and the keys that they see, computed in one call."""
 
     rows: slice  # of the batch
-    keys: slice  # of the span's keys: all that one of them sees
-    runs: (
-        NDArray[np.int64] | None
-    )  # [rows, 2], the keys that each sees, within `keys`; None: as far as its own position
+    keys: slice  # of the span's keys: all that any of the queries sees
+    # [rows, 2]: the keys that each query sees, within `keys`; None: those up to its own position.
+    runs: NDArray[np.int64] | None
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and keys."""
+        """The numbers of rows and keys."""
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
@@ -88,21 +87,21 @@ class Span:
     """One request's part of a batch."""
 
     rows: slice
-    pages: slice | torch.Tensor | None  # where its keys lie; None when all of them are in the batch itself
-    blocks: tuple[Block, ...]
-    causal: bool  # all its keys are in the batch, and every query sees those up to its own
+    page_index: slice | torch.Tensor | None  # the pages that hold its keys; None if all keys are in the batch itself
+    tiles: tuple[Tile, ...]
+    causal: bool  # all its keys are in the batch, and every query sees all keys up to its own
 
     def read(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """The span's part of a layer's cache, [positions, kv_heads, head_dim]: a view where pages are consecutive."""
-        if self.pages is None:
+        """Returns the span's keys or values, [positions, kv_heads, head_dim]: a view where pages are consecutive."""
+        index = self.page_index
+        if index is None:
             return new[self.rows]
-        pages = cache[self.pages] if isinstance(self.pages, slice) else cache.index_select(0, self.pages)
-        return pages.flatten(0, 1)
+        return (cache[index] if isinstance(index, slice) else cache.index_select(0, index)).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What every layer of a pool needs to know in one forward: where new keys go, and what each query sees."""
+    """What the layers of a pool need in one forward: the slots of new keys, and the keys that each query sees."""
 
     pool: KVPool
     window: int | None
@@ -111,7 +110,7 @@ class BatchPlan:
     masks: Masks
 
     def write(self, cache: torch.Tensor, new: torch.Tensor) -> None:
-        """Put `new` [tokens, kv_heads, head_dim] into the batch's slots of a layer's cache."""
+        """Writes `new` [tokens, kv_heads, head_dim] to the batch's slots of a layer's cache."""
         flat = cache.flatten(0, 1)
         if isinstance(self.slots, slice):
             flat[self.slots] = new
@@ -120,7 +119,7 @@ class BatchPlan:
 
 
 def plan_batch(extents: Sequence[Extent], pool: KVPool, window: int | None = None) -> BatchPlan:
-    """Plan one forward of `extents`, packed in this order, over a pool whose layers see `window` positions or all."""
+    """Plans one forward of `extents`, packed in this order, over a pool whose layers see `window` positions or all."""
     slots = np.concatenate([_slots(extent, pool.page_size) for extent in extents])
     spans = []
     row = 0
@@ -132,7 +131,7 @@ def plan_batch(extents: Sequence[Extent], pool: KVPool, window: int | None = Non
 
 
 def seen_from(position: int, window: int | None) -> int:
-    """The first position that a query sees."""
+    """Returns the first position that a query sees."""
     return 0 if window is None else max(0, position + 1 - window)
 
 
@@ -142,7 +141,7 @@ def _slots(extent: Extent, page_size: int) -> NDArray[np.int64]:
 
 
 def _run(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
-    """Consecutive ids as a slice, for a view instead of a copy; others as an index tensor."""
+    """Returns consecutive ids as a slice, for a view instead of a copy; others as an index tensor."""
     first = int(ids[0])
     if np.array_equal(ids, np.arange(first, first + len(ids))):
         return slice(first, first + len(ids))
@@ -150,46 +149,46 @@ def _run(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
 
 
 def _span(extent: Extent, row: int, pool: KVPool, window: int | None) -> Span:
-    pages, origin = None, 0
+    page_index, origin = None, 0
     if extent.start > 0:
         first, used = seen_from(extent.start, window) // pool.page_size, -(-extent.end // pool.page_size)
-        pages = _run(extent.page_table[first:used].astype(np.int64), pool.device)
+        page_index = _run(extent.page_table[first:used].astype(np.int64), pool.device)
         origin = first * pool.page_size
-    firsts = range(extent.start, extent.end, BLOCK_ROWS)
-    blocks = tuple(_block(extent, first, row - extent.start, origin, window) for first in firsts)
+    firsts = range(extent.start, extent.end, TILE_ROWS)
+    tiles = tuple(_tile(extent, first, row - extent.start, origin, window) for first in firsts)
     short = window is None or extent.tokens <= window
-    causal = pages is None and short and all(block.runs is None for block in blocks)
-    return Span(slice(row, row + extent.tokens), pages, blocks, causal)
+    causal = page_index is None and short and all(tile.runs is None for tile in tiles)
+    return Span(slice(row, row + extent.tokens), page_index, tiles, causal)
 
 
-def _block(extent: Extent, first: int, shift: int, origin: int, window: int | None) -> Block:
-    """The block of the queries from position `first` on.
+def _tile(extent: Extent, first: int, shift: int, origin: int, window: int | None) -> Tile:
+    """Returns the tile whose first query is at position `first`.
 
     Args:
-        extent: whose queries.
-        first: position of the first.
-        shift: from a position to its row in the batch.
+        extent: the request's new positions.
+        first: position of the tile's first query.
+        shift: the row in the batch minus the position.
         origin: position of the span's first key.
         window: positions that a query sees, or None.
     """
-    last = min(first + BLOCK_ROWS, extent.end)
+    last = min(first + TILE_ROWS, extent.end)
     begin, rows = seen_from(first, window), slice(first + shift, last + shift)
     regions = [(low, high) for low, high in extent.regions if low < last and high > first]
     if not regions:
-        return Block(rows, slice(begin - origin, last - origin), None)
+        return Tile(rows, slice(begin - origin, last - origin), None)
     positions = np.arange(first, last, dtype=np.int64)
     ends = positions + 1
     for low, high in regions:
         ends[(positions >= low) & (positions < high)] = min(high, extent.end)
     begins = np.zeros_like(ends) if window is None else np.maximum(0, positions + 1 - window)
-    return Block(rows, slice(begin - origin, int(ends.max()) - origin), np.stack([begins, ends], 1) - begin)
+    return Tile(rows, slice(begin - origin, int(ends.max()) - origin), np.stack([begins, ends], 1) - begin)
 
 
 class Masks:
-    """Additive masks of a batch, [groups * rows, keys], made when the first layer asks.
+    """Additive masks of a batch, [groups * rows, keys], made when the first layer needs them.
 
-    Without regions a mask is right-aligned and the same for every block of as many rows: a shorter one is a view of
-    the longest.
+    Without regions, a mask is right-aligned and the same for every tile with this number of rows: a shorter one is a
+    view of the longest.
     """
 
     def __init__(self, longest: int, window: int | None, pool: KVPool) -> None:
@@ -198,11 +197,11 @@ class Masks:
         self._pool = pool
         self._made: dict[tuple[int, int], torch.Tensor] = {}
 
-    def get(self, block: Block, groups: int) -> torch.Tensor | None:
-        """The mask of a block, for `groups` query heads a KV head; None where every query sees all keys."""
-        if block.runs is not None:
-            return self._of_runs(block.runs, block, groups)
-        rows, keys = block.size
+    def get(self, tile: Tile, groups: int) -> torch.Tensor | None:
+        """Returns the mask of a tile, for `groups` query heads per KV head; None where every query sees all keys."""
+        if tile.runs is not None:
+            return self._of_runs(tile.runs, tile, groups)
+        rows, keys = tile.size
         if rows == 1:
             return None
         if (rows, groups) not in self._made:
@@ -212,19 +211,19 @@ class Masks:
         return mask[:, mask.shape[1] - keys :]
 
     def _aligned(self, rows: int, width: int) -> torch.Tensor:
-        """Whether each of `rows` queries sees each of `width` keys, when the last key is the last query's own."""
+        """Returns which of `width` keys each of `rows` queries sees, if the last key is the last query's own."""
         seen = torch.ones(rows, width, dtype=torch.bool, device=self._pool.device).tril_(width - rows)
         return seen if self._window is None else seen.triu_(width - rows + 1 - self._window)
 
-    def _of_runs(self, runs: NDArray[np.int64], block: Block, groups: int) -> torch.Tensor | None:
-        keys = block.size[1]
+    def _of_runs(self, runs: NDArray[np.int64], tile: Tile, groups: int) -> torch.Tensor | None:
+        keys = tile.size[1]
         if runs[:, 0].max() == 0 and runs[:, 1].min() == keys:
             return None
-        name = (-1 - block.rows.start, groups)
+        name = (-1 - tile.rows.start, groups)
         if name not in self._made:
             begins, ends = torch.from_numpy(runs).to(self._pool.device).unsqueeze(-1).unbind(1)
-            places = torch.arange(keys, device=self._pool.device)
-            self._made[name] = self._additive((places >= begins) & (places < ends), groups)
+            index = torch.arange(keys, device=self._pool.device)
+            self._made[name] = self._additive((index >= begins) & (index < ends), groups)
         return self._made[name]
 
     def _additive(self, seen: torch.Tensor, groups: int) -> torch.Tensor:
@@ -245,7 +244,7 @@ class Attention(Protocol):
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write a layer's new keys and values to their slots, then attend.
+        """Writes a layer's new keys and values to their slots, then attends.
 
         Args:
             layer: index of the layer in the plan's pool.
@@ -253,7 +252,7 @@ class Attention(Protocol):
             key: [tokens, kv_heads, head_dim].
             value: like `key`.
             scale: factor of the scores before the softmax.
-            plan: of this forward, for this pool.
+            plan: this forward's plan for this pool.
             sinks: [heads], the score of one more key, which every query sees and which has no value.
 
         Returns:
@@ -263,10 +262,10 @@ class Attention(Protocol):
 
 
 class SdpaAttention:
-    """PyTorch's scaled dot product attention, a call for each block; on CPU and GPU.
+    """PyTorch's scaled dot product attention, one call for each tile, on CPU and GPU.
 
     Query heads that share a KV head become rows of one matrix, so keys and values are never repeated. A span that
-    starts at 0 attends to the batch's own keys; others to their pages, in place where those are consecutive.
+    starts at 0 attends to the batch's own keys. Other spans attend to their pages, in place if these are consecutive.
     """
 
     def attend(
@@ -290,21 +289,21 @@ class SdpaAttention:
                 out[span.rows] = _causal(query[span.rows], key[span.rows], value[span.rows], scale)
                 continue
             span_keys, span_values = span.read(keys, key), span.read(values, value)
-            for block in span.blocks:
-                mask = plan.masks.get(block, groups)
-                k, v = span_keys[block.keys], span_values[block.keys]
-                _attend_block(query[block.rows], k, v, scale, mask, sinks, out[block.rows])
+            for tile in span.tiles:
+                mask = plan.masks.get(tile, groups)
+                k, v = span_keys[tile.keys], span_values[tile.keys]
+                _attend_tile(query[tile.rows], k, v, scale, mask, sinks, out[tile.rows])
         return out
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of a whole prompt to itself, [tokens, heads, head_dim]."""
+    """Computes attention of a whole prompt to itself, [tokens, heads, head_dim]."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
-def _attend_block(
+def _attend_tile(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -313,7 +312,7 @@ def _attend_block(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Attention of a block's queries to its keys, into `out`; all [positions, heads, head_dim]."""
+    """Computes attention of a tile's queries to its keys, into `out`; all [positions, heads, head_dim]."""
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
@@ -329,7 +328,7 @@ def _attend_block(
 def _attend_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax over the keys and one sink a head: the sink takes its share of the weights, and gives no value."""
+    """Computes attention with a softmax over the keys and one sink per head, which takes weight but has no value."""
     scores = (q @ k.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores += mask
@@ -341,16 +340,16 @@ def _attend_with_sinks(
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """What a forward hands through the model to its attention layers, as the argument `paging`.
+    """The argument `paging`, which a forward passes through the model to its attention layers.
 
-    A layer waits for its own part of what is arriving only, so that it is computed while the next one is on its way.
+    A layer waits only for its own part of the transfers under way, so it computes while the next one is copied.
 
     Args:
-        attention: computes.
-        plans: of each pool.
-        places: of each layer of the model: its pool, and its index there.
+        attention: the kernel.
+        plans: by pool.
+        places: for each layer of the model: its pool, and its index there.
         max_context: positions that a sequence can have.
-        arriving: what is still on its way to the pools.
+        arriving: transfers to the pools that are under way.
     """
 
     attention: Attention
@@ -361,7 +360,7 @@ class Paging:
 
 
 def install(model: PreTrainedModel) -> None:
-    """Make `model` attend through the `Paging` that each forward is given; it can no longer run without one."""
+    """Makes `model` attend through the `Paging` of each forward; it can no longer run without one."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PAGED, _paged_attention)
@@ -369,7 +368,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def exchange_attention(model: PreTrainedModel, name: str) -> None:
-    """Make the text part of `model` attend by transformers' function `name`; encoders stay as they are."""
+    """Makes the text part of `model` use transformers' attention function `name`; encoders stay as they are."""
     config = model.config
     text = config.get_text_config(decoder=True)
     parts = [part for part in config.sub_configs if getattr(config, part, None) is text]
@@ -378,7 +377,7 @@ def exchange_attention(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The text part of `model` attends by transformers' own code inside the block, and behind it as before."""
+    """Makes the text part of `model` use transformers' own attention inside the `with` block."""
     before = text_attention(model)
     exchange_attention(model, "eager")
     try:
@@ -388,7 +387,7 @@ def plain_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def text_attention(model: PreTrainedModel) -> str:
-    """Name of the function that the text part of `model` attends by."""
+    """Returns the name of the attention function of the text part of `model`."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
@@ -406,20 +405,20 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [batch, heads, tokens, head_dim] to [batch, tokens, heads, head_dim].
 
-    The batch's rows lie one behind the other in the plan.
+    The plan holds the rows of the batch one after another.
     """
     if paging is None:
-        raise UnsupportedModel(f"{type(module).__name__} was given no page tables: it does not pass arguments on")
+        raise UnsupportedModel(f"{type(module).__name__} got no page tables: the model does not pass arguments on")
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int) or index not in paging.places:
-        raise UnsupportedModel(f"{type(module).__name__} says layer {index}, which has no keys by its configuration")
+        raise UnsupportedModel(f"{type(module).__name__} is layer {index}, which has no keys by its configuration")
     name, layer = paging.places[index]
     plan = paging.plans[name]
     _refuse(module, attention_mask, plan.window, paging.max_context, others)
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     expected = (len(packed[0]), *plan.pool.shape[1:])
     if not packed[1].shape == packed[2].shape == expected:
-        raise UnsupportedModel(f"{type(module).__name__} makes keys and values of {key.shape}, {value.shape}")
+        raise UnsupportedModel(f"{type(module).__name__} makes keys and values of shapes {key.shape}, {value.shape}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     for ticket in paging.arriving:
         ticket.wait_layer(index)
@@ -430,10 +429,10 @@ def _paged_attention(
 def _refuse(
     module: torch.nn.Module, mask: object, window: int | None, max_context: int, others: dict[str, Any]
 ) -> None:
-    """Raise for everything that would change the scores and is not done here."""
+    """Raises for everything that would change the scores and is not supported here."""
     name = type(module).__name__
     if mask is not None:
-        raise UnsupportedModel(f"{name} brings an attention mask of its own")
+        raise UnsupportedModel(f"{name} passes an attention mask of its own")
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal")
     asked = others.pop("sliding_window", None)
@@ -442,9 +441,9 @@ def _refuse(
         raise UnsupportedModel(f"{name} attends to a sliding window of {asked} positions, not {expected}")
     unknown = sorted(key for key, given in others.items() if not _is_off(given) and key not in _HARMLESS)
     if unknown:
-        raise UnsupportedModel(f"{name} asks its attention for {', '.join(unknown)}")
+        raise UnsupportedModel(f"{name} calls its attention with {', '.join(unknown)}, which is not supported")
 
 
 def _is_off(given: object) -> bool:
-    """Whether an argument asks for nothing: None, False, or a rate of 0."""
+    """Returns whether an argument has no effect: None, False, or a rate of 0."""
     return given is None or (isinstance(given, (bool, int, float)) and not given)

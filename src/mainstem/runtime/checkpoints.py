@@ -1,16 +1,16 @@
-"""Where a request sets its recurrent state aside, and so how far its chunks go.
+"""Where a request keeps a copy of its recurrent state, and so where its chunks end.
 
-    0 ---- hit ------- x ------- reach -- x ---------- end -- length      positions are borders of pages
+    0 ---- hit ------- x ------- reach -- x ---------- end -- length      positions are page boundaries
             |          |           |      |             |
             starts     |        branch    |            end of the prompt: make room for these two
             here       +------ interval --+            these take free slots only
 
-A state is worth a slot where another sequence will part from this one. Two such places are known: where this prompt
-left what the tree knows (`reach`: KV was there, a state was not, so somebody shares what is before it), and the end of
-the prompt, from which the same prompt and its continuations start. The rest is a guess at regular positions, the same
-for all requests, and never worth the state of somebody else.
+A state is worth a slot where another sequence will part from this one. Two such positions are known. At `reach` this
+prompt parts from what the tree has: KV was there and a state was not, so another sequence shares what is before it. At
+the end of the prompt, the same prompt and its continuations start. Checkpoints at regular positions are a guess. They
+are the same for all requests, and never evict other states.
 
-Knows nothing of slots, trees or models.
+This module does not know slots, trees or models.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Span(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A position at which the state is set aside.
+    """A position at which the state is copied.
 
     Args:
-        position: a border of pages; the state is that of the tokens before it.
+        position: a page boundary; the state is that of the tokens before it.
         room: whether other states may be evicted for it.
     """
 
@@ -46,49 +46,49 @@ def plan_checkpoints(
     page_size: int,
     *,
     interval: int = 0,
-    most: int = 8,
+    limit: int = 8,
     atomic: Sequence[Span] = (),
 ) -> list[Checkpoint]:
-    """Choose where a prompt plants states.
+    """Chooses the checkpoints of a prompt.
 
-    The end of the prompt is the last border at or before its last token, also where the prompt fills its last page: one
-    token is always left to compute, so a state behind the last one would serve longer prompts only, and save them one
-    page more than this one does.
+    The end of the prompt is the last page boundary at or before its last token, even if the prompt fills its last page.
+    One token is always left to compute, so a state after the last token would serve only longer prompts, and save them
+    one page more than this one does.
 
-    Regular positions are multiples of the interval, counted from 0. When they are too many the interval doubles, so
-    that those of a longer prompt are among those of a shorter one.
+    Regular positions are multiples of the interval, counted from 0. If there are too many, the interval doubles, so
+    that the positions of a longer prompt are among those of a shorter one.
 
     Args:
-        hit: positions that need no compute; nothing is planted at or before it.
+        hit: positions that need no compute; no checkpoint is at or before it.
         reach: how far the tree has KV of this prompt, at least `hit`.
         length: positions of the prompt.
-        page_size: positions a page.
-        interval: positions between regular checkpoints, made a multiple of the page size; 0: there are none.
-        most: checkpoints in all. The branching point comes first, then the end, then regular ones.
-        atomic: spans of the prompt, disjoint and ascending; nothing is planted inside one.
+        page_size: positions per page.
+        interval: positions between regular checkpoints, rounded to a multiple of the page size; 0: there are none.
+        limit: checkpoints in all. The branching point comes first, then the end, then regular ones.
+        atomic: spans of the prompt, disjoint and ascending; no checkpoint is inside one.
 
     Returns:
         Ascending by position, all in (hit, length).
     """
-    assert 0 <= hit <= reach and page_size >= 1 and interval >= 0 and most >= 0
+    assert 0 <= hit <= reach and page_size >= 1 and interval >= 0 and limit >= 0
     end = last_boundary(length - 1, page_size, atomic)
     branch = min(last_boundary(reach, page_size, atomic), end)
-    wanted = [position for position in dict.fromkeys((branch, end)) if position > hit][:most]
-    regular = _regular(hit, end, math.lcm(interval, page_size), most - len(wanted), {*wanted}, atomic)
+    wanted = [position for position in dict.fromkeys((branch, end)) if position > hit][:limit]
+    regular = _regular(hit, end, math.lcm(interval, page_size), limit - len(wanted), {*wanted}, atomic)
     plan = [Checkpoint(position, True) for position in wanted]
     return sorted(plan + [Checkpoint(position, False) for position in regular])
 
 
 def last_boundary(position: int, page_size: int, atomic: Sequence[Span]) -> int:
-    """The last border of pages at or before `position` that is in no span."""
-    border = position // page_size * page_size
-    while span := _around(border, atomic):
-        border = span.start // page_size * page_size
-    return border
+    """Returns the last page boundary at or before `position` that is inside no span."""
+    boundary = position // page_size * page_size
+    while span := _around(boundary, atomic):
+        boundary = span.start // page_size * page_size
+    return boundary
 
 
 def chunk_end(computed: int, budget: int, checkpoints: Sequence[Checkpoint], atomic: Sequence[Span] = ()) -> int:
-    """How far the chunk that begins at `computed` may go: to the next checkpoint at most, and never into a span.
+    """Returns where the chunk that begins at `computed` ends: at the next checkpoint at most, and never inside a span.
 
     Args:
         computed: positions done, not inside a span.
@@ -97,7 +97,7 @@ def chunk_end(computed: int, budget: int, checkpoints: Sequence[Checkpoint], ato
         atomic: spans of the prompt, disjoint and ascending.
 
     Returns:
-        A position behind `computed`; more than `budget` away only if a span that is longer begins there.
+        A position after `computed`. It is more than `budget` away only if a longer span begins at `computed`.
     """
     assert budget >= 1
     ahead = (at for at, _ in checkpoints if at > computed and _around(at, atomic) is None)
@@ -108,20 +108,20 @@ def chunk_end(computed: int, budget: int, checkpoints: Sequence[Checkpoint], ato
     return span.start if span.start > computed else span.end
 
 
-def _regular(hit: int, end: int, step: int, most: int, taken: set[int], atomic: Sequence[Span]) -> list[int]:
-    """Multiples of `step`, or of what it doubles to, in (hit, end): at most `most` besides those that are taken."""
-    while step and most > 0:
+def _regular(hit: int, end: int, step: int, limit: int, taken: set[int], atomic: Sequence[Span]) -> list[int]:
+    """Returns the multiples of `step` in (hit, end) that are not taken; doubles `step` until `limit` is kept."""
+    while step and limit > 0:
         found = [
             position
             for position in range((hit // step + 1) * step, end, step)
             if position not in taken and _around(position, atomic) is None
         ]
-        if len(found) <= most:
+        if len(found) <= limit:
             return found
         step *= 2
     return []
 
 
 def _around(position: int, atomic: Sequence[Span]) -> Span | None:
-    """The span that `position` cuts in two."""
+    """Returns the span that `position` would split, if any."""
     return next((span for span in atomic if span.start < position < span.end), None)

@@ -1,12 +1,12 @@
-"""Copies of rows of bytes between host and device, a layer of the model at a time.
+"""Copies of rows of bytes between host and device, one layer of the model at a time.
 
-    Transfer   | layer 0: copies | layer 1: copies | ...      whoever advances it begins one layer
-    mark                         0                 1          stands for all copies begun up to there
+    Transfer   | layer 0: copies | layer 1: copies | ...      `advance` begins the next layer
+    mark                         0                 1          covers all copies begun up to there
 
-On the CPU the thread that advances a transfer copies, so a mark says nothing. On a GPU it only begins the copies, on a
-stream of their own, and a mark is an event: a reader's stream waits for it, its thread does not.
+On the CPU, the thread that advances a transfer copies, and marks are empty. On a GPU, it only begins the copies, on a
+stream of their own, and a mark is an event: the reader's stream waits for it, the reader's thread does not.
 
-Knows rows and ids; knows no layouts, no components, and not who owns a page.
+This module knows rows and ids. It does not know layouts, components or the owners of pages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from mainstem._core import copy_rows
 from mainstem.errors import BadArgument, MainstemError
 
-ERRORS = (MainstemError, RuntimeError, ValueError, LookupError, OSError, MemoryError)  # the world's, not our bugs
+ERRORS = (MainstemError, RuntimeError, ValueError, LookupError, OSError, MemoryError)  # from outside, not our bugs
 
 
 class Copy(NamedTuple):
-    """Row sources[i] of `source` goes to row targets[i] of `target`; all four as the copier made them."""
+    """Copies row sources[i] of `source` to row targets[i] of `target`; the copier made all four."""
 
     target: Any
     targets: Any
@@ -40,29 +40,29 @@ class Copier(Protocol):
     """Copies rows between one kind of device and the host."""
 
     def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """Host memory as a flat tensor of bytes that rows can be views of; keeps it alive.
+        """Returns host memory as a flat tensor of bytes, for views of rows; the tensor keeps the memory alive.
 
         Raises:
-            BadArgument: the device cannot be given so much of it.
+            BadArgument: the memory cannot be made accessible to the device.
         """
 
     def rows(self, rows: torch.Tensor) -> Any:
-        """Rows [n, bytes] of a table, or of the device, for `Copy`."""
+        """Returns rows [n, bytes] of a table, or of the device, for `Copy`."""
 
     def ids(self, rows: NDArray[np.int32]) -> Any:
-        """Numbers of rows, for `Copy`."""
+        """Returns row indices, for `Copy`."""
 
     def fence(self) -> Any:
-        """Stands for what the caller has begun on the device."""
+        """Returns a fence: it covers the work that the caller has begun on the device."""
 
     def copy(self, copies: Sequence[Copy], fence: Any) -> Any:
-        """Begins copies, behind a fence; returns their mark. When it raises, none of them goes on."""
+        """Begins copies after a fence, and returns their mark. If it raises, none of them is under way."""
 
     def passed(self, mark: Any) -> bool:
-        """Whether the copies up to a mark have ended; does not block."""
+        """Returns whether the copies up to a mark have ended; does not block."""
 
     def hold(self, mark: Any) -> None:
-        """What the caller begins on the device from now on comes behind a mark."""
+        """Orders the caller's later work on the device after a mark."""
 
     def finish(self, mark: Any) -> None:
         """Blocks until the copies up to a mark have ended."""
@@ -72,22 +72,22 @@ class Copier(Protocol):
 
 
 class CpuCopier:
-    """Copies at once, without the GIL. Its fences and marks are None."""
+    """Copies synchronously, without the GIL. Its fences and marks are None."""
 
     def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
         """See `Copier.table`."""
         return torch.from_numpy(memory)
 
     def rows(self, rows: torch.Tensor) -> Any:
-        """An array of NumPy."""
+        """Returns a NumPy array."""
         return rows.numpy()
 
     def ids(self, rows: NDArray[np.int32]) -> Any:
-        """A copy: the caller may go on to use its own."""
+        """Returns a copy, so that the caller may change its array."""
         return np.array(rows, dtype=np.int32)
 
     def fence(self) -> None:
-        """Nothing is under way when a call returns."""
+        """Returns None: nothing is under way when a call returns."""
 
     def copy(self, copies: Sequence[Copy], fence: Any) -> None:
         """See `Copier.copy`."""
@@ -95,24 +95,24 @@ class CpuCopier:
             copy_rows(*copy)
 
     def passed(self, mark: Any) -> bool:
-        """Always."""
+        """Returns True: the copies have ended."""
         return True
 
     def hold(self, mark: Any) -> None:
-        """They have ended."""
+        """Does nothing: the copies have ended."""
 
     def finish(self, mark: Any) -> None:
-        """They have ended."""
+        """Does nothing: the copies have ended."""
 
     def drain(self) -> None:
-        """They have ended."""
+        """Does nothing: all copies have ended."""
 
 
 class CudaCopier:
     """Begins copies on a stream of its own; fences and marks are events.
 
-    The device itself gathers from pinned host memory and scatters to it, so that scattered pages cost no copy on the
-    host and no call a page.
+    The device gathers from pinned host memory and scatters to it, so scattered pages need no extra copy on the host and
+    no call per page.
 
     Args:
         device: a CUDA device.
@@ -123,22 +123,22 @@ class CudaCopier:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def table(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """The memory pinned, as a tensor of the device."""
+        """Pins the memory, and returns it as a tensor of the device."""
         return torch.as_tensor(_Mapped(memory, self._device), device=self._device)
 
     def rows(self, rows: torch.Tensor) -> Any:
-        """In words of 8 bytes where they fit: a GPU moves a word a thread."""
+        """Returns rows of 8-byte words if alignment permits: each GPU thread moves one word."""
         fits = not any(n % 8 for n in (rows.shape[1], rows.stride(0), rows.storage_offset(), rows.data_ptr()))
         return rows.view(torch.int64) if fits else rows
 
     def ids(self, rows: NDArray[np.int32]) -> Any:
-        """A tensor of the device. It is pinned on the way, since a copy of other memory waits for the whole stream."""
+        """Returns a tensor of the device, copied from pinned memory: other copies would wait for the whole stream."""
         pinned = torch.from_numpy(rows.astype(np.int64)).pin_memory()
-        with torch.cuda.stream(self._stream):  # so its memory is used again only behind this stream's copies
+        with torch.cuda.stream(self._stream):  # so that its memory is reused only after this stream's copies
             return pinned.to(self._device, non_blocking=True)
 
     def fence(self) -> Any:
-        """An event of the caller's stream."""
+        """Returns an event of the caller's stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, copies: Sequence[Copy], fence: Any) -> Any:
@@ -158,7 +158,7 @@ class CudaCopier:
         return bool(mark.query())
 
     def hold(self, mark: Any) -> None:
-        """The caller's stream waits, the caller does not."""
+        """Makes the caller's stream wait; the caller's thread does not."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def finish(self, mark: Any) -> None:
@@ -171,7 +171,7 @@ class CudaCopier:
 
 
 class _Mapped:
-    """Host memory that is pinned while this lives, as the device sees it: at the same address.
+    """Host memory, pinned while this object lives. The device sees it at the same address.
 
     The CUDA Array Interface, version 3: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
     Unified addressing: CUDA C++ Programming Guide, "Unified Virtual Address Space".
@@ -192,18 +192,18 @@ class _Mapped:
 
 
 class Step(NamedTuple):
-    """What of a transfer belongs to one layer of the model."""
+    """The part of a transfer that belongs to one layer of the model."""
 
     layer: int
     copies: list[Copy]
 
 
 class Transfer:
-    """See `mainstem.tiers.transfer.LayerTicket`. One thread at a time advances it; any may ask and wait.
+    """See `mainstem.tiers.transfer.LayerTicket`. One thread at a time advances it; any thread may query it and wait.
 
     Args:
-        steps: by rising layers.
-        copier: that made their copies.
+        steps: in ascending order of layers.
+        copier: made the copies of the steps.
     """
 
     def __init__(self, steps: Sequence[Step], copier: Copier) -> None:
@@ -211,7 +211,7 @@ class Transfer:
         self._copier = copier
         self._fence = copier.fence()
         self._layers = [step.layer for step in steps]
-        self._marks: list[Any] = []  # one for each step that was begun
+        self._marks: list[Any] = []  # one for each step that has begun
         self._ended = not steps
         self._error: Exception | None = None
         self._changed = threading.Condition()
@@ -223,7 +223,7 @@ class Transfer:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be begun; what was begun may still be under way on the device."""
+        """Whether no more copies will begin; earlier ones may still be under way on the device."""
         return self._ended
 
     def done(self) -> bool:
@@ -246,13 +246,13 @@ class Transfer:
             self._copier.hold(self._marks[due - 1])
 
     def advance(self) -> None:
-        """Begins the copies of the next layer. Copies that fail end the transfer."""
+        """Begins the copies of the next layer. A failure ends the transfer."""
         try:
             mark = self._copier.copy(self._steps[len(self._marks)].copies, self._fence)
         except ERRORS as error:
             self.end(error)
         except BaseException:
-            self.end(RuntimeError("a copy was broken off; whoever advanced it knows why"))
+            self.end(RuntimeError("a copy was interrupted; its thread has the reason"))
             raise
         else:
             with self._changed:
@@ -261,16 +261,16 @@ class Transfer:
                 self._changed.notify_all()
 
     def end(self, error: Exception) -> None:
-        """Fails it, and lets go whoever waits."""
+        """Fails the transfer, and wakes all threads that wait for it."""
         with self._changed:
             self._error = error
             self._ended = True
             self._changed.notify_all()
 
-    def _passed_marks(self, look: Callable[[Any], bool | None]) -> bool:
-        """Looks at the last mark. A device that fails there touches memory no more, and has failed the transfer."""
+    def _passed_marks(self, check: Callable[[Any], bool | None]) -> bool:
+        """Checks the last mark. A device that fails there no longer accesses memory, and the transfer has failed."""
         try:
-            return not self._marks or look(self._marks[-1]) is not False
+            return not self._marks or check(self._marks[-1]) is not False
         except RuntimeError as error:
             self._error = self._error or error
             return True

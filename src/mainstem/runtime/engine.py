@@ -1,12 +1,12 @@
 """The engine: one thread that steps the scheduler, and streams that any thread or event loop reads.
 
 ```
-   any thread                  the engine's thread                     any thread, any event loop
-   submit, cancel  -> commands -> obey -> step -> deliver -> Stream -> for delta in stream
-   flush, tree                      ^______________|                   async for delta in stream
+   any thread                  the engine's thread                    any thread, any event loop
+   submit, cancel  -> commands -> run -> step -> deliver -> Stream -> for delta in stream
+   flush, tree                     ^______________|                   async for delta in stream
 ```
-Only the engine's thread touches scheduler, cache and runner. It sleeps while there is nothing to do. When it ends, by
-`close` or by a failure, every stream has ended and every call has been answered.
+Only the engine's thread uses the scheduler, the cache and the runner. It sleeps while there is nothing to do. When it
+ends, by `close` or by a failure, every stream has ended and every call has returned or raised.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ T = TypeVar("T")
 OnProgress = Callable[[int, int], None]
 _DEFAULTS = SamplingParams()
 _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
-_REMEMBER_S = 30.0  # between two lists of what is hot, while there are requests
-_DRAIN_S = 5.0  # for what waits to be written when the engine ends
+_REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
+_DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
 class Runner(scheduler.Runner, Protocol):
@@ -65,48 +65,48 @@ class Runner(scheduler.Runner, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The upper bound of token ids, exclusive."""
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         """Copies the KV of a page's first positions."""
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copies a recurrent state from slot to slot; asked for only where there are states."""
+        """Copies a recurrent state from slot to slot; called only if the model has states."""
 
     @property
     def adapters(self) -> Adapters:
-        """What may compute instead of the base model."""
+        """The model's adapters."""
 
     @property
     def vision(self) -> Vision | None:
-        """What makes embeddings of images; None: the model takes none."""
+        """Encodes images; None: the model takes none."""
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
-        """Host pages; asked for only where there are tiers."""
+        """Allocates host pages; called only if there are tiers."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that can be set.
+    """The settings of an engine.
 
     Args:
         pages: pages of the first pool; None: as many as `kv_bytes` holds.
         kv_bytes: memory for KV and recurrent states.
         window_ratio: pages of sliding-window layers for each page of full attention.
-        window_trace: sequences as they are used; the ratio that would have hit most of them is taken instead.
-        state_share: part of the memory that recurrent states have beside KV.
-        state_slots: recurrent states instead of a part of the memory.
-        checkpoint_tokens: a copy of the state is kept about every so many tokens of a prompt where a slot is free; 0:
-            only where prompts part and end.
-        states_per_path: copies of the state along one sequence at most.
-        page_size: positions a page, the unit of sharing.
-        token_budget: prompt tokens a step, all requests together.
+        window_trace: sequences of typical use; the ratio with the most hits over them replaces `window_ratio`.
+        state_share: the fraction of the memory for recurrent states; the rest is for KV.
+        state_slots: the number of recurrent states, in place of `state_share`.
+        checkpoint_tokens: about the number of prompt tokens between two checkpoints of a recurrent state, which are
+            kept where a slot is free; 0: checkpoints only where prompts part and end.
+        states_per_path: the limit of checkpoints along one sequence.
+        page_size: positions per page, the unit of sharing.
+        token_budget: prompt tokens per step, all requests together.
         max_running: requests in one forward.
-        max_waiting: requests that wait at most; more are refused.
-        policy: what is evicted first, see `mainstem.policies.find_policy`.
+        max_waiting: the limit of waiting requests; more are rejected.
+        policy: the order of eviction, see `mainstem.policies.find_policy`.
         cache: False: nothing is shared; all else is the same.
-        age_limit_s: after so long a waiting request is passed no more by others of its priority.
-        tiers: what lies below the device; None: nothing.
+        age_limit_s: a request that has waited longer is overtaken only by older, preempted or higher-priority ones.
+        tiers: the host tier and storage; None: device memory only.
 
     Raises:
         BadArgument: names the field and its range.
@@ -130,7 +130,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
-        """Checks every field: what is wrong is said before a model is loaded."""
+        """Checks every field, so that errors are raised before a model is loaded."""
         for name in (
             "pages", "kv_bytes", "page_size", "token_budget", "max_running", "max_waiting", "state_slots",
             "states_per_path", "checkpoint_tokens",
@@ -141,13 +141,13 @@ class EngineConfig:
                 raise BadArgument(name, value, f"an integer >= {least}")
         self.shares()
         if self.tiers is not None and not self.cache:
-            raise BadArgument("cache", self.cache, "True where there is a host tier or storage")
+            raise BadArgument("cache", self.cache, "True if there is a host tier or storage")
         if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
             raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
         find_policy(self.policy)
 
     def shares(self) -> Shares:
-        """How memory is shared out."""
+        """Returns how memory is divided among the pools."""
         return Shares(self.kv_bytes, self.pages, self.window_ratio, self.state_share, self.state_slots)
 
 
@@ -157,15 +157,15 @@ class EngineStats:
 
     Args:
         running, waiting: requests.
-        requests: taken since the start.
-        prompt_tokens, cached_tokens: of requests admitted; found in the cache.
-        host_tokens, storage_tokens: of the cached ones, those that lay on the host, and in storage.
+        requests: accepted since the start.
+        prompt_tokens, cached_tokens: of the requests admitted; found in the cache.
+        host_tokens, storage_tokens: cached tokens that were on the host; in storage.
         generated_tokens: sampled.
-        preemptions: times a running request was set back for want of pages.
-        cache: the cache's own.
-        tiers: of what lies below the device.
-        vision: of the embeddings of images, where the model reads any.
-        adapters: that requests may ask for.
+        preemptions: times a running request was preempted to free its pages.
+        cache: statistics of the cache.
+        tiers: of the host tier and storage.
+        vision: of the embeddings of images, if the model takes images.
+        adapters: loaded adapters.
     """
 
     running: int
@@ -184,9 +184,9 @@ class EngineStats:
 
 
 class Stream:
-    """One request's output, as it comes. Made by `Engine.submit`.
+    """The output of one request, as it is generated. Made by `Engine.submit`.
 
-    It keeps what came, so it can be read from any thread, more than once, and late.
+    It keeps all events, so any thread can read it, more than once, and at any time.
     """
 
     def __init__(self, id: str, cancel: Callable[[str], None]) -> None:
@@ -199,7 +199,7 @@ class Stream:
         self._wakers: list[Callable[[], object]] = []
 
     def __iter__(self) -> Iterator[Delta]:
-        """Every event up to the one with a finish reason; blocks. Raises EngineClosed if the engine failed."""
+        """Yields every event up to the one with a finish reason; blocks. Raises EngineClosed if the engine failed."""
         for at in itertools.count():
             self._wait(at)
             delta = self._get(at)
@@ -220,7 +220,7 @@ class Stream:
             for at in itertools.count():
                 while not self._ready(at):
                     ready.clear()
-                    if not self._ready(at):  # Asked again: an event may have come before the flag was cleared.
+                    if not self._ready(at):  # checked again: an event may have arrived before the flag was cleared
                         await ready.wait()
                 delta = self._get(at)
                 if delta is None:
@@ -236,10 +236,10 @@ class Stream:
         self._cancel(self.id)
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """Waits for the end, and gives all of the output, whatever was read before.
+        """Waits for the end, and returns all of the output, including what was read before.
 
         Raises:
-            TimeoutError: it has not ended; it goes on.
+            TimeoutError: the request has not ended; it goes on.
             EngineClosed: the engine failed.
         """
         with self._changed:
@@ -257,14 +257,14 @@ class Stream:
         )
 
     def put(self, delta: Delta) -> None:
-        """One event more; for the engine."""
+        """Adds an event; for the engine."""
         with self._changed:
             self._deltas.append(delta)
             self._ended = delta.finish_reason is not None
             self._notify()
 
     def fail(self, cause: BaseException) -> None:
-        """Ends it without a last event; for the engine."""
+        """Ends the stream without a last event; for the engine."""
         with self._changed:
             self._failure, self._ended = cause, True
             self._notify()
@@ -274,7 +274,7 @@ class Stream:
         for wake in tuple(self._wakers):
             try:
                 wake()
-            except RuntimeError:  # The reader's event loop is closed: it will never read on.
+            except RuntimeError:  # the reader's event loop is closed, so it will not read on
                 self._wakers.remove(wake)
 
     def _wait(self, at: int) -> None:
@@ -285,7 +285,7 @@ class Stream:
         return self._ended or at < len(self._deltas)
 
     def _get(self, at: int) -> Delta | None:
-        """The event at a place that is ready, or None behind the last."""
+        """Returns event `at`, which must be ready, or None after the last event."""
         if at < len(self._deltas):
             return self._deltas[at]
         if self._failure is not None:
@@ -299,8 +299,8 @@ class Engine:
     Args:
         loaded: the model.
         config: sizes and limits.
-        clock: seconds, never going back.
-        random: where seeds come from for requests that have none.
+        clock: monotonic, in seconds.
+        random: the source of seeds for requests without one.
         runner: makes the runner from the model, the pages or slots of each component by its name, and the page size.
         progress: called as `progress(stage, done, total)`; stages "test", for memory and the self-test, and "tiers".
 
@@ -308,11 +308,11 @@ class Engine:
         name, tokenizer, dtype: of the model.
         config: as given.
         pages: pages of the first pool.
-        max_context: positions that one request can have: the model's, or the pool's if it is smaller.
-        vision: what makes prompts of chats with images; None: the model takes none.
+        max_context: positions that one request can have: the model's limit, or the pool's if it is smaller.
+        vision: makes prompts of chats with images; None: the model takes none.
 
     Raises:
-        BadArgument: `kv_bytes` holds no page, or there is no such policy.
+        BadArgument: `kv_bytes` holds no page, or the policy does not exist.
         UnsupportedModel: the model cannot run over pages.
     """
 
@@ -336,7 +336,7 @@ class Engine:
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
         if config.tiers is not None and config.tiers.storage is not None and tuple(sizes) != (Full(),):
-            raise BadArgument("storage", config.tiers.storage, "None: it holds the pages of full attention only")
+            raise BadArgument("storage", config.tiers.storage, "None: storage holds pages of full attention only")
         report("test", 0, 1)
         self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
         report("test", 1, 1)
@@ -370,15 +370,15 @@ class Engine:
             self._scheduler.measure()
         self._ids = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # Guards what follows up to the next comment; `drain` waits on it.
+        # Guards the attributes up to the next comment; `drain` waits on it.
         self._changed = threading.Condition()
-        self._closed: str | None = None  # why no more requests are taken
+        self._closed: str | None = None  # why no more requests are accepted
         self._failure: BaseException | None = None
-        self._over = False  # no command is obeyed any more
+        self._over = False  # no more commands run
         self._undelivered = 0  # requests on their way to the scheduler
         self._streams: dict[str, Stream] = {}
         self._questions: set[Future[Any]] = set()
-        # The engine's thread alone writes these.
+        # Only the engine's thread writes these.
         self._on_progress: dict[str, OnProgress] = {}
         self._stopping = False
         self._stats = self._count()
@@ -386,7 +386,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, *, on_progress: OnProgress | None = None) -> Stream:
-        """Queues a request; from any thread.
+        """Queues a request. Callable from any thread.
 
         Args:
             request: what to run.
@@ -397,7 +397,7 @@ class Engine:
             BadTokens: a token is outside the vocabulary.
             BadArgument: its namespace names an adapter that is not loaded.
             EngineFull: `max_waiting` requests wait already.
-            EngineClosed: the engine drains, is closed or has failed; the cause says why.
+            EngineClosed: the engine is draining, is closed or has failed; the cause says why.
         """
         request = self._resolve(request)
         return self._submit(request, self._scheduler.check(request), on_progress)
@@ -417,41 +417,41 @@ class Engine:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that requests may ask for in their namespace."""
+        """The names of the adapters that requests may name in their namespace."""
         return self._model.adapters.names
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Loads a LoRA adapter under a name; requests that run go on with what they have.
+        """Loads a LoRA adapter under a name. Requests under way keep the weights that they started with.
 
         Raises:
-            BadArgument: the name, or there is no whole adapter at `path`.
+            BadArgument: the name is invalid, or `path` holds no complete adapter.
             UnsupportedModel: the adapter does not fit the model, or is of a kind that cannot be served.
             EngineClosed: see `submit`.
         """
         check_name(name)
         if name == self.name:
-            raise BadArgument("name", name, "another than the model's own")
+            raise BadArgument("name", name, "a name other than the model's own")
         files = read_adapter(path)
         self._ask(lambda: self._model.adapters.add(name, files))
 
     def unload_adapter(self, name: str) -> None:
-        """Forgets an adapter; requests that have it go on to their end.
+        """Removes an adapter. Requests that use it run to their end.
 
         Raises:
-            BadArgument: there is no such adapter.
+            BadArgument: no adapter has this name.
             EngineClosed: see `submit`.
         """
         self._ask(lambda: self._model.adapters.unload(name))
 
     def _name_weights(self, namespace: Namespace | str | None) -> tuple[Namespace | str | None, Adapter | None]:
-        """A namespace that holds the weights of its adapter, not only the name; and the adapter."""
+        """Returns the adapter, and the namespace with the hash of the adapter's weights in place of its bare name."""
         if not isinstance(namespace, Namespace) or namespace.adapter is None:
             return namespace, None
         adapter = self._model.adapters.get(namespace.adapter)
         return replace(namespace, adapter=adapter.namespace), adapter
 
     def _resolve(self, request: Request) -> Request:
-        """A request whose namespace holds the weights of its adapter, not only the name, and what its images shape."""
+        """Returns the request with the weights of its adapter, and all that its images depend on, in its namespace."""
         namespace, adapter = self._name_weights(request.namespace)
         if self.vision is not None:
             namespace = self.vision.namespace_for(request.images, namespace)
@@ -463,13 +463,13 @@ class Engine:
         return request
 
     def generate(self, prompts: Sequence[str | Sequence[int]], params: SamplingParams = _DEFAULTS) -> list[Completion]:
-        """Completes many prompts, as text or as tokens, and waits for all; in the order of the prompts.
+        """Completes many prompts, given as text or tokens, and waits for all. Keeps the order of the prompts.
 
-        More prompts than may wait are submitted as room comes.
+        Prompts beyond `max_waiting` are submitted as others start to run.
 
         Raises:
-            RequestTooLong, BadTokens: one of the prompts cannot run; none is then run.
-            EngineFull: others fill the queue.
+            RequestTooLong, BadTokens: one of the prompts cannot run; then none is run.
+            EngineFull: other callers fill the queue.
             EngineClosed: see `submit`.
         """
         requests = [self._resolve(Request(self._encode(prompt), params)) for prompt in prompts]
@@ -483,7 +483,7 @@ class Engine:
                     streams.append(self._submit(requests[at], encoded[at]))
                 except EngineFull:
                     if read == len(streams):
-                        raise  # It is full of the requests of others.
+                        raise  # the queue is full of other callers' requests
                     streams[read].result()
                     read += 1
             return [stream.result() for stream in streams]
@@ -494,15 +494,15 @@ class Engine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's thread, if it was not `close`; nothing runs any more then."""
+        """The error that ended the engine's thread; None if there was none. After a failure nothing runs."""
         return self._failure
 
     def stats(self) -> EngineStats:
-        """Counts after the last step; from any thread, without waiting."""
+        """Returns counts after the last step. Callable from any thread; does not block."""
         return self._stats
 
     def flush(self) -> int:
-        """Forgets every prefix that no running request uses; the pages freed.
+        """Removes every prefix that no running request uses; returns the pages freed.
 
         Raises:
             EngineClosed: the engine is closed or has failed.
@@ -510,11 +510,11 @@ class Engine:
         return self._ask(self._cache.flush)
 
     def remove(self, tokens: TokenLike, namespace: Namespace | str | None = None) -> int:
-        """Forgets the page of a prefix's last token and all that follows it; see `PrefixCache.remove`.
+        """Removes the page of a prefix's last token and all pages after it; see `PrefixCache.remove`.
 
         Args:
-            tokens: the prefix; none stand for the whole namespace.
-            namespace: as a request's; it may name an adapter.
+            tokens: the prefix; empty: the whole namespace.
+            namespace: as in a request; it may name an adapter.
 
         Raises:
             BadArgument: the namespace names an adapter that is not loaded.
@@ -525,7 +525,7 @@ class Engine:
         return self._ask(lambda: self._cache.remove(tokens, named))
 
     def tree(self) -> str:
-        """The cached prefixes, each node with the beginning of its text.
+        """Returns the cached prefixes as text, each node with the beginning of its text.
 
         Raises:
             EngineClosed: the engine is closed or has failed.
@@ -533,13 +533,13 @@ class Engine:
         return self._ask(lambda: self._cache.tree.pretty(self._describe))
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests and waits for those it has; whether all have ended."""
+        """Stops accepting requests, and waits until those under way have ended; returns whether all have."""
         with self._changed:
-            self._closed = self._closed or "the engine drains"
+            self._closed = self._closed or "the engine is draining"
             return self._changed.wait_for(lambda: not self._streams, timeout_s)
 
     def close(self) -> None:
-        """Cancels what runs and ends the thread; the second time does nothing."""
+        """Cancels all requests and ends the thread; a second call does nothing."""
         with self._changed:
             self._closed = "the engine is closed"
             self._commands.put(self._stop)
@@ -552,7 +552,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
+        """Closes the engine."""
         self.close()
 
     def _cancel(self, id: str) -> None:
@@ -569,7 +569,7 @@ class Engine:
         return f"{self.tokenizer.decode(text[text < MAX_TOKEN].tolist())!r}{image}{more}"
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Runs something on the engine's thread and waits for what it gives; what it cannot do is told to the asker."""
+        """Runs `question` on the engine's thread, waits, and returns its result or raises its error in the caller."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -621,7 +621,7 @@ class Engine:
             self._close_tiers()
 
     def _run_commands(self) -> None:
-        """All commands that are there; waits for one as long as the scheduler has nothing to do."""
+        """Runs all queued commands; if the scheduler has nothing to do, waits for one."""
         idle_s = self._scheduler.idle_s
         while True:
             try:
@@ -632,7 +632,7 @@ class Engine:
             idle_s = 0.0
 
     def _remember(self) -> None:
-        """Now and then has storage keep a list of what is hot, for a restart."""
+        """Lists the hottest prefixes in storage from time to time, for a restart."""
         if self._tiers is not None and self._clock() - self._remembered_s >= _REMEMBER_S:
             self._remembered_s = self._clock()
             self._tiers.remember()
@@ -644,7 +644,7 @@ class Engine:
             self._tiers.remember()
             self._tiers.drain(_DRAIN_S)
         finally:
-            self._tiers.close()  # the store, after what waits to be written
+            self._tiers.close()  # the store, after pending writes
             close_tiers(self._tiers.host, None)
 
     def _add(
@@ -656,8 +656,8 @@ class Engine:
             self._undelivered -= 1
         try:
             self._scheduler.add(id, request, arrived_s, prompt)
-        except Exception as error:  # such as a tokenizer that cannot decode the prompt: the others go on
-            log.exception("request %s cannot be begun", id)
+        except Exception as error:  # e.g. the tokenizer cannot decode the prompt; other requests go on
+            log.exception("request %s cannot start", id)
             nothing = Usage(len(request.tokens), 0, 0, 0.0, 0.0, 0.0)
             self._deliver(id, Delta("", (), (), "error", nothing, f"{type(error).__name__}: {error}"))
 
@@ -683,8 +683,8 @@ class Engine:
             return
         try:
             report(progress.done, progress.total)
-        except Exception:  # It is the caller's code: it must not end the requests of others.
-            log.exception("on_progress of %s failed; it is called no more", id)
+        except Exception:  # the caller's code: it must not end other requests
+            log.exception("on_progress of %s failed; it is not called again", id)
             del self._on_progress[id]
 
     def _end(self, failure: BaseException | None) -> None:
@@ -719,7 +719,7 @@ class Engine:
 
 
 def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
-    """Pages and slots of the model's components."""
+    """Returns the pages or slots of each of the model's components."""
     layout = Layout.of(loaded.model.config, loaded.max_context)
     size = config.page_size
     chunk = min(config.token_budget, loaded.max_context)
@@ -743,7 +743,7 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
             need=need,
             token_budget=chunk,
         )
-        log.info("of %d ratios %g hits the most of the trace", len(found.all), found.best.window_ratio)
+        log.info("window ratio %g has the most hits on the trace, of %d tried", found.best.window_ratio, len(found.all))
         shares = replace(shares, window_ratio=found.best.window_ratio)
         sizes = share_out(layout.components, page_bytes, slot_bytes, shares, need)
     return {
@@ -758,7 +758,7 @@ def _cache(
     sizes: Mapping[Component, int],
     clock: Callable[[], float],
 ) -> PrefixCache:
-    """The cache over a runner's pools, and what lies below; nothing of it is left behind if it cannot be made."""
+    """Makes the cache over a runner's pools, with its tiers. If it fails, it releases the tiers."""
     host, store = (
         (None, None) if config.tiers is None else build_tiers(config.tiers, model, loaded, config.page_size, clock)
     )
@@ -787,7 +787,7 @@ def _slot_bytes(loaded: LoadedModel) -> int:
 
 
 def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:
-    """What the model's generation settings and its tokenizer call an end."""
+    """Returns the end tokens of the model's generation settings and of its tokenizer."""
     given = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
     ends = set(given) if isinstance(given, list) else {given}
     ends.add(loaded.tokenizer.eos_token_id)

@@ -1,14 +1,15 @@
 """Host memory for pages, and the copies between it and the device's tensors.
 
     device        planes, each [layers, pages, ...]                       where the model reads and writes
-    page_first    [ header | payload | gap ] [ header | payload | gap ]   a slot a page: what storage reads and writes
+    page_first    [ header | payload | gap ] [ header | payload | gap ]   one slot per page: storage reads and writes it
     layer_first   plane after plane, each [layers, pages, ...]            as on the device
 
-    payload       plane after plane, and of each the page's part of layer 0, of layer 1, ...
+    payload       plane after plane; in each, the page's part of layer 0, of layer 1, ...
 
-One layer is copied at a time, layer 0 first, and what goes up goes before what goes down.
+One layer is copied at a time, layer 0 first. Copies to the device go before copies to the host.
 
-Knows tensors and page ids; knows no tree, no store, not who owns a page, and not how a device copies (copies.py does).
+This module knows tensors and page ids. It does not know the tree, the store, the owners of pages, or how devices copy
+(see copies.py).
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ Layout = Literal["auto", "page_first", "layer_first"]
 Run = Callable[[Callable[[], None]], object]
 
 SLOT_ALIGNMENT = 64
-"""Slots begin at multiples of it, in bytes."""
+"""Slots begin at multiples of this many bytes."""
 
 _OPTIONS = {"capacity_bytes": "host_bytes", "ratio": "host_ratio", "free_fraction": "host_fraction"}
 _MEMORY_PAGE = 4096
-_TRIAL_BYTES = 16 << 20  # of each layout, when the faster one is looked for
+_TRIAL_BYTES = 16 << 20  # copied in each layout, to find the faster one
 
 
 # ---------------------------------------------------------------- what pages are
@@ -50,17 +51,17 @@ _TRIAL_BYTES = 16 << 20  # of each layout, when the faster one is looked for
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """The tensors that the page ids of one component name.
+    """The tensors that the page ids of one component index.
 
-    Keys and values are two planes, a compressed latent is one; a recurrent layer's convolution and state are two, with
-    one page a state. Planes may differ in shape and dtype behind the first two dimensions.
+    Keys and values are two planes, a compressed latent is one. A recurrent layer's convolution and state are two, with
+    one page per state. Planes may differ in dtype, and in shape after the first two dimensions.
 
     Args:
-        tensors: each [layers, pages, ...], contiguous, on one device, all with as many layers and pages.
-        layers: of the model, one for each of the tensors' layers, rising; None: 0, 1, 2, ...
+        tensors: each [layers, pages, ...], contiguous, on one device, with equal numbers of layers and pages.
+        layers: the model's layer of each of the tensors' layers, ascending; None: 0, 1, 2, ...
 
     Raises:
-        BadArgument: they are not so.
+        BadArgument: the tensors or layers do not fit this.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -73,18 +74,18 @@ class Planes:
             if tensor.dim() < 2 or not tensor.numel() or not tensor.is_contiguous():
                 raise BadArgument("tensors", tuple(tensor.shape), "contiguous, [layers, pages, ...], and not empty")
             if tensor.shape[:2] != self.tensors[0].shape[:2] or tensor.device != self.device:
-                raise BadArgument("tensors", tuple(tensor.shape), "of as many layers and pages, on one device")
+                raise BadArgument("tensors", tuple(tensor.shape), "equal in layers and pages, on one device")
         if list(self.model_layers) != sorted({*self.model_layers}) or len(self.model_layers) != len(self.tensors[0]):
-            raise BadArgument("layers", self.layers, f"{len(self.tensors[0])} rising numbers")
+            raise BadArgument("layers", self.layers, f"{len(self.tensors[0])} ascending numbers")
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.tensors[0].device
 
     @property
     def pages(self) -> int:
-        """Device pages."""
+        """The number of device pages."""
         return self.tensors[0].shape[1]
 
     @property
@@ -94,12 +95,12 @@ class Planes:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that a page takes on the host, with its header and the gap behind it."""
+        """Bytes that a page takes on the host, with its header and the gap after it."""
         return -(-(HEADER_BYTES + self.payload_bytes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
     def content(self) -> str:
-        """Name of the payload's format: what stored pages must have in common to be each other's."""
+        """The name of the payload's format: stored pages are interchangeable only if it is equal."""
         parts = (f"{str(t.dtype).removeprefix('torch.')}{[len(t), *t.shape[2:]]}" for t in self.tensors)
         return f"page_first/v1 {' '.join(parts)}"
 
@@ -111,7 +112,7 @@ class Planes:
 
 @dataclass(frozen=True, slots=True)
 class HostSize:
-    """How large host memory is; exactly one is given.
+    """The size of host memory; exactly one argument is given.
 
     Args:
         capacity_bytes: of all components together, headers included; at least 1.
@@ -119,7 +120,7 @@ class HostSize:
         free_fraction: of the memory that is free now; above 0, at most 1.
 
     Raises:
-        BadArgument: none or several are given, or one is out of its range.
+        BadArgument: none or several arguments are given, or one is out of range.
     """
 
     capacity_bytes: int | None = None
@@ -139,32 +140,32 @@ class HostSize:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be had without swapping, within the limit of this process's control group.
+    """Returns the memory that is available without swapping, within the limit of this process's control group.
 
     Args:
-        root: what /proc and /sys are looked for in.
+        root: the folder that holds /proc and /sys.
 
     Raises:
-        OSError: the system does not tell.
+        OSError: the system does not report it.
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     if not available:
-        raise OSError("/proc/meminfo names no MemAvailable")
+        raise OSError("/proc/meminfo has no MemAvailable")
     group = root / "sys/fs/cgroup"
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        available.append(max(int(most) - int(used.read_text()), 0))
+    limit_file, used_file = group / "memory.max", group / "memory.current"
+    if limit_file.exists() and used_file.exists() and (limit := limit_file.read_text().strip()) != "max":
+        available.append(max(int(limit) - int(used_file.read_text()), 0))
     return min(available)
 
 
 def host_pages(
     size: HostSize, components: Sequence[Planes], free_bytes: Callable[[], int] = free_memory_bytes
 ) -> list[int]:
-    """Host pages of each component: of all the same number for each page on the device, up to rounding.
+    """Returns the host pages of each component: the same ratio to its device pages for all, up to rounding.
 
     Raises:
-        BadArgument: it is not even one page of each, or the system does not tell its free memory.
+        BadArgument: there is no room for a page of each, or the system does not report its free memory.
     """
     ratio = size.ratio
     if ratio is None:
@@ -182,18 +183,18 @@ def _free_part(size: HostSize, free_bytes: Callable[[], int]) -> int:
     try:
         return int(free_bytes() * size.free_fraction)
     except OSError as error:
-        allowed = f"capacity_bytes or ratio instead: free memory is not known here ({error})"
+        allowed = f"capacity_bytes or ratio instead: the free memory is unknown ({error})"
         raise BadArgument("free_fraction", size.free_fraction, allowed) from error
 
 
-# ---------------------------------------------------------------- where they lie
+# ---------------------------------------------------------------- where pages are
 
 
 class _Area:
     """Host memory of one component, in one of the two layouts.
 
     Raises:
-        BadArgument: there is no memory for so many pages.
+        BadArgument: the memory cannot be allocated.
     """
 
     def __init__(self, planes: Planes, pages: int, layout: Layout) -> None:
@@ -203,12 +204,12 @@ class _Area:
         self.memory = _aligned(pages * planes.slot_bytes)
 
     def slot(self, page: int) -> memoryview:
-        """Header and payload of a page."""
+        """Returns header and payload of a page."""
         begin = page * self._planes.slot_bytes
         return self.memory.data[begin : begin + HEADER_BYTES + self._planes.payload_bytes]
 
     def rows(self, copier: Copier) -> list[Any]:
-        """For each plane and layer its pages' bytes."""
+        """Returns the bytes of the pages, for each plane and layer."""
         flat, at, rows = copier.table(self.memory), 0, []
         for tensor in self._planes.tensors:
             size = tensor.nbytes // tensor.shape[0] // tensor.shape[1]
@@ -219,22 +220,22 @@ class _Area:
         return rows
 
     def _place(self, at: int, size: int) -> tuple[int, int]:
-        """Where the first page's bytes [at, at + size) of the payload lie, and how far behind it the next page's."""
+        """Returns the offset of bytes [at, at + size) of the first page's payload, and the stride between pages."""
         return (HEADER_BYTES + at, self._planes.slot_bytes) if self._page_first else (self._pages * at, size)
 
 
 def _aligned(size: int) -> NDArray[np.uint8]:
-    """Memory that begins at a page of the system, as pinning and direct IO want it."""
+    """Allocates memory at a page boundary of the system, as pinning and direct IO require."""
     try:
         memory = np.empty(size + _MEMORY_PAGE, np.uint8)
     except (MemoryError, ValueError) as error:
-        raise BadArgument("host_bytes", size, "memory that can be had") from error
+        raise BadArgument("host_bytes", size, "memory that can be allocated") from error
     begin = -memory.ctypes.data % _MEMORY_PAGE
     return memory[begin : begin + size]
 
 
 def _device_rows(planes: Planes, copier: Copier) -> list[Any]:
-    """For each plane and layer its pages' bytes."""
+    """Returns the bytes of the pages, for each plane and layer."""
     layers = (layer for tensor in planes.tensors for layer in tensor.detach())
     return [copier.rows(layer.reshape(planes.pages, -1).view(torch.uint8)) for layer in layers]
 
@@ -243,20 +244,20 @@ def _device_rows(planes: Planes, copier: Copier) -> list[Any]:
 
 
 class HostPool:
-    """Host pages of all components, and the copies to and from the device's. See `HostMemory`. One thread at a time.
+    """Host pages of all components, and the copies to and from device pages. See `HostMemory`. One thread at a time.
 
     Args:
         components: in the order of the tree's rows, on one device.
-        pages: host pages of each; see `host_pages`.
-        layout: `page_first` (what storage needs), `layer_first`, or `auto`: page_first with storage, otherwise the one
+        pages: host pages of each component; see `host_pages`.
+        layout: `page_first` (which storage needs), `layer_first`, or `auto`: page_first with storage, otherwise the one
             that copies faster in a short trial.
-        storage: whether `slots` will be asked for.
-        run: what runs the copies: given a function that copies one layer and then asks for its next turn, to be called
-            once, from any thread, such as an executor's `submit`. None: a thread of its own.
+        storage: whether `slots` will be called.
+        run: runs the copies. It gets a function to call once, from any thread; the function copies one layer, then
+            calls `run` for the next one. Example: an executor's `submit`. None: a thread of its own.
         clock: of the trial, in seconds.
 
     Raises:
-        BadArgument: components and pages do not fit each other or the layout, or there is no memory for so many.
+        BadArgument: components and pages do not fit each other or the layout, or the memory cannot be allocated.
     """
 
     def __init__(
@@ -282,8 +283,8 @@ class HostPool:
         self._ups: deque[Transfer] = deque()
         self._downs: deque[Transfer] = deque()
         self._working = self._closed = False
-        self._lock = threading.Lock()  # of the four above
-        self._turn = threading.RLock()  # while a layer is copied; a `run` that calls at once comes back to it
+        self._lock = threading.Lock()  # guards the four attributes above
+        self._turn = threading.RLock()  # held while a layer is copied; re-entered by a `run` that calls synchronously
         self._executor = None
         self._work = self._work_once
         if run is None:
@@ -293,56 +294,56 @@ class HostPool:
 
     @property
     def pages(self) -> int:
-        """Host pages of component 0."""
+        """The number of host pages of component 0."""
         return self._pages[0]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Host pages of each component."""
+        """The number of host pages of each component."""
         return self._pages
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of a page's content, of component 0."""
+        """Bytes of a page's content in component 0."""
         return self._components[0].payload_bytes
 
     @property
     def content(self) -> str:
-        """Name of the payload's format of component 0, part of what stored pages are known by."""
+        """The name of component 0's payload format, which is part of the identity of stored pages."""
         return self._components[0].content
 
     def down(self, moves: Sequence[Move]) -> Ticket:
-        """Starts copying device pages to host pages, behind what the caller's stream has computed so far.
+        """Starts copying device pages to host pages, after the work that the caller's stream has queued so far.
 
         Raises:
-            BadArgument: a component or page that does not exist; nothing is copied.
+            BadArgument: a component or page does not exist; nothing is copied.
         """
         self._check_moves(moves, [planes.pages for planes in self._components], self._pages)
         return self._start(self._downs, moves, self._host_rows, self._device_rows)
 
     def up(self, moves: Sequence[Move]) -> LayerTicket:
-        """Starts copying host pages to device pages, one layer after the other, before all that goes down.
+        """Starts copying host pages to device pages, layer by layer, before all copies to the host.
 
         Raises:
-            BadArgument: a component or page that does not exist; nothing is copied.
+            BadArgument: a component or page does not exist; nothing is copied.
         """
         self._check_moves(moves, self._pages, [planes.pages for planes in self._components])
         return self._start(self._ups, moves, self._device_rows, self._host_rows)
 
-    def slots(self, pages: Sequence[int]) -> list[memoryview]:
-        """Slots of component 0, header and payload, where they lie: what is written there is in the pool.
+    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+        """Returns slots of component 0, header and payload, as views: writing to them writes to the pool.
 
         Raises:
-            BadArgument: the layout has no slots, or a page that does not exist.
+            BadArgument: the layout has no slots, or a page does not exist.
         """
         self._require_slots()
-        for page in pages:
+        for page in page_ids:
             if not 0 <= page < self.pages:
                 raise BadArgument("page", page, f"in [0, {self.pages})")
-        return [self._areas[0].slot(page) for page in pages]
+        return [self._areas[0].slot(page) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
-        """The memory that the slots lie in.
+        """Returns the memory that holds the slots.
 
         Raises:
             BadArgument: the layout has no slots.
@@ -351,7 +352,7 @@ class HostPool:
         return [self._areas[0].memory.data]
 
     def close(self) -> None:
-        """Fails what is under way, as soon as the layer that is being copied is there; a second call does nothing."""
+        """Fails the transfers under way once the current layer is copied; a second call does nothing."""
         with self._turn, self._lock:
             self._closed = True
             left = [*self._ups, *self._downs]
@@ -365,7 +366,7 @@ class HostPool:
 
     def _require_slots(self) -> None:
         if self.layout != "page_first":
-            raise BadArgument("layout", self.layout, "page_first, for storage to see slots")
+            raise BadArgument("layout", self.layout, "page_first: other layouts have no slots")
 
     def _check_moves(self, moves: Sequence[Move], sources: Sequence[int], targets: Sequence[int]) -> None:
         for component, source, target in moves:
@@ -375,7 +376,7 @@ class HostPool:
                 raise BadArgument("target", len(target), f"a page for each of the {len(source)} of source")
             for name, ids, count in (("source", source, sources), ("target", target, targets)):
                 if len(ids) and not 0 <= ids.min() <= ids.max() < count[component]:
-                    raise BadArgument(name, ids, f"pages in [0, {count[component]})")
+                    raise BadArgument(name, ids, f"page ids in [0, {count[component]})")
 
     def _steps(self, moves: Sequence[Move], to: list[list[Any]], from_: list[list[Any]]) -> list[Step]:
         by_layer: dict[int, list[Copy]] = {}
@@ -395,7 +396,7 @@ class HostPool:
         try:
             steps = self._steps(moves, to, from_)
             transfer = Transfer(steps, self._copier)
-        except ERRORS as error:  # such as no memory for the ids on a device
+        except ERRORS as error:  # e.g. no memory for the ids on a device
             transfer = Transfer([], self._copier)
             transfer.end(error)
             return transfer
@@ -410,17 +411,17 @@ class HostPool:
         return transfer
 
     def _work_on(self) -> None:
-        """The turn of a thread of its own: all there is to do."""
+        """Copies until nothing is left, on the pool's own thread."""
         while self._copy_layer():
             pass
 
     def _work_once(self) -> None:
-        """A turn of a `run` that was given: one layer, and another turn asked for while there is more to do."""
+        """Copies one layer, and calls the given `run` again if more is left."""
         if self._copy_layer():
             self._run(self._work_once)
 
     def _copy_layer(self) -> bool:
-        """Copies one layer of the most urgent transfer; whether there is more to do."""
+        """Copies one layer of the most urgent transfer; returns whether more is left."""
         with self._turn:
             if self._closed:
                 return False
@@ -429,9 +430,9 @@ class HostPool:
             try:
                 queue[0].advance()
             except BaseException:
-                log.exception("a copy was broken off")
+                log.exception("a copy was interrupted")
                 if self._settle(queue):
-                    self._run(self._work)  # this turn ends here, the other transfers do not
+                    self._run(self._work)  # this call ends here; the other transfers go on
                 raise
             return self._settle(queue)
 
@@ -457,16 +458,16 @@ def _check(components: Sequence[Planes], pages: Sequence[int], layout: Layout, s
 
 
 def _faster_layout(planes: Planes, copier: Copier, clock: Callable[[], float]) -> Layout:
-    """Copies scattered pages down, not up: a trial must not write to the device. The same bytes move either way."""
+    """Times copies of scattered pages to the host: a trial must not write to the device. Both ways copy the same."""
     count = min(planes.pages, max(_TRIAL_BYTES // planes.slot_bytes, 1))
     ids = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]).astype(np.int32)
-    pages = copier.ids(ids)
+    page_ids = copier.ids(ids)
     seconds: dict[Layout, float] = {}
     layouts: tuple[Layout, ...] = ("page_first", "layer_first")
     for layout in layouts:
         area = _Area(planes, count, layout)
         rows = zip(area.rows(copier), _device_rows(planes, copier), strict=True)
-        copies = [Copy(host, pages, device, pages) for host, device in rows]
+        copies = [Copy(host, page_ids, device, page_ids) for host, device in rows]
         copier.finish(copier.copy(copies, copier.fence()))  # the first touch of new memory is slow
         begin = clock()
         copier.finish(copier.copy(copies, copier.fence()))

@@ -1,11 +1,11 @@
-"""The KV tensors that pages name: one tensor of keys and one of values, all layers of a component together.
+"""The KV tensors that page ids index: one tensor of keys and one of values, with all layers of a component.
 
     k, v:  [layers, pages, page_size, kv_heads, head_dim]
 
-A page id means the same place in every layer. Consecutive page ids are consecutive memory within a layer, so a run of
-pages is a view, and a page's positions can be written as slots (page * page_size + offset).
+A page id is the same index in every layer. Consecutive ids are consecutive memory within a layer, so a run of pages is
+a view, and a position of a page has the flat index page * page_size + offset.
 
-The pool does not know who owns a page, nor what a page holds.
+The pool does not know the owner of a page, nor what it holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class KVShape(NamedTuple):
-    """What one position costs: `layers` times 2 (key and value) times `kv_heads` times `head_dim` numbers."""
+    """The size of one position: 2 (key and value) times `layers` times `kv_heads` times `head_dim` numbers."""
 
     layers: int
     kv_heads: int
@@ -30,10 +30,10 @@ class KVShape(NamedTuple):
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> KVShape:
-        """Read the shape from a configuration whose layers are all alike.
+        """Reads the shape from a configuration whose layers are all alike.
 
         Raises:
-            UnsupportedModel: it does not name layers, heads and hidden size, or its layers differ in them.
+            UnsupportedModel: the number of layers, heads or the hidden size is missing, or layers differ in them.
         """
         text = config.get_text_config(decoder=True)
         if getattr(text, "is_heterogeneous", False):
@@ -42,13 +42,13 @@ class KVShape(NamedTuple):
         hidden = getattr(text, "hidden_size", None)
         layers = getattr(text, "num_hidden_layers", None)
         if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)):
-            raise UnsupportedModel(f"{text.model_type}: its configuration names no heads, layers or hidden size")
+            raise UnsupportedModel(f"{text.model_type}: its configuration lacks heads, layers or the hidden size")
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or hidden // heads
         return cls(layers, int(kv_heads), int(head_dim))
 
     def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one page of `page_size` positions takes, keys and values of all layers."""
+        """Returns the bytes of a page of `page_size` positions, keys and values of all layers."""
         return 2 * math.prod(self) * page_size * dtype.itemsize
 
 
@@ -56,14 +56,14 @@ class KVPool:
     """Keys and values of `pages` pages, not initialised: only positions that were written may be read.
 
     Args:
-        shape: of what a position holds. Without layers the pages hold nothing, and only mark what their owner knows.
-        pages: how many pages.
-        page_size: positions a page.
-        dtype: of the keys and values, the model's own.
-        device: where the tensors lie.
+        shape: of a position. Without layers, pages hold nothing, and only mark which prefixes are known.
+        pages: the number of pages.
+        page_size: positions per page.
+        dtype: of the keys and values, the same as the model's.
+        device: of the tensors.
 
     Raises:
-        BadArgument: `pages` or `page_size` is less than 1, or there is no memory for so many.
+        BadArgument: `pages` or `page_size` is less than 1, or the memory cannot be allocated.
     """
 
     def __init__(
@@ -83,27 +83,27 @@ class KVPool:
         size = (shape.layers, pages, page_size, shape.kv_heads, shape.head_dim)
         try:
             self.k, self.v = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
-        except RuntimeError as error:  # what PyTorch raises when there is no such memory
+        except RuntimeError as error:  # PyTorch's error for a failed allocation
             needed = 2 * math.prod(size) * dtype.itemsize
-            raise BadArgument("kv_bytes", needed, f"memory that can be had on {device}") from error
+            raise BadArgument("kv_bytes", needed, f"memory that can be allocated on {device}") from error
         self._layers = list(zip(self.k, self.v, strict=True))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the keys and values."""
+        """The dtype of keys and values."""
         return self.k.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.k.device
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, as views [pages, page_size, kv_heads, head_dim]."""
+        """Returns keys and values of one layer, as views [pages, page_size, kv_heads, head_dim]."""
         return self._layers[index]
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
-        """Copy the first `positions` positions of page `source` to page `target`, in every layer.
+        """Copies the first `positions` positions of page `source` to page `target`, in every layer.
 
         Raises:
             BadArgument: a page id is not in [0, pages), or `positions` not in [0, page_size].

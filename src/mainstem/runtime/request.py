@@ -1,6 +1,6 @@
-"""What a request is, and what comes back of it: plain values, checked when they are made.
+"""The types of requests and their results: plain values, checked when they are made.
 
-Knows nothing of schedulers, models or text: every layer of the runtime and the server speaks in these types.
+Every layer of the runtime and the server uses these types. They do not know schedulers, models or text.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when they end.
 
     Args:
-        max_tokens: tokens to make at most, >= 1.
+        max_tokens: the limit of generated tokens, >= 1.
         temperature: 0 takes the most likely token; otherwise logits are divided by it. 0 .. finite.
-        top_p: only the smallest set of most likely tokens whose probabilities reach it, and what is as likely as its
-            last. (0, 1].
-        top_k: only the k most likely tokens; 0 = off.
-        min_p: only tokens at least this likely relative to the most likely one. [0, 1].
+        top_p: keeps the smallest set of most likely tokens whose probabilities sum up to it, and tokens as likely as
+            the last of them. (0, 1].
+        top_k: keeps the k most likely tokens; 0 = off.
+        min_p: keeps tokens that are at least this likely relative to the most likely one. [0, 1].
         seed: the same seed gives the same tokens, in any batch; None draws one.
-        stop: texts that end the request; none of their text is given out.
-        ignore_eos: go on after the model's end-of-sequence tokens.
+        stop: texts that end the request; they are not part of its output.
+        ignore_eos: whether to continue after the model's end-of-sequence tokens.
         logprobs: None = none; k = each token's log-probability and the k best alternatives, 0 .. 20.
 
     Raises:
@@ -80,9 +80,9 @@ class ImageInput:
     Args:
         start: its first position in the prompt.
         length: positions that it fills; at least 5.
-        identity: 16 bytes of a cryptographic hash over all that shapes its embeddings.
-        inputs: what the model's encoder takes for this image alone.
-        splits: the model attends to it in one direction only, so that it may be computed in parts.
+        identity: 16 bytes of a cryptographic hash over everything that its embeddings depend on.
+        inputs: the arguments of the model's encoder for this image alone.
+        splits: whether the model attends to it in one direction only, so that it may be computed in parts.
 
     Raises:
         BadArgument: names the field and its range.
@@ -95,7 +95,7 @@ class ImageInput:
     splits: bool = False
 
     def __post_init__(self) -> None:
-        """Checks all but the inputs, which the model knows."""
+        """Checks all but the inputs, which only the model knows."""
         _require_integer("start", self.start, 0, _INT32_MAX)
         _require_integer("length", self.length, IMAGE_MIN_LENGTH, _INT32_MAX)
         whole = isinstance(self.identity, bytes) and len(self.identity) == IMAGE_DIGEST_BYTES
@@ -103,18 +103,18 @@ class ImageInput:
 
     @property
     def end(self) -> int:
-        """The position behind its last."""
+        """The position after its last."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedPrompt:
-    """A prompt, as it goes into a `Request`.
+    """A prompt, in the form that a `Request` takes.
 
     Args:
-        tokens: int32 [n], read-only; what it holds at the positions of images does not count.
+        tokens: int32 [n], read-only; values at the positions of images are ignored.
         images: in order.
-        positions: int64 [3, n] for models with M-RoPE; None: token i stands at i.
+        positions: int64 [3, n] for models with M-RoPE; None: token i is at position i.
     """
 
     tokens: NDArray[np.int32]
@@ -124,21 +124,21 @@ class PreparedPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One prompt and what to make of it.
+    """One prompt, and how to complete it.
 
     Args:
-        tokens: int32 [n], n >= 1: the prompt. Any integer sequence is taken; it is copied, unless it is a
+        tokens: int32 [n], n >= 1: the prompt. Any integer sequence is accepted; it is copied, unless it is a
             read-only int32 array.
         params: how to sample, and when to end.
-        namespace: what must be equal before any prefix may be shared.
+        namespace: prefixes are shared only within it.
         priority: higher goes first; an int32.
-        images: in order and apart; what tokens hold at their positions does not count.
-        positions: int64 [3, n]: where each token of the prompt stands for M-RoPE; None: at its index.
-        adapter: what computes instead of the base model; the namespace must name it, too.
+        images: in order and disjoint; the values of `tokens` at their positions are ignored.
+        positions: int64 [3, n]: the M-RoPE positions of each token of the prompt; None: its index.
+        adapter: computes in place of the base model; the namespace must name it, too.
 
     Raises:
-        BadArgument: the namespace, the priority, the images or the positions.
-        BadTokens: the prompt is empty, has more than one dimension, or holds something else than int32 integers >= 0.
+        BadArgument: the namespace, the priority, the images or the positions are invalid.
+        BadTokens: the prompt is empty, has more than one dimension, or holds anything but int32 integers >= 0.
     """
 
     tokens: NDArray[np.int32]
@@ -150,7 +150,7 @@ class Request:
     adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
-        """Copies the prompt, so that nobody can change it while it runs."""
+        """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""
         encode_namespace(self.namespace)
         _require_integer("priority", self.priority, -_INT32_MAX, _INT32_MAX)
         given = np.asarray(self.tokens)
@@ -161,26 +161,26 @@ class Request:
         wrong = np.flatnonzero((given < 0) | (given > _INT32_MAX))
         if wrong.size:
             raise BadTokens(f"token {given[wrong[0]]} at position {wrong[0]}: must be from 0 to {_INT32_MAX}")
-        # What nobody can change may be shared by many requests.
+        # Many requests may share an array that cannot change.
         object.__setattr__(self, "tokens", _frozen(given, np.dtype(np.int32)))
         _check_images(self.images, len(given))
         if self.positions is not None:
             object.__setattr__(self, "positions", _checked_positions(self.positions, len(given)))
 
     def positions_of(self, begin: int, end: int) -> NDArray[np.int64] | None:
-        """Where the tokens at [begin, end) stand for M-RoPE, int64 [3, end - begin]; None: at their indices.
+        """Returns the M-RoPE positions of the tokens at [begin, end), int64 [3, end - begin]; None: their indices.
 
-        Those behind the prompt go on by 1 from its highest position.
+        Tokens after the prompt continue by 1 from its highest position.
         """
         if self.positions is None:
             return None
         known = self.positions.shape[1]
-        behind = self.positions.max() + 1 + np.arange(max(begin - known, 0), max(end - known, 0))
-        return np.concatenate([self.positions[:, begin:end], np.broadcast_to(behind, (3, len(behind)))], axis=1)
+        after = self.positions.max() + 1 + np.arange(max(begin - known, 0), max(end - known, 0))
+        return np.concatenate([self.positions[:, begin:end], np.broadcast_to(after, (3, len(after)))], axis=1)
 
 
 def _frozen(given: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The array itself if nobody can write to it, else a copy."""
+    """Returns the array itself if it is read-only, else a read-only copy."""
     if given.dtype == dtype and not given.flags.writeable:
         return given
     copy = given.astype(dtype)
@@ -193,9 +193,9 @@ def _check_images(images: tuple[ImageInput, ...], length: int) -> None:
     end = 0
     for image in images:
         _require("images", image, isinstance(image, ImageInput), "a tuple of ImageInput")
-        apart = end <= image.start and image.end <= length
+        fits = end <= image.start and image.end <= length
         _require(
-            "images", f"one at [{image.start}, {image.end})", apart, f"in order, apart, and inside [{end}, {length})"
+            "images", f"one at [{image.start}, {image.end})", fits, f"in order, disjoint, and inside [{end}, {length})"
         )
         end = image.end
 
@@ -203,7 +203,7 @@ def _check_images(images: tuple[ImageInput, ...], length: int) -> None:
 def _checked_positions(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     given = np.asarray(positions)
     fits = given.shape == (3, length) and given.dtype.kind in "iu" and given.min() >= 0
-    _require("positions", given, bool(fits), f"integers >= 0 of shape (3, {length}), one column a token")
+    _require("positions", given, bool(fits), f"integers >= 0 of shape (3, {length}), one column per token")
     return _frozen(given, np.dtype(np.int64))
 
 
@@ -218,15 +218,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request took.
+    """What one request used.
 
     Args:
         prompt_tokens: tokens of the prompt.
-        cached_tokens: of them, those found in the cache when the request was first admitted.
-        host_tokens, storage_tokens: of the cached ones, those that lay on the host, and in storage, when the request
-            came. The rest lay on the device.
-        completion_tokens: tokens made, the end-of-sequence token included.
-        queue_s: from arrival to the first admission (or to the end, if it never was admitted).
+        cached_tokens: prompt tokens that were in the cache when the request was first admitted.
+        host_tokens, storage_tokens: cached tokens that were on the host, and in storage, when the request arrived. The
+            rest were on the device.
+        completion_tokens: generated tokens, the end-of-sequence token included.
+        queue_s: from arrival to the first admission (or to the end, if it was never admitted).
         ttft_s: from arrival to the first token; 0 if there was none.
         duration_s: from arrival to the end.
     """
@@ -246,10 +246,10 @@ class Delta:
     """One event of a stream.
 
     Args:
-        text: text that is safe to show: never half a character, never what may be the start of a stop string.
-        tokens: tokens made since the last event.
-        logprobs: one for each of the tokens, if asked for.
-        finish_reason: None until the last; then "stop", "length", "cancelled" or "error".
+        text: text that is safe to show: never part of a character, never the possible start of a stop string.
+        tokens: tokens generated since the last event.
+        logprobs: one for each of the tokens, if requested.
+        finish_reason: None until the last event; then "stop", "length", "cancelled" or "error".
         usage: on the last event.
         error: what went wrong, if the reason is "error".
     """
@@ -275,7 +275,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Prompt tokens whose KV stands in the pages, found or computed, of all the prompt's."""
+    """The prompt tokens whose KV is present, cached or computed, and the prompt's length."""
 
     done: int
     total: int

@@ -1,13 +1,13 @@
 """Runs a model over pages: one packed forward for the new tokens of many requests.
 
-    one forward     all segments, packed [1, tokens]; with recurrent layers a segment alone, or single tokens [rows, 1]
-    one adapter     those of different adapters are never in one forward
-    images          their embeddings take the places of their tokens'
+    one forward     all segments, packed [1, tokens]; with recurrent layers one segment, or single tokens [rows, 1]
+    one adapter     segments of different adapters are never in one forward
+    images          their embeddings replace those of their tokens
 
-A model is refused when what it keeps does not fit the pools of its `Layout`, or depends on more than the tokens up to
-a position; what the configuration does not tell, a self-test at construction does.
+A model is rejected if its KV or states do not fit the pools of its `Layout`, or depend on more than the tokens up to a
+position. A self-test at construction finds what the configuration does not say.
 
-The runner does not know requests, leases or sampling, and does not check who owns a page.
+The runner does not know requests, leases or sampling, and does not check the owners of pages.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _TEST_TOKENS = 12
-# The self-test's prompts reach behind windows of up to so many positions; longer ones would take long to test.
+# The self-test's prompts are longer than windows of up to this size; longer windows would take long to test.
 _TEST_WINDOW = 128
 
-# All states are needed before the first layer is computed, so they are copied as if they were its.
+# All states are needed before the first layer is computed, so they are copied as part of it.
 _STATE_LAYER = 0
 
 
@@ -63,17 +63,16 @@ class Segment:
     Args:
         tokens: [n] int32 token ids, n >= 1.
         start: position of tokens[0]; the KV of positions [0, start) is already in the pages.
-        page_table: int32 page ids of the first component, covering at least start + n positions; those written to
-            belong to it alone. If all layers slide it is a table like `window_table`.
-        logits: whether the row of the last token is wanted.
-        arriving: what lies before `start` is still on its way, layer by layer.
-        window_table: int32 page ids of the window component, where it is not the first; those behind the window of
-            `start` are not looked at.
-        state: slot of the state behind `start`, which becomes the one behind the segment. With start == 0 it is only
-            written.
-        images: of the request, in order; those outside the segment do not matter.
-        positions: int64 [3, n], where the tokens stand for M-RoPE; None: at start, start + 1, ...
-        adapter: what computes instead of the base model.
+        page_table: int32 page ids of the first component, for at least start + n positions. No other segment may use
+            the pages that this one writes to. If all layers slide, it is a table like `window_table`.
+        logits: whether to return the logits of the last token.
+        arriving: the transfer of pages before `start`, if it is under way, layer by layer.
+        window_table: int32 page ids of the window component, where it is not the first; entries before the window of
+            `start` are not read.
+        state: slot of the state at `start`, overwritten by the state at `end`. If start == 0, it is not read.
+        images: of the request, in order; those outside the segment are ignored.
+        positions: int64 [3, n], the M-RoPE positions of the tokens; None: start, start + 1, ...
+        adapter: computes in place of the base model.
     """
 
     tokens: NDArray[np.int32]
@@ -89,11 +88,11 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """The position behind the last new token."""
+        """The position after the last new token."""
         return self.start + len(self.tokens)
 
     def part(self, begin: int, end: int) -> Segment:
-        """The segment's positions [begin, end) alone; the last part has its logits."""
+        """Returns the part of the segment at positions [begin, end); only the last part returns logits."""
         rows = slice(begin - self.start, end - self.start)
         positions = None if self.positions is None else self.positions[:, rows]
         logits = self.logits and end == self.end
@@ -101,10 +100,10 @@ class Segment:
 
 
 class _Pools:
-    """What forwards read and write: pages by component, and states.
+    """The pages, by component, and the states that forwards read and write.
 
     Raises:
-        BadArgument: a component has no pages, or a number is given for one that the model does not have.
+        BadArgument: a component has no pages, or `counts` names one that the model does not have.
     """
 
     def __init__(
@@ -119,19 +118,19 @@ class _Pools:
 
 
 class ModelRunner:
-    """A model and the pages and slots that it reads and writes. One thread at a time.
+    """A model, and the pages and slots that it reads and writes. One thread at a time.
 
-    The loaded model attends through pages from then on and can no longer be called without them.
+    Afterwards the loaded model attends through pages and can no longer be called without them.
 
     Args:
         loaded: the model; its KV has the model's dtype and device.
-        pages: pages or slots of each component's pool by its name, "full", "window", "state"; a number alone for a
-            model of one component.
-        page_size: positions a page.
+        pages: pages or slots of each component's pool by its name, "full", "window", "state"; a single number for a
+            model with one component.
+        page_size: positions per page.
 
     Raises:
-        UnsupportedModel: the model cannot run over pages; the message says why. The loaded model is as it was.
-        BadArgument: there is not one page of each component, or `page_size` is less than 1.
+        UnsupportedModel: the model cannot run over pages; the message says why. The loaded model is unchanged.
+        BadArgument: a component has less than one page, or `page_size` is less than 1.
     """
 
     def __init__(self, loaded: LoadedModel, pages: int | Mapping[str, int], page_size: int) -> None:
@@ -166,15 +165,14 @@ class ModelRunner:
         return {**self._pools.paged, **({} if states is None else {"state": states})}
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Compute the segments' new tokens, write what they leave behind, and return the logits that were asked for.
+        """Computes the segments' new tokens, writes their KV and states, and returns the requested logits.
 
         Returns:
             float32 [rows, vocab_size], one row for each segment with `logits`, in order, on the model's device.
 
         Raises:
             BadArgument: a segment is empty, holds a token outside the vocabulary, is longer than the model's context,
-                is not covered by its pages, has no slot, or writes to a page or a slot that another one writes to.
-                Nothing is written.
+                lacks pages or a slot, or writes to the same page or slot as another one. Nothing is written.
         """
         self._check(segments)
         try:
@@ -183,10 +181,10 @@ class ModelRunner:
             self._embedded.clear()
 
     def embed(self, segment: Segment) -> None:
-        """Run the encoder for the images of a segment that are not kept yet.
+        """Runs the encoder for those images of a segment that are not cached yet.
 
         Raises:
-            BadArgument: the encoder makes another number of embeddings than an image has positions.
+            BadArgument: the number of embeddings of an image is not its number of positions.
         """
         if self.vision is None:
             return
@@ -194,19 +192,19 @@ class ModelRunner:
             for image in _inside(segment):
                 rows = self.vision.embed(image)
                 if len(rows) != image.length:
-                    allowed = f"{len(rows)}, as many as the encoder makes"
+                    allowed = f"{len(rows)}, the number of its embeddings"
                     raise BadArgument("images", f"{image.length} positions", allowed)
                 self._embedded[image.identity, segment.adapter] = rows
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
-        """Host pages for the pools', a component each in their order.
+        """Allocates host pages for the pools, with the components in the same order.
 
         Args:
-            size: how much.
+            size: of the host memory.
             storage: whether storage will read and write them.
 
         Raises:
-            BadArgument: the size holds no page, or cannot be had.
+            BadArgument: the size holds no page, or cannot be allocated.
         """
         planes = [_page_planes(pool, self.layout.kv_layers[name]) for name, pool in self._pools.paged.items()]
         if self._pools.states is not None:
@@ -214,24 +212,24 @@ class ModelRunner:
         return HostPool(planes, host_pages(size, planes), storage=storage)
 
     def copy_page(self, source: int, target: int, positions: int, component: str | None = None) -> None:
-        """Copy the KV of the first `positions` positions of page `source` to page `target`.
+        """Copies the KV of the first `positions` positions of page `source` to page `target`.
 
         Args:
-            source: a page.
-            target: another.
-            positions: how many.
-            component: whose pages, the first's by default.
+            source: the page to read.
+            target: the page to write.
+            positions: the number of positions.
+            component: the component of the pages; by default the first.
 
         Raises:
-            BadArgument: a page or a number of positions that does not exist.
+            BadArgument: a page id or the number of positions is out of range.
         """
         self._pools.paged[component or self.layout.components[0].name].copy_page(source, target, positions)
 
     def copy_state(self, source: int, target: int) -> None:
-        """Copy the state in slot `source` to slot `target`.
+        """Copies the state in slot `source` to slot `target`.
 
         Raises:
-            BadArgument: a slot that does not exist, or the model keeps no state.
+            BadArgument: a slot does not exist, or the model keeps no state.
         """
         if self._pools.states is None:
             raise BadArgument("source", source, "a state of a model that keeps one")
@@ -251,7 +249,7 @@ class ModelRunner:
         return torch.cat(parts)[order.to(self._like.device)]
 
     def _batches(self, segments: Sequence[Segment]) -> Iterator[list[tuple[int, Segment]]]:
-        """What can be computed together, and the place of each segment among all."""
+        """Yields the segments that can be computed together, each with its index among all."""
         groups: dict[Adapter | None, list[tuple[int, Segment]]] = {}
         for index, segment in enumerate(segments):
             groups.setdefault(segment.adapter, []).append((index, segment))
@@ -267,7 +265,7 @@ class ModelRunner:
                 yield steps
 
     def _parts(self, segment: Segment) -> Iterator[Segment]:
-        """A segment as a model with a state takes it: some go on behind a state by single tokens only."""
+        """Yields the parts in which a model with states computes a segment: some models go on only token by token."""
         if segment.start == 0 or not self._stepped:
             yield segment
             return
@@ -275,7 +273,7 @@ class ModelRunner:
             yield segment.part(position, position + 1)
 
     def _compute(self, segments: Sequence[Segment], pools: _Pools) -> torch.Tensor:
-        """One forward. Without states all tokens are one row; with states each segment is one, and all are as long."""
+        """Runs one forward. Without states, all tokens are one row; with states, each segment is, all equally long."""
         rows = 1 if pools.states is None else len(segments)
         last = np.cumsum([len(s.tokens) for s in segments]) - 1
         wanted = self._tensor(last[[s.logits for s in segments]])
@@ -297,14 +295,14 @@ class ModelRunner:
 
     def _inputs(self, segments: Sequence[Segment], rows: int) -> dict[str, Any]:
         tokens = self._tensor(np.concatenate([s.tokens for s in segments]).astype(np.int64)).view(rows, -1)
-        pictured = any(_inside(segment) for segment in segments)
-        inputs = {"inputs_embeds": self._embeddings(segments, tokens)} if pictured else {"input_ids": tokens}
+        has_images = any(_inside(segment) for segment in segments)
+        inputs = {"inputs_embeds": self._embeddings(segments, tokens)} if has_images else {"input_ids": tokens}
         if self._takes_positions:
             inputs["position_ids"] = self._positions(segments, rows)
         return inputs
 
     def _embeddings(self, segments: Sequence[Segment], tokens: torch.Tensor) -> torch.Tensor:
-        """Of tokens [rows, n], with those of images in their places: [rows, n, hidden]."""
+        """Returns the embeddings of tokens [rows, n] and of the images in them: [rows, n, hidden]."""
         assert self.vision is not None
         embeddings: torch.Tensor = self._model.get_input_embeddings()(tokens)
         flat, row = embeddings.view(-1, embeddings.shape[-1]), 0
@@ -319,13 +317,13 @@ class ModelRunner:
         return embeddings
 
     def _positions(self, segments: Sequence[Segment], rows: int) -> torch.Tensor:
-        """[rows, n], or [3, rows, n] if one of them has positions of its own."""
-        ways = (3,) if any(s.positions is not None for s in segments) else ()
+        """Returns the positions, [rows, n], or [3, rows, n] if a segment has M-RoPE positions."""
+        axes = (3,) if any(s.positions is not None for s in segments) else ()
         parts = []
         for segment in segments:
             given = np.arange(segment.start, segment.end) if segment.positions is None else segment.positions
-            parts.append(np.broadcast_to(given, (*ways, len(segment.tokens))))
-        return self._tensor(np.concatenate(parts, axis=-1).astype(np.int64)).view(*ways, rows, -1)
+            parts.append(np.broadcast_to(given, (*axes, len(segment.tokens))))
+        return self._tensor(np.concatenate(parts, axis=-1).astype(np.int64)).view(*axes, rows, -1)
 
     def _plans(self, segments: Sequence[Segment], pools: _Pools) -> dict[str, BatchPlan]:
         plans = {}
@@ -340,7 +338,7 @@ class ModelRunner:
         return tuple((image.start, image.end) for image in _inside(segment))
 
     def _states(self, segments: Sequence[Segment], states: StatePool, arriving: Sequence[LayerTicket]) -> StateCache:
-        """The cache with the states behind the segments' starts."""
+        """Returns the cache, with the states at the segments' starts."""
         cache = StateCache(self._model.config, states)
         if segments[0].start == 0:
             cache.start(len(segments))
@@ -370,14 +368,14 @@ class ModelRunner:
         for index, segment in enumerate(segments):
             self._check_segment(f"segments[{index}]", segment)
         for name in self._pools.paged:
-            self._check_apart("page", [self._written(segment, name) for segment in segments])
+            self._check_disjoint("page", [self._written(segment, name) for segment in segments])
         if self._pools.states is not None:
-            self._check_apart("slot", [np.array([segment.state]) for segment in segments])
+            self._check_disjoint("slot", [np.array([segment.state]) for segment in segments])
 
-    def _check_apart(self, what: str, written: Sequence[NDArray[Any]]) -> None:
+    def _check_disjoint(self, what: str, written: Sequence[NDArray[Any]]) -> None:
         ids, counts = np.unique(np.concatenate(written), return_counts=True)
         if counts.max() > 1:
-            raise BadArgument("segments", f"{what} {ids[counts.argmax()]} twice", f"a {what} to write for one only")
+            raise BadArgument("segments", f"{what} {ids[counts.argmax()]} twice", f"one segment per written {what}")
 
     def _written(self, segment: Segment, name: str) -> NDArray[np.int32]:
         size = self._page_size
@@ -403,7 +401,7 @@ class ModelRunner:
     def _check_images(self, name: str, segment: Segment) -> None:
         images = _inside(segment)
         if images and self.vision is None:
-            raise BadArgument(f"{name}.images", len(images), "none: the model reads no images here")
+            raise BadArgument(f"{name}.images", len(images), "none: the model reads no images")
         for low, high in self._regions(segment):
             if low < segment.start or high > segment.end:
                 raise BadArgument(f"{name}.images", (low, high), f"whole in [{segment.start}, {segment.end})")
@@ -422,7 +420,7 @@ class ModelRunner:
     # ------------------------------------------------------------ the self-test
 
     def _self_test(self, name: str, limit: float) -> None:
-        """Two short prompts, packed, chunked and over scattered pages, against plain attention on both as a whole."""
+        """Compares two short prompts, packed, chunked and over scattered pages, with plain attention on whole ones."""
         length = min(self._test_length(), self._max_context)
         prompts = np.random.default_rng(0).integers(0, self.vocab_size, (2, length)).astype(np.int32)
         plain = self._plain_logits(prompts)
@@ -430,7 +428,7 @@ class ModelRunner:
         error = self._paged_error(prompts, plain)
         if error > limit:
             raise UnsupportedModel(
-                f"{name}: the self-test failed: over pages logits differ from plain attention by {error:.2g} "
+                f"{name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g} "
                 f"of their spread; {limit:g} is allowed"
             )
 
@@ -445,7 +443,7 @@ class ModelRunner:
         return logits
 
     def _paged_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
-        """Largest difference of paged from plain logits [2, length, vocab], as a part of the plain ones' spread."""
+        """Returns the largest difference of paged from plain logits [2, length, vocab], relative to their spread."""
         length = prompts.shape[1]
         cuts = (length // 2, length - 1)
         page_size = min(self._page_size, 4)
@@ -466,7 +464,7 @@ class ModelRunner:
     def _test_segment(
         self, prompt: NDArray[np.int32], begin: int, end: int, table: NDArray[np.int32], page_size: int, slot: int
     ) -> Segment:
-        """[begin, end) of a prompt, where pages behind the window are gone."""
+        """Returns [begin, end) of a prompt, without the pages before the window."""
         sliding = table.copy()
         sliding[: seen_from(begin, self.layout.window) // page_size] = -1
         first = table if self.layout.components[0].name == Full.name else sliding
@@ -474,14 +472,14 @@ class ModelRunner:
 
 
 def _inside(segment: Segment) -> list[ImageInput]:
-    """The images that have positions in the segment."""
+    """Returns the images that have positions in the segment."""
     return [image for image in segment.images if image.start < segment.end and image.end > segment.start]
 
 
 def _page_planes(pool: KVPool, layers: tuple[int, ...]) -> Planes:
     if layers:
         return Planes((pool.k, pool.v), layers)
-    return Planes((torch.zeros(1, pool.pages, 1, dtype=torch.uint8, device=pool.device),))  # nothing can not be copied
+    return Planes((torch.zeros(1, pool.pages, 1, dtype=torch.uint8, device=pool.device),))  # planes must not be empty
 
 
 def _state_planes(states: StatePool) -> Planes:
@@ -489,10 +487,10 @@ def _state_planes(states: StatePool) -> Planes:
 
 
 def _layout(loaded: LoadedModel) -> Layout:
-    """The layout of a model that can run over pages, as far as its class and configuration tell.
+    """Returns the layout of a model that can run over pages, by its class and configuration.
 
     Raises:
-        UnsupportedModel: it can not; says why.
+        UnsupportedModel: it cannot run over pages; the message says why.
     """
     try:
         layout = Layout.of(loaded.model.config, loaded.max_context)
@@ -504,11 +502,11 @@ def _layout(loaded: LoadedModel) -> Layout:
 
 
 def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
-    """Why `model` cannot run over pages; nothing when it may."""
+    """Yields the reasons why `model` cannot run over pages; none if it can."""
     if model.config.is_encoder_decoder:
         yield "encoder-decoder models keep KV of two kinds"
     if getattr(model, "_is_stateful", False) and not layout.state_layers:
-        yield "it keeps a state that its configuration does not tell of"
+        yield "it keeps a state that its configuration does not mention"
     yield from _rope_refusals(model.config.get_text_config(decoder=True))
     arguments = inspect.signature(model.forward).parameters
     needed = {"logits_to_keep"}
@@ -517,7 +515,7 @@ def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
         if not model._can_set_attn_implementation():
             yield "its attention cannot be exchanged"
         if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
-            yield "its forward passes no arguments on to attention"
+            yield "its forward does not pass arguments on to attention"
     if missing := needed - set(arguments):
         yield f"its forward takes no {' and no '.join(sorted(missing))}"
 
@@ -529,6 +527,6 @@ def _rope_refusals(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
-    """Of all layers, whose parameters may differ by the kind of layer."""
+    """Returns the types of all layers, whose parameters may differ by kind of layer."""
     kinds = [parameters, *(given for given in parameters.values() if isinstance(given, dict))]
     return {str(given["rope_type"]) for given in kinds if "rope_type" in given}

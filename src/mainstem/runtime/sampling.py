@@ -1,12 +1,12 @@
-"""From logits to tokens, one request at a time; greedy requests of a batch together.
+"""Samples tokens from logits, one request at a time; greedy requests of a batch together.
 
-Temperature, top-k, top-p and min-p are applied in this order, each on what the one before left, as the warpers of
-Hugging Face transformers do. Top-p keeps the likeliest tokens up to the one with which their sum reaches it. A token
-that is as likely as the last one kept is kept, too, by top-k and by top-p, so that no order of equals decides. A token
-is drawn by inverting the cumulative distribution at one uniform number a token, so a request's draws depend on its seed
-and on how many tokens it has made, never on the batch, the device or the filters.
+Temperature, top-k, top-p and min-p apply in this order, each to the result of the one before, like the warpers of
+Hugging Face transformers. Top-p keeps the likeliest tokens up to the one with which their sum reaches it. Top-k and
+top-p also keep tokens that are as likely as the last one kept, so the order of equal tokens does not matter. A token is
+drawn by inverting the cumulative distribution at one uniform number, so a request's draws depend on its seed and on the
+number of tokens it has generated, never on the batch, the device or the filters.
 
-Knows nothing of requests, pages or text.
+This module does not know requests, pages or text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sampler:
 
     Args:
         params: the rules.
-        random: where the seed comes from, if `params.seed` is None.
+        random: the source of the seed, if `params.seed` is None.
     """
 
     def __init__(self, params: SamplingParams, random: random_module.Random) -> None:
@@ -36,27 +36,27 @@ class Sampler:
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
 
     def draw(self, logits: torch.Tensor) -> int:
-        """One token at random from float32 logits [vocab]; uses up one random number."""
+        """Draws a token from float32 logits [vocab]; consumes one random number."""
         cumulative = torch.cumsum(probabilities(logits, self.params), dim=-1)
         total = float(cumulative[-1])
         assert math.isfinite(total) and total > 0
         uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
-        # Strictly below the total, whatever the rounding: a token of probability zero is never reached.
+        # Strictly below the total, whatever the rounding, so that a token of probability zero is never drawn.
         level = min(uniform * total, math.nextafter(total, 0.0))
         return int(torch.searchsorted(cumulative, cumulative.new_tensor(level), right=True))
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What a token is drawn from.
+    """Returns the distribution that a token is drawn from.
 
     Args:
         logits: float32 [vocab].
         params: temperature > 0.
 
     Returns:
-        float64 [vocab]; what the filters took out is 0, and the rest sums to 1.
+        float64 [vocab], with sum 1; tokens that a filter removed have 0.
     """
-    # Relative to the best and in float64, so that no temperature, however small, makes infinities of all.
+    # Relative to the best and in float64, so that no temperature, however small, makes all scores infinite.
     scores = (logits - logits.max()).double() / params.temperature
     if 0 < params.top_k < scores.numel():
         kth_best = torch.topk(scores, params.top_k).values[-1]
@@ -71,34 +71,34 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[tuple[int, TokenLogprob | None] | None]:
-    """The next token of every request of a batch.
+    """Samples the next token of every request of a batch.
 
     Args:
         logits: float32 [rows, vocab].
-        samplers: one a row.
+        samplers: one per row.
 
     Returns:
-        One (token, its logprob where asked for) a row; None for a row that holds NaN or +inf.
+        (token, its logprob if requested) for each row; None for a row that holds NaN or +inf.
     """
     assert logits.shape[0] == len(samplers)
     if not samplers:
         return []
     best = logits.max(dim=-1)
     peaks, greedy = best.values.tolist(), best.indices.tolist()
-    picked: list[tuple[int, TokenLogprob | None] | None] = []
+    choices: list[tuple[int, TokenLogprob | None] | None] = []
     for row, sampler in enumerate(samplers):
         if not math.isfinite(peaks[row]):
-            picked.append(None)
+            choices.append(None)
             continue
         token = greedy[row] if sampler.params.temperature == 0 else sampler.draw(logits[row])
         alternatives = sampler.params.logprobs
-        picked.append((token, None if alternatives is None else _logprob(logits[row], token, alternatives)))
-    return picked
+        choices.append((token, None if alternatives is None else _logprob(logits[row], token, alternatives)))
+    return choices
 
 
 def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     chances = torch.softmax(scores, dim=-1)
-    # Nearly always a few tokens reach top_p, and finding them is much quicker than sorting a whole vocabulary.
+    # Nearly always a few tokens reach top_p, and finding them is much faster than sorting a whole vocabulary.
     best = torch.topk(chances, min(_FEW, chances.numel())).values
     if float(best.sum()) < top_p:
         best = torch.sort(chances, descending=True).values

@@ -1,34 +1,33 @@
-"""Which tokens are computed next: continuous batching over one cache, one packed forward a step.
+"""Chooses which tokens to compute next: continuous batching over one cache, one packed forward per step.
 
-A step is: pages for what runs, new requests while there is room, one forward, one token for every request whose prompt
-is done. Single-threaded; its clock and its randomness are passed in.
+A step allocates pages for the running requests, admits waiting requests while there is room, runs one forward, and
+samples one token for every request whose prompt is done. It is single-threaded; clock and randomness are passed in.
 
-**Who waits, and in which order.** Higher priority first. Within a priority: requests that were set back; then those
-that have waited longer than `age_limit_s`, oldest first; then the rest, longest cached prefix first, then oldest. Only
-the first 128 of each step, by priority and arrival, are looked up and ranked. The first that finds no pages blocks all
-behind it. So no request starves behind others of its priority: after the age limit only what is older or was set back
-goes before it.
+**Admission order.** Higher priority first. Within a priority: preempted requests; then requests that have waited longer
+than `age_limit_s`, oldest first; then the rest, longest cached prefix first, then oldest. Each step looks up and ranks
+only the first 128 requests, by priority and arrival. The first request that finds no pages blocks all later ones. So no
+request starves within its priority: past the age limit, only older and preempted requests are admitted before it.
 
-**What is shared is computed once.** A request is held back while a running prefill of its namespace is about to publish
-a longer page-aligned prefix of it than the cache has; once it is over the age limit it is held back no more.
+**Shared prefixes are computed once.** While a running prefill of its namespace will soon publish a longer page-aligned
+prefix of a request than the cache has, the request is deferred, unless it is past the age limit.
 
-**What lies below the device.** A prompt is looked up in storage when it comes, and admitted no sooner than its prefetch
-lets it; what the host has of it is loaded layer by layer while the forward computes behind it. A load that fails is
-computed instead.
+**Host and storage.** A prompt is looked up in storage when it arrives. It is admitted when its prefetch no longer asks
+it to wait. The pages that the host has are loaded layer by layer while the forward computes. If a load fails, its
+positions are computed instead.
 
-**What a model keeps beside full attention.** Pages of a sliding window come chunk by chunk. Of a recurrent state a copy
-is kept at the places of `checkpoints`, at every page border of the answer (the last one stays), and where a waiting
-request parts from a running prefill. Chunks end there, and never inside an image that must not be cut.
+**Sliding windows and recurrent states.** Window pages are allocated chunk by chunk. A recurrent state is copied at the
+checkpoints of the prompt, at every page boundary of the answer (only the last copy stays), and where a waiting request
+parts from a running prefill. Chunks end at these positions, and never inside an image that must not be split.
 
-**When pages run out** the newest running request is set back: what it computed stays in the cache, and it is resumed
-with its generated tokens as part of its prompt. The oldest one always goes on, so every step makes progress.
+**When pages run out**, the newest running request is preempted. What it computed stays in the cache. It resumes with
+its generated tokens as part of its prompt. The oldest request always goes on, so every step makes progress.
 
 ```
    add -> waiting -- admit: lease, pages for the prompt --> running -- stop | length | cancelled | error --> gone
              ^                                                 |
-             +---------------- set back: no pages -------------+
+             +---------------- preempt: no pages --------------+
 ```
-Knows nothing of threads, streams, models or tensors other than the logits it samples from.
+The scheduler knows no threads, streams or models, and no tensors other than the logits that it samples from.
 """
 
 from __future__ import annotations
@@ -60,45 +59,45 @@ from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
 
-# Bounds the time of a step, however many wait.
+# Bounds the time of a step, however many requests wait.
 _RANKED = 128
 
-_PREFETCHES = 4  # at storage, for one request
+_PREFETCHES = 4  # of one request
 
-_MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured, and how many there are
+_MEASURED, _MEASUREMENTS = 48, 3  # tokens of a forward that is only measured; the number of such forwards
 
-_POLL_S = 0.001  # between prefetches at transfers that nobody can do anything without
-_IDLE_POLL_S = 0.01  # the same, when nobody waits
+_POLL_S = 0.001  # between polls of transfers that all waiting requests need
+_IDLE_POLL_S = 0.01  # the same, when no request waits
 
 _NOTHING = Delta("")
-_NOT_ASKED = (0, None)
+_NOT_SAMPLED = (0, None)
 
 Event = tuple[str, Delta | Progress]
-"""What happened to which request."""
+"""The id of a request, and what happened to it."""
 
 
 class Runner(Protocol):
     """What the scheduler needs of a model."""
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """float32 [rows, vocab]: one row for each segment that wants one, in order."""
+        """Returns logits, float32 [rows, vocab]: one row for each segment with `logits`, in order."""
 
     def embed(self, segment: Segment) -> None:
-        """Makes ready the images that a segment computes; asked for only where there are images."""
+        """Encodes the images that a segment computes; called only for requests with images."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a step.
+    """The bounds of a step.
 
     Args:
         max_context: positions of one request, prompt and completion.
-        token_budget: prompt tokens a step, all requests together.
+        token_budget: prompt tokens per step, all requests together.
         max_running: requests in one forward.
-        age_limit_s: after so long a request is passed no more, except by what is older or has a higher priority.
-        checkpoint_tokens: of a recurrent state a copy is kept about every so many tokens of a prompt where a slot is
-            free; 0: only where prompts part and end.
-        checkpoints: such copies of one prompt at most.
+        age_limit_s: a request that has waited longer is overtaken only by older, preempted or higher-priority ones.
+        checkpoint_tokens: about the number of prompt tokens between two checkpoints of a recurrent state, which are
+            kept where a slot is free; 0: checkpoints only where prompts part and end.
+        checkpoints: the limit of checkpoints per prompt.
     """
 
     max_context: int
@@ -116,11 +115,11 @@ class Totals:
     Args:
         requests: added.
         prompt_tokens: of the requests admitted.
-        cached_tokens: of them, found in the cache at the first admission.
-        host_tokens, storage_tokens: of these, on the host; in storage.
-        computed_tokens: that went through the model, whatever for.
+        cached_tokens: prompt tokens that were in the cache at the first admission.
+        host_tokens, storage_tokens: cached tokens that were on the host; in storage.
+        computed_tokens: all that went through the model.
         generated_tokens: sampled.
-        preemptions: times a running request was set back.
+        preemptions: times a running request was preempted.
         errors: requests that ended with an error.
     """
 
@@ -139,13 +138,13 @@ class Scheduler:
     """Runs requests over one cache and one runner, step by step, on one thread.
 
     Args:
-        cache: prefixes and pages; nobody else may hold leases on it.
-        runner: computes.
-        tokenizer: makes text.
-        limits: what bounds a step.
+        cache: prefixes and pages; only the scheduler may hold leases on it.
+        runner: runs the model.
+        tokenizer: decodes tokens to text.
+        limits: the bounds of a step.
         eos: tokens that end a request, unless it ignores them.
-        clock: seconds, never going back.
-        random: where seeds come from for requests without one.
+        clock: monotonic, in seconds.
+        random: the source of seeds for requests without one.
     """
 
     def __init__(
@@ -169,14 +168,14 @@ class Scheduler:
         self._events: list[Event] = []
         self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
         self._window = next((c.tokens for c in cache.tree.components if isinstance(c, Window)), None)
-        # Who found no pages, and when how many could be had: not tried again before that changes.
+        # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
         self._meter = _Meter(None if self._tiers is None else self._tiers.prefill, clock)
 
     @property
     def idle_s(self) -> float | None:
-        """How long a step would find nothing to do, unless a request comes; None: for ever."""
+        """Seconds until a step may find something to do, if no request is added; None: never."""
         if self._running or self._events or (self._waiting and not self._idle):
             return 0.0
         if self._waiting:
@@ -195,14 +194,14 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do or to tell."""
+        """Whether a step has anything to do or to report."""
         return bool(self._waiting or self._running or self._events)
 
     def check(self, request: Request) -> Encoded:
-        """Refuses what could never run, and encodes the prompt of what could, for `add`; from any thread.
+        """Rejects a request that could never run, otherwise encodes its prompt for `add`. Callable from any thread.
 
         Raises:
-            RequestTooLong: it exceeds the context or the pool; says the numbers.
+            RequestTooLong: it exceeds the context or the pool; the message gives the numbers.
             BadTokens: a token is outside the vocabulary.
         """
         prompt, new = len(request.tokens), request.params.max_tokens
@@ -210,7 +209,7 @@ class Scheduler:
         longest = max((image.length for image in request.images), default=0)
         if prompt + new > self._limits.max_context:
             raise RequestTooLong(f"{asked} make {prompt + new} positions: the context has {self._limits.max_context}")
-        # The last token is never computed, so it needs no slot.
+        # The last token is never computed, so it needs no page.
         size, total = self._cache.page_size, self._cache.pool.total
         pages = -(-(prompt + new - 1) // size)
         if pages > total and "full" in self._cache.pools:
@@ -233,13 +232,13 @@ class Scheduler:
             )
 
     def add(self, id: str, request: Request, arrived_s: float | None = None, prompt: Encoded | None = None) -> None:
-        """Puts a request among the waiting.
+        """Adds a waiting request.
 
         Args:
             id: names it in events; unique among requests that have not ended.
             request: what to run.
-            arrived_s: when it came, by the scheduler's clock; now, if None.
-            prompt: what `check` gave; None: it was not asked yet.
+            arrived_s: its arrival time, by the scheduler's clock; None: now.
+            prompt: what `check` returned; None: `add` calls it.
 
         Raises:
             RequestTooLong, BadTokens: as `check`.
@@ -257,30 +256,31 @@ class Scheduler:
         self._prefetch(sequence)
 
     def measure(self) -> None:
-        """Computes a few tokens for nothing, so that the first request knows what it costs not to wait for storage.
+        """Times a few forwards, so that the first request knows what it costs not to wait for storage.
 
-        For caches of full attention alone, before the first request.
+        Call it before the first request, and only if the cache holds full attention alone.
         """
         size, pool = self._cache.page_size, self._cache.pool
         n = min(_MEASURED, self._limits.max_context, self._limits.token_budget, pool.free * size)
-        pages = pool.allocate(-(-n // size))
+        page_ids = pool.allocate(-(-n // size))
         try:
             for _ in range(_MEASUREMENTS):
                 began_s = self._clock()
-                self._runner.forward([Segment(np.zeros(n, np.int32), 0, pages, True)]).argmax().item()  # it has ended
+                logits = self._runner.forward([Segment(np.zeros(n, np.int32), 0, page_ids, True)])
+                logits.argmax().item()  # waits for the forward
                 if self._tiers is not None:
                     self._tiers.prefill.observe([(n, 0)], self._clock() - began_s)
         finally:
-            pool.release(pages)
+            pool.release(page_ids)
 
     def cancel(self, id: str) -> None:
-        """Ends a request; its last event comes with the next step. Does nothing if it has ended."""
+        """Ends a request; the next step returns its last event. Does nothing if it has ended."""
         sequence = self._waiting.get(id) or self._running.get(id)
         if sequence is not None:
             self._finish(sequence, "cancelled")
 
     def step(self) -> list[Event]:
-        """One forward at most, and everything that became known since the last step, in order."""
+        """Runs at most one forward, and returns all events since the last step, in order."""
         if self._tiers is not None:
             self._tiers.poll()
         scheduled = self._schedule_running()
@@ -294,7 +294,7 @@ class Scheduler:
         return events
 
     def _preempt(self, sequence: _Sequence) -> None:
-        log.info("out of pages: request %s is set back at %d positions", sequence.id, sequence.computed)
+        log.info("out of pages: request %s is preempted at %d positions", sequence.id, sequence.computed)
         del self._running[sequence.id]
         sequence.keep_state()
         sequence.close()
@@ -303,9 +303,9 @@ class Scheduler:
         self.totals.preemptions += 1
 
     def _schedule_running(self) -> list[tuple[_Sequence, int]]:
-        """How many tokens each running request computes in this step: decodes first, then prefills, oldest first.
+        """Schedules running requests, with the number of tokens of each: decodes first, then prefills, oldest first.
 
-        Each gets the pages for them; where there are none, the newest is set back.
+        Allocates the pages that they need. Where there are none, the newest request is preempted.
         """
         self._allocate_running()
         running = tuple(self._running.values())
@@ -318,15 +318,15 @@ class Scheduler:
             if self._allocate(sequence, partial(sequence.slide, n)):
                 scheduled[sequence.id] = sequence, n
                 budget -= n if sequence.prefilling else 0
-        return [item for id, item in scheduled.items() if id in self._running]
+        return [(sequence, n) for sequence, n in scheduled.values() if sequence.id in self._running]
 
     def _allocate_running(self) -> None:
-        """Pages for the newest token of all that run, oldest first."""
+        """Allocates a page for the newest token of every running request, oldest first."""
         for sequence in tuple(self._running.values()):
             self._allocate(sequence, sequence.reserve)
 
     def _allocate(self, sequence: _Sequence, take: Callable[[], None]) -> bool:
-        """Whether a request that runs got its pages, for which the newest ones are set back: itself at last."""
+        """Allocates for a running request, preempting the newest ones, at last itself; returns whether it got pages."""
         while sequence.id in self._running:
             try:
                 take()
@@ -336,11 +336,11 @@ class Scheduler:
         return False
 
     def _schedule_waiting(self, budget: int) -> list[tuple[_Sequence, int]]:
-        """Admits who can compute something in this step, and says how much."""
+        """Admits requests that can compute something in this step; returns them, and how many tokens each computes."""
         scheduled: list[tuple[_Sequence, int]] = []
         if not self._has_room(budget):
             return scheduled
-        ranked = self._ranked()
+        ranked = self._rank_waiting()
         for sequence, hit in ranked:
             if not self._has_room(budget):
                 break
@@ -354,7 +354,7 @@ class Scheduler:
                 if self._running or (self._tiers is not None and self._tiers.copying):
                     self._blocked = (sequence.id, self._room())
                     break
-                self._finish(sequence, "error", error=str(error))  # Nothing runs, so no page will ever come back.
+                self._finish(sequence, "error", error=str(error))  # nothing runs, so no page will ever be freed
                 continue
             for other, _ in ranked:
                 self._request_checkpoint(sequence, other)
@@ -363,7 +363,7 @@ class Scheduler:
         return scheduled
 
     def _room(self) -> tuple[int, ...]:
-        """Pages and slots that are free or could be, by component."""
+        """Returns the pages and slots that are free or can be evicted, by component."""
         counts = [self._cache.tree.core.counts(row, 0) for row in range(len(self._cache.pools))]
         pools = self._cache.pools.values()
         return tuple(pool.free + present - locked for pool, (present, locked, _) in zip(pools, counts, strict=True))
@@ -371,8 +371,8 @@ class Scheduler:
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
 
-    def _ranked(self) -> list[tuple[_Sequence, int]]:
-        """The waiting in the order of admission, with the length of each one's hit."""
+    def _rank_waiting(self) -> list[tuple[_Sequence, int]]:
+        """Returns the waiting requests in admission order, each with the length of its hit."""
         now_s, keys = self._clock(), self._cache.tree.keys
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Sequence.precedence)
         hits = [(sequence, self._cache.peek(sequence.encoded(keys), sequence.request.namespace)) for sequence in oldest]
@@ -405,20 +405,20 @@ class Scheduler:
         return shared > hit or shared > other.loading_from
 
     def _shared(self, one: _Sequence, other: _Sequence) -> int:
-        """The last page border up to which two prompts agree, and where the other one could start."""
-        # One token is always left to compute, so a hit never reaches the last one.
+        """Returns the last page boundary up to which two prompts agree and at which `other` could start."""
+        # One token is always left to compute, so a hit never includes the last one.
         page = self._cache.page_size
         same = min(_common_prefix(one.symbols, other.symbols, page), other.length - 1)
         return last_boundary(same, page, other.atomic)
 
     def _request_checkpoint(self, running: _Sequence, sequence: _Sequence) -> None:
-        """Has a prefill keep its state where a waiting request parts from it."""
+        """Makes a running prefill keep its state where a waiting request parts from it."""
         wanted = self._plans_states and self._cache.enabled and sequence.id in self._waiting and running.prefilling
         if wanted and running.namespace == sequence.namespace:
             running.add_checkpoint(self._shared(running, sequence), self._limits.checkpoints)
 
     def _prefetch(self, sequence: _Sequence) -> None:
-        """Has storage asked for what neither device nor host has of a prompt."""
+        """Starts to prefetch what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
             sequence.prefetch = self._tiers.prefetch(
                 sequence.encoded(self._cache.tree.keys), sequence.request.namespace
@@ -426,7 +426,7 @@ class Scheduler:
             sequence.prefetches += 1
 
     def _awaits_prefetch(self, sequence: _Sequence) -> bool:
-        """Whether storage may bring more of this request's prompt before long."""
+        """Whether to wait, since storage may soon bring more of this request's prompt."""
         prefetch = sequence.prefetch
         if (
             prefetch is not None
@@ -435,7 +435,7 @@ class Scheduler:
             and prefetch.loaded
             and sequence.prefetches < _PREFETCHES
         ):
-            self._drop_prefetch(sequence)  # it was for another prompt, too, which may part from this one further on
+            self._drop_prefetch(sequence)  # it was shared with another prompt, which may part from this one further on
             self._prefetch(sequence)
         elif (
             prefetch is None
@@ -472,7 +472,7 @@ class Scheduler:
         self._report_progress(sequence)
 
     def _checkpoints(self, sequence: _Sequence, lease: Lease) -> list[Checkpoint]:
-        """Where copies of a request's state are to be kept."""
+        """Plans at which positions a request's state is copied."""
         if not self._plans_states or not self._cache.enabled:
             return []
         limits, page = self._limits, self._cache.page_size
@@ -482,12 +482,12 @@ class Scheduler:
             sequence.length,
             page,
             interval=limits.checkpoint_tokens,
-            most=limits.checkpoints,
+            limit=limits.checkpoints,
             atomic=sequence.atomic,
         )
 
     def _count_hits(self, sequence: _Sequence, loaded: int) -> None:
-        """Where the cached tokens of a request lay, at its first admission."""
+        """Counts a request's cached tokens by tier, at its first admission."""
         sequence.cached_tokens = sequence.computed
         sequence.storage_tokens = min(sequence.stored, loaded)
         sequence.host_tokens = loaded - sequence.storage_tokens
@@ -507,41 +507,41 @@ class Scheduler:
         try:
             logits = self._runner.forward([sequence.segment(n) for sequence, n in scheduled])
             scheduled, sampled, logits = self._drop_failed_loads(scheduled, sampled, logits)
-            picked = sample(logits, [sequence.sampler for sequence in sampled])
-            if picked or logits.device.type == "cpu":
+            choices = sample(logits, [sequence.sampler for sequence in sampled])
+            if choices or logits.device.type == "cpu":
                 self._meter.end()
         except Exception as error:
             self._meter.drop()
-            log.exception("a forward over %d requests failed; they end", len(scheduled))
+            log.exception("a forward over %d requests failed; ending them", len(scheduled))
             for sequence, _ in scheduled:
                 self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
             return
-        given = dict(zip(sampled, picked, strict=True))
+        chosen = dict(zip(sampled, choices, strict=True))
         for sequence, n in scheduled:
             self.totals.computed_tokens += n
-            if given.get(sequence, _NOT_ASKED) is None:  # what it has computed is not worth keeping
+            if chosen.get(sequence, _NOT_SAMPLED) is None:  # what it has computed is not worth keeping
                 self._finish(sequence, "error", error="the model's logits hold NaN or infinity")
                 continue
             was_prefilling = sequence.prefilling
             sequence.advance(n)
             if was_prefilling:
                 self._report_progress(sequence)
-        for sequence, choice in given.items():
+        for sequence, choice in chosen.items():
             if choice is None:
                 continue
             token, logprob = choice
             try:
                 self._process_token(sequence, token, () if logprob is None else (logprob,))
-            except Exception as error:  # such as a tokenizer that cannot decode a token: the others go on
-                log.exception("request %s failed and ends", sequence.id)
+            except Exception as error:  # e.g. the tokenizer cannot decode a token; other requests go on
+                log.exception("request %s failed; ending it", sequence.id)
                 self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
 
     def _embeds(self, sequence: _Sequence, n: int) -> bool:
-        """Whether the images of a item can be encoded: one that cannot ends its own request, and no other."""
+        """Encodes the images of the next n tokens; returns whether it could. A failure ends this request only."""
         try:
             self._runner.embed(sequence.segment(n))
         except Exception as error:
-            log.exception("the images of request %s cannot be encoded; it ends", sequence.id)
+            log.exception("the images of request %s cannot be encoded; ending it", sequence.id)
             self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
             return False
         return True
@@ -549,7 +549,7 @@ class Scheduler:
     def _drop_failed_loads(
         self, scheduled: list[tuple[_Sequence, int]], sampled: list[_Sequence], logits: torch.Tensor
     ) -> tuple[list[tuple[_Sequence, int]], list[_Sequence], torch.Tensor]:
-        """Leaves out what was computed behind pages that did not arrive; it is computed again, with those pages."""
+        """Drops results that read pages which did not arrive; they are computed again, together with those pages."""
         failed = [sequence for sequence, _ in scheduled if not sequence.finish_load()]
         if not failed:
             return scheduled, sampled, logits
@@ -560,15 +560,15 @@ class Scheduler:
         return scheduled, [sampled[row] for row in good], logits[good]
 
     def _fits(self, sequence: _Sequence, lease: Lease) -> bool:
-        """Whether all of a request's pages can be had: a load that is thrown away is a load too many."""
+        """Whether all pages of a request can be allocated; if not, loading is wasted work."""
         if Full.name not in self._cache.pools:
-            return True  # window pages come as they are needed
+            return True  # window pages are allocated chunk by chunk
         size = self._cache.page_size
         return -(-sequence.length // size) - lease.hit // size <= self._room()[0]
 
     def _uncount_load(self, sequence: _Sequence) -> None:
         if sequence.counted is None:
-            return  # it failed at a later admission, which does not count
+            return  # it failed at a later admission, and only the first one counts
         sequence.counted = None
         sequence.cached_tokens -= sequence.host_tokens + sequence.storage_tokens
         self.totals.cached_tokens -= sequence.host_tokens + sequence.storage_tokens
@@ -581,7 +581,7 @@ class Scheduler:
             self._events.append((sequence.id, Progress(sequence.computed, sequence.length)))
 
     def _process_token(self, sequence: _Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """One sampled token: to the client, and back into the sequence unless it was the last."""
+        """Appends a sampled token to its sequence, and reports it; ends the request if it was the last."""
         params = sequence.request.params
         self.totals.generated_tokens += 1
         if sequence.first_token_s is None:
@@ -610,10 +610,10 @@ class Scheduler:
 
 
 class _Meter:
-    """Tells the estimate of prefills what they take.
+    """Measures forwards for the estimate of prefill times.
 
-    On a device of its own a forward that samples nothing may go on when it has returned: its time is known together
-    with that of the next one that does.
+    On a GPU, a forward that samples nothing may still run when the call returns. Its time is measured together with
+    that of the next forward that samples.
     """
 
     def __init__(self, prefill: PrefillCost | None, clock: Callable[[], float]) -> None:
@@ -625,7 +625,7 @@ class _Meter:
         if not self._parts:
             self._began_s = self._clock()
         if any(sequence.loading for sequence, _ in scheduled):
-            self.drop()  # it waits for pages, too
+            self.drop()  # it also waits for pages
         elif any(sequence.prefilling for sequence, _ in scheduled):
             self._parts += [(n, sequence.computed) for sequence, n in scheduled]
 
@@ -639,11 +639,11 @@ class _Meter:
 
 
 class _Sequence:
-    """One request on its way.
+    """One request on its way through the scheduler.
 
     ```
     tokens   [ prompt | generated ]        room for max_tokens
-             0  computed       length      computed <= length - 1: the newest token's KV is always still to come
+             0  computed       length      computed <= length - 1: the newest token's KV is never computed yet
     ```
     """
 
@@ -670,15 +670,15 @@ class _Sequence:
         self.cached_tokens = self.host_tokens = self.storage_tokens = 0
         self.was_preempted = False
         self.prefetch: Prefetch | None = None
-        self.prefetches = 0  # prefetches begun
-        self.stored = 0  # positions that they brought
+        self.prefetches = 0  # number begun
+        self.stored = 0  # positions that they loaded
         self.counted: Load | None = None  # the load that is part of `cached_tokens`
         self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
         self._arrival = arrival
         self._lease: Lease | None = None
         self._load: Load | None = None
         self._checkpoints: list[Checkpoint] = []
-        self._page_size = 0  # of a model with states
+        self._page_size = 0  # stays 0 unless the model has states
         self._prefill_end = self.length
         self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
         self._tokens[: self.length] = request.tokens
@@ -696,18 +696,18 @@ class _Sequence:
 
     @property
     def key(self) -> TokenLike:
-        """The same, as the cache takes it."""
+        """The same, in the form that the cache takes."""
         return Spliced(self.known, self._images) if self._images else self.known
 
     def encoded(self, kind: KeyKind) -> Encoded:
-        """The same, encoded once; again only if it was set back, with what it had generated by then."""
+        """The same, encoded. It is encoded once, and again after a preemption, with the tokens generated by then."""
         if self._encoded_length < self.length:
             self._encoded, self._encoded_length = Encoded.of(kind, self.key), self.length
         return self._encoded
 
     @property
     def symbols(self) -> NDArray[np.int32]:
-        """What two sequences that may item KV have in common: tokens, and in images their identity."""
+        """What must be equal in two sequences that share KV: tokens, and the identity of images."""
         return self._symbols[: self.length]
 
     @property
@@ -721,30 +721,30 @@ class _Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether tokens are left to compute that were known at admission."""
+        """Whether tokens that were known at admission are left to compute."""
         return self.computed < self._prefill_end
 
     @property
     def loading(self) -> bool:
-        """Whether the forward that computes next waits for pages on their way from the host."""
+        """Whether the next forward waits for pages that are being loaded from the host."""
         return self._load is not None
 
     @property
     def loading_from(self) -> int:
-        """Positions from here on are being loaded; none are, where that is behind the end."""
+        """The first position that is being loaded; `length` if there is none."""
         return self.length if self._load is None or self._lease is None else self._lease.hit
 
     def precedence(self) -> tuple[int, bool, int]:
-        """Lower goes first, hits and age left aside."""
+        """The sort key of admission without hits and age; the lowest is first."""
         return -self.request.priority, not self.was_preempted, self._arrival
 
     def open(self, lease: Lease, load: Load | None, checkpoints: list[Checkpoint], page_size: int) -> None:
-        """Takes a lease and pages for all known tokens.
+        """Takes over a lease, and reserves pages for all known tokens.
 
-        What is being loaded counts as computed: the forward waits for it, layer by layer.
+        Positions that are being loaded count as computed: the forward waits for them, layer by layer.
 
         Raises:
-            OutOfPages: `drop` then gives back what was taken.
+            OutOfPages: `drop` then releases what was taken.
         """
         self._lease, self._load = lease, load
         self.computed = lease.hit if load is None else lease.reserved
@@ -761,37 +761,37 @@ class _Sequence:
         self.computed = 0
 
     def chunk(self, budget: int) -> int:
-        """How many tokens to compute next: at most the budget, if no checkpoint and no image says otherwise."""
+        """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
         if not self.prefilling:
             return 1
         budget = min(budget, self.pending)
-        if self._page_size and budget < self.pending:  # what is set back keeps the state at a page border
-            border = (self.computed + budget) // self._page_size * self._page_size
-            budget = max(border - self.computed, 0) or budget
+        if self._page_size and budget < self.pending:  # a preempted request keeps its state only at a page boundary
+            boundary = (self.computed + budget) // self._page_size * self._page_size
+            budget = max(boundary - self.computed, 0) or budget
         return chunk_end(self.computed, budget, self._checkpoints, self.atomic) - self.computed
 
-    def add_checkpoint(self, position: int, most: int) -> None:
-        """Keeps the state at a page border, too, unless others have asked for `most` places."""
-        asked = [checkpoint.position for checkpoint in self._checkpoints if checkpoint.room]
-        if position > self.computed and position not in asked and len(asked) < most:
+    def add_checkpoint(self, position: int, limit: int) -> None:
+        """Adds a checkpoint at a page boundary, unless `limit` of them were requested already."""
+        requested = [checkpoint.position for checkpoint in self._checkpoints if checkpoint.room]
+        if position > self.computed and position not in requested and len(requested) < limit:
             others = [checkpoint for checkpoint in self._checkpoints if checkpoint.position != position]
             self._checkpoints = [*others, Checkpoint(position, room=True)]
 
     def last_planned(self, position: int) -> int:
-        """The last place up to there at which the state will be kept; 0 if there is none."""
-        return max((place for place, _ in self._checkpoints if self.computed < place <= position), default=0)
+        """Returns the last planned checkpoint at or before `position`; 0 if there is none."""
+        return max((planned for planned, _ in self._checkpoints if self.computed < planned <= position), default=0)
 
     def slide(self, n: int) -> None:
-        """Window pages for the next n tokens; OutOfPages changes nothing.
+        """Allocates window pages for the next n tokens; OutOfPages changes nothing.
 
-        Where there are states, the window of the last page border stays: a state that is kept there needs it.
+        Where there are states, the window before the last page boundary stays: a state that is kept there needs it.
         """
         assert self._lease is not None
         begin = self.computed - self.computed % self._page_size if self._page_size else self.computed
         self._lease.slide(begin, self.computed + n)
 
     def finish_load(self) -> bool:
-        """After a forward: whether all that it read had arrived. If not, computing starts again behind the hit."""
+        """Returns whether all pages that a forward read had arrived. If not, computing restarts at the hit."""
         load, self._load = self._load, None
         if load is None or load.wait():
             self.counted = None
@@ -801,14 +801,14 @@ class _Sequence:
         return False
 
     def reserve(self) -> None:
-        """A page for the newest token; OutOfPages changes nothing."""
+        """Reserves a page for the newest token; OutOfPages changes nothing."""
         assert self._lease is not None
         missing = self.length - self._lease.reserved
         if missing > 0:
             self._lease.reserve(missing)
 
     def segment(self, n: int) -> Segment:
-        """The next n tokens to compute."""
+        """Returns the next n tokens to compute."""
         assert self._lease is not None and 0 < n <= self.pending
         begin, end = self.computed, self.computed + n
         return Segment(
@@ -825,9 +825,9 @@ class _Sequence:
         )
 
     def advance(self, n: int) -> None:
-        """Counts n tokens as computed, and publishes every page that they fill, for others to use at once.
+        """Counts n tokens as computed, and publishes every page that they fill, so that others can use it at once.
 
-        Where there are states, the answer's pages wait for its end: nobody can use them without the state there.
+        Where there are states, the pages of the answer are published at its end: without its state they are no use.
         """
         assert self._lease is not None
         prefilling = self.prefilling
@@ -844,14 +844,14 @@ class _Sequence:
             self._lease.checkpoint(self.computed)
 
     def append(self, token: int) -> None:
-        """A sampled token joins the sequence."""
+        """Appends a sampled token."""
         assert self._lease is not None and self.pending == 0
         self._tokens[self.length] = self._symbols[self.length] = token
         self.length += 1
         self._lease.append([token])
 
     def close(self) -> None:
-        """Gives the lease back, if there is one; what was computed stays in the cache, and nothing of a failed step."""
+        """Ends the lease, if there is one. What was computed stays in the cache, but nothing of a failed step."""
         if self._lease is not None and self._load is not None:
             self._lease.abort()  # nothing is computed yet
         elif self._lease is not None:
@@ -859,13 +859,13 @@ class _Sequence:
         self._lease = self._load = self.counted = None
 
     def keep_state(self) -> None:
-        """Keeps the state of a prompt that is computed in part, for when it is resumed."""
+        """Keeps the state of a partly computed prompt, so that it can resume there."""
         assert self._lease is not None
         if self._page_size and self.computed > self._lease.hit and self.computed % self._page_size == 0:
             self._lease.checkpoint(self.computed)
 
     def usage(self, now_s: float) -> Usage:
-        """What was used up to now."""
+        """Returns the usage up to now."""
         return Usage(
             prompt_tokens=len(self.request.tokens),
             cached_tokens=self.cached_tokens,
@@ -879,7 +879,7 @@ class _Sequence:
 
 
 def _flush(sequence: _Sequence) -> str:
-    """The text that was held back; none where the tokenizer fails, so that a request can end in any case."""
+    """Returns the text that was held back; none if the tokenizer fails, so that a request can always end."""
     try:
         return sequence.text.flush()
     except Exception:
@@ -888,12 +888,12 @@ def _flush(sequence: _Sequence) -> str:
 
 
 def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:
-    """Positions that two sequences item; 0 if they part in the first page, which is what most do."""
+    """Returns the length of the common prefix; 0 if the first page differs, as it does for most pairs."""
     if not np.array_equal(a[:page_size], b[:page_size]):
         return 0
     n = min(len(a), len(b))
-    parted = np.flatnonzero(a[:n] != b[:n])
-    return int(parted[0]) if parted.size else n
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
 
 
 def _images(request: Request) -> tuple[tuple[int, Image], ...]:
@@ -901,9 +901,9 @@ def _images(request: Request) -> tuple[tuple[int, Image], ...]:
 
 
 def window_pages(window: int, chunk: int, page_size: int, *, states: bool = False) -> int:
-    """Window pages with which one request can always go on: its window, and a chunk, each cut anywhere.
+    """Returns how many window pages let one request always proceed: for its window and one chunk, at any alignment.
 
-    With states an answer is published at its end, and up to there the window of its prompt stays locked.
+    With states, an answer is published at its end, and the window of its prompt stays locked until then.
     """
     windows = 2 if states else 1
     return windows * -(-window // page_size) + -(-chunk // page_size) + 2

@@ -1,12 +1,12 @@
-"""How large each pool is: one amount of memory, shared out among full pages, window pages and state slots.
+"""The size of each pool: divides an amount of memory among full pages, window pages and state slots.
 
     memory = full pages x their bytes + window pages x theirs + slots x theirs
     window pages = window_ratio x full pages;  slots x bytes = state_share x memory
 
-Which ratio serves best depends on the use: short chats want a window page for each full one, long prompts next to none.
-`best_window_ratio` finds it in a trace.
+The best ratio depends on the use: short chats need a window page for each full page, long prompts almost none.
+`best_window_ratio` finds it from a trace.
 
-Knows bytes and ids; allocates no memory for them.
+This module only computes numbers. It allocates no memory for pages.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, OutOfPages, check_integer
 from mainstem.keys import MAX_TOKEN, TokenLike
 
-# Full pages of a model without attention take no memory but the tree's: they are as many as its states can need.
-_MOST_MARKS = 1 << 20
+# Full pages of a model without attention take memory only in the tree, so there are as many as its states can need.
+_MAX_MARKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What is asked for.
+    """How to divide the memory.
 
     Args:
         memory: bytes for all pools together.
-        pages: pages of the first component instead; the others follow from the ratio and the slots.
+        pages: pages of the first component, in place of `memory`; the others follow from the ratio and the slots.
         window_ratio: window pages for each full page.
-        state_share: part of the memory that states have, of a model that has KV as well.
-        state_slots: how many slots instead.
+        state_share: the fraction of the memory for states, in a model that also has KV.
+        state_slots: the number of slots, in place of `state_share`.
 
     Raises:
         BadArgument: names the field and its range.
@@ -51,16 +51,16 @@ class Shares:
     state_slots: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the shares; the integers are checked where they are set."""
-        for name, most in (("window_ratio", math.inf), ("state_share", 1.0)):
+        """Checks the fractions; integers are checked where they are set."""
+        for name, end in (("window_ratio", math.inf), ("state_share", 1.0)):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < most:
-                raise BadArgument(name, value, "a number above 0" + ("" if most == math.inf else f" and below {most}"))
+            if type(value) not in (int, float) or not 0 < value < end:
+                raise BadArgument(name, value, "a number above 0" + ("" if end == math.inf else f" and below {end}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one request needs, so that the oldest can always go on.
+    """The least sizes with which the oldest request can always go on.
 
     Args:
         window_pages: see `mainstem.runtime.scheduler.window_pages`.
@@ -76,12 +76,12 @@ class Need:
 def share_out(
     components: tuple[Component, ...], page_bytes: Mapping[str, int], slot_bytes: int, shares: Shares, need: Need
 ) -> dict[Component, int]:
-    """Pages or slots of each component.
+    """Returns the pages or slots of each component.
 
     Args:
         components: of the model, in order.
         page_bytes: bytes of a page, by component of pages.
-        slot_bytes: bytes of a state; 0 without one.
+        slot_bytes: bytes of a state; 0 if the model has none.
 
     Raises:
         BadArgument: the memory does not hold a page of each, or the window of one request.
@@ -112,7 +112,7 @@ def _slots(
     else:
         part = shares.state_share if any(page_bytes.values()) else 1.0
         slots = int(shares.memory * part) // slot_bytes
-    # One to compute with, one aside, one that the tree keeps.
+    # One to compute with, one checkpoint of the lease, one that the tree keeps.
     if slots < 3 and shares.state_slots is not None:
         raise BadArgument("state_slots", slots, "at least 3")
     if slots < 3 or (shares.pages is None and slots * slot_bytes > shares.memory):
@@ -135,12 +135,12 @@ def _full_pages(
     slides = any(isinstance(component, Window) for component in components)
     cost = page_bytes["full"] + (shares.window_ratio * page_bytes["window"] if slides else 0)
     if cost == 0:
-        return min(slots * need.context_pages, max(_MOST_MARKS, need.running * need.context_pages))
-    least = need.window_pages * page_bytes["window"] if slides else 0  # comes first
+        return min(slots * need.context_pages, max(_MAX_MARKS, need.running * need.context_pages))
+    least = need.window_pages * page_bytes["window"] if slides else 0  # has precedence
     pages = min(int(memory / cost), (memory - least) // page_bytes["full"])
     if pages < 1:
         one, states = max(math.ceil(cost), page_bytes["full"] + least), shares.memory - memory
-        raise BadArgument("kv_bytes", shares.memory, f"{one} or more" + f" beside {states} for states" * (states > 0))
+        raise BadArgument("kv_bytes", shares.memory, f"{one} or more" + f" plus {states} for states" * (states > 0))
     return pages
 
 
@@ -163,12 +163,12 @@ RATIOS = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A sequence of a trace that has no tokens.
+    """A sequence of a trace without tokens.
 
     Args:
-        length: positions, of prompt and answer.
+        length: positions of prompt and answer.
         like: index of an earlier sequence of the trace.
-        shared: positions from the beginning that are the same in both.
+        shared: the length of the prefix that both have in common.
     """
 
     length: int
@@ -178,7 +178,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one ratio gave: how many pages, and the cached tokens a token of the trace."""
+    """The result of one ratio: the pages, and the fraction of the trace's tokens that were cached."""
 
     window_ratio: float
     full_pages: int
@@ -188,7 +188,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """What each ratio gave, in the order asked for, and the best: of equals the lowest, which has most full pages."""
+    """The results of all ratios in the given order, and the best: of equals the lowest, with the most full pages."""
 
     best: Trial
     all: tuple[Trial, ...]
@@ -205,24 +205,24 @@ def best_window_ratio(
     token_budget: int = 512,
     ratios: Sequence[float] = RATIOS,
 ) -> Trials:
-    """Replay a trace through a cache without tensors, once for each ratio: the same trace gives the same answer.
+    """Replays a trace through a cache without tensors, once for each ratio. The result is deterministic.
 
-    One sequence at a time: what runs at once shares the pages, which a trace without times cannot say. A sequence that
-    does not fit hits nothing.
+    One sequence runs at a time: a trace without times does not say which run at once and so compete for pages. A
+    sequence that does not fit hits nothing.
 
     Args:
-        trace: sequences in the order of their use, prompt and answer: their tokens, or what they share.
+        trace: sequences in order, prompt and answer: their tokens, or what they share.
         window: positions that the sliding layers see.
         page_bytes: bytes of a "full" and a "window" page.
         memory: bytes for both pools.
-        page_size: positions a page.
+        page_size: positions per page.
         need: as for `share_out`.
         token_budget: positions that are computed at once.
         ratios: to try; each above 0.
 
     Raises:
-        BadArgument: an argument is out of range, the trace is empty, or the memory holds no pages for a ratio.
-        BadTokens: of the trace.
+        BadArgument: an argument is out of range, the trace is empty, or the memory is too small for a ratio.
+        BadTokens: the trace holds an invalid token.
     """
     check_integer("token_budget", token_budget, 1, MAX_TOKEN)
     check_integer("memory", memory, 1, 2**63 - 1)
@@ -232,24 +232,24 @@ def best_window_ratio(
         raise BadArgument("ratios", ratios, "at least one number above 0")
     sequences = _sequences(trace)
     full, slides = Full(), Window(window)
-    asked = [Shares(memory, window_ratio=ratio) for ratio in ratios]
-    sizes = [share_out((full, slides), page_bytes, 0, shares, need) for shares in asked]
-    rates = [_replay(PrefixCache(pages, page_size), sequences, token_budget) for pages in sizes]
+    candidates = [Shares(memory, window_ratio=ratio) for ratio in ratios]
+    sizes = [share_out((full, slides), page_bytes, 0, shares, need) for shares in candidates]
+    rates = [_replay(PrefixCache(counts, page_size), sequences, token_budget) for counts in sizes]
     trials = tuple(
-        Trial(shares.window_ratio, pages[full], pages[slides], rate)
-        for shares, pages, rate in zip(asked, sizes, rates, strict=True)
+        Trial(shares.window_ratio, counts[full], counts[slides], rate)
+        for shares, counts, rate in zip(candidates, sizes, rates, strict=True)
     )
     return Trials(max(trials, key=lambda trial: (trial.hit_rate, -trial.window_ratio)), trials)
 
 
 def read_trace(path: Path) -> tuple[TokenLike | Use, ...]:
-    """A trace of use from a file: a line of JSON for each sequence, as `best_window_ratio` takes them.
+    """Reads a trace for `best_window_ratio` from a file, with one line of JSON for each sequence.
 
         {"tokens": [1, 2, 3, ...]}
         {"length": 1200, "like": 0, "shared": 800}
 
     Raises:
-        BadArgument: the file cannot be read, or a line is neither; names the line.
+        BadArgument: the file cannot be read, or a line is neither; the message names the line.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -272,7 +272,7 @@ def _parsed(line: str, place: str) -> TokenLike | Use:
 
 
 def _sequences(trace: Iterable[TokenLike | Use]) -> list[TokenLike]:
-    """The trace as tokens: of those that it does not know, no two are the same."""
+    """Returns the trace as tokens; tokens that it does not give are all different."""
     found: list[TokenLike] = []
     fresh = 0
     for at, use in enumerate(trace):
@@ -299,7 +299,7 @@ def _tokens_of(use: Use, earlier: list[TokenLike], fresh: int) -> NDArray[np.int
 
 
 def _replay(cache: PrefixCache, sequences: list[TokenLike], token_budget: int) -> float:
-    """Cached tokens a token."""
+    """Returns the fraction of tokens that were cached."""
     hit = asked = 0
     for tokens in sequences:
         asked += len(tokens)

@@ -1,30 +1,30 @@
-"""The states that recurrent and convolutional layers keep: one slot a sequence, all layers together.
+"""The states of recurrent and convolutional layers: one slot per sequence, all layers together.
 
     conv        [slots, channels, kernel]              a tensor for each layer and each of its states;
     recurrent   [slots, heads, ...]                    shapes and dtypes are the model's own, found by running one token
 
-A slot is the state of one sequence behind one token. States are made and read through transformers' own cache objects,
-whose updates are in place: so they are copied out of slots before a forward and copied back behind it, and no tensor is
-ever shared between a slot and a forward. A forward goes like this:
+A slot holds the state of one sequence after one of its tokens. States are made and read through transformers' own cache
+objects, which update in place. So states are copied out of slots before a forward and back after it, and a slot and a
+forward never share a tensor. A forward goes like this:
 
     shape = StateShape.of(model)             None: the model keeps no state. Before its attention is exchanged
     continuation = prove(model, shape, ...)  "chunked" | "stepped", or UnsupportedModel; likewise before
     pool = StatePool(shape, slots, device)   pool.bytes_per_slot, pool.copy(source, target)
     cache = StateCache(model.config, pool)
 
-    cache.start(1)  or  cache.load([slot])   from zeros  or  behind the state in a slot
+    cache.start(1)  or  cache.load([slot])   from zeros  or  from the state in a slot
     model(input_ids=[1, n], position_ids=[1, n], use_cache=True, **{shape.argument: cache}, ...)
     cache.store([slot])
 
-One sequence a forward, [1, n]; or many that each go on by one token, stacked: load(slots), [R, 1], store(slots). What
-starts from zeros and what goes on are never in one forward: the model asks the cache, not the row. Where `prove` says
-"stepped", what is behind a state goes token by token, [R, 1]; what starts from zeros may still be [1, n].
+A forward runs one sequence, [1, n], or many that each go on by one token, stacked: load(slots), [R, 1], store(slots).
+Sequences that start from zeros and sequences that go on never share a forward: the model asks the cache, not the row.
+If `prove` returns "stepped", a sequence goes on token by token, [R, 1]; from zeros it may still run [1, n].
 
-Attention layers get from a `StateCache` just the keys and values that they gave, whichever layers are which, so that
-an attention function that keeps them itself sees the new ones only. Positions are not known here: always give
+A `StateCache` returns to attention layers only the keys and values that they gave, whichever layers are which, so an
+attention function that keeps them itself sees only the new ones. This module does not know positions: always pass
 `position_ids` to models that take them.
 
-This module does not know pages, requests or who owns a slot.
+It does not know pages, requests or the owners of slots.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 Kind = Literal["conv", "recurrent"]
 
 Continuation = Literal["chunked", "stepped"]
-"""How what follows a state may be fed: several tokens a forward, or one."""
+"""How many tokens may follow a state in one forward: several, or one."""
 
-# Tokens of the self-test's prompts, and where they are cut: more than one token behind a state, then one, then two.
+# Tokens of the self-test's prompts, and where they are cut: several tokens after a state, then one, then two.
 _CUTS = (0, 5, 9, 10, 12)
 
 
@@ -80,11 +80,11 @@ class StateTensor(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What a model keeps for one sequence, whatever its length.
+    """The state that a model keeps for one sequence of any length.
 
     Args:
         tensors: by layer, at least one.
-        argument: what the model's forward calls its cache, "past_key_values" or "cache_params".
+        argument: the name of the cache in the arguments of the model's forward, "past_key_values" or "cache_params".
     """
 
     tensors: tuple[StateTensor, ...]
@@ -102,7 +102,7 @@ class StateShape(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> StateShape | None:
-        """Find what `model` keeps by running one token of it; None, without running it, when it keeps no state.
+        """Runs one token to find the state that `model` keeps. Returns None, without running it, if it keeps none.
 
         Raises:
             UnsupportedModel: it keeps a state that is not in transformers' cache object.
@@ -117,7 +117,7 @@ class StateShape(NamedTuple):
         argument = _cache_argument(model)
         try:
             _forward(model, argument, torch.zeros(1, 1, dtype=torch.long), 0, cache)
-        except ValueError as error:  # what models raise when they want a cache of another class
+        except ValueError as error:  # raised by models that require a cache of another class
             raise UnsupportedModel(f"{kind} does not run with transformers' cache: {error}") from error
         return cls(tuple(_tensors(cache, kind)), argument)
 
@@ -131,7 +131,7 @@ def _cache_argument(model: PreTrainedModel) -> str:
 
 
 def _tensors(cache: Cache, kind: str) -> Iterator[StateTensor]:
-    """What one token of one sequence left in `cache`."""
+    """Yields the states that one token of one sequence left in `cache`."""
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             continue
@@ -140,7 +140,7 @@ def _tensors(cache: Cache, kind: str) -> Iterator[StateTensor]:
             raise UnsupportedModel(f"{kind} keeps the state of layer {number} outside transformers' cache")
         for index, name, state in found:
             if state.shape[0] != 1:
-                raise UnsupportedModel(f"{kind}: the {name} state of layer {number} is not one row a sequence")
+                raise UnsupportedModel(f"{kind}: the {name} state of layer {number} is not one row per sequence")
             yield StateTensor(number, index, name, tuple(state.shape[1:]), state.dtype)
 
 
@@ -157,11 +157,11 @@ class StatePool:
 
     Args:
         shape: of one sequence's state.
-        slots: how many.
-        device: where the tensors lie.
+        slots: the number of slots.
+        device: of the tensors.
 
     Raises:
-        BadArgument: `slots` is less than 1, or there is no memory for so many.
+        BadArgument: `slots` is less than 1, or the memory cannot be allocated.
     """
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device | str = "cpu") -> None:
@@ -171,9 +171,9 @@ class StatePool:
         self.slots = slots
         try:
             self.tensors = tuple(torch.empty((slots, *t.shape), dtype=t.dtype, device=device) for t in shape.tensors)
-        except RuntimeError as error:  # what PyTorch raises when there is no such memory
+        except RuntimeError as error:  # PyTorch's error for a failed allocation
             raise BadArgument(
-                "state_bytes", slots * shape.bytes_per_slot, f"memory that can be had on {device}"
+                "state_bytes", slots * shape.bytes_per_slot, f"memory that can be allocated on {device}"
             ) from error
 
     @property
@@ -183,11 +183,11 @@ class StatePool:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.tensors[0].device
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the state in slot `source` to slot `target`.
+        """Copies the state in slot `source` to slot `target`.
 
         Raises:
             BadArgument: a slot is not in [0, slots).
@@ -199,28 +199,28 @@ class StatePool:
                 tensor[target] = tensor[source]
 
     def load(self, slots: Sequence[int], cache: Cache) -> None:
-        """Put copies of the states in `slots` into a cache's layers, a row each.
+        """Copies the states in `slots` into a cache's layers, one row each.
 
         Raises:
-            BadArgument: a slot is not in [0, slots), or there is none.
+            BadArgument: a slot is not in [0, slots), or there are none.
         """
         rows = self._rows(slots)
         with torch.inference_mode():
-            for place, tensor in zip(self.shape.tensors, self.tensors, strict=True):
-                _put(cache, place, tensor.index_select(0, rows), True)
+            for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
+                _put(cache, spec, tensor.index_select(0, rows), True)
 
     def store(self, slots: Sequence[int], cache: Cache) -> None:
-        """Copy the states in a cache's layers, a row each, to `slots`.
+        """Copies the states in a cache's layers, one row each, to `slots`.
 
         Raises:
-            BadArgument: a slot is not in [0, slots), or given twice, or there is none.
+            BadArgument: a slot is not in [0, slots), or is given twice, or there are none.
         """
         if len(set(slots)) < len(slots):
-            raise BadArgument("slots", slots, "different ones")
+            raise BadArgument("slots", slots, "different slots")
         rows = self._rows(slots)
         with torch.inference_mode():
-            for place, tensor in zip(self.shape.tensors, self.tensors, strict=True):
-                tensor.index_copy_(0, rows, _get(cache, place))
+            for spec, tensor in zip(self.shape.tensors, self.tensors, strict=True):
+                tensor.index_copy_(0, rows, _get(cache, spec))
 
     def _rows(self, slots: Sequence[int]) -> torch.Tensor:
         if not slots:
@@ -234,34 +234,34 @@ class StatePool:
             raise BadArgument(name, slot, f"in [0, {self.slots})")
 
 
-def _layer(cache: Cache, place: StateTensor) -> Any:
-    """Any: what it holds is None at first, which nobody sees."""
-    return cache.layers[place.layer]
+def _layer(cache: Cache, spec: StateTensor) -> Any:
+    """Returns a layer, typed Any: its states are None at first, but never when they are read."""
+    return cache.layers[spec.layer]
 
 
-def _get(cache: Cache, place: StateTensor) -> torch.Tensor:
-    layer = _layer(cache, place)
-    states = layer.conv_states if place.kind == "conv" else layer.recurrent_states
-    state: torch.Tensor = states[place.number]
+def _get(cache: Cache, spec: StateTensor) -> torch.Tensor:
+    layer = _layer(cache, spec)
+    states = layer.conv_states if spec.kind == "conv" else layer.recurrent_states
+    state: torch.Tensor = states[spec.number]
     return state
 
 
-def _put(cache: Cache, place: StateTensor, state: torch.Tensor, previous: bool) -> None:
-    """Give a layer one of its states; `previous`: it goes on from there."""
-    layer = _layer(cache, place)
-    if place.kind == "conv":
-        layer.conv_states[place.number] = state
-        layer.is_conv_states_initialized[place.number] = True
-        layer.conv_kernel_size[place.number] = place.shape[-1]
+def _put(cache: Cache, spec: StateTensor, state: torch.Tensor, previous: bool) -> None:
+    """Sets one state of a layer; `previous`: whether the next forward continues from it."""
+    layer = _layer(cache, spec)
+    if spec.kind == "conv":
+        layer.conv_states[spec.number] = state
+        layer.is_conv_states_initialized[spec.number] = True
+        layer.conv_kernel_size[spec.number] = spec.shape[-1]
     else:
-        layer.recurrent_states[place.number] = state
-        layer.is_recurrent_states_initialized[place.number] = True
-    layer.has_previous_state[place.number] = previous
+        layer.recurrent_states[spec.number] = state
+        layer.is_recurrent_states_initialized[spec.number] = True
+    layer.has_previous_state[spec.number] = previous
     layer.dtype, layer.device = state.dtype, state.device
 
 
 class StateCache(Cache):
-    """A model's cache for one forward after another: states from slots, and no keys or values of its own.
+    """A model's cache for successive forwards: it takes states from slots, and keeps no keys or values.
 
     Args:
         config: of the model.
@@ -273,39 +273,39 @@ class StateCache(Cache):
         self._pool = pool
 
     def start(self, rows: int) -> None:
-        """Let the next forward begin `rows` sequences from their first token.
+        """Prepares the next forward to start `rows` sequences from their first token.
 
         Raises:
             BadArgument: `rows` is less than 1.
         """
         if rows < 1:
             raise BadArgument("rows", rows, "at least 1")
-        for place in self._pool.shape.tensors:
-            zeros = torch.zeros((rows, *place.shape), dtype=place.dtype, device=self._pool.device)
-            _put(self, place, zeros, False)
+        for spec in self._pool.shape.tensors:
+            zeros = torch.zeros((rows, *spec.shape), dtype=spec.dtype, device=self._pool.device)
+            _put(self, spec, zeros, False)
 
     def load(self, slots: Sequence[int]) -> None:
-        """Let the next forward go on behind copies of the states in `slots`, a row each.
+        """Prepares the next forward to continue from copies of the states in `slots`, one row each.
 
         Raises:
-            BadArgument: a slot is not in the pool, or there is none.
+            BadArgument: a slot is not in the pool, or there are none.
         """
         self._pool.load(slots, self)
 
     def store(self, slots: Sequence[int]) -> None:
-        """Copy the states behind the last forward to `slots`, a row each.
+        """Copies the states after the last forward to `slots`, one row each.
 
         Raises:
-            BadArgument: a slot is not in the pool, or given twice, or there is none.
+            BadArgument: a slot is not in the pool, or is given twice, or there are none.
         """
         self._pool.store(slots, self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are given, never counted."""
+        """Returns 0: positions are passed in, never counted."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The new keys, from 0."""
+        """Returns the size and offset of the new keys, which begin at 0."""
         return query_length, 0
 
 
@@ -319,7 +319,7 @@ class _NewOnly(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class _StateAndNewOnly(LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call]
-    """The same with a state."""
+    """The same, with a state."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -328,7 +328,7 @@ class _StateAndNewOnly(LinearAttentionAndFullAttentionLayer):  # type: ignore[no
 
 
 def _empty(layer: Any) -> Any:
-    """What takes the place of transformers' own `layer` in a `StateCache`."""
+    """Returns the replacement of transformers' own `layer` in a `StateCache`."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         both = isinstance(layer, CacheLayerMixin)
         return (_StateAndNewOnly if both else LinearAttentionLayer)(number_of_states=layer.number_of_states)
@@ -339,20 +339,20 @@ def _empty(layer: Any) -> Any:
 
 
 def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Continuation:
-    """Find out by running it how `model` goes on behind a state: cut prompts and stacked rows against whole prompts.
+    """Tests how `model` continues from a state: compares cut prompts and stacked rows with whole prompts.
 
     Attention layers keep their KV in transformers' own cache here, so the model must still have its own attention.
 
     Args:
         model: as loaded.
         shape: of its states.
-        limit: the largest difference of logits to take for rounding, as a part of their spread.
+        limit: the largest difference of logits to take for rounding, as a fraction of their spread.
 
     Returns:
         "chunked" if several tokens may follow a state in one forward, "stepped" if only one may.
 
     Raises:
-        UnsupportedModel: not even one token after another, or sequences side by side, give what a whole prompt gives.
+        UnsupportedModel: even token by token, or with sequences side by side, results differ from a whole prompt's.
     """
     with torch.inference_mode():
         trial = _Trial(model, shape)
@@ -360,20 +360,20 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Continuati
         name = model.config.get_text_config(decoder=True).model_type
         if stepped > limit:
             raise UnsupportedModel(
-                f"{name}: behind a restored state logits differ from those of the whole prompt by {stepped:.2g} of "
+                f"{name}: after a restored state, logits differ from those of the whole prompt by {stepped:.2g} of "
                 f"their spread, even token by token; {limit:g} is allowed"
             )
         stacked = trial.stacked_error()
         if stacked > limit:
             raise UnsupportedModel(
-                f"{name}: with states side by side logits differ from those of each prompt alone by {stacked:.2g} of "
+                f"{name}: with states side by side, logits differ from those of each prompt alone by {stacked:.2g} of "
                 f"their spread; {limit:g} is allowed"
             )
         return "chunked" if chunked <= limit and trial.uses_states() else "stepped"
 
 
 class _Trial:
-    """Two prompts, whole and in parts. Slots 0 and 1 are the prompts' own, 2 and 3 their states at the first cut."""
+    """Two prompts, whole and in parts. Slots 0 and 1 hold their current states, 2 and 3 those at the first cut."""
 
     def __init__(self, model: PreTrainedModel, shape: StateShape) -> None:
         self._model, self._shape = model, shape
@@ -385,7 +385,7 @@ class _Trial:
         self._spread = float(self._whole.max() - self._whole.min())
 
     def error(self, continuation: Continuation) -> float:
-        """The largest difference behind the first cut; leaves the states there in slots 2 and 3."""
+        """Returns the largest difference after the first cut; leaves the states at this cut in slots 2 and 3."""
         cuts = _CUTS if continuation == "chunked" else (0, *range(_CUTS[1], _CUTS[-1] + 1))
         return max(self._cut_error(row, cuts) for row in (0, 1))
 
@@ -401,7 +401,7 @@ class _Trial:
         return error
 
     def stacked_error(self) -> float:
-        """The same for both prompts side by side, token by token, from the states that were set aside."""
+        """Returns the same for both prompts side by side, token by token, from the states in slots 2 and 3."""
         cut, rows, slots = _CUTS[1], [1, 0], [3, 2]
         cache = DynamicCache(config=self._model.config)
         error = self._step(rows, cache, 0, cut)
@@ -412,26 +412,26 @@ class _Trial:
         return error
 
     def uses_states(self) -> bool:
-        """Whether every kind of state makes a difference to the tokens behind it, when there are several of them.
+        """Returns whether every kind of state affects a run of several tokens after it.
 
-        A scan that starts from zeros instead may differ by less than a low precision rounds.
+        At low precision, a scan that ignores the state and starts from zeros may differ by less than rounding does.
         """
-        kinds = {place.kind for place in self._shape.tensors}
-        first = self._behind(None)
-        return not any(torch.equal(self._behind(kind), first) for kind in kinds)
+        kinds = {spec.kind for spec in self._shape.tensors}
+        unchanged = self._logits_after_cut(None)
+        return not any(torch.equal(self._logits_after_cut(kind), unchanged) for kind in kinds)
 
-    def _behind(self, changed: str | None) -> torch.Tensor:
-        """Logits behind the first cut of the first prompt, with one kind of state changed."""
+    def _logits_after_cut(self, changed: str | None) -> torch.Tensor:
+        """Returns logits after the first cut of the first prompt, with one kind of state changed."""
         begin, end = _CUTS[1:3]
         cache = DynamicCache(config=self._model.config)
         self._step([0], cache, 0, begin)
-        for place in self._shape.tensors:
-            if place.kind == changed:
-                _get(cache, place).add_(1)
+        for spec in self._shape.tensors:
+            if spec.kind == changed:
+                _get(cache, spec).add_(1)
         return _forward(self._model, self._shape.argument, self._prompts[:1, begin:end], begin, cache)
 
     def _step(self, rows: list[int], cache: Cache, begin: int, end: int) -> float:
-        """Run [begin, end) of some prompts, and compare."""
+        """Runs [begin, end) of some prompts, and returns the largest difference from the whole ones."""
         logits = _forward(self._model, self._shape.argument, self._prompts[rows, begin:end], begin, cache)
         difference = (logits - self._whole[rows, begin:end]).abs().max()
         return float(difference) / self._spread if difference.isfinite() else float("inf")
@@ -440,7 +440,7 @@ class _Trial:
 def _forward(
     model: PreTrainedModel, argument: str | None, tokens: torch.Tensor, start: int, cache: Cache | None
 ) -> torch.Tensor:
-    """Logits [rows, n, vocab] in float32 of `tokens` [rows, n], which begin at position `start`."""
+    """Returns float32 logits [rows, n, vocab] of `tokens` [rows, n], which begin at position `start`."""
     given: dict[str, Any] = {} if argument is None else {argument: cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
         positions = torch.arange(start, start + tokens.shape[1], device=model.device)

@@ -1,17 +1,17 @@
-"""From tokens to text that is safe to show, one token at a time.
+"""Turns tokens into text that is safe to show, one token at a time.
 
-Text is decoded by the tokenizer itself over a short window of recent tokens, because what a token reads as depends on
-its neighbours: a leading space, the rest of a character. Two borders move over the tokens:
+The tokenizer itself decodes a short window of recent tokens, because the text of a token depends on its neighbours: a
+leading space, the rest of a character. Two boundaries move over the tokens:
 
 ```
    tokens    . . . . . [ context | new ]
                        prefix    read    end          window = tokens[prefix:end]
    text of the window  [ ####### | ## ... ]
-                                    emitted           characters of the window's text that were taken already
+                                    emitted           characters of the window's text that were returned already
 ```
 
-What ends in a replacement character may be half a character and waits; what may be the start of a stop string waits.
-Knows nothing of requests or schedulers.
+Text that ends in a replacement character may be an incomplete character and is held back. So is the possible start of a
+stop string. This module does not know requests or schedulers.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# A window that reads as more replacement characters than this at its end is broken for good: half a character is at
-# most three byte tokens, and a run of byte tokens before it, up to the last border, may read as broken with it.
+# A window that ends in more replacement characters than this will never be valid: an incomplete character is at most
+# three byte tokens, and a run of byte tokens before it, up to the last boundary, may decode to such characters with it.
 _BROKEN_AT = 12
 _CONTEXT_TOKENS = 6
 _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of Hugging Face transformers are such."""
+    """What decoding needs of a tokenizer; those of Hugging Face transformers have it."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: Any) -> str | list[str]:
-        """The text of some tokens."""
+        """Returns the text of tokens."""
 
 
 class Detokenizer:
     """The text of one request.
 
     Args:
-        tokenizer: decodes.
+        tokenizer: decodes tokens.
         stop: texts that end the request.
-        context: tokens in front of the first one (the prompt): the first space depends on them. Never part of the text.
+        context: tokens before the first one (the prompt): the first space depends on them. Never part of the text.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that one more token makes safe to show; sets `stopped` when a stop string is whole.
+        """Adds a token, and returns the text that is now safe to show; sets `stopped` when a stop string is complete.
 
-        Of several stop strings the one that is whole first counts, so the text does not depend on how it is cut into
-        tokens.
+        If there are several stop strings, the first to be complete counts, so the text does not depend on how it is
+        split into tokens.
         """
         assert not self.stopped
         self._window.append(token)
@@ -74,7 +74,7 @@ class Detokenizer:
         return self._take_held(len(self._held) - self._started_stop())
 
     def flush(self) -> str:
-        """All that was held back: for when no token follows. Half a character reads as a replacement character."""
+        """Returns all text held back, when no token follows. An incomplete character is a replacement character."""
         if self.stopped:
             return ""
         if len(self._window) > self._read:
@@ -90,7 +90,7 @@ class Detokenizer:
         fresh = whole[self._emitted :]
         self._emitted = max(self._emitted, len(whole))
         if whole == text == before:
-            self._window.pop()  # A skipped special token: as context it would hide the text in front of it.
+            self._window.pop()  # a skipped special token: as context it would hide the text before it
         elif whole == text:
             self._slide()
         return fresh
@@ -102,7 +102,7 @@ class Detokenizer:
         self._emitted = len(self._text)
 
     def _started_stop(self) -> int:
-        """The length of the longest end of the held text that begins a stop string."""
+        """Returns the length of the longest end of the held text that begins a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(text.startswith(self._held[-length:]) for text in self._stop):
@@ -114,7 +114,7 @@ class Detokenizer:
         return safe
 
     def _decode(self, tokens: list[int]) -> str:
-        # Cleaning up spaces would change text in front of a token, which may have been shown already.
+        # Cleaning up spaces would change text before a token, which may have been shown already.
         text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

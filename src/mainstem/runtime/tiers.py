@@ -1,6 +1,6 @@
-"""The tiers of an engine, from its settings: host memory of a size, a store by its name, and the identity of a model.
+"""Makes the tiers of an engine from its settings: host memory, a store, and the identity of the model.
 
-Knows settings and models; what moves when is for `mainstem.tiers` to say.
+This module knows settings and models. `mainstem.tiers` decides what moves when.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOKERS = 12  # threads that ask storage what it has, beside those that read
+_LOOKUP_THREADS = 12  # for lookups in storage, in addition to the threads that read
 _CLOSE_S = 5.0  # for calls that have not returned
 _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
 
-# Of a model's configuration: where it came from and who wrote it, which changes no number.
+# Fields of a model's configuration that do not affect its results: its source, and the software that wrote it.
 _IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
 
 
@@ -43,19 +43,19 @@ class TierConfig:
     """The tiers below the device.
 
     Args:
-        host: size of the host tier.
-        write: when pages go to the host.
+        host: the size of the host tier.
+        write: when pages are backed up to the host.
         hits: for "write_through_selective".
-        load_min_tokens: fewer are computed rather than loaded from the host.
+        load_min_tokens: fewer tokens than this are computed rather than loaded from the host.
         storage: a back end's spec, see `mainstem.storage.open_backend`; None: no storage.
         codec: how the numbers of stored pages are written: "none", "int8" or "fp8", see `mainstem.tiers.codecs`.
-        limits: how storage is used.
-        secret: what stored pages are named and sealed with, at least 16 bytes, the same for all who share a store;
-            None: they are safe from damage, not from forgery.
-        warm: whether the hottest prefixes come back to the host after a restart.
+        limits: the limits of storage.
+        secret: names and seals stored pages; at least 16 bytes, the same for all users of a store. None: pages are safe
+            from damage, not from forgery.
+        warm: whether the hottest prefixes are loaded to the host after a restart.
 
     Raises:
-        BadArgument: a value outside its range.
+        BadArgument: a value is outside its range.
     """
 
     host: HostSize
@@ -69,7 +69,7 @@ class TierConfig:
     warm: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what nobody else does before a model is loaded."""
+        """Checks the fields that no other code checks before a model is loaded."""
         if not isinstance(self.host, HostSize):
             raise BadArgument("host", self.host, "a HostSize")
         check_host_policy(self.write, self.hits, self.load_min_tokens)
@@ -81,24 +81,24 @@ class TierConfig:
 
 
 class HasHostMemory(Protocol):
-    """What a runner offers to have tiers."""
+    """What tiers need of a runner."""
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
-        """Host pages for its device pages.
+        """Allocates host pages for its device pages.
 
         Raises:
-            BadArgument: the size holds no page, or cannot be had.
+            BadArgument: the size holds no page, or cannot be allocated.
         """
 
 
 def build_tiers(
     config: TierConfig, runner: HasHostMemory, loaded: LoadedModel, page_size: int, clock: Callable[[], float]
 ) -> tuple[HostTier, Store | None]:
-    """The host tier and the store of an engine.
+    """Makes the host tier and the store of an engine.
 
     Raises:
-        BadArgument: a size or a spec that cannot be.
-        BackendUnavailable: the store's client is not installed, or nobody answers.
+        BadArgument: a size or a spec is invalid.
+        BackendUnavailable: the store's client is not installed, or its server does not answer.
     """
     backend = None if config.storage is None else open_backend(config.storage)
     memory = None
@@ -116,7 +116,7 @@ def build_tiers(
 
 
 def close_tiers(tier: HostTier, store: Store | None) -> None:
-    """Ends what `build_tiers` began: calls, the back end, copies."""
+    """Closes what `build_tiers` made: calls, the back end, copies."""
     try:
         if store is not None:
             store.close(_CLOSE_S)
@@ -126,12 +126,12 @@ def close_tiers(tier: HostTier, store: Store | None) -> None:
 
 
 def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = "none") -> Identity:
-    """All that shapes the pages of a loaded model. Reads every weight.
+    """Returns everything that the pages of a loaded model depend on. Reads every weight.
 
     Args:
         loaded: the model.
-        page_size: positions a page.
-        content: name of the format of a page's content.
+        page_size: positions per page.
+        content: the name of the format of a page's content.
         codec: how its numbers are stored.
     """
     config = loaded.model.config.get_text_config(decoder=True)
@@ -170,7 +170,7 @@ def _store(
         backend,
         Sealer(identity, PUBLIC_SECRET if config.secret is None else config.secret),
         limits,
-        readers=ThreadWorkers(min(limits.max_prefetches, _LOOKERS) + limits.batches, "mainstem-read"),
+        readers=ThreadWorkers(min(limits.max_prefetches, _LOOKUP_THREADS) + limits.batches, "mainstem-read"),
         writers=ThreadWorkers(limits.writes, "mainstem-write"),
         clock=clock,
         codec=find_codec(config.codec),
@@ -179,7 +179,7 @@ def _store(
 
 
 def _digest_weights(model: torch.nn.Module) -> str:
-    """BLAKE3 over every parameter and persistent buffer, with its name, shape and dtype; the others are computed."""
+    """Returns BLAKE3 over every parameter and persistent buffer, with name, shape and dtype; others are computed."""
     with needs("blake3", "storage needs blake3: pip install 'mainstem[storage]'"):
         from blake3 import blake3
     hasher = blake3(max_threads=blake3.AUTO)
@@ -206,6 +206,6 @@ def _digest_config(config: PreTrainedConfig) -> str:
 
 
 def _plain(value: object) -> object:
-    """A configuration object as JSON would have it."""
+    """Returns a configuration object as plain JSON values."""
     to_dict = getattr(value, "to_dict", None)
     return json.loads(json.dumps(to_dict() if callable(to_dict) else value, default=str))

@@ -1,18 +1,18 @@
-"""Images in prompts: from pictures to spans of tokens, their identities, and their embeddings.
+"""Images in prompts: turns pictures into spans of tokens, identities, and embeddings.
 
-    messages, pictures --prepare--> tokens with spans, each with what the encoder takes for that picture alone
-                       ---embed---> [length, hidden] of a span, by identity from a cache of its own, else by the encoder
+    messages, pictures --prepare--> tokens with spans, each with the encoder's inputs for that picture alone
+                       ---embed---> [length, hidden] of a span, from a cache by identity, else from the encoder
 
-Knows the model's own processor, its chat template and its encoder. Does not know pages, requests under way, or HTTP.
-`prepare` may take long and may be called from any thread; `embed` is for the thread that runs the model.
+This module knows the model's own processor, its chat template and its encoder. It does not know pages, requests, or
+HTTP. `prepare` may be slow and may be called from any thread; `embed` is for the thread that runs the model.
 
-The KV of a prefix may be shared only if nothing behind the prefix shapes it. So first a prompt is run three times with
-something changed, and it is seen which logits move:
+The KV of a prefix may be shared only if it does not depend on anything after the prefix. So a self-test runs a prompt
+three times, each with one change, and checks which logits move:
 
-    changed                 looked at                    if they move
-    what is behind          all up to the image's end    the model is refused (its whole prompt attends both ways)
-    the image               all in front of it           the model is refused, unless it declares just that
-    the image's last row    the image's other rows       the image is one piece: attended both ways, never cut
+    changed                 checked                      if they move
+    what is after it        all up to the image's end    the model is rejected (its whole prompt attends both ways)
+    the image               all before it                the model is rejected, unless it declares exactly this
+    the image's last row    the image's other rows       the image is attended both ways as a whole: never split
 """
 
 from __future__ import annotations
@@ -40,20 +40,18 @@ from mainstem.runtime.request import ImageInput, PreparedPrompt
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-# Differences from plain attention that count as rounding, as a part of the logits' spread; see the runner's.
-
-# Below it logits have not moved at all: a row that does not see another is computed alike, whatever the other holds.
+# Below this, logits have not moved: a row that does not see another is computed alike, whatever the other holds.
 _STILL = 1e-7
 
 _SPAN_IDS = "span_ids"
-"""Among an image's inputs: the ids of its span, where there is text between its placeholders."""
+"""A key of an image's inputs: the ids of its span, if there is text between its placeholders."""
 
-_WHOLE_PROMPTS = {"paligemma": "its prompts attend both ways as a whole, so no beginning of one stands by itself"}
+_WHOLE_PROMPTS = {"paligemma": "its prompts attend both ways as a whole, so no prefix of one can be shared"}
 
 
 @dataclass(frozen=True, slots=True)
 class VisionStats:
-    """Counts of the embeddings: runs of the encoder, images found in the cache, and what the cache holds."""
+    """Counts of embeddings: runs of the encoder, hits of the cache, and the images and bytes that the cache holds."""
 
     encoder_runs: int
     hits: int
@@ -63,7 +61,7 @@ class VisionStats:
 
 @dataclass(frozen=True, slots=True)
 class _Processed:
-    """A picture as the processor has it: the text that stands for it, and what the encoder takes."""
+    """The processor's result for one picture: the text that represents it, and the encoder's inputs."""
 
     identity: bytes
     text: str
@@ -72,14 +70,14 @@ class _Processed:
 
 
 def image_identity(image: Picture | NDArray[Any], settings: bytes = b"") -> bytes:
-    """16 bytes that name an image: SHA-256 over its decoded pixels with shape, mode and dtype, and the settings; cut.
+    """Returns 16 bytes that identify an image: SHA-256, cut, of its pixels with shape, mode, dtype, and of `settings`.
 
-    A palette counts by its colours, and its name as a mode. Alpha counts, though models do not see it. What else a file
-    carries (orientation, colour profiles, names) does not count: apply it before.
+    A palette counts by its colours, and by its mode. Alpha counts, though models do not see it. Other data of a file
+    (orientation, colour profiles, names) does not count: apply it before.
 
     Args:
-        image: decoded; an array is of mode "".
-        settings: all that shapes what the model makes of the pixels, in one encoding.
+        image: decoded; an array has mode "".
+        settings: everything else that the embeddings depend on, in one encoding.
     """
     mode, pixels = ("", image) if isinstance(image, np.ndarray) else (image.mode, np.asarray(_without_palette(image)))
     about = json.dumps([mode, pixels.dtype.str, pixels.shape]).encode()
@@ -96,20 +94,21 @@ def _without_palette(image: Picture) -> Picture:
 
 
 class Vision:
-    """What a model that reads images needs besides pages. To be made before the runner, which changes its attention.
+    """What a model that takes images needs besides pages. Make it before the runner, which changes its attention.
 
     Args:
         loaded: a model with a processor.
-        cache_bytes: memory for embeddings; that of the last image stays in any case.
+        cache_bytes: memory for embeddings; those of the last image always stay.
 
     Attributes:
-        both_ways: tokens inside an image see each other in both directions, so an image is never cut.
-        m_rope: prompts with images have positions of their own.
-        first_token_sees_image: the first token and the image behind it see each other, as the model's configuration
-            declares by this name; they make one span.
+        both_ways: tokens inside an image see each other in both directions, so an image is never split.
+        m_rope: prompts with images have M-RoPE positions.
+        first_token_sees_image: the first token and the image after it see each other, as the model's configuration
+            declares by this name; they form one span.
 
     Raises:
-        UnsupportedModel: prefixes with images cannot be shared, or not be computed from embeddings; says why.
+        UnsupportedModel: prefixes with images cannot be shared, or not be computed from embeddings; the message says
+            why.
         BadArgument: cache_bytes is negative.
     """
 
@@ -143,15 +142,15 @@ class Vision:
             raise UnsupportedModel(f"{loaded.name} cannot run with images: its own code says: {error}") from error
 
     def prepare(self, messages: Sequence[Mapping[str, Any]]) -> PreparedPrompt:
-        """A conversation as a prompt, up to where the assistant's answer begins.
+        """Makes a prompt of a conversation, up to where the assistant's answer begins.
 
         Args:
-            messages: `role` and `content` each; content is text or a list of parts, `{"type": "text", "text": ...}` or
-                `{"type": "image", "image": a decoded PIL image}`.
+            messages: `role` and `content` of each; content is text or a list of parts, `{"type": "text", "text": ...}`
+                or `{"type": "image", "image": a decoded PIL image}`.
 
         Raises:
-            BadArgument: the chat template refuses it, a text holds the model's own mark for images, or the processor
-                refuses an image.
+            BadArgument: the chat template rejects it, a text holds the model's own marker of images, or the processor
+                rejects an image.
         """
         pictures = [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
         self._check_texts(messages)
@@ -164,13 +163,13 @@ class Vision:
             )
         except (TemplateError, ValueError, TypeError) as error:
             roles = [message["role"] for message in messages]
-            raise BadArgument("messages", roles, f"what the model's chat template takes: {error}") from error
+            raise BadArgument("messages", roles, f"messages that the model's chat template takes: {error}") from error
         return self._assemble(str(text), pictures)
 
     def embed(self, image: ImageInput) -> torch.Tensor:
-        """The embeddings of an image's span, [length, hidden], in the model's dtype and on its device.
+        """Returns the embeddings of an image's span, [length, hidden], in the model's dtype and on its device.
 
-        Text inside the span is embedded as the model does at the moment: an adapter may have changed that.
+        Text inside the span is embedded by the model as it is now: the selected adapter may affect it.
         """
         rows = self._cached.get(image.identity)
         if rows is None:
@@ -185,7 +184,7 @@ class Vision:
     def namespace_for(
         self, images: Sequence[ImageInput], namespace: Namespace | str | None = None
     ) -> Namespace | str | None:
-        """The namespace of a prompt: with its images where they shape what stands in front of them."""
+        """Returns the namespace of a prompt; it includes the images if tokens before an image depend on it."""
         if not images or not self.first_token_sees_image:
             return namespace
         named = tuple(f"image:{image.identity.hex()}" for image in images)
@@ -193,22 +192,22 @@ class Vision:
         return replace(given, extra=given.extra + named)
 
     def stats(self) -> VisionStats:
-        """Counts since it was made; the self-test does not count."""
+        """Returns counts since construction, without the self-test."""
         return VisionStats(self._runs, self._hits, len(self._cached), self._bytes)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         texts = [part["text"] for message in messages for part in _parts(message) if part["type"] == "text"]
-        for mark in sorted(self._reserved):
-            if any(mark in text for text in texts):
-                raise BadArgument("messages", mark, "text without the mark by which the model knows images")
+        for marker in sorted(self._reserved):
+            if any(marker in text for text in texts):
+                raise BadArgument("messages", marker, "text without the model's markers of images")
 
     def _assemble(self, text: str, pictures: Sequence[Picture]) -> PreparedPrompt:
         pieces = text.split(self._marker)
         if len(pieces) != len(pictures) + 1:
             raise BadArgument(
-                "messages", f"{len(pictures)} images", f"{len(pieces) - 1}, as the chat template puts them"
+                "messages", f"{len(pictures)} images", f"{len(pieces) - 1}, the number that the chat template has"
             )
         known: dict[bytes, _Processed] = {}
         processed = [self._process(picture, known) for picture in pictures]
@@ -224,7 +223,7 @@ class Vision:
         return PreparedPrompt(tokens, images, positions)
 
     def _process(self, picture: Picture, known: dict[bytes, _Processed]) -> _Processed:
-        """One picture through the processor, by itself; the second time in a prompt what came of it before."""
+        """Processes one picture alone; for a picture that is in the prompt twice, reuses the result."""
         identity = image_identity(picture, self._settings)
         if identity not in known:
             settings = self._processor._merge_kwargs(
@@ -233,7 +232,7 @@ class Vision:
             try:
                 inputs, texts = self._processor._process_images([_without_palette(picture).convert("RGB")], **settings)
             except (ValueError, TypeError, OSError) as error:
-                raise BadArgument("image", picture.size, f"what the model's processor takes: {error}") from error
+                raise BadArgument("image", picture.size, f"one that the model's processor takes: {error}") from error
             count = int(self._is_placeholder(self._ids(texts[0], special_tokens=False)).sum())
             tensors = {name: value for name, value in inputs.items() if name in self._taken}
             known[identity] = _Processed(identity, texts[0], count, tensors)
@@ -246,7 +245,7 @@ class Vision:
         return np.isin(ids, self._placeholders)
 
     def _spans(self, ids: NDArray[np.int64], processed: Sequence[_Processed]) -> list[tuple[int, int]]:
-        """From the first to behind the last placeholder of each image."""
+        """Returns [start, end) of each image, from its first to after its last placeholder."""
         at = np.flatnonzero(self._is_placeholder(ids))
         ends = np.cumsum([each.placeholders for each in processed], dtype=np.int64)
         if len(at) != (ends[-1] if len(ends) else 0):
@@ -254,7 +253,7 @@ class Vision:
         spans = [(int(part[0]), int(part[-1]) + 1) for part in np.split(at, ends[:-1]) if len(part)]
         if spans and self.first_token_sees_image:
             if len(spans) > 1 or spans[0][0] != 1:
-                raise BadArgument("images", spans, "one image, right behind the first token")
+                raise BadArgument("images", spans, "one image, directly after the first token")
             spans = [(0, spans[0][1])]
         return spans
 
@@ -296,7 +295,7 @@ class Vision:
             return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).to(self._dtype)
 
     def _span(self, image: ImageInput, rows: torch.Tensor) -> torch.Tensor:
-        """The encoder's rows in the places of a span's placeholders, the rest of it as text."""
+        """Returns the embeddings of a span: the encoder's rows at its placeholders, and the text between them."""
         if _SPAN_IDS not in image.inputs:
             return rows
         ids = image.inputs[_SPAN_IDS].to(rows.device)
@@ -315,7 +314,7 @@ class Vision:
     # --- the self-test ------------------------------------------------------------------------------------------------
 
     def _self_test(self, loaded: LoadedModel) -> None:
-        """See the module's text."""
+        """Runs the self-test that the module's docstring describes."""
         from PIL import Image as Pictures
 
         noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
@@ -329,13 +328,13 @@ class Vision:
         theirs = inputs["input_ids"][0].numpy()
         if len(theirs) != len(outside) or not np.array_equal(theirs[outside], ours.tokens[outside]):
             raise UnsupportedModel(
-                f"{loaded.name}: its processor makes other tokens of one image than of each by itself"
+                f"{loaded.name}: its processor makes different tokens when it processes an image alone"
             )
         _Test(self, loaded, ours, inputs).run()
 
 
 class _Test:
-    """Runs one prompt with something changed; the model must not attend through pages yet."""
+    """Runs one prompt with changes; the model must not attend through pages yet."""
 
     def __init__(self, vision: Vision, loaded: LoadedModel, prompt: PreparedPrompt, inputs: Mapping[str, Any]) -> None:
         self._vision = vision
@@ -349,25 +348,25 @@ class _Test:
         self._pixels = {
             name: value.to(loaded.dtype) if value.is_floating_point() else value for name, value in given.items()
         }
-        beside = ("token_type_ids", "mm_token_type_ids")
-        self._beside: dict[str, torch.Tensor] = {name: given[name] for name in beside if name in given}
+        extra = ("token_type_ids", "mm_token_type_ids")
+        self._extra: dict[str, torch.Tensor] = {name: given[name] for name in extra if name in given}
         if prompt.positions is not None:
-            self._beside["position_ids"] = torch.from_numpy(prompt.positions.copy()).unsqueeze(1).to(device)
+            self._extra["position_ids"] = torch.from_numpy(prompt.positions.copy()).unsqueeze(1).to(device)
         with torch.inference_mode():
             tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
             self._rows = self._model.get_input_embeddings()(tokens).clone()
             self._rows[self._image.start : self._image.end] = vision._span(self._image, vision._encode(self._image))
 
     def run(self) -> None:
-        """Sets what the vision does not know yet. Raises UnsupportedModel."""
+        """Sets `both_ways` of the vision. Raises UnsupportedModel."""
         start, end, vision = self._image.start, self._image.end, self._vision
         with torch.inference_mode():
             plain = self._model(**self._pixels, use_cache=False).logits.float()
         ours = self._logits(self._rows)
         self._spread = float(ours.max() - ours.min())
-        self._require(self._moved(plain, ours, 0, len(self._rows)), "its images do more than to stand for embeddings")
-        behind = self._logits(self._changed(end, len(self._rows)))
-        self._require(self._moved(behind, ours, 0, end), "tokens see what comes after them")
+        self._require(self._moved(plain, ours, 0, len(self._rows)), "its images are used for more than embeddings")
+        after = self._logits(self._changed(end, len(self._rows)))
+        self._require(self._moved(after, ours, 0, end), "tokens see what comes after them")
         if not vision.first_token_sees_image:
             other = self._logits(self._changed(start, end))
             self._require(self._moved(other, ours, 0, start), "tokens see an image that comes after them")
@@ -376,18 +375,18 @@ class _Test:
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
-            output = self._model(inputs_embeds=rows.unsqueeze(0), use_cache=False, **self._beside)
+            output = self._model(inputs_embeds=rows.unsqueeze(0), use_cache=False, **self._extra)
         logits: torch.Tensor = output.logits.float()
         return logits
 
     def _changed(self, begin: int, end: int) -> torch.Tensor:
-        """The rows, with those of [begin, end) turned round."""
+        """Returns the rows, with those of [begin, end) negated and rolled."""
         rows: torch.Tensor = self._rows.clone()
         rows[begin:end] = -rows[begin:end].roll(1, dims=-1)
         return rows
 
     def _moved(self, left: torch.Tensor, right: torch.Tensor, begin: int, end: int) -> float:
-        """Largest difference of logits in [begin, end), as a part of their spread."""
+        """Returns the largest difference of logits in [begin, end), as a fraction of their spread."""
         difference = (left - right)[0, begin:end].abs()
         if not difference.numel():
             return 0.0
@@ -405,23 +404,23 @@ def _refusal(loaded: LoadedModel) -> str | None:
     if loaded.processor is None:
         return "it has no processor of images"
     if getattr(loaded.processor, "image_token", None) is None or not hasattr(loaded.model, "get_image_features"):
-        return "its processor marks no place for images, or its encoder cannot be run by itself"
+        return "its processor has no marker of images, or its encoder cannot run by itself"
     return _WHOLE_PROMPTS.get(loaded.model.config.model_type)
 
 
 def _rope_index(model: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
-    """The function that gives M-RoPE positions, where the model has one."""
+    """Returns the function that computes M-RoPE positions, if the model has one."""
     return getattr(getattr(model, "model", model), "get_rope_index", None)
 
 
 def _template(processor: Any) -> str | None:
-    """The chat template; None: the tokenizer's own. The tokenizer fills it in: some processors look for videos."""
+    """Returns the chat template; None: the tokenizer's. The tokenizer renders it: some processors look for videos."""
     given: str | dict[str, str] | None = processor.chat_template
     return given.get("default") if isinstance(given, dict) else given
 
 
 def _settings(processor: Any) -> bytes:
-    """What shapes an image's embeddings besides its pixels, in one encoding: settings, classes and versions."""
+    """Encodes what an image's embeddings depend on besides its pixels: settings, classes and versions."""
     import PIL
     import transformers
 
@@ -437,5 +436,5 @@ def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _template_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a message without the pictures themselves, which templates do not take."""
+    """Returns the parts of a message without the pictures themselves, which templates do not take."""
     return [{"type": "image"} if part["type"] == "image" else dict(part) for part in _parts(message)]
