@@ -36,6 +36,9 @@ struct Tree::Insertion {
   void note_fills();
   void cut_pieces();
   void append_pieces();
+  bool needs_none(std::size_t component, std::uint32_t end) const {  // a match that ends there
+    return rows[component].per_page() && rows[component].first_needed(end, tree.nodes_.page_size) == end;
+  }
   bool has_id(std::uint32_t component, std::uint32_t page) const { return tail.ids[component][page] >= 0; }
   std::size_t slot(std::uint32_t component) const { return tree.cells_.slot(component, tier); }
   Cell& cell(Index at, std::uint32_t component) { return tree.cells_.cell(at, slot(component)); }
@@ -54,7 +57,8 @@ struct Tree::Insertion {
   std::vector<Fill> fills{}, states{};
 };
 
-// Every component must have the right number of ids, and some component an id at the end of the key.
+// Every component must have the right number of ids, and some component an id at the end of the key, unless a match
+// that ends there needs none.
 void Tree::Insertion::check() const {
   require(tail.ids.size() == rows.size(), "ids", tail.ids.size(), "one array for each component");
   bool holds_end = pages == 0;
@@ -65,7 +69,7 @@ void Tree::Insertion::check() const {
     if (!rows[c].per_page() && ids.size() > 1)
       throw BadValue{"number of state ids", std::to_string(ids.size()), "0 or 1"};
     if (rows[c].begins_late()) ids = ids.subspan(first_id(ids, 0));
-    holds_end = holds_end || !ids.empty();
+    holds_end = holds_end || !ids.empty() || needs_none(c, begin + pages);
     const std::int32_t signs = std::accumulate(ids.begin(), ids.end(), 0, std::bit_or<>());
     if (signs < 0) {
       const std::int32_t least = *std::min_element(ids.begin(), ids.end());
@@ -178,6 +182,8 @@ void Tree::Insertion::prepare(std::string_view ns) {
     for (std::uint32_t c = 0; c < rows.size() && !stopped; ++c)
       if (!rows[c].per_page() && !tail.ids[c].empty())
         states.push_back({kNone, c, Run<std::int32_t>(tail.ids[c].data(), 1)});
+    while (states.empty() && !tree.pieces_.empty() && tree.pieces_.back().empty())
+      tree.pieces_.pop_back();  // see needs_none()
     if (!tree.pieces_.empty()) append_pieces();
   } catch (...) {
     tree.reap(node);  // a root created for this insertion

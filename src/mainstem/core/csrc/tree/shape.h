@@ -19,7 +19,7 @@ namespace mainstem {
 class TreeShape {
  protected:
   TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-        std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits);
+            std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits);
 
   // ---- nodes
   // Makes room for `count` new nodes, so that creating them, linking them and filling their cells cannot fail.

@@ -5,6 +5,7 @@
 // Each operation is one loop over components and tiers (residency/component.h).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -191,6 +192,9 @@ class Tree : private TreeShape {
     Index node = kNone;
     Structure::Key key;
     std::array<Run<std::int32_t>, kMaxComponents> ids;  // empty: absent
+    bool empty() const {
+      return std::all_of(ids.begin(), ids.end(), [](const auto& own) { return own.size() == 0; });
+    }
   };
   struct Insertion;
 
