@@ -265,8 +265,8 @@ const std::vector<Fault> kFaults{
        Probe::order(b.tree).put(Probe::free(b.tree), {1, 0}, 0);
      }},
     {"a root is found by its name", [](Broken& b) { Probe::root(b.tree, "a").key.drop_back(1); }},
-    {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").pages = 1; }},
-    {"a root has no pages and at least one child", [](Broken& b) { Probe::root(b.tree, "a").branches = 0; }},
+    {"a root has no pages", [](Broken& b) { Probe::root(b.tree, "a").pages = 1; }},
+    {"children are counted, and the last is known", [](Broken& b) { Probe::root(b.tree, "a").branches = 0; }},
     {"a node holds at least one page", [](Broken& b) { Probe::node(b.tree, b.leaf).pages = 0; }},
     {"the key has the length of the pages", [](Broken& b) { ++Probe::node(b.tree, b.leaf).pages; }},
     {"a node begins where its parent ends", [](Broken& b) { ++Probe::node(b.tree, b.leaf).start; }},

@@ -446,9 +446,9 @@ void Eviction::check_node(Index node) const {
   for (std::size_t s = 0; s < cells_.slots; ++s) {
     const Queues order = queues(s);
     const bool candidate = cells_.candidate(node, s);
-    if (order.contains(node) != candidate) broken(node, "what can be evicted, and nothing else, is in the order");
+    if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
     if (replacement(s) && replacement(s)->offers(node, candidate) != candidate)
-      broken(node, "a policy knows what can be evicted");
+      broken(node, "the policy knows the candidates");
     if (!candidate) continue;
     const bool known = policy_.rank || cells_.row(s).weighs || goes_first(node, s);
     if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))

@@ -312,7 +312,7 @@ void Residency::check_node(Index node) const {
   for (Index at = 1; pinned(node, kDevice) && at < nodes_.nodes().size(); ++at)
     if (nodes_[at].live && nodes_[at].parent == node && nodes_[at].detached) detached.push_back(at);
   if (pins_[std::size_t{node} * tiers] != locks_taken(node, kDevice) + detached.size())
-    broken(node, "a detached child pins its parent");
+    broken(node, "a detached node pins its parent");
   if (n.root() && n.branches == 0 && !pinned(node, kDevice)) broken(node, "a root has at least one child");
   if (!n.root() && dead(node)) broken(node, "a node has a cell, a child or a lock");
   for (std::size_t s = 0; s < slots; ++s) {
@@ -326,10 +326,10 @@ void Residency::check_node(Index node) const {
     for (Index at = n.first_child; at != kNone; at = nodes_[at].next)
       holders += !cell(at, s).absent();
     if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root() && !n.removed)
-      broken(node, "a child is held only with its parent");
+      broken(node, "a child holds a cell only if its parent does");
     for (const Index at : detached)
       holders += !cell(at, s).absent();
-    if (holders != c.holders) broken(node, "the children that hold a cell are counted");
+    if (holders != c.holders) broken(node, "children that hold a cell are counted");
   }
 }
 

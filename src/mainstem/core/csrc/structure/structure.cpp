@@ -348,14 +348,15 @@ void Structure::check_node(Index node) const {
   const Node& n = nodes_[node];
   if (n.root()) {
     if (find_root(text(n.key)) != node) broken(node, "a root is found by its name");
+    if (n.pages != 0) broken(node, "a root has no pages");
   } else {
     if (n.pages == 0) broken(node, "a node holds at least one page");
-    if (n.key.size() != std::size_t{n.pages} * page_bytes) broken(node, "the key is as long as the pages");
+    if (n.key.size() != std::size_t{n.pages} * page_bytes) broken(node, "the key has the length of the pages");
     if (n.start != nodes_[n.parent].end()) broken(node, "a node begins where its parent ends");
     const auto itself = [&](Index found) { return found == node; };
     const bool found = table_.find(hash(n.parent, n.key.data()), itself) == node;
     if (found == (n.detached != 0)) broken(node, "a node is found by its parent and first page");
-    if ((n.detached || nodes_[n.parent].removed) && !n.removed) broken(node, "what follows a removed node is removed");
+    if ((n.detached || nodes_[n.parent].removed) && !n.removed) broken(node, "children of a removed node are removed");
     if (n.removed && !n.detached && !nodes_[n.parent].removed) broken(node, "the first removed node is detached");
   }
   std::uint32_t children = 0;
@@ -368,7 +369,7 @@ void Structure::check_node(Index node) const {
   if (children != n.children() || before != n.last_child) broken(node, "children are counted, and the last is known");
   const auto word = [&](Index child) { return load_word(nodes_[child].key.data() + n.fork_at(), 4); };
   if (n.forks() && (word(n.first_child) != n.fork_word || word(n.last_child) == n.fork_word))
-    broken(node, "two children part where the fork says");
+    broken(node, "two children part at the recorded fork");
 }
 
 }  // namespace mainstem

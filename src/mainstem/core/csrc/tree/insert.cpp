@@ -135,7 +135,7 @@ void Tree::Insertion::cut_pieces() {
   std::uint32_t at = tree.nodes_[node].end() - begin;
   std::uint64_t name = eviction.remembers() ? eviction.name(node) : 0;
   for (; at < pages; at = tree.pieces_.back().end) {
-    const Bytes rest = tail.key.subspan(std::size_t{at} * page_bytes);
+    const Bytes rest = tail.key.subspan(std::size_t{at} * page_bytes, std::size_t{pages - at} * page_bytes);
     Piece& piece = tree.pieces_.emplace_back();
     piece.end = eviction.remembers() ? at + eviction.alike_pages(name, tier, begin + at, rest) : pages;
     for (std::uint32_t c = 0; c < rows.size(); ++c)
