@@ -42,7 +42,7 @@ _TIMES = ("timestamp", "created", "time")
 
 
 class BadLine(Exception):
-    """Why a line is bad."""
+    """A line is bad; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
