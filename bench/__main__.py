@@ -1,4 +1,4 @@
-"""`python -m bench [index|core|policies|tiers|store-faults|ttft|throughput|models|plan] [--quick]`: all, or those."""
+"""Runs benchmarks: index, core, policies, tiers, store-faults, ttft, throughput, models, plan; all without names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bench.report import Report
 
 NAMES = ("index", "core", "policies", "tiers", "store-faults", "ttft", "throughput", "models", "plan")
 WIDTH = 160
-"""Columns that the widest table needs."""
+"""Columns of the widest table."""
 
 
 def main() -> None:
-    """Runs what was asked for, prints its tables, writes `<name>.json`; fails if something was not as it must be."""
+    """Runs the chosen benchmarks, prints their tables and writes `<name>.json`. Exits with 1 if a check failed."""
     options = _options()
     console, log = Console(), Console(stderr=True)
     console.width = max(console.width, WIDTH)
@@ -36,24 +36,24 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help=f"of {', '.join(NAMES)}; all without")
+    parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller settings")
     parser.add_argument("--record", action="store_true", help="write recorded-*.json, which the documentation shows")
-    parser.add_argument("--peers-python", metavar="PATH", help="the interpreter that has the peers; this one without")
-    parser.add_argument("--only", nargs="+", choices=index.PARTS, metavar="PART", help="of index: these parts alone")
+    parser.add_argument("--peers-python", metavar="PATH", help="interpreter with the peers; default: this one")
+    parser.add_argument("--only", nargs="+", choices=index.PARTS, metavar="PART", help="index: run only these parts")
     parser.add_argument(
         "--systems",
         nargs="+",
         choices=list(SYSTEMS),
         metavar="SYSTEM",
-        help="of index: these besides Mainstem's leases",
+        help="index: run only these and Mainstem's leases",
     )
-    parser.add_argument("--trace", nargs="+", default=[], metavar="FILE", help="of policies: these traces, too")
+    parser.add_argument("--trace", nargs="+", default=[], metavar="FILE", help="policies: also replay these traces")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
-    parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="written into the JSON")
+    parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="date for the JSON")
     options = parser.parse_args()
     if options.record and (options.quick or options.only or options.systems or options.trace):
-        parser.error("only whole runs are recorded: not with --quick, --only, --systems or --trace")
+        parser.error("only whole runs are recorded: leave out --quick, --only, --systems and --trace")
     unknown = set(options.benchmarks) - set(NAMES)
     if unknown:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -69,12 +69,12 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         core.run(core.QUICK if report.quick else core.Settings(), report)
         return
     if name == "policies":
-        from bench import policies  # which needs what reads traces
+        from bench import policies  # needs the packages that read traces
 
         chosen = policies.QUICK if report.quick else policies.Settings()
         policies.run(replace(chosen, traces=tuple(options.trace)), report)
         return
-    # The others need the runtime; those above run without.
+    # The others need the runtime.
     from bench import models, plan, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 

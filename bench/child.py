@@ -1,11 +1,11 @@
-"""One system in a process of its own: takes tasks from standard input, a line of JSON each, and answers alike.
+"""One system in its own process: reads tasks from standard input, one JSON object per line, and answers likewise.
 
     workers.py  --{"task": "scenario", "name": "miss", ...}-->  child.py SYSTEM
                 <--{"measures": {"µs": 1.0}, "facts": {}, "note": ""}-- or --{"error": "WrongAnswer: ..."}--
 
-It needs no more than the standard library, NumPy and the system, so it also runs in an interpreter that has the peers
-and not Mainstem. A scenario runs in a fork of this process, which has imported everything and done nothing yet: its
-memory is new, what it leaves behind ends with it, and it can be given up.
+Needs only the standard library, NumPy and the system, so it also runs in an interpreter that has the peers but not
+Mainstem. A scenario runs in a fork of this process, which has imported everything and done nothing yet. The fork has
+fresh memory, leaves nothing when it ends, and can be killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.systems import System
 from bench.workload import WORKLOADS
 
 Task = dict[str, Any]
-"""What is asked for: "task" is one of `TASKS`, the rest are its settings."""
+"""A task: "task" is one of `TASKS`, the other fields are its settings."""
 
 
 @cache
@@ -37,7 +37,7 @@ def _prompts(workload: str, settings: str) -> list[list[int]]:
 
 
 def replay(system: type[System], task: Task) -> dict[str, Any]:
-    """A whole workload on a new system; see `replay.measure`."""
+    """Runs a whole workload on a new system; see `replay.measure`."""
     prompts = _prompts(task["workload"], json.dumps(task["settings"]))
     make: Callable[..., System] = system
     policy = {"policy": task["policy"]} if task.get("policy") else {}
@@ -45,12 +45,12 @@ def replay(system: type[System], task: Task) -> dict[str, Any]:
 
 
 def hits(system: type[System], task: Task) -> dict[str, Any]:
-    """The hit rate of a workload where the pool is small, or why the system has none."""
+    """Returns the hit rate of a workload with a small pool, or why the system has none."""
     return {"error": system.lacks["hits"]} if "hits" in system.lacks else replay(system, task)
 
 
 def scenario(system: type[System], task: Task) -> dict[str, Any]:
-    """A scenario in a fork; what went wrong there is its error, as is why the system cannot do it."""
+    """Runs a scenario in a fork. Returns an error if it failed, or if the system does not support it."""
     if task["name"] in system.lacks:
         return {"error": system.lacks[task["name"]]}
     sizes = Sizes(**task["sizes"])
@@ -58,7 +58,7 @@ def scenario(system: type[System], task: Task) -> dict[str, Any]:
 
 
 def run_apart(work: Callable[[], dict[str, Any]], limit_s: float) -> dict[str, Any]:
-    """What `work` returns in a fork of this process, or {"error": why}."""
+    """Returns the result of `work` in a fork of this process, or {"error": why}."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -66,22 +66,22 @@ def run_apart(work: Callable[[], dict[str, Any]], limit_s: float) -> dict[str, A
         _answer_and_end(work, writer)
     os.close(writer)
     try:
-        said = _read_all(reader, limit_s)
+        output = _read_all(reader, limit_s)
     except TimeoutError:
         os.kill(child, signal.SIGKILL)
         return {"error": f"took more than {limit_s:g} s"}
     finally:
         os.close(reader)
         _, status = os.waitpid(child, 0)
-    answer: dict[str, Any] = json.loads(said) if said else {"error": f"ended by signal {status & 127}"}
+    answer: dict[str, Any] = json.loads(output) if output else {"error": f"ended by signal {status & 127}"}
     return answer
 
 
 def _answer_and_end(work: Callable[[], dict[str, Any]], writer: int) -> None:
-    """Never returns: what the parent had opened or registered for its own end must not end twice."""
+    """Answers and exits; never returns, because the parent's exit handlers must not run twice."""
     try:
         answer = work()
-    except Exception as error:  # noqa: BLE001, whatever it is: the answer names it
+    except Exception as error:  # noqa: BLE001, the answer names any error
         answer = {"error": f"{type(error).__name__}: {error}"}
     with os.fdopen(writer, "w") as pipe:
         json.dump(answer, pipe)
@@ -89,33 +89,33 @@ def _answer_and_end(work: Callable[[], dict[str, Any]], writer: int) -> None:
 
 
 def _read_all(reader: int, limit_s: float) -> bytes:
-    said = b""
+    output = b""
     while True:
         ready, _, _ = select.select([reader], [], [], limit_s)
         if not ready:
             raise TimeoutError
         more = os.read(reader, 2**16)
         if not more:
-            return said
-        said += more
+            return output
+        output += more
 
 
 TASKS = {"replay": replay, "hits": hits, "scenario": scenario}
 
 
 def _private_stdout() -> TextIO:
-    """Standard output for answers alone; what a system prints goes to standard error."""
+    """Reserves standard output for answers; output of a system goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
 def main(name: str) -> None:
-    """Says which versions it runs, then answers tasks until the input ends."""
+    """Prints the versions of the system, then answers tasks until the input ends."""
     answers = _private_stdout()
     system = SYSTEMS[name].find()
     versions = system.load()
-    freeze()  # what was imported is not looked at, and so not copied, in each fork
+    freeze()  # the collector would touch imported objects, and so copy them, in each fork
     print(json.dumps({"versions": versions}), file=answers)
     for line in sys.stdin:
         task = json.loads(line)

@@ -1,8 +1,8 @@
-"""Clocks and scales for one process: the time of single calls, and the memory that it holds. Knows no system.
+"""Measures one process: the time of single calls, and the memory that it holds. Knows no system.
 
 |  now  |          call            |  now  |
-|<-->|<------- what is wanted ------->|<-->|    the rest is measured once, with a call that does nothing, and
-                                                taken off
+|<-->|<---- the measured time ------->|<-->|    the overhead is measured once, with an empty call, and
+                                                subtracted
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ STATUS = Path("/proc/self/status")
 
 
 class _Nothing:
-    """Stands in for a system."""
+    """A placeholder for a system."""
 
     def call(self, _: Any = None) -> int:
-        """Does nothing, as a method of one argument."""
+        """Does nothing; a method with one argument."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Calls that were timed: microseconds of each, and what each returned."""
+    """Timed calls: the microseconds and the result of each."""
 
     us: list[float]
     results: list[Any]
 
 
 def sample(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], budget_s: float = 1e9) -> Sample:
-    """Times each call, one for each tuple of arguments, less what the clock and an empty call take.
+    """Times one call per tuple of arguments, and subtracts the time of the clock and of an empty call.
 
     Args:
-        arguments: made one at a time, outside the clock.
-        budget_s: no call is begun any more when so many seconds are spent; the first three always are.
+        arguments: created one at a time, outside the timed part.
+        budget_s: no further call starts after this many seconds; the first three always do.
     """
     times_ns, results = _time(call, arguments, budget_s)
     return Sample([max(ns - _overhead_ns(), 0) / 1000 for ns in times_ns], results)
@@ -72,26 +72,26 @@ def _overhead_ns() -> int:
 
 
 def percentile(values: Iterable[float], part: float) -> float:
-    """The smallest value that at least `part` (0 to 1) of the values do not exceed."""
+    """Returns the smallest value that at least `part` (0 to 1) of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(-int(-part * len(ordered) // 1) - 1, 0)]
 
 
 def freeze() -> None:
-    """The collector need not look at what was prepared again and again."""
+    """Excludes all prepared objects from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use and no file's, after what is free was given back to the system.
+    """Returns the anonymous resident memory of this process, after free memory was returned to the system.
 
     Raises:
         OSError: not Linux.
     """
     gc.collect()
     allocator = ctypes.CDLL(None)
-    if hasattr(allocator, "malloc_trim"):  # glibc; others give back by themselves, or do not
+    if hasattr(allocator, "malloc_trim"):  # glibc; other allocators return memory by themselves, or not at all
         allocator.malloc_trim(0)
     lines = STATUS.read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))

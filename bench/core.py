@@ -1,8 +1,8 @@
-"""The core measured in C++ (native/core.cpp), beside what memory itself allows: builds the program, runs it some times,
-and makes one table of its lines. Knows no Python binding; what Python adds is for index.py to say.
+"""Measures the core in C++ (native/core.cpp) against the limits of memory. Builds the program, runs it several times,
+and makes a table of its output. Knows no Python binding: index.py measures what Python adds.
 
     measure        median of the runs' medians; for single calls also the 99th percentile
-    floor          the same bytes compared and copied at the same addresses, in turns with the measure
+    floor          the same bytes compared and copied at the same addresses, alternating with the measure
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FLOOR, RATIO, P50, P99 = ", floor", ", over its floor", ", p50", ", p99"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured.
+    """Settings of the benchmark.
 
     Args:
-        runs: of the whole program.
-        quick: fewer rounds, and a large tree that is a tenth as large.
+        runs: runs of the whole program.
+        quick: fewer rounds, and a large tree of a tenth of the size.
     """
 
     runs: int = 3
@@ -42,7 +42,7 @@ QUICK = Settings(runs=1, quick=True)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a measure is to be at most."""
+    """The limit of a measure."""
 
     what: str
     measure: str
@@ -50,9 +50,9 @@ class Goal:
     unit: str
 
 
-def _long(nodes: int, most: float) -> Goal:
+def _long(nodes: int, limit: float) -> Goal:
     what = f"long match in {nodes:,} nodes, page 16, over its floor"
-    return Goal(what, f"long match, page 16, {nodes} nodes{RATIO}", most, "ratio")
+    return Goal(what, f"long match, page 16, {nodes} nodes{RATIO}", limit, "ratio")
 
 
 GOALS = (
@@ -83,7 +83,7 @@ def run(settings: Settings, report: Report) -> None:
     Raises:
         CannotBuild: there is no g++, or it fails.
     """
-    report.progress("core: the program is built")
+    report.progress("core: building the program")
     program = build("core")
     samples = []
     for turn in range(settings.runs):
@@ -97,7 +97,7 @@ def run(settings: Settings, report: Report) -> None:
 
 
 def summarise(samples: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each measure over all runs: its name, unit, median, least and most."""
+    """Summarizes each measure over all runs: name, unit, median, least and most."""
     rows = []
     for same in zip(*samples, strict=True):
         values = [sample["value"] for sample in same]
@@ -107,7 +107,7 @@ def summarise(samples: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any
 
 
 def judge(rows: Sequence[dict[str, Any]], goals: Sequence[Goal] = GOALS) -> list[dict[str, Any]]:
-    """For each goal: what, goal, unit, measured, met."""
+    """Returns a row for each goal: what, goal, unit, measured, met."""
     found = {row["name"]: row["median"] for row in rows}
     return [
         {
@@ -122,7 +122,7 @@ def judge(rows: Sequence[dict[str, Any]], goals: Sequence[Goal] = GOALS) -> list
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a measure, with its 99th percentile and its floor where it has them."""
+    """Builds a table with one line per measure, with its 99th percentile and its floor if it has them."""
     found = {row["name"]: row for row in rows}
     heads = ("measure", "median", "least to most", "p99", "floor", "over it", "unit")
     shown = Table(*heads, title="the core in C++")

@@ -1,4 +1,4 @@
-"""The systems of the index benchmark by name: what each is called in the tables, and where its class is."""
+"""The systems of the index benchmark by name: their labels in tables, and their classes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Entry:
     """A system.
 
     Attributes:
-        label: its name in tables; `short` its name above a column.
+        label: its name in tables; `short` is its name above a column.
         place: module and name of its class.
-        peer: whether it runs in the interpreter that has the peers.
-        page_sizes: those that make sense for it.
-        small: whether the largest tree of the scenarios is a tenth for it.
+        peer: whether it runs in the interpreter with the peers.
+        page_sizes: page sizes that make sense for it.
+        small: whether its largest tree in the scenarios has a tenth of the size.
         note: what its figures do not include.
     """
 
@@ -30,14 +30,14 @@ class Entry:
     note: str = ""
 
     def find(self) -> type[System]:
-        """The class. Raises ImportError."""
+        """Returns the class. Raises ImportError."""
         module, _, name = self.place.partition(":")
         found: type[System] = getattr(import_module(module), name)
         return found
 
 
 HASHED = (16, 64)
-"""Page sizes of systems that hash each page: a hash for each token is not how they are used."""
+"""Page sizes of systems that hash each page: nobody uses them with a hash for each token."""
 
 INDEX_ONLY = "index only: no pool, no eviction"
 
@@ -47,7 +47,7 @@ SYSTEMS = {
     "python": Entry("plain Python", "plain\nPython", "bench.systems:PythonRadix", small=True),
     "dict": Entry(
         "dict of block hashes", "dict of\nhashes", "bench.systems:BlockDict", peer=True, page_sizes=HASHED, small=True
-    ),  # no peer, but theirs is the interpreter that has xxhash
+    ),  # not a peer, but xxhash is in the interpreter with the peers
     "sglang-rust": Entry("SGLang, Rust core", "SGLang\nRust", "bench.peers:SGLangRust", peer=True, small=True),
     "sglang-python": Entry(
         "SGLang, RadixCache", "SGLang\nRadixCache", "bench.peers:SGLangPython", peer=True, small=True

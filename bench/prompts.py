@@ -1,4 +1,4 @@
-"""Prompts for the benchmarks of the engine: random tokens, so that only what is meant to be shared is shared."""
+"""Prompts for the benchmarks of the engine: random tokens, so that prompts share only their intended prefixes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mainstem.runtime.request import Request, SamplingParams
 
 
 class Prompts:
-    """Random token sequences of a model's vocabulary.
+    """Random token sequences from a model's vocabulary.
 
     Args:
         loaded: the model.
-        seed: of the random stream.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, loaded: LoadedModel, seed: int = 0) -> None:
@@ -23,14 +23,14 @@ class Prompts:
         self._vocab_size = int(loaded.model.config.vocab_size)
 
     def tokens(self, n: int) -> NDArray[np.int32]:
-        """n token ids that came nowhere before."""
+        """Returns n new token ids."""
         return self._random.integers(self._vocab_size, size=n, dtype=np.int32)
 
-    def behind(self, prefix: NDArray[np.int32], n: int) -> NDArray[np.int32]:
-        """A prefix and n tokens of its own."""
+    def extend(self, prefix: NDArray[np.int32], n: int) -> NDArray[np.int32]:
+        """Returns a prefix followed by n new tokens."""
         return np.concatenate([prefix, self.tokens(n)])
 
 
 def submit(engine: Engine, tokens: NDArray[np.int32], new_tokens: int) -> Stream:
-    """Asks for exactly so many new tokens."""
+    """Submits a request for exactly `new_tokens` new tokens."""
     return engine.submit(Request(tokens, SamplingParams(max_tokens=new_tokens, ignore_eos=True)))

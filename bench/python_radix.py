@@ -1,10 +1,10 @@
-"""A radix cache in plain Python and NumPy: the obvious peer, to see what the core is worth.
+"""A radix cache in plain Python and NumPy: the obvious peer, to see the value of the core.
 
     root --first page--> Node(key, slots) --first page--> Node ...      keys are int32 tokens in whole pages
 
-Each node has one slot a token, a count of locks, and the tick of its last use. Evicted are leaves that no one holds,
-the longest unused first, from their tails, so that exactly as many slots are freed as were asked for. It is written
-the way such caches usually are, and kept simple: no namespaces, one tier, no checks of what it is given.
+Each node has one slot per token, a count of locks, and the tick of its last use. Eviction takes unlocked leaves, least
+recently used first, and cuts them from their tails, so that it frees exactly the requested number of slots. It is
+written the way such caches usually are, and kept simple: no namespaces, one tier, no checks of arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
 
     def __lt__(self, other: Node) -> bool:
-        """Whether this one is evicted first."""
+        """Returns whether this node is evicted first."""
         return self.last_used < other.last_used
 
 
@@ -41,7 +41,7 @@ class RadixCache:
     """Maps token prefixes to slots.
 
     Args:
-        page_size: tokens a page, the unit of matching.
+        page_size: tokens per page, the unit of matching.
     """
 
     def __init__(self, page_size: int = 1) -> None:
@@ -51,12 +51,12 @@ class RadixCache:
         self._ticks = 0
 
     def match(self, tokens: Ints) -> tuple[Ints, Node]:
-        """The slots of the longest prefix that is known, and the node of its end, which is split off if need be."""
+        """Returns the slots of the longest cached prefix, and the node of its end, split off if needed."""
         parts, node, _ = self._walk(self._whole_pages(tokens))
         return np.concatenate(parts) if parts else _NOTHING, node
 
     def insert(self, tokens: Ints, slots: Ints) -> int:
-        """Adds the whole pages of a prefix with a slot a token; how many tokens were there already."""
+        """Adds the whole pages of a prefix with one slot per token; returns how many tokens were already cached."""
         tokens = self._whole_pages(tokens)
         _, node, at = self._walk(tokens)
         if at < len(tokens):
@@ -67,15 +67,15 @@ class RadixCache:
         return at
 
     def lock(self, node: Node) -> None:
-        """Keeps a node and all above it from eviction."""
+        """Protects a node and all above it from eviction."""
         self._add_locks(node, 1)
 
     def unlock(self, node: Node) -> None:
-        """Takes one lock back."""
+        """Removes one lock."""
         self._add_locks(node, -1)
 
     def evict(self, n: int) -> list[Ints]:
-        """Frees n slots, a whole number of pages, or as many as can be."""
+        """Frees n slots, a whole number of pages, or as many as possible."""
         heap = [leaf for leaf in self._leaves if not leaf.lock_ref]
         heapq.heapify(heap)
         freed: list[Ints] = []
@@ -91,7 +91,7 @@ class RadixCache:
         return freed
 
     def _walk(self, tokens: Ints) -> tuple[list[Ints], Node, int]:
-        """Goes down as far as the tokens agree and marks the way as used: slots, last node, tokens."""
+        """Descends as far as the tokens agree and marks the path as used; returns slots, last node and tokens."""
         self._ticks += 1
         node, at = self.root, 0
         parts: list[Ints] = []
@@ -113,7 +113,7 @@ class RadixCache:
         return first - first % self.page_size if differ[first] else n
 
     def _split(self, node: Node, at: int) -> Node:
-        """Puts a new node above that has the first `at` tokens, the recency and the locks; gives the new one."""
+        """Inserts a node above with the first `at` tokens, the recency and the locks; returns the new node."""
         parent = node.parent
         assert parent is not None
         upper = Node(node.key[:at].copy(), node.slots[:at].copy(), parent, node.last_used)
@@ -124,7 +124,7 @@ class RadixCache:
         return upper
 
     def _remove(self, leaf: Node) -> Node:
-        """Takes a leaf out; gives its parent, which may be a leaf now."""
+        """Removes a leaf; returns its parent, which may be a leaf now."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[self._first_page(leaf.key)]

@@ -1,8 +1,8 @@
-"""Random workloads against lru: shapes flooded, scanned, renewed and in turns, and sessions with random settings.
+"""Compares a policy with lru on random workloads: shapes flooded, scanned, renewed and in turns, and random sessions.
 
     python -m bench.random_shapes gittins --seeds 0:300
 
-Looks for the workload on which a policy loses most. Equal seeds give equal workloads.
+Searches for the workload on which the policy loses most. Equal seeds give equal workloads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CAPACITIES = (1, 5, 25, 50)  # percent of the distinct blocks
 
 
 class Cell(NamedTuple):
-    """A policy beside lru, in points of block hit rate."""
+    """A policy relative to lru, in percentage points of block hit rate."""
 
     gain: float
     seed: int
@@ -34,14 +34,14 @@ class Cell(NamedTuple):
 
 
 class Draw:
-    """Random settings, and what was drawn in words."""
+    """Random settings, and a description of what was drawn."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng([77, seed])
         self.words: list[str] = []
 
     def between(self, low: float, high: float) -> float:
-        """Any order of magnitude is as likely as another."""
+        """Draws a log-uniform number."""
         return float(np.exp(self.rng.uniform(np.log(low), np.log(high))))
 
     def say(self, words: str) -> None:
@@ -49,7 +49,7 @@ class Draw:
 
 
 def plain(draw: Draw, requests: int) -> shapes.Items:
-    """Items wanted in a loop, by popularity, by recency, or twice."""
+    """Draws items requested in a loop, by popularity, by recency, or twice."""
     rng = draw.rng
     kind = rng.choice(["loop", "popular", "recent", "twice"], p=[0.25, 0.3, 0.3, 0.15])
     if kind == "loop":
@@ -70,7 +70,7 @@ def plain(draw: Draw, requests: int) -> shapes.Items:
 
 
 def disturbed(draw: Draw, wanted: shapes.Items) -> shapes.Items:
-    """With newcomers between them, scans over them, or other items every so often; or as they are."""
+    """Adds new items between them, scans over them, or replaces them periodically; or changes nothing."""
     rng, requests = draw.rng, len(wanted)
     kind = rng.choice(["", "flooded", "scanned", "renewed"], p=[0.5, 0.2, 0.15, 0.15])
     if kind == "flooded":
@@ -90,7 +90,7 @@ def disturbed(draw: Draw, wanted: shapes.Items) -> shapes.Items:
 
 
 def sessions(draw: Draw) -> Workload:
-    """A kind of the generator with random settings."""
+    """Draws a workload of the generator with random settings."""
     between, uniform = draw.between, draw.rng.uniform
     kind = draw.rng.choice(["chat", "agents", "documents", "prompts", "tenants"])
     drift = between(100, 5000) if draw.rng.random() < 0.4 else math.inf
@@ -140,15 +140,15 @@ def sessions(draw: Draw) -> Workload:
 
 
 def workload(seed: int) -> tuple[Trace, str]:
-    """15,000 to 300,000 block accesses, and what they are in words."""
+    """Returns a trace of 15,000 to 300,000 block accesses, and its description."""
     draw = Draw(seed)
     rng = draw.rng
     accesses = int(draw.between(15_000, 300_000))
     if rng.random() < 0.3:
         kind = sessions(draw)
         block = int(rng.choice([32, 128, 512]))
-        a_request = len(generate(kind, 300, seed=seed, block_size=block).whole.blocks) / 300
-        requests = max(100, int(accesses / a_request))
+        per_request = len(generate(kind, 300, seed=seed, block_size=block).whole.blocks) / 300
+        requests = max(100, int(accesses / per_request))
         return generate(kind, requests, seed=seed, block_size=block), f"blocks of {block}: {draw.words[0]}"
     mean = float(rng.choice([1, 1.5, 3, 6, 20]))
     requests = max(400, int(accesses / mean))
@@ -167,7 +167,7 @@ def workload(seed: int) -> tuple[Trace, str]:
 
 
 def cells(policy: str, seed: int) -> list[Cell]:
-    """The policy at each capacity of a workload."""
+    """Returns the cells of the policy at each capacity of a workload."""
     trace, words = workload(seed)
     found = []
     for percent in CAPACITIES:
@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy")
     parser.add_argument("--seeds", default="0:300", help="FIRST:END")
-    parser.add_argument("--show", type=int, default=10, help="the worst so many")
+    parser.add_argument("--show", type=int, default=10, help="number of worst cells to show")
     asked = parser.parse_args()
     first, end = map(int, asked.seeds.split(":"))
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""A workload on one system: microseconds a request, each part alone, and the hit rate. Runs in the system's process."""
+"""Runs a workload on one system: microseconds per request and per part, and the hit rate. Runs in its process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bench.clock import freeze
 from bench.systems import System
 
 MODES = ("prepared", "lists", "parts")
-"""Prompts in the system's own type; as lists, conversion counted; and each part of a request timed alone."""
+"""Prompts in the system's own type; as lists, conversion included; and each part of a request timed separately."""
 
 
 def measure(system: System, prompts: list[list[int]], mode: str) -> dict[str, Any]:
-    """Serves all prompts once on a new system: microseconds a request, hit rate, and, by mode, those of the parts.
+    """Serves all prompts once on a new system; returns microseconds per request, the hit rate and those of the parts.
 
-    `us` is time by the clock, `cpu_us` what the process spent of it: where the two differ, others had the cores.
+    `us` is wall-clock time, `cpu_us` is CPU time of the process. They differ if other processes used the cores.
     """
     samples = _put_clocks(system) if mode == "parts" else {}
     convert, keys = _keys(system, prompts, mode)
@@ -38,14 +38,14 @@ def measure(system: System, prompts: list[list[int]], mode: str) -> dict[str, An
 
 
 def _keys(system: System, prompts: list[list[int]], mode: str) -> tuple[Callable[[list[int]], Any] | None, list[Any]]:
-    """What is given to the system, and the conversion that is to be timed with it."""
+    """Returns the conversion to include in the time, and the inputs of the system."""
     if mode != "lists" or system.lists == "own":
         return None, [system.prepare(prompt) for prompt in prompts]
     return None if system.lists == "accepted" else system.prepare, prompts
 
 
 def _put_clocks(system: System) -> dict[str, list[int]]:
-    """Times each call of each part, in nanoseconds."""
+    """Wraps each part in a clock; returns the lists of nanoseconds."""
     samples: dict[str, list[int]] = {part: [] for part in system.parts}
     for part, (owner, method) in system.parts.items():
         setattr(owner, method, _timed(getattr(owner, method), samples[part]))

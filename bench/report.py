@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: tables for the terminal, and JSON with the machine that it ran on."""
+"""The results of a benchmark: tables for the terminal, and JSON with the machine that it ran on."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PACKAGES = ("mainstem", "numpy", "torch", "transformers")
 
 @dataclass(slots=True)
 class Report:
-    """One benchmark's results, filled in by it.
+    """The results of one benchmark, which fills them in.
 
     Args:
-        name: of the benchmark.
+        name: name of the benchmark.
         date: when it ran, ISO 8601.
-        quick: whether it was cut short.
+        quick: whether it ran with fewer and smaller settings.
         progress: called with a line of text before each step.
 
     Attributes:
-        rows: of the main table.
+        rows: rows of the main table.
         more: further lists of rows, by their names in the JSON.
-        failures: what was not as it must be; with any the process fails.
+        failures: failed checks; the process fails if there are any.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Report:
             console.print(f"[bold]failed[/bold]: {failure}")
 
     def write(self, folder: Path, recorded: bool = False) -> Path:
-        """Writes `<name>.json`, or `recorded-<name>.json`, which the repository keeps; its place."""
+        """Writes `<name>.json`, or `recorded-<name>.json`, which the repository keeps; returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{'recorded-' if recorded else ''}{self.name}.json"
         path.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
         return path
 
     def as_json(self) -> dict[str, Any]:
-        """All but the tables, which say the same."""
+        """Returns everything but the tables, which repeat the rows."""
         return {
             "name": self.name,
             "date": self.date,
@@ -110,7 +110,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out; None where there is no repository or no git."""
+    """Returns the commit that is checked out; None without a repository or git."""
     try:
         answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:

@@ -1,21 +1,21 @@
-"""The scenarios of the index benchmark: what a steady load does not show. Each runs in a process of its own.
+"""The scenarios of the index benchmark: cases that a steady load does not show. Each runs in its own process.
 
     name         what is measured
-    long         look-up of a long prompt that is cached, in one node and cut into many
-    lists        the same, the prompt given as a list of int
-    miss         look-up of a long prompt of which nothing is cached
+    long         lookup of a long cached prompt, in one node and split into many
+    lists        the same, with the prompt as a list of int
+    miss         lookup of a long prompt of which nothing is cached
     leaves       eviction of one page at a time among many short branches; again with half of them locked
-    session      a request of one chat of many turns, at its beginning and at its end
-    namespaces   a request in one of many namespaces: its first, and its second, which finds the first
-    chunks       a chunk of a chunked prefill, published, near the beginning and far behind it
-    decode       16 decoded tokens, published, near the beginning and far behind it
-    busy         look-up beside a thread that computes in Python without a pause
-    cold         look-up of a prompt that was not asked for lately, in a large tree
-    memory-...   memory a cached token, by the length of the nodes
-    split        memory that is still held when all but the first page of long prompts was evicted
+    session      a request of one chat with many turns, at its beginning and at its end
+    namespaces   the first request in one of many namespaces, and the second, which hits the first
+    chunks       publishing a chunk of a chunked prefill, near the beginning and far from it
+    decode       publishing 16 decoded tokens, near the beginning and far from it
+    busy         lookup next to a thread that computes in Python without a pause
+    cold         lookup of a prompt that was not used recently, in a large tree
+    memory-...   memory per cached token, by the length of the nodes
+    split        memory that is still held after all but the first page of long prompts was evicted
 
-A scenario gets a function that makes systems, and gives `Result`. All inputs are made before the clock starts. A
-system that finds other hits than it must, or frees other pages, raises: its figures would be of something else.
+A scenario takes a function that creates systems, and returns a `Result`. All inputs are created before the clock
+starts. It raises if a system has wrong hits or frees the wrong number of pages: its figures would be meaningless.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bench.workload import Chats
 
 VOCAB = 150_000
 PARTING = VOCAB
-"""A token that no prompt has: what begins with it parts here from all others."""
+"""A token that no prompt has: a branch that begins with it forks from all others."""
 
 DECODED = 16
 """Tokens of one step of `decode`: a page."""
@@ -44,33 +44,33 @@ DECODED = 16
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the scenarios are. Lengths are in tokens.
+    """The sizes of the scenarios. Lengths are in tokens.
 
     Args:
-        page_size: tokens a page, of all but `long`.
+        page_size: tokens per page, except in `long`.
         long_pages: page sizes of `long`.
         prompt: length of the long prompts.
-        nodes: into how many nodes `long` cuts its prompt.
-        calls: look-ups of one prompt, at most.
+        nodes: numbers of nodes into which `long` splits its prompt.
+        calls: maximum number of lookups of one prompt.
         leaves: branches of `leaves`.
-        evictions: pages that it evicts, at most.
-        turns: of the one chat of `session`.
-        ends: requests at its beginning and at its end that are counted.
-        namespaces: how many.
-        chunk: tokens that are published at a time.
-        chunk_prompts: prompts that are computed in chunks.
-        near, far: how much lies behind the first and the last chunks that are counted.
-        steps: chunks that are counted at each place; twelve times as many steps of `decode`.
-        decode_chunk: length of the chunks that lie behind `decode`.
-        decode_far: how much lies behind its far steps; `near` behind the others.
+        evictions: maximum number of pages that it evicts.
+        turns: turns of the one chat of `session`.
+        ends: requests to count at its beginning and at its end.
+        namespaces: number of namespaces.
+        chunk: tokens to publish at a time.
+        chunk_prompts: prompts to compute in chunks.
+        near, far: tokens before the first and before the last counted chunks.
+        steps: chunks to count at each place; `decode` counts twelve times as many steps.
+        decode_chunk: length of the chunks before the steps of `decode`.
+        decode_far: tokens before its far steps; its near steps have `near`.
         busy_prompt: length of the prompt of `busy`.
-        busy_calls: its look-ups, at most.
-        cold_roots: branches of the large tree at its root; there are 255 nodes for each.
-        cold_calls: its look-ups.
+        busy_calls: maximum number of its lookups.
+        cold_roots: branches at the root of the large tree; each has 255 nodes.
+        cold_calls: number of its lookups.
         memory_tokens: tokens of each `memory` scenario.
-        split_prompts: prompts that are split, at least 2.
+        split_prompts: prompts to split, at least 2.
         budget_s: seconds after which a loop of calls ends early.
-        limit_s: seconds after which a scenario is given up for a system.
+        limit_s: seconds after which a scenario is killed.
     """
 
     page_size: int = 16
@@ -109,11 +109,11 @@ QUICK = Sizes(
 
 @dataclass(slots=True)
 class Result:
-    """What a scenario measured on a system.
+    """The result of a scenario on a system.
 
     Attributes:
-        measures: by name, whose last word is the unit; for the tables.
-        facts: what else is worth knowing.
+        measures: measures for the tables, by name; the last word of a name is the unit.
+        facts: further figures.
         note: how the scenario differed for this system.
     """
 
@@ -123,21 +123,21 @@ class Result:
 
 
 Scenario = Callable[[Make, Sizes, bool], Result]
-"""scenario(make, sizes, small): with `small` the largest trees are a tenth."""
+"""scenario(make, sizes, small): with `small`, the largest trees have a tenth of the size."""
 
 
 class WrongAnswer(Exception):
-    """A system did not do what the scenario is about."""
+    """A system did not do what the scenario measures."""
 
 
 def long(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Look-up of a long prompt, at each page size and for each number of nodes that the system knows."""
+    """Looks up a long prompt, at each page size and for each number of nodes that the system supports."""
     result = Result()
     for page_size in sizes.long_pages:
         for nodes in sizes.nodes:
             try:
                 system = make(page_size, 2 * sizes.prompt)
-            except ValueError as error:  # a page size that it refuses
+            except ValueError as error:  # the system refuses this page size
                 result.note = str(error)
                 continue
             if nodes > 1 and "nodes" in system.lacks:
@@ -154,9 +154,9 @@ def long(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def cut(system: System, prompt: Ints, nodes: int, page_size: int) -> None:
-    """Caches a prompt in that many nodes, each cut by a page that parts there.
+    """Caches a prompt in that many nodes, each split off by a branch of one page.
 
-    From behind: each new branch then walks through one node, whatever is cut already behind it.
+    Splits from the end: each new branch then descends through a single node, regardless of the splits after it.
     """
     system.serve(system.prepare(prompt))
     step = len(prompt) // nodes // page_size * page_size
@@ -166,7 +166,7 @@ def cut(system: System, prompt: Ints, nodes: int, page_size: int) -> None:
 
 
 def lists(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Look-up of a long prompt that comes as a list, converted where the system needs it."""
+    """Looks up a long prompt given as a list, converted if the system needs it."""
     system = make(sizes.page_size, 2 * sizes.prompt)
     prompt = _tokens(1, sizes.prompt)
     system.serve(system.prepare(prompt))
@@ -184,7 +184,7 @@ def lists(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def miss(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Look-up of a long prompt in a tree of others."""
+    """Looks up a long prompt in a tree of other prompts."""
     system = make(sizes.page_size, 3 * sizes.prompt)
     system.serve(system.prepare(_tokens(1, sizes.prompt)))
     for seed in range(64):
@@ -194,7 +194,7 @@ def miss(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def leaves(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Eviction of page after page, with all branches free and with half of them locked."""
+    """Evicts page after page, with all branches free and with half of them locked."""
     result = Result()
     for name, locked in (("all free", False), ("half locked", True)):
         system, free = _branches(make, sizes, locked)
@@ -209,7 +209,7 @@ def leaves(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def _branches(make: Make, sizes: Sizes, lock_half: bool) -> tuple[System, int]:
-    """A full pool of two-page branches behind a prompt of two pages, last used in random order; how many are free."""
+    """Fills a pool with two-page branches after a shared prompt, used in random order; returns how many are free."""
     two = 2 * sizes.page_size
     system = make(sizes.page_size, two * (sizes.leaves + 1))
     shared = _tokens(1, two)
@@ -228,7 +228,7 @@ def _branches(make: Make, sizes: Sizes, lock_half: bool) -> tuple[System, int]:
 
 
 def session(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Each request of one long chat."""
+    """Serves each request of one long chat."""
     chat = Chats(chats=1, turns=sizes.turns, systems=1, system_length=512, question_lengths=(32, 160), answer_length=96)
     prompts = list(chat.prompts())
     system = make(sizes.page_size, 2 * len(prompts[-1]))
@@ -236,14 +236,14 @@ def session(make: Make, sizes: Sizes, small: bool = False) -> Result:
     timed = sample(system.serve, ((system.prepare(prompt),) for prompt in prompts))
     missed = [len(prompt) - hit for prompt, hit in zip(prompts, timed.results, strict=True)][1:]
     if max(missed) > 160 + 96 + sizes.page_size:
-        raise WrongAnswer(f"a turn found all but {max(missed)} tokens of the chat")
+        raise WrongAnswer(f"a turn missed {max(missed)} tokens of the chat")
     first, last = median(timed.us[: sizes.ends]), median(timed.us[-sizes.ends :])
     measures = {f"first {sizes.ends} turns, µs": first, f"last {sizes.ends} turns, µs": last}
     return Result(measures, {"tokens at the end": len(prompts[-1])})
 
 
 def namespaces(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """The same prompt in each namespace, then again with a question behind it."""
+    """Serves the same prompt in each namespace, then again with a question after it."""
     pages = 8
     system = make(sizes.page_size, (pages + 2) * sizes.page_size * sizes.namespaces)
     prompt = _tokens(1, pages * sizes.page_size)
@@ -261,7 +261,7 @@ def namespaces(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def chunks(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Prompts that are computed chunk by chunk: the chunks behind `near` and behind `far` tokens."""
+    """Computes prompts chunk by chunk; counts the chunks after `near` and after `far` tokens."""
     system = make(sizes.page_size, (sizes.chunk_prompts + 1) * sizes.prompt)
     near, far, begins = list[float](), list[float](), list[float]()
     for seed in range(sizes.chunk_prompts):
@@ -282,16 +282,16 @@ def chunks(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def decode(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Steps of 16 tokens behind a chain of chunks, a short one and a long one."""
+    """Publishes steps of 16 tokens after a short and after a long chain of chunks."""
     steps = 12 * sizes.steps
     us: list[list[float]] = []
-    for behind in (sizes.near, sizes.decode_far):
-        behind -= behind % sizes.page_size
-        system = make(sizes.page_size, 2 * behind + DECODED * (steps + sizes.page_size))
-        tokens = _tokens(1, behind)
+    for length in (sizes.near, sizes.decode_far):
+        length -= length % sizes.page_size
+        system = make(sizes.page_size, 2 * length + DECODED * (steps + sizes.page_size))
+        tokens = _tokens(1, length)
         growth = system.grow(system.prepare(tokens))
-        ends = [end - end % sizes.page_size for end in range(sizes.decode_chunk, behind, sizes.decode_chunk)]
-        for end in [*ends, behind]:
+        ends = [end - end % sizes.page_size for end in range(sizes.decode_chunk, length, sizes.decode_chunk)]
+        for end in [*ends, length]:
             growth.publish(end)
         parts = _tokens(2, DECODED * steps).reshape(steps, DECODED)
         given = [(system.prepare(part),) for part in parts]
@@ -310,7 +310,7 @@ def _near_and_far(near: Sequence[float], far: Sequence[float]) -> Result:
 
 
 def busy(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Look-ups while another thread wants the interpreter, too."""
+    """Looks up a prompt while another thread competes for the interpreter."""
     system = make(sizes.page_size, 4 * sizes.busy_prompt)
     prompt = _tokens(1, sizes.busy_prompt - sizes.busy_prompt % sizes.page_size)
     for part in (len(prompt) // 3, 2 * len(prompt) // 3, len(prompt)):
@@ -329,7 +329,7 @@ def busy(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def _compute(stop: threading.Event) -> None:
-    """Plain Python that never waits; it looks up seldom whether it should end."""
+    """Computes in plain Python without waiting; rarely checks whether it should stop."""
     n = 0
     while not stop.is_set():
         for step in range(1000):
@@ -337,7 +337,7 @@ def _compute(stop: threading.Event) -> None:
 
 
 def cold(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """Look-ups of prompts of 512 tokens in eight nodes, none of them twice, in a tree far larger than any cache."""
+    """Looks up prompts of 512 tokens in eight nodes, each once, in a tree far larger than any CPU cache."""
     forest = Forest(max(sizes.cold_roots // 10, 1) if small else sizes.cold_roots, sizes.page_size)
     system = make(sizes.page_size, forest.tokens + 2 * forest.length)
     chance = np.random.default_rng(5)
@@ -354,12 +354,12 @@ def cold(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 class Forest:
-    """Binary trees of random tokens, eight nodes deep, each node four pages long: a prompt is a path to a leaf.
+    """Binary trees of random tokens, eight nodes deep, four pages per node. A prompt is a path to a leaf.
 
         root -- [........]-+-[........]- ...     level 0: `roots` nodes; level k: roots * 2**k of them
                            +-[........]- ...
 
-    Each inner node has two children, so that no index can join two nodes into one.
+    Each inner node has two children, so that no index can join two nodes.
     """
 
     DEPTH = 8
@@ -373,7 +373,7 @@ class Forest:
         self.length = self.DEPTH * node
 
     def prompts(self, leaves: NDArray[np.int64]) -> Iterator[Ints]:
-        """The paths to these leaves."""
+        """Yields the paths to these leaves."""
         for start in range(0, len(leaves), 1000):
             some = leaves[start : start + 1000]
             nodes = [level[some >> (self.DEPTH - 1 - at)] for at, level in enumerate(self.levels)]
@@ -388,14 +388,14 @@ class Meadow:
         self.rows = _tokens(1, self.tokens).reshape(leaves, length)
 
     def prompts(self, leaves: NDArray[np.int64]) -> Iterator[Ints]:
-        """These, one after another."""
+        """Yields the prompts of these leaves."""
         return (self.rows[leaf] for leaf in leaves)
 
 
 def memory(make: Make, sizes: Sizes, small: bool = False, *, node: int) -> Result:
-    """What the process grows by, a token, when nodes of that length are cached. Prompts are made before."""
+    """Measures the growth of the process per token when nodes of this length are cached. Creates prompts before."""
     source = _source(node, sizes)
-    throw_away = make(sizes.page_size, 4096)  # what is imported and allocated at the first use is not the cache's
+    throw_away = make(sizes.page_size, 4096)  # imports and allocations of the first use are not the cache's
     throw_away.serve(throw_away.prepare(_tokens(9, 2048)))
     del throw_away
     at_first = resident_bytes()
@@ -404,7 +404,7 @@ def memory(make: Make, sizes: Sizes, small: bool = False, *, node: int) -> Resul
     empty = resident_bytes()
     for prompt in source.prompts(np.random.default_rng(5).permutation(source.leaves)):
         system.serve(system.prepare(prompt))
-    full = resident_bytes()  # the source is still there, as it was before
+    full = resident_bytes()  # includes the source, like the other two
     result = Result(
         {"bytes a token": (full - empty) / tokens, "with its pool, bytes a token": (full - at_first) / tokens}
     )
@@ -421,13 +421,13 @@ def _source(node: int, sizes: Sizes) -> Forest | Meadow:
 
 
 def split(make: Make, sizes: Sizes, small: bool = False) -> Result:
-    """What prompts hold when each was split behind its first page and the rest evicted; what lives are the pages."""
+    """Measures the memory of prompts after each was split after its first page, and the rest was evicted."""
     page_size = sizes.page_size
     prompts = _tokens(1, sizes.split_prompts * sizes.prompt).reshape(sizes.split_prompts, sizes.prompt)
     system = make(page_size, 2 * sizes.prompt)
     heads = [np.append(prompt[:page_size], _PART) for prompt in prompts]
     times = [_split_one(system, prompts[0], heads[0], page_size)]
-    before = resident_bytes()  # what the first one made the pool allocate is no prompt's
+    before = resident_bytes()  # the first split makes the pool allocate memory that belongs to no prompt
     times += [_split_one(system, *each, page_size) for each in zip(prompts[1:], heads[1:], strict=True)]
     grown = resident_bytes() - before
     result = Result({"look-up that splits, µs": median(times), "held, bytes a prompt": grown / len(times[1:])})
@@ -439,7 +439,7 @@ def split(make: Make, sizes: Sizes, small: bool = False) -> Result:
 
 
 def _split_one(system: System, prompt: Ints, head: Ints, page_size: int) -> float:
-    """Caches a prompt, locks its first page, evicts the rest; microseconds of the look-up that split it."""
+    """Caches a prompt, locks its first page, evicts the rest; returns the microseconds of the lookup that split it."""
     system.serve(system.prepare(prompt))
     timed = sample(system.look_up, [(system.prepare(head),)])
     _expect("tokens found", timed.results, [page_size])
@@ -450,7 +450,7 @@ def _split_one(system: System, prompt: Ints, head: Ints, page_size: int) -> floa
 
 
 def _held_by(make: Make, heads: Sequence[Ints], sizes: Sizes) -> int:
-    """What a tree holds that never had more than these first pages."""
+    """Returns the bytes of a tree that never had more than these first pages."""
     system = make(sizes.page_size, 2 * sizes.prompt)
     for head in heads:
         system.serve(system.prepare(head[: sizes.page_size]))
@@ -481,12 +481,12 @@ _PART = np.array([PARTING], np.int32)
 
 
 def _tokens(seed: int, n: int) -> Ints:
-    """n random tokens."""
+    """Returns n random tokens."""
     return np.random.default_rng(seed).integers(0, VOCAB, n, dtype=np.int32)
 
 
 def _look_ups(system: System, prompt: Ints, expected: int, sizes: Sizes, calls: int | None = None) -> list[float]:
-    """Microseconds of each of many look-ups of one prompt."""
+    """Looks up one prompt many times; returns the microseconds of each."""
     key = system.prepare(prompt)
     _expect("tokens found", system.look_up(key), expected)
     freeze()

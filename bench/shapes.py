@@ -1,17 +1,17 @@
-"""Streams of requests of one shape each, bare of all else: what decides between policies, and no service has alone.
+"""Streams of requests with one pure shape each: the patterns that distinguish policies, and that no service has alone.
 
-    loop       1 2 3 4 1 2 3 4        `lru` finds nothing once the loop is larger than the cache
-    popular    1 1 3 1 2 1 4 1        frequency is all there is to know
-    recent     1 1 2 1 2 2 3 2        the sooner again, the likelier: `lru` is as good as any
-    twice      1 2 3 1 4 2 5 3        once more after a fixed while, and never again
-    flooded    1 7 1 8 9 3 1 6        others, of which each comes once, one by one
+    loop       1 2 3 4 1 2 3 4        `lru` has no hits if the loop is larger than the cache
+    popular    1 1 3 1 2 1 4 1        only frequency matters
+    recent     1 1 2 1 2 2 3 2        recent items are more likely: no policy is better than `lru`
+    twice      1 2 3 1 4 2 5 3        each item repeats once after a fixed gap, and never again
+    flooded    1 7 1 8 9 3 1 6        mixed with other items that occur once, one by one
     scanned    1 1 3 6 7 8 9 1        the same, in a row
-    renewed    1 1 2 1 5 5 6 5        all that was learned of any item is over
-    in turns   1 2 3 1 5 5 6 5        another shape, for good, or there and back
+    renewed    1 1 2 1 5 5 6 5        all items are replaced, so past statistics become useless
+    in turns   1 2 3 1 5 5 6 5        changes to another shape, once or repeatedly
 
-A function gives the items that are asked for, as numbers, and takes those of another where it changes them. `as_trace`
-makes each item a prompt that shares nothing with others. What services send is in `mainstem.replay.generate`, drifts of
-popularity and pauses without variation, too. Equal seeds give equal streams with equal versions of NumPy.
+A function returns the requested items as numbers; functions that change a stream take its items. `as_trace` turns each
+item into a prompt that shares nothing with others. `mainstem.replay.generate` has realistic workloads, including drifts
+of popularity and pauses without variation. Equal seeds give equal streams with equal versions of NumPy.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from numpy.typing import NDArray
 from mainstem.replay.trace import Batch, Trace, mix
 
 Items: TypeAlias = NDArray[np.int64]
-"""[requests] which item each is for."""
+"""[requests] the item of each request."""
 
-_MOST_BLOCKS = 1 << 20  # of an item
+_MAX_BLOCKS = 1 << 20  # of an item
 
 
 def loop(requests: int, items: int) -> Items:
-    """All items in turn, again and again."""
+    """Requests all items in turn, repeatedly."""
     return np.arange(requests, dtype=np.int64) % items
 
 
 def popular(rng: np.random.Generator, requests: int, items: int, zipf: float) -> Items:
-    """Item k in proportion to 1 / (k + 1) ** zipf."""
+    """Requests item k in proportion to 1 / (k + 1) ** zipf."""
     chances = np.cumsum(np.arange(1, items + 1, dtype=np.float64) ** -zipf)
     wanted: Items = np.searchsorted(chances, rng.random(requests) * chances[-1], side="right").astype(np.int64)
     return wanted
 
 
 def recent(rng: np.random.Generator, requests: int, new: float) -> Items:
-    """The item so many others ago, whose number is log-uniform; or, with the chance `new`, one never seen."""
+    """Requests the item used a log-uniform number of other items ago; or, with probability `new`, a new item."""
     seen: list[int] = []  # by last use
     fresh, place = rng.random(requests) < new, rng.random(requests)
     wanted = np.empty(requests, np.int64)
@@ -59,28 +59,28 @@ def recent(rng: np.random.Generator, requests: int, new: float) -> Items:
 
 
 def twice(requests: int, gap: int) -> Items:
-    """Items that come a second time `gap` new ones later."""
+    """Requests each item a second time, `gap` new items later."""
     turn = np.arange(requests, dtype=np.int64) - gap
     return np.where(turn < 0, turn + gap, np.where(turn % 2, turn // 2, gap + turn // 2))
 
 
 def flooded(rng: np.random.Generator, wanted: Items, share: float) -> Items:
-    """With so much of the requests for new items instead."""
+    """Replaces this share of the requests with new items, at random."""
     return _with_new(wanted, rng.random(len(wanted)) < share)
 
 
 def scanned(wanted: Items, every: int, length: int) -> Items:
-    """With `length` of each `every` requests for new items instead."""
+    """Replaces the last `length` of each `every` requests with new items."""
     return _with_new(wanted, np.arange(len(wanted)) % every >= every - length)
 
 
 def renewed(wanted: Items, every: int) -> Items:
-    """With other items after each `every` requests."""
+    """Replaces all items after each `every` requests."""
     return wanted + np.arange(len(wanted)) // every * (int(wanted.max()) + 1)
 
 
 def in_turns(left: Items, right: Items, every: int) -> Items:
-    """`every` requests of the one, then of the other; each goes on where it stopped."""
+    """Alternates `every` requests of the one with `every` of the other; each continues where it stopped."""
     right = right + int(left.max()) + 1
     parts = [part for start in range(0, len(left), every) for part in (left[start:][:every], right[start:][:every])]
     return np.concatenate(parts)
@@ -107,17 +107,17 @@ SHAPES: dict[str, Callable[[np.random.Generator, int], Items]] = {
     "loop and recent": lambda rng, n: in_turns(loop(n // 2, n // 40), recent(rng, n // 2, 0.3), n // 8),
     "loop and recent, fast": lambda rng, n: in_turns(loop(n // 2, n // 40), recent(rng, n // 2, 0.3), n // 40),
 }
-"""Streams by name, for so many requests."""
+"""Streams by name; each takes a generator and the number of requests."""
 
 
 def as_trace(wanted: Items, *, name: str = "", mean_blocks: float = 5.0, seed: int = 0) -> Trace:
-    """A trace of these requests, one a second.
+    """Returns a trace of these requests, one per second.
 
     Args:
         wanted: numbers of items, from 0.
-        name: what to call it.
-        mean_blocks: of an item; geometric.
-        seed: of the lengths.
+        name: name of the trace.
+        mean_blocks: mean blocks of an item; geometric.
+        seed: seed of the lengths.
     """
     lengths = np.random.default_rng(seed).geometric(1 / mean_blocks, int(wanted.max()) + 1)[wanted]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -128,7 +128,7 @@ def as_trace(wanted: Items, *, name: str = "", mean_blocks: float = 5.0, seed: i
         input_tokens=lengths,
         output_tokens=np.zeros(n, np.int64),
         offsets=offsets,
-        blocks=mix((np.repeat(wanted, lengths) * _MOST_BLOCKS + depth).astype(np.uint64)),
+        blocks=mix((np.repeat(wanted, lengths) * _MAX_BLOCKS + depth).astype(np.uint64)),
         tenant=none,
         kind=none,
         chat=np.full(n, -1, np.int64),
@@ -138,6 +138,6 @@ def as_trace(wanted: Items, *, name: str = "", mean_blocks: float = 5.0, seed: i
 
 
 def shape(name: str, requests: int, *, seed: int = 0) -> Trace:
-    """The stream of this name."""
+    """Returns the stream of this name as a trace."""
     rng = np.random.default_rng([seed, *name.encode()])
     return as_trace(SHAPES[name](rng, requests), name=name, seed=seed)

@@ -1,11 +1,11 @@
-"""How much of what sessions ask for is found with few slots for recurrent states.
+"""Measures hit rates with few slots for recurrent states.
 
     python -m bench.states [--requests N]
 
-Sessions, documents and agents in turn, over a `PrefixCache` with room for all pages and few states, kept at the end of
-each prompt, at the end of each answer, and where prompts part. A figure is the share of the prompts' tokens that was
-found, after the first fifth of the requests. Which state goes first decides it: docs/decisions.md has the rules that
-were compared. No model, no clock: the same seed gives the same figures everywhere.
+Runs sessions, documents and agents over a `PrefixCache` with room for all pages and few states. Keeps states at the end
+of each prompt, at the end of each answer, and where prompts fork. A figure is the share of the prompts' tokens that
+hit, after the first fifth of the requests. It depends on which state is evicted first: docs/decisions.md compares the
+rules. No model, no clock: the same seed gives the same figures everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Workload = Callable[[random.Random, int], Iterator[Turn]]
 
 
 class Tokens:
-    """Tokens that nobody had before."""
+    """Generates new tokens."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -39,14 +39,14 @@ class Tokens:
 
 
 def sessions(count: int, *, again: float = 0, edit: float = 0, system: int = 0, zipf: float = 0) -> Workload:
-    """Chats that take turns at random; each is given up after 30 turns.
+    """Chats that take turns at random; each ends after 30 turns.
 
     Args:
-        count: chats at once.
-        again: how often the last answer is asked for once more.
-        edit: how often the last question is put in other words.
-        system: tokens that all chats begin with.
-        zipf: how unequally often they go on; 0: equally.
+        count: concurrent chats.
+        again: probability that the last answer is requested again.
+        edit: probability that the last question is rephrased.
+        system: tokens of a system prompt that all chats share.
+        zipf: exponent of the popularity of chats; 0: all equal.
     """
 
     def run(rng: random.Random, requests: int) -> Iterator[Turn]:
@@ -75,12 +75,12 @@ def sessions(count: int, *, again: float = 0, edit: float = 0, system: int = 0, 
     return run
 
 
-def documents(count: int, *, zipf: float, most_pages: int, follow_up: float) -> Workload:
-    """Questions about documents, some of which get follow-ups."""
+def documents(count: int, *, zipf: float, max_pages: int, follow_up: float) -> Workload:
+    """Questions about documents, some of them with follow-ups."""
 
     def run(rng: random.Random, requests: int) -> Iterator[Turn]:
         new = Tokens()
-        texts = [new(PAGE * rng.randint(20, most_pages)) for _ in range(count)]
+        texts = [new(PAGE * rng.randint(20, max_pages)) for _ in range(count)]
         weights = [1 / (rank + 1) ** zipf for rank in range(count)]
         recent: list[list[int]] = []
         for _ in range(requests):
@@ -96,7 +96,7 @@ def documents(count: int, *, zipf: float, most_pages: int, follow_up: float) -> 
 
 
 def agents(count: int, *, branches: float) -> Workload:
-    """Agents of four kinds, each kind with its tools; now and then one hands its history to another."""
+    """Agents of four kinds, each kind with its tools; sometimes an agent forks its history."""
 
     def run(rng: random.Random, requests: int) -> Iterator[Turn]:
         new = Tokens()
@@ -123,8 +123,8 @@ WORKLOADS: dict[str, Workload] = {
     "50 chats, 20 % ask again": sessions(50, again=0.2),
     "50 chats, 20 % edit": sessions(50, edit=0.2),
     "200 chats, one system prompt": sessions(200, system=64 * PAGE, zipf=1.0),
-    "100 documents": documents(100, zipf=0.8, most_pages=200, follow_up=0.3),
-    "30 documents, follow-ups": documents(30, zipf=0.6, most_pages=100, follow_up=0.7),
+    "100 documents": documents(100, zipf=0.8, max_pages=200, follow_up=0.3),
+    "30 documents, follow-ups": documents(30, zipf=0.6, max_pages=100, follow_up=0.7),
     "20 agents": agents(20, branches=0.2),
     "20 agents, many branches": agents(20, branches=0.5),
 }
@@ -132,16 +132,16 @@ SLOTS = (50, 100, 200, 400)
 
 
 def found(workload: Workload, slots: int, *, weigh: bool = True, requests: int = 1500, seed: int = 1) -> float:
-    """The share of the prompts' tokens that was found, from 0 to 1."""
+    """Returns the share of the prompts' tokens that hit, from 0 to 1."""
     rows = {Full(): PAGES, State(weigh_flops=weigh): slots}
     cache = PrefixCache(rows, PAGE, copy_state=lambda source, target: None)
     hit = asked = 0
     for at, (prompt, answer) in enumerate(workload(random.Random(seed), requests)):
         with cache.lease(prompt) as lease:
-            border = _border(len(prompt))
+            boundary = _boundary(len(prompt))
             if at > requests // 5:
-                hit, asked = hit + lease.hit, asked + border
-            planned = sorted({min(_border(lease.reach + 1), border), border})
+                hit, asked = hit + lease.hit, asked + boundary
+            planned = sorted({min(_boundary(lease.reach + 1), boundary), boundary})
             lease.reserve(len(prompt) - lease.reserved)
             for position in (position for position in planned if position > lease.hit):
                 lease.checkpoint(position)
@@ -150,14 +150,14 @@ def found(workload: Workload, slots: int, *, weigh: bool = True, requests: int =
             lease.append(answer)
             lease.reserve(len(answer))
             end = len(prompt) + len(answer) - 1
-            if _border(end + 1) > lease.published:
-                lease.checkpoint(_border(end + 1))
+            if _boundary(end + 1) > lease.published:
+                lease.checkpoint(_boundary(end + 1))
             lease.finish(end)
     return hit / asked
 
 
-def _border(length: int) -> int:
-    """The last border of pages that leaves a token to compute."""
+def _boundary(length: int) -> int:
+    """Returns the last page boundary that leaves a token to compute."""
     return (length - 1) // PAGE * PAGE
 
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1500)
     requests = parser.parse_args().requests
-    table = Table("workload", "states", *(f"{slots} slots" for slots in SLOTS), title="share of the prompts found")
+    table = Table("workload", "states", *(f"{slots} slots" for slots in SLOTS), title="share of the prompts that hit")
     for name, workload in WORKLOADS.items():
         for weigh in (True, False):
             shares = [found(workload, slots, weigh=weigh, requests=requests) for slots in SLOTS]

@@ -1,16 +1,16 @@
-"""The time to the first token while storage is dead, hung, slow, full, or lies, beside that without storage.
+"""Measures the time to the first token while storage is dead, hung, slow, full or corrupt, relative to no storage.
 
-One series of requests, the same for every store: documents that nobody has seen, then the same ones again, latest
-first. The device holds one document, the host half of them, so the second time some lie on the host and the others in
-storage, if anywhere.
+Every store gets the same series of requests: new documents, then the same documents again, latest first. The device
+holds one document and the host half of them. So in the second pass, some are on the host and the others in storage, if
+anywhere.
 
-    new        nowhere yet: what asking a store in vain costs
-    on host    what storage must not get in the way of
-    stored     below the host: read from a store that works, computed without one
+    new        cached nowhere yet: the cost of asking a store in vain
+    on host    requests that storage must not delay
+    stored     below the host: read from a working store, otherwise computed
 
 Every request goes to two engines over the same model, one after the other: one without storage, one with the store.
-Their times are compared pair by pair, so that a busy minute hits both. What storage makes a request wait before it is
-admitted, and the processor time of the process meanwhile, tell more on a machine that others use, too.
+Times are compared pair by pair, so that other load affects both. On a shared machine, the time that a request waits
+for storage before it is admitted, and the processor time meanwhile, are more reliable.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.pages import HEADER_BYTES
 
 GOAL = 1.10
-"""Of the time without storage, at the median, for stores that are dead or hang."""
+"""Maximum median time relative to no storage, for stores that are dead, frozen or hung."""
 
 GOAL_FOR = ("dead", "frozen", "hung")
 KINDS = ("new", "on host", "stored")
 PAGE_SIZE = 16
-_PAUSE_S = 0.05  # behind each request: copies to the host end, and are not in the next one's way
+_PAUSE_S = 0.05  # after each request, so that copies to the host end before the next one
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured.
+    """Settings of the benchmark.
 
     Args:
-        documents: of the series; half of them fit the host.
-        tokens: of each; enough that storage is asked.
+        documents: documents of the series; half of them fit the host.
+        tokens: tokens of each document; enough that storage is used.
         rounds: how often the series runs over every store.
-        stores: names out of `STORES`.
-        dtype: of the weights.
+        stores: names from `STORES`.
+        dtype: type of the weights.
     """
 
     documents: int = 12
@@ -78,14 +78,14 @@ class Settings:
 QUICK = Settings(documents=6, rounds=1, stores=("healthy", "dead", "hung"))
 
 
-# ---------------------------------------------------------------- stores in trouble
+# ---------------------------------------------------------------- faulty stores
 
 
 class Faulty(MemoryBackend):
-    """A store in memory with a fault of its own: `bench.store_faults:Faulty?fault=hung`."""
+    """A store in memory with an injected fault: `bench.store_faults:Faulty?fault=hung`."""
 
     ended = threading.Event()
-    """Lets calls that hang return, so that a benchmark can go on to the next store."""
+    """Ends blocked calls, so that a benchmark can continue with the next store."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -95,16 +95,16 @@ class Faulty(MemoryBackend):
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
-        """`bench.store_faults:Faulty?fault=slow`."""
+        """Opens `bench.store_faults:Faulty?fault=slow`."""
         check_options(options, ("fault",))
         return cls(options.get("fault", ""))
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        self._stand_still()
+        self._block()
         return super().exists(keys)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        self._stand_still()
+        self._block()
         lengths = super().get(keys, buffers)
         if self._fault == "lying":
             for buffer in buffers:
@@ -112,10 +112,10 @@ class Faulty(MemoryBackend):
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        self._stand_still()
+        self._block()
         return [False] * len(keys) if self._fault == "full" else super().put(keys, buffers)
 
-    def _stand_still(self) -> None:
+    def _block(self) -> None:
         if self._fault == "hung":
             self.ended.wait()
         elif self._fault == "slow":
@@ -123,7 +123,7 @@ class Faulty(MemoryBackend):
 
 
 Opened = tuple[str, Callable[[], None]]
-"""A store's spec, and what happens to it once an engine has opened it."""
+"""The spec of a store, and a function that makes it fail once an engine has opened it."""
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _injected(fault: str) -> Iterator[Opened]:
 
 @contextmanager
 def _valkey(strike: signal.Signals | None) -> Iterator[Opened]:
-    """A real server, which gets a signal."""
+    """Starts a real server, which will get a signal."""
     port = _free_port()
     command = [_valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--maxmemory", "1gb"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
@@ -182,7 +182,7 @@ STORES: dict[str, Callable[[], AbstractContextManager[Opened]]] = {
     "lying": partial(_injected, "lying"),
     "full": partial(_injected, "full"),
 }
-"""Valkey for what a real server can do; the others are injected. "hung" has no time-out of its own."""
+"""Valkey for faults of a real server; the other faults are injected. "hung" has no timeout of its own."""
 
 
 # ---------------------------------------------------------------- one series
@@ -190,7 +190,7 @@ STORES: dict[str, Callable[[], AbstractContextManager[Opened]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """Seconds of one request: to its first token; of that, before it was admitted; and of processor, all threads."""
+    """Seconds of one request: to its first token; of that, before admission; and processor time of all threads."""
 
     ttft_s: float
     waited_s: float
@@ -199,7 +199,7 @@ class _Time:
 
 @dataclass(slots=True)
 class _Run:
-    """Requests without storage and with a store, by their kind; and what the tiers counted."""
+    """Times of requests without and with a store, by kind; and the counts of the tiers."""
 
     times: dict[str, list[tuple[_Time, _Time]]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     stored_tokens: int = 0
@@ -216,22 +216,22 @@ def _series(settings: Settings, loaded: LoadedModel, name: str, run: _Run, seed:
         Engine(loaded, _config(settings, loaded, spec)) as engine,
     ):
         engines = (without, engine)
-        _ask(engines, prompts.tokens(64))  # the first request is slower than all others
+        _ask(engines, prompts.tokens(64))  # the first request is slower
         strike()
         for at, document in enumerate([*documents, *reversed(documents)]):
-            if at == settings.documents:  # so that the last document has left the device
+            if at == settings.documents:  # evicts the last document from the device
                 _ask(engines, prompts.tokens(settings.tokens))
-            pair = _ask(engines if at % 2 else engines[::-1], prompts.behind(document, 4))
+            pair = _ask(engines if at % 2 else engines[::-1], prompts.extend(document, 4))
             run.times[_kind(at, settings.documents)].append(pair if at % 2 else pair[::-1])
         stats = engine.stats()
         assert stats.tiers is not None
         run.stored_tokens += stats.storage_tokens
         run.faults.update(stats.tiers.faults)
-        Faulty.ended.set()  # so that the engine need not wait for calls that hang
+        Faulty.ended.set()  # so that the engine need not wait for blocked calls
 
 
 def _ask(engines: tuple[Engine, Engine], tokens: NDArray[np.int32]) -> tuple[_Time, _Time]:
-    """One request to each engine, in their order."""
+    """Sends one request to each engine, in their order."""
     first, second = (_timed(engine, tokens) for engine in engines)
     return first, second
 
@@ -256,11 +256,11 @@ def _config(settings: Settings, loaded: LoadedModel, spec: str | None) -> Engine
     return EngineConfig(pages=whole + 6, page_size=PAGE_SIZE, tiers=TierConfig(host, storage=spec))
 
 
-# ---------------------------------------------------------------- all
+# ---------------------------------------------------------------- all stores
 
 
 def run(settings: Settings, report: Report, loaded: LoadedModel) -> None:
-    """Measures every store and adds to the report's rows."""
+    """Measures every store, and adds rows to the report."""
     report.settings.update(asdict(settings), model=loaded.name, goal=GOAL)
     runs = {name: _Run() for name in settings.stores}
     for number in range(settings.rounds):
@@ -306,7 +306,7 @@ _RATIOS = ("ratio", "p99_ratio", "cpu_ratio")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """All rows, for the terminal."""
+    """Builds a table of all rows for the terminal."""
     title = "time to the first token, ms, without storage and with it, and the ratio of the two, request by request"
     shown = Table("store", "kind", "without: p50", "p99", "with: p50", "p99", title=title)
     for name in ("ratio", "p99 / p99", "CPU ratio", "waited: p50", "p99", "requests", "faults"):

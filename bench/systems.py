@@ -1,8 +1,8 @@
-"""Our own systems of the index benchmark, and the face behind which each system is driven alike.
+"""Our own systems of the index benchmark, and the interface that drives every system alike.
 
-One request is: match, lock, make room, allocate, insert, unlock, on a pool of `capacity_tokens` slots. Each system is
-given its prompts in the type it likes best, by `prepare`. A look-up is what an engine calls to learn how much of a
-prompt is cached, and reads the pages or slots that were found. Peers of other projects are in peers.py.
+A request is: match, lock, make room, allocate, insert, unlock, on a pool of `capacity_tokens` slots. `prepare` converts
+prompts into the type that suits a system best. A lookup is the call by which an engine learns how much of a prompt is
+cached; it reads the pages or slots found. Peers from other projects are in peers.py.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 Prompt = list[int] | Ints
-"""Token ids, before a system has them in its own type."""
+"""Token ids, before conversion to a system's own type."""
 
 Parts = Mapping[str, tuple[Any, str]]
-"""For each part of a request, "match", "insert" and "evict", the object and its method that do it."""
+"""For each part of a request, "match", "insert" and "evict": the object and the name of its method."""
 
 NO_NODES = "it has entries for blocks, and no nodes"
 HASH_EACH = "a hash for each token: not how it is used"
 
 
 class Growth(Protocol):
-    """A sequence that is computed piece by piece, each of which is shared at once. Lengths are whole pages."""
+    """A sequence that is computed piece by piece; each piece is published at once. Lengths are whole pages."""
 
     def publish(self, upto: int) -> None:
-        """The prompt's tokens up to there have pages and are in the index; what a step needs of them was read."""
+        """Allocates and publishes the prompt's tokens up to a position, and reads what a step needs."""
 
     def append(self, tokens: Any) -> None:
-        """Decoded tokens, prepared, join the sequence and are published."""
+        """Appends prepared decoded tokens to the sequence, and publishes them."""
 
     def finish(self) -> None:
-        """Unlocks it; what was published stays."""
+        """Unlocks the sequence; published tokens stay cached."""
 
 
 class System(Protocol):
     """An index with a pool.
 
     Attributes:
-        parts: what is timed alone; the methods are looked up at each call, so that a clock can be put around them.
-        lists: what a prompt as a list of int is to it: its "own" type, "accepted" by `serve` too, or "converted".
-        lacks: why it is not asked for a scenario, or for long prompts in "nodes"; by their names.
+        parts: calls to time separately. The methods are looked up at each call, so that a clock can wrap them.
+        lists: how it takes a prompt as a list of int: as its "own" type, "accepted" by `serve` too, or "converted".
+        lacks: scenarios that it does not support, or "nodes" for long prompts in several nodes, with the reason.
     """
 
     parts: Parts
@@ -53,44 +53,44 @@ class System(Protocol):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """Imports what it needs; the versions of the packages that are measured. Raises ImportError."""
+        """Imports the packages to measure, and returns their versions. Raises ImportError."""
 
     def prepare(self, prompt: Prompt) -> Any:
-        """The prompt in the system's own type."""
+        """Converts a prompt to the system's own type."""
 
     def prepare_in(self, prompt: Prompt, namespace: str) -> Any:
-        """The same, for a namespace."""
+        """Converts a prompt for a namespace."""
         return self.prepare(prompt)
 
     def serve(self, key: Any, namespace: str | None = None) -> int:
-        """One whole request; the tokens that were found."""
+        """Serves one whole request; returns the hit tokens."""
 
     def look_up(self, key: Any) -> int:
-        """What an engine asks at a request's arrival, pages read; the tokens that were found. Leaves nothing locked."""
+        """Looks up an arriving request like an engine, and reads the pages. Returns the hit tokens; locks nothing."""
 
     def hold(self, key: Any) -> None:
-        """Looks up, and keeps what was found from eviction for as long as the system lives."""
+        """Looks up a prompt, and protects its hit from eviction for good."""
 
     def evict(self, pages: int) -> int:
-        """Makes that many pages free for others; how many it made."""
+        """Frees that many pages; returns how many it freed."""
 
     def grow(self, key: Any) -> Growth:
-        """Begins to compute a prompt of which nothing is cached."""
+        """Starts to compute a prompt of which nothing is cached."""
 
     def held_bytes(self) -> int | None:
-        """What the index says that it holds; None where it does not say."""
+        """Returns the bytes that the index reports to hold; None: it does not report them."""
         return None
 
 
 Make = Callable[[int, int], System]
-"""make(page_size, capacity_tokens); raises ImportError where the system is not installed."""
+"""make(page_size, capacity_tokens); raises ImportError if the system is not installed."""
 
 
 class MainstemLease(System):
     """Mainstem as an engine uses it: PrefixCache and Lease.
 
     Args:
-        policy: of eviction.
+        policy: eviction policy.
     """
 
     lists: Literal["accepted"] = "accepted"
@@ -106,17 +106,17 @@ class MainstemLease(System):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """The version."""
+        """Returns the version."""
         from mainstem import __version__
 
         return {"mainstem": __version__}
 
     def prepare(self, prompt: Prompt) -> Any:
-        """An int32 array."""
+        """Returns an int32 array."""
         return np.array(prompt, np.int32)
 
     def serve(self, key: Any, namespace: str | None = None) -> int:
-        """Lease, reserve, read the page table, publish, finish."""
+        """Leases, reserves, reads the page table, publishes and finishes."""
         lease = self.lease(key, namespace)
         hit = lease.hit
         self.reserve(lease, len(key) - hit)
@@ -130,47 +130,47 @@ class MainstemLease(System):
         lease.finish(length)
 
     def look_up(self, key: Any) -> int:
-        """A lease, its pages, and its end."""
+        """Takes a lease, reads its pages, and ends it."""
         lease = self.lease(key)
         self.table = lease.page_table
         lease.abort()
         return lease.hit
 
     def hold(self, key: Any) -> None:
-        """A lease that stays open."""
+        """Takes a lease that stays open."""
         self.held.append(self.lease(key))
 
     def evict(self, pages: int) -> int:
-        """The tree evicts and the pool takes back, as `reserve` has them do."""
+        """Evicts from the tree and returns the pages to the pool, like `reserve`."""
         freed = self.cache.tree.evict(pages)[0]
         self.cache.pool.reclaim(freed)
         return len(freed)
 
     def grow(self, key: Any) -> Growth:
-        """A lease."""
+        """Takes a lease."""
         return GrowingLease(self.lease(key))
 
     def held_bytes(self) -> int | None:
-        """Of the tree."""
+        """Returns the bytes of the tree."""
         return self.cache.tree.held_bytes()
 
 
 class GrowingLease:
-    """A lease that publishes chunk by chunk, its page table read each time."""
+    """A lease that publishes chunk by chunk, and reads its page table each time."""
 
     def __init__(self, lease: Any) -> None:
         self.lease = lease
         self.table = lease.page_table
 
     def publish(self, upto: int) -> None:
-        """Reserve and publish."""
+        """Reserves and publishes."""
         lease = self.lease
         lease.reserve(upto - lease.reserved)
         lease.publish(upto)
         self.table = lease.page_table
 
     def append(self, tokens: Any) -> None:
-        """Append, reserve and publish."""
+        """Appends, reserves and publishes."""
         lease = self.lease
         lease.append(tokens)
         lease.reserve(len(tokens))
@@ -178,7 +178,7 @@ class GrowingLease:
         self.table = lease.page_table
 
     def finish(self) -> None:
-        """The lease ends."""
+        """Ends the lease."""
         self.lease.abort()
 
 
@@ -197,80 +197,80 @@ class MainstemTree(System):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """The version."""
+        """Returns the version."""
         return MainstemLease.load()
 
     def prepare(self, prompt: Prompt) -> Any:
-        """An int32 array."""
+        """Returns an int32 array."""
         return np.array(prompt, np.int32)
 
     def serve(self, key: Any, namespace: str | None = None) -> int:
-        """Insertion goes on where the match ended."""
+        """Serves a request; the insertion continues where the match ended."""
         tree, pool = self.tree, self.pool
         match = tree.match(key, namespace)
         tree.lock(match.node)
         missing = len(key) // self.page_size - len(match.page_ids)
         if missing > pool.free:
             pool.reclaim(tree.evict(missing - pool.free)[0])
-        pages = pool.allocate(missing)
-        tree.insert(key, np.concatenate([match.page_ids, pages]), namespace, after=match.node)
-        pool.publish(pages)
+        page_ids = pool.allocate(missing)
+        tree.insert(key, np.concatenate([match.page_ids, page_ids]), namespace, after=match.node)
+        pool.publish(page_ids)
         tree.unlock(match.node)
         return match.length
 
     def look_up(self, key: Any) -> int:
-        """A match, which holds the pages."""
+        """Matches; the match has the page ids."""
         return self.tree.match(key).length
 
     def hold(self, key: Any) -> None:
-        """Match and lock."""
+        """Matches and locks."""
         self.tree.lock(self.tree.match(key).node)
 
     def evict(self, pages: int) -> int:
-        """Evict, and give back to the pool."""
+        """Evicts, and returns the pages to the pool."""
         freed = self.tree.evict(pages)[0]
         self.pool.reclaim(freed)
         return len(freed)
 
     def grow(self, key: Any) -> Growth:
-        """Insertions behind the last node."""
+        """Inserts after the last node."""
         return GrowingPath(self.tree, self.pool, key)
 
     def held_bytes(self) -> int | None:
-        """Of the tree."""
+        """Returns the bytes of the tree."""
         return self.tree.held_bytes()
 
 
 class GrowingPath:
-    """A locked path of `Tree`, whose caller keeps tokens and pages."""
+    """A locked path of `Tree`; the caller keeps tokens and page ids."""
 
     def __init__(self, tree: Any, pool: Any, tokens: Ints) -> None:
         self.tree, self.pool, self.page_size = tree, pool, tree.page_size
         self.tokens = np.empty(2 * len(tokens) + 2**16, np.int32)
         self.tokens[: len(tokens)] = tokens
         self.length = len(tokens)
-        self.pages = np.empty(len(self.tokens) // self.page_size, np.int32)
+        self.page_ids = np.empty(len(self.tokens) // self.page_size, np.int32)
         self.count, self.node = 0, 0
 
     def publish(self, upto: int) -> None:
-        """Allocate, insert, move the lock."""
+        """Allocates, inserts, moves the lock."""
         tree, count = self.tree, upto // self.page_size
         new = self.pool.allocate(count - self.count)
-        self.pages[self.count : count] = new
-        node = tree.insert(self.tokens[:upto], self.pages[:count], after=self.node).node
+        self.page_ids[self.count : count] = new
+        node = tree.insert(self.tokens[:upto], self.page_ids[:count], after=self.node).node
         self.pool.publish(new)
         tree.lock(node)
         tree.unlock(self.node)
         self.node, self.count = node, count
 
     def append(self, tokens: Ints) -> None:
-        """Into the buffer, then as above."""
+        """Appends to the buffer, then publishes."""
         self.tokens[self.length : self.length + len(tokens)] = tokens
         self.length += len(tokens)
         self.publish(self.length)
 
     def finish(self) -> None:
-        """Unlock."""
+        """Unlocks."""
         self.tree.unlock(self.node)
 
 
@@ -291,15 +291,15 @@ class PythonRadix(System):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """NumPy's version."""
+        """Returns NumPy's version."""
         return {"numpy": np.__version__}
 
     def prepare(self, prompt: Prompt) -> Any:
-        """An int32 array."""
+        """Returns an int32 array."""
         return np.array(prompt, np.int32)
 
     def serve(self, key: Any, namespace: str | None = None) -> int:
-        """Slots are taken from the top of the stack and given back to it."""
+        """Serves a request; slots come from the top of the stack and return to it."""
         slots, node = self.tree.match(key)
         self.tree.lock(node)
         missing = len(key) // self.page_size * self.page_size - len(slots)
@@ -310,7 +310,7 @@ class PythonRadix(System):
         return len(slots)
 
     def make_room(self, slots: int) -> int:
-        """Evicts; the number of slots that went back to the stack."""
+        """Evicts; returns the number of slots returned to the stack."""
         before = self.n_free
         for freed in self.tree.evict(slots):
             self.free[self.n_free : self.n_free + len(freed)] = freed
@@ -318,29 +318,29 @@ class PythonRadix(System):
         return self.n_free - before
 
     def allocate(self, slots: int) -> Ints:
-        """From the top of the stack."""
+        """Allocates from the top of the stack."""
         self.n_free -= slots
         return self.free[self.n_free : self.n_free + slots]
 
     def look_up(self, key: Any) -> int:
-        """A match, which holds the slots."""
+        """Matches; the match has the slots."""
         return len(self.tree.match(key)[0])
 
     def hold(self, key: Any) -> None:
-        """Match and lock."""
+        """Matches and locks."""
         self.tree.lock(self.tree.match(key)[1])
 
     def evict(self, pages: int) -> int:
-        """As a request does it."""
+        """Evicts like a request."""
         return self.make_room(pages * self.page_size) // self.page_size
 
     def grow(self, key: Any) -> Growth:
-        """Insertions of the prefix so far."""
+        """Inserts the prefix so far."""
         return GrowingRadix(self, key)
 
 
 class GrowingRadix:
-    """A locked path of the radix cache; it knows no place to go on from, so each insertion starts at the root."""
+    """A locked path of the radix cache. Each insertion starts at the root, because it cannot continue from a node."""
 
     def __init__(self, system: PythonRadix, tokens: Ints) -> None:
         self.system, self.tree = system, system.tree
@@ -351,7 +351,7 @@ class GrowingRadix:
         self.node = self.tree.root
 
     def publish(self, upto: int) -> None:
-        """Allocate, insert, find the new end, move the lock."""
+        """Allocates, inserts, finds the new end, moves the lock."""
         self.slots[self.done : upto] = self.system.allocate(upto - self.done)
         self.tree.insert(self.tokens[:upto], self.slots[:upto])
         _, node = self.tree.match(self.tokens[:upto])
@@ -360,13 +360,13 @@ class GrowingRadix:
         self.node, self.done = node, upto
 
     def append(self, tokens: Ints) -> None:
-        """Into the buffer, then as above."""
+        """Appends to the buffer, then publishes."""
         self.tokens[self.length : self.length + len(tokens)] = tokens
         self.length += len(tokens)
         self.publish(self.length)
 
     def finish(self) -> None:
-        """Unlock."""
+        """Unlocks."""
         self.tree.unlock(self.node)
 
 
@@ -386,61 +386,61 @@ class BlockDict(System):
 
     @classmethod
     def load(cls) -> dict[str, str]:
-        """Which hash it uses."""
+        """Returns the hash in use."""
         from bench.block_dict import HASH
 
         return {"dict of block hashes": HASH}
 
     def prepare(self, prompt: Prompt) -> Any:
-        """The tokens' bytes, 4 each."""
+        """Returns the tokens as bytes, 4 each."""
         return np.array(prompt, np.int32).tobytes()
 
     def serve(self, key: Any, namespace: str | None = None) -> int:
-        """The first block's parent is the namespace."""
+        """Serves a request; the first block's parent is the namespace."""
         cache = self.cache
-        found, pages = cache.match(key, namespace)
+        found, page_ids = cache.match(key, namespace)
         cache.lock(found)
-        hashes, _ = cache.insert(key, found, pages, namespace)
+        hashes, _ = cache.insert(key, found, page_ids, namespace)
         cache.unlock(hashes)
         return len(found) * cache.page_size
 
     def look_up(self, key: Any) -> int:
-        """A match, which holds the pages."""
+        """Matches; the match has the page ids."""
         return len(self.cache.match(key)[0]) * self.cache.page_size
 
     def hold(self, key: Any) -> None:
-        """Match and lock."""
+        """Matches and locks."""
         self.cache.lock(self.cache.match(key)[0])
 
     def evict(self, pages: int) -> int:
-        """The longest unused."""
+        """Evicts the least recently used."""
         return self.cache.evict(pages)
 
     def grow(self, key: Any) -> Growth:
-        """Goes on from the last hash."""
+        """Continues from the last hash."""
         return GrowingHashes(self.cache, key)
 
 
 class GrowingHashes:
-    """Locked blocks, and the tokens whose hashes are still to be made."""
+    """Locked blocks, and the tokens that are not hashed yet."""
 
     def __init__(self, cache: Any, tokens: bytes) -> None:
         self.cache, self.tokens = cache, bytearray(tokens)
         self.hashes: list[bytes] = []
-        self.pages: list[int] = []
+        self.page_ids: list[int] = []
 
     def publish(self, upto: int) -> None:
-        """Hash and insert what is new; `insert` locks it."""
+        """Hashes and inserts new blocks, which are then locked."""
         at = len(self.hashes) * self.cache.block_bytes
-        new, pages = self.cache.extend(bytes(self.tokens[at : 4 * upto]), self.hashes[-1] if self.hashes else b"")
+        new, page_ids = self.cache.extend(bytes(self.tokens[at : 4 * upto]), self.hashes[-1] if self.hashes else b"")
         self.hashes += new
-        self.pages += pages
+        self.page_ids += page_ids
 
     def append(self, tokens: bytes) -> None:
-        """Into the buffer, then as above."""
+        """Appends to the buffer, then publishes."""
         self.tokens += tokens
         self.publish(len(self.tokens) // 4)
 
     def finish(self) -> None:
-        """Unlock."""
+        """Unlocks."""
         self.cache.unlock(self.hashes)

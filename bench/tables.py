@@ -1,4 +1,4 @@
-"""The tables of the index benchmark, made of its rows."""
+"""The tables of the index benchmark, from its rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Row = dict[str, Any]
 
 
 def requests_table(rows: Sequence[Row]) -> Table:
-    """Microseconds a request, prompts prepared."""
-    title = "microseconds a request, all calls; prompts in each system's own type"
+    """Microseconds per request, prompts prepared."""
+    title = "microseconds per request, all calls; prompts in each system's own type"
     table = Table("page", "system", *_SUMMARY, "hit rate", "", title=title)
     for row in rows:
         table.add_row(str(row["page_size"]), row["label"], *_cells(row.get("prepared")), _rate(row), row["note"])
@@ -25,8 +25,8 @@ def requests_table(rows: Sequence[Row]) -> Table:
 
 
 def parts_table(rows: Sequence[Row]) -> Table:
-    """Microseconds a call."""
-    table = Table("page", "system", *_PARTS, title="microseconds a call, median; one part at a time")
+    """Microseconds per call."""
+    table = Table("page", "system", *_PARTS, title="microseconds per call, median; one part at a time")
     for row in rows:
         if "parts_us" in row:
             parts = [f"{row['parts_us'][part]:.1f}" if part in row["parts_us"] else "–" for part in _PARTS]
@@ -35,8 +35,8 @@ def parts_table(rows: Sequence[Row]) -> Table:
 
 
 def lists_table(rows: Sequence[Row]) -> Table:
-    """Microseconds a request, prompts as lists."""
-    title = "microseconds a request, all calls; prompts as lists of int, conversion counted"
+    """Microseconds per request, prompts as lists."""
+    title = "microseconds per request, all calls; prompts as lists of int, conversion included"
     table = Table("page", "system", *_SUMMARY, title=title)
     for row in rows:
         if "lists" in row:
@@ -57,7 +57,7 @@ def hits_table(rows: Sequence[Row]) -> Table:
 
 
 def scenarios_table(rows: Sequence[Row]) -> Table:
-    """A line for each measure, a column for each system."""
+    """One line per measure, one column per system."""
     systems = list(dict.fromkeys(row["system"] for row in rows))
     heads = [SYSTEMS[system].short for system in systems]
     title = "scenarios: median, and least to most of the rounds"
@@ -71,7 +71,7 @@ def scenarios_table(rows: Sequence[Row]) -> Table:
 
 
 def goals_table(goals: Sequence[Row]) -> Table:
-    """What was to be reached, and whether it was."""
+    """The goals, and whether they are met."""
     table = Table("goal", "at most", "measured", "unit", "met", title="goals")
     for goal in goals:
         measured = "–" if goal["measured"] is None else number(goal["measured"])
@@ -81,7 +81,7 @@ def goals_table(goals: Sequence[Row]) -> Table:
 
 
 def number(value: float) -> str:
-    """Three digits or so."""
+    """Formats a number with about three digits."""
     if abs(value) < 0.9995:
         return f"{value:.3f}"
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,11 +1,11 @@
-"""Pages on their way down and up: host memory and storage back ends, beside memcpy and a plain file.
+"""Measures copies of pages down and up: host memory and storage back ends, against memcpy and a plain file.
 
     device tensors --down--> host slots --put--> back end        floors: memcpy     pwrite, with and without fdatasync
     device tensors <---up--- host slots <--get-- back end                memcpy     preadv, from the system's cache
 
-What is compared moves the same bytes in turns with its floors. Pages have a model's shape and lie scattered on both
-sides; values go from and to the slots of a host pool, as the tiers do it. The plain file has its blocks already, and
-the file store is full and makes room before it is timed: new blocks cost a disk many times more, whoever writes them.
+Each measure moves the same bytes as its floors and takes turns with them. Pages have a model's shape and are scattered
+on both sides. Values are copied from and to the slots of a host pool, as in the tiers. The plain file is preallocated,
+and the file store is full and evicts before it is timed, because new disk blocks cost many times more for any writer.
 Knows no tree.
 """
 
@@ -38,7 +38,7 @@ from mainstem.storage.base import Backend, open_backend
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 
-sys.path.append(str(ROOT / "tests"))  # the servers are those that the tests start
+sys.path.append(str(ROOT / "tests"))  # uses the servers of the tests
 import servers
 
 MEMCPY, SYNCED, UNSYNCED = "memcpy", "plain file, fdatasync", "plain file, no sync"
@@ -49,19 +49,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured. The shape is that of SmolLM2-135M.
+    """Settings of the benchmark. The shape is that of SmolLM2-135M.
 
     Args:
-        page_sizes: in tokens.
-        dtypes: of keys and values.
-        layers, kv_heads, head_dim: of the model.
-        copied_bytes: between device and host, a round.
-        stored_bytes: to and from each store, a round.
-        batch_bytes: of one call to a store, and of plain IO between two syncs.
-        rounds: of each measure that are counted.
-        warm_ups: rounds before them; after two the file store is full.
-        stores: of `STORES`.
-        folder: where files lie; None: the system's folder for temporary ones.
+        page_sizes: page sizes in tokens.
+        dtypes: types of keys and values.
+        layers, kv_heads, head_dim: shape of the model.
+        copied_bytes: bytes between device and host per round.
+        stored_bytes: bytes to and from each store per round.
+        batch_bytes: bytes of one call to a store, and of plain IO between two syncs.
+        rounds: counted rounds of each measure.
+        warm_ups: rounds before them; after two, the file store is full.
+        stores: names from `STORES`.
+        folder: folder for files; None: the system's temporary folder.
     """
 
     page_sizes: tuple[int, ...] = (1, 16, 64)
@@ -79,11 +79,11 @@ class Settings:
 
     @property
     def all_bytes(self) -> int:
-        """What a store is given in all rounds of a case, and some room."""
+        """Bytes put into a store in all rounds of a case, with some margin."""
         return (2 + self.warm_ups + self.rounds) * self.stored_bytes
 
     def planes(self, case: Case, size: int) -> Planes:
-        """Keys and values that take about `size` bytes, and are touched."""
+        """Creates keys and values of about `size` bytes, with their memory touched."""
         dtype = getattr(torch, case.dtype)
         page_bytes = 2 * self.layers * case.page_size * self.kv_heads * self.head_dim * dtype.itemsize
         shape = (self.layers, max(size // page_bytes, 1), case.page_size, self.kv_heads, self.head_dim)
@@ -101,7 +101,7 @@ class Case(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What part of a floor a measure is to reach, at pages of 16."""
+    """The fraction of a floor that a measure should reach, with pages of 16 tokens."""
 
     what: str
     measure: str
@@ -119,7 +119,7 @@ GOAL_PAGE_SIZE = 16
 
 
 def run(settings: Settings, report: Report) -> None:
-    """Measures everything and adds its table and its goals to the report."""
+    """Measures everything, and adds the table and the goals to the report."""
     report.settings.update(asdict(settings))
     cases = [Case(size, dtype) for size in settings.page_sizes for dtype in settings.dtypes]
     for case in cases:
@@ -134,7 +134,7 @@ def run(settings: Settings, report: Report) -> None:
 
 
 def add_rows(rows: list[Row], more: Sequence[Row]) -> None:
-    """Floors stand in the table once, though each group measures its own."""
+    """Adds rows; floors are added only once, although each group measures its own."""
     known = {(row["what"], row["page_size"], row["dtype"]) for row in rows}
     rows.extend(row for row in more if (row["what"], row["page_size"], row["dtype"]) not in known)
 
@@ -148,15 +148,15 @@ Ways = Mapping[str, Mapping[str, Call]]
 def measure(
     case: Case, value_bytes: int, moved_bytes: int, floors: Ways, others: Ways, settings: Settings
 ) -> list[Row]:
-    """GB/s of each way, all of them in turns in every round.
+    """Measures GB/s of each way; all of them take turns in every round.
 
     Args:
-        case: what is named in the rows.
-        value_bytes: of one page, for the rows.
-        moved_bytes: by each call.
-        floors: by name, and by `down` and `up`: calls that are given the number of the round.
-        others: like them; their rows say what part of each floor they reach.
-        settings: how many rounds.
+        case: the kind of page, for the rows.
+        value_bytes: bytes of one page, for the rows.
+        moved_bytes: bytes moved by each call.
+        floors: calls by name and by `down` and `up`; each takes the number of the round.
+        others: further calls; their rows have the fraction of each floor that they reach.
+        settings: gives the number of rounds.
     """
     samples: dict[tuple[str, str], list[float]] = {}
     for turn in range(settings.warm_ups + settings.rounds):
@@ -177,7 +177,7 @@ def measure(
 
 
 def _part(speeds: Sequence[float], floor: Sequence[float]) -> float:
-    """The median of what each round reached of its own floor: what else a machine does changes from round to round."""
+    """Returns the median over rounds of the fraction of the round's own floor, because load varies between rounds."""
     return median(speed / best for speed, best in zip(speeds, floor, strict=True))
 
 
@@ -273,7 +273,7 @@ STORES: dict[str, Callable[[Path, Settings], AbstractContextManager[str]]] = {
     "mooncake": _mooncake,
     "nixl": _nixl,
 }
-"""How each is started, given a folder; its spec can be opened as long as the context lasts."""
+"""Context managers that start each store, given a folder; its spec can be opened while the context is active."""
 
 
 def _run_store(name: str, cases: Sequence[Case], settings: Settings, report: Report, folder: Path) -> None:
@@ -314,7 +314,7 @@ def _store_rows(name: str, backend: Backend, settings: Settings, case: Case, fol
 
 
 class _Store:
-    """Puts every slot under new keys each round, and gets them back."""
+    """Puts every slot under new keys in each round, and gets them again."""
 
     def __init__(self, backend: Backend, slots: Sequence[memoryview], batch_bytes: int) -> None:
         self._backend = backend
@@ -325,23 +325,23 @@ class _Store:
     def put(self, turn: int) -> None:
         for keys, slots in self._batches(turn):
             if not all(self._backend.put(keys, slots)):
-                raise StorageError("full", "it did not take all that it was given")
+                raise StorageError("full", "it did not accept all values")
 
     def get(self, turn: int) -> None:
         for slot in self._slots[:3]:
             slot[-9:] = bytes(9)
         for keys, slots in self._batches(turn):
             if self._backend.get(keys, slots) != [len(slot) for slot in slots]:
-                raise StorageError("io", "it did not give back all that it took")
+                raise StorageError("io", "it did not return all values")
 
     def check(self) -> None:
-        """What came back last is what was put.
+        """Checks that the last values read are those that were put.
 
         Raises:
-            StorageError: it is not.
+            StorageError: they differ.
         """
         if [bytes(slot) for slot in self._slots[:3]] != self._content:
-            raise StorageError("io", "it gave back something else")
+            raise StorageError("io", "it returned other values")
 
     def _batches(self, turn: int) -> Iterator[tuple[list[bytes], Sequence[memoryview]]]:
         for begin in range(0, len(self._slots), self._batch):
@@ -351,7 +351,7 @@ class _Store:
 
 
 class _PlainFile:
-    """The same memory to and from a file that has its blocks already, one call and, if wanted, one sync a batch."""
+    """Copies the same memory to and from a preallocated file, with one call and optionally one sync per batch."""
 
     def __init__(self, path: Path, memory: memoryview, batch_bytes: int) -> None:
         self._path = path
@@ -380,11 +380,11 @@ class _PlainFile:
             assert os.preadv(self._file, [part], at) == len(part)
 
 
-# ---------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------- results
 
 
 def judge(rows: Sequence[Row], goals: Sequence[Goal] = GOALS) -> list[Row]:
-    """For each goal and type of number: what, goal, unit, measured, met; None where it was not measured."""
+    """Returns a row for each goal and dtype: what, goal, unit, measured, met; None: it was not measured."""
     found = {(row["what"], row["dtype"]): row for row in rows if row["page_size"] == GOAL_PAGE_SIZE}
     judged = []
     for goal in goals:
@@ -398,8 +398,8 @@ def judge(rows: Sequence[Row], goals: Sequence[Goal] = GOALS) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line for each way at each kind of page."""
-    heads = ("page", "type", "KiB a page", "", "down, GB/s", "up, GB/s", "of memcpy", "of a plain file")
+    """Builds a table with one line per measure and kind of page."""
+    heads = ("page", "type", "KiB per page", "", "down, GB/s", "up, GB/s", "of memcpy", "of a plain file")
     shown = Table(*heads, title="pages down and up; of memcpy and of a plain file (fdatasync, cached): down, up")
     before = None
     for row in rows:
@@ -415,7 +415,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def goals_table(goals: Sequence[Row]) -> Table:
-    """What was to be reached, and whether it was."""
+    """The goals, and whether they are met."""
     shown = Table("goal", "at least", "measured", "met", title="goals")
     for goal in goals:
         measured = "–" if goal["measured"] is None else number(goal["measured"])

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, the same at every run: for the benchmark of models, and for tests."""
+"""Tiny random models of many architectures, the same in every run: for the benchmark of models, and for tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
-# Models with windows shorter than the prompts of tests: of all layers, or of some.
+# Models with windows shorter than the prompts of tests, in all layers or in some.
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "phi3": {"sliding_window": 20},
@@ -48,7 +48,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 
 
-# Models that do not run: the family and what makes it one, by name.
+# Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": CONTEXT}),
     "llama4_text": ("llama4_text", {}),
@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
-    """A random model of a family; a change to `...` leaves the argument out."""
+    """Creates a random model of a family; a change to `...` leaves the argument out."""
     arguments = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -90,7 +90,7 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # the usual start is so near 0 that attention is uniform and errors do not show
+        if parameter.dim() > 1:  # the usual initialization is so near 0 that attention is uniform and hides errors
             torch.nn.init.normal_(parameter, std=0.15)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -114,7 +114,7 @@ _DELTA = {
 }
 _NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ...}
 
-# Models with recurrent or convolutional layers; scans go by 8 tokens where that can be set, else by 64.
+# Models with recurrent or convolutional layers; scans take 8 tokens at a time where that can be set, otherwise 64.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **_DELTA,
@@ -138,7 +138,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 16,
         "chunk_size": 8,
-        "time_step_min": 1e-6,  # transformers keeps to it in scans, but not in single steps
+        "time_step_min": 1e-6,  # transformers respects it in scans, but not in single steps
         "n_routed_experts": 4,
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32,
@@ -154,7 +154,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"num_hidden_layers": 4},
 }
 
-# Those that take only one token at a time behind a state, in transformers' PyTorch code.
+# Models that can take only one token at a time after a state, in transformers' PyTorch code.
 STEPPED: dict[str, dict[str, Any]] = {
     "mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},
     "falcon_mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},

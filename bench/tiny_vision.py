@@ -1,9 +1,9 @@
 """Tiny random models that read images, each a folder with weights, processor, tokenizer and chat template.
 
-gemma3     attends both ways inside an image; 9 positions an image, of 48 x 48 pixels
-llava      attends in one direction; 9 positions an image, of 24 x 24 pixels
-qwen2_vl   attends in one direction; M-RoPE; one position for 8 x 8 pixels
-idefics3   attends in one direction; an image is cut in tiles, with text between the placeholders of each
+gemma3     attends in both directions within an image; 9 positions per image of 48 x 48 pixels
+llava      attends in one direction; 9 positions per image of 24 x 24 pixels
+qwen2_vl   attends in one direction; M-RoPE; one position per 8 x 8 pixels
+idefics3   attends in one direction; an image is split into tiles, with text between the placeholders of each
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _IMAGE, _BEGIN, _END, _VIDEO = (_SPECIAL.index(token) for token in ("<image>", "
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, behind the special ones."""
+    """Returns a tokenizer with one token per byte, after the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = Tokenizer(models.BPE({word: at for at, word in enumerate((*_SPECIAL, *alphabet))}, []))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,7 +87,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def template(image: str) -> str:
-    """A chat template of contents in parts, in which an image is this text."""
+    """Returns a chat template for contents in parts; an image becomes this text."""
     part = f"{{% if part['type'] == 'image' %}}{image}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
     parts = f"{{% for part in message['content'] %}}{part}{{% endfor %}}"
     message = f"<turn>{{{{ message['role'] }}}}:{parts}"
@@ -165,18 +165,18 @@ FAMILIES: dict[str, Callable[..., tuple[PreTrainedConfig, ProcessorMixin]]] = {
 
 
 def save(family: str, folder: Path, **changes: Any) -> Path:
-    """Writes a random model of a family, the same at every run, as `mainstem serve` takes it.
+    """Writes a random model of a family for `mainstem serve`, the same in every run.
 
     Args:
-        family: of `FAMILIES`.
-        folder: to write to; made if need be.
-        changes: to the configuration of its text model.
+        family: a name from `FAMILIES`.
+        folder: folder to write to; created if needed.
+        changes: changes to the configuration of its text model.
     """
     config, processor = FAMILIES[family](**changes)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # the usual start is so near 0 that attention is uniform and errors do not show
+        if parameter.dim() > 1:  # the usual initialization is so near 0 that attention is uniform and hides errors
             torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -184,7 +184,7 @@ def save(family: str, folder: Path, **changes: Any) -> Path:
 
 
 def paligemma(llava: LoadedModel) -> LoadedModel:
-    """A model whose prompts attend both ways as a whole, in the clothes of another."""
+    """Returns a model whose whole prompts attend in both directions, with the processor of llava."""
     text = {**llava.model.config.text_config.to_dict(), "model_type": "gemma"}
     config = PaliGemmaConfig(text_config=text, vision_config={**_VISION, "image_size": 24})
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -192,6 +192,6 @@ def paligemma(llava: LoadedModel) -> LoadedModel:
 
 
 def picture(seed: int, width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:
-    """A random image, the same for a seed."""
+    """Returns a random image, the same for the same seed."""
     shape = (height, width) if mode == "L" else (height, width, len(mode))
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8), mode)

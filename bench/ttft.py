@@ -1,4 +1,4 @@
-"""The time to the first token: the same prefix never seen, and seen once."""
+"""Measures the time to the first token with a prefix that is new, and with the same prefix cached."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mainstem.runtime.request import Usage
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured.
+    """Settings of the benchmark.
 
     Args:
-        prefix_lengths: tokens that both requests share; shortened where the model's context is less.
-        suffix_length: tokens of each request's own.
-        token_budget: prompt tokens a length, which says how often it is repeated.
-        repeats: most and least repetitions of a length.
-        dtypes: of the weights.
+        prefix_lengths: tokens that both requests share; limited by the model's context.
+        suffix_length: tokens of each request's own suffix.
+        token_budget: prompt tokens per length, which determines the number of repetitions.
+        repeats: maximum and minimum repetitions of a length.
+        dtypes: types of the weights.
     """
 
     prefix_lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
@@ -39,12 +39,12 @@ QUICK = Settings(prefix_lengths=(256, 1024), token_budget=2048, repeats=(3, 2))
 
 
 def run(settings: Settings, report: Report, loaded: LoadedModel) -> None:
-    """Measures one model in the dtype that it has, and adds to the report's rows."""
+    """Measures one model in its dtype, and adds rows to the report."""
     config = EngineConfig(kv_bytes=1 << 30)
     prompts = Prompts(loaded)
     report.settings.update(asdict(settings), model=loaded.name)
     with Engine(loaded, config) as engine:
-        _measure(engine, prompts, 64, settings)  # the first request of a process is slower than all others
+        _measure(engine, prompts, 64, settings)  # the first request of a process is slower
         for length in _lengths(settings, engine):
             report.progress(f"ttft: {loaded.dtype}, prefix {length}")
             pairs = [_measure(engine, prompts, length, settings) for _ in range(_repeats(settings, length))]
@@ -52,20 +52,20 @@ def run(settings: Settings, report: Report, loaded: LoadedModel) -> None:
 
 
 def _lengths(settings: Settings, engine: Engine) -> Iterator[int]:
-    most = engine.max_context - settings.suffix_length - 1
-    return (min(length, most) for length in settings.prefix_lengths)
+    limit = engine.max_context - settings.suffix_length - 1
+    return (min(length, limit) for length in settings.prefix_lengths)
 
 
 def _repeats(settings: Settings, length: int) -> int:
-    most, least = settings.repeats
-    return max(least, min(most, settings.token_budget // length))
+    maximum, minimum = settings.repeats
+    return max(minimum, min(maximum, settings.token_budget // length))
 
 
 def _measure(engine: Engine, prompts: Prompts, length: int, settings: Settings) -> tuple[Usage, Usage]:
-    """A new prefix, cold; the same one with another suffix, warm. Nothing else runs."""
+    """Measures a new prefix, cold, and the same prefix with another suffix, warm. Nothing else runs."""
     prefix = prompts.tokens(length)
     cold, warm = (
-        submit(engine, prompts.behind(prefix, settings.suffix_length), new_tokens=1).result().usage for _ in range(2)
+        submit(engine, prompts.extend(prefix, settings.suffix_length), new_tokens=1).result().usage for _ in range(2)
     )
     engine.flush()
     return cold, warm
@@ -87,7 +87,7 @@ def _row(length: int, pairs: list[tuple[Usage, Usage]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """All rows, for the terminal."""
+    """Builds a table of all rows for the terminal."""
     title = "time to the first token, ms, median"
     shown = Table("dtype", "prefix", "cold", "warm", "cold / warm", "tokens reused", "repeats", title=title)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Processes that each run one system, as seen from the one that asks them. See child.py for what they are asked."""
+"""Starts processes that each run one system, and sends them tasks. See child.py for the tasks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[1]
 
 
 class Worker:
-    """A process with one system, which starts at once and may still be at it. A context manager.
+    """A process with one system. A context manager. It starts at once, and may still be starting.
 
     Args:
         system: its name in `entries.SYSTEMS`.
         python: the interpreter.
 
     Attributes:
-        failure: why it answers nothing (any more); None while it does.
+        failure: why the process does not answer; None while it does.
     """
 
     def __init__(self, system: str, python: str) -> None:
@@ -34,13 +34,13 @@ class Worker:
         )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
-        """Of the packages that it measures, when it is ready; none where it failed."""
+        """Waits until it is ready; returns the versions of the packages that it measures, none if it failed."""
         if self._versions is None:
             self._versions = self._read().get("versions", {})
         return self._versions
 
     def ask(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The answer, or {"error": why there is none}."""
+        """Sends a task; returns the answer, or {"error": why there is none}."""
         self.versions()
         if self.failure is not None:
             return {"error": self.failure}
@@ -57,8 +57,8 @@ class Worker:
             return answer
         self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").split("\n")
-        last = next((text.strip() for text in reversed(said) if text.strip()), f"exit {self._process.returncode}")
+        errors = self._errors.read().decode(errors="replace").split("\n")
+        last = next((text.strip() for text in reversed(errors) if text.strip()), f"exit {self._process.returncode}")
         absent = last.startswith(("ModuleNotFoundError", "ImportError"))
         self.failure = ("not installed: " if absent else "failed: ") + last.replace(str(ROOT) + "/", "")
         return {"error": self.failure}

@@ -1,14 +1,14 @@
-"""The workloads of the index benchmark. Tokens are random and everything follows from the seed.
+"""The workloads of the index benchmark. Tokens are random, and everything follows from the seed.
 
-Chats of many turns whose first tokens are one of a few system prompts; two prompts share what their chats share:
+Chats of many turns that begin with one of a few system prompts; two prompts share what their chats share:
 
     | system prompt | question | answer | question | answer | question |
-    |<--------- what a cache can know of the next prompt --->|
+    |<------- can be cached before the next prompt --------->|
 
-Documents that are read again and again, some often and most seldom, and never grow:
+Documents that are read repeatedly, a few often and most rarely, and never grow:
 
     | document | question |     | document | another question |
-    |<- known->|                |<- known->|
+    |<-cached->|                |<-cached->|
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """What the prompts look like. Lengths are in tokens.
+    """Chats of many turns. Lengths are in tokens.
 
     Args:
-        seed: of the random stream.
-        chats: chats in all.
-        turns: prompts a chat.
-        open_chats: chats that go on at a time; the next prompt comes from any of them.
-        systems: different system prompts.
-        system_length: of each of them.
+        seed: seed of the random numbers.
+        chats: total number of chats.
+        turns: prompts per chat.
+        open_chats: concurrent chats; the next prompt comes from any of them.
+        systems: number of system prompts.
+        system_length: length of each system prompt.
         question_lengths: shortest and longest question.
-        answer_length: tokens that join the chat behind each prompt.
+        answer_length: tokens appended to the chat after each prompt.
         vocab_size: token ids are below it.
     """
 
@@ -48,7 +48,7 @@ class Chats:
     vocab_size: int = 150_000
 
     def prompts(self) -> Iterator[list[int]]:
-        """The prompts in the order they arrive, `chats * turns` in all."""
+        """Yields the prompts in order of arrival, `chats * turns` in total."""
         random = Random(self.seed)
         systems = [self._tokens(random, self.system_length) for _ in range(self.systems)]
         history: list[list[int]] = []
@@ -77,14 +77,14 @@ class Chats:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What is read again without extending it. Lengths are in tokens.
+    """Documents that are read repeatedly without extending them. Lengths are in tokens.
 
     Args:
-        seed: of the random stream.
-        documents: how many there are; the n-th is asked for in proportion to `n ** -skew` (Zipf's law).
-        skew: how unequal they are.
-        requests: prompts in all.
-        lengths: shortest and longest document, in units of 64 tokens: whole pages, so a hit can be all of it.
+        seed: seed of the random numbers.
+        documents: number of documents; the n-th is requested in proportion to `n ** -skew` (Zipf's law).
+        skew: exponent of their popularity.
+        requests: total number of prompts.
+        lengths: shortest and longest document, in units of 64 tokens: whole pages, so that a hit can cover all of it.
         question_lengths: shortest and longest question.
         vocab_size: token ids are below it.
     """
@@ -98,7 +98,7 @@ class Documents:
     vocab_size: int = 150_000
 
     def prompts(self) -> Iterator[list[int]]:
-        """The prompts in the order they arrive: a document and a new question each."""
+        """Yields the prompts in order of arrival: a document and a new question each."""
         random = Random(self.seed)
         texts = [self._tokens(random, 64 * random.randint(*self.lengths)) for _ in range(self.documents)]
         shares = list(accumulate((at + 1) ** -self.skew for at in range(self.documents)))
@@ -111,11 +111,11 @@ class Documents:
 
 
 WORKLOADS: dict[str, type[Chats] | type[Documents]] = {"chats": Chats, "reread": Documents}
-"""By the names that tables and tasks use."""
+"""Workloads by the names that tables and tasks use."""
 
 
 def digest(prompts: Iterable[list[int]]) -> str:
-    """SHA-256 over all prompts, each as its length and its tokens in 4 little-endian bytes; says which workload ran."""
+    """Returns a fingerprint: SHA-256 over all prompts, each as its length and its tokens in 4 little-endian bytes."""
     hashed = hashlib.sha256()
     for prompt in prompts:
         hashed.update(len(prompt).to_bytes(4, "little"))

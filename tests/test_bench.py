@@ -1,5 +1,5 @@
-"""The benchmarks: workloads are what they were, our own peers are right, scenarios are about what they say, and the
-runners write what they measured."""
+"""The benchmarks: workloads do not change, our own peers are right, scenarios measure what they claim, and the runners
+write their measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ghost import EOS, VOCAB, GhostTokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # bench/ is no part of the package
+sys.path.insert(0, str(ROOT))  # bench/ is not part of the package
 
 from bench import __main__ as command  # noqa: E402
 from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, tiers, ttft  # noqa: E402
@@ -57,7 +57,7 @@ class Tokenizer(GhostTokenizer):
 
 @pytest.fixture
 def tiny_model() -> Iterator[LoadedModel]:
-    """Random weights, on one thread: threads that wait for a busy core cost more than they give."""
+    """Random weights, on one thread: threads that wait for a busy core cost more than they gain."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=EOS,
@@ -84,7 +84,7 @@ def test_the_workload_never_changes() -> None:
     assert digest(prompts) == "99987e8fe5f75eb8613e3b6d25902f9eeb3ef45414d21e3079a1682b65bb90f5"
 
 
-def test_the_digest_tells_where_prompts_end() -> None:
+def test_the_digest_depends_on_where_prompts_end() -> None:
     assert digest([[1, 2], [3]]) != digest([[1], [2, 3]])
 
 
@@ -105,35 +105,35 @@ def test_python_radix_agrees_with_the_tree(page_size: int) -> None:
         if held > 150:
             want = chance.randrange(1, 60 // page_size)
             (freed,) = ours.evict(want)
-            assert _pages(theirs.evict(want * page_size), page_size) == sorted(freed.tolist())
+            assert _page_ids(theirs.evict(want * page_size), page_size) == sorted(freed.tolist())
             held -= len(freed) * page_size
         whole = len(key) // page_size - len(match.page_ids)
         new = np.arange(slots, slots + whole * page_size, dtype=np.int32)
         slots += len(new)
         held += len(new)
-        pages = np.concatenate([match.page_ids, new[::page_size] // page_size])
-        assert ours.insert(key, pages).existing == theirs.insert(key, np.concatenate([found, new])) == match.length
+        page_ids = np.concatenate([match.page_ids, new[::page_size] // page_size])
+        assert ours.insert(key, page_ids).existing == theirs.insert(key, np.concatenate([found, new])) == match.length
         ours.unlock(match.node)
         theirs.unlock(node)
     assert held > 100
 
 
-def _pages(freed: list[Any], page_size: int) -> list[int]:
+def _page_ids(freed: list[Any], page_size: int) -> list[int]:
     return sorted(np.concatenate([*freed, np.empty(0, np.int32)])[::page_size].astype(int) // page_size)
 
 
 def test_a_dict_of_hashes_finds_what_the_tree_finds() -> None:
-    """The same hits while there is room, and an own prefix for each namespace."""
+    """The same hits while there is room, and separate prefixes for each namespace."""
     chance = random.Random(0)
     ours, theirs = Tree(4), BlockCache(4, 10_000)
     for count in range(300):
         key = np.array([chance.randrange(3) for _ in range(chance.randrange(40))], np.int32)
         name = chance.choice([None, "a", "b"])
-        found, pages = theirs.match(key.tobytes(), name)
-        assert 4 * len(found) == 4 * len(pages) == ours.match(key, name).length, count
+        found, page_ids = theirs.match(key.tobytes(), name)
+        assert 4 * len(found) == 4 * len(page_ids) == ours.match(key, name).length, count
         theirs.lock(found)
-        hashes, pages = theirs.insert(key.tobytes(), found, pages, name)
-        ours.insert(key, pages, name)
+        hashes, page_ids = theirs.insert(key.tobytes(), found, page_ids, name)
+        ours.insert(key, page_ids, name)
         theirs.unlock(hashes)
 
 
@@ -144,7 +144,7 @@ def test_a_dict_of_hashes_evicts_ends_first_and_nothing_locked() -> None:
     cache.unlock(first)
     kept, _ = cache.match(np.array([1], np.int32).tobytes())
     cache.lock(kept)
-    cache.insert(np.array([7, 8], np.int32).tobytes(), [], [])  # takes the free page, and that of the end
+    cache.insert(np.array([7, 8], np.int32).tobytes(), [], [])  # takes the free page and the page of the end
     assert cache.match(np.array([1, 2, 3], np.int32).tobytes())[0] == first[:2]
     assert cache.evict(9) == 1  # the middle; the beginning is locked
 
@@ -172,7 +172,7 @@ def test_policies_differ_where_documents_are_read_again() -> None:
     assert rates["lfu"] > rates["lru"] > rates["fifo"] > 0
 
 
-def test_the_clock_times_calls_and_takes_itself_off() -> None:
+def test_the_clock_subtracts_its_own_overhead() -> None:
     def wait(n: int) -> int:
         time.sleep(n / 1000)
         return n
@@ -207,19 +207,19 @@ MEASURES = {
     "memory-64": {"bytes a token", "with its pool, bytes a token"},
     "split": {"look-up that splits, µs", "held, bytes a prompt"},
 }
-SAID = {"as it says itself, bytes a token", "held / the same without the rest"}
+REPORTED = {"as it says itself, bytes a token", "held / the same without the rest"}
 
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Scenarios freeze what they prepared, as their process ends with them."""
+    """Scenarios freeze their inputs, because their process ends with them."""
     yield
     gc.unfreeze()
 
 
 @pytest.mark.parametrize("system", OURS)
 def test_scenarios_of_ours(system: str) -> None:
-    """Each checks its own hits and evictions, and raises where they are wrong."""
+    """Each scenario checks its own hits and evictions, and raises if they are wrong."""
     lacks = SYSTEMS[system].find().lacks
     with Worker(system, sys.executable) as worker:
         for name in SCENARIOS:
@@ -233,7 +233,7 @@ def test_scenarios_of_ours(system: str) -> None:
 
 def _check_scenario(system: str, name: str, answer: dict[str, Any]) -> None:
     expected = MEASURES[name] - ({"page 16, 4 nodes, µs"} if system == "dict" else set())
-    assert answer["measures"].keys() - SAID == expected, answer
+    assert answer["measures"].keys() - REPORTED == expected, answer
     assert all(value > 0 for measure, value in answer["measures"].items() if "µs" in measure)
     if name == "leaves":
         assert answer["facts"]["all free, pages freed"] == answer["facts"]["all free, calls"] > 2
@@ -258,7 +258,7 @@ def test_a_scenario_refuses_a_system_that_finds_too_little() -> None:
             SCENARIOS[name](Forgetful, TINY_SIZES, False)
 
 
-def test_a_prompt_is_cut_into_nodes_that_nobody_can_join() -> None:
+def test_a_prompt_is_cut_into_nodes_that_cannot_be_joined() -> None:
     system = MainstemTree(16, 8192)
     prompt = np.arange(1024, dtype=np.int32)
     scenarios.cut(system, prompt, 8, 16)
@@ -277,14 +277,14 @@ def test_a_forest_has_two_branches_at_each_node() -> None:
 
 
 def test_memory_is_that_of_the_index() -> None:
-    """In a process of its own: what it grows by is what the tree says, and no less."""
+    """In its own process: it grows by what the tree reports, and no less."""
     with Worker("mainstem", sys.executable) as worker:
         sizes = {"memory_tokens": 1_000_000}
         for name in ("memory-256", "memory-64"):
             answer = worker.ask({"task": "scenario", "name": name, "sizes": sizes, "small": False})
-            said = answer["measures"]["as it says itself, bytes a token"]
-            assert 4 < said < 16
-            assert 0.9 * said < answer["measures"]["bytes a token"] < 1.5 * said + 1
+            reported = answer["measures"]["as it says itself, bytes a token"]
+            assert 4 < reported < 16
+            assert 0.9 * reported < answer["measures"]["bytes a token"] < 1.5 * reported + 1
 
 
 def test_a_scenario_runs_apart() -> None:
@@ -384,7 +384,7 @@ def test_a_slow_or_failed_scenario_is_not_repeated() -> None:
 
 
 def test_a_peer_that_is_not_installed_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A name that no process knows stands for it: the process ends before it is ready."""
+    """A name that no process knows takes its place: the process ends before it is ready."""
     monkeypatch.setitem(SYSTEMS, "missing", Entry("a peer", "peer", "bench.peers:Missing", peer=True))
     report = _report()
     settings = index.Settings(
@@ -405,7 +405,7 @@ def test_parts_and_systems_can_be_chosen() -> None:
     assert index.Settings().only(None, None) == index.Settings()
 
 
-def test_hit_rates_that_differ_are_said() -> None:
+def test_different_hit_rates_are_reported() -> None:
     rows = [{"label": name, "page_size": 1, "hit_rate": rate} for name, rate in (("a", 0.5), ("b", 0.5), ("c", 0.4))]
     assert list(index._disagreements(rows)) == ["c, page 1: hit rate 0.4000, not 0.5000"]
 
@@ -426,7 +426,7 @@ def test_goals_are_judged_by_the_rows() -> None:
 
 
 def test_goals_name_measures_that_exist() -> None:
-    """A goal whose scenario calls it otherwise would never be judged."""
+    """A goal with a wrong measure name would never be judged."""
     asked: set[tuple[str, str]] = set()
 
     class Spy(goals.Rows):
@@ -436,7 +436,7 @@ def test_goals_name_measures_that_exist() -> None:
 
     goals.judge(Spy([], []))
     known = MEASURES | {"long": {"page 16, 1 node, µs", "page 16, 64 nodes, µs"}}
-    assert [pair for pair in asked if pair[1] not in known[pair[0]] | SAID] == []
+    assert [pair for pair in asked if pair[1] not in known[pair[0]] | REPORTED] == []
 
 
 def test_all_of_ours_are_driven_alike() -> None:
@@ -498,8 +498,8 @@ def test_throughput_with_and_without_reuse(tiny_model: LoadedModel, tmp_path: Pa
         assert row["ratio"] == pytest.approx(row["reuse"]["requests_per_s"] / row["no_reuse"]["requests_per_s"])
 
 
-def test_tiers_stand_beside_their_floors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that cannot be started, and one that loses what it is given, are named and stop nothing."""
+def test_tiers_are_compared_with_their_floors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that cannot be started, and one that loses values, are reported and stop nothing."""
 
     @contextmanager
     def missing(folder: Path, settings: tiers.Settings) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The benchmark of models: it measures what it says, finds what is wrong, and the documentation shows its record."""
+"""The benchmark of models: its rows are right, it finds errors, and the documentation shows its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # bench/ is no part of the package
+sys.path.insert(0, str(ROOT))  # bench/ is not part of the package
 
 from bench import __main__ as command  # noqa: E402
 from bench import models  # noqa: E402
@@ -83,18 +83,18 @@ def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured("llama").failures[-1] == "llama: tokens differ"
 
 
-def test_a_hit_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_hit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_least_hits", lambda *given: [0, 64, 65])
-    assert measured("llama").failures == ["llama: it found [0, 64, 64] tokens, and [0, 64, 65] are the least"]
+    assert measured("llama").failures == ["llama: it hit [0, 64, 64] tokens, but the minimum is [0, 64, 65]"]
 
 
-def test_a_model_that_should_not_run_or_should_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrongly_accepted_or_refused_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "bad", Case(CASES["llama"].build, refused=True))
     monkeypatch.setitem(CASES, "worse", Case(CASES["gemma2"].build))
     assert measured("bad", "worse").failures == ["bad: it is not refused", "worse: it is refused"]
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "absent", Case(CASES["llama"].build, needs=("no_such_package", "some-extra")))
     report = measured("absent")
     assert report.failures == []

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # bench/ is no part of the package
+sys.path.insert(0, str(ROOT))  # bench/ is not part of the package
 
 from bench import plan  # noqa: E402
 from bench.report import Report  # noqa: E402
 
 
-def test_each_prefill_stands_beside_its_estimate() -> None:
+def test_each_prefill_is_compared_with_its_estimate() -> None:
     report = Report("plan", "2026-01-01", quick=True, progress=lambda line: None)
     ticks = count()
     settings = plan.Settings(prompts=((48, 0), (24, 0), (24, 24)), layers=1, rounds=1)

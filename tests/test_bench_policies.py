@@ -1,4 +1,4 @@
-"""The benchmark of policies: its shapes are what they say, and its sums are right."""
+"""The benchmark of policies: its shapes are true to their names, and its sums are right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is no part of the package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the package
 
 from bench import policies, random_shapes, shapes
 from bench.report import Report
@@ -41,7 +41,7 @@ def test_popular_items_follow_zipfs_law() -> None:
     assert len(counts) == 50
 
 
-def test_recent_items_are_the_likelier_the_sooner() -> None:
+def test_recent_items_are_more_likely() -> None:
     wanted = shapes.recent(rng(), 20_000, 0.1).tolist()
     assert len(set(wanted)) / len(wanted) == pytest.approx(0.1, rel=0.1)
     near = sum(a == b for a, b in pairwise(wanted))
@@ -59,7 +59,7 @@ def test_new_items_come_once_one_by_one_or_in_a_row() -> None:
     assert (scanned[:100] >= 10).tolist() == [False] * 80 + [True] * 20
 
 
-def test_what_changes_shares_nothing_with_what_was() -> None:
+def test_changed_items_share_nothing_with_earlier_ones() -> None:
     renewed = shapes.renewed(shapes.loop(9, 3), 3)
     assert renewed.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     turns = shapes.in_turns(shapes.loop(4, 3), shapes.loop(4, 2), 2)
@@ -75,7 +75,7 @@ def test_a_shape_follows_from_its_seed(name: str) -> None:
     assert [depth_of[block] for block in one.blocks.tolist()] == one.depths.tolist()
 
 
-def test_cells_are_what_replays_say() -> None:
+def test_cells_equal_replays() -> None:
     trace = Trace.of(Batch.of([[item, item + 100] for item in shapes.loop(60, 10).tolist()]))
     cells = policies.measure("a loop", lambda: trace, ["mru", "fifo"], (1, 25, 100))
     assert [(cell["policy"], cell["capacity_blocks"]) for cell in cells] == [
@@ -118,7 +118,7 @@ def test_a_run_writes_a_row_a_policy_and_every_cell(tmp_path: Path) -> None:
     assert report.tables[0].row_count == 2
 
 
-def test_generated_workloads_are_about_as_long_as_asked_for() -> None:
+def test_generated_workloads_have_about_the_requested_length() -> None:
     for name, make in policies.workloads(policies.Settings(accesses=20_000, shapes=())):
         assert 10_000 < len(make().whole.blocks) < 40_000, name
 
@@ -133,7 +133,7 @@ def test_random_workloads_follow_from_their_seed() -> None:
     assert all(10_000 < len(trace.whole.blocks) < 400_000 for trace, _ in made)
 
 
-def test_a_policy_is_set_beside_lru() -> None:
+def test_a_policy_is_compared_with_lru() -> None:
     own = random_shapes.cells("lru", 4)
     assert own and {cell.gain for cell in own} == {0}
     assert min(cell.gain for cell in random_shapes.cells("mru", 4)) < -1

@@ -1,4 +1,4 @@
-"""Every figure of the documentation that is recorded is as it was recorded: `python -m bench.figures --write`."""
+"""Every recorded figure of the documentation equals its record: `python -m bench.figures --write`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "bench" / "R
 def test_a_page_shows_what_was_recorded(page: str) -> None:
     text = (ROOT / page).read_text()
     assert MARK.search(text)
-    assert text == rewritten(text, RECORDS), f"{page} is not as the records are: python -m bench.figures --write"
+    assert text == rewritten(text, RECORDS), f"{page} differs from the records: python -m bench.figures --write"
 
 
 def test_no_page_is_left_out() -> None:
@@ -36,11 +36,11 @@ def test_every_table_is_shown_and_every_record_is_in_one() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_number_in_a_line_begins_it(page: str) -> None:
-    """Markdown takes a line that begins with a comment for HTML as a whole."""
+    """Markdown treats a whole line that begins with a comment as HTML."""
     assert not re.search(r"^<!--= [^\n]*-->[^\n]", (ROOT / page).read_text(), re.MULTILINE)
 
 
-# ---------------------------------------------------------------- how it is made
+# ---------------------------------------------------------------- how figures are written
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def records() -> dict[str, Any]:
     return {"core": {"rows": rows}, "plan": {"rows": plan}}
 
 
-def test_numbers_and_tables_are_written_anew_and_the_rest_stays(records: dict[str, Any]) -> None:
+def test_numbers_and_tables_are_rewritten_and_the_rest_stays(records: dict[str, Any]) -> None:
     page = """A miss takes <!--= core: a miss / median | .2f -->{}<!--/--> µs,
 a hit <!--= core: a hit, page 1 / median | .0f -->{}<!--/--> µs.
 
@@ -80,7 +80,7 @@ def test_a_number_is_found_by_the_fields_that_name_its_row(records: dict[str, An
     assert rewritten("<!--= tiers: file / 16 / float32 / of / memcpy / up | % -->1<!--/-->", records).count(">50<") == 1
 
 
-def test_the_command_says_what_differs_and_writes_it(
+def test_the_command_reports_differences_and_rewrites_pages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recorded-core.json").write_text(json.dumps({"rows": [{"name": "a", "median": 2}]}))

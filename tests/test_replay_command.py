@@ -1,4 +1,4 @@
-"""`mainstem replay`: rows as JSON and CSV, the tables, and what is refused."""
+"""`mainstem replay`: rows as JSON and CSV, the tables, and refused arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_row_a_policy_and_capacity(trace: Path, capsys: pytest.CaptureFixture[
     assert rows[1]["block_hits"] == replay(Trace.open(trace), "lru", 30).block_hits
 
 
-def test_a_policy_of_ones_own_beside_the_caller_is_replayed(
+def test_a_custom_policy_in_the_working_directory_is_replayed(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "policy_beside.py").write_text(
@@ -99,17 +99,17 @@ def test_a_small_trace_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFi
         assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [("lru", 1), ("opt", 1)]
 
 
-def test_who_routes_to_one_replica_does_not_matter(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_routing_to_one_replica_does_not_matter(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows_of(capsys, trace, "--routing", "hash") == rows_of(capsys, trace)
 
 
-def test_times_and_tiers_as_people_write_them(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_and_tiers_may_have_spaces(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of(capsys, trace, "--ttl", "2d", "--tiers", " device = 5, host =20 ")
     assert row["ttl_s"] == 172_800
     assert [tier["capacity_blocks"] for tier in row["tiers"]] == [5, 20]
 
 
-def test_names_that_no_terminal_should_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_names_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = tmp_path / "evil.mstrace"
     batch = Batch.of([[1], [1]], tenant=[1, 2])
     Trace.of(batch, tenants=["", "\x1b[31m[bold]", "b"], name="a\x1b[2J\udcff", notes=["\x1b[1m"]).save(evil)
@@ -124,7 +124,7 @@ def test_names_that_no_terminal_should_see(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.isascii()
 
 
-def test_tables_have_room_where_no_terminal_is(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_wide_without_a_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "llama-3.1-8b", "--ttl", "3s", "--tiers", "host=50%,storage=80TB"]
     assert cli.main(["replay", str(trace), "--capacity", "5", "--policy", "length-aware", *options]) == 0
     shown = capsys.readouterr().out
@@ -186,7 +186,9 @@ def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--routing", "random"], "--routing"),
     ],
 )
-def test_what_is_refused(trace: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(
+    trace: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["replay", str(trace), *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -199,7 +201,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_trace_is_read(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "absent.png"
-    for target, says in ((tmp_path / "no" / "out.png", "a folder that exists"), (trace, "another file than the trace")):
+    for target, says in ((tmp_path / "no" / "out.png", "a folder that exists"), (trace, "a file other than the trace")):
         assert cli.main(["replay", str(trace), option, str(target)]) == 2
         assert says in capsys.readouterr().err
     folder = tmp_path / "folder.png"
@@ -214,17 +216,19 @@ def test_two_results_are_two_files(trace: Path, tmp_path: Path, capsys: pytest.C
     assert "--report" in capsys.readouterr().err
 
 
-def test_a_folder_of_others(
+def test_a_folder_without_write_permission_is_refused(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "theirs").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "theirs")  # as root may write everywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != tmp_path / "theirs"
+    )  # because root may write everywhere
     assert cli.main(["replay", str(trace), "--csv", str(tmp_path / "theirs" / "rows.csv")]) == 2
     assert "may be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--policy", "nonsense"], ["--ttl", "soon"], ["--replicas", "0"]])
-def test_what_needs_no_trace_is_refused_before_it_is_read(
+def test_options_that_need_no_trace_are_checked_before_it_is_read(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["replay", str(tmp_path / "absent"), *options]) == 2

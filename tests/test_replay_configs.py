@@ -36,7 +36,7 @@ FAMILIES = {
 
 
 def looked_up(parameter: str) -> bool:
-    """Positions and embeddings of layers, and what comes with the latter: rows are looked up, not multiplied."""
+    """Positions, per-layer embeddings and what belongs to these: their rows are looked up, not multiplied."""
     return "wpe" in parameter or "per_layer" in parameter
 
 
@@ -44,7 +44,7 @@ def windows(shape: ModelShape) -> list[int | None]:
     return [layer.window for layer in shape.layers]
 
 
-def test_a_model_is_named_or_lies_in_a_folder_or_a_file(tmp_path: Path) -> None:
+def test_a_model_is_a_name_a_folder_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     given = [read_shape(source) for source in (SMALL, tmp_path, tmp_path / "config.json", str(tmp_path))]
     assert {shape.kv_bytes_per_token() for shape in given} == {2 * 2 * 2 * 16 * 2}
@@ -113,7 +113,7 @@ def test_what_is_inside_a_vision_model_is_its_text_model() -> None:
     [
         ({**SMALL, "hidden_size": None}, "without hidden_size"),
         ({**SMALL, "vocab_size": "many"}, "with 'many' as vocab_size"),
-        ({**SMALL, "layer_types": ["full_attention", "retention"]}, "layers of the kind retention"),
+        ({**SMALL, "layer_types": ["full_attention", "retention"]}, "layers of kind retention"),
         ({**SMALL, "layer_types": ["sliding_attention"] * 2}, "without sliding_window"),
         ({}, "without model_type"),
         ({"model_type": "llama"}, "without num_hidden_layers"),

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs against figures worked out by hand, and against a count one query and one key at a time."""
+"""Bytes and FLOPs against figures computed by hand, and against a count of one query and one key at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mainstem.errors import BadArgument
 from mainstem.replay.configs import read_shape
 from mainstem.replay.costs import Layer, ModelShape, dtype_bytes
 
-# Bytes in bf16: of a token in layers without a window, and in those with one; of full windows; of one checkpoint.
+# Bytes in bf16: per token in layers without a window, and in layers with one; full windows; one checkpoint.
 BY_HAND = {
     # key and value x layers x KV heads x head size x 2 bytes
     "llama-2-7b": (2 * 32 * 32 * 128 * 2, 0, 0, 0),  # MHA: 524,288
@@ -40,7 +40,7 @@ BY_HAND = {
     # 4 of 52 layers attend, 24 are Mamba 2: 128 heads of 64 x 128 numbers, 4 positions of 8192 + 2 x 8 x 128 channels
     "nemotron-h-8b": (4 * 2 * 8 * 128 * 2, 0, 0, 24 * (128 * 64 * 128 * 4 + 4 * 10240 * 2)),
 }
-# As their makers publish them, in billions: all, and of mixtures of experts those that a token meets.
+# As their makers publish them, in billions: all parameters, and for mixtures of experts those that a token uses.
 PARAMETERS = {
     "llama-2-7b": (6.74, None),
     "llama-3.1-8b": (8.03, None),
@@ -71,7 +71,7 @@ def test_kept_bytes_of_well_known_models_are_those_worked_out_by_hand(name: str)
     assert shape.prefix_bytes(1 << 20) == token * (1 << 20) + windows + state
 
 
-# As published, less what changes no size; with bytes by hand as above, and parameters in billions.
+# As published, without fields that change no size; with bytes computed by hand as above, and parameters in billions.
 def config(family: str, **sizes: Any) -> dict[str, Any]:
     return {"model_type": family, **sizes}
 
@@ -288,7 +288,7 @@ def test_types_change_bytes_as_they_should() -> None:
 
 
 def slow_flops(shape: ModelShape, tokens: int, past: int) -> float:
-    """One query and one position at a time."""
+    """Counts one query and one position at a time."""
     flops = 2.0 * shape.hidden_size * shape.vocab_size
     for layer in shape.layers:
         for query in range(past, past + tokens):

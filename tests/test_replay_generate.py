@@ -1,4 +1,4 @@
-"""Synthetic workloads: the same for the same seed, as they say they are, and sharing where they should."""
+"""Synthetic workloads: the same for the same seed, true to their parameters, and sharing where they should."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ DEFAULTS = {
     "length_sigma=1.0, turns=3.0, think_s=30.0, think_sigma=1.0, question_tokens=80.0, answer_tokens=250.0, "
     "prompts=100",
 }
-"""What recorded figures were made with: "chat, seed 1" must stay the same trace."""
+"""The defaults of the recorded figures: "chat, seed 1" must stay the same trace."""
 
 
 # --- every workload -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)
-def test_a_workload_is_by_default_what_recorded_figures_were_made_with(kind: str) -> None:
+def test_the_defaults_are_those_of_the_recorded_figures(kind: str) -> None:
     assert repr(WORKLOADS[kind]()) == f"{WORKLOADS[kind].__name__}({DEFAULTS[kind]})"
 
 
 @pytest.mark.parametrize("workload", EVERY, ids=ids)
-def test_a_seed_decides_all(workload: Workload) -> None:
+def test_a_seed_determines_the_trace(workload: Workload) -> None:
     one, two, other = (generate(workload, 500, seed=seed) for seed in (7, 7, 8))
     assert columns(one) == columns(two)
     assert not set(one.whole.blocks.tolist()) & set(other.whole.blocks.tolist())
@@ -146,7 +146,7 @@ def test_chats() -> None:
     batch = generate(chat, 40_000, seed=5).whole
     begun = batch.time_s[batch.turn == 1]
     assert near(len(begun) / begun[-1], 2.0, 0.05)
-    assert near(np.diff(begun).std(), 0.5, 0.05)  # exponential: as much as their mean
+    assert near(np.diff(begun).std(), 0.5, 0.05)  # exponential: equal to the mean
     order = np.lexsort((batch.turn, batch.chat))
     follows = np.flatnonzero(np.diff(batch.chat[order]) == 0)
     pauses = np.diff(batch.time_s[order])[follows]
@@ -157,7 +157,7 @@ def test_chats() -> None:
     ended = np.bincount(batch.chat[batch.time_s < begun[-1] - 300])
     assert near(ended[ended > 0].mean(), 4.0, 0.05)
     grown = np.diff(batch.input_tokens[order])[follows] - batch.output_tokens[order][follows]
-    assert grown.min() >= 1  # a turn is the one before, its answer, and a question
+    assert grown.min() >= 1  # a turn is the previous one, its answer, and a question
     assert near(np.median(grown), 90, 0.05)
 
 
@@ -200,7 +200,7 @@ def test_documents_are_shared_by_visits_and_questions_are_not() -> None:
     documents = Documents(documents=20, zipf=1.0, questions=3.0, document_tokens=2000, document_sigma=0.1)
     trace = generate(documents, 6000, seed=8, block_size=16)
     found = paths(trace.whole)
-    opened = [path[20] for path in found]  # behind 200 tokens of the system prompt
+    opened = [path[20] for path in found]  # after 200 tokens of the system prompt
     uses = sorted((opened.count(block) for block in set(opened)), reverse=True)
     assert len(uses) == 20
     assert near(uses[0] / uses[9], 10.0, 0.4)
@@ -247,14 +247,14 @@ def test_tenants_have_prompts_of_their_own_by_zipfs_law() -> None:
     [lambda zipf: Documents(zipf=zipf, documents=50), lambda zipf: Tenants(zipf=zipf, prompts=50)],
     ids=["documents", "tenants"],
 )
-def test_the_exponent_of_popularity_is_the_one_stated(make: Callable[[float], Workload], exponent: float) -> None:
+def test_popularity_has_the_given_exponent(make: Callable[[float], Workload], exponent: float) -> None:
     drawn = make(exponent).requests(np.random.SeedSequence(9), 60_000)
     place = 1 if drawn.contents.shape[1] == 3 else 0
     counts = np.sort(np.unique(drawn.contents[drawn.turn == 1, place], return_counts=True)[1])[::-1]
     ranks = np.log(np.arange(1, len(counts) + 1))
     tried = np.arange(0, 3, 0.01)
     likelihood = [-s * (counts * ranks).sum() - counts.sum() * np.log(np.exp(-s * ranks).sum()) for s in tried]
-    assert abs(tried[int(np.argmax(likelihood))] - exponent) < 0.08  # sorted counts look less equal than they are
+    assert abs(tried[int(np.argmax(likelihood))] - exponent) < 0.08  # sorting makes counts look less equal
 
 
 def test_numbers_of_turns_are_geometric() -> None:
@@ -269,7 +269,7 @@ def test_a_trace_says_how_it_was_made() -> None:
     assert all(f"{field.name}=" in note for field in fields(Chat)) and "turns=7.0" in note
     mix = Mix(rate_per_s=2.0, parts=((Chat(), 3.0), (Agents(rate_per_s=50.0), 1.0)))
     stated = generate(mix, 50, seed=3).notes[0]
-    assert "Chat(rate_per_s=1.5," in stated and "Agents(rate_per_s=0.5," in stated, "the rates that count"
+    assert "Chat(rate_per_s=1.5," in stated and "Agents(rate_per_s=0.5," in stated, "the effective rates"
 
 
 def test_popularity_drifts() -> None:
@@ -283,7 +283,7 @@ def test_popularity_drifts() -> None:
     assert moved(still) < 0.2  # by chance alone
     assert moved(drifting) > 0.4
     counts = np.sort(np.bincount(drifting.tenant[:4000]))[::-1]
-    assert counts[0] > 4000 / 20  # at every time some are much used
+    assert counts[0] > 4000 / 20  # at any time some tenants are popular
 
 
 def test_ranks_change_hands_one_after_another() -> None:
@@ -321,7 +321,7 @@ def test_a_mix_has_its_shares_and_shares_nothing_between_parts() -> None:
     assert set(batch.chat[batch.kind == 4].tolist()) == {-1}
 
 
-# --- what is refused, and the command -----------------------------------------------------------------------------
+# --- refusals, and the command ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_mix_has_its_shares_and_shares_nothing_between_parts() -> None:
         ("chat=1,agents=1", {"rate_per_s": "-1"}),
     ],
 )
-def test_what_cannot_be_is_refused(kind: str, settings: dict[str, str]) -> None:
+def test_invalid_names_and_values_are_refused(kind: str, settings: dict[str, str]) -> None:
     with pytest.raises(BadArgument):
         parse_workload(kind, settings)
 

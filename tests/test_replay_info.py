@@ -1,4 +1,4 @@
-"""What is said of a trace, against counting by hand and a slow LRU over leaves; and the commands that say it."""
+"""Statistics of a trace, against counting by hand and a slow LRU over leaves; and the commands that print them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Path_ = list[int]
 
 
 def grown(requests: int, seed: int, depth: int = 12) -> list[Path_]:
-    """Paths through a random tree that go on from older ones, recent ones more often; names are well mixed."""
+    """Generates paths through a random tree that extend older ones, recent ones more often; names are well mixed."""
     random_ = random.Random(seed)
     paths: list[Path_] = []
     fresh = 0
@@ -39,9 +39,9 @@ def grown(requests: int, seed: int, depth: int = 12) -> list[Path_]:
 
 
 def lru_hits(paths: list[Path_], capacity: int) -> int:
-    """Hits of a cache that looks up a path, adds the rest, and then drops the oldest leaves until it fits.
+    """Returns the hits of a cache that looks up a path, adds the rest, and then drops the oldest leaves until it fits.
 
-    A block is as old as its last request; of one request the deeper block is the older.
+    A block is as old as its last request; within one request, deeper blocks are older.
     """
     used: dict[int, tuple[int, int]] = {}
     hits = 0
@@ -88,7 +88,7 @@ def test_sums_are_those_counted_by_hand() -> None:
     assert (said.trace, said.block_size, said.requests, said.span_s, said.notes) == ("n", 16, 5, 20, ("Said.",))
     assert (said.input_tokens, said.output_tokens, said.blocks, said.distinct_blocks) == (135, 10, 10, 5)
     assert said.block_hit_rate == 5 / 10
-    assert said.token_hit_rate == (32 + 33) / 135  # the partial block counts as the token that it is
+    assert said.token_hit_rate == (32 + 33) / 135  # the partial block counts as one token
     assert [(group.name, group.requests, group.blocks, group.block_hit_rate) for group in said.tenants] == [
         ("a", 2, 6, 3 / 6), ("", 2, 3, 2 / 3), ("b", 1, 1, 0),
     ]  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_sample_of_blocks_is_close_and_the_rest_is_exact(large: Trace) -> None
     assert sum(row.uses for row in sampled.waits) == pytest.approx(sum(row.uses for row in said.waits), rel=0.1)
 
 
-def test_blocks_that_are_no_paths_do_no_harm() -> None:
+def test_blocks_that_are_not_paths_do_no_harm() -> None:
     said = info(Trace.of(Batch.of([[1, 1, 1], [2, 1], [1, 2], [2, 2, 1]])))
     assert said.distinct_blocks == 2
     assert all(row.uses >= 0 for row in said.reuses)
@@ -194,7 +194,7 @@ def test_info_as_tables_names_what_was_found(
 def test_info_of_a_sample_says_so(requests: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("mainstem.replay.info.info.__kwdefaults__", {"sample": 2})
     run("info", requests)
-    assert "(by 1 block in 4)" in capsys.readouterr().out
+    assert "(sampled: 1 block in 4)" in capsys.readouterr().out
 
 
 def test_convert_writes_what_info_reads_alike(

@@ -1,4 +1,4 @@
-"""The offline optimum, beside every possible choice of what to evict."""
+"""The offline optimum against every possible choice of evictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prefixes(path: Path) -> list[Path]:
 
 
 def best_hits(paths: list[Path], capacity: int) -> int:
-    """The most hits of any policy, by trying each set of blocks that may be kept after each request."""
+    """Returns the most hits of any policy, by trying each set of blocks that may be kept after each request."""
 
     def rooted(kept: frozenset[Path]) -> bool:
         return all(len(path) == 1 or path[:-1] in kept for path in kept)
@@ -48,27 +48,27 @@ def small_paths(choose: random.Random) -> list[Path]:
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_beats_it_on_small_trees(seed: int) -> None:
     choose = random.Random(seed)
-    behind = 0
+    worse = 0
     for _ in range(150):
         paths = small_paths(choose)
         trace = Trace.of(Batch.of(paths))
         capacity = choose.randrange(1, 5)
         best = Optimum(trace).replay(capacity).block_hits
         assert best == best_hits(paths, capacity), (paths, capacity)
-        behind += replay(trace, "lru", capacity).block_hits < best
-    assert behind > 15  # or the trees were too easy to tell
+        worse += replay(trace, "lru", capacity).block_hits < best
+    assert worse > 15  # otherwise the trees are too easy to distinguish them
 
 
-def test_a_block_goes_only_after_those_below_it() -> None:
-    """Blocks 1 to 3 are used again at the same time: which of them goes makes all the difference."""
+def test_a_block_is_evicted_only_after_those_below_it() -> None:
+    """Blocks 1 to 3 are reused at the same time, so the choice among them makes all the difference."""
     optimum = Optimum(Trace.of(Batch.of([[1, 2, 3], [4], [4], [1, 2, 3], [1, 5], [1, 2]])))
     assert optimum.hit_blocks(3).tolist() == [0, 0, 1, 2, 1, 2]
     assert optimum.hit_blocks(2).tolist() == [0, 0, 1, 1, 1, 2]
     assert optimum.hit_blocks(1).tolist() == [0, 0, 1, 0, 1, 1]
 
 
-def test_a_block_is_kept_until_it_comes_again_and_no_longer() -> None:
-    """Blocks of one length, as Belady has them: 1 comes again before 2, and 2 before 3; 4 never."""
+def test_a_block_is_kept_until_its_last_use_and_no_longer() -> None:
+    """Prompts of one block each, as in Belady's setting: 1 is reused before 2, 2 before 3, and 3 before 4."""
     optimum = Optimum(Trace.of(Batch.of([[1], [2], [3], [4], [1], [2], [3], [4]])))
     assert optimum.hit_blocks(2).tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
     assert optimum.hit_blocks(3).tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
@@ -96,10 +96,10 @@ def test_no_policy_beats_it() -> None:
 def test_a_row_by_hand() -> None:
     batch = Batch.of([[1, 2], [3], [1, 2], [3]], block_size=4, input_tokens=[7, 4, 7, 4])
     row = Optimum(Trace.of(batch, block_size=4)).replay(2, flops=lambda tokens, past: tokens + 0.0)
-    # Keep 1 and 3, or 1 and 2: two blocks come back either way, and whole ones where there is a choice of times.
+    # Keep 1 and 3, or 1 and 2: either way two blocks are hit, and one prompt in full.
     assert (row.policy, row.block_hits, row.evicted_blocks) == ("opt", 2, 2)
     assert row.tiers[0].written_blocks == 4
-    assert (row.prefill_flops, row.saved_flops) == (22.0, row.token_hits - 1.0)  # of a whole hit, one is computed
+    assert (row.prefill_flops, row.saved_flops) == (22.0, row.token_hits - 1.0)  # one token of a full hit is computed
 
 
 def test_equal_names_on_other_paths_are_other_blocks() -> None:

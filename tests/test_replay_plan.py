@@ -1,4 +1,4 @@
-"""What a plan says, on traces small enough to work out by hand, and beside the replay of real tiers."""
+"""Plans of traces small enough to compute by hand, and against the replay of real tiers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def traced(paths: list[list[int]], **columns: Any) -> Trace:
 
 
 def slow_lru(trace: Trace) -> Hits:
-    """A cache as a list of names, the most recent last."""
+    """Models the cache as a list of names, the most recent last."""
     batch = trace.whole
     paths = [batch.blocks[a:b].tolist() for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
 
@@ -71,7 +71,7 @@ def mixed(found: Plan, host_bytes: int, storage_bytes: int) -> PlanRow:
 
 
 def chats(seed: int = 0, requests: int = 400) -> Trace:
-    """Conversations that grow by a block a turn, of a few at a time."""
+    """Returns a trace of conversations that grow by one block per turn, a few at a time."""
     rng = np.random.default_rng(seed)
     turns: dict[int, int] = {}
     paths = []
@@ -82,10 +82,10 @@ def chats(seed: int = 0, requests: int = 400) -> Trace:
     return traced(paths, time_s=np.arange(requests) * 2.0)
 
 
-def test_one_prompt_twice_is_worked_out_by_hand() -> None:
+def test_one_prompt_twice_computed_by_hand() -> None:
     found = planned(traced([[1, 2], [1, 2]], time_s=[0, 10]), Memory(), slo_ttft_s=1.0)
     whole = 2 * 100 * 20 + 2 * 4 * 5  # tokens, and logits
-    last = 2 * 100 * 1 + 2 * 4 * 5  # of a prompt that is known the last token is computed, nothing else
+    last = 2 * 100 * 1 + 2 * 4 * 5  # of a cached prompt only the last token is computed
     assert found.engine.cache_bytes == 640
     assert found.engine.block_bytes == BLOCK
     assert found.bare.flops == 2 * whole
@@ -101,7 +101,7 @@ def test_one_prompt_twice_is_worked_out_by_hand() -> None:
     assert (found.bare.slo_share, row.slo_share) == (0.0, 0.5)
 
 
-def test_a_model_on_a_device_with_the_default_assumptions_is_worked_out_by_hand() -> None:
+def test_a_model_on_a_device_with_the_default_assumptions_computed_by_hand() -> None:
     layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)  # q and o, k and v, the MLP
     logits = 4096 * 128256
     long, short = list(range(1000)), [5000, 5001]
@@ -117,7 +117,7 @@ def test_a_model_on_a_device_with_the_default_assumptions_is_worked_out_by_hand(
     assert engine.storage_bytes_per_s == 7e9
     assert (engine.token_bytes, engine.end_bytes, engine.block_bytes) == (2 * 32 * 8 * 128 * 2, 0, 1310720)
     computed = (2 * layers * 10000 + 2 * logits + 32 * 4 * 4096 * 10000 * 10001 / 2) / (0.4 * 989e12)
-    read = 2 * (layers + logits) / 3.35e12  # what a short prompt waits for: the weights
+    read = 2 * (layers + logits) / 3.35e12  # a short prompt takes as long as reading the weights
     assert (computed, read) == pytest.approx((0.41912, 0.0044804), rel=1e-4)
     assert found.bare.ttft_mean_s == pytest.approx((computed + 2 * read) / 3, rel=1e-12)
     assert found.bare.gpu_hours == pytest.approx((computed + 2 * read) / 3600, rel=1e-12)
@@ -128,7 +128,7 @@ def test_a_model_on_a_device_with_the_default_assumptions_is_worked_out_by_hand(
     assert len({row.host_bytes for row in found.rows}) == 4, "nothing, and three sizes"
 
 
-def test_what_a_gigabyte_saves_is_counted_beside_the_device_alone() -> None:
+def test_the_gain_of_a_gigabyte_is_relative_to_the_device_alone() -> None:
     found = planned(chats(), Memory(64 * BLOCK))
     alone, *bought = found.rows
     assert alone.gain_per_gb is None and alone.flops_saved_share > 0 and bought
@@ -146,7 +146,7 @@ def test_the_knee_is_where_memory_is_just_worth_its_price() -> None:
     assert above.knee.memory_bytes == 0 and sum(tiers(above.buy)) == 0
 
 
-def test_the_knee_is_looked_for_at_24_sizes_beside_those_of_the_table() -> None:
+def test_the_knee_is_searched_at_24_sizes_besides_those_of_the_table() -> None:
     found = planned(chats(), Memory(512 * BLOCK), steps=2)
     expected = {math.ceil(512 * BLOCK / 2 ** (i / 2)) for i in range(24)} | {0, 256 * BLOCK}
     assert [size for size, _ in found.knee.curve] == sorted(expected)
@@ -160,7 +160,7 @@ def test_a_first_token_just_at_the_limit_is_in_time() -> None:
     assert planned(trace, Memory(), slo_ttft_s=limit * (1 - 1e-9)).bare.slo_share == 0
 
 
-def test_no_size_is_tried_that_half_of_it_would_do_for() -> None:
+def test_no_size_is_tried_if_half_of_it_is_enough() -> None:
     found = planned(traced([[1, 2, 3, 4, 5, 6]] * 3), Memory(2 * 6 * BLOCK), steps=2)
     assert [row.host_bytes for row in found.rows] == [0, 3 * BLOCK, 6 * BLOCK]
 
@@ -184,7 +184,7 @@ def test_a_block_has_one_end_and_its_own_part_of_a_window_at_most() -> None:
     ("policy", "host", "expected"),
     [
         ("write_back", 2 * BLOCK, (4 / 6, 2 / 6)),  # four blocks on the device, two below
-        ("write_through", 2 * BLOCK, (4 / 6, 0.0)),  # copies of what is above
+        ("write_through", 2 * BLOCK, (4 / 6, 0.0)),  # copies of the blocks above
         ("write_through", 6 * BLOCK, (4 / 6, 2 / 6)),
     ],
 )
@@ -228,11 +228,11 @@ def test_windows_and_states_are_kept_and_loaded_once_a_prompt() -> None:
     assert deep.host_hit_rate > 0 and deep.storage_hit_rate > 0
     from_host, from_storage = (rate * 160 * 16 for rate in (deep.host_hit_rate, deep.storage_hit_rate))
     loading = (from_host / 160 + (from_storage + 2 * end) / 80) / 4
-    assert deep.ttft_mean_s == pytest.approx(loading + deep.gpu_hours * 3600 / 4), "ends come from where they lie"
+    assert deep.ttft_mean_s == pytest.approx(loading + deep.gpu_hours * 3600 / 4), "ends are loaded from their tier"
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_hits_by_tier_are_those_of_realtiers(seed: int) -> None:
+def test_hits_by_tier_are_those_of_real_tiers(seed: int) -> None:
     trace = chats(seed)
     given = Assumptions(**PLAIN, steps=1)
     row = plan(trace, SHAPE, DEVICE, Memory(40 * BLOCK, 90 * BLOCK, 1e9), given).rows[-1]
@@ -289,7 +289,7 @@ def test_requests_wait_for_the_first_free_replica() -> None:
     assert planned(trace, Memory(), queue=True, replicas=3).bare.ttft_mean_s == pytest.approx(one)
 
 
-def test_every_assumption_changes_what_it_says() -> None:
+def test_every_assumption_has_its_effect() -> None:
     trace = chats()
     memory = Memory(64 * BLOCK)
     plain = planned(trace, memory)
@@ -310,7 +310,7 @@ def test_every_assumption_changes_what_it_says() -> None:
     assert changed(bytes_per_token=1.0).engine.block_bytes == 10
     assert changed(bandwidth_host=1.0).rows[-1].ttft_mean_s > plain.rows[-1].ttft_mean_s
     assert changed(link_share=0.5).engine.host_bytes_per_s == 80
-    assert changed(bandwidth_device=1.0).bare.ttft_mean_s == 2 * 120  # 120 parameters that every token meets
+    assert changed(bandwidth_device=1.0).bare.ttft_mean_s == 2 * 120  # 120 parameters that every token uses
     assert changed(gpus=2, kv_copies=2).engine.cache_bytes == (2 * 880 - 240) / 2
     assert changed(gpus=2, kv_copies=2).engine.host_bytes_per_s == plain.engine.host_bytes_per_s
     assert (changed(most_busy=1.0).bare.replicas, changed(most_busy=0.25).bare.replicas) == (7, 26)
@@ -320,7 +320,7 @@ def test_every_assumption_changes_what_it_says() -> None:
     assert len(changed(steps=5).rows) == 6
 
 
-def test_the_words_say_what_the_numbers_say() -> None:
+def test_the_text_agrees_with_the_numbers() -> None:
     found = planned(chats(), Memory(64 * BLOCK, 512 * BLOCK, 50.0), gain=1e4, slo_ttft_s=20.0)
     text = show_plan(found)
     for row in found.rows:
@@ -333,7 +333,7 @@ def test_the_words_say_what_the_numbers_say() -> None:
     assert "--link-share" in text
     assert any("Loading a token from storage takes" in note for note in notes(found))
     assert any(note.startswith("Knee: ") and " of storage" in note for note in notes(found))
-    assert any(note.startswith("In 20 s: ") for note in notes(found))
+    assert any(note.startswith("Within 20 s: ") for note in notes(found))
     assert notes(found)[0].startswith("Buy: ")
     assert max(map(len, text.splitlines())) < 200
     found_again = json.loads(json.dumps(plan_as_dict(found)))
@@ -342,7 +342,7 @@ def test_the_words_say_what_the_numbers_say() -> None:
     assert len(found_again["assumptions"]) == len(assumptions(found)) and found_again["notes"]
 
 
-def test_the_knee_is_named_as_tiers_and_stands_in_the_table() -> None:
+def test_the_knee_is_named_as_tiers_and_marked_in_the_table() -> None:
     host, most = 8 * BLOCK, 512 * BLOCK
     for policy in ("write_through", "write_back"):
         found = planned(chats(), Memory(host, most, 1e9), gain=0.0, write_policy=policy)
@@ -368,7 +368,7 @@ def test_no_row_of_the_table_is_worth_more_than_the_knee() -> None:
             assert sum(tiers(found.buy)) == found.knee.memory_bytes, (gain, policy)
 
 
-def test_what_to_buy_is_worth_its_price_most() -> None:
+def test_the_row_to_buy_has_the_largest_net_worth() -> None:
     found = planned(chats(), Memory(64 * BLOCK, 512 * BLOCK, 1e9), gain=3e5)
     worth = {row: row.flops_saved_share - 3e5 / 100 * (row.host_bytes + row.storage_bytes) / 1e9 for row in found.rows}
     assert worth[found.buy] == max(worth.values())
@@ -378,7 +378,7 @@ def test_what_to_buy_is_worth_its_price_most() -> None:
     assert show_bytes(found.buy.host_bytes or found.buy.storage_bytes) in notes(found)[0]
 
 
-def test_no_memory_is_bought_that_makes_first_tokens_later() -> None:
+def test_no_memory_that_delays_first_tokens_is_bought() -> None:
     found = planned(chats(), Memory(0, 512 * BLOCK, 1.0), gain=0.0)
     assert found.rows[-1].flops_saved_share > found.rows[0].flops_saved_share
     assert found.buy == found.rows[0]
@@ -395,23 +395,23 @@ def test_with_a_limit_the_mix_to_buy_is_one_that_meets_it() -> None:
     assert tight.buy.slo_met and not tight.rows[0].slo_met
     least = min(sum(tiers(row)) for row in tight.rows if row.slo_met)
     assert sum(tiers(tight.buy)) == least, "the price is so high that nothing else counts"
-    assert any("The least that reaches the 0.9 asked for is" in note for note in notes(tight))
+    assert any("The smallest mix that reaches the required 0.9 is" in note for note in notes(tight))
     never = planned(trace, memory, slo_ttft_s=1e-9)
     assert not any(row.slo_met for row in never.rows)
-    assert any("No mix reaches the 0.9 asked for. Nearest comes" in note for note in notes(never))
+    assert any("No mix reaches the required 0.9. The closest is" in note for note in notes(never))
 
 
-def test_replicas_are_as_many_as_keep_up() -> None:
+def test_the_plan_needs_as_many_replicas_as_keep_up() -> None:
     found = planned(chats(), Memory(64 * BLOCK))
     for row in found.rows:
         assert row.busy is not None and row.replicas is not None
         assert row.busy / row.replicas <= 0.7 < row.busy / (row.replicas - 1)
-    assert notes(found)[1].startswith(f"Prefill takes {found.buy.replicas} toy with that")
+    assert notes(found)[1].startswith(f"Prefill needs {found.buy.replicas} toy with that")
     assert any(f"Plan again with --replicas {found.buy.replicas}" in note for note in notes(found))
     assert not any("Plan again" in note for note in notes(planned(chats(), Memory(), replicas=20)))
 
 
-def test_storage_that_is_asked_for_more_than_it_can_read_is_named() -> None:
+def test_overloaded_storage_is_named() -> None:
     slow = planned(chats(), Memory(0, 512 * BLOCK, 60.0))
     read = sum(row * 16 for row in [slow.rows[-1].storage_hit_rate * slow.input_tokens])
     assert slow.rows[-1].storage_busy == pytest.approx(read / 60 / slow.span_s)
@@ -420,7 +420,7 @@ def test_storage_that_is_asked_for_more_than_it_can_read_is_named() -> None:
     assert not any("storage is read" in note for note in notes(planned(chats(), Memory(0, 512 * BLOCK, 1e9))))
 
 
-def test_weights_are_read_that_any_of_the_tokens_meets() -> None:
+def test_the_weights_that_any_of_the_tokens_uses_are_read() -> None:
     layer = Layer(kv_numbers=8, parameters=900, active_parameters=100, routed=1 / 9)
     sparse = ModelShape("sparse", (layer,), 4, 5, tied=True)
     found = planned(traced([[1, 2]]), Memory(), sparse, flops=1e9, bandwidth_device=1.0, device_memory=1e4)
@@ -429,7 +429,7 @@ def test_weights_are_read_that_any_of_the_tokens_meets() -> None:
     assert two.bare.ttft_mean_s == pytest.approx(found.bare.ttft_mean_s / 2), "each reads its half"
 
 
-def test_one_latent_on_eight_devices_leaves_an_eighth_of_their_room() -> None:
+def test_one_latent_on_eight_devices_leaves_an_eighth_of_their_memory() -> None:
     shape, device, trace = read_shape("deepseek-v3"), find_device("h200"), traced([[1, 2]])
     repeated, split = (plan(trace, shape, device, Memory(), Assumptions(kv_copies=copies)) for copies in (None, 1))
     assert (repeated.engine.gpus, repeated.engine.kv_copies) == (8, 8)
@@ -439,7 +439,7 @@ def test_one_latent_on_eight_devices_leaves_an_eighth_of_their_room() -> None:
     )
 
 
-def test_replicas_that_share_nothing_have_a_part_of_every_tier_each() -> None:
+def test_replicas_that_share_nothing_each_have_a_part_of_every_tier() -> None:
     trace, given = chats(), Assumptions(**PLAIN, replicas=4, routing="hash", steps=1)
     row = plan(trace, SHAPE, DEVICE, Memory(160 * BLOCK), given).rows[-1]
     real = replay(trace, "lru", 4, setup=Setup(host_blocks=40, replicas=4, routing="hash"))
@@ -448,15 +448,15 @@ def test_replicas_that_share_nothing_have_a_part_of_every_tier_each() -> None:
     assert together.token_hit_rate >= row.token_hit_rate
 
 
-def test_progress_is_told_after_each_replay() -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_is_reported_after_each_replay() -> None:
+    calls: list[tuple[int, int]] = []
     trace = chats()
     given = Assumptions(**PLAIN)
     plan(
-        trace, SHAPE, DEVICE, Memory(64 * BLOCK), given, hits=slow_lru(trace), progress=lambda *pair: told.append(pair)
+        trace, SHAPE, DEVICE, Memory(64 * BLOCK), given, hits=slow_lru(trace), progress=lambda *pair: calls.append(pair)
     )
-    assert [done for done, _ in told] == list(range(1, len(told) + 1))
-    assert {total for _, total in told} == {len(told)}
+    assert [done for done, _ in calls] == list(range(1, len(calls) + 1))
+    assert {total for _, total in calls} == {len(calls)}
 
 
 @pytest.mark.parametrize(
@@ -485,12 +485,12 @@ def test_progress_is_told_after_each_replay() -> None:
         ({"write_policy": "write"}, "write_policy"),
     ],
 )
-def test_what_cannot_be_assumed_is_named(given: dict[str, Any], name: str) -> None:
+def test_an_invalid_assumption_is_named(given: dict[str, Any], name: str) -> None:
     with pytest.raises(BadArgument, match=name):
         Assumptions(**given)
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_an_impossible_plan_is_refused() -> None:
     trace = traced([[1]])
     with pytest.raises(BadArgument, match="gpus = 1: must be enough for"):
         planned(trace, Memory(), device_memory=200.0, gpus=1)
@@ -501,7 +501,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         Memory(0, 100)
     with pytest.raises(BadArgument, match=r"slo_ttft = 0\.0: must be a time above 0"):
         planned(trace, Memory(), slo_ttft_s=0.0)
-    with pytest.raises(BadArgument, match="kv_copies = 2: must be as many as the devices"):
+    with pytest.raises(BadArgument, match="kv_copies = 2: must be at most the devices"):
         planned(trace, Memory(), gpus=1, kv_copies=2)
     with pytest.raises(BadArgument, match="1 request or more"):
         planned(traced([]), Memory())

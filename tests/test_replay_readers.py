@@ -1,4 +1,4 @@
-"""Readers: every format, every compression, bad lines of every kind, and files that are no traces."""
+"""Readers: every format, every compression, bad lines of every kind, and files that are not traces."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MOONCAKE: list[Line] = [
 
 
 def write(path: Path, *rows: Line | str | bytes) -> Path:
-    """A file of lines."""
+    """Writes a file of lines."""
     encoded = [json.dumps(row) if isinstance(row, dict) else row for row in rows]
     path.write_bytes(b"".join((row.encode() if isinstance(row, str) else row) + b"\n" for row in encoded))
     return path
 
 
 def same_paths(trace: Trace, paths: list[list[Any]]) -> bool:
-    """Whether blocks are equal where the paths to them are, and nowhere else."""
+    """Returns whether blocks are equal exactly where the paths to them are."""
     names: dict[tuple[Any, ...], int] = {}
     at = iter(trace.whole.blocks.tolist())
     expected = all(
@@ -90,11 +90,11 @@ def test_bailian(tmp_path: Path) -> None:
     ]  # fmt: skip
     trace = open_trace(write(tmp_path / "qwen_traceA_blksz_16.jsonl", *rows))
     assert (trace.block_size, trace.kinds) == (16, ("", "text", "search"))
-    assert trace.whole.chat.tolist() == [5, 5, 5, 3]  # what a conversation began with
+    assert trace.whole.chat.tolist() == [5, 5, 5, 3]  # the first chat of each conversation
     assert trace.whole.turn.tolist() == [1, 2, 3, 2]
     assert trace.whole.kind.tolist() == [1, 1, 2, 1]
     assert trace.whole.time_s.tolist() == [0, 1, 2, 2.5]
-    assert same_paths(trace, [[10, 11], [10, 12], [12], []])  # 12 at the root is another block than 12 behind 10
+    assert same_paths(trace, [[10, 11], [10, 12], [12], []])  # 12 at the root is not the same block as 12 after 10
 
 
 def test_tokens(tmp_path: Path) -> None:
@@ -103,17 +103,17 @@ def test_tokens(tmp_path: Path) -> None:
     rows += [{"tokens": prompts[2], "model": "b", "chat_id": "x"}, {"tokens": prompts[3]}, {"tokens": prompts[4]}]
     trace = open_trace(write(tmp_path / "t", *rows))
     cut = [[tuple(prompt[at : at + 16]) for at in range(0, len(prompt), 16)] for prompt in prompts]
-    cut[2] = [("b", block) for block in cut[2]]  # models share nothing
+    cut[2] = [("b", block) for block in cut[2]]  # different models share no blocks
     assert same_paths(trace, cut)
     assert trace.whole.input_tokens.tolist() == [40, 33, 40, 1, 0]
-    assert trace.whole.time_s.tolist() == [0] * 5  # that of the line before
+    assert trace.whole.time_s.tolist() == [0] * 5  # the time of the previous line
     assert trace.notes == ()
     assert trace.whole.tenant.tolist() == [0, 1, 0, 0, 0]
     assert trace.whole.turn.tolist() == [0, 2, 0, 0, 0]
     assert (trace.whole.chat >= 0).tolist() == [False, False, True, False, False]
 
 
-def test_without_a_first_time_all_come_at_once(tmp_path: Path) -> None:
+def test_without_a_first_time_all_requests_arrive_at_once(tmp_path: Path) -> None:
     trace = open_trace(write(tmp_path / "t", {"tokens": [1]}, {"tokens": [2], "timestamp": 1.7e9}, {"tokens": [3]}))
     assert trace.whole.time_s.tolist() == [0, 0, 0]
     assert "no time" in trace.notes[0]
@@ -154,14 +154,14 @@ def test_openai_as_bytes(tmp_path: Path) -> None:
     assert first[0] != tools[0]
 
 
-def test_what_is_null_is_not_there(tmp_path: Path) -> None:
+def test_null_fields_count_as_absent(tmp_path: Path) -> None:
     bodies = open_trace(write(tmp_path / "t", CHAT, {"prompt": None, "user": None, **CHAT}))
     assert bodies.distinct_blocks * 2 == bodies.whole.lengths.sum()
     tokens = open_trace(write(tmp_path / "t", {"tokens": [1, 2]}, {"tokens": None, "prompt_token_ids": [1, 2]}))
     assert tokens.distinct_blocks == 1 and len(tokens) == 2
 
 
-def test_no_text_looks_like_the_border_of_a_message(tmp_path: Path) -> None:
+def test_no_text_looks_like_the_boundary_of_a_message(tmp_path: Path) -> None:
     rows: list[Line] = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
         {"messages": [{"role": "user", "content": "auserb"}]},
@@ -214,12 +214,12 @@ def test_parts_of_text_are_one_text(tokenizer: str, tmp_path: Path) -> None:
     as_bytes = open_trace(path, on_bad="skip")
     one, same, other = (as_bytes.whole.slice(at, at + 1).blocks.tolist() for at in range(3))
     assert one == same and one[0] != other[0]
-    assert "line 4: text is no text: 5" in as_bytes.notes[-1]
+    assert "line 4: text is not a string: 5" in as_bytes.notes[-1]
     tokens = open_trace(path, tokenizer=tokenizer, on_bad="skip")
     assert tokens.whole.input_tokens.tolist() == [3, 3]
 
 
-def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the package transformers is not installed")
     with pytest.raises(BadArgument, match="tokenizer"):
         open_trace(write(tmp_path / "t", CHAT), tokenizer=str(tmp_path))
@@ -259,7 +259,7 @@ def test_recordings_under_several_secrets_say_so(tmp_path: Path) -> None:
     assert open_trace(write(tmp_path / "t", *rows[:2])).notes == ()
 
 
-def test_a_recording_of_other_blocks_or_another_version_does_not_go_on(tmp_path: Path) -> None:
+def test_a_recording_cannot_go_on_with_another_block_size_or_version(tmp_path: Path) -> None:
     for header in ({**HEADER, "block_size": 32}, {**HEADER, "version": 2}):
         path = write(tmp_path / "t", HEADER, recorded(1, [1]), header)
         with pytest.raises(TraceError, match="line 3"):
@@ -274,7 +274,7 @@ def test_a_recording_needs_its_header(size: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
-def test_what_is_expected_is_told_as_its_format(row: readers.Format, tmp_path: Path) -> None:
+def test_the_expected_line_is_detected_as_its_format(row: readers.Format, tmp_path: Path) -> None:
     shown = row.expected.partition(" and then ")[0].replace(", ...", "")
     assert next(other for other in FORMATS if other.fits(json.loads(shown))) is row
 
@@ -310,7 +310,7 @@ def test_any_compression(
     trace = open_trace("-" if stdin else packed)
     for name in Batch.__slots__:
         assert np.array_equal(getattr(trace.whole, name), getattr(expected.whole, name))
-    for _ in range(2):  # read once, and there again and again
+    for _ in range(2):  # the file is read once, the batches any number of times
         assert sum(len(batch) for batch in trace.batches()) == 3
 
 
@@ -353,7 +353,7 @@ def test_compressed_data_that_is_cut_short_or_damaged_is_refused(
 
 
 @pytest.mark.parametrize("pack", list(PACKED.values())[1:4], ids=list(PACKED)[1:4])
-def test_what_stands_behind_compressed_data_is_not_passed_over(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_data_after_compressed_data_is_not_ignored(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     path = write(tmp_path / "t", *MOONCAKE)
     path.write_bytes(pack(path.read_bytes()) + b'{"timestamp": 9, "input_length": 0, "hash_ids": []}')
     with pytest.raises(TraceError, match="damaged or cut short"):
@@ -368,15 +368,15 @@ def test_zstd_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest
         open_trace(path)
 
 
-def test_progress_is_told_in_bytes_of_the_file(tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "t", *MOONCAKE)
-    told: list[tuple[int, int]] = []
-    open_trace(path, progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (path.stat().st_size, path.stat().st_size)
-    assert sorted(told) == told
+    reported: list[tuple[int, int]] = []
+    open_trace(path, progress=lambda done, total: reported.append((done, total)))
+    assert reported[-1] == (path.stat().st_size, path.stat().st_size)
+    assert sorted(reported) == reported
 
 
-def test_blank_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path) -> None:
+def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
     first = b"\xef\xbb\xbf" + json.dumps(MOONCAKE[0]).encode()
     assert len(open_trace(write(tmp_path / "t", b"", first, b"  \r", MOONCAKE[1]))) == 2
 
@@ -392,7 +392,7 @@ def test_many_batches_are_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert trace.distinct_blocks == len({tuple(path[:depth]) for path in paths for depth in range(1, len(path) + 1)})
 
 
-def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         open_trace(tmp_path / "none")
 
@@ -402,50 +402,50 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
 GOOD: Line = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}
 TOKENS: Line = {"tokens": [1, 2]}
 BAD: list[tuple[Line, Line | bytes, str]] = [
-    (GOOD, b"{", "no JSON"),
-    (GOOD, b"[" * 100000, "no JSON"),
-    (GOOD, b'"\xff"', "no JSON"),
-    (GOOD, b'{"timestamp": NaN}', "no JSON"),
-    (GOOD, b"[1]", "no JSON object"),
-    (GOOD, b"null", "no JSON object"),
+    (GOOD, b"{", "not JSON"),
+    (GOOD, b"[" * 100000, "not JSON"),
+    (GOOD, b'"\xff"', "not JSON"),
+    (GOOD, b'{"timestamp": NaN}', "not JSON"),
+    (GOOD, b"[1]", "not a JSON object"),
+    (GOOD, b"null", "not a JSON object"),
     (GOOD, {}, "input_length is missing"),
-    (GOOD, {**GOOD, "input_length": "600"}, "input_length is no integer: '600'"),
-    (GOOD, {**GOOD, "input_length": True}, "input_length is no integer"),
-    (GOOD, {**GOOD, "input_length": 600.5}, "input_length is no integer"),
+    (GOOD, {**GOOD, "input_length": "600"}, "input_length is not an integer: '600'"),
+    (GOOD, {**GOOD, "input_length": True}, "input_length is not an integer"),
+    (GOOD, {**GOOD, "input_length": 600.5}, "input_length is not an integer"),
     (GOOD, {**GOOD, "input_length": -600}, "input_length = -600 is not from 0"),
     (GOOD, {**GOOD, "input_length": 2**70}, "is not from 0"),
     (GOOD, {**GOOD, "output_length": -1}, "output_length = -1 is not from 0"),
     (GOOD, {**GOOD, "timestamp": None}, "timestamp is missing"),
-    (GOOD, {**GOOD, "timestamp": -1}, "timestamp = -1 is no time"),
-    (GOOD, {**GOOD, "timestamp": "now"}, "timestamp = 'now' is no time"),
-    (GOOD, {**GOOD, "timestamp": 10**400}, "is no time"),
+    (GOOD, {**GOOD, "timestamp": -1}, "timestamp = -1 is not a time"),
+    (GOOD, {**GOOD, "timestamp": "now"}, "timestamp = 'now' is not a time"),
+    (GOOD, {**GOOD, "timestamp": 10**400}, "is not a time"),
     (GOOD, {**GOOD, "hash_ids": None}, "hash_ids is missing"),
-    (GOOD, {**GOOD, "hash_ids": 3}, "hash_ids is no list: 3"),
+    (GOOD, {**GOOD, "hash_ids": 3}, "hash_ids is not a list: 3"),
     (
         GOOD,
         {**GOOD, "hash_ids": [1]} | {"input_length": 1537},
-        "1 of hash_ids for 1537 tokens, which are 4 blocks of 512",
+        "hash_ids has 1 ids for 1537 tokens, which are 4 blocks of 512",
     ),
-    (GOOD, {**GOOD, "hash_ids": [1, 2, 3]}, "3 of hash_ids"),
-    (GOOD, {**GOOD, "hash_ids": [1, 2.5]}, "an id is neither integer nor text: 2.5"),
+    (GOOD, {**GOOD, "hash_ids": [1, 2, 3]}, "hash_ids has 3 ids"),
+    (GOOD, {**GOOD, "hash_ids": [1, 2.5]}, "an id is neither an integer nor a string: 2.5"),
     (GOOD, {**GOOD, "hash_ids": [1, None]}, "an id is neither"),
-    (GOOD, {**GOOD, "hash_ids": "xyz"}, "hash_ids is no row of 16 hex digits"),
-    (GOOD, {**GOOD, "hash_ids": "abcd"}, "hash_ids is no row of 16 hex digits"),
+    (GOOD, {**GOOD, "hash_ids": "xyz"}, "hash_ids is not 16 hex digits"),
+    (GOOD, {**GOOD, "hash_ids": "abcd"}, "hash_ids is not 16 hex digits"),
     (TOKENS, {}, "neither tokens nor prompt_token_ids"),
     (TOKENS, {"tokens": "abc"}, "neither tokens nor prompt_token_ids"),
     (TOKENS, {"tokens": [1, -1]}, "position 1"),
     (TOKENS, {"tokens": [2**31]}, "position 0"),
     (TOKENS, {"tokens": [1, "2"]}, "position 1"),
     (TOKENS, {"tokens": [1], "turn": -1}, "turn = -1"),
-    (TOKENS, {"tokens": [1], "tenant": 5}, "tenant is no text: 5"),
+    (TOKENS, {"tokens": [1], "tenant": 5}, "tenant is not a string: 5"),
     (TOKENS, {"tokens": [1], "chat_id": [1]}, "an id is neither"),
     (CHAT, {}, "neither prompt nor messages"),
     (CHAT, {"messages": "Hello"}, "neither prompt nor messages"),
     (CHAT, {"messages": ["Hello"]}, "neither prompt nor messages"),
-    (CHAT, {"messages": [{"role": 5, "content": "a"}]}, "role is no text: 5"),
+    (CHAT, {"messages": [{"role": 5, "content": "a"}]}, "role is not a string: 5"),
     (CHAT, {"prompt": ["a", "b"]}, "prompt is neither"),
     (CHAT, {"prompt": [2**40]}, "position 0"),
-    (CHAT, b'{"prompt": "\\ud800"}', "no "),
+    (CHAT, b'{"prompt": "\\ud800"}', "not "),
     (CHAT, {**CHAT, "usage": {"completion_tokens": -4}}, "completion_tokens = -4"),
 ]
 
@@ -464,7 +464,7 @@ def test_a_bad_line_is_named_and_stops_or_is_left_out(
     message = str(caught.value)
     assert caught.value.line == 3
     assert "line 3: " in message and why in message
-    assert "Expected of " in message and " The line: " in message
+    assert "Expected for " in message and " The line: " in message
     assert len(message) < 900
     trace = open_trace(path, on_bad="skip")
     assert len(trace) == 2
@@ -473,7 +473,7 @@ def test_a_bad_line_is_named_and_stops_or_is_left_out(
 
 def test_all_bad_lines_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
     trace = open_trace(write(tmp_path / "t", GOOD, *["?"] * 50), on_bad="skip")
-    assert trace.notes[0].startswith("Bad lines, left out: 50 (line 2: no JSON")
+    assert trace.notes[0].startswith("Bad lines, left out: 50 (line 2: not JSON")
     assert trace.notes[0].count("line ") == readers.SHOWN
     assert trace.notes[0].endswith(", and more).")
 
@@ -486,7 +486,7 @@ def test_a_line_that_is_too_long_is_bad_and_the_next_is_read(tmp_path: Path, mon
     assert trace.notes == ("Bad lines, left out: 1 (line 2: it is longer than 100 bytes).",)
 
 
-def test_ids_of_any_size_and_texts_are_names(tmp_path: Path) -> None:
+def test_strings_and_integers_of_any_size_are_ids(tmp_path: Path) -> None:
     ids: list[Any] = [0, 2**63, 2**64 - 1, 2**64, 2**200, -1, -(2**64), "a", "0", "2", 10**300]
     rows = [{**GOOD, "input_length": 512, "hash_ids": [name]} for name in ids * 2]
     trace = open_trace(write(tmp_path / "t", *rows))
@@ -499,7 +499,7 @@ def test_names_are_the_same_in_every_run(tmp_path: Path) -> None:
     assert trace.whole.blocks.tolist() == [5030171812741402187, 12524449253283317834]
 
 
-# --- what is no trace ---------------------------------------------------------------------------------------------
+# --- files that are not traces ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -509,7 +509,9 @@ def test_names_are_the_same_in_every_run(tmp_path: Path) -> None:
      (bytes(range(256)) * 9, "Line 1 is: \\x00\\x01")],
 )  # fmt: skip
 @pytest.mark.parametrize("on_bad", ["stop", "skip"])
-def test_what_is_no_trace_is_told_what_was_expected(data: bytes, shown: str, on_bad: Any, tmp_path: Path) -> None:
+def test_the_error_for_a_foreign_file_says_what_was_expected(
+    data: bytes, shown: str, on_bad: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "t"
     path.write_bytes(data)
     with pytest.raises(TraceError) as caught:
@@ -518,12 +520,12 @@ def test_what_is_no_trace_is_told_what_was_expected(data: bytes, shown: str, on_
     assert all(f"{row.name}: " in str(caught.value) for row in FORMATS)
 
 
-def test_a_trace_of_bad_lines_alone_is_none(tmp_path: Path) -> None:
+def test_a_trace_of_only_bad_lines_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="has no request"):
         open_trace(write(tmp_path / "t", {**GOOD, "input_length": -1}), on_bad="skip")
 
 
-def test_a_format_that_is_given_is_not_told_by_the_lines(tmp_path: Path) -> None:
+def test_a_given_format_is_not_detected_from_the_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "t", TOKENS)
     with pytest.raises(TraceError, match="line 1: input_length is missing"):
         open_trace(path, format="mooncake")

@@ -1,4 +1,4 @@
-"""The page of a replay: what it shows, that it stands alone, and that a browser draws it."""
+"""The report of a replay: its contents, that it is self-contained, and that a browser draws it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def found() -> tuple[TraceInfo, list[Row]]:
 
 
 class Page(HTMLParser):
-    """The elements of a page; each is closed, and by its own name."""
+    """The elements of a page; checks that each is closed by its own name."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
     def curves(self) -> list[tuple[str, int]]:
-        """Names of curves, and how many points the line of each has."""
+        """Returns the names of curves, and the number of points of each."""
         found = []
         for (_, group), (_, line) in zip(self.elements, self.elements[1:], strict=False):
             if group.get("class") == "curve":
@@ -80,7 +80,7 @@ def test_a_curve_a_policy_with_a_point_a_capacity(found: tuple[TraceInfo, list[R
     curves = Counter(Page(page(*found)).curves())
     for policy in POLICIES:
         assert curves[policy, len(CAPACITIES)] == 4, "blocks and tokens, for wide and narrow screens"
-    assert curves["cache without limit", 2] == 4
+    assert curves["unlimited cache", 2] == 4
 
 
 def test_hits_over_time_at_each_capacity(found: tuple[TraceInfo, list[Row]]) -> None:
@@ -96,9 +96,9 @@ def test_of_one_capacity_there_are_bars_and_no_curves() -> None:
     rows = sweep(trace, POLICIES, [40])
     read = Page(page(info(trace), rows))
     assert not any(0 < points < 30 for _, points in read.curves())
-    assert {f"Hit rate at 40 blocks ({marked(40, info(trace))})", "cache without limit"} <= set(read.words)
+    assert {f"Hit rate at 40 blocks ({marked(40, info(trace))})", "unlimited cache"} <= set(read.words)
     for row in rows:
-        assert read.words.count(f"{100 * row.block_hit_rate:.2f} %") >= 2, "beside the bar, and in the table"
+        assert read.words.count(f"{100 * row.block_hit_rate:.2f} %") >= 2, "next to the bar, and in the table"
 
 
 def test_a_name_in_the_legend_goes_with_its_curve(found: tuple[TraceInfo, list[Row]]) -> None:
@@ -111,13 +111,13 @@ def test_a_name_in_the_legend_goes_with_its_curve(found: tuple[TraceInfo, list[R
         assert f'.curve:not([data-at="{at}"])' in text
 
 
-def test_what_was_asked_for_twice_is_shown_once() -> None:
+def test_repeated_policies_and_capacities_are_shown_once() -> None:
     trace = make_trace()
     once, twice = (page(info(trace), sweep(trace, ["lru"] * n, [10, 40] * n)) for n in (1, 2))
     assert Page(once).curves() == Page(twice).curves()
 
 
-def test_age_and_idle_time_stand_there(found: tuple[TraceInfo, list[Row]]) -> None:
+def test_age_and_idle_time_are_shown(found: tuple[TraceInfo, list[Row]]) -> None:
     words = Page(page(*found)).words
     assert {"median age", "median idle"} <= set(words)
     for row in found[1]:
@@ -125,7 +125,7 @@ def test_age_and_idle_time_stand_there(found: tuple[TraceInfo, list[Row]]) -> No
             assert f"< {show_duration(idle)}" in words
 
 
-def test_the_numbers_stand_below(found: tuple[TraceInfo, list[Row]]) -> None:
+def test_the_numbers_are_shown_below_the_charts(found: tuple[TraceInfo, list[Row]]) -> None:
     words = Page(page(*found)).words
     for row in found[1]:
         assert f"{100 * row.block_hit_rate:.2f} %" in words
@@ -155,16 +155,16 @@ def test_shares_of_tiers_are_all_blocks() -> None:
     assert widths == pytest.approx(expected, abs=0.01)
     assert sum(share > 0 for share in widths) > 2
     assert {"host", "storage", "Replicas", "Time to live"} <= set(read.words)
-    assert "lru by reuse distances" not in read.words, "which are those of one cache"
+    assert "lru by reuse distances" not in read.words, "it is the curve of one cache"
 
 
-def test_flops_have_a_picture_when_they_were_counted() -> None:
+def test_flops_have_a_chart_if_they_were_counted() -> None:
     trace = make_trace()
     rows = sweep(trace, ["lru"], CAPACITIES, flops=lambda tokens, past: tokens * 2.0)
     assert "Prefill FLOPs" in Page(page(info(trace), rows)).words
 
 
-def test_the_page_stands_alone(found: tuple[TraceInfo, list[Row]]) -> None:
+def test_the_page_is_self_contained(found: tuple[TraceInfo, list[Row]]) -> None:
     text = page(*found)
     assert not re.search(r"//|\bsrc=|\bhref=|url\(|@import|<script|<link|<iframe|\bon\w+=", text)
     assert "default-src &#x27;none&#x27;" in text
@@ -200,7 +200,7 @@ def test_a_page_of_nothing_is_refused(found: tuple[TraceInfo, list[Row]], tmp_pa
         write_report(tmp_path / "page.html", found[0], [])
 
 
-def test_a_name_that_is_no_unicode_is_written(found: tuple[TraceInfo, list[Row]], tmp_path: Path) -> None:
+def test_a_name_that_is_not_valid_unicode_is_written(found: tuple[TraceInfo, list[Row]], tmp_path: Path) -> None:
     write_report(tmp_path / "page.html", replace(found[0], trace="a\udcff"), found[1])
     assert "a\\udcff" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -246,11 +246,11 @@ def test_a_browser_reads_the_page_as_it_was_written(chromium: str, report: Path)
 def test_a_browser_draws_the_curves(
     chromium: str, report: Path, found: tuple[TraceInfo, list[Row]], tmp_path: Path, width: int
 ) -> None:
-    image = pytest.importorskip("PIL.Image", reason="pillow is not installed, which reads the picture")
+    image = pytest.importorskip("PIL.Image", reason="pillow, which reads the screenshot, is not installed")
     picture = tmp_path / "page.png"
     browse(chromium, report, f"--screenshot={picture}", f"--window-size={width},1600", "--hide-scrollbars")
     with image.open(picture) as shot:
         colours = Counter({colour: count for count, colour in shot.convert("RGB").getcolors(1 << 24)})
     for policy, look in looks(found[1]).items():
         red, green, blue = (int(look.colour[at : at + 2], 16) for at in (1, 3, 5))
-        assert colours[red, green, blue] > 300, f"{policy} is not to be seen"
+        assert colours[red, green, blue] > 300, f"{policy} is not visible"

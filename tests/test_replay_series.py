@@ -1,4 +1,4 @@
-"""What the pictures of a replay show."""
+"""The contents of a replay's charts."""
 
 from __future__ import annotations
 

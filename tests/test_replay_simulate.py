@@ -1,4 +1,4 @@
-"""Replay: what real trees do with a trace, beside an obvious model of the same rules, block by block."""
+"""Replay: real trees against an obvious model of the same rules, block by block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mainstem.tree import Tree
 
 Path = tuple[int, ...]
 
-# By created, hits and last use of a block, in requests.
+# Ranks by creation, hits and last use of a block, in requests.
 RULES: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
     "lru": lambda created, hits, used: (used,),
     "lfu": lambda created, hits, used: (hits, used),
@@ -45,14 +45,14 @@ class Block:
 
 
 class Model:
-    """A cache as sets of paths, one a tier. Everything is looked for everywhere, every time."""
+    """A cache as sets of paths, one per tier. Every operation searches everything."""
 
     def __init__(self, policy: str, capacities: Sequence[int], ttl_s: float = math.inf) -> None:
         self.rule = RULES[policy]
         self.capacities = capacities
         self.ttl_s = ttl_s
         self.blocks: dict[Path, Block] = {}
-        self.tiers: list[dict[Path, int]] = [{} for _ in capacities]  # when a block came, in accesses
+        self.tiers: list[dict[Path, int]] = [{} for _ in capacities]  # when a block arrived, in accesses
         self.used: dict[Path, int] = {}
         self.hits = [0] * len(capacities)
         self.written = [0] * len(capacities)
@@ -117,7 +117,7 @@ class Model:
 
 
 def some_paths(seed: int, requests: int = 60) -> list[Path]:
-    """Prompts that share beginnings, some of them longer versions of earlier ones."""
+    """Generates prompts that share prefixes; some of them extend earlier ones."""
     choose = random.Random(seed)
     paths: list[Path] = []
     for _ in range(requests):
@@ -180,7 +180,7 @@ def test_tiers(policy: str, seed: int) -> None:
         assert [tier.written_bytes for tier in row.tiers] == [blocks * 40 for blocks in model.written]
 
 
-def test_what_a_lower_tier_has_need_not_fit_the_device() -> None:
+def test_hits_on_a_lower_tier_need_not_fit_the_device() -> None:
     trace = Trace.of(Batch.of([[1, 2, 3], [4, 5, 6], [1, 2, 3]]))
     row = replay(trace, "lru", 1, setup=Setup(host_blocks=2, storage_blocks=9))
     assert [(tier.name, tier.block_hits) for tier in row.tiers] == [("device", 0), ("host", 0), ("storage", 3)]
@@ -203,9 +203,9 @@ def test_time_to_live(policy: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
-def test_every_policy_knows_a_time_to_live(policy: str) -> None:
+def test_every_policy_supports_a_time_to_live(policy: str) -> None:
     trace, paths, times = some_trace(2)
-    endless = Model("lru", [1000], 3.0)  # where nothing must make room, all find the same
+    endless = Model("lru", [1000], 3.0)  # without evictions, all policies have the same hits
     for time, path in zip(times, paths, strict=True):
         endless.serve(time, path)
     row = replay(trace, policy, 1000, setup=Setup(ttl_s=3.0))
@@ -226,7 +226,7 @@ class Recent:
         return (node.last_access, 0)
 
 
-def test_a_policy_in_python_is_asked() -> None:
+def test_a_policy_in_python_is_used() -> None:
     trace, _, _ = some_trace(3)
     for setup in (Setup(), Setup(host_blocks=9), Setup(ttl_s=3.0), Setup(replicas=2)):
         ours, built_in = replay(trace, Recent(), 5, setup=setup), replay(trace, "lru", 5, setup=setup)
@@ -243,18 +243,18 @@ def test_each_replica_has_a_policy_of_its_own() -> None:
 
         def rank(self, node: NodeStats) -> tuple[float, float]:
             self.ranked += 1
-            most.append(self.ranked)
+            calls.append(self.ranked)
             return node.last_access, 0
 
-    most: list[int] = []
+    calls: list[int] = []
     trace = Trace.of(Batch.of([[number] for number in range(30)]))
     row = replay(trace, Counting(), 1, setup=Setup(replicas=3, routing="round-robin"))
     assert (row.evicted_blocks, row.routing) == (27, "round-robin")
-    assert most.count(1) == 3
-    assert replay(trace, "lru", 1, setup=Setup(routing="hash")).routing == "", "there is none to choose"
+    assert calls.count(1) == 3
+    assert replay(trace, "lru", 1, setup=Setup(routing="hash")).routing == "", "one replica has no routing"
 
 
-def test_a_policy_that_fails_is_heard_of() -> None:
+def test_the_error_of_a_policy_is_raised() -> None:
     class Broken:
         name = "broken"
 
@@ -271,7 +271,7 @@ def test_a_policy_that_fails_is_heard_of() -> None:
 # --- replicas -----------------------------------------------------------------------------------------------------
 
 
-def test_round_robin_is_so_many_caches() -> None:
+def test_round_robin_is_several_independent_caches() -> None:
     trace, paths, times = some_trace(5)
     models = [Model("lru", [6]) for _ in range(3)]
     hits = sum(models[i % 3].serve(times[i], path) for i, path in enumerate(paths))
@@ -280,7 +280,7 @@ def test_round_robin_is_so_many_caches() -> None:
     assert row.replica_requests == (20, 20, 20)
 
 
-def test_by_hash_all_that_begins_alike_meets() -> None:
+def test_by_hash_prompts_with_the_same_beginning_share_a_replica() -> None:
     trace, paths, _ = some_trace(5)
     infinite = replay(trace, "lru", 1000)
     row = replay(trace, "lru", 1000, setup=Setup(replicas=3, routing="hash"))
@@ -289,7 +289,7 @@ def test_by_hash_all_that_begins_alike_meets() -> None:
     assert sum(row.replica_requests) == len(paths)
 
 
-def test_by_prefix_the_longest_wins_and_then_the_idlest() -> None:
+def test_by_prefix_the_longest_wins_and_then_the_least_loaded() -> None:
     batch = Batch.of(
         [[1, 2], [3], [1, 5], [3, 1, 2], [7], [8]],
         time_s=[0, 0, 1, 2, 3, 3],
@@ -298,12 +298,12 @@ def test_by_prefix_the_longest_wins_and_then_the_idlest() -> None:
     replay_of = _core.Replay([Tree(1, HashKeys(8)).core for _ in range(2)], [100], math.inf, "prefix", [None, None])
     tokens = batch.input_tokens.copy()
     hits, replicas = replay_of.feed(batch.time_s, tokens, batch.offsets, batch.blocks)
-    #        idle: 0   1: idler  prefix  prefix  0 and 1 have 400: the first, then the other
+    #        idle: 0   1: less   prefix  prefix  0 and 1 have 400: the first, then the other
     assert replicas.tolist() == [0, 1, 0, 1, 0, 1]
     assert hits.tolist() == [0, 0, 1, 1, 0, 0]
 
 
-def test_by_prefix_the_busy_are_passed_over() -> None:
+def test_by_prefix_busy_replicas_are_skipped() -> None:
     same = [[1, 10 + i] for i in range(66)]  # all begin alike
     for requests, served in ((65, (65, 0)), (66, (65, 1))):
         batch = Batch.of(same[:requests], time_s=[0.0] * requests)
@@ -311,7 +311,7 @@ def test_by_prefix_the_busy_are_passed_over() -> None:
 
 
 def test_by_prefix_one_and_a_half_times_the_mean_is_not_busy_yet() -> None:
-    others = [[1000 + i] for i in range(200)]  # 100 for each replica, so that 32 more are no measure
+    others = [[1000 + i] for i in range(200)]  # 100 for each replica, so that 32 more do not decide
     for requests, served in ((201, (301, 100)), (202, (301, 101))):
         batch = Batch.of(others + [[1]] * requests, time_s=[0.0] * (200 + requests))
         assert replay(Trace.of(batch), "lru", 999, setup=Setup(replicas=2)).replica_requests == served
@@ -324,11 +324,11 @@ def test_by_prefix_less_than_half_does_not_count() -> None:
 
 
 class Router:
-    """Who gets a request by prefix, as `Setup` says it."""
+    """Routes requests by prefix, as `Setup` documents it."""
 
     def __init__(self, replicas: list[Model]) -> None:
         self.replicas = replicas
-        self.loads = [(0.0, 0.0)] * len(replicas)  # tokens, and when they were as many
+        self.loads = [(0.0, 0.0)] * len(replicas)  # tokens, and the time of that count
         self.sizes: list[int] = []
 
     def serve(self, time_s: float, tokens: int, path: Path) -> int:
@@ -402,7 +402,7 @@ def test_a_row_by_tenant_kind_and_time() -> None:
     assert (row.prefill_flops, row.saved_flops) == (
         56.0,
         11.0,
-    )  # past tokens cost half; of a whole hit, one is computed
+    )  # past tokens cost half; one token of a full hit is computed
     assert row.timeline.width_s == 4.0
     assert (row.timeline.block_accesses[0], row.timeline.block_hits[0]) == (6, 3)
     assert (len(row.timeline.block_hits), row.timeline.block_accesses[-1]) == (176, 1)
@@ -440,11 +440,11 @@ def test_ages_outlive_thousands_of_requests() -> None:
 def test_progress_of_a_sweep_counts_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.replay.trace._BATCH_BLOCKS", 20)
     trace, paths, _ = some_trace(3)
-    told: list[tuple[int, int]] = []
-    sweep(trace, ["lru", "fifo", "opt"], [5], workers=2, progress=lambda *pair: told.append(pair))
-    assert len(told) > 10
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert told[-1] == (3 * len(paths), 3 * len(paths))
+    calls: list[tuple[int, int]] = []
+    sweep(trace, ["lru", "fifo", "opt"], [5], workers=2, progress=lambda *pair: calls.append(pair))
+    assert len(calls) > 10
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert calls[-1] == (3 * len(paths), 3 * len(paths))
 
 
 def test_spans_of_the_timeline_are_wide_enough_for_the_last_request() -> None:
@@ -484,27 +484,27 @@ def test_batches_make_no_difference() -> None:
 
 def test_a_sweep_is_its_cells_in_order() -> None:
     trace, _, _ = some_trace(4)
-    told: list[tuple[int, int]] = []
-    rows = sweep(trace, ["lru", "opt", Recent()], [3, 9], workers=3, progress=lambda *args: told.append(args))
+    calls: list[tuple[int, int]] = []
+    rows = sweep(trace, ["lru", "opt", Recent()], [3, 9], workers=3, progress=lambda *args: calls.append(args))
     assert [(row.policy, row.capacity_blocks) for row in rows] == [
         ("lru", 3), ("lru", 9), ("opt", 3), ("opt", 9), ("recent", 3), ("recent", 9)
     ]  # fmt: skip
     assert rows == sweep(trace, ["lru", "opt", Recent()], [3, 9], workers=1)
     assert rows[0] == replay(trace, "lru", 3)
     assert rows[3] == replay(trace, "opt", 9)
-    assert told[-1] == (6 * 60, 6 * 60)
-    assert told == sorted(told)
+    assert calls[-1] == (6 * 60, 6 * 60)
+    assert calls == sorted(calls)
 
 
 @pytest.mark.parametrize(("new_blocks", "at_most"), [(1, 178), (2, 93), (4, 64), (6, 54), (8, 47), (20, 32)])
 def test_memory_grows_with_distinct_blocks(new_blocks: int, at_most: float) -> None:
-    """Bytes a block, by how many new blocks a request brings; where they are few it is the node that counts."""
+    """Bytes per block, by the number of new blocks per request; where these are few, the node dominates."""
     requests = 100_000
     blocks = np.random.default_rng(1).integers(2**63, size=requests * new_blocks, dtype=np.uint64)
     offsets = np.arange(requests + 1, dtype=np.uint64) * np.uint64(new_blocks)
     tree = Tree(1, HashKeys(8))
     core = _core.Replay([tree.core], [10**9], math.inf, "prefix", [None])
-    most = 0.0
+    peak = 0.0
     for start in range(0, requests, 1000):
         stop = start + 1000
         core.feed(
@@ -512,11 +512,11 @@ def test_memory_grows_with_distinct_blocks(new_blocks: int, at_most: float) -> N
             blocks[start * new_blocks : stop * new_blocks],
         )  # fmt: skip
         if stop >= 80_000:
-            most = max(most, (tree.held_bytes() + core.bytes()) / (stop * new_blocks))
-    assert 0.9 * at_most < most <= at_most
+            peak = max(peak, (tree.held_bytes() + core.bytes()) / (stop * new_blocks))
+    assert 0.9 * at_most < peak <= at_most
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_no_tiers(text: str, thousand: Trace) -> None:
         parse_tiers(text, thousand)
 
 
-def test_a_row_can_be_told_by_eye() -> None:
+def test_a_row_can_be_checked_by_eye() -> None:
     row: Row = replay(Trace.of(Batch.of([[1, 2, 3], [1, 2, 4], [5], [1, 2, 3]])), "lru", 3)
-    # 1 2 3 | 1 2 4 (3 goes) | 5 1 2 (4 goes) | 1 2 3 (5 goes)
+    # 1 2 3 | 1 2 4 (evicts 3) | 5 1 2 (evicts 4) | 1 2 3 (evicts 5)
     assert (row.block_hits, row.evicted_blocks) == (0 + 2 + 0 + 2, 3)

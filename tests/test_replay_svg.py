@@ -64,7 +64,7 @@ def test_a_line_has_gaps_and_marks_on_its_points_only() -> None:
     assert re.findall("<title>(.*?)</title>", chart) == ["a&lt;b", "p", "q", "r"]
 
 
-def test_bars_stand_on_the_axis_and_are_as_high_as_their_values() -> None:
+def test_bars_begin_at_the_axis_and_are_as_high_as_their_values() -> None:
     bars = [Bar(0, 1, 0.5, "half"), Bar(1, 2, 1.0, "all"), Bar(2, 3, 0.0, "none")]
     chart = bar_chart("t", linear("", 3, str), percents("", 1), bars, width=400, height=200, marks=[Tick(1.5, ("m",))])
     found = re.findall(r'class="bar" x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', chart)

@@ -1,4 +1,4 @@
-"""Traces: batches, the file that they lie in, and what becomes of files that are damaged or something else."""
+"""Traces: batches, their file, and errors for damaged and foreign files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def equal(one: Batch, other: Batch) -> bool:
 
 
 def named() -> Trace:
-    """A trace with everything in it; its last block is partial."""
+    """Returns a trace with every field set; its last block is partial."""
     batch = Batch.of(
         PATHS,
         block_size=16,
@@ -47,7 +47,7 @@ def test_a_batch_knows_where_its_blocks_belong() -> None:
     assert batch.take(np.array([4, 0])).blocks.tolist() == [1, 2, 3, 6, 1, 2, 3]
 
 
-def test_a_column_that_there_is_not_is_refused() -> None:
+def test_an_unknown_column_is_refused() -> None:
     with pytest.raises(BadArgument, match="time_s"):
         Batch.of(PATHS, colour=[1])
 
@@ -65,7 +65,7 @@ def test_a_column_of_another_length_is_refused(column: str) -> None:
     [("time_s", np.nan), ("time_s", np.inf), ("input_tokens", -1), ("output_tokens", 2**41), ("tenant", 1),
      ("kind", -1), ("chat", -2), ("turn", -1), ("input_tokens", 2)],
 )  # fmt: skip
-def test_what_a_column_must_not_hold_is_refused(column: str, value: float) -> None:
+def test_invalid_values_in_a_column_are_refused(column: str, value: float) -> None:
     with pytest.raises(TraceError, match=r"blocks" if value == 2 else column):
         Trace.of(Batch.of([[1, 2, 3]], **{column: [value]}))
 
@@ -76,9 +76,9 @@ def test_requests_are_sorted_by_time_and_times_count_from_the_first() -> None:
     assert trace.whole.time_s.tolist() == [0, 0, 2, 4]
     assert trace.whole.blocks.tolist() == [2, 3, 7, 1, 4, 5, 6]
     assert trace.whole.offsets.tolist() == [0, 2, 3, 4, 7]
-    assert trace.notes == ("Requests that stood behind later ones, and were sorted by time: 2.",)
+    assert trace.notes == ("Requests that were out of order, and sorted by time: 2.",)
     late = Trace.of(Batch.of(paths, time_s=[5, 1, 2, 3])).notes
-    assert late == ("Requests that stood behind later ones, and were sorted by time: 3.",)
+    assert late == ("Requests that were out of order, and sorted by time: 3.",)
     assert Trace.of(Batch.of(paths)).notes == ()
 
 
@@ -96,7 +96,7 @@ def test_batches_are_the_whole_and_no_request_is_cut(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_BATCH_BLOCKS", 4)
     paths = [[1], [1, 2], [1, 2, 3, 4, 5, 6], [], [9], [9, 1, 2, 3]]
     trace = Trace.of(Batch.of(paths))
-    for _ in range(2):  # again and again
+    for _ in range(2):  # repeatedly
         batches = list(trace.batches())
         assert [len(batch) for batch in batches] == [2, 1, 2, 1]
         assert [batch.blocks.tolist() for batch in batches] == [[1, 1, 2], paths[2], [9], paths[5]]
@@ -127,11 +127,11 @@ def test_what_is_saved_is_opened_again(trace: Trace, tmp_path: Path) -> None:
     for name in ("name", "block_size", "tenants", "kinds", "notes", "distinct_blocks"):
         assert getattr(again, name) == getattr(trace, name)
     assert len(again) == len(trace) == sum(len(batch) for batch in again.batches())
-    again.save(path)  # onto the file that it lies in
+    again.save(path)  # over its own file
     assert equal(Trace.open(path).whole, trace.whole)
 
 
-def test_a_file_is_for_whom_the_user_says(tmp_path: Path) -> None:
+def test_a_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         named().save(tmp_path / "t.mstrace")
@@ -165,7 +165,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
         Trace.open(path)
 
 
-def test_a_file_with_one_changed_byte_is_refused_or_still_keeps_what_traces_promise(tmp_path: Path) -> None:
+def test_a_file_with_one_changed_byte_is_refused_or_keeps_the_guarantees_of_traces(tmp_path: Path) -> None:
     path = tmp_path / "t.mstrace"
     named().save(path)
     data = path.read_bytes()
@@ -191,7 +191,7 @@ def test_a_foreign_file_is_refused(data: bytes, tmp_path: Path) -> None:
         Trace.open(path)
 
 
-def test_seen_tells_first_uses_as_a_set_does() -> None:
+def test_seen_finds_first_uses_like_a_set_does() -> None:
     random_ = random.Random(3)
     seen, reference = Seen(), set()
     for size in (0, 1, 5, 100, 3, 3, 400, 2, 50, 0, 700):

@@ -1,1 +1,1 @@
-"""Replay: what a cache of each size and policy would have done with a trace of requests."""
+"""Replay: runs a trace of requests through a cache of each size and policy."""

@@ -1,6 +1,6 @@
-"""What a plan takes for granted, and what it may buy: settings, checked once.
+"""The assumptions of a plan, and the memory that it may buy. Values are checked once, on construction.
 
-Knows ranges; neither models nor devices.
+Knows ranges; knows neither models nor devices.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from typing import Literal, TypeAlias, get_args
 from mainstem.errors import BadArgument, check_integer
 from mainstem.replay.costs import dtype_bytes
 
-MOST_GPUS = 1024
-"""Devices of one replica at most."""
+MAX_GPUS = 1024
+"""Maximum number of devices in one replica."""
 
 Routing: TypeAlias = Literal["shared", "prefix", "hash", "round-robin"]
-"""Who finds what: all replicas everything, or each what it was sent, as `mainstem.replay.simulate.Setup` sends it."""
+"""Whether replicas share one cache, or how `mainstem.replay.simulate.Setup` routes requests to separate caches."""
 
-_LEAST, _MOST = 1e-3, 1e24  # of sizes and rates: what is beyond is a slip, and no float can reckon with it
+_MIN, _MAX = 1e-3, 1e24  # sizes and rates: a value outside is a typo, and would overflow or underflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What the plan takes for granted. Every one is printed; None: taken from the model or the device.
+    """What the plan assumes. The output lists every field. None: taken from the model or the device.
 
     Args:
-        gpus: devices of one replica; None: the fewest, a power of two, that hold the weights.
-        replicas: copies of the model; memory and storage are what all of them have together.
-        routing: "shared": every replica finds all that any of them keeps; else each has its part of every tier.
-        kv_copies: devices of a replica that keep the same KV; None: what tensor parallelism makes of the KV heads.
-        mfu: part of the peak rate that prefill reaches; above 0, up to 1.
-        memory_share: part of a device's memory for weights and KV; the rest is for activations. Above 0, up to 1.
-        link_share: part of the host link's rate that transfers reach; above 0, up to 1.
-        flops: peak rate of one device.
+        gpus: devices per replica. None: the smallest power of two that holds the weights.
+        replicas: copies of the model. Memory and storage are totals over all replicas.
+        routing: "shared": every replica finds what any replica keeps. Otherwise each has its share of every tier.
+        kv_copies: devices of a replica that keep the same KV. None: follows from tensor parallelism and the KV heads.
+        mfu: fraction of the peak rate that prefill reaches; above 0, up to 1.
+        memory_share: fraction of device memory for weights and KV; the rest is for activations. Above 0, up to 1.
+        link_share: fraction of the host link's rate that transfers reach; above 0, up to 1.
+        flops: peak FLOPs per second of one device.
         device_memory: bytes of one device.
-        bandwidth_device: bytes a second of a device's memory.
-        bandwidth_host: bytes a second from host memory to one device, as reached.
-        kv_dtype: of keys, values and convolutions' states.
-        state_dtype: of recurrent states.
-        weights_dtype: None: as published.
-        bytes_per_token: that a cached token takes, all in all.
-        write_policy: lower tiers hold copies of what is above, or only what was evicted from there.
-        policy: of eviction.
-        overhead_s: of a request, beside computing and loading.
-        queue: whether requests wait for a free replica, in the order of the trace.
-        gain: what a gigabyte must save at the knee, in percent of the FLOPs of all prefills.
-        steps: sizes of host memory and of storage that are tried, each half of the next.
-        slo_share: part of the first tokens that must be in time.
-        most_busy: part of the time that a replica may prefill; the rest is for decoding, and for bursts.
+        bandwidth_device: bytes per second of a device's memory.
+        bandwidth_host: achieved bytes per second from host memory to one device.
+        kv_dtype: type of keys, values and convolution states.
+        state_dtype: type of recurrent states.
+        weights_dtype: type of the weights. None: as published.
+        bytes_per_token: total bytes of a cached token.
+        write_policy: whether lower tiers hold copies of what is above, or only what was evicted from there.
+        policy: eviction policy.
+        overhead_s: overhead per request, besides computing and loading.
+        queue: whether requests wait for a free replica, in trace order.
+        gain: percent of all prefill FLOPs that a gigabyte must save at the knee.
+        steps: number of sizes to try for host memory and for storage; each is half of the next.
+        slo_share: fraction of first tokens that must be in time.
+        most_busy: maximum fraction of time that a replica prefills; the rest is for decoding and for bursts.
 
     Raises:
-        BadArgument: names the field and its range.
+        BadArgument: a field is outside its range; the message names both.
     """
 
     gpus: int | None = None
@@ -84,14 +84,14 @@ class Assumptions:
                 raise BadArgument(name, getattr(self, name), "from 0.0001 to 1")
         for name in ("flops", "device_memory", "bandwidth_device", "bandwidth_host", "bytes_per_token"):
             value = getattr(self, name)
-            if value is not None and not _LEAST <= value <= _MOST:
-                raise BadArgument(name, value, f"a number from {_LEAST:g} to {_MOST:g}")
+            if value is not None and not _MIN <= value <= _MAX:
+                raise BadArgument(name, value, f"a number from {_MIN:g} to {_MAX:g}")
         for name in ("overhead_s", "gain"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise BadArgument(name, getattr(self, name), "a number, 0 or more")
-        for name, most in (("gpus", MOST_GPUS), ("kv_copies", MOST_GPUS), ("replicas", 1024), ("steps", 16)):
+        for name, limit in (("gpus", MAX_GPUS), ("kv_copies", MAX_GPUS), ("replicas", 1024), ("steps", 16)):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1, most)
+                check_integer(name, getattr(self, name), 1, limit)
         if self.write_policy not in ("write_through", "write_back"):
             raise BadArgument("write_policy", self.write_policy, "write_through or write_back")
         if self.routing not in get_args(Routing):
@@ -104,15 +104,15 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What could be bought below the device, for all replicas together.
+    """The memory on offer below the device, as totals over all replicas.
 
     Args:
-        host_bytes: at most.
-        storage_bytes: at most.
-        storage_bytes_per_s: what one request reads it at when nobody else does.
+        host_bytes: maximum host memory.
+        storage_bytes: maximum storage.
+        storage_bytes_per_s: read rate of a single request without contention.
 
     Raises:
-        BadArgument: a negative size, or storage without a rate.
+        BadArgument: a size is negative, or storage has no rate.
     """
 
     host_bytes: int = 0
@@ -123,5 +123,5 @@ class Memory:
         """Checks the sizes."""
         check_integer("host_memory", self.host_bytes, 0, 1 << 62)
         check_integer("storage", self.storage_bytes, 0, 1 << 62)
-        if self.storage_bytes and not 0 < self.storage_bytes_per_s <= _MOST:
-            raise BadArgument("storage", self.storage_bytes, "given with what it is read at, such as 8TB@7GB/s")
+        if self.storage_bytes and not 0 < self.storage_bytes_per_s <= _MAX:
+            raise BadArgument("storage", self.storage_bytes, "given with its read rate, such as 8TB@7GB/s")

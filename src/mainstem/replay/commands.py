@@ -1,6 +1,6 @@
-"""The commands about traces, as `mainstem.cli` mounts them. Arguments and printing, nothing else.
+"""The `mainstem trace` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else.
 
-Results go to standard output, progress to standard error. What is heavy is imported inside the commands.
+Results go to standard output, progress to standard error. The commands import heavy modules themselves.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ Examples:
   mainstem trace convert conversation_trace.jsonl.xz conversation.mstrace
   mainstem trace generate chat=3,agents=1 --requests 50000 -o mix.mstrace
 
-A trace is lines of JSON: as Mooncake or Qwen-Bailian publish them, with
-token ids, with bodies of OpenAI requests, or a recording that
-`mainstem serve --record` made; or a .mstrace file. It may be compressed
-with xz, gzip or zstd."""
+A trace is a .mstrace file or lines of JSON: the Mooncake or Qwen-Bailian
+format, token ids, bodies of OpenAI requests, or a recording made by
+`mainstem serve --record`. It may be compressed with xz, gzip or zstd."""
 
-_FILE_WIDTH = 160  # of tables that no terminal shows
+_FILE_WIDTH = 160  # of tables that are not printed to a terminal
 
 Json = Annotated[bool, Parameter(negative="")]
 TracePath = Annotated[str, Parameter(help="The trace; - is standard input.", allow_leading_hyphen=True)]
@@ -72,13 +71,13 @@ TracePath = Annotated[str, Parameter(help="The trace; - is standard input.", all
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TraceOptions:
-    """How a trace is read.
+    """Options for reading a trace.
 
     Args:
-        format: What the lines are; auto tells by the first ones.
-        block_size: Tokens a block; by default 512 for mooncake, as a recording says, 16 for others.
-        on_bad: Whether a bad line stops the command, or is left out and counted.
-        tokenizer: For requests as text: name or folder of a tokenizer; without one, bytes are counted as tokens.
+        format: Format of the lines; auto detects it from the first lines.
+        block_size: Tokens per block. Default: 512 for mooncake, the recorded size for recordings, 16 for others.
+        on_bad: Stop at a bad line, or skip and count it.
+        tokenizer: Name or folder of a tokenizer, for requests as text. Without one, each byte counts as a token.
     """
 
     format: Literal["auto", "mooncake", "bailian", "tokens", "openai", "recording", "mstrace"] = "auto"
@@ -91,7 +90,7 @@ _DEFAULTS = TraceOptions()
 
 
 def read_trace(path: str, options: TraceOptions = _DEFAULTS) -> Trace:
-    """Opens a trace, with a progress bar. Raises as `open_trace` does."""
+    """Opens a trace with a progress bar. Raises what `open_trace` raises."""
     from mainstem.replay.readers import open_trace
 
     with bar(f"reading {os.path.basename(path)}") as progress:
@@ -100,7 +99,7 @@ def read_trace(path: str, options: TraceOptions = _DEFAULTS) -> Trace:
 
 @contextmanager
 def bar(stage: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error, told what is done, and of how much (0: unknown); none without a terminal."""
+    """Shows a progress bar on standard error if that is a terminal. Yields a callback (done, total); 0: unknown."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -113,22 +112,22 @@ def bar(stage: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def results() -> Console:
-    """Standard output. What is no terminal has room for every number."""
+    """Returns a console for standard output, wide enough for every number if it is not a terminal."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
 def check_output(name: str, path: Path, *others: str | Path) -> None:
-    """Whether a file can be written, before hours are spent on what it shows.
+    """Checks that a file can be written, before hours are spent on its contents.
 
     Args:
         name: the option.
         path: the file.
-        others: files that it must not be: it would end them.
+        others: files that it would overwrite, and therefore must not be.
 
     Raises:
-        BadArgument: it cannot, or is one of the others.
+        BadArgument: it cannot be written, or is one of the others.
     """
     if path.is_dir():
         raise BadArgument(name, str(path), "a file, not a folder")
@@ -137,12 +136,12 @@ def check_output(name: str, path: Path, *others: str | Path) -> None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise BadArgument(name, str(path), "a file that may be written")
     if any(path.resolve() == Path(other).resolve() for other in others):
-        raise BadArgument(name, str(path), "another file than the trace and other results")
+        raise BadArgument(name, str(path), "a file other than the trace and the other results")
 
 
 trace = cyclopts.App(
     name="trace",
-    help="Look at traces of requests, convert and make them.",
+    help="Inspect, convert and generate traces of requests.",
     help_epilogue=_TRACE_EXAMPLES,
     help_format="plaintext",
 )
@@ -150,7 +149,7 @@ trace = cyclopts.App(
 
 @trace.command(name="info", help_epilogue=_INFO_EXAMPLES)
 def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
-    """Show what a trace is like: requests, blocks, what a cache could find at best, how soon blocks are used again.
+    """Summarize a trace: requests, blocks, the best possible hit rate, and how soon blocks are reused.
 
     Args:
         json: Print one JSON object.
@@ -166,7 +165,7 @@ def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json
 
 @trace.command(name="convert", help_epilogue=_CONVERT_EXAMPLES)
 def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
-    """Write a trace in the compact format that is opened at once.
+    """Convert a trace to the compact format, which opens instantly.
 
     Args:
         target: The file to write, .mstrace.
@@ -198,16 +197,16 @@ def trace_generate(
     set: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     json: Json = False,
 ) -> None:
-    """Make a trace of a synthetic workload; the same options give the same trace.
+    """Generate a trace of a synthetic workload; the same options give the same trace.
 
     Args:
-        kind: chat, agents, documents, prompts, best-of-n or tenants; or several, with the share of the sessions that
-            each has: chat=3,agents=1.
-        requests: How many; 1 or more.
+        kind: chat, agents, documents, prompts, best-of-n or tenants; or several, weighted by their share of the
+            sessions: chat=3,agents=1.
+        requests: Number of requests; 1 or more.
         output: The file to write, .mstrace.
-        seed: Another one gives another trace; 0 or more.
-        block_size: Tokens a block; 1 or more.
-        set: A parameter as NAME=VALUE, in a mix KIND.NAME=VALUE; may be given several times. `mainstem trace kinds`
+        seed: Seed of the random numbers; 0 or more.
+        block_size: Tokens per block; 1 or more.
+        set: A parameter as NAME=VALUE, or KIND.NAME=VALUE in a mix; may be given several times. `mainstem trace kinds`
             lists them.
         json: Print one JSON object.
     """
@@ -269,22 +268,22 @@ def _show(found: TraceInfo) -> None:
 
 def _tables(found: TraceInfo) -> Iterator[Table]:
     yield _table("", ["", ""], _totals(found))
-    exact = "" if found.sampled == 1 else f" (by 1 block in {round(1 / found.sampled)})"
+    exact = "" if found.sampled == 1 else f" (sampled: 1 block in {round(1 / found.sampled)})"
     if found.reuses:
         rows = [
             (f"{row.high:,}", f"{row.uses:,}", *_share(row.lru_hit_rate)) for row in found.reuses if row.lru_hit_rate
         ]
-        yield _table(f"Reuse distances{exact}", ["LRU with room for blocks", "finds more", "in all", ""], rows)
-        most = max(row.uses for row in found.waits) or 1
-        waits = [(f"{row.high_s:,.0f} s", f"{row.uses:,}", _strip(row.uses / most)) for row in found.waits]
-        yield _table(f"Time until a block is used again{exact}", ["below", "uses", ""], waits)
+        yield _table(f"Reuse distances{exact}", ["LRU with room for blocks", "additional hits", "in total", ""], rows)
+        largest = max(row.uses for row in found.waits) or 1
+        waits = [(f"{row.high_s:,.0f} s", f"{row.uses:,}", _strip(row.uses / largest)) for row in found.waits]
+        yield _table(f"Time until a block is reused{exact}", ["below", "uses", ""], waits)
     depths = [
         (f"{row.low:,}", f"{row.uses:,}", f"{row.distinct_blocks:,}", f"{row.sharing:,.2f}") for row in found.depths
     ]
     yield _table("Sharing by depth", ["blocks above, at least", "uses", "distinct", "requests a block"], depths)
     for name, groups in (("Tenant", found.tenants), ("Kind", found.kinds), ("Turn", found.turns)):
         if groups:
-            yield _table("", [name, "requests", "input tokens", "output tokens", "blocks", "found"], _groups(groups))
+            yield _table("", [name, "requests", "input tokens", "output tokens", "blocks", "hits"], _groups(groups))
 
 
 def _totals(found: TraceInfo) -> list[tuple[str, str]]:
@@ -294,12 +293,12 @@ def _totals(found: TraceInfo) -> list[tuple[str, str]]:
         ("requests", f"{found.requests:,} in {found.span_s:,.0f} s"),
         ("input tokens", f"{found.input_tokens:,}"),
         (
-            "of a request",
+            "per request",
             f"mean {prompt.mean:,.0f}, median {prompt.p50:,.0f}, p90 {prompt.p90:,.0f}, max {prompt.max:,.0f}",
         ),
         ("output tokens", f"{found.output_tokens:,}"),
         (
-            "of a request",
+            "per request",
             f"mean {answer.mean:,.0f}, median {answer.p50:,.0f}, p90 {answer.p90:,.0f}, max {answer.max:,.0f}",
         ),
         ("blocks", f"{found.blocks:,} of {found.block_size} tokens"),
@@ -308,9 +307,7 @@ def _totals(found: TraceInfo) -> list[tuple[str, str]]:
     ]
     if found.chat_requests is not None:
         chats = found.chat_requests
-        rows.append(
-            ("conversations", f"{found.chats:,}, requests of one: mean {chats.mean:,.2f}, max {chats.max:,.0f}")
-        )
+        rows.append(("conversations", f"{found.chats:,}, requests each: mean {chats.mean:,.2f}, max {chats.max:,.0f}"))
     return rows
 
 
@@ -343,7 +340,7 @@ def _strip(part: float) -> str:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column is words or edges, whose last may be strips, and which has numbers between."""
+    """Builds a table: words or bin edges first, then numbers, and bars last if any."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -358,7 +355,7 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def printable(text: str) -> str:
-    """A text without what could steer a terminal: names come from files of others."""
+    """Replaces characters that could control a terminal: names come from untrusted files."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -1,15 +1,15 @@
-"""From a model's config.json to its shape: which layer is of which kind, and how large.
+"""Turns a model's config.json into its shape: the kind and the sizes of each layer.
 
     full, sliding, chunked    attention over all positions, or the last ones        GQA, MHA, or MLA by kv_lora_rank
     delta, mamba2, mamba1     a recurrent state of fixed size                       conv: a short convolution alone
     both                      attention and mamba2 side by side (Falcon-H1)         mlp, moe: no memory (Nemotron-H)
 
-Fields are found by their names, not by families; the few defaults that published files leave out stand in tables here.
+Fields are looked up by name, not by model family. Tables here hold the few defaults that published files omit.
 Formulas of states: Dao & Gu 2024, "Transformers are SSMs" (Mamba 2); Yang et al. 2024, "Gated Delta Networks"; Gu & Dao
-2023, "Mamba". MLA: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A convolution keeps as many positions as its kernel,
-as this runtime does; some engines keep one fewer.
+2023, "Mamba". MLA: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A convolution keeps as many positions as its kernel
+is wide, as in this runtime; some engines keep one fewer.
 
-Reads JSON; needs neither torch nor transformers. A field that is missing is an error, never a guess.
+Reads JSON; needs neither torch nor transformers. A missing field is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KINDS = {
     "moe": "moe",
     "E": "moe",
 }
-# What published files leave out because it is their family's default.
+# Defaults of model families, which published files omit.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window_pattern": 2},
     "gemma3_text": {
@@ -74,23 +74,23 @@ _GATED_QUERIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ONE_BLOCK_A_LAYER = ("nemotron_h", "mamba", "mamba2", "falcon_mamba")  # a mixer or an MLP, not both
 _MAMBA1 = ("mamba", "falcon_mamba", "jamba")
 _BITS = {4: "int4", 8: "int8"}
-_MOST_LAYERS, _MOST = 10_000, 1 << 32
+_MAX_LAYERS, _MAX = 10_000, 1 << 32
 
 
 def well_known() -> tuple[str, ...]:
-    """Names that `read_shape` knows without a file."""
+    """Returns the names that `read_shape` knows without a file."""
     return tuple(_models())
 
 
 def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
-    """The shape of a model.
+    """Returns the shape of a model.
 
     Args:
-        model: a config.json or its folder, what stands in one, or a well-known name such as llama-3.1-8b.
+        model: a config.json, its folder or its contents, or a well-known name such as llama-3.1-8b.
 
     Raises:
-        BadArgument: there is no such file or name; or the configuration lacks a field, or has layers of a kind that is
-            not known: says which.
+        BadArgument: there is no such file or name, the configuration lacks a field, or it has layers of an unknown
+            kind; the message says which.
     """
     if isinstance(model, Mapping):
         return _shape(_Fields(str(model.get("_name_or_path") or model.get("model_type") or "configuration"), model))
@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Fields:
-    """A configuration, asked by any of the names that families have for one thing."""
+    """A configuration, looked up by any of the names that model families use for the same field."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), None)
@@ -137,15 +137,15 @@ class _Fields:
         self._config = {**_DEFAULTS.get(self.family, {}), **{k: v for k, v in inner.items() if v is not None}}
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is set, or None."""
+        """Returns the first of these fields that is set, or None."""
         return next((self._config[name] for name in names if name in self._config), None)
 
-    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The first of these that is set, as a whole number; without a default one of them must be."""
+    def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        """Returns the first of these that is set, as a whole number; without a default one must be set."""
         value = self.get(*names)
         if value is None and default is not None:
             return default
-        if type(value) is not int or not least <= value < _MOST:
+        if type(value) is not int or not minimum <= value < _MAX:
             what = "without" if value is None else f"with {value!r} as"
             field = next((name for name in names if name in self._config), names[0])
             whole = "a configuration whose sizes are whole numbers"
@@ -153,18 +153,18 @@ class _Fields:
         return value
 
     def layers(self, *names: str) -> list[int] | None:
-        """The first of these that is set, as whole numbers: indices of layers, or a mark of each."""
+        """Returns the first of these that is set, as whole numbers: indices of layers, or a flag for each."""
         value = self.get(*names)
         if value is not None and not (isinstance(value, list) and all(isinstance(each, int) for each in value)):
             raise self.unknown(f"with {value!r} as {names[0]}")
         return value
 
     def share(self, name: str, default: int = 0) -> int:
-        """A number that may be 0: of layers at the start, of experts for all."""
-        return self.integer(name, default=default, least=0)
+        """Returns a number that may be 0, such as that of dense layers at the start or of shared experts."""
+        return self.integer(name, default=default, minimum=0)
 
     def at(self, layer: int) -> _Fields:
-        """The same for one layer, where that differs."""
+        """Returns the configuration of one layer, where that differs."""
         own = (self.get("per_layer_config") or {}).get(str(layer))
         return self if own is None else _Fields(self.name, {**self._config, **own})
 
@@ -174,7 +174,7 @@ class _Fields:
 
 def _shape(c: _Fields) -> ModelShape:
     if not c.family:
-        raise BadArgument("model", f"{c.name}, without model_type", "a configuration that says what model it is of")
+        raise BadArgument("model", f"{c.name}, without model_type", "a configuration that names its model type")
     kinds = _kinds(c)
     shared = c.share("num_kv_shared_layers")  # the last layers read the KV of earlier ones
     layers = []
@@ -203,11 +203,11 @@ def _weights_dtype(c: _Fields) -> str:
         return "fp8" if dtype == "int8" and "float" in str(quantised) else dtype
     if "fp8" in str(quantised).lower():
         return "fp8"
-    raise c.unknown(f"quantised by {method or 'no method'} to no width that is known", "weights of known types")
+    raise c.unknown(f"quantised by {method or 'no method'} to an unknown width", "weights of known types")
 
 
 def _bits(quantised: Mapping[str, Any]) -> Any:
-    """Of a weight: as GPTQ and AWQ say it, as bitsandbytes does, or as the groups of compressed-tensors do."""
+    """Returns the bits of a weight, from the fields of GPTQ, AWQ, bitsandbytes or compressed-tensors."""
     groups = quantised.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
@@ -224,17 +224,17 @@ def _hidden(c: _Fields) -> int:
 
 
 def _kinds(c: _Fields) -> list[str]:
-    """What each layer is, one of the words above."""
+    """Returns the kind of each layer, one of those in the module docstring."""
     named = c.get("layer_types", "layers_block_type", "hybrid_override_pattern")
     count = c.integer("num_hidden_layers", "n_layer", "n_layers", default=None if named is None else 1)
-    if count > _MOST_LAYERS:
-        raise c.unknown(f"with {count} layers", f"{_MOST_LAYERS} layers at most")
+    if count > _MAX_LAYERS:
+        raise c.unknown(f"with {count} layers", f"{_MAX_LAYERS} layers at most")
     if named is None:
         return [_kind_by_rule(c, i) for i in range(count)]
     if not isinstance(named, list | tuple | str) or not named:
         raise c.unknown(f"with {named!r} as layers")
     if unknown := sorted({str(kind) for kind in named} - set(_KINDS)):
-        raise c.unknown(f"with layers of the kind {unknown[0]}")
+        raise c.unknown(f"with layers of kind {unknown[0]}")
     kinds = [_KINDS[kind] for kind in named]
     if c.family == "falcon_h1":
         return ["both"] * len(kinds)
@@ -242,7 +242,7 @@ def _kinds(c: _Fields) -> list[str]:
 
 
 def _kind_by_rule(c: _Fields, i: int) -> str:
-    """Of a configuration that gives a rule instead of a list."""
+    """Returns the kind of layer i where the configuration gives a rule instead of a list."""
     if c.family == "falcon_h1":
         return "both"
     if c.family in ("mamba", "mamba2", "falcon_mamba"):
@@ -256,20 +256,20 @@ def _kind_by_rule(c: _Fields, i: int) -> str:
 
 
 def _attends(c: _Fields, i: int) -> bool | None:
-    """Whether layer i of a hybrid model has attention; None if the model is none."""
+    """Returns whether layer i of a hybrid model has attention, or None if the model is not hybrid."""
     if c.get("full_attention_interval") is not None:
         return (i + 1) % c.integer("full_attention_interval") == 0
     if c.get("attn_layer_period") is not None:
-        return i % c.integer("attn_layer_period") == c.integer("attn_layer_offset", least=0)
+        return i % c.integer("attn_layer_period") == c.integer("attn_layer_offset", minimum=0)
     if (indices := c.layers("attn_layer_indices", "full_attn_idxs")) is not None:
         return i in indices
     return None
 
 
 def _chunked_kind(c: _Fields, i: int) -> str:
-    """Of Llama 4: layers with rotated positions see a chunk, those without see everything."""
-    marks = c.layers("no_rope_layers")
-    rotated = marks[i] if marks and i < len(marks) else (i + 1) % c.integer("no_rope_layer_interval")
+    """Returns the kind of a Llama 4 layer: with rotary positions it sees a chunk, without them everything."""
+    flags = c.layers("no_rope_layers")
+    rotated = flags[i] if flags and i < len(flags) else (i + 1) % c.integer("no_rope_layer_interval")
     return "chunked" if rotated and c.get("attention_chunk_size") else "full"
 
 
@@ -314,7 +314,7 @@ def _attention(c: _Fields, kind: str) -> Layer:
     if c.get("kv_lora_rank") is not None:
         return _latent(c)
     hidden, heads = _hidden(c), c.integer("num_attention_heads", "n_head", "n_heads")
-    wide = kind == "full"  # some families have larger heads where nothing slides
+    wide = kind == "full"  # some families have larger heads in layers without a window
     size = c.integer(*["global_head_dim"] * wide, "head_dim", default=hidden // max(heads, 1))
     queries = heads * size * (2 if c.family in _GATED_QUERIES or c.get("attn_output_gate") else 1)
     window = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind)
@@ -336,7 +336,7 @@ def _kv_heads(c: _Fields, heads: int, wide: bool) -> int:
 
 
 def _latent(c: _Fields) -> Layer:
-    """Multi-head latent attention: what is kept is the latent and one rotated key for all heads."""
+    """Multi-head latent attention: keeps the latent and one rotated key for all heads."""
     hidden, heads, rank = _hidden(c), c.integer("num_attention_heads"), c.integer("kv_lora_rank")
     rope, nope, value = c.integer("qk_rope_head_dim"), c.integer("qk_nope_head_dim"), c.integer("v_head_dim")
     queries = heads * (nope + rope)
@@ -425,13 +425,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def _is_sparse(c: _Fields, i: int) -> bool:
-    """Whether the MLP of layer i is a mixture of experts."""
+    """Returns whether the MLP of layer i is a mixture of experts."""
     if not c.get(*_EXPERTS) and c.get("moe_intermediate_size") is None:
         return False
     if i < c.share("first_k_dense_replace") or i in (c.layers("mlp_only_layers") or ()):
         return False
     if c.get("expert_layer_period") is not None:
-        return i % c.integer("expert_layer_period") == c.integer("expert_layer_offset", least=0)
+        return i % c.integer("expert_layer_period") == c.integer("expert_layer_offset", minimum=0)
     return (i + 1) % c.integer("decoder_sparse_step", "interleave_moe_layer_step", default=1) == 0
 
 
@@ -442,10 +442,10 @@ def _experts(c: _Fields) -> Layer:
     shared_inner = c.integer(
         *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
         default=0,
-        least=0,
+        minimum=0,
     )
     shared = _mlp(c, shared_inner or inner * c.share("n_shared_experts"))
     router, one = _hidden(c) * count, _mlp(c, inner)
     if used > count:
-        raise c.unknown(f"with {used} of {count} experts for a token", "as many experts as it uses")
+        raise c.unknown(f"with {used} of {count} experts per token", "at least as many experts as a token uses")
     return _matrices(count * one + router + shared, used * one + router + shared, routed=used / count)

@@ -1,13 +1,13 @@
-"""What a model keeps of a prompt, in bytes, and what computing a prompt costs, in FLOPs: from shapes alone.
+"""The bytes that a model keeps of a prompt, and the FLOPs that computing a prompt costs, from shapes alone.
 
-    kept of a prefix of n tokens                               cost of n tokens behind m that are cached
+    kept of a prefix of n tokens                               cost of n tokens after m cached ones
       full attention     n x kv                                  2 x active parameters x n
-      sliding window     min(n, window) x kv                     + pair FLOPs x positions that the n see
+      sliding window     min(n, window) x kv                     + pair FLOPs x positions that the n attend to
       recurrent, conv    one checkpoint, whatever n              + one row of logits
 
-A multiplication and an addition are two FLOPs. 2 FLOPs a parameter and token, and attention beside it: Kaplan et al.
-2020, "Scaling Laws for Neural Language Models", section 2.1; Chowdhery et al. 2022, "PaLM", appendix B. Other than
-there, attention is counted for the positions that a causal mask or a window leaves, as kernels compute it.
+A multiplication and an addition are two FLOPs. 2 FLOPs per parameter and token, plus attention: Kaplan et al. 2020,
+"Scaling Laws for Neural Language Models", section 2.1; Chowdhery et al. 2022, "PaLM", appendix B. Unlike these,
+attention counts only the positions inside the causal mask or the window, which is what kernels compute.
 
 Knows no configuration files (`configs` reads them), no hardware, no traces.
 """
@@ -30,14 +30,14 @@ Floats: TypeAlias = NDArray[np.float64]
 DTYPE_BYTES: Mapping[str, float] = MappingProxyType(
     {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "mxfp4": 17 / 32}
 )
-"""Bytes a number. mxfp4 has one byte of scale for 32 numbers of half a byte (OCP Microscaling Formats 1.0)."""
+"""Bytes per number. mxfp4 has one byte of scale for 32 numbers of half a byte (OCP Microscaling Formats 1.0)."""
 
 
 def dtype_bytes(name: str, dtype: str) -> float:
-    """Bytes a number of that type.
+    """Returns the bytes of one number of a type.
 
     Args:
-        name: of the argument, for the message.
+        name: the argument that the error names.
         dtype: see `DTYPE_BYTES`.
 
     Raises:
@@ -50,20 +50,20 @@ def dtype_bytes(name: str, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer keeps and costs.
+    """What one layer keeps, in numbers, and what it costs.
 
     Args:
-        kv_numbers: kept of each position: key and value of all KV heads, or the latent of MLA.
-        kv_parts: that devices can share it by: its KV heads; the latent of MLA is one.
-        window: positions that it sees and keeps, a query's own among them; None: all.
-        conv_numbers: of the convolution's part of a recurrent state.
-        recurrent_numbers: of the rest of that state.
-        parameters: of its matrices.
-        active_parameters: those that one token meets.
-        routed: part of the experts that a token is sent to; 0: there are none.
-        pair_flops: of a query with one position that it sees.
-        token_flops: of a token beside matrices and pairs: what a recurrence does.
-        past_flops: of each cached position, once a prefill: MLA makes keys and values from the latent again.
+        kv_numbers: numbers kept per position: key and value of all KV heads, or the latent of MLA.
+        kv_parts: parts into which devices can split the KV: its KV heads; 1 for the latent of MLA.
+        window: positions that a query sees and the layer keeps, including the query's own; None: all.
+        conv_numbers: numbers in the convolution's part of a recurrent state.
+        recurrent_numbers: numbers in the rest of that state.
+        parameters: parameters of its matrices.
+        active_parameters: parameters that one token uses.
+        routed: fraction of the experts to which a token is routed; 0: there are none.
+        pair_flops: FLOPs of a query with one position that it sees.
+        token_flops: FLOPs per token besides matrices and pairs: those of a recurrence.
+        past_flops: FLOPs per cached position, once per prefill: MLA rebuilds keys and values from the latent.
     """
 
     kv_numbers: int = 0
@@ -81,15 +81,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The layers of a model, and what lies around them.
+    """The layers of a model, its embedding and its logits.
 
     Args:
-        name: what messages call it.
-        layers: in order.
-        hidden_size: numbers of a token between layers.
-        vocab_size: rows of logits.
-        tied: the same matrix embeds tokens and makes logits.
-        weights_dtype: how its weights are published; see `DTYPE_BYTES`.
+        name: its name in messages.
+        layers: the layers in order.
+        hidden_size: numbers per token between layers.
+        vocab_size: logits per token.
+        tied: whether the same matrix embeds tokens and produces logits.
+        weights_dtype: type of the published weights; see `DTYPE_BYTES`.
     """
 
     name: str
@@ -102,31 +102,31 @@ class ModelShape:
     # ---- what is kept
 
     def kv_bytes_per_token(self, dtype: str = "bf16") -> int:
-        """Bytes that the layers without a window keep of a position."""
+        """Returns the bytes that the layers without a window keep of a position."""
         return self._bytes(sum(layer.kv_numbers for layer in self.layers if layer.window is None), dtype)
 
     def window_bytes_per_token(self, dtype: str = "bf16") -> int:
-        """Bytes that the layers with a window keep of a position inside it."""
+        """Returns the bytes that the layers with a window keep of a position inside it."""
         return self._bytes(sum(layer.kv_numbers for layer in self.layers if layer.window is not None), dtype)
 
     def window_bytes(self, tokens: int, dtype: str = "bf16") -> int:
-        """Bytes that the layers with a window keep of a prefix of so many tokens."""
+        """Returns the bytes that the layers with a window keep of a prefix of this many tokens."""
         kept = (layer.kv_numbers * min(tokens, layer.window) for layer in self.layers if layer.window is not None)
         return self._bytes(sum(kept), dtype)
 
     def state_bytes(self, dtype: str = "bf16", state_dtype: str = "fp32") -> int:
-        """Bytes of one checkpoint of all recurrent states.
+        """Returns the bytes of one checkpoint of all recurrent states.
 
         Args:
-            dtype: of the convolutions' part.
-            state_dtype: of the rest.
+            dtype: type of the convolutions' part.
+            state_dtype: type of the rest.
         """
         conv = self._bytes(sum(layer.conv_numbers for layer in self.layers), dtype)
         recurrent = sum(layer.recurrent_numbers for layer in self.layers)
         return conv + int(recurrent * dtype_bytes("state_dtype", state_dtype))
 
     def prefix_bytes(self, tokens: int, dtype: str = "bf16", state_dtype: str = "fp32") -> int:
-        """Bytes that one prefix of so many tokens needs to be continued."""
+        """Returns the bytes that are needed to continue one prefix of this many tokens."""
         kept = tokens * self.kv_bytes_per_token(dtype) + self.window_bytes(tokens, dtype)
         return kept + self.state_bytes(dtype, state_dtype)
 
@@ -134,23 +134,23 @@ class ModelShape:
     def _bytes(numbers: int, dtype: str) -> int:
         return int(numbers * dtype_bytes("dtype", dtype))
 
-    # ---- what it weighs
+    # ---- weights
 
     @property
     def parameters(self) -> int:
-        """Of all matrices; norms and biases, below a thousandth, are left out."""
+        """Parameters of all matrices; norms and biases, below a thousandth, are left out."""
         around = self.hidden_size * self.vocab_size * (1 if self.tied else 2)
         return around + sum(layer.parameters for layer in self.layers)
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets, logits included."""
+        """Parameters that one token uses, logits included."""
         return self.hidden_size * self.vocab_size + sum(layer.active_parameters for layer in self.layers)
 
     def met_parameters(self, tokens: ArrayLike) -> Floats:
-        """Those that so many tokens meet together, logits included; element by element.
+        """Returns the parameters that this many tokens use together, logits included; element-wise.
 
-        Of experts, those that one token or another is sent to, as if each drew its own: all but (1 - routed) ** tokens.
+        An expert counts if any token is routed to it; tokens draw independently: all but (1 - routed) ** tokens.
 
         Args:
             tokens: 1 or more of each prompt.
@@ -165,7 +165,7 @@ class ModelShape:
         return met
 
     def kv_copies(self, devices: int) -> int:
-        """How often tensor parallelism over so many devices keeps the same KV: more than they have parts, repeat.
+        """Returns how many copies of the same KV tensor parallelism keeps: devices beyond the KV parts repeat them.
 
         Args:
             devices: 1 or more.
@@ -174,21 +174,21 @@ class ModelShape:
         return -(-devices // parts)
 
     def weights_bytes(self, dtype: str | None = None) -> int:
-        """Bytes of all weights.
+        """Returns the bytes of all weights.
 
         Args:
-            dtype: None: as published.
+            dtype: type of the weights; None: as published.
         """
         return int(self.parameters * dtype_bytes("weights_dtype", dtype or self.weights_dtype))
 
-    # ---- what computing costs
+    # ---- cost of computing
 
     def prefill_flops(self, tokens: ArrayLike, past: ArrayLike = 0) -> Floats:
-        """FLOPs of computing `tokens` tokens behind `past` cached ones; element by element.
+        """Returns the FLOPs of computing `tokens` tokens after `past` cached ones; element-wise.
 
         Args:
             tokens: 1 or more of each prompt.
-            past: positions before them, already known.
+            past: cached positions before them.
         """
         n, m = np.asarray(tokens, np.float64), np.asarray(past, np.float64)
         each_token = sum(2 * layer.active_parameters + layer.token_flops for layer in self.layers)
@@ -202,7 +202,7 @@ class ModelShape:
 
 
 def _seen(tokens: Floats, window: int | None) -> Floats:
-    """Positions that the first `tokens` queries see together: the j-th sees j, or the window."""
+    """Returns the positions that the first `tokens` queries see in total: the j-th sees j, or the window."""
     inside = tokens if window is None else np.minimum(tokens, window)
     seen: Floats = inside * (inside + 1) / 2 + (tokens - inside) * (window or 0)
     return seen

@@ -1,20 +1,20 @@
-"""Formats of traces: what a line of JSON says of a request. Each is a row of `FORMATS`.
+"""Formats of traces: the fields of a JSON line that describes a request. Each format is a row of `FORMATS`.
 
-    mooncake    timestamp (ms), input_length, output_length, hash_ids: one for 512 tokens
+    mooncake    timestamp (ms), input_length, output_length, hash_ids: one per 512 tokens
     bailian     chat_id, parent_chat_id, timestamp (s), input_length, output_length, type, turn,
-                hash_ids: one for 16 tokens
+                hash_ids: one per 16 tokens
     tokens      tokens or prompt_token_ids; timestamp (s), output_length, tenant, type, chat_id, turn, model where known
-    openai      messages or prompt, the body of a request, bare or under "body"; timestamp or created (s), user, model,
+    openai      messages or prompt: the body of a request, bare or under "body"; timestamp or created (s), user, model,
                 usage or response.usage where known
-    recording   what `mainstem serve --record` writes; see `mainstem.server.recording`
+    recording   written by `mainstem serve --record`; see `mainstem.server.recording`
 
 Mooncake: github.com/kvcache-ai/Mooncake, FAST25-release. Bailian: github.com/alibaba-edu/qwen-bailian-usagetraces-anon.
 
-A line is bad if a field is missing, of another type, negative or too large, or if the ids are not as many as the blocks
-of the prompt: ceil(input_length / block_size), or the whole ones alone. Ids may be integers of any size or texts; what
-is not from 0 to 2**64 - 1 is hashed.
+A line is bad if a field is missing, of the wrong type, negative or too large, or if the number of ids differs from the
+number of blocks of the prompt: ceil(input_length / block_size), or only the whole ones. Ids may be strings or integers
+of any size; anything outside 0 to 2**64 - 1 is hashed.
 
-Knows lines, not files; what makes tokens of texts is given to it.
+Knows lines, not files. The caller supplies the tokenizer.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _TIMES = ("timestamp", "created", "time")
 
 
 class BadLine(Exception):
-    """Why a line is bad."""
+    """A line is bad; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a line says. Blocks are named as they are there, not yet chained."""
+    """A parsed line. Blocks have the names from the line, not yet chained."""
 
     input_tokens: int
     blocks: array[int]
@@ -62,13 +62,13 @@ class Request:
 
 @dataclass(slots=True)
 class Reading:
-    """What a row may use.
+    """State that a format uses while it reads.
 
     Args:
-        block_size: tokens a block.
-        tokenize: tokens of the body of a request.
-        roots: of each chat that was seen, the one that its conversation began with.
-        keys: names of the secrets that it was recorded under.
+        block_size: tokens per block.
+        tokenize: turns the body of a request into tokens.
+        roots: for each chat seen, the first chat of its conversation.
+        keys: names of the secrets under which the trace was recorded.
     """
 
     block_size: int
@@ -79,14 +79,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A row: how a format is told, and read.
+    """How to detect and read one format.
 
     Args:
-        name: as `--format` takes it.
-        keys: a line is of this format if it has all keys of one of these sets.
-        block_size: tokens a block where nobody says; 0: the first line says it.
-        read: a request from a line; None: it is none, and is not bad either. Raises BadLine.
-        expected: what a line looks like, for people.
+        name: its name for `--format`.
+        keys: a line has this format if it has all keys of one of these sets.
+        block_size: default tokens per block; 0: the first line gives it.
+        read: parses a line into a request; None for a good line without one. Raises BadLine.
+        expected: an example line, for error messages.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Format:
     expected: str
 
     def fits(self, line: Line) -> bool:
-        """Whether a line looks like this format."""
+        """Returns whether a line looks like this format."""
         return any(keys <= line.keys() for keys in self.keys)
 
 
@@ -143,7 +143,7 @@ def _tokens(line: Line, reading: Reading) -> Request:
 
 
 def _hashed_blocks(tokens: list[int], block_size: int) -> array[int]:
-    """Names of the whole blocks, and of what is left behind them as one more."""
+    """Returns the names of the whole blocks, and one more for the remaining tokens."""
     try:
         names = hash_blocks(tokens, block_size, 8)
         if tail := tokens[len(names) // 8 * block_size :]:
@@ -169,7 +169,7 @@ def _openai(line: Line, reading: Reading) -> Request:
 
 
 def _usage(line: Line, body: Line) -> Line:
-    """What the server counted, wherever a log has it."""
+    """Returns the server's token counts, from any of the places where logs keep them."""
     response = _dict(line, "response") or _dict(body, "response") or {}
     places = (line, body, response, _dict(response, "body") or {})
     return next((usage for place in places if (usage := _dict(place, "usage"))), {})
@@ -197,7 +197,7 @@ def _recording(line: Line, reading: Reading) -> Request | None:
 
 def _check_header(line: Line, reading: Reading) -> None:
     if line["format"] != RECORDING or line.get("version") != 1:
-        raise BadLine(f"format {short(line['format'])} of version {short(line.get('version'))} cannot be read")
+        raise BadLine(f"format {short(line['format'])}, version {short(line.get('version'))} cannot be read")
     if line.get("block_size") != reading.block_size:
         raise BadLine(
             f"blocks of {short(line.get('block_size'))} tokens in a trace with blocks of {reading.block_size}"
@@ -244,7 +244,7 @@ FORMATS = (
         '{"timestamp": 0.5, "messages": [{"role": "user", "content": "..."}]}',
     ),
 )
-"""The formats, those first that are told by more."""
+"""All formats; those with more specific keys come first."""
 
 
 # --- fields of a line -------------------------------------------------------------------------------------------------
@@ -255,20 +255,20 @@ def _count(line: Line, key: str, default: int | None = None, high: int = MAX_TOK
     if type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is not int:
-        raise BadLine(f"{key} is missing" if value is None else f"{key} is no integer: {short(value)}")
+        raise BadLine(f"{key} is missing" if value is None else f"{key} is not an integer: {short(value)}")
     if not 0 <= value <= high:
         raise BadLine(f"{key} = {short(value)} is not from 0 to {high}")
     return value
 
 
 def _seconds(line: Line, keys: Sequence[str], per_s: int = 1) -> float | None:
-    """The first of the keys that is there."""
+    """Returns the time under the first of the keys that is present, in seconds; None without one."""
     key = next((key for key in keys if line.get(key) is not None), None)
     if key is None:
         return None
     value = line[key]
     if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
-        raise BadLine(f"{key} = {short(value)} is no time")
+        raise BadLine(f"{key} = {short(value)} is not a time")
     return float(value / per_s)
 
 
@@ -280,26 +280,26 @@ def _needed_seconds(line: Line, key: str, per_s: int = 1) -> float:
 
 
 def text_of(line: Line, *keys: str) -> str:
-    """The text under the first of the keys that is there; "" without one. Raises BadLine."""
+    """Returns the text under the first of the keys that is present; "" without one. Raises BadLine."""
     value = next((line[key] for key in keys if line.get(key) is not None), "")
     if not isinstance(value, str):
-        raise BadLine(f"{keys[0]} is no text: {short(value)}")
+        raise BadLine(f"{keys[0]} is not a string: {short(value)}")
     return value
 
 
 def _ids(line: Line, key: str, input_tokens: int, block_size: int) -> array[int]:
-    """Names of the prompt's blocks, as many as they should be."""
+    """Returns the names of the prompt's blocks, after checking their number."""
     given = line.get(key)
     if isinstance(given, str):
         ids = _from_hex(key, given)
     elif isinstance(given, list):
         ids = _integers(given)
     else:
-        raise BadLine(f"{key} is missing" if given is None else f"{key} is no list: {short(given)}")
+        raise BadLine(f"{key} is missing" if given is None else f"{key} is not a list: {short(given)}")
     whole, rest = divmod(input_tokens, block_size)
     if len(ids) not in (whole, whole + bool(rest)):
         raise BadLine(
-            f"{len(ids)} of {key} for {input_tokens} tokens, which are {whole + bool(rest)} blocks of {block_size}"
+            f"{key} has {len(ids)} ids for {input_tokens} tokens, which are {whole + bool(rest)} blocks of {block_size}"
         )
     return ids
 
@@ -308,7 +308,7 @@ def _from_hex(key: str, text: str) -> array[int]:
     try:
         return array("Q", bytes.fromhex(text))
     except ValueError as error:
-        raise BadLine(f"{key} is no row of 16 hex digits a block") from error
+        raise BadLine(f"{key} is not 16 hex digits per block") from error
 
 
 def _integers(given: list[Any]) -> array[int]:
@@ -325,19 +325,19 @@ def _integer(value: object) -> int:
         return value
     if isinstance(value, str) or type(value) is int:
         return hashed(value)
-    raise BadLine(f"an id is neither integer nor text: {short(value)}")
+    raise BadLine(f"an id is neither an integer nor a string: {short(value)}")
 
 
 @lru_cache(1024)
 def hashed(value: int | str) -> int:
-    """64 bits of a text, or of an integer of any size."""
+    """Hashes a string, or an integer of any size, to 64 bits."""
     text = f"text {value}" if isinstance(value, str) else f"{value:x}"
     data = text.encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _chat(line: Line, key: str) -> int:
-    """A conversation's number; -1 where there is none."""
+    """Returns the number of a conversation; -1 without one."""
     value = line.get(key)
     if value is None or value == -1:
         return -1
@@ -345,7 +345,7 @@ def _chat(line: Line, key: str) -> int:
 
 
 def short(value: object) -> str:
-    """A value as a message shows it."""
+    """Returns a value's repr, shortened for a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes

@@ -1,20 +1,20 @@
-"""Synthetic workloads with stated parameters: traces of requests that nobody sent, the same ones for the same seed.
+"""Synthetic workloads with explicit parameters: generated traces of requests, reproducible by seed.
 
 A workload is a frozen dataclass whose fields are all its parameters; `WORKLOADS` lists them by name. Sessions arrive by
-a Poisson process, and each is one or more requests. A prompt is a row of up to three contents, each an endless text of
-which the prompt has so many tokens:
+a Poisson process, and each has one or more requests. A prompt joins up to three contents. Each content is an endless
+text, of which the prompt takes a given number of tokens:
 
     chat, agents, tenants    | system prompt | the conversation so far      |
     documents                | system prompt | document       | question    |
     prompts                  | system prompt | question                     |
     best-of-n                | system prompt | problem                      |
 
-Two prompts share their blocks as far as their contents are the same, and as long; a block's name is a hash of all that
-its prompt holds up to the block's end, so its parent is always the same.
+Two prompts share blocks as long as their contents and the lengths of these agree. The name of a block is a hash of its
+prompt up to the block's end, so a block always has the same parent.
 
-Lengths and pauses are log-normal, given by their median and sigma, as people and tools make many small ones and few
-large; numbers of turns are geometric, given by their mean. No session is under way when a trace begins. Defaults are
-round numbers in the range that one expects of each kind of use, and claim no more; set what you know of yours.
+Lengths and pauses are log-normal, given by median and sigma, because people and tools produce many small values and few
+large ones. Numbers of turns are geometric, given by their mean. No session is running when a trace begins. The defaults
+are plausible round numbers for each kind of use, and claim nothing more: set what you know of your traffic.
 
 Equal seeds give equal traces with equal versions of NumPy, whose streams may change (NEP 19). Knows no caches.
 """
@@ -36,14 +36,14 @@ from mainstem.replay.trace import Batch, Int64s, Trace, Uint64s, mix
 Floats = NDArray[np.float64]
 
 BLOCK_SIZE = 64
-"""By default: small enough that a turn of a chat adds a block."""
+"""Default tokens per block: small enough that a turn of a chat adds a block."""
 
 _BATCH_BLOCKS = 1 << 20
-_MAX_LENGTH = 2**30  # so that no sum of lengths is too large
+_MAX_LENGTH = 2**30  # so that no sum of lengths overflows
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SESSIONS_MARGIN = 1.5  # over what the mean asks for, at first
+_SESSIONS_MARGIN = 1.5  # sessions of the first draw, relative to the mean
 
-# What a field may be, by the end of its name: the lowest, the highest.
+# Minimum and maximum of a field, by the end of its name.
 _RANGES = {
     "per_s": (1e-6, 1e6),
     "tokens": (1, 10**8),
@@ -60,10 +60,10 @@ class Requests:
     """Requests as columns, before their blocks are named.
 
     Args:
-        time_s: [n] seconds.
-        contents: [n, k] which text stands in each place of the prompt.
-        lengths: [n, k] tokens of it.
-        output_tokens: [n].
+        time_s: [n] arrival in seconds.
+        contents: [n, k] the text in each place of the prompt.
+        lengths: [n, k] its tokens.
+        output_tokens: [n] tokens of the answer.
         tenant, kind: [n] indices; 0 is none.
         chat, turn: [n] as in `Batch`.
     """
@@ -81,22 +81,22 @@ class Requests:
         return len(self.time_s)
 
     def take(self, order: Any) -> Requests:
-        """Those of these numbers, or in this slice, in this order."""
+        """Returns the requests with these indices, or in this slice, in this order."""
         return Requests(*(getattr(self, column.name)[order] for column in fields(self)))
 
     def first(self, count: int) -> Requests:
-        """The earliest, in the order of time."""
+        """Returns the earliest requests, ordered by time."""
         return self.take(np.argsort(self.time_s, kind="stable")[:count])
 
 
 class _Sessions:
-    """Who comes when, and asks how often; one row a request, the requests of a session next to each other.
+    """When sessions begin and how many requests each has. One row per request, grouped by session.
 
     Attributes:
         start_s: [sessions] when each begins.
         owner: [n] the session of a request.
         turn: [n] from 1.
-        first: [n] whether it is its session's first.
+        first: [n] whether the request is the first of its session.
     """
 
     def __init__(self, start_s: Floats, sizes: Int64s) -> None:
@@ -110,27 +110,27 @@ class _Sessions:
         return len(self.owner)
 
     def sums(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[n] each value and those before it in its session, added up."""
+        """Returns [n] the running sum of the values within each session."""
         total = np.cumsum(values)
         before = (total - values)[self._begin]
         summed: NDArray[Any] = total - before[self.owner]
         return summed
 
     def times(self, pauses_s: Floats) -> Floats:
-        """[n] when each request comes, after pauses; those before first requests do not count."""
+        """Returns [n] when each request arrives, given the pause before it; first requests have no pause."""
         times: Floats = self.start_s[self.owner] + self.sums(np.where(self.first, 0.0, pauses_s))
         return times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What all workloads have.
+    """Base of all workloads.
 
     Args:
-        rate_per_s: sessions that begin a second, on average.
+        rate_per_s: sessions that begin per second, on average.
 
     Raises:
-        BadArgument: a parameter outside its range.
+        BadArgument: a parameter is outside its range.
     """
 
     rate_per_s: float = 1.0
@@ -139,22 +139,22 @@ class Workload:
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Names of tenants, of which the first is "": none."""
+        """Names of tenants. The first is "", no tenant."""
         return ("",)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of kinds of requests, of which the first is "": none."""
+        """Names of kinds of requests. The first is "", no kind."""
         return ("", self.kind)
 
     @property
     def in_full(self) -> Workload:
-        """The same with every parameter as it counts: what a trace says of itself."""
+        """The workload with every parameter at its effective value, as a trace's notes state it."""
         return self
 
     @abstractmethod
     def requests(self, seed: np.random.SeedSequence, count: int) -> Requests:
-        """The earliest requests of endless sessions, in the order of time."""
+        """Returns the earliest requests of endless sessions, ordered by time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class _Pure(Workload):
     """Sessions of one kind.
 
     Args:
-        context_tokens: no prompt is longer: a conversation ends before it, other prompts are cut.
+        context_tokens: maximum length of a prompt. A conversation ends before it; other prompts are cut.
     """
 
     context_tokens: int = 131072
@@ -175,9 +175,9 @@ class _Pure(Workload):
         """See `Workload.requests`."""
         sessions = math.ceil(_SESSIONS_MARGIN * count / self._requests_per_session)
         while True:
-            sessions = min(sessions, count)  # as each has one request at least, no more can matter
+            sessions = min(sessions, count)  # each has at least one request, so more sessions cannot matter
             drawn = self._draw(np.random.default_rng(seed), sessions)
-            # What comes before the last session is complete.
+            # Requests before the start of the last session are complete.
             complete = drawn.time_s < drawn.time_s[drawn.turn == 1].max()
             if sessions == count or complete.sum() >= count:
                 return drawn.first(count)
@@ -189,10 +189,10 @@ class _Pure(Workload):
 
     @abstractmethod
     def _draw(self, rng: np.random.Generator, sessions: int) -> Requests:
-        """All requests of so many sessions; those of a session next to each other, in order."""
+        """Draws all requests of this many sessions, grouped by session and in order."""
 
     def _starts(self, rng: np.random.Generator, sessions: int, burst: float = 1.0) -> Floats:
-        """[sessions] when they begin: as many as `burst` together on average, and no more often than the rate."""
+        """Draws [sessions] when they begin: `burst` at a time on average, at the workload's rate."""
         groups = np.repeat(np.arange(sessions), rng.geometric(1 / burst, sessions))[:sessions]
         times: Floats = np.cumsum(rng.exponential(burst / self.rate_per_s, sessions))[groups]
         return times
@@ -209,7 +209,7 @@ def _check_range(name: str, value: float, *, whole: bool = False) -> None:
 
 
 def _lengths(rng: np.random.Generator, median: float | Floats, sigma: float, size: int) -> Int64s:
-    """[size] tokens, 1 or more."""
+    """Draws [size] tokens, 1 or more."""
     return np.ceil(np.minimum(_log_normal(rng, median, sigma, size), _MAX_LENGTH)).astype(np.int64)
 
 
@@ -219,15 +219,15 @@ def _log_normal(rng: np.random.Generator, median: float | Floats, sigma: float, 
 
 
 def _texts(rng: np.random.Generator, index: Int64s) -> Uint64s:
-    """[n] names of contents, of a family that nothing else is of."""
+    """Draws [n] names of contents, distinct from those of every other call."""
     return mix(rng.integers(2**64, dtype=np.uint64) + index.astype(np.uint64) * _GOLDEN)
 
 
 def _popular(rng: np.random.Generator, time_s: Floats, items: int, zipf: float, drift_s: float) -> Int64s:
-    """[n] which item is wanted at each time: by a Zipf law, the k-th likeliest in proportion to 1 / k ** zipf.
+    """Draws [n] the item requested at each time. By Zipf's law, the k-th rank has a weight of 1 / k ** zipf.
 
-    Each rank is held by an item for `drift_s`, then by another; they change one after another, not together. Without
-    drift, item k has rank k.
+    An item holds a rank for `drift_s`, then another item takes it. Ranks change one after another, not together.
+    Without drift, item k has rank k.
     """
     chances = np.cumsum(np.arange(1, items + 1, dtype=np.float64) ** -zipf)
     rank = np.minimum(np.searchsorted(chances, rng.random(len(time_s)) * chances[-1], side="right"), items - 1)
@@ -264,14 +264,14 @@ def _requests(
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversations(_Pure):
-    """Sessions in which every prompt is the one before, its answer, and what is new.
+    """Sessions in which every prompt is the previous one, its answer, and new tokens.
 
     Args:
         prompt_tokens: median length of a system prompt.
-        prompt_sigma: of their lengths.
-        zipf: how unequal the system prompts are in use; 0: all alike.
-        drift_s: how long a system prompt keeps its rank in use; infinite: for ever.
-        length_sigma: of the lengths of questions and answers, or results and calls.
+        prompt_sigma: sigma of these lengths.
+        zipf: exponent of the popularity of system prompts; 0: all equally popular.
+        drift_s: how long a system prompt keeps its rank; infinite: forever.
+        length_sigma: sigma of the lengths of questions and answers, or of results and calls.
     """
 
     prompt_tokens: float = 500.0
@@ -283,7 +283,7 @@ class _Conversations(_Pure):
     def _converse(
         self, rng: np.random.Generator, sessions: _Sessions, time_s: Floats, prompts: int, new: Int64s, answers: Int64s
     ) -> tuple[Requests, Int64s]:
-        """The requests, and which of the system prompts each has."""
+        """Returns the requests, and the index of the system prompt of each."""
         chosen = _popular(rng, sessions.start_s, prompts, self.zipf, self.drift_s)[sessions.owner]
         prompt = _lengths(rng, self.prompt_tokens, self.prompt_sigma, prompts)[chosen]
         prompt = np.minimum(prompt, self.context_tokens)
@@ -297,13 +297,13 @@ class _Conversations(_Pure):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(_Conversations):
-    """People who talk with an assistant, turn by turn, each turn with all that was said before.
+    """People who talk to an assistant, turn by turn; each turn repeats the whole conversation so far.
 
     Args:
-        rate_per_s: chats begun a second.
-        turns: questions of a chat, on average; geometric.
-        think_s: median time from a question to the next: an answer is read, and another question typed.
-        think_sigma: of that time; 1 has one pause in ten of more than 3.6 medians.
+        rate_per_s: chats that begin per second.
+        turns: questions per chat, on average; geometric.
+        think_s: median time between questions, for reading the answer and typing the next question.
+        think_sigma: sigma of that time; at 1, one pause in ten is longer than 3.6 medians.
         question_tokens: median length: a few sentences.
         answer_tokens: median length: a few paragraphs.
         prompts: system prompts of the service: a few versions and languages.
@@ -335,14 +335,14 @@ class Chat(_Conversations):
 
 @dataclass(frozen=True, kw_only=True)
 class Tenants(Chat):
-    """Chats with the assistants of many tenants, each with a system prompt of its own, a few of them much used.
+    """Chats with the assistants of many tenants, each with its own system prompt; a few tenants are popular.
 
     Args:
-        rate_per_s: chats begun a second.
+        rate_per_s: chats that begin per second.
         prompts: tenants.
-        prompt_tokens: a tenant's instructions and examples are longer than a general assistant's.
-        turns: shorter talks, as with a shop's help.
-        zipf: 1 is Zipf's own law: the second is half as much used as the first.
+        prompt_tokens: longer than for a general assistant, because of a tenant's instructions and examples.
+        turns: fewer than in general chats, as with a shop's support.
+        zipf: 1 is Zipf's law proper: the second tenant has half as many chats as the first.
     """
 
     kind = "tenants"
@@ -363,20 +363,20 @@ class Tenants(Chat):
 
 @dataclass(frozen=True, kw_only=True)
 class Agents(_Conversations):
-    """Programs that work on a task by calling tools: long contexts that grow step by step, at short intervals.
+    """Programs that work on a task by calling tools: long contexts that grow step by step at short intervals.
 
     Args:
-        rate_per_s: tasks begun a second; each is many requests.
-        burst: tasks that begin together, on average, as a program starts several; geometric.
-        steps: requests of a task, on average; geometric.
-        tool_s: median time from one request to the next: the call is written, and the tool runs.
-        tool_sigma: of that time; tests and searches take far longer than reading a file.
-        task_tokens: median length of what is asked for.
-        result_tokens: median length of what a tool gives back.
+        rate_per_s: tasks that begin per second; each is many requests.
+        burst: tasks that begin together, on average, because a program starts several; geometric.
+        steps: requests per task, on average; geometric.
+        tool_s: median time between requests, for generating the call and running the tool.
+        tool_sigma: sigma of that time; tests and searches take far longer than reading a file.
+        task_tokens: median length of the task.
+        result_tokens: median length of a tool's result.
         call_tokens: median length of an answer, which is mostly a call.
         prompts: kinds of agent, each with its own system prompt.
-        prompt_tokens: instructions and the descriptions of all tools.
-        length_sigma: of results and calls; results differ more than talk.
+        prompt_tokens: median length of the instructions and the descriptions of all tools.
+        length_sigma: sigma of the lengths of results and calls; these vary more than in chats.
     """
 
     kind = "agents"
@@ -408,22 +408,22 @@ class Agents(_Conversations):
 
 @dataclass(frozen=True, kw_only=True)
 class Documents(_Pure):
-    """Questions about documents, of which some are much read: every question has the whole document in front of it.
+    """Questions about documents, some of them popular; every prompt repeats the whole document before the question.
 
     Args:
-        rate_per_s: visits a second: somebody opens a document, and asks.
-        documents: how many there are.
-        zipf: how unequal they are in use; somewhat less than words are.
-        drift_s: how long a document keeps its rank in use; infinite: for ever.
-        document_tokens: median length: about ten pages.
-        document_sigma: of their lengths.
-        questions: of a visit, on average; geometric.
-        think_s: median time from one question to the next.
-        think_sigma: of that time.
+        rate_per_s: visits per second; in a visit, a user opens a document and asks about it.
+        documents: number of documents.
+        zipf: exponent of their popularity; somewhat lower than for words.
+        drift_s: how long a document keeps its rank; infinite: forever.
+        document_tokens: median length: about ten printed pages.
+        document_sigma: sigma of these lengths.
+        questions: questions per visit, on average; geometric.
+        think_s: median time between questions.
+        think_sigma: sigma of that time.
         question_tokens: median length.
         answer_tokens: median length.
-        length_sigma: of questions and answers.
-        prompt_tokens: the one system prompt.
+        length_sigma: sigma of the lengths of questions and answers.
+        prompt_tokens: length of the one system prompt.
     """
 
     kind = "documents"
@@ -463,18 +463,18 @@ class Documents(_Pure):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(_Pure):
-    """Few long system prompts with many users, each of whom asks once.
+    """A few long system prompts with many users, each of whom asks once.
 
     Args:
-        rate_per_s: requests a second.
-        prompts: how many system prompts there are.
-        zipf: how unequal they are in use.
-        drift_s: how long a system prompt keeps its rank in use; infinite: for ever.
+        rate_per_s: requests per second.
+        prompts: number of system prompts.
+        zipf: exponent of their popularity.
+        drift_s: how long a system prompt keeps its rank; infinite: forever.
         prompt_tokens: median length: instructions with examples.
-        prompt_sigma: of their lengths.
+        prompt_sigma: sigma of these lengths.
         question_tokens: median length.
         answer_tokens: median length.
-        length_sigma: of questions and answers.
+        length_sigma: sigma of the lengths of questions and answers.
     """
 
     kind = "prompts"
@@ -503,15 +503,15 @@ class Prompts(_Pure):
 
 @dataclass(frozen=True, kw_only=True)
 class BestOfN(_Pure):
-    """Problems of which several answers are sampled at once: equal prompts at one time, and never again.
+    """Problems with several answers sampled at once: equal prompts arrive together, and never again.
 
     Args:
-        rate_per_s: problems a second.
-        samples: answers of a problem.
-        prompt_tokens: the one system prompt.
+        rate_per_s: problems per second.
+        samples: answers per problem.
+        prompt_tokens: length of the one system prompt.
         problem_tokens: median length.
-        answer_tokens: median length: worked out step by step.
-        length_sigma: of problems and answers.
+        answer_tokens: median length: reasoning step by step.
+        length_sigma: sigma of the lengths of problems and answers.
     """
 
     kind = "best-of-n"
@@ -541,14 +541,14 @@ class BestOfN(_Pure):
 
 @dataclass(frozen=True, kw_only=True)
 class Mix(Workload):
-    """Several workloads at a time.
+    """Several workloads at the same time.
 
     Args:
-        rate_per_s: sessions that begin a second, all parts together; the rates of the parts do not count.
-        parts: workloads with their weights: the share of the sessions that each has.
+        rate_per_s: sessions that begin per second over all parts; the rates of the parts are ignored.
+        parts: workloads, each with its weight among the sessions.
 
     Raises:
-        BadArgument: no parts, or a weight that is not above 0.
+        BadArgument: there are no parts, or a weight is not above 0.
     """
 
     kind = "mix"
@@ -593,7 +593,7 @@ class Mix(Workload):
 
 
 def _numbered_from(requests: Requests, tenant: int, kind: int, chat: int) -> Requests:
-    """With numbers that those before do not use; what is none stays none."""
+    """Shifts indices past those of the previous parts; "none" stays as it is."""
     return replace(
         requests,
         tenant=np.where(requests.tenant > 0, requests.tenant + tenant, 0),
@@ -618,14 +618,14 @@ WORKLOADS: Mapping[str, type[Workload]] = {
 
 
 def parse_workload(text: str, settings: Mapping[str, str]) -> Workload:
-    """A workload as people write it.
+    """Parses a workload.
 
     Args:
         text: a name of `WORKLOADS`, or several with weights: "chat=3,agents=1".
-        settings: parameters by name, as text; in a mix, "chat.turns" is one of a part, "rate_per_s" the mix's.
+        settings: parameters by name, as text. In a mix, "chat.turns" is a part's parameter, "rate_per_s" the mix's.
 
     Raises:
-        BadArgument: a name or a value that cannot be.
+        BadArgument: a name is unknown, or a value is invalid.
     """
     weights = [each.partition("=") for each in text.split(",")]
     names = [name.strip() for name, _, _ in weights]
@@ -670,16 +670,16 @@ def _number(name: str, text: str, *, whole: bool = False) -> Any:
 
 
 def generate(workload: Workload, requests: int, *, seed: int = 0, block_size: int = BLOCK_SIZE) -> Trace:
-    """A trace of a workload.
+    """Generates a trace of a workload.
 
     Args:
-        workload: what is asked, and when.
-        requests: how many.
-        seed: 0 or more; equal ones give equal traces.
-        block_size: tokens a block.
+        workload: the workload.
+        requests: number of requests.
+        seed: 0 or more; equal seeds give equal traces.
+        block_size: tokens per block.
 
     Raises:
-        BadArgument: a number outside its range.
+        BadArgument: a number is outside its range.
     """
     check_integer("requests", requests, 1, 10**9)
     check_integer("seed", seed, 0, 2**63 - 1)
@@ -691,12 +691,12 @@ def generate(workload: Workload, requests: int, *, seed: int = 0, block_size: in
         name=f"{workload.kind}, seed {seed}",
         tenants=workload.tenants,
         kinds=workload.kinds,
-        notes=(f"Made up, not recorded, with seed {seed} and NumPy {np.__version__}: {workload.in_full}.",),
+        notes=(f"Generated, not recorded, with seed {seed} and NumPy {np.__version__}: {workload.in_full}.",),
     )
 
 
 def _batches(requests: Requests, block_size: int) -> Iterator[Batch]:
-    """So many requests at a time that their blocks are about as many."""
+    """Splits the requests into batches of about `_BATCH_BLOCKS` blocks."""
     ends = np.cumsum(-(-requests.lengths.sum(axis=1) // block_size))
     cuts = np.flatnonzero(np.diff(ends // _BATCH_BLOCKS)) + 1
     for start, stop in zip([0, *cuts], [*cuts, len(requests)], strict=True):
@@ -723,10 +723,10 @@ def _batch(requests: Requests, block_size: int) -> Batch:
 
 
 def _names(requests: Requests, owner: Int64s, end: Int64s) -> Uint64s:
-    """[blocks] a hash of a prompt up to each block's end.
+    """Returns [blocks] a hash of the prompt up to each block's end.
 
-    That is of the contents and lengths of all places before the one in which the block ends, of that one's content, and
-    of where the block ends. How long that content goes on does not count: another prompt may have more of it.
+    The hash covers the contents and lengths of all places before the one in which the block ends, the content of that
+    place, and where the block ends. The length of that content does not count: another prompt may take more of it.
     """
     names = np.zeros(len(end), np.uint64)
     before = np.zeros(len(requests), np.uint64)

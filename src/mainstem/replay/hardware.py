@@ -1,7 +1,7 @@
-"""What devices can do: arithmetic, memory and links, as their makers state them. A table; nothing is measured here.
+"""Arithmetic, memory and link rates of devices, as their makers state them. A table; nothing is measured here.
 
-Rates are peaks without sparsity; how much of them prefill reaches is an assumption of the plan, not of this table. A
-link is one direction of what connects a device to its host's memory.
+Rates are peaks without sparsity. The fraction that prefill reaches is an assumption of the plan, not of this table. A
+link rate is that of one direction between a device and its host's memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Device:
     """One accelerator.
 
     Args:
-        name: as on the command line.
-        memory_bytes: its own.
-        memory_bytes_per_s: of that memory.
-        bf16_flops_per_s: dense, with sums in fp32.
-        fp8_flops_per_s: the same of 8 bits; None: it has none.
-        host_bytes_per_s: to host memory, one direction.
-        source: where the figures are from.
+        name: its name on the command line.
+        memory_bytes: bytes of device memory.
+        memory_bytes_per_s: bandwidth of that memory.
+        bf16_flops_per_s: dense peak rate, accumulated in fp32.
+        fp8_flops_per_s: the same for fp8; None: not supported.
+        host_bytes_per_s: bandwidth to host memory, one direction.
+        source: source of the figures.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Device:
     source: str
 
     def flops_per_s(self, weights_dtype: str) -> float:
-        """Peak rate of matrices whose weights are of that type; what is narrower than fp8 is widened to bf16."""
+        """Returns the peak rate for weights of a type; types narrower than fp8 are widened to bf16."""
         eight = weights_dtype == "fp8" and self.fp8_flops_per_s is not None
         rate = self.fp8_flops_per_s if eight else self.bf16_flops_per_s
         assert rate is not None
@@ -76,18 +76,18 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         )
     }
 )
-"""Devices by name."""
+"""All devices by name."""
 
 
 def find_device(device: str | Device) -> Device:
-    """The device of that name, or the object itself.
+    """Returns the device of this name, or the object itself.
 
     Raises:
-        BadArgument: there is none of that name.
+        BadArgument: there is no device of this name.
     """
     if isinstance(device, Device):
         return device
     if device.lower() not in DEVICES:
-        own = "for another, the nearest of them with --flops, --device-memory, --bandwidth-device and --bandwidth-host"
+        own = "for another, the closest one with --flops, --device-memory, --bandwidth-device and --bandwidth-host"
         raise BadArgument("gpu", device, f"one of {', '.join(DEVICES)}; {own}")
     return DEVICES[device.lower()]

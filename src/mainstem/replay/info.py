@@ -1,13 +1,13 @@
-"""What a trace is like: how much of it a cache could find at all, how soon blocks are used again, who shares them.
+"""Statistics of a trace: the best possible hit rate, how soon blocks are reused, and how they are shared.
 
 Reuse distances are those of LRU over leaves (Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage
-hierarchies", 1970): the blocks of a request count as used from the deepest to the first, so that no block goes before
-those below it. Between two uses of a block lie as many others as its distance says, and LRU finds it again if it has
-room for more than these. So the cumulated distances are LRU's hit rate at every capacity.
+hierarchies", 1970). The blocks of a request count as used from the deepest to the first, so no block is evicted before
+those below it. The distance of a use is the number of other blocks used since the previous use. LRU hits if it has room
+for more blocks than that, so the cumulative distribution of distances is LRU's hit rate at every capacity.
 
-Of a large trace, distances and times are those of a sample of its blocks, chosen by a hash of their names, and scaled
-(Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST 2015). The result says so. All
-else is counted over the whole trace.
+For a large trace, distances and times come from a sample of its blocks, chosen by a hash of their names, and are scaled
+(Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST 2015). The result says so.
+Everything else is counted over the whole trace.
 
 Knows traces; knows no policies, and drives no cache.
 """
@@ -25,12 +25,12 @@ from mainstem.errors import check_integer
 from mainstem.replay.trace import Batch, Int64s, Seen, Trace, Uint64s, mix
 
 SAMPLE = 1 << 20
-"""Uses of blocks that distances are counted over; of a trace with more, a part of the blocks is taken."""
+"""Number of block uses to count distances over. A trace with more is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of one number over all requests."""
+    """Mean and quantiles of one number over all requests."""
 
     mean: float
     p50: float
@@ -41,16 +41,16 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests that have something in common.
+    """The requests of one tenant, one kind or one turn.
 
     Args:
-        name: what that is.
-        requests: how many.
-        input_tokens: of their prompts.
-        output_tokens: of their answers.
-        blocks: of their prompts.
-        block_hit_rate: share of their blocks that an infinite cache, used by all, would have found.
-        token_hit_rate: share of their prompts' tokens, alike.
+        name: the tenant, kind or turn.
+        requests: number of requests.
+        input_tokens: tokens of their prompts.
+        output_tokens: tokens of their answers.
+        blocks: blocks of their prompts.
+        block_hit_rate: share of these blocks that an infinite cache, shared by all requests, would hit.
+        token_hit_rate: the same share of their prompts' tokens.
     """
 
     name: str
@@ -64,13 +64,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """How often blocks are used again at a distance in [low, high), in distinct blocks.
+    """Reuses of blocks at a distance in [low, high), counted in distinct blocks.
 
     Args:
-        low: the least distance.
-        high: what it stays below.
-        uses: how many, of all uses of blocks; scaled, if sampled.
-        lru_hit_rate: share of all uses with a distance below `high`: what LRU with room for `high` blocks finds.
+        low: minimum distance.
+        high: upper bound of the distance, exclusive.
+        uses: number of such uses; scaled if sampled.
+        lru_hit_rate: share of all uses with a distance below `high`: the hit rate of LRU with room for `high` blocks.
     """
 
     low: int
@@ -81,7 +81,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How often a block is used again after a time in [low_s, high_s); scaled, if sampled."""
+    """Reuses of blocks after a time in [low_s, high_s); scaled if sampled."""
 
     low_s: float
     high_s: float
@@ -93,11 +93,11 @@ class Depth:
     """Blocks with [low, high) blocks above them.
 
     Args:
-        low: the least depth; 0 is the first block of a prompt.
-        high: what it stays below.
-        uses: of blocks there.
-        distinct_blocks: different ones among them.
-        sharing: requests that use one of them, in the mean.
+        low: minimum depth; 0 is the first block of a prompt.
+        high: upper bound of the depth, exclusive.
+        uses: uses of blocks at this depth.
+        distinct_blocks: distinct blocks among them.
+        sharing: mean number of requests that use one of them.
     """
 
     low: int
@@ -109,31 +109,31 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class TraceInfo:
-    """What a trace is like. Lists are empty where the trace says nothing.
+    """Statistics of a trace. Lists are empty where the trace has no such data.
 
     Args:
-        trace: its name.
-        block_size: tokens a block.
-        requests: how many.
-        span_s: from the first to the last.
-        input_tokens: of all prompts.
-        output_tokens: of all answers.
+        trace: name of the trace.
+        block_size: tokens per block.
+        requests: number of requests.
+        span_s: seconds from the first request to the last.
+        input_tokens: tokens of all prompts.
+        output_tokens: tokens of all answers.
         blocks: uses of blocks.
-        distinct_blocks: different blocks.
-        block_hit_rate: share of the uses that an infinite cache would have found.
-        token_hit_rate: share of the prompts' tokens, alike.
-        prompt_tokens: of a request.
-        answer_tokens: of a request.
-        sampled: share of the blocks that `reuses` and `waits` are counted over; 1.0 is exact.
-        reuses: by distance.
-        waits: by time.
-        depths: by depth.
-        tenants: a group each, those with the most blocks first.
-        kinds: alike.
-        turns: alike, in their order.
-        chats: conversations known.
-        chat_requests: requests of a conversation; None without one.
-        notes: how the trace was read.
+        distinct_blocks: distinct blocks.
+        block_hit_rate: share of these uses that an infinite cache would hit.
+        token_hit_rate: the same share of the prompts' tokens.
+        prompt_tokens: prompt tokens per request.
+        answer_tokens: answer tokens per request.
+        sampled: share of the blocks over which `reuses` and `waits` are counted; 1.0 is exact.
+        reuses: reuses by distance.
+        waits: reuses by time.
+        depths: uses by depth.
+        tenants: one group per tenant, those with the most blocks first.
+        kinds: one group per kind, in the same order.
+        turns: one group per turn, by turn.
+        chats: number of conversations.
+        chat_requests: requests per conversation; None without conversations.
+        notes: notes about how the trace was read.
     """
 
     trace: str
@@ -161,12 +161,12 @@ class TraceInfo:
 
 
 def info(trace: Trace, *, sample: int = SAMPLE) -> TraceInfo:
-    """Reads a trace twice, and says what it is like.
+    """Reads a trace twice and returns its statistics.
 
     Args:
-        trace: any.
-        sample: uses of blocks that distances and times are counted over, about; of a trace with no more
-            than that they are exact. Takes some 128 bytes a use meanwhile.
+        trace: any trace.
+        sample: approximate number of block uses to count distances and times over. Both are exact for a trace with no
+            more uses than that. Takes about 128 bytes per use while it runs.
 
     Raises:
         BadArgument: sample is below 1.
@@ -212,7 +212,7 @@ _POWERS = 2 ** np.arange(62)
 
 
 class _Sums:
-    """Adds up batches. An infinite cache finds every use of a block but the first."""
+    """Adds up batches. An infinite cache hits on every use of a block but the first."""
 
     def __init__(self, trace: Trace) -> None:
         self._block_size = trace.block_size
@@ -249,7 +249,7 @@ class _Sums:
         return _group("", self._groups["kind"].sum(axis=1))
 
     def groups(self, column: str, names: Sequence[str]) -> tuple[Group, ...]:
-        """A group for each name with requests; those without a name alone are no group."""
+        """Returns a group for each name with requests; none if no request has a name."""
         table = self._groups[column]
         if not table[0, 1:].any():
             return ()
@@ -284,7 +284,7 @@ def _quantiles(column: NDArray[Any]) -> Quantiles:
 
 
 def _bins(numbers: NDArray[Any]) -> Int64s:
-    """Bin 0 is [0, 1), bin b is [2**(b - 1), 2**b)."""
+    """Returns the bin of each number: bin 0 is [0, 1), bin b is [2**(b - 1), 2**b)."""
     return np.searchsorted(_POWERS, numbers, side="right").astype(np.int64)
 
 
@@ -300,9 +300,9 @@ class _Uses:
     """Uses of blocks, those of one request from the deepest to the first.
 
     Args:
-        blocks: [n] what is used.
-        owners: [n] by which request, never falling.
-        last: [n] the use of the same block before; -1: none.
+        blocks: [n] the block.
+        owners: [n] the request that uses it, non-decreasing.
+        last: [n] index of the previous use of the same block; -1: none.
     """
 
     blocks: Uint64s
@@ -313,10 +313,10 @@ class _Uses:
         return len(self.blocks)
 
     def distances(self) -> Int64s:
-        """Of each use that is not the first: blocks used since the last time, up to the request that uses it now.
+        """Returns, for each reuse, the blocks used since the previous use, up to the request of this one.
 
-        Of the uses j before use i, last[j] <= last[i] holds for all up to last[i], once for each block used since, and
-        for the deeper blocks of the same request, as who uses them uses this one too. So counting these is enough.
+        Among the uses j before use i, last[j] <= last[i] holds for all up to last[i], once for each block used since,
+        and for the deeper blocks of the same request, because their last request used this block too. This counts them.
         """
         again = np.flatnonzero(self.last >= 0)
         starts = np.searchsorted(self.owners, self.owners[again], side="left")
@@ -324,13 +324,13 @@ class _Uses:
         return np.maximum(since, 0)
 
     def waits(self, time_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of the same uses: seconds since the last time."""
+        """Returns, for the same reuses, the seconds since the previous use."""
         again = np.flatnonzero(self.last >= 0)
         return time_s[self.owners[again]] - time_s[self.owners[self.last[again]]]
 
 
 def _uses(trace: Trace, limit: int) -> tuple[_Uses, float]:
-    """Uses of all blocks, or of a share of the blocks, and that share: a power of two."""
+    """Returns the uses of all blocks, or of a share of the blocks, and that share: a power of two."""
     bits = max(0, -(-len(trace.whole.blocks) // limit) - 1).bit_length()
     blocks, owners, requests = [], [], 0
     for batch in trace.batches():
@@ -353,21 +353,21 @@ def _last(blocks: Uint64s) -> Int64s:
 
 
 def _not_above_before(values: Int64s) -> Int64s:
-    """Of each value from 0 on, how many before it are not above it; all of these differ.
+    """Returns, for each value from 0 up, how many values before it are not above it; these values are distinct.
 
-    Sorts runs of 1, 2, 4, ... values: where two runs become one, those of the right run learn how many of the left one
-    are not above them. O(n log(n) ** 2), in whole arrays.
+    Merge sort: where two sorted runs become one, each value of the right run counts those of the left run that are not
+    above it. O(n log(n) ** 2), in whole arrays.
     """
     n = len(values)
     size = 1 << max(n - 1, 0).bit_length()
     runs = np.full(size, n, np.int64)
     runs[:n] = values
-    counts = np.zeros(n + 2, np.int64)  # by value; n and -1, of which none asks, last
+    counts = np.zeros(n + 2, np.int64)  # by value; n and -1, which are never read, come last
     width = 1
     while width < size:
         pairs = runs.reshape(-1, 2, width)
         at = np.arange(len(pairs))[:, np.newaxis]
-        left, right = (pairs[:, side] + at * (n + 2) for side in (0, 1))  # apart, so that all are one sorted array
+        left, right = (pairs[:, side] + at * (n + 2) for side in (0, 1))  # offset, so that all form one sorted array
         found = np.searchsorted(left.ravel(), right.ravel(), side="right").reshape(right.shape) - at * width
         counts[pairs[:, 1]] += found
         width *= 2

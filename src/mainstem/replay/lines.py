@@ -1,6 +1,6 @@
-"""Lines of a file or of standard input, compressed (xz, gzip, zstd) or not, with their numbers; never all at once.
+"""Streams numbered lines from a file or from standard input, compressed (xz, gzip, zstd) or not.
 
-How a file is compressed is told by its first bytes, not by its name. Knows nothing of what a line says.
+Detects the compression by the first bytes of a file, not by its name. Knows nothing about the contents of a line.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mainstem.imports import needs
 from mainstem.replay.trace import TraceError
 
 MAX_LINE_BYTES = 64 << 20
-"""A line is read no further than that: a prompt of a million tokens has some 8 MB."""
+"""Maximum length of a line; the rest is dropped. A prompt of a million tokens has about 8 MB."""
 
 Progress = Callable[[int, int], None]
-"""Told now and then: bytes of the file read, and all of them; 0 where that is unknown."""
+"""Called now and then with the bytes read and the bytes of the file (0: unknown)."""
 
 _BOM = b"\xef\xbb\xbf"
-_FRAME_INPUT = 4096  # decompressed in one go, so not more: a few hundred bytes can become a megabyte
+_FRAME_INPUT = 4096  # small, because it is decompressed at once: a few hundred bytes can become a megabyte
 
 
 class Source:
-    """A file that is read once, from its front.
+    """A file that is read once, from the start.
 
     Args:
-        path: of the file; "-" is standard input.
+        path: path of the file; "-" is standard input.
         progress: see `Progress`.
 
     Raises:
         OSError: it cannot be opened.
         TraceError: it is damaged, or standard input is closed.
-        BackendUnavailable: it is compressed with zstd, and the package for it is missing.
+        BackendUnavailable: it is compressed with zstd, and the package zstandard is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
@@ -51,7 +51,7 @@ class Source:
             self._file = _standard_input() if self.name == "-" else undo.enter_context(open(self.name, "rb"))
             status = None if self.name == "-" else os.fstat(self._file.fileno())
             self._size = 0 if status is None else status.st_size
-            self._again = status is not None and stat.S_ISREG(status.st_mode)  # it can be opened once more
+            self._again = status is not None and stat.S_ISREG(status.st_mode)  # whether it can be opened again
             self._unpack()
             self._close = undo.pop_all()
 
@@ -62,10 +62,10 @@ class Source:
         self._close.close()
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Lines with their numbers, from 1; blank ones are left out. One that is too long is cut there.
+        """Yields lines with their numbers, from 1. Skips blank lines, and cuts lines that are too long.
 
         Raises:
-            TraceError: the compressed data is damaged or cut short.
+            TraceError: the compressed data is damaged or truncated.
             OSError: it cannot be read.
         """
         number = 0
@@ -78,7 +78,7 @@ class Source:
                 yield number, line
 
     def copy(self, target: IO[bytes]) -> None:
-        """Writes all of it, decompressed. Raises as `lines` does."""
+        """Writes the decompressed contents to `target`. Raises what `lines` raises."""
         while data := self._guarded(0, lambda: self._stream.read(1 << 20)):
             target.write(data)
 
@@ -105,7 +105,7 @@ class Source:
             raise self._damaged(number, error) from error
 
     def _damaged(self, number: int, error: Exception) -> TraceError:
-        where = f" behind line {number}" if number else ""
+        where = f" after line {number}" if number else ""
         return TraceError(f"{self.name} is damaged or cut short{where}: {error}", number or None)
 
 
@@ -116,7 +116,7 @@ def _standard_input() -> IO[bytes]:
 
 
 class _Raw(io.RawIOBase):
-    """A stream made of a function that gives up to so many bytes, and none at the end; pushed-back bytes first."""
+    """A stream over a function that returns up to n bytes, and none at the end; pushed-back bytes come first."""
 
     def __init__(self, take: Callable[[int], bytes], pushed: bytes = b"") -> None:
         self._take = take
@@ -133,16 +133,16 @@ class _Raw(io.RawIOBase):
 
 
 class _Frames:
-    """Decompresses frame after frame, and says so when the last one is not whole, or is none."""
+    """Decompresses frame after frame; raises if the last frame is incomplete or is not a frame."""
 
     def __init__(self, source: IO[bytes], begin: Callable[[], Any], padding: bytes = b"") -> None:
         self._source = source
         self._begin = begin
-        self._padding = padding  # what may stand between frames
+        self._padding = padding  # allowed between frames
         self._frame: Any = None
 
     def take(self, size: int) -> bytes:
-        """The next bytes, however many; none at the end."""
+        """Returns the next bytes, in any number; none at the end."""
         del size
         out = b""
         while not out and (data := self._source.read(_FRAME_INPUT)):
@@ -152,12 +152,12 @@ class _Frames:
                 data = self._frame.unused_data if self._frame.eof else b""
                 self._frame = None if self._frame.eof else self._frame
         if not out and self._frame is not None:
-            raise EOFError("the last frame is not whole")
+            raise EOFError("the last frame is incomplete")
         return out
 
 
 def _xz(source: IO[bytes]) -> io.RawIOBase:
-    """`lzma.LZMAFile` takes what stands behind the last frame for nothing, whatever it is."""
+    """Decompresses xz. Not with `lzma.LZMAFile`, which silently ignores anything after the last frame."""
     return _Raw(_Frames(source, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=b"\0").take)
 
 
@@ -176,7 +176,7 @@ def _zstd(source: IO[bytes]) -> io.RawIOBase:
 
 
 def _front(raw: io.RawIOBase | IO[bytes]) -> tuple[bytes, IO[bytes]]:
-    """The first 8 bytes of a stream, and the stream with them."""
+    """Returns the first 8 bytes of a stream, and the stream including them."""
     head = b""
     while len(head) < 8 and (data := raw.read(8 - len(head))):
         head += data

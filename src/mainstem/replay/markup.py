@@ -1,6 +1,6 @@
-"""HTML and SVG as strings, where text is escaped unless it is markup already.
+"""HTML and SVG as strings; text is escaped unless it is already markup.
 
-Knows no page and no picture.
+Knows no report and no chart.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ _VOID = ("br", "input", "meta")
 
 
 class Markup(str):
-    """Text that is markup, and goes into a page as it is."""
+    """Text that is already markup, and is not escaped."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: str, **attributes: str | float) -> Markup:
-    """An element.
+    """Returns an element.
 
     Args:
-        children: what is no `Markup` is escaped.
-        attributes: `class_` stands for class, `stroke_width` for stroke-width.
+        children: contents; anything but `Markup` is escaped.
+        attributes: `class_` becomes class, `stroke_width` becomes stroke-width.
 
     >>> tag("p", "1 < 2", class_="note")
     '<p class="note">1 &lt; 2</p>'
@@ -35,7 +35,7 @@ def tag(name: str, /, *children: str, **attributes: str | float) -> Markup:
 
 
 def join(*parts: str) -> Markup:
-    """Parts one after another; what is no `Markup` is escaped."""
+    """Concatenates parts; anything but `Markup` is escaped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 

@@ -1,8 +1,8 @@
-"""The best that any policy could have done with a trace: Belady's rule, with eviction of leaves only.
+"""The best hit rate that any policy could reach on a trace: Belady's rule, restricted to leaves.
 
-What is used again latest is evicted first. It is exact for blocks of one size: no order of eviction has more hits at
-this capacity. It knows the future, so it is a mark to measure policies by, and none itself. The loop is in
-core/csrc/optimum.cpp.
+Evicts the block whose next use is furthest in the future. This is exact for blocks of one size: no order of eviction
+has more hits at the same capacity. It knows the future, so it is a bound for policies and not itself a policy. The loop
+is in core/csrc/optimum.cpp.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from mainstem.replay.rows import Flops, Row, Tally, TierCounts
 from mainstem.replay.trace import Trace
 
 NAME = "opt"
-"""What it is called among policies."""
+"""Its name among the policies."""
 
 
 class Optimum:
-    """The offline optimum of a trace, at any number of capacities; `replay` may be called from several threads.
+    """The offline optimum of a trace, at any number of capacities. `replay` may be called from several threads.
 
-    Takes 8 bytes a block access beside the trace, as it must know when each block comes again.
+    Takes 8 bytes per block access besides the trace, because it stores when each block is used next.
 
     Args:
-        trace: read once, here, and once for each capacity.
+        trace: read once here, and once for each capacity.
 
     >>> from mainstem.replay.trace import Batch
     >>> trace = Trace.of(Batch.of([[1], [2], [3], [1], [2]]))
@@ -41,7 +41,7 @@ class Optimum:
         self._core.finish()
 
     def hit_blocks(self, capacity_blocks: int) -> NDArray[np.int64]:
-        """[requests] blocks that each request hits.
+        """Returns [requests] blocks that each request hits.
 
         Raises:
             BadArgument: the capacity is below 1.
@@ -49,7 +49,7 @@ class Optimum:
         return self._run(capacity_blocks)[0].astype(np.int64)
 
     def replay(self, capacity_blocks: int, *, flops: Flops | None = None) -> Row:
-        """The row of this capacity.
+        """Returns the row of this capacity.
 
         Raises:
             BadArgument: the capacity is below 1.

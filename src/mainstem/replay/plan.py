@@ -1,21 +1,21 @@
-"""What to buy: a trace, a model and a device, and what each mix of memory would have given.
+"""Plans what memory to buy: for a trace, a model and a device, computes the effect of each mix of memory.
 
-    reach of a tier    write_through    device    max(device, host)    max(device, host, storage)    below lie copies
-    in bytes           write_back       device    device + host        device + host + storage       below lies the rest
+    reach of a tier    write_through    device    max(device, host)    max(device, host, storage)    lower: copies
+    in bytes           write_back       device    device + host        device + host + storage       lower: the rest
 
     a request           |<- device hits ->|<- host hits ->|<- storage hits ->|<- computed ------->|
                          0                 loaded          loaded             prefill              first token
 
-One replay of the real tree at each reach says how long a prefix of each request is found within it; what the next tier
-finds beyond that is that tier's. This is exact for lru, where a larger cache holds all that a smaller one does.
+One replay of the real tree at each reach gives the prefix of each request that is found within it. What only the next
+reach finds belongs to the next tier. This is exact for lru, where a larger cache holds all that a smaller one does.
 
     time to first token = overhead + bytes loaded / bandwidth + max(FLOPs / (peak x mfu), weights / memory bandwidth)
 
-The knee of the curve of FLOPs saved over memory bought is where saved - price x memory is largest: no amount of memory
-beyond it brings more than the price a gigabyte, on average (a point of the upper hull, where the slope falls below it).
+The curve of FLOPs saved over memory bought has its knee where saved - price x memory is largest. No amount beyond it
+saves more than the price per gigabyte, on average (a point of the upper hull, where the slope falls below the price).
 
-Left out: decoding and what it takes from prefill, batching of prompts, transfers that overlap with computing, networks
-between replicas, KV of answers. Knows `ModelShape` and `Device`, and of the simulation only how many blocks each
+Left out: decoding and its share of the device, batching of prompts, transfers that overlap with computing, networks
+between replicas, KV of answers. Knows `ModelShape` and `Device`. Of the simulation, it knows only how many blocks each
 request hits at a capacity.
 """
 
@@ -31,34 +31,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
-from mainstem.replay.assumptions import MOST_GPUS, Assumptions, Memory
+from mainstem.replay.assumptions import MAX_GPUS, Assumptions, Memory
 from mainstem.replay.costs import Floats, ModelShape, dtype_bytes
 from mainstem.replay.hardware import Device
 from mainstem.replay.trace import Trace
 
 Int64s: TypeAlias = NDArray[np.int64]
 Hits: TypeAlias = Callable[[int], Int64s]
-"""Blocks that each request of a trace finds in a cache of so many blocks."""
+"""Returns the blocks that each request of a trace hits in a cache with a capacity of this many blocks."""
 
-_CURVE_POINTS = 24  # a factor of the square root of 2 apart
+_CURVE_POINTS = 24  # each larger by a factor of the square root of 2
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model on its devices, in the figures that the plan reckons with; rates are those reached.
+    """A model on its devices, in the figures that the plan computes with. Rates are achieved rates.
 
     Args:
-        gpus: of a replica.
+        gpus: devices per replica.
         kv_copies: devices of a replica that keep the same KV.
-        cache_bytes: left for KV on all devices together, each copy but one taken off.
-        flops_per_s: of a replica.
-        weight_bytes: of a parameter.
-        weights_bytes_per_s: from the devices' own memory, all of a replica together.
-        host_bytes_per_s: from host memory, all devices of a replica together, each copy but one taken off.
-        storage_bytes_per_s: 0 without storage.
-        token_bytes: that loading a cached token brings.
-        end_bytes: that loading brings once: the windows' and states' part.
-        block_bytes: that a cached block takes, its share of windows and states included.
+        cache_bytes: memory for KV on all devices together, counting each copy once.
+        flops_per_s: FLOPs per second of a replica.
+        weight_bytes: bytes per parameter.
+        weights_bytes_per_s: read rate from device memory, all devices of a replica together.
+        host_bytes_per_s: read rate from host memory, all devices of a replica together, counting each copy once.
+        storage_bytes_per_s: read rate from storage; 0 without storage.
+        token_bytes: bytes to load per cached token.
+        end_bytes: bytes to load once per prompt, for windows and states.
+        block_bytes: bytes of a cached block, including its share of windows and states.
     """
 
     gpus: int
@@ -76,28 +76,28 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One mix of tiers. Rates and shares lie between 0 and 1; hit rates are of input tokens.
+    """One mix of tiers. Rates and shares are from 0 to 1; hit rates are shares of the input tokens.
 
     Args:
-        host_bytes: bought.
-        storage_bytes: bought.
+        host_bytes: host memory bought.
+        storage_bytes: storage bought.
         device_hit_rate: found on the device.
         host_hit_rate: found in host memory and not above.
         storage_hit_rate: found in storage and not above.
-        token_hit_rate: all three.
-        block_hit_rate: of block accesses, as `mainstem replay` counts.
-        ttft_mean_s: time to first token.
-        ttft_p90_s: nine requests in ten have theirs sooner.
-        slo_share: requests whose first token comes in time; None without a limit.
-        slo_met: whether these are as many as asked for.
-        flops: of all prefills.
-        flops_saved_share: of what they are without a cache.
-        gpu_hours: of all prefills, at the rate reached.
-        gpu_hours_saved: of those without a cache.
-        busy: part of the trace's span that a replica computes; above 1 it cannot keep up. None: the trace has no span.
-        replicas: that it takes for none to be busier than asked for, at these hits.
-        storage_busy: part of the span that reading storage takes; above 1 it cannot keep up.
-        gain_per_gb: percent of all FLOPs that a gigabyte bought saves, beside the device alone; None: nothing bought.
+        token_hit_rate: sum of the three.
+        block_hit_rate: share of block accesses, as in `mainstem replay`.
+        ttft_mean_s: mean time to first token.
+        ttft_p90_s: 90th percentile of the time to first token.
+        slo_share: share of requests with the first token in time; None without a limit.
+        slo_met: whether that share is as large as required.
+        flops: FLOPs of all prefills.
+        flops_saved_share: share saved relative to no cache.
+        gpu_hours: GPU-hours of all prefills, at the achieved rate.
+        gpu_hours_saved: GPU-hours saved relative to no cache.
+        busy: fraction of the trace's span that a replica computes; above 1 it cannot keep up. None: the span is 0.
+        replicas: replicas needed so that none is busier than allowed, at these hits.
+        storage_busy: fraction of the span spent on reading storage; above 1 it cannot keep up.
+        gain_per_gb: percent of all FLOPs saved per gigabyte bought, relative to the device alone; None: nothing bought.
     """
 
     host_bytes: int
@@ -123,16 +123,16 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Where memory stops to pay.
+    """The point beyond which more memory is not worth its price.
 
     Args:
-        memory_bytes: to buy below the device; 0: none pays.
-        host_bytes: of it; host memory comes first.
-        storage_bytes: of it.
-        saved_share: of prefill FLOPs there.
-        most_saved_share: with all memory that was offered.
-        endless_saved_share: with memory for every block of the trace.
-        curve: bytes bought and share saved, rising.
+        memory_bytes: memory to buy below the device; 0: none is worth its price.
+        host_bytes: the part that is host memory, which is bought first.
+        storage_bytes: the part that is storage.
+        saved_share: share of prefill FLOPs saved at the knee.
+        most_saved_share: share saved with all memory on offer.
+        endless_saved_share: share saved with memory for every block of the trace.
+        curve: bytes bought and share saved, in rising order.
     """
 
     memory_bytes: int
@@ -146,18 +146,19 @@ class Knee:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer, and what was asked.
+    """The result of planning, with its inputs.
 
     Args:
-        trace: its name.
-        requests, input_tokens, distinct_blocks, block_size, span_s: of the trace.
-        model, device, memory, given: as given.
-        slo_ttft_s: as given.
+        trace: name of the trace.
+        requests, input_tokens, distinct_blocks, block_size, span_s: properties of the trace.
+        model, device, memory, given: the inputs.
+        slo_ttft_s: the input.
         engine: the model on the devices.
-        bare: without any cache.
-        rows: the device alone first, then host memory and storage rising; the knee is among them.
-        knee: see there.
-        buy: the row that is worth its price most, of those in time, if any is; never one that makes first tokens later.
+        bare: the row without any cache.
+        rows: the device alone first, then host memory and storage in rising order; includes the knee.
+        knee: see `Knee`.
+        buy: the row with the largest net worth, among those that meet the limit if any does; never one with later first
+            tokens than the device alone.
     """
 
     trace: str
@@ -189,23 +190,23 @@ def plan(
     hits: Hits | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """What each mix of tiers up to `memory` would have given.
+    """Evaluates each mix of tiers up to `memory`.
 
     Args:
-        trace: of requests, of one or more.
-        model: its shape.
-        device: what computes.
-        memory: at most.
-        given: what else is taken for granted.
-        slo_ttft_s: when a first token is in time.
-        hits: what replays the trace; None: the real tree with the policy of `given`.
-        progress: told after each replay: how many are done, of how many.
+        trace: a trace of one or more requests.
+        model: shape of the model.
+        device: the device that computes.
+        memory: maximum memory to buy.
+        given: all other assumptions.
+        slo_ttft_s: limit of the time to first token.
+        hits: replays the trace; None: uses the real tree with the policy of `given`.
+        progress: called after each replay with the replays done and their total.
 
     Raises:
         BadArgument: the trace is empty, the weights do not fit the devices, or the limit is not above 0.
     """
     if len(trace) == 0:
-        raise BadArgument("trace", trace.name, "a trace of 1 request or more")
+        raise BadArgument("trace", trace.name, "a trace with 1 request or more")
     if slo_ttft_s is not None and not 0 < slo_ttft_s < math.inf:
         raise BadArgument("slo_ttft", slo_ttft_s, "a time above 0, such as 500ms")
     load = _Load.of(trace)
@@ -243,7 +244,7 @@ def plan(
 
 
 def everything(distinct_blocks: int, engine: Engine, given: Assumptions) -> float:
-    """Bytes that hold all a trace ever asks for: once, or for each replica."""
+    """Returns the bytes that hold every block of a trace: once, or once per replica."""
     return distinct_blocks * engine.block_bytes * _parts(given)
 
 
@@ -262,7 +263,7 @@ def _replays(trace: Trace, given: Assumptions) -> Hits:
 
 
 def _worth_most(rows: tuple[PlanRow, ...], gain: float) -> PlanRow:
-    """Of equals the one whose first tokens come sooner."""
+    """Returns the row with the largest net worth; ties go to the one with earlier first tokens."""
 
     def worth(row: PlanRow) -> tuple[float, float]:
         return row.flops_saved_share - _price(row.host_bytes + row.storage_bytes, gain), -row.ttft_mean_s
@@ -280,7 +281,7 @@ def _price(size: int, gain: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What the requests of a trace ask for, a row each."""
+    """The requests of a trace as columns."""
 
     time_s: Floats
     tokens: Int64s
@@ -304,7 +305,7 @@ class _Load:
         return float(self.time_s[-1] - self.time_s[0])
 
     def tokens_of(self, blocks: Int64s) -> Int64s:
-        """Tokens of the first so many blocks of each; the last block may be partial."""
+        """Returns the tokens of the first `blocks` blocks of each request; the last block may be partial."""
         return np.minimum(blocks * self.block_size, self.tokens)
 
 
@@ -318,15 +319,15 @@ class Mix(NamedTuple):
     storage_bytes: int
 
 
-def _halves(most: int, steps: int, enough: float) -> list[int]:
-    """Nothing, and halves of `most` from the smallest that is enough for the whole trace down."""
-    while most / 2 >= enough:
-        most //= 2
-    return sorted({0, *(most >> i for i in range(steps))})
+def _halves(limit: int, steps: int, enough: float) -> list[int]:
+    """Returns 0 and `limit` halved repeatedly, starting at the smallest half that holds the whole trace."""
+    while limit / 2 >= enough:
+        limit //= 2
+    return sorted({0, *(limit >> i for i in range(steps))})
 
 
 def _mixes(memory: Memory, steps: int, enough: float) -> list[Mix]:
-    """Nothing first."""
+    """Returns all mixes, the empty one first."""
     return [
         Mix(host, storage)
         for host in _halves(memory.host_bytes, steps, enough)
@@ -335,20 +336,20 @@ def _mixes(memory: Memory, steps: int, enough: float) -> list[Mix]:
 
 
 def _curve_sizes(memory: Memory, mixes: list[Mix], write_policy: str, enough: float) -> list[int]:
-    """Sizes of all memory that is bought, as one tier, the mixes' among them: of copies only the largest counts."""
+    """Returns sizes of all memory bought as one tier, the mixes included. Of copies, only the largest counts."""
     whole = max if write_policy == "write_through" else sum
-    most = min(whole((memory.host_bytes, memory.storage_bytes)), math.ceil(enough))
-    return sorted({whole(mix) for mix in mixes} | {math.ceil(most * 2 ** (-i / 2)) for i in range(_CURVE_POINTS)} | {0})
+    cap = min(whole((memory.host_bytes, memory.storage_bytes)), math.ceil(enough))
+    return sorted({whole(mix) for mix in mixes} | {math.ceil(cap * 2 ** (-i / 2)) for i in range(_CURVE_POINTS)} | {0})
 
 
 class _Reaches:
-    """How many blocks of each request are found within the reach of each tier; each capacity is replayed once."""
+    """The blocks of each request that are found within the reach of each tier. Replays each capacity once."""
 
     def __init__(self, hits: Hits, load: _Load, engine: Engine, given: Assumptions) -> None:
         self._hits, self._engine = hits, engine
         self._copies = given.write_policy == "write_through"
         self._block_bytes = engine.block_bytes * _parts(given)
-        self._most = load.distinct_blocks
+        self._distinct = load.distinct_blocks
         self._found: dict[int, Int64s] = {0: np.zeros(len(load.tokens), np.int64)}
 
     @property
@@ -357,11 +358,11 @@ class _Reaches:
 
     @property
     def endless(self) -> Int64s:
-        return self._at(self._most)
+        return self._at(self._distinct)
 
     def replay(self, mixes: Iterable[Mix], progress: Callable[[int, int], None] | None) -> None:
-        """Everything that will be asked for, so that progress can be told."""
-        capacities = {size for mix in mixes for size in self._capacities(mix)} | {self._most}
+        """Replays every capacity that will be needed, so that progress can be reported."""
+        capacities = {size for mix in mixes for size in self._capacities(mix)} | {self._distinct}
         todo = sorted(capacities - set(self._found))
         for done, capacity in enumerate(todo, 1):
             self._at(capacity)
@@ -369,22 +370,24 @@ class _Reaches:
                 progress(done, len(todo))
 
     def pays(self, mix: Mix) -> bool:
-        """Whether the storage of a mix, if it has any, reaches further than its host memory."""
+        """Returns whether the storage of a mix, if any, reaches further than its host memory."""
         *_, host, storage = self._capacities(mix)
         return storage > host or not mix.storage_bytes
 
     def of(self, mix: Mix) -> tuple[Int64s, Int64s, Int64s]:
-        """Blocks within the device, within host memory too, and within storage too; each at least the one before."""
+        """Returns the blocks found within the reach of the device, of host memory and of storage, non-decreasing."""
         device, host, storage = (self._at(capacity) for capacity in self._capacities(mix))
         host = np.maximum(device, host)
         return device, host, np.maximum(host, storage)
 
     def _capacities(self, mix: Mix) -> tuple[int, int, int]:
-        """Blocks of each reach, of a replica where each has its own; never more than there are."""
+        """Returns the blocks of each reach, per replica if replicas share nothing; at most all distinct blocks."""
         device = self._engine.cache_bytes
         host = max(device, mix.host_bytes) if self._copies else device + mix.host_bytes
         storage = max(host, mix.storage_bytes) if self._copies else host + mix.storage_bytes
-        device, host, storage = (min(int(size // self._block_bytes), self._most) for size in (device, host, storage))
+        device, host, storage = (
+            min(int(size // self._block_bytes), self._distinct) for size in (device, host, storage)
+        )
         return device, host, storage
 
     def _at(self, capacity: int) -> Int64s:
@@ -406,7 +409,7 @@ def _engine(load: _Load, model: ModelShape, device: Device, memory: Memory, give
     peak = given.flops or device.flops_per_s(dtype)
     copies = given.kv_copies or model.kv_copies(gpus)
     if copies > gpus:
-        raise BadArgument("kv_copies", copies, f"as many as the devices of a replica at most, which are {gpus}")
+        raise BadArgument("kv_copies", copies, f"at most the devices of a replica, which are {gpus}")
     token_bytes, end_bytes, block_bytes = _cached_bytes(load, model, given)
     return Engine(
         gpus=gpus,
@@ -424,20 +427,20 @@ def _engine(load: _Load, model: ModelShape, device: Device, memory: Memory, give
 
 
 def _fewest(weights: float, usable: float, model: str, device: str) -> int:
-    """Devices that hold the weights and leave a tenth as much for KV."""
+    """Returns the fewest devices that hold the weights and leave a tenth as much for KV."""
     gpus = 1
     while gpus * usable < 1.1 * weights:
         gpus *= 2
-    if gpus > MOST_GPUS:
-        raise BadArgument("model", model, f"one whose weights fit {MOST_GPUS} of {device}")
+    if gpus > MAX_GPUS:
+        raise BadArgument("model", model, f"one whose weights fit {MAX_GPUS} of {device}")
     return gpus
 
 
 def _cached_bytes(load: _Load, model: ModelShape, given: Assumptions) -> tuple[float, float, float]:
-    """Bytes of a token, of an end, and of a block with its share of ends.
+    """Returns the bytes of a token, of a prompt's end, and of a block with its share of ends.
 
-    The end of each request keeps its windows and a checkpoint of the states; blocks have as many ends as the trace has
-    requests for each distinct block, at most one each.
+    The end of each request keeps its windows and a checkpoint of the states. A block has as many ends as the trace has
+    requests per distinct block, at most one.
     """
     if given.bytes_per_token is not None:
         return given.bytes_per_token, 0.0, given.bytes_per_token * load.block_size
@@ -449,12 +452,12 @@ def _cached_bytes(load: _Load, model: ModelShape, given: Assumptions) -> tuple[f
     return token, windows + states, max(load.block_size * token + window_share + ends * states, 1.0)
 
 
-# ---- what requests take
+# ---- cost of requests
 
 
 @dataclass(frozen=True, slots=True)
 class _Study:
-    """A trace on an engine: what hits are worth."""
+    """A trace on an engine: computes the value of hits."""
 
     load: _Load
     model: ModelShape
@@ -465,12 +468,12 @@ class _Study:
     def row(
         self, mix: Mix, found: tuple[Int64s, Int64s, Int64s], bare: PlanRow | None = None, alone: PlanRow | None = None
     ) -> PlanRow:
-        """What one mix gives.
+        """Returns the row of one mix.
 
         Args:
             found: blocks within the reach of each tier.
-            bare: without a cache; None: this is it.
-            alone: the device alone; None: this is it.
+            bare: the row without a cache; None: this is that row.
+            alone: the row of the device alone; None: this is that row.
         """
         device, host, storage = (self.load.tokens_of(blocks) for blocks in found)
         flops = self._flops(storage)
@@ -510,40 +513,40 @@ class _Study:
         )
 
     def saved(self, blocks: Int64s, bare: PlanRow) -> float:
-        """Share of prefill FLOPs that hits on so many blocks of each request save."""
+        """Returns the share of prefill FLOPs saved by hits on this many blocks of each request."""
         return 1 - float(self._flops(self.load.tokens_of(blocks)).sum()) / bare.flops
 
     def _flops(self, known: Int64s) -> Floats:
-        """Of each prefill; the last token is always computed, for its logits."""
+        """Returns the FLOPs of each prefill. The last token is always computed, for its logits."""
         known = np.minimum(known, self.load.tokens - 1)
         return self.model.prefill_flops(self.load.tokens - known, known)
 
     def _weights_s(self, known: Int64s) -> Floats:
-        """Seconds that reading the weights takes which the computed tokens meet, once."""
+        """Returns the seconds to read once the weights that the computed tokens use."""
         met = self.model.met_parameters(np.maximum(self.load.tokens - known, 1))
         return met * self.engine.weight_bytes / self.engine.weights_bytes_per_s
 
     def _loading(self, device: Int64s, host: Int64s, storage: Int64s) -> Floats:
-        """Seconds that hits below the device take; what lies in storage streams through host memory."""
+        """Returns the seconds to load hits below the device. Hits in storage stream through host memory."""
         link = self.engine.host_bytes_per_s
         stream = min(link, self.engine.storage_bytes_per_s) or link
         seconds: Floats = self._bytes(device, host, storage > host) / link + self._bytes(host, storage) / stream
         return seconds
 
     def _bytes(self, above: Int64s, below: Int64s, ends_deeper: NDArray[np.bool_] | bool = False) -> Floats:
-        """Bytes of the tokens between, and of what the end keeps where it lies there."""
+        """Returns the bytes of the tokens between two reaches, and of the prompt's end if it is there."""
         ends_here = (below > above) & ~np.asarray(ends_deeper)
         loaded: Floats = (below - above) * self.engine.token_bytes + ends_here * self.engine.end_bytes
         return loaded
 
 
 def waits(arrivals_s: Floats, services_s: Floats, servers: int) -> Floats:
-    """How long each request waits for the first free server, first come first served.
+    """Returns how long each request waits for a free server, first come first served.
 
     Args:
-        arrivals_s: rising.
-        services_s: how long each takes.
-        servers: 1 or more.
+        arrivals_s: arrival times, non-decreasing.
+        services_s: service time of each request.
+        servers: number of servers, 1 or more.
     """
     free = [float(arrivals_s[0])] * servers
     waited = np.empty(len(arrivals_s))
@@ -555,7 +558,7 @@ def waits(arrivals_s: Floats, services_s: Floats, servers: int) -> Floats:
 
 
 def _knee(curve: tuple[tuple[int, float], ...], memory: Memory, given: Assumptions, endless: float) -> Knee:
-    """Of equals the smallest."""
+    """Returns the knee; of equals the smallest."""
     net = [saved - _price(size, given.gain) for size, saved in curve]
     best = max(range(len(net)), key=net.__getitem__)
     size, saved = curve[best]
@@ -563,7 +566,7 @@ def _knee(curve: tuple[tuple[int, float], ...], memory: Memory, given: Assumptio
 
 
 def _purchase(size: int, memory: Memory, write_policy: str) -> Mix:
-    """So much memory as tiers: host memory first; where storage holds copies of that, one of them alone."""
+    """Splits memory into tiers, host memory first. Where storage holds copies, buys only one of the two."""
     if size <= memory.host_bytes:
         return Mix(size, 0)
     host = 0 if write_policy == "write_through" else memory.host_bytes

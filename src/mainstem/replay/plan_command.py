@@ -24,39 +24,39 @@ Examples:
   mainstem plan trace.mstrace --model ./my-model --gpu l40s --gpus 4 --host-memory 512GB --kv-dtype fp8
   mainstem plan trace.mstrace --model deepseek-v3 --gpu b200 --storage 30TB@20GB/s --json > plan.json
 
-docs/planning.md says how to read the table, and where the formulas are from."""
+docs/planning.md explains the table and gives the sources of the formulas."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What is taken for granted; everything is printed below the table.
+    """The assumptions, which the output lists below the table.
 
     Args:
-        gpus: Devices of one replica. Without it, the fewest that hold the weights.
-        replicas: Copies of the model; memory and storage are for all of them together.
-        routing: Replicas find what any of them keeps (shared); or each has its part of every tier, and gets requests of
-            which it has the longest prefix, by their first block, or in turn.
-        kv_copies: Devices of a replica that keep the same KV. Without it, as tensor parallelism repeats KV heads.
-        mfu: Part of the peak rate that prefill reaches; above 0, up to 1.
-        memory_share: Part of a device's memory for weights and KV; the rest is for activations.
-        link_share: Part of the host link's peak that transfers reach.
-        flops: FLOPs a second of one device at its peak, instead of the table's.
-        device_memory: Memory of one device, such as 141GB, instead of the table's.
-        bandwidth_device: What a device reads its memory at, such as 4.8TB/s, instead of the table's.
-        bandwidth_host: What one device reads host memory at, such as 50GB/s, instead of a part of the table's link.
-        kv_dtype: Of KV: bf16, fp8, fp16, int8, fp32 and so on.
-        state_dtype: Of recurrent states.
-        weights_dtype: Of weights. Without it, as the model is published.
-        bytes_per_token: Memory of a cached token, all in all, instead of what follows from the model.
+        gpus: Devices per replica. Default: the fewest that hold the weights.
+        replicas: Copies of the model; memory and storage are totals over all of them.
+        routing: Replicas find what any of them keeps (shared). Otherwise each has its part of every tier, and requests
+            are routed by longest cached prefix (prefix), by first block (hash) or in turn (round-robin).
+        kv_copies: Devices of a replica that keep the same KV. Default: as tensor parallelism repeats KV heads.
+        mfu: Fraction of the peak rate that prefill reaches; above 0, up to 1.
+        memory_share: Fraction of device memory for weights and KV; the rest is for activations.
+        link_share: Fraction of the host link's peak that transfers reach.
+        flops: Peak FLOPs per second of one device. Default: from the device table.
+        device_memory: Memory of one device, such as 141GB. Default: from the device table.
+        bandwidth_device: Memory bandwidth of one device, such as 4.8TB/s. Default: from the device table.
+        bandwidth_host: Read rate from host memory to one device, such as 50GB/s. Default: --link-share of the link.
+        kv_dtype: Type of KV: bf16, fp8, fp16, int8, fp32 and so on.
+        state_dtype: Type of recurrent states.
+        weights_dtype: Type of weights. Default: as the model is published.
+        bytes_per_token: Total memory of a cached token. Default: computed from the model.
         write_policy: Lower tiers hold copies of what is above (write_through), or only what was evicted (write_back).
-        policy: What is evicted first: a name, or package.module:Class of your own; see docs/policies.md.
-        overhead: Of a request, beside computing and loading, such as 20ms.
-        queue: Count how long requests wait for a free replica.
+        policy: Eviction policy: a name, or package.module:Class of your own; see docs/policies.md.
+        overhead: Overhead per request, besides computing and loading, such as 20ms.
+        queue: Include the time that requests wait for a free replica.
         gain: Percent of prefill FLOPs that a gigabyte must save at the knee.
-        steps: Sizes of host memory and of storage that are tried, each half of the next.
-        slo_share: Part of the first tokens that must come within --slo-ttft.
-        most_busy: Part of the time that a replica may prefill; the rest is for decoding and for bursts.
+        steps: Number of sizes to try for host memory and for storage; each is half of the next.
+        slo_share: Fraction of first tokens that must arrive within --slo-ttft.
+        most_busy: Maximum fraction of time that a replica prefills; the rest is for decoding and for bursts.
     """
 
     gpus: int | None = None
@@ -84,15 +84,15 @@ class PlanOptions:
     most_busy: float = 0.7
 
     def assumptions(self) -> Assumptions:
-        """The same for the plan.
+        """Returns these options as the plan's assumptions.
 
         Raises:
-            BadArgument: a value outside its range.
+            BadArgument: a value is outside its range.
         """
         from mainstem.replay.assumptions import Assumptions
         from mainstem.replay.simulate import check_policy
 
-        check_policy(self.policy)  # before a trace is read, which may take long
+        check_policy(self.policy)  # before reading the trace, which may take long
         return Assumptions(
             gpus=self.gpus,
             replicas=self.replicas,
@@ -148,15 +148,15 @@ def plan_trace(
     reading: TraceOptions = _TRACE,
     json: Json = False,
 ) -> None:
-    """What to buy: what each mix of memory would have given on a trace of requests.
+    """Plan what memory to buy: replay a trace of requests with each mix of memory.
 
     Args:
         path: The trace; - is standard input.
         model: A folder with a config.json, such a file, or a name such as llama-3.1-8b or deepseek-v3.
-        gpu: What computes: h200, h100, a100-80gb, l40s, b200, mi300x, rtx4090, cpu and so on.
-        host_memory: Host memory at most, all replicas together, such as 1TB.
-        storage: Storage at most, and what it is read at, such as 8TB@7GB/s.
-        slo_ttft: When a first token is in time, such as 500ms.
+        gpu: The device: h200, h100, a100-80gb, l40s, b200, mi300x, rtx4090, cpu and so on.
+        host_memory: Maximum host memory over all replicas, such as 1TB.
+        storage: Maximum storage and its read rate, such as 8TB@7GB/s.
+        slo_ttft: Limit of the time to first token, such as 500ms.
         json: Print one JSON object.
     """
     from mainstem.replay.configs import read_shape

@@ -1,6 +1,6 @@
-"""A plan in words: the table, what it says one should buy, every assumption with its option; and the same as JSON.
+"""Formats a plan as text: the table, the advice, and every assumption with its option; and the same as JSON.
 
-Knows numbers and how people read them; computes nothing that is not a ratio of two of them.
+Knows numbers and their formats; computes nothing but ratios of two numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Stated(NamedTuple):
     """One assumption.
 
     Args:
-        what: it is.
-        value: as reckoned with, in bytes, seconds and bytes or FLOPs a second.
-        shown: the same for people.
-        option: of the command line that changes it; empty: none.
-        source: where it is from.
+        what: name of the assumption.
+        value: the value used, in bytes, seconds, and bytes or FLOPs per second.
+        shown: the same, formatted.
+        option: the command-line option that changes it; empty: none.
+        source: source of the value.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Stated(NamedTuple):
 
 
 def assumptions(plan: Plan) -> tuple[Stated, ...]:
-    """Everything that the figures of a plan rest on."""
+    """Returns every assumption that the figures of a plan depend on."""
     return tuple(_of_the_model(plan) + _of_the_device(plan) + _of_the_cache(plan))
 
 
@@ -42,17 +42,17 @@ def _of_the_model(plan: Plan) -> list[Stated]:
     dtype = given.weights_dtype or model.weights_dtype
     size = model.weights_bytes(dtype)
     token, end, block = engine.token_bytes, engine.end_bytes, engine.block_bytes
-    asked = given.bytes_per_token is not None
+    fixed = given.bytes_per_token is not None
     in_all = f"{show_bytes(block)} a block of {plan.block_size}"
     kept = (
-        "as given" if asked else "with a window and a state for each request of the trace" if end else "full attention"
+        "as given" if fixed else "with a window and a state for each request of the trace" if end else "full attention"
     )
     return [
         Stated(
             "weights", size, f"{show_bytes(size)} in {dtype}", "--weights-dtype", f"{model.parameters:.3g} parameters"
         ),
-        Stated("parameters a token meets", model.active_parameters, f"{model.active_parameters:.3g}", "", "its layers"),
-        Stated("KV of a token", token, f"{show_bytes(token)} in {given.kv_dtype}", "--kv-dtype", "its layers"),
+        Stated("parameters per token", model.active_parameters, f"{model.active_parameters:.3g}", "", "its layers"),
+        Stated("KV per token", token, f"{show_bytes(token)} in {given.kv_dtype}", "--kv-dtype", "its layers"),
         Stated(
             "windows and states", end, f"{show_bytes(end)} a prompt", "--state-dtype", f"states in {given.state_dtype}"
         ),
@@ -73,9 +73,9 @@ def _of_the_device(plan: Plan) -> list[Stated]:
         return device.source if value is None else "as given"
 
     return [
-        Stated("devices of a replica", engine.gpus, f"{engine.gpus} x {device.name}", "--gpus", fewest),
-        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "all memory is for all of them"),
-        Stated("who finds what", given.routing, given.routing, "--routing", _SHARING[given.routing == "shared"]),
+        Stated("devices per replica", engine.gpus, f"{engine.gpus} x {device.name}", "--gpus", fewest),
+        Stated("replicas", given.replicas, str(given.replicas), "--replicas", "memory is a total over all of them"),
+        Stated("routing", given.routing, given.routing, "--routing", _SHARING[given.routing == "shared"]),
         Stated("devices with the same KV", engine.kv_copies, str(engine.kv_copies), "--kv-copies", _copies(plan)),
         Stated("memory", memory, show_bytes(memory), "--device-memory", source(given.device_memory)),
         Stated(
@@ -85,7 +85,7 @@ def _of_the_device(plan: Plan) -> list[Stated]:
             "--memory-share",
             "rest: activations",
         ),
-        Stated("KV on all devices", engine.cache_bytes, show_bytes(engine.cache_bytes), "", "what the weights leave"),
+        Stated("KV on all devices", engine.cache_bytes, show_bytes(engine.cache_bytes), "", "left by the weights"),
         Stated("peak rate", peak, f"{peak / 1e12:.4g} TFLOP/s", "--flops", source(given.flops)),
         Stated("reached in prefill", given.mfu, f"{given.mfu:g} of it", "--mfu", "Llama 3 in training: 0.38 to 0.43"),
         Stated("memory rate", rate, f"{show_bytes(rate)}/s", "--bandwidth-device", source(given.bandwidth_device)),
@@ -99,20 +99,20 @@ _SHARING = ("each replica has its part of every tier", "every replica finds what
 def _copies(plan: Plan) -> str:
     if plan.given.kv_copies is not None:
         return "as given"
-    return "KV heads for all devices" if plan.engine.kv_copies == 1 else "tensor parallelism, with fewer KV heads"
+    return "enough KV heads" if plan.engine.kv_copies == 1 else "tensor parallelism over fewer KV heads"
 
 
 def _of_the_cache(plan: Plan) -> list[Stated]:
     given, rate = plan.given, plan.engine.storage_bytes_per_s
     held = "copies of what is above" if given.write_policy == "write_through" else "what was evicted from above"
     queue = ("counted", "--no-queue") if given.queue else ("not counted", "--queue")
-    price = f"{given.gain:g} % of prefill FLOPs a GB"
+    price = f"{given.gain:g} % of prefill FLOPs per GB"
     return [
         Stated("from storage", rate, f"{show_bytes(rate)}/s" if rate else "none", "--storage", "as given"),
         Stated("lower tiers hold", given.write_policy, given.write_policy, "--write-policy", held),
-        Stated("eviction", given.policy, given.policy, "--policy", "exact by tier for lru"),
+        Stated("eviction", given.policy, given.policy, "--policy", "hits by tier are exact for lru"),
         Stated(
-            "overhead of a request", given.overhead_s, show_duration(given.overhead_s), "--overhead", "beside the rest"
+            "overhead per request", given.overhead_s, show_duration(given.overhead_s), "--overhead", "added to the rest"
         ),
         Stated("waiting for a replica", queue[0], *queue, "first come, first served"),
         Stated("price of memory", given.gain, price, "--gain", "a convention"),
@@ -122,42 +122,42 @@ def _of_the_cache(plan: Plan) -> list[Stated]:
     ]
 
 
-# ---- what to do
+# ---- advice
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """What the table does not say by itself, a sentence or two each; the first is what to buy."""
+    """Returns what the table does not show, a sentence or two each; the first says what to buy."""
     return _buy(plan), *_replicas(plan), *_in_time(plan), *_knee(plan), *_warnings(plan)
 
 
 def _buy(plan: Plan) -> str:
     best, alone = plan.buy, plan.rows[0]
     if len(plan.rows) == 1:
-        return "Buy: nothing was offered to choose from (--host-memory, --storage)."
+        return "Buy: nothing was offered (--host-memory, --storage)."
     if best == alone:
         return f"Buy: no memory below the device, which saves {alone.flops_saved_share:.1%} of prefill FLOPs by itself."
     return (
         f"Buy: {_tiers(best)}. It saves {best.flops_saved_share:.1%} of prefill FLOPs ({alone.flops_saved_share:.1%} "
-        f"with the device alone); first tokens come in {show_duration(best.ttft_mean_s)} on average "
-        f"({show_duration(alone.ttft_mean_s)}), nine in ten in {show_duration(best.ttft_p90_s)} "
+        f"with the device alone). The first token takes {show_duration(best.ttft_mean_s)} on average "
+        f"({show_duration(alone.ttft_mean_s)}), and {show_duration(best.ttft_p90_s)} at p90 "
         f"({show_duration(alone.ttft_p90_s)})."
     )
 
 
 def _replicas(plan: Plan) -> Iterator[str]:
-    """How many devices it takes, and what to think of these figures if there are fewer."""
+    """Yields how many devices are needed, and what the figures mean if there are fewer."""
     given, gpus = plan.given, plan.engine.gpus
     needed = [row.replicas * gpus for row in (plan.buy, plan.rows[0], plan.bare) if row.replicas is not None]
     if not needed:
         return
     yield (
-        f"Prefill takes {needed[0]:,} {plan.device.name} with that, {needed[1]:,} with the device alone and "
-        f"{needed[2]:,} without a cache, so that none is busy more than {given.most_busy:.0%} of the time."
+        f"Prefill needs {needed[0]:,} {plan.device.name} with that, {needed[1]:,} with the device alone and "
+        f"{needed[2]:,} without a cache, if each may be busy {given.most_busy:.0%} of the time."
     )
     if needed[0] > given.replicas * gpus:
         there = f"There {'is' if given.replicas == 1 else 'are'} {given.replicas * gpus}"
-        times = "" if given.queue else ", and the times above are of requests that find a replica free"
-        yield f"{there}{times}. Plan again with --replicas {needed[0] // gpus}: more devices keep more, too."
+        times = "" if given.queue else ", and the times above assume that a replica is free"
+        yield f"{there}{times}. Plan again with --replicas {needed[0] // gpus}: more devices also cache more."
 
 
 def _knee(plan: Plan) -> Iterator[str]:
@@ -168,34 +168,33 @@ def _knee(plan: Plan) -> Iterator[str]:
         rate = 100 * (knee.saved_share - alone) / (knee.memory_bytes / 1e9)
         yield (
             f"Knee: {_tiers(knee)} saves {knee.saved_share:.1%} of prefill FLOPs ({alone:.1%} with the device "
-            f"alone), {rate:.2g} % a GB; beyond it a GB buys {gain:g} % at most."
+            f"alone), {rate:.2g} % per GB; beyond it, a GB saves at most {gain:g} %."
         )
         if knee.memory_bytes == knee.curve[-1][0] < int(whole):
-            yield "All that was offered still pays: offer more to see where it ends."
+            yield "All memory on offer is worth its price: offer more to find the knee."
     elif len(knee.curve) > 1:
-        yield f"Knee: the device alone, {alone:.1%} of prefill FLOPs: no amount offered buys more than {gain:g} % a GB."
+        yield f"Knee: the device alone, {alone:.1%} of prefill FLOPs: no amount saves more than {gain:g} % per GB."
     yield (
-        f"Memory without end would save {knee.endless_saved_share:.1%}; all that the trace ever asks for takes "
-        f"{show_bytes(whole)}."
+        f"Unlimited memory would save {knee.endless_saved_share:.1%}; all blocks of the trace take {show_bytes(whole)}."
     )
 
 
 def _in_time(plan: Plan) -> Iterator[str]:
     if plan.slo_ttft_s is None:
         return
-    asked, alone = f"{plan.given.slo_share:.4g} asked for", plan.rows[0]
+    required, alone = f"required {plan.given.slo_share:.4g}", plan.rows[0]
     yield (
-        f"In {show_duration(plan.slo_ttft_s)}: {plan.bare.slo_share or 0:.1%} of first tokens without a cache, "
+        f"Within {show_duration(plan.slo_ttft_s)}: {plan.bare.slo_share or 0:.1%} of first tokens without a cache, "
         f"{alone.slo_share or 0:.1%} with the device alone, {plan.buy.slo_share or 0:.1%} with what to buy."
     )
     if met := [row for row in plan.rows if row.slo_met]:
-        least = min(met, key=lambda row: (_bought(row), row.ttft_mean_s))
-        yield f"The least that reaches the {asked} is {_tiers(least)}, with {least.slo_share or 0:.1%}."
+        smallest = min(met, key=lambda row: (_bought(row), row.ttft_mean_s))
+        yield f"The smallest mix that reaches the {required} is {_tiers(smallest)}, with {smallest.slo_share or 0:.1%}."
     else:
-        most = max(plan.rows, key=lambda row: (row.slo_share or 0.0, -_bought(row)))
+        closest = max(plan.rows, key=lambda row: (row.slo_share or 0.0, -_bought(row)))
         yield (
-            f"No mix reaches the {asked}. Nearest comes {_tiers(most)}, with {most.slo_share or 0:.1%}; "
-            "what is missing takes faster or more devices for each replica (--gpus)."
+            f"No mix reaches the {required}. The closest is {_tiers(closest)}, with {closest.slo_share or 0:.1%}; "
+            "the rest needs faster devices, or more of them per replica (--gpus)."
         )
 
 
@@ -213,24 +212,24 @@ def _warnings(plan: Plan) -> Iterator[str]:
     yield from _overload(plan)
     if given.write_policy == "write_through" and any(0 < row.host_bytes <= engine.cache_bytes for row in rows):
         yield (
-            f"Host memory up to {show_bytes(engine.cache_bytes)}, as much as KV has on the devices, adds nothing: it "
-            "holds the same (--write-policy write_back changes that)."
+            f"Host memory up to {show_bytes(engine.cache_bytes)}, the size of the KV on the devices, adds nothing: it "
+            "holds copies (--write-policy write_back changes that)."
         )
     yield from _slow_tiers(plan)
     if engine.end_bytes:
         yield (
-            "Hits are taken to end anywhere; a running cache keeps windows and states where prompts end or part, so "
-            "the hit rates of this model are the most that is possible."
+            "The plan assumes that hits may end anywhere. A running cache keeps windows and states only where prompts "
+            "end or fork, so the hit rates of this model are upper bounds."
         )
 
 
 def _overload(plan: Plan) -> Iterator[str]:
-    """Where more is asked of storage than it can do."""
+    """Yields a note if storage is read more than it can be."""
     slow = max(plan.rows, key=lambda row: row.storage_busy or 0.0)
     if (slow.storage_busy or 0.0) > plan.given.most_busy:
         yield (
-            f"With {_tiers(slow)}, storage is read {slow.storage_busy:.0%} of the time: several requests wait for it, "
-            "which these times leave out."
+            f"With {_tiers(slow)}, storage is read {slow.storage_busy:.0%} of the time: requests wait for it, which "
+            "these times do not include."
         )
 
 
@@ -242,23 +241,23 @@ def _slow_tiers(plan: Plan) -> Iterator[str]:
         if loading > computing:
             yield (
                 f"Loading a token from {tier} takes {show_duration(loading)}, computing it {show_duration(computing)}: "
-                "hits there save FLOPs, but first tokens come later."
+                "hits there save FLOPs, but delay the first token."
             )
 
 
-# ---- the page
+# ---- the text
 
 _HEAD = (
     ("memory bought", ("host", "storage")),
     ("prompt tokens found in", ("any", "device", "host", "storage")),
     ("first token", ("mean", "p90", "in time")),
-    ("saved", ("FLOPs", "GPU-h", "% a GB")),
-    ("GPUs", ("busy", "take")),
+    ("saved", ("FLOPs", "GPU-h", "% / GB")),
+    ("GPUs", ("busy", "need")),
 )
 
 
 def show_plan(plan: Plan) -> str:
-    """The whole answer as text of a terminal."""
+    """Returns the whole plan as text for a terminal."""
     span = f" in {show_duration(plan.span_s)}" if plan.span_s else ""
     head = (
         f"{plan.trace}: {plan.requests:,} requests{span}, {plan.input_tokens:,} prompt tokens\n"
@@ -299,7 +298,7 @@ def _cells(row: PlanRow, gpus: int) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Numbers under two lines of titles: groups, each over its columns, and columns."""
+    """Formats rows below two header lines: groups of columns, and columns."""
     lines = _aligned([tuple(name for _, names in _HEAD for name in names), *rows]).split("\n")
     groups, column, place = "", 0, 0
     ends = _ends(lines[0])
@@ -311,12 +310,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _ends(line: str) -> list[int]:
-    """Where the words of a line end."""
+    """Returns where the cells of a line end."""
     return [match.end() for match in re.finditer(r"\S+(?: \S+)*", line)]
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
-    """Columns two spaces apart; the first `left` begin at the left, the others end at the right."""
+    """Aligns columns two spaces apart, the first `left` to the left and the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(
@@ -329,7 +328,7 @@ def _aligned(rows: Sequence[Sequence[str]], left: int = 0) -> str:
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """For JSON: `rows` has one entry a mix of tiers, `knee`, `assumptions` and `notes` what the text says."""
+    """Returns a plan for JSON: `rows` has one entry per mix; `knee`, `assumptions` and `notes` are as in the text."""
     found = asdict(replace(plan, model=replace(plan.model, layers=())))
     found["model"] = plan.model.name
     found["device"] = plan.device.name

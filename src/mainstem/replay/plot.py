@@ -1,4 +1,4 @@
-"""The pictures of a replay as one image, drawn by matplotlib (the extra `plot`)."""
+"""Draws the charts of a replay as one image, with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}
 
 
 def check_plot(path: str | PathLike[str]) -> None:
-    """Whether an image can be drawn, before hours are spent on what it shows.
+    """Checks that an image can be drawn, before hours are spent on its contents.
 
     Raises:
-        BadArgument: the file is to be of a kind that is not drawn.
+        BadArgument: the file has an unsupported suffix.
         BackendUnavailable: matplotlib is missing.
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
@@ -35,16 +35,15 @@ def check_plot(path: str | PathLike[str]) -> None:
 
 
 def write_plot(path: str | PathLike[str], info: TraceInfo, rows: Sequence[Row]) -> None:
-    """Draws hit rates by capacity; hits over time and where blocks came from, at the capacity in the middle; and reuse
-    distances.
+    """Draws hit rates by capacity, reuse distances, and, at the middle capacity, hits over time and by tier.
 
     Args:
         path: the file, .png, .svg or .pdf.
-        info: of the trace that was replayed.
-        rows: one or more, as `sweep` gives them.
+        info: statistics of the replayed trace.
+        rows: one or more rows, as returned by `sweep`.
 
     Raises:
-        BadArgument: there are no rows, or the file is of another kind.
+        BadArgument: there are no rows, or the file has an unsupported suffix.
         BackendUnavailable: matplotlib is missing.
         OSError: the file cannot be written.
     """
@@ -78,7 +77,7 @@ def _draw_rates(axes: Axes, info: TraceInfo, rows: Sequence[Row]) -> None:
     if exact := [point for point in series.lru_curve(info, rows) if low <= point[0] <= high]:
         axes.plot(*zip(*exact, strict=True), color=series.BACKGROUND.colour, linewidth=5, label=series.LRU_LINE)
     axes.axhline(info.block_hit_rate, color=series.LIMIT.colour, linestyle=":", label=series.LIMIT_LINE)
-    for policy, look in series.behind(series.looks(rows)):
+    for policy, look in series.back_to_front(series.looks(rows)):
         xs, ys = zip(*series.curve(rows, policy, blocks), strict=True)
         style = (0, look.dash) if look.dash else "-"
         axes.plot(xs, ys, color=look.colour, linestyle=style, marker=_MARKERS[look.marker], label=_label(policy))
@@ -92,7 +91,7 @@ def _draw_rates(axes: Axes, info: TraceInfo, rows: Sequence[Row]) -> None:
 
 
 def _draw_rate(axes: Axes, info: TraceInfo, rows: Sequence[Row]) -> None:
-    """Of one capacity there is no curve."""
+    """Draws bars: one capacity has no curve."""
     blocks = series.measures(info, rows)[0]
     (capacity,) = series.by_capacity(rows)
     shares = {policy: dict(series.curve(rows, policy, blocks))[capacity] for policy in series.looks(rows)}
@@ -109,7 +108,7 @@ def _draw_rate(axes: Axes, info: TraceInfo, rows: Sequence[Row]) -> None:
 
 
 def _spaced(capacities: Sequence[int], room: float) -> list[int]:
-    """Those that are far enough from the ones before, in logarithms, to be written below the axis."""
+    """Returns the capacities that are far enough apart, on a log scale, to be labelled."""
     kept = [capacities[0]]
     for capacity in capacities[1:]:
         if math.log(capacity / kept[-1]) >= room:
@@ -143,7 +142,7 @@ def _draw_tiers(axes: Axes, rows: Sequence[Row], at: str) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter("{x:.0%}")
-    axes.set_xlabel("share of blocks asked for")
+    axes.set_xlabel("share of block accesses")
     axes.set_title(f"Where blocks came from{at}", loc="left", fontsize=11, pad=24)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9, borderaxespad=0)
 
@@ -155,7 +154,7 @@ def _draw_reuse(axes: Axes, info: TraceInfo) -> None:
     axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks], fontsize=9)
     axes.set_xlim(0, max(1, len(shares)))
     axes.set_xlabel("other blocks used in between (log scale)")
-    _shares(axes, "Reuse distances", "share of blocks asked for")
+    _shares(axes, "Reuse distances", "share of block accesses")
 
 
 def _shares(axes: Axes, title: str, label: str) -> None:
@@ -171,5 +170,5 @@ def _shares(axes: Axes, title: str, label: str) -> None:
 
 
 def _label(policy: str) -> str:
-    """Legends leave out names that begin with an underscore."""
+    """Returns a policy's label; matplotlib omits names that begin with an underscore from legends."""
     return f" {policy}" if policy.startswith("_") else policy

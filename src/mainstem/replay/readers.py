@@ -1,10 +1,10 @@
-"""Opens traces in the formats that people have: lines of JSON (`mainstem.replay.formats`), or ready-made (`.mstrace`).
+"""Opens traces in common formats: lines of JSON (`mainstem.replay.formats`), or converted traces (`.mstrace`).
 
-- A bad line stops it, or is left out and counted, as asked.
-- A time that goes back is not bad, as servers write what ends first: requests are sorted by time, and the trace says
-  how many had to be. A request without a time comes with the one before it; if the first has none, all come at once.
-- Names of blocks are chained: they cover all ids before them and the model, whether the ids did so or not. Equal names
-  mean equal paths, by 64 bits: good for replay, no protection against whoever makes up ids that collide.
+- A bad line raises, or is skipped and counted, as requested.
+- Times may go back, because servers log requests as they end. Requests are sorted by time, and the trace notes how many
+  were out of order. A request without a time arrives with the one before it; if the first has none, all arrive at once.
+- Names of blocks are chained: they cover all ids before them and the model, even if the ids did not. Equal names mean
+  equal paths, by 64 bits: good enough for replay, no protection against forged ids that collide.
 
 Reads a file once, a batch at a time, into a file of columns. Knows no policies and no caches.
 """
@@ -34,15 +34,15 @@ from mainstem.replay.trace import MAGIC, Batch, Int64s, Trace, TraceError, Uint6
 
 MAX_BLOCK_SIZE = 2**31 - 1
 SHOWN = 20
-"""Bad lines that are told of; all are counted."""
+"""Number of bad lines to report; all are counted."""
 
 OnBad = Literal["stop", "skip"]
 
-_FIRST_LINES = 16  # that a format is told by
-_BATCH = 1 << 17  # requests and blocks in memory at once, about
+_FIRST_LINES = 16  # to detect the format by
+_BATCH = 1 << 17  # requests and blocks in memory at once, approximately
 _SHOWN_BYTES = 160
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: SplitMix64's step
-_CODES = {  # types of columns, as `array` has them
+_CODES = {  # type codes of columns for `array`
     "time_s": "d",
     "input_tokens": "q",
     "output_tokens": "q",
@@ -65,20 +65,20 @@ def open_trace(
     tokenizer: str | None = None,
     progress: Progress | None = None,
 ) -> Trace:
-    """A trace from a file of any format, compressed or not, or from standard input. It is read once.
+    """Opens a trace from a file of any format, compressed or not, or from standard input. Reads it once.
 
     Args:
-        path: of the file; "-" is standard input.
-        format: one of `FORMATS`, "mstrace", or "auto": told by the first lines.
-        block_size: tokens a block; None: as the format has it.
-        on_bad: whether a bad line ends it, or is left out, counted and told of in `Trace.notes`.
-        tokenizer: for requests as text: name or folder of a tokenizer of `transformers`; None takes bytes for tokens.
-        progress: told bytes read, and bytes of the file (0: unknown).
+        path: path of the file; "-" is standard input.
+        format: one of `FORMATS`, "mstrace", or "auto", which detects it from the first lines.
+        block_size: tokens per block; None: the format's own.
+        on_bad: "stop" raises on a bad line; "skip" skips it, counts it and reports it in `Trace.notes`.
+        tokenizer: name or folder of a `transformers` tokenizer, for requests as text; None: each byte is a token.
+        progress: called with the bytes read and the bytes of the file (0: unknown).
 
     Raises:
-        TraceError: the file is no trace, is damaged, has a bad line, or not one good one.
-        BadArgument: an argument is outside its range, or does not go with the format.
-        BackendUnavailable: a package is missing for a compression or a tokenizer.
+        TraceError: the file is not a trace, is damaged, or has a bad line or no good one.
+        BadArgument: an argument is outside its range, or does not apply to the format.
+        BackendUnavailable: the package for a compression or a tokenizer is missing.
         OSError: the file cannot be read.
     """
     _check(format, block_size, on_bad)
@@ -107,7 +107,7 @@ def _ready_made(source: Source, block_size: int | None, tokenizer: str | None) -
             file.flush()
             trace = Trace.read(file, source.name)
     if block_size not in (None, trace.block_size):
-        raise BadArgument("block_size", block_size, f"{trace.block_size}, as the file says, or left out")
+        raise BadArgument("block_size", block_size, f"{trace.block_size}, as in the file, or left out")
     _refuse_tokenizer(tokenizer, "mstrace")
     return trace
 
@@ -132,7 +132,9 @@ class _Reader:
         self._notes: list[str] = []
         self._bad: list[str] = []
         self._bad_lines = 0
-        self._reading = Reading(block_size or self._format.block_size or self._said(), self._tokenizer(tokenizer))
+        self._reading = Reading(
+            block_size or self._format.block_size or self._recorded_block_size(), self._tokenizer(tokenizer)
+        )
 
     def trace(self) -> Trace:
         columns = _Columns()
@@ -155,9 +157,9 @@ class _Reader:
                 yield columns.take()
         yield columns.take()
         if not columns.timed:
-            self._notes.append("The first request has no time, so all are taken to come at once, in their order.")
+            self._notes.append("The first request has no time, so all requests arrive at once, in file order.")
         if (secrets := len(self._reading.keys)) > 1:
-            self._notes.append(f"Recorded under {secrets} secrets: prompts under different ones share no block.")
+            self._notes.append(f"Recorded under {secrets} secrets: prompts under different secrets share no blocks.")
         if self._bad_lines:
             more = ", and more" if self._bad_lines > len(self._bad) else ""
             self._notes.append(f"Bad lines, left out: {self._bad_lines} ({'; '.join(self._bad)}{more}).")
@@ -168,7 +170,7 @@ class _Reader:
         except BadLine as bad:
             if not self._skips:
                 raise TraceError(
-                    f"{self._source.name}, line {number}: {bad}. Expected of {self._format.name}: "
+                    f"{self._source.name}, line {number}: {bad}. Expected for {self._format.name}: "
                     f"{self._format.expected}. The line: {_shown(line)} (--on-bad skip leaves bad lines out)",
                     number,
                 ) from bad
@@ -183,13 +185,13 @@ class _Reader:
         try:
             found = self._decode(line)
         except (ValueError, RecursionError) as error:
-            raise BadLine(f"no JSON ({error})") from error
+            raise BadLine(f"not JSON ({error})") from error
         if not isinstance(found, dict):
-            raise BadLine("no JSON object")
+            raise BadLine("not a JSON object")
         return found
 
     def _objects(self) -> Iterator[Line]:
-        """Those of the first lines that are objects."""
+        """Yields the first lines that are objects."""
         for _, line in self._first:
             with suppress(BadLine):
                 yield self._object(line)
@@ -197,16 +199,16 @@ class _Reader:
     def _detect_format(self) -> Format:
         found = next((row for line in self._objects() for row in FORMATS if row.fits(line)), None)
         if found is None:
-            raise TraceError(f"{self._source.name} is no trace that can be told by its first lines{self._instead()}")
+            raise TraceError(f"the first lines of {self._source.name} have no known trace format{self._instead()}")
         return found
 
     def _instead(self) -> str:
         rows = "; ".join(f"{row.name}: {row.expected}" for row in FORMATS)
         shown = f"Line {self._first[0][0]} is: {_shown(self._first[0][1])}" if self._first else "It is empty"
-        return f". Expected: one JSON object a line, such as {rows}. {shown}"
+        return f". Expected: one JSON object per line, such as {rows}. {shown}"
 
-    def _said(self) -> int:
-        """The block size by the first line."""
+    def _recorded_block_size(self) -> int:
+        """Returns the block size from the header of a recording."""
         header: Line = next(self._objects(), {})
         size = header.get("block_size")
         if header.get("format") != RECORDING or type(size) is not int or not 1 <= size <= MAX_BLOCK_SIZE:
@@ -236,11 +238,11 @@ def _decoder() -> Callable[[bytes], Any]:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 class _Columns:
-    """Collects requests, and makes batches of them."""
+    """Collects requests into batches."""
 
     def __init__(self) -> None:
         self.tenants = {"": 0}
@@ -253,7 +255,7 @@ class _Columns:
         self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _CODES.items()}
 
     def add(self, request: Request) -> int:
-        """Adds one; how many requests and blocks there are now."""
+        """Adds a request; returns how many requests and blocks there are now."""
         columns = self._columns
         columns["time_s"].append(self._time(request.time_s))
         columns["input_tokens"].append(request.input_tokens)
@@ -275,7 +277,7 @@ class _Columns:
         return self._now_s
 
     def take(self) -> Batch:
-        """A batch of what was added since the last one."""
+        """Returns a batch of the requests added since the last call."""
         found: dict[str, NDArray[Any]] = {name: np.array(column) for name, column in self._columns.items()}
         self._clear()
         offsets = np.concatenate([[0], np.cumsum(found.pop("length"))]).astype(np.int64)
@@ -284,7 +286,7 @@ class _Columns:
 
 
 def _chained(ids: Uint64s, offsets: Int64s, seeds: Uint64s) -> Uint64s:
-    """Names that cover all ids from the request's first one on, and where they stand: sums of mixed 64 bits."""
+    """Returns names that cover all ids from the request's first one on, and their positions: sums of mixed 64 bits."""
     lengths = np.diff(offsets)
     depths = (np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)).astype(np.uint64)
     sums = np.cumsum(mix(ids ^ mix((depths + np.uint64(1)) * _GOLDEN)), dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""`mainstem replay`, as `mainstem.cli` mounts it: its options, and what it prints, nothing else."""
+"""`mainstem replay`, which `mainstem.cli` mounts: its options and its output, nothing else."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Examples:
   mainstem replay trace.mstrace --capacity 40GB --tiers host=1TB,storage=8TB --model llama-3.1-8b
   mainstem replay trace.mstrace --capacity 2Mtok --ttl 5m --replicas 4 --routing prefix --json
 
-Capacities are blocks (1000), tokens (2Mtok), bytes (10GB, with --model or --bytes-per-token) or percents of the trace's
-distinct blocks (5%). "opt" is the offline optimum: no policy can hit more."""
+Capacities are blocks (1000), tokens (2Mtok), bytes (10GB, with --model or --bytes-per-token) or percentages of the
+trace's distinct blocks (5%). "opt" is the offline optimum: no policy can hit more."""
 
 _PERCENTS = (1, 5, 10, 25, 50)
 
@@ -51,21 +51,21 @@ _PERCENTS = (1, 5, 10, 25, 50)
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What is replayed.
+    """The caches to replay.
 
     Args:
-        capacity: Of the cache; several with commas. Default: 1%,5%,10%,25%,50%, a block at least.
-        policy: What is evicted first; several with commas: lru, slru:3 and so on, package.module:Class of your own, and
-            opt, the offline optimum. Default: lru,opt, or lru alone with tiers, replicas or a time to live.
-        tiers: Lower tiers, which have all that is above: host=20%,storage=8TB; device=5% stands for --capacity.
-        ttl: Blocks that were not used for longer are gone: 300s, 5m.
-        replicas: Independent caches of this capacity; 1 or more.
-        routing: Which replica gets a request: each in turn; who has the longest prefix of it and is not busy; by its
-            first block.
-        model: What a token takes and costs: a folder with a config.json, such a file, or a name such as llama-3.1-8b.
-        kv_dtype: Of the model's KV: bf16, fp8, fp16, int8, fp32 and so on.
-        bytes_per_token: Memory of a cached token, if no model says it.
-        workers: Threads. Default: one for each CPU core.
+        capacity: Capacity of the cache; several with commas. Default: 1%,5%,10%,25%,50%, at least one block.
+        policy: Eviction policy; several with commas: lru, slru:3 and so on, package.module:Class of your own, and opt,
+            the offline optimum. Default: lru,opt, or only lru with tiers, replicas or a time to live.
+        tiers: Lower tiers, which also hold everything above: host=20%,storage=8TB; device=5% replaces --capacity.
+        ttl: Blocks unused for longer than this expire: 300s, 5m.
+        replicas: Number of independent caches of this capacity; 1 or more.
+        routing: Which replica gets a request: each in turn (round-robin); the one with the longest prefix that is not
+            busy (prefix); or by its first block (hash).
+        model: Model for bytes and FLOPs: a folder with a config.json, such a file, or a name such as llama-3.1-8b.
+        kv_dtype: Type of the model's KV: bf16, fp8, fp16, int8, fp32 and so on.
+        bytes_per_token: Memory of a cached token, without --model or instead of the model's.
+        workers: Threads. Default: one per CPU core.
     """
 
     capacity: str | None = None
@@ -80,10 +80,10 @@ class CacheOptions:
     workers: int | None = None
 
     def token_bytes(self, shape: ModelShape | None) -> float | None:
-        """Bytes that a cached token takes; None: nobody said it.
+        """Returns the bytes of a cached token; None: unknown.
 
         Raises:
-            BadArgument: a number that is not above 0, or no such dtype.
+            BadArgument: the number is not above 0, or there is no such dtype.
         """
         from mainstem.replay.costs import dtype_bytes
 
@@ -95,10 +95,10 @@ class CacheOptions:
         return float(shape.kv_bytes_per_token(self.kv_dtype)) or None
 
     def setup(self) -> Setup:
-        """What there is beside one cache, but for lower tiers: they need a trace.
+        """Returns the setup without lower tiers, whose sizes need a trace.
 
         Raises:
-            BadArgument: a value outside its range.
+            BadArgument: a value is outside its range.
         """
         from mainstem.replay.simulate import Setup
         from mainstem.replay.units import parse_duration
@@ -107,16 +107,16 @@ class CacheOptions:
         return Setup(ttl_s=ttl_s, replicas=self.replicas, routing=self.routing)
 
     def caches(self, trace: Trace, bytes_per_token: float | None) -> tuple[list[int], Setup]:
-        """Capacities of the device in blocks, and what there is beside it.
+        """Returns the capacities of the device in blocks, and the whole setup.
 
         Raises:
-            BadArgument: a value outside its range, or two that say the same.
+            BadArgument: a value is outside its range, or the device's capacity is given twice.
         """
         from mainstem.replay.simulate import parse_capacities, parse_tiers
 
         tiers = {} if self.tiers is None else parse_tiers(self.tiers, trace, bytes_per_token)
         if "device" in tiers and self.capacity is not None:
-            raise BadArgument("capacity", self.capacity, "left out where --tiers gives the device's")
+            raise BadArgument("capacity", self.capacity, "left out if --tiers gives the device's capacity")
         if "device" in tiers:
             capacities = [tiers["device"]]
         elif self.capacity is not None:
@@ -126,7 +126,7 @@ class CacheOptions:
         return capacities, replace(self.setup(), host_blocks=tiers.get("host"), storage_blocks=tiers.get("storage"))
 
     def policies(self) -> list[str]:
-        """Names of policies.
+        """Returns the names of the policies.
 
         Raises:
             BadArgument: there is no such policy.
@@ -156,14 +156,14 @@ def replay_trace(
     report: Annotated[Path | None, Parameter(negative="")] = None,
     plot: Annotated[Path | None, Parameter(negative="")] = None,
 ) -> None:
-    """What a cache of each size and policy would have done with a trace of requests.
+    """Replay a trace of requests through a cache of each size and policy.
 
     Args:
         path: The trace; - is standard input.
-        json: Print a list of rows, one a policy and capacity.
+        json: Print a list of rows, one per policy and capacity.
         csv: Write the same rows to this file, without histograms.
-        report: Write a page with pictures and numbers to this file, .html; it needs no network.
-        plot: Draw the pictures into this file, .png, .svg or .pdf; needs mainstem[plot].
+        report: Write a report with charts and numbers to this file, .html; it needs no network.
+        plot: Draw the charts into this file, .png, .svg or .pdf; needs mainstem[plot].
     """
     from mainstem.replay.configs import read_shape
     from mainstem.replay.plot import check_plot
@@ -207,11 +207,11 @@ def _check_outputs(trace: str, **outputs: Path | None) -> None:
             others.append(path)
 
 
-_FLAT = ("tiers", "tenants", "kinds", "timeline", "replica_requests")  # what is no column by itself
+_FLAT = ("tiers", "tenants", "kinds", "timeline", "replica_requests")  # fields that are not a column by themselves
 
 
 def flat(row: Row) -> dict[str, object]:
-    """A row's numbers as columns: those of tiers with the tier's name in front, histograms left out."""
+    """Returns a row's numbers as columns, without histograms. Columns of tiers are prefixed with the tier's name."""
     columns: dict[str, object] = {
         field.name: getattr(row, field.name) for field in fields(row) if field.name not in _FLAT
     }
@@ -263,21 +263,21 @@ def _show(trace: Trace, rows: Sequence[Row]) -> None:
         _show_groups(console, title, [(row, getattr(row, name)) for row in rows])
 
 
-_MOST_LINES = 40  # of a table of tenants or types
-_MOST_GROUPS = 10  # of one row
+_MAX_LINES = 40  # of a table of tenants or types
+_MAX_GROUPS = 10  # of one row
 
 
 def _show_groups(console: Console, title: str, shares: Sequence[tuple[Row, Sequence[Share]]]) -> None:
-    """Tenants or types with the most blocks, where the trace has them."""
+    """Prints the tenants or types with the most blocks, if the trace has any."""
     chosen = [
         dict(_share_cells(title, row, share))
         for row, groups in shares
-        for share in sorted(groups, key=lambda share: -share.block_accesses)[:_MOST_GROUPS]
+        for share in sorted(groups, key=lambda share: -share.block_accesses)[:_MAX_GROUPS]
     ]
     if all(len(groups) < 2 for _, groups in shares):
         return
-    console.print(_table(chosen[:_MOST_LINES]))
-    if left := sum(len(groups) for _, groups in shares) - min(len(chosen), _MOST_LINES):
+    console.print(_table(chosen[:_MAX_LINES]))
+    if left := sum(len(groups) for _, groups in shares) - min(len(chosen), _MAX_LINES):
         console.print(f"and {left:,} more lines; --json has all")
 
 
@@ -286,13 +286,13 @@ def _share_cells(title: str, row: Row, share: Share) -> Iterator[tuple[str, str]
     yield "blocks", f"{row.capacity_blocks:,}"
     yield title, printable(share.name) or "(none)"
     yield "requests", f"{share.requests:,}"
-    yield "blocks asked for", f"{share.block_accesses:,}"
+    yield "block accesses", f"{share.block_accesses:,}"
     yield "block hits", f"{share.block_hits / max(1, share.block_accesses):.2%}"
     yield "token hits", f"{share.token_hits / max(1, share.input_tokens):.2%}"
 
 
 def _table(lines: Sequence[Mapping[str, str]]) -> Table:
-    """Lines of named cells; a rule where the first cell changes."""
+    """Builds a table from lines of named cells, with a rule where the policy changes."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -303,7 +303,7 @@ def _table(lines: Sequence[Mapping[str, str]]) -> Table:
         words = name in _WORDS
         longest = max(len(line.get(name, "")) for line in lines)
         table.add_column(
-            name, justify="left" if words else "right", overflow="fold", min_width=min(longest, _MOST_LETTERS)
+            name, justify="left" if words else "right", overflow="fold", min_width=min(longest, _MAX_LETTERS)
         )
     before = ""
     for line in lines:
@@ -315,7 +315,7 @@ def _table(lines: Sequence[Mapping[str, str]]) -> Table:
 
 
 _WORDS = ("policy", "tier", "tenant", "type")
-_MOST_LETTERS = 20  # of a cell that are never broken
+_MAX_LETTERS = 20  # of a cell that is never wrapped
 
 
 def _cells(trace: Trace, row: Row, best: int | None) -> Iterator[tuple[str, str]]:
@@ -357,7 +357,7 @@ def _moved(blocks: int, size: int | None) -> str:
 
 
 def _median(histogram: Sequence[int]) -> str:
-    """A time below which half of the blocks were idle when they were evicted."""
+    """Returns a bound on the median idle time of evicted blocks."""
     from mainstem.replay.rows import median_below
 
     bound = median_below(histogram)

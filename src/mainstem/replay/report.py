@@ -1,6 +1,6 @@
-"""One page about a replay: pictures with their numbers below, in one file that needs no network and no script.
+"""The HTML report of a replay: charts with their numbers below, in one file that needs no network and no script.
 
-Pictures are drawn twice, for wide and for narrow screens, and the page shows one of them.
+Every chart is drawn twice, for wide and for narrow screens, and the report shows one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mainstem.replay import optimum, series
 from mainstem.replay.info import Reuse, TraceInfo
 from mainstem.replay.markup import Markup, join, tag
 from mainstem.replay.rows import Row, median_below
-from mainstem.replay.series import Look, Measure, behind, doublings
+from mainstem.replay.series import Look, Measure, back_to_front, doublings
 from mainstem.replay.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
 from mainstem.replay.units import show_bytes, show_duration
 
@@ -24,12 +24,12 @@ _WIDE, _NARROW = 880, 400
 
 
 def write_report(path: str | PathLike[str], info: TraceInfo, rows: Sequence[Row]) -> None:
-    """Writes the page.
+    """Writes the report.
 
     Args:
         path: the file, .html.
-        info: of the trace that was replayed.
-        rows: one or more, as `sweep` gives them.
+        info: statistics of the replayed trace.
+        rows: one or more rows, as returned by `sweep`.
 
     Raises:
         BadArgument: there are no rows.
@@ -39,7 +39,7 @@ def write_report(path: str | PathLike[str], info: TraceInfo, rows: Sequence[Row]
 
 
 def page(info: TraceInfo, rows: Sequence[Row]) -> str:
-    """The page as HTML, see `write_report`."""
+    """Returns the report as HTML, see `write_report`."""
     if not rows:
         raise BadArgument("rows", rows, "one row or more")
     title = f"Replay of {info.trace}"
@@ -70,9 +70,9 @@ def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
     first = rows[0]
     facts = {
         "Requests": f"{info.requests:,} in {show_duration(info.span_s)}",
-        "Prompts": f"{info.input_tokens:,} tokens, {info.prompt_tokens.mean:,.0f} in the mean",
+        "Prompts": f"{info.input_tokens:,} tokens, {info.prompt_tokens.mean:,.0f} on average",
         "Blocks": f"{info.blocks:,} of {info.block_size:,} tokens, {info.distinct_blocks:,} distinct",
-        "A cache without limit": f"hits {_percent(info.block_hit_rate)} of blocks",
+        "Unlimited cache": f"hits {_percent(info.block_hit_rate)} of blocks",
         "Policies": ", ".join(series.looks(rows)),
     }
     if first.replicas > 1:
@@ -89,10 +89,10 @@ def _hit_rates(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     many = len(series.by_capacity(rows)) > 1
     yield tag("h2", "Hit rate by capacity" if many else f"Hit rate at {_capacity(rows[0].capacity_blocks, info)}")
     best = " opt is the offline optimum: no policy can hit more blocks." if optimum.NAME in series.looks(rows) else ""
-    tiers = " Hits are those of all tiers together." if any(len(row.tiers) > 1 for row in rows) else ""
-    grey = " Grey is LRU at each doubling of the capacity." if many and series.lru_curve(info, rows) else ""
+    tiers = " Hits are totals over all tiers." if any(len(row.tiers) > 1 for row in rows) else ""
+    grey = " The grey line is LRU at each doubling of the capacity." if many and series.lru_curve(info, rows) else ""
     yield tag(
-        "p", f"What each policy finds in the cache of what was asked for.{best}{tiers}{grey}{_HINT if many else ''}"
+        "p", f"The share of the requested blocks that each policy hits.{best}{tiers}{grey}{_HINT if many else ''}"
     )
     draw = _rate_panel if many else _rate_bars
     yield _tabs("rate", [(measure.name, draw(info, rows, measure)) for measure in series.measures(info, rows)])
@@ -105,15 +105,15 @@ def _rate_panel(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Marku
 
 
 def _rate_bars(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> Markup:
-    """Of one capacity there is no curve."""
+    """Draws bars: one capacity has no curve."""
     shares = [(row.policy, measure.of(row), "#56B4E9") for row in series.by_capacity(rows)[rows[0].capacity_blocks]]
     if measure.ideal is not None:
         shares.append((series.LIMIT_LINE, measure.ideal, series.BACKGROUND.colour))
-    most = max(share for _, share, _ in shares) or 1.0
+    largest = max(share for _, share, _ in shares) or 1.0
     bars = (
         join(
             tag("b", name),
-            tag("div", tag("i", style=f"width:{100 * share / most:.3f}%;background:{colour}"), class_="split"),
+            tag("div", tag("i", style=f"width:{100 * share / largest:.3f}%;background:{colour}"), class_="split"),
             tag("u", _percent(share)),
         )
         for name, share, colour in shares
@@ -129,7 +129,7 @@ def _rate_lines(info: TraceInfo, rows: Sequence[Row], measure: Measure) -> list[
     exact = [point for point in series.lru_curve(info, rows) if low <= point[0] <= high]
     if exact and measure.name == "Blocks":
         lines.append(Line(series.LRU_LINE, series.BACKGROUND, exact, width=5))
-    for policy, look in behind(series.looks(rows)):
+    for policy, look in back_to_front(series.looks(rows)):
         points = series.curve(rows, policy, measure)
         tips = [f"{policy} at {x:,.0f} blocks: {_percent(y)}" for x, y in points]
         lines.append(Line(policy, look, points, tips))
@@ -163,7 +163,7 @@ def _rows_table(info: TraceInfo, rows: Sequence[Row]) -> Markup:
     lines = [dict(_row_cells(info, row, best.get(row.capacity_blocks))) for row in rows]
     heads = list(dict.fromkeys(head for line in lines for head in line))
     cells = [[line.get(head, "") for head in heads] for line in lines]
-    return _table("One line a policy and capacity", heads, cells)
+    return _table("One line per policy and capacity", heads, cells)
 
 
 def _row_cells(info: TraceInfo, row: Row, best: int | None) -> Iterator[tuple[str, str]]:
@@ -187,10 +187,10 @@ def _over_time(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     timeline = series.merged(rows[0].timeline)
     unit_s, unit = series.time_unit(timeline.width_s * len(timeline.block_accesses))
     yield tag("h2", "Hits over time")
-    yield tag("p", f"Each point stands for {show_duration(timeline.width_s)}. A cache starts empty.{_HINT}")
+    yield tag("p", f"Each point covers {show_duration(timeline.width_s)}. A cache starts empty.{_HINT}")
     span = timeline.width_s * len(timeline.block_accesses) / unit_s
-    x = linear(f"time since the trace began, {unit}", span, lambda at: f"{at:g}", most=8, nice=False)
-    panels, looks = [], behind(series.looks(rows))
+    x = linear(f"time since the trace began, {unit}", span, lambda at: f"{at:g}", max_ticks=8, nice=False)
+    panels, looks = [], back_to_front(series.looks(rows))
     for capacity, same in series.by_capacity(rows).items():
         lines = [_time_line(row, look, unit_s) for name, look in looks for row in same if row.policy == name]
         chart = _both(_time_chart(f"Hits over time at {capacity:,} blocks", x, lines))
@@ -211,11 +211,11 @@ def _time_chart(title: str, x: Axis, lines: Sequence[Line]) -> Callable[[int], M
 
 def _load(x: Axis, rates: Sequence[float], width: float) -> Markup:
     bars = [
-        Bar(at * width, min(x.high, (at + 1) * width), rate, f"{rate:,.1f} blocks a second")
+        Bar(at * width, min(x.high, (at + 1) * width), rate, f"{rate:,.1f} blocks per second")
         for at, rate in enumerate(rates)
     ]
-    y = linear("blocks asked for a second", max(rates), lambda rate: f"{rate:,g}", most=3)
-    title = "Blocks asked for over time"
+    y = linear("block accesses per second", max(rates), lambda rate: f"{rate:,g}", max_ticks=3)
+    title = "Block accesses over time"
     return _both(lambda width: bar_chart(title, x, y, bars, width=width, height=170, colour="#b5b5b5"))
 
 
@@ -230,7 +230,7 @@ def _time_table(rows: Sequence[Row], unit_s: float, unit: str) -> Markup:
         ]
         for at, accesses in enumerate(first.block_accesses)
     ]
-    table = _table("Blocks hit", [f"from, {unit}", "blocks asked for", *(row.policy for row in rows)], cells, words=0)
+    table = _table("Blocks hit", [f"from, {unit}", "block accesses", *(row.policy for row in rows)], cells, words=0)
     return tag("details", tag("summary", "Numbers"), table)
 
 
@@ -239,7 +239,7 @@ def _tiers(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     names = dict.fromkeys(name for row in rows for name, _ in series.tier_shares(row))
     yield tag(
         "p",
-        "Shares of all blocks asked for: found on a tier, and on none above, or computed; by capacity of the device.",
+        "Shares of all block accesses: found on a tier and on none above it, or computed; by capacity of the device.",
     )
     yield tag("div", *(tag("span", _swatch(name), name) for name in names), class_="legend")
     capacities = series.by_capacity(rows).items()
@@ -292,7 +292,7 @@ def _tier_table(rows: Sequence[Row]) -> Markup:
 
 
 def _median(histogram: Sequence[int]) -> str:
-    """Of blocks evicted: half of them were younger, or had been idle for less."""
+    """Returns a bound below which the age or idle time of half of the evicted blocks was."""
     bound = median_below(histogram)
     return "" if bound is None else f"< {show_duration(bound)}"
 
@@ -301,15 +301,15 @@ def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     if not info.reuses:
         return
     yield tag("h2", "Reuse distances")
-    sampled = "" if info.sampled == 1 else f" Counted by 1 block in {round(1 / info.sampled)}."
+    sampled = "" if info.sampled == 1 else f" Sampled: 1 block in {round(1 / info.sampled)}."
     again = sum(reuse.uses for reuse in info.reuses) / max(1, info.blocks)
     yield tag(
         "p",
-        f"How many other blocks were used before a block was used again: LRU needs room for more than these. "
-        f"{_percent(again)} of blocks asked for were used before; the others are new, and no cache has them. "
-        f"Dashed: the capacities replayed.{sampled}",
+        f"The number of other blocks used before a block is reused: LRU needs room for more than these. "
+        f"{_percent(again)} of block accesses are reuses; the others are new blocks, which no cache has. "
+        f"Dashed: the replayed capacities.{sampled}",
     )
-    x, y = _distances(info), percents("share of blocks asked for", max(map(_uses(info), info.reuses)), most=5)
+    x, y = _distances(info), percents("share of block accesses", max(map(_uses(info), info.reuses)), max_ticks=5)
     bars = [
         Bar(doublings(reuse.low), doublings(reuse.high), _uses(info)(reuse), f"{_range(reuse)}: {reuse.uses:,}")
         for reuse in info.reuses
@@ -324,7 +324,7 @@ def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
         [_range(reuse), f"{reuse.uses:,}", _percent(_uses(info)(reuse)), _percent(reuse.lru_hit_rate)]
         for reuse in info.reuses
     ]
-    heads = ["blocks between", "uses", "of all", "LRU with this room hits"]
+    heads = ["blocks between", "uses", "of all", "hit rate of LRU with this room"]
     yield tag("details", tag("summary", "Numbers"), _table("Uses by reuse distance", heads, cells, words=0))
 
 
@@ -343,7 +343,7 @@ def _distances(info: TraceInfo) -> Axis:
 
 
 def _groups(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
-    """Tenants and kinds, where the trace has them."""
+    """Yields tables of tenants and kinds, if the trace has any."""
     for title, name in (("tenant", "tenants"), ("kind", "kinds")):
         shares = [(row, share) for row in rows for share in getattr(row, name)]
         if not shares:
@@ -358,34 +358,34 @@ def _groups(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
                 _percent(share.block_hits / max(1, share.block_accesses)),
                 _percent(share.token_hits / max(1, share.input_tokens)),
             ]
-            for row, share in sorted(shares, key=lambda both: (-both[1].block_accesses, both[1].name))[:_MOST_GROUPS]
+            for row, share in sorted(shares, key=lambda both: (-both[1].block_accesses, both[1].name))[:_MAX_GROUPS]
         ]
-        left = f"; {len(shares) - len(cells):,} more lines are in the rows" if len(shares) > len(cells) else ""
-        heads = [title, "policy", "blocks", "requests", "blocks asked for", "blocks hit", "tokens hit"]
+        left = f"; {len(shares) - len(cells):,} more lines with --json" if len(shares) > len(cells) else ""
+        heads = [title, "policy", "blocks", "requests", "block accesses", "blocks hit", "tokens hit"]
         yield tag("h2", f"By {title}")
         shown = {"open": ""} if len(cells) <= _SHOWN_GROUPS else {}
         table = _table(f"Hits by {title}", heads, cells, words=2)
         yield tag("details", tag("summary", f"Numbers{left}"), table, **shown)
 
 
-_MOST_GROUPS = 500
-_SHOWN_GROUPS = 24  # lines that stand there without a click
+_MAX_GROUPS = 500
+_SHOWN_GROUPS = 24  # lines that show without a click
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
 def _both(draw: Callable[[int], Markup]) -> Markup:
-    """A picture for wide screens, and one for narrow ones."""
+    """Draws a chart for wide screens and one for narrow screens."""
     return join(tag("figure", draw(_WIDE), class_="wide"), tag("figure", draw(_NARROW), class_="narrow"))
 
 
-_BACKGROUND_LINES = 2  # of a chart, beside those of policies
-_HINT = " Point at a name to see its curve alone."
+_BACKGROUND_LINES = 2  # of a chart, besides those of policies
+_HINT = " Hover over a name to highlight its curve."
 
 
 def _chart(lines: Sequence[Line], picture: Markup) -> Markup:
-    """A picture of lines and its legend, in which pointing at a name, or touching it, fades the other lines."""
+    """Joins a chart of lines with its legend; hovering over a name, or touching it, fades the other lines."""
     entries = (
         tag(
             "span", sample(line.look, marks=bool(line.tips), width=line.width), line.name, data_at=str(at), tabindex="0"
@@ -404,7 +404,7 @@ def _highlights(lines: int) -> str:
 
 
 def _tabs(group: str, panels: Sequence[tuple[str, Markup]]) -> Markup:
-    """One panel at a time, by radio buttons; a single one has none."""
+    """Shows one panel at a time, with radio buttons; a single panel has none."""
     if len(panels) == 1:
         return panels[0][1]
     parts = []
@@ -417,7 +417,7 @@ def _tabs(group: str, panels: Sequence[tuple[str, Markup]]) -> Markup:
 
 
 def _table(caption: str, heads: Sequence[str], lines: Iterable[Sequence[str]], *, words: int = 1) -> Markup:
-    """A table whose first columns are words; the others are numbers."""
+    """Builds a table whose first `words` columns are text; the others are numbers."""
 
     def line(cell: str, texts: Sequence[str]) -> Markup:
         left = (tag(cell, text, class_="left") for text in texts[:words])

@@ -1,4 +1,4 @@
-"""What a replay counts: one `Row` a policy and capacity, summed up by a `Tally` as batches are served.
+"""The counts of a replay: one `Row` per policy and capacity, which a `Tally` sums up as batches are served.
 
 Knows traces and numbers of blocks; no trees, no policies.
 """
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from mainstem.replay.trace import Batch, Trace
 
 Flops: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
-"""FLOPs of computing `tokens` tokens, 1 or more of each prompt, behind `past` cached ones: `flops(tokens, past)`,
-element by element, as `ModelShape.prefill_flops`."""
+"""`flops(tokens, past)`: FLOPs of computing `tokens` tokens, 1 or more of each prompt, after `past` cached ones;
+element-wise, like `ModelShape.prefill_flops`."""
 
-_MOST_SPANS = 256  # of a timeline; half of it at least, once a trace is that long
+_MAX_SPANS = 256  # of a timeline; a trace that is long enough has at least half as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,21 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """One tier of a row, all replicas together.
+    """One tier of a row, summed over all replicas.
 
     Attributes:
         name: device, host or storage.
-        capacity_blocks: of one replica.
-        block_hits: blocks found here, and on no tier above.
-        token_hits: their tokens.
-        loaded_blocks: blocks that came up to it from a tier below.
-        written_blocks: blocks that were computed, or were found above, and written to it.
-        evicted_blocks: blocks that made room.
-        expired_blocks: blocks not used for longer than the time to live.
-        loaded_bytes, written_bytes: the same in bytes; None: nobody knows what a token takes.
-        age_accesses: of blocks evicted, how many block accesses after they came: [0] counts zeros, [i] the numbers in
-            [2**(i-1), 2**i).
-        idle_accesses: the same since they were last used.
+        capacity_blocks: capacity of one replica.
+        block_hits: blocks found here and on no tier above.
+        token_hits: tokens of these blocks.
+        loaded_blocks: blocks loaded from a tier below.
+        written_blocks: blocks written to it that were computed or found above.
+        evicted_blocks: blocks evicted to make room.
+        expired_blocks: blocks unused for longer than the time to live.
+        loaded_bytes, written_bytes: the same in bytes; None: the bytes of a token are unknown.
+        age_accesses: histogram of the age of evicted blocks, in block accesses since they arrived: [0] counts zeros,
+            [i] the numbers in [2**(i-1), 2**i).
+        idle_accesses: the same since their last use.
         age_s, idle_s: the same two in whole seconds.
     """
 
@@ -83,15 +83,15 @@ class Row:
     """One policy at one capacity.
 
     Attributes:
-        trace: its name.
-        policy: its name; "opt" is the offline optimum.
-        capacity_blocks: of the device; with several replicas, of each.
-        block_hits: blocks that no one computed again, whatever tier they came from.
-        evicted_blocks: blocks that left the device to make room.
-        ttl_s: the time to live; None: for ever.
-        tiers: from the device down.
-        tenants, kinds: those that had requests, if the trace has any.
-        prefill_flops, saved_flops: of all prompts without a cache, and what the cache saved of it; None: not asked for.
+        trace: name of the trace.
+        policy: name of the policy; "opt" is the offline optimum.
+        capacity_blocks: capacity of the device, or of each replica's device.
+        block_hits: blocks that were not computed again, from any tier.
+        evicted_blocks: blocks evicted from the device to make room.
+        ttl_s: the time to live; None: forever.
+        tiers: the tiers from the device down.
+        tenants, kinds: those with requests, if the trace has any.
+        prefill_flops, saved_flops: FLOPs of all prompts without a cache, and those saved by it; None: not counted.
     """
 
     trace: str
@@ -119,7 +119,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """What a tier counts itself, over all replicas; see `TierRow`."""
+    """Counts kept by a tier itself, over all replicas; see `TierRow`."""
 
     loaded: int = 0
     written: int = 0
@@ -130,13 +130,13 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Tally:
-    """The sums of a row in the making.
+    """The running sums of a row.
 
     Args:
-        trace: whose batches come.
+        trace: the trace whose batches are added.
         tiers: names and capacities in blocks, from the device down.
-        replicas: how many.
-        flops: counts prefill work where it is given.
+        replicas: number of replicas.
+        flops: computes prefill FLOPs; None: not counted.
     """
 
     trace: Trace
@@ -167,9 +167,9 @@ class Tally:
         """Counts a batch.
 
         Args:
-            batch: requests.
-            hits: [requests, tiers] blocks that each found on each tier.
-            replica: [requests] who served it; None: there is one only.
+            batch: the requests.
+            hits: [requests, tiers] blocks that each request found on each tier.
+            replica: [requests] the replica that served each request; None: there is only one.
         """
         blocks = batch.lengths
         found = np.cumsum(hits, axis=1, dtype=np.int64)
@@ -188,7 +188,7 @@ class Tally:
             self._count_flops(self.flops, batch.input_tokens, upto[:, -1])
 
     def _count_flops(self, flops: Flops, tokens: NDArray[np.int64], hits: NDArray[np.int64]) -> None:
-        """The last token of a prompt is always computed, or there would be nothing to go on from."""
+        """Counts FLOPs. The last token of a prompt is always computed, because its logits are needed."""
         asked = tokens > 0
         tokens = tokens[asked]
         past = np.minimum(hits[asked], tokens - 1)
@@ -205,7 +205,7 @@ class Tally:
         ttl_s: float | None = None,
         block_bytes: float | None = None,
     ) -> Row:
-        """The row of what was counted, and of what the tiers counted themselves."""
+        """Returns the row of these sums and of the tiers' own counts."""
         hits, token_hits = int(self._hits.sum()), int(self._token_hits.sum())
         return Row(
             trace=self.trace.name,
@@ -249,19 +249,19 @@ class Tally:
 
 
 class _Spans:
-    """Counts over time in spans of equal width, which is doubled when there are too many."""
+    """Counts over time, in spans of equal width. The width doubles when there are too many spans."""
 
     def __init__(self) -> None:
         self._width_s = 1.0
-        self._counts = np.zeros((2, _MOST_SPANS), np.int64)
+        self._counts = np.zeros((2, _MAX_SPANS), np.int64)
         self._used = 0
 
     def add(self, time_s: NDArray[np.float64], blocks: NDArray[np.int64], hits: NDArray[np.int64]) -> None:
         if not len(time_s):
             return
-        while time_s[-1] >= _MOST_SPANS * self._width_s:
+        while time_s[-1] >= _MAX_SPANS * self._width_s:
             self._width_s *= 2
-            halves = self._counts.reshape(2, _MOST_SPANS // 2, 2).sum(axis=2)
+            halves = self._counts.reshape(2, _MAX_SPANS // 2, 2).sum(axis=2)
             self._counts = np.concatenate([halves, np.zeros_like(halves)], axis=1)
         at = (time_s // self._width_s).astype(np.int64)
         np.add.at(self._counts[0], at, blocks)
@@ -274,7 +274,7 @@ class _Spans:
 
 
 def median_below(histogram: Sequence[int]) -> int | None:
-    """The least power of two that half of what a histogram of `TierRow` counts is below; None: it counts nothing."""
+    """Returns the smallest power of two above half of the counts in a histogram of `TierRow`; None: it is empty."""
     half, seen = sum(histogram) / 2, 0
     for power, count in enumerate(histogram):
         seen += count
@@ -284,7 +284,7 @@ def median_below(histogram: Sequence[int]) -> int | None:
 
 
 def _shares(names: Sequence[str], counts: NDArray[np.int64]) -> tuple[Share, ...]:
-    """One for each name that had requests; none where there are no names."""
+    """Returns one share per name with requests; none if there are no names."""
     if len(names) < 2:
         return ()
     return tuple(Share(name, *row) for name, row in zip(names, counts.tolist(), strict=True) if row[0])

@@ -1,9 +1,8 @@
-"""Replays a trace: what a cache of this size, policy and set of tiers would have done with these requests.
+"""Replays a trace through a cache of a given size, policy and set of tiers.
 
-Nothing simulates a cache here. Real trees serve the requests, one after another, by their own policies, driven by a
-loop in the core (core/csrc/replay.h). The whole path of a request is looked up, and what lies before the first missing
-block is hit; then what is missing is stored, and each tier is trimmed to its capacity, block by block, leaves only, the
-request just served included.
+Nothing here imitates a cache. Real trees serve the requests, one after another, with their own policies, driven by a
+loop in the core (core/csrc/replay.h). It looks up the whole path of a request; blocks before the first missing one are
+hits. It then stores the missing blocks and trims each tier to its capacity, leaf by leaf, even of the same request.
 """
 
 from __future__ import annotations
@@ -49,30 +48,30 @@ __all__ = [
 
 Routing = Literal["round-robin", "prefix", "hash"]
 Progress = Callable[[int, int], None]
-"""Told of requests served, and of all there are."""
+"""Called with the number of requests served and their total."""
 
 TIERS = ("device", "host", "storage")
-_MOST_BLOCKS = 2**62
+_MAX_BLOCKS = 2**62
 _EXAMPLES = "5%, 1000 (blocks), 2Mtok or 10GB"
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What there is beside one cache on the device.
+    """Lower tiers, time to live and replicas, besides the cache on the device.
 
     Args:
-        host_blocks: capacity of a tier in host memory; None: there is none. All that the device gets is written to it,
-            too, and what it alone has is loaded up when it is hit.
-        storage_blocks: the same below the host, or below the device.
-        ttl_s: blocks that were not used for longer are gone; None: they stay.
-        replicas: independent caches of the same capacities.
-        routing: who gets a request. "round-robin": each in turn. "hash": by its first block. "prefix": who has the
-            longest prefix of it, if anyone has half of it; of equals, who had the fewest prompt tokens of late (halved
-            every 60 s). Passed over is who had more than 1.5 times the mean, and 32 average requests above it.
+        host_blocks: capacity of the host tier; None: no such tier. It receives every block written to the device.
+            Blocks that only it has are loaded to the device when they are hit.
+        storage_blocks: the same for storage, below the host or directly below the device.
+        ttl_s: blocks unused for longer than this expire; None: never.
+        replicas: number of independent caches with the same capacities.
+        routing: which replica gets a request. "round-robin": each in turn. "hash": by its first block. "prefix": that
+            with its longest prefix, if any has half of it; of equals, the one with the fewest recent prompt tokens
+            (halved every 60 s). Skips replicas with more than 1.5 times the mean and 32 average requests above it.
 
     Raises:
-        BadArgument: a value outside its range.
+        BadArgument: a value is outside its range.
     """
 
     host_blocks: int | None = None
@@ -84,7 +83,7 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("host_blocks", "storage_blocks"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1, _MOST_BLOCKS)
+                check_integer(name, getattr(self, name), 1, _MAX_BLOCKS)
         if self.ttl_s is not None and not 0 <= self.ttl_s < math.inf:
             raise BadArgument("ttl_s", self.ttl_s, "0 or more seconds")
         check_integer("replicas", self.replicas, 1, 1024)
@@ -92,12 +91,12 @@ class Setup:
             raise BadArgument("routing", self.routing, f"one of {', '.join(get_args(Routing))}")
 
     def tiers(self, capacity_blocks: int) -> list[tuple[str, int]]:
-        """Names and capacities, from the device down.
+        """Returns names and capacities, from the device down.
 
         Raises:
-            BadArgument: a tier is smaller than the one above it, all of whose blocks it is to have.
+            BadArgument: a tier is smaller than the one above, whose blocks it must hold.
         """
-        check_integer("capacity_blocks", capacity_blocks, 1, _MOST_BLOCKS)
+        check_integer("capacity_blocks", capacity_blocks, 1, _MAX_BLOCKS)
         sizes = zip(TIERS, (capacity_blocks, self.host_blocks, self.storage_blocks), strict=True)
         tiers = [(name, size) for name, size in sizes if size is not None]
         for (above, larger), (name, size) in pairwise(tiers):
@@ -119,20 +118,20 @@ def replay(
     bytes_per_token: float | None = None,
     progress: Progress | None = None,
 ) -> Row:
-    """One policy at one capacity.
+    """Replays a trace with one policy at one capacity.
 
     Args:
-        trace: read once.
+        trace: the trace, which is read once.
         policy: see `mainstem.policies.find_policy`; or "opt", the offline optimum. With several replicas, each has a
             copy of an object.
-        capacity_blocks: of the device.
+        capacity_blocks: capacity of the device.
         setup: lower tiers, replicas, time to live.
-        flops: what prefill costs, to count what is saved.
-        bytes_per_token: to count bytes moved.
+        flops: cost of prefill, to count the FLOPs saved.
+        bytes_per_token: bytes of a token, to count bytes moved.
         progress: called now and then.
 
     Raises:
-        BadArgument: no such policy, a capacity out of range, or "opt" with a setup that it does not know.
+        BadArgument: there is no such policy, a capacity is out of range, or "opt" does not support the setup.
 
     >>> from mainstem.replay.trace import Batch
     >>> trace = Trace.of(Batch.of([[1, 2], [1, 3], [1, 2]]))
@@ -165,7 +164,7 @@ def replay(
 def hit_blocks(
     trace: Trace, policy: str | Policy, capacity_blocks: int, *, setup: Setup = ONE_CACHE
 ) -> NDArray[np.int64]:
-    """[requests] blocks that each request finds, on any tier; else as `replay`."""
+    """Returns [requests] blocks that each request hits on any tier; otherwise like `replay`."""
     check_policy(policy, setup)
     if policy == optimum.NAME:
         return optimum.Optimum(trace).hit_blocks(capacity_blocks)
@@ -185,14 +184,14 @@ def sweep(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Each policy at each capacity, policies first. The core's loop leaves the interpreter to others while it runs, so
-    that threads use all CPU cores; only policies written in Python wait for each other.
+    """Replays each policy at each capacity; rows are ordered by policy. Threads use all CPU cores, because the core's
+    loop releases the GIL. Only policies written in Python wait for each other.
 
     Args:
         policies: as in `replay`; an object is copied for each capacity.
-        capacities: blocks of the device.
-        workers: threads; None: one for each CPU core.
-        progress: called now and then, from any of the threads, but never twice at once.
+        capacities: capacities of the device in blocks.
+        workers: threads; None: one per CPU core.
+        progress: called now and then, from any thread, but never concurrently.
 
     Raises:
         BadArgument: see `replay`.
@@ -207,13 +206,13 @@ def sweep(
     watch = _Watch(progress, len(trace) * len(cells))
 
     def one(policy: str | Policy, capacity: int) -> Row:
-        told = watch.follow()
+        report = watch.follow()
         if policy == optimum.NAME and best is not None:
             row = best.replay(capacity, flops=flops)
-            told(len(trace), len(trace))
+            report(len(trace), len(trace))
             return row
         own = copy.deepcopy(policy)
-        return replay(trace, own, capacity, setup=setup, flops=flops, bytes_per_token=bytes_per_token, progress=told)
+        return replay(trace, own, capacity, setup=setup, flops=flops, bytes_per_token=bytes_per_token, progress=report)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="replay") as pool:
         running = [pool.submit(one, policy, capacity) for policy, capacity in cells]
@@ -228,7 +227,7 @@ def sweep(
 
 
 class _Stopped(Exception):
-    """Another cell has failed, or the user has had enough."""
+    """Another cell failed, or the user interrupted the sweep."""
 
 
 class _Watch:
@@ -242,10 +241,10 @@ class _Watch:
         self._stopped = Event()
 
     def follow(self) -> Progress:
-        """A progress callback for one replay."""
+        """Returns a progress callback for one replay."""
         before = 0
 
-        def told(done: int, _: int) -> None:
+        def report(done: int, _: int) -> None:
             nonlocal before
             if self._stopped.is_set():
                 raise _Stopped
@@ -255,7 +254,7 @@ class _Watch:
                 if self._progress is not None:
                     self._progress(self._done, self._total)
 
-        return told
+        return report
 
     def stop(self) -> None:
         self._stopped.set()
@@ -281,12 +280,12 @@ class _Caches:
         )
 
     def feed(self, batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """[requests, tiers] blocks found, and [requests] who served."""
+        """Serves a batch; returns [requests, tiers] blocks found and [requests] the serving replica."""
         hits, replicas = self._core.feed(batch.time_s, batch.input_tokens, batch.offsets, batch.blocks)
         return hits.reshape(len(batch), len(self.tiers)), replicas
 
     def counts(self) -> list[TierCounts]:
-        """Of each tier, over all replicas."""
+        """Returns the counts of each tier, over all replicas."""
         return [_sum([self._core.totals(r, tier) for r in range(self._replicas)]) for tier in range(len(self.tiers))]
 
 
@@ -309,17 +308,17 @@ def _sum_histograms(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def check_policy(policy: str | Policy, setup: Setup = ONE_CACHE) -> None:
-    """Whether there is such a policy, before anything is replayed.
+    """Checks that there is such a policy, before anything is replayed.
 
     Raises:
-        BadArgument: there is none, or it is "opt" with a setup that it does not know.
+        BadArgument: there is none, or it is "opt" with a setup that it does not support.
     """
     if policy == optimum.NAME:
-        if replace(setup, routing=ONE_CACHE.routing) != ONE_CACHE:  # nobody chooses among one replica
+        if replace(setup, routing=ONE_CACHE.routing) != ONE_CACHE:  # routing does not matter with one replica
             raise BadArgument(
                 "policy",
                 policy,
-                "left out with tiers, replicas and a time to live: the optimum knows one cache only",
+                "left out with tiers, replicas or a time to live: the optimum supports only one cache",
             )
         return
     try:
@@ -332,24 +331,24 @@ def check_policy(policy: str | Policy, setup: Setup = ONE_CACHE) -> None:
 
 
 def parse_capacities(text: str, trace: Trace, bytes_per_token: float | None = None) -> list[int]:
-    """Capacities as people write them, in blocks.
+    """Parses capacities into blocks.
 
     Args:
-        text: a list with commas, of blocks (1000, 20k), tokens (2Mtok), bytes (10GB, 4GiB), and percents of the trace's
-            distinct blocks (5%). What is no whole number of blocks is rounded down.
-        bytes_per_token: what bytes are divided by.
+        text: a comma-separated list of blocks (1000, 20k), tokens (2Mtok), bytes (10GB, 4GiB), or percentages of the
+            trace's distinct blocks (5%). Each is rounded down to whole blocks.
+        bytes_per_token: bytes of a token, to convert bytes.
 
     Raises:
-        BadArgument: an entry is none of these, is less than a block, or has bytes and nobody said what a token takes.
+        BadArgument: an entry is none of these, is less than a block, or is in bytes without `bytes_per_token`.
     """
     return [_blocks("capacity", entry.strip(), trace, bytes_per_token) for entry in text.split(",")]
 
 
 def parse_tiers(text: str, trace: Trace, bytes_per_token: float | None = None) -> dict[str, int]:
-    """Tiers as people write them, device=5%,host=20%,storage=1TB: name to blocks, see `parse_capacities`.
+    """Parses tiers such as device=5%,host=20%,storage=1TB into blocks by name, see `parse_capacities`.
 
     Raises:
-        BadArgument: an unknown or repeated name, or a capacity as above.
+        BadArgument: a name is unknown or repeated, or a capacity is invalid.
     """
     tiers: dict[str, int] = {}
     for entry in text.split(","):
@@ -362,7 +361,7 @@ def parse_tiers(text: str, trace: Trace, bytes_per_token: float | None = None) -
 
 def _blocks(name: str, text: str, trace: Trace, bytes_per_token: float | None) -> int:
     blocks = math.floor(_exact_blocks(name, text, trace, bytes_per_token))
-    if not 1 <= blocks <= _MOST_BLOCKS:
+    if not 1 <= blocks <= _MAX_BLOCKS:
         distinct = f"the trace has {trace.distinct_blocks} of {trace.block_size} tokens"
         raise BadArgument(name, text, f"at least one block, and at most 2**62; {distinct}")
     return blocks
@@ -379,6 +378,6 @@ def _exact_blocks(name: str, text: str, trace: Trace, bytes_per_token: float | N
         return number / trace.block_size if found[4].startswith("tok") else number
     if bytes_per_token is None or not bytes_per_token > 0:
         raise BadArgument(
-            name, text, "blocks, tokens or a percentage, if --bytes-per-token does not say what a token takes"
+            name, text, "blocks, tokens or a percentage, unless --bytes-per-token gives the bytes of a token"
         )
     return parse_bytes(name, text) / (Fraction(bytes_per_token) * trace.block_size)

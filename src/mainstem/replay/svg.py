@@ -1,4 +1,4 @@
-"""Charts as SVG: lines over an axis, and bars. Sizes are in pixels.
+"""Line charts and bar charts as SVG. Sizes are in pixels.
 
 Knows numbers, labels and looks; no traces, no policies.
 """
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from mainstem.replay.markup import Markup, join, tag
 from mainstem.replay.series import Look
 
-_CHARACTER = 7.0  # width of one at the page's 13 px, about
+_CHARACTER = 7.0  # approximate width at the report's 13 px
 _GREY, _DARK = "#e3e3e3", "#444"
 _LEFT, _RIGHT, _TOP = 54, 18, 30
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A place on an axis, and one or more lines of text there."""
+    """A value on an axis, and one or more lines of text for it."""
 
     value: float
     lines: tuple[str, ...]
@@ -27,7 +27,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From low to high, by a scale that grows with its argument."""
+    """An axis from low to high; the scale is monotonically increasing."""
 
     label: str
     low: float
@@ -36,7 +36,7 @@ class Axis:
     scale: Callable[[float], float] = float
 
     def place(self, value: float) -> float:
-        """0 at the low end, 1 at the high one."""
+        """Returns the relative place of a value: 0 at the low end, 1 at the high end."""
         low, high = self.scale(self.low), self.scale(self.high)
         return (self.scale(value) - low) / (high - low)
 
@@ -46,9 +46,9 @@ class Line:
     """A line.
 
     Args:
-        points: x and y, by x; a y of None leaves a gap.
-        tips: of each point, where points have marks.
-        width: of the line.
+        points: x and y, sorted by x; a y of None leaves a gap.
+        tips: tooltip of each point; points without tooltips have no markers.
+        width: width of the line.
     """
 
     name: str
@@ -68,25 +68,25 @@ class Bar:
     tip: str
 
 
-def linear(label: str, high: float, show: Callable[[float], str], *, most: int = 6, nice: bool = True) -> Axis:
-    """An axis from 0, with ticks at 1, 2 or 5 times a power of ten; nice: it ends at one."""
+def linear(label: str, high: float, show: Callable[[float], str], *, max_ticks: int = 6, nice: bool = True) -> Axis:
+    """Returns an axis from 0, with ticks at multiples of 1, 2 or 5 times a power of ten; nice: it ends at a tick."""
     high = high if high > 0 else 1.0
-    power = 10.0 ** math.floor(math.log10(high / most))
-    step = next(step * power for step in (1, 2, 5, 10, 20) if high / (step * power) <= most)
+    power = 10.0 ** math.floor(math.log10(high / max_ticks))
+    step = next(step * power for step in (1, 2, 5, 10, 20) if high / (step * power) <= max_ticks)
     end = math.ceil(high / step - 1e-9) * step if nice else high
     count = math.floor(end / step + 1e-9)
     return Axis(label, 0.0, end, tuple(Tick(at * step, (show(at * step),)) for at in range(count + 1)))
 
 
-def percents(label: str, high: float, *, most: int = 6) -> Axis:
-    """The same for shares, with as many digits as they need."""
+def percents(label: str, high: float, *, max_ticks: int = 6) -> Axis:
+    """Returns the same axis for shares, with as many digits as they need."""
     high = high if high > 0 else 1.0
     digits = 0 if high > 0.05 else 1 if high > 0.005 else 2
-    return linear(label, high, lambda share: f"{100 * share:.{digits}f} %", most=most)
+    return linear(label, high, lambda share: f"{100 * share:.{digits}f} %", max_ticks=max_ticks)
 
 
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], *, width: int, height: int) -> Markup:
-    """Lines, the later ones above."""
+    """Draws lines, later ones on top."""
     frame = _Frame(x, y, width, height)
     return frame.svg(title, *(_line(frame, line, at) for at, line in enumerate(lines)))
 
@@ -102,13 +102,13 @@ def bar_chart(
     colour: str = "#56B4E9",
     marks: Sequence[Tick] = (),
 ) -> Markup:
-    """Bars from 0 up, and vertical lines with a label above the bars at marks."""
+    """Draws bars from 0 up, and a labelled vertical line at each mark."""
     frame = _Frame(x, y, width, height)
     return frame.svg(title, *(_bar(frame, bar, colour) for bar in bars), *_marks(frame, marks))
 
 
 def sample(look: Look, *, marks: bool, width: float = 2.0) -> Markup:
-    """A piece of a line, for a legend."""
+    """Draws a piece of a line for a legend."""
     parts = [tag("path", d="M0 7H34", fill="none", stroke=look.colour, stroke_width=width, **_dashes(look))]
     if marks:
         parts.append(_marker(look, 17, 7, ""))
@@ -116,7 +116,7 @@ def sample(look: Look, *, marks: bool, width: float = 2.0) -> Markup:
 
 
 class _Frame:
-    """Axes, and where on the picture their values are."""
+    """Axes, and the places of their values in the chart."""
 
     def __init__(self, x: Axis, y: Axis, width: int, height: int) -> None:
         self._x, self._y = x, y
@@ -158,7 +158,7 @@ class _Frame:
         yield _text((_LEFT + self._width - _RIGHT) / 2, self._height - 6, self._x.label, "middle")
 
     def spaced(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
-        """Those whose text has room, from the left."""
+        """Yields the ticks whose text fits, from the left."""
         free = -math.inf
         for tick in ticks:
             x, half = self.at(tick.value, self._y.low)[0], _CHARACTER * max(map(len, tick.lines)) / 2

@@ -1,4 +1,4 @@
-"""Tokens of the text of a request: bytes, or those of a model's tokenizer. Knows nothing of traces."""
+"""Turns the text of a request into tokens: bytes, or those of a model's tokenizer. Knows nothing about traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MESSAGE, _CONTENT, _MORE, _TOOLS = 256, 257, 258, 259
 
 
 def as_bytes(body: Line) -> list[int]:
-    """UTF-8, with numbers above all bytes, so that no text looks like the border of a message."""
+    """Encodes a body as UTF-8. Numbers above all bytes separate messages, so that no text looks like a boundary."""
     if body.get("prompt") is not None:
         prompt = _prompt(body)
         return prompt if isinstance(prompt, list) else list(_utf8(prompt))
@@ -31,18 +31,18 @@ def _prompt(body: Line) -> str | list[int]:
     prompt = body["prompt"]
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
         return prompt
-    raise BadLine(f"prompt is neither a text nor a list of token ids: {short(prompt)}")
+    raise BadLine(f"prompt is neither a string nor a list of token ids: {short(prompt)}")
 
 
 def _messages(body: Line) -> list[Line]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BadLine("neither prompt nor messages, a list of objects, is there")
+        raise BadLine("neither prompt nor messages (a list of objects) is present")
     return list(map(_plain, messages))
 
 
 def _plain(message: Line) -> Line:
-    """With parts that are all text as one, as the server gives them to templates."""
+    """Joins the parts of a message if all are text, as the server does for templates."""
     parts = message.get("content")
     if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         return message
@@ -57,11 +57,11 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise BadLine("a text is no Unicode") from error
+        raise BadLine("a text is not valid Unicode") from error
 
 
 class Tokenizer:
-    """Tokens as an engine makes them of the body of a request: with the model's chat template."""
+    """Tokenizes the body of a request like an engine does: with the model's chat template."""
 
     def __init__(self, name: str) -> None:
         with needs("transformers", "a tokenizer needs transformers: pip install 'mainstem[runtime]'"):

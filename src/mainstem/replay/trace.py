@@ -1,10 +1,10 @@
-"""A trace: requests in the order of their arrival, each with the blocks of its prompt, read again and again in batches.
+"""A trace: requests in order of arrival, each with the blocks of its prompt. It can be read repeatedly, in batches.
 
-A block is `block_size` tokens of a prompt, the last one of a request maybe fewer (then it is partial). Its name covers
-everything before it: equal names mean equal prefixes, so the blocks of a request are a path from the root of a tree.
+A block is `block_size` tokens of a prompt; the last block of a request may have fewer (it is partial). The name of a
+block covers everything before it. Equal names mean equal prefixes, so the blocks of a request are a path from a root.
 
-A trace lies in a file, mapped into memory, and takes next to no memory of its own. The format (suffix `.mstrace`),
-little endian, nothing compressed:
+A trace is a memory-mapped file, and takes almost no memory of its own. The format (suffix `.mstrace`) is little-endian
+and uncompressed:
 
     0   magic "MSTRACE\\0"
     8   version, block_size                       u32, u32
@@ -12,11 +12,11 @@ little endian, nothing compressed:
     32  distinct blocks, or 2**64 - 1: unknown    u64
     40  length of the text                        u64
     48  BLAKE2b of bytes 0 to 48 and the text     16 bytes
-    64  text: JSON {name, tenants, kinds, notes}, filled up to 8 bytes with spaces
+    64  text: JSON {name, tenants, kinds, notes}, padded to 8 bytes with spaces
         time_s f64 [n], input_tokens, output_tokens i64 [n], offsets i64 [n + 1], chat i64 [n],
-        tenant, kind, turn i32 [n], each filled up to 8 bytes, blocks u64 [m]
+        tenant, kind, turn i32 [n], each padded to 8 bytes, blocks u64 [m]
 
-Knows no format of others (`mainstem.replay.readers` does), and nothing of caches.
+Knows no other formats (`mainstem.replay.readers` does), and nothing about caches.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ SUFFIX = ".mstrace"
 MAGIC = b"MSTRACE\0"
 VERSION = 1
 MAX_TOKENS = 2**40
-"""Of one prompt, one answer or one block: no number of them is larger."""
+"""Maximum number of tokens of one prompt, one answer or one block."""
 
 Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
 
 _HEADER = struct.Struct("<8sIIQQQQ16s")
-_SIGNED = 48  # bytes in front of the checksum
+_SIGNED = 48  # bytes before the checksum
 _UNKNOWN = 2**64 - 1
 _BATCH_BLOCKS = 1 << 18
 _BATCH_REQUESTS = 1 << 16
-_SORTED_REQUESTS = 1 << 12  # whose blocks are in memory at once
+_SORTED_REQUESTS = 1 << 12  # requests whose blocks are in memory at once
 
 _COLUMNS: dict[str, np.dtype[Any]] = {
     "time_s": np.dtype("<f8"),
@@ -70,11 +70,11 @@ _PER_REQUEST = tuple(name for name in _COLUMNS if name not in ("offsets", "block
 
 
 class TraceError(MainstemError):
-    """What was given is no trace, or a line of it is bad; the message names the line, and what was expected.
+    """The input is not a trace, or has a bad line; the message names the line and what was expected.
 
     Args:
-        message: for people.
-        line: number of the line, from 1; None where none is to blame.
+        message: the message.
+        line: number of the bad line, from 1; None: the error is not about a line.
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:
@@ -84,18 +84,18 @@ class TraceError(MainstemError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some requests, in the order of their arrival, as columns.
+    """Some requests in order of arrival, as columns.
 
     Args:
-        time_s: [n] seconds since the trace began, never falling.
+        time_s: [n] seconds since the trace began, non-decreasing.
         input_tokens: [n] tokens of the prompt.
-        output_tokens: [n] tokens of the answer; 0 where nobody counted.
+        output_tokens: [n] tokens of the answer; 0: unknown.
         offsets: [n + 1] where each request's blocks begin in `blocks`, and where the last ones end.
-        blocks: [offsets[-1]] names of blocks, each request's from the root on.
+        blocks: [offsets[-1]] names of blocks, those of each request from the root down.
         tenant: [n] index into `Trace.tenants`; 0 is "", none.
         kind: [n] index into `Trace.kinds`; 0 is "", none.
-        chat: [n] a number that the requests of one conversation share; -1: unknown.
-        turn: [n] the how manieth of its conversation, from 1; 0: unknown.
+        chat: [n] a number shared by the requests of one conversation; -1: unknown.
+        turn: [n] number of the request in its conversation, from 1; 0: unknown.
     """
 
     time_s: NDArray[np.float64]
@@ -110,15 +110,15 @@ class Batch:
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]], *, block_size: int = 1, **columns: object) -> Self:
-        """A batch from one list of blocks a request.
+        """Creates a batch from one list of blocks per request.
 
         Args:
             paths: names of blocks, from 0 to 2**64 - 1.
-            block_size: tokens a block, to count `input_tokens` where that column is not given: all blocks are whole.
-            columns: the others; by default a request a second, without answer, tenant, kind and chat.
+            block_size: tokens per block, for `input_tokens` if that column is not given; all blocks are then whole.
+            columns: the other columns. Default: one request per second, without answer, tenant, kind and chat.
 
         Raises:
-            BadArgument: a column that there is not.
+            BadArgument: there is no such column.
         """
         for name in columns:
             if name not in _PER_REQUEST:
@@ -147,21 +147,21 @@ class Batch:
 
     @property
     def depths(self) -> Int64s:
-        """[blocks] how many blocks lie above each."""
+        """[blocks] number of blocks above each."""
         return np.arange(len(self.blocks), dtype=np.int64) - np.repeat(self.offsets[:-1], self.lengths)
 
     @property
     def owners(self) -> Int64s:
-        """[blocks] the request that each belongs to, from 0."""
+        """[blocks] the request of each block, from 0."""
         return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
 
     def tokens(self, block_size: int) -> Int64s:
-        """[blocks] tokens of each: `block_size`, but for a partial last one, what is left of the prompt."""
+        """Returns [blocks] tokens of each: `block_size`, or the rest of the prompt for a partial last block."""
         left: Int64s = np.repeat(self.input_tokens, self.lengths) - self.depths * block_size
         return np.minimum(left, block_size)
 
     def slice(self, start: int, stop: int) -> Batch:
-        """The requests [start, stop), as views where they can be."""
+        """Returns the requests [start, stop), as views where possible."""
         first, last = int(self.offsets[start]), int(self.offsets[stop])
         return Batch(
             offsets=self.offsets[start : stop + 1] - first,
@@ -170,7 +170,7 @@ class Batch:
         )
 
     def take(self, order: Int64s) -> Batch:
-        """The requests of these numbers, in this order, copied."""
+        """Returns a copy of the requests with these indices, in this order."""
         lengths = self.lengths[order]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         places = np.repeat(self.offsets[order] - offsets[:-1], lengths) + np.arange(offsets[-1])
@@ -180,15 +180,15 @@ class Batch:
 
 
 class Trace:
-    """Requests that can be read again and again. Made by `of`, `open` or `mainstem.replay.readers.open_trace`.
+    """Requests that can be read repeatedly. Create one with `of`, `open` or `mainstem.replay.readers.open_trace`.
 
     Attributes:
-        name: what to call it.
-        block_size: tokens a block.
-        tenants: names; the first is "".
+        name: name of the trace.
+        block_size: tokens per block.
+        tenants: names of tenants; the first is "".
         kinds: names of kinds of requests; the first is "".
-        notes: what a reader of results should know of how it was read, a sentence each.
-        whole: all of it as one batch, of which only what is touched is read from the file.
+        notes: what readers of results should know about how it was read, one sentence each.
+        whole: all requests as one batch; the file is read only where the batch is accessed.
     """
 
     def __init__(self, buffer: mmap.mmap, header: _Header, source: str) -> None:
@@ -214,21 +214,21 @@ class Trace:
         kinds: Iterable[str] = ("",),
         notes: Iterable[str] = (),
     ) -> Self:
-        """A trace from batches, which are read once, and kept in a file that vanishes with the trace.
+        """Creates a trace from batches, which are read once and kept in a temporary file.
 
-        Requests are put in the order of their times (equal ones stay as they are), and times count from the first.
+        Sorts requests by time, stably, and counts times from the first.
 
         Args:
-            batches: requests.
-            block_size: tokens a block.
-            name: what to call it.
-            tenants: names; they and the two below are read behind the last batch, so that they may grow till then.
-            kinds: names.
+            batches: the requests.
+            block_size: tokens per block.
+            name: name of the trace.
+            tenants: names of tenants. This and the next two are read after the last batch, so they may grow until then.
+            kinds: names of kinds of requests.
             notes: sentences.
 
         Raises:
             BadArgument: a column is too short or too long.
-            TraceError: a column holds what it must not.
+            TraceError: a column has invalid values.
         """
         check_integer("block_size", block_size, 1, 2**32 - 1)
         with ExitStack() as stack:
@@ -245,10 +245,10 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """A trace from a file in the format of this module.
+        """Opens a file in the format of this module.
 
         Raises:
-            TraceError: the file is something else, is cut short, or was changed.
+            TraceError: the file has another format, is truncated, or was changed.
             OSError: it cannot be read.
         """
         with open(path, "rb") as file:
@@ -256,9 +256,9 @@ class Trace:
 
     @classmethod
     def read(cls, file: IO[bytes], source: str) -> Self:
-        """As `open`, from a file that is open, and may be closed or removed then; `source` is what errors call it."""
+        """Like `open`, from an open file, which may be closed or removed afterwards; `source` is its name in errors."""
         if os.fstat(file.fileno()).st_size < _HEADER.size:
-            raise TraceError(f"{source} is cut short: it has less than the {_HEADER.size} bytes of a header")
+            raise TraceError(f"{source} is cut short: it has fewer than the {_HEADER.size} bytes of a header")
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return cls(buffer, _Header.parse(buffer, source), source)
 
@@ -271,7 +271,7 @@ class Trace:
         )
 
     def batches(self) -> Iterator[Batch]:
-        """All requests, some hundred thousand blocks at a time; a request is never in two batches."""
+        """Yields all requests, a few hundred thousand blocks at a time; a request is never split between batches."""
         start, offsets = 0, self.whole.offsets
         while start < len(self):
             within = int(np.searchsorted(offsets, offsets[start] + _BATCH_BLOCKS, side="right")) - 1
@@ -281,7 +281,7 @@ class Trace:
 
     @property
     def distinct_blocks(self) -> int:
-        """How many different blocks there are: what an infinite cache would hold. Counted at the first time, kept."""
+        """Number of distinct blocks: what an infinite cache would hold. Counted at the first access, then kept."""
         if self._distinct is None:
             seen = Seen()
             for batch in self.batches():
@@ -290,7 +290,7 @@ class Trace:
         return self._distinct
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file, which appears when it is whole.
+        """Writes the trace to a file, which appears when it is complete.
 
         Raises:
             OSError: the file cannot be written.
@@ -311,7 +311,7 @@ class Trace:
 
 
 class Seen:
-    """A set of blocks that grows: sorted runs, each at least twice as long as the next, 8 bytes a block."""
+    """A growing set of blocks: sorted runs, each at least twice as long as the next, 8 bytes per block."""
 
     def __init__(self) -> None:
         self._runs: list[Uint64s] = []
@@ -323,7 +323,7 @@ class Seen:
         """Adds blocks.
 
         Returns:
-            [blocks] whether this is the first use of it, here and before.
+            [blocks] whether this is the first use of the block, in this call and all before.
         """
         found, first = np.unique(blocks, return_index=True)
         new = np.ones(len(found), dtype=bool)
@@ -345,7 +345,7 @@ class Seen:
 
 
 def mix(numbers: Uint64s) -> Uint64s:
-    """64 bits from 64 bits, one to one, each bit of the result depending on all: SplitMix64's output function.
+    """Maps 64 bits to 64 bits, one to one; each result bit depends on all input bits: SplitMix64's output function.
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the constants are variant 13
     of Stafford's mixers.
@@ -371,7 +371,7 @@ class _Text:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Raises ValueError, TypeError or KeyError where it is something else."""
+        """Parses the text. Raises ValueError, TypeError or KeyError if it is invalid."""
         found = json.loads(data)
         tenants, kinds, notes = (tuple(map(str, found[key])) for key in ("tenants", "kinds", "notes"))
         return cls(str(found["name"]), tenants, kinds, notes)
@@ -393,15 +393,15 @@ class _Header:
 
     @classmethod
     def parse(cls, buffer: mmap.mmap, source: str) -> Self:
-        """Reads it from the front of a file, and checks the file's length."""
+        """Parses the header of a file, and checks the file's length."""
         magic, version, block_size, n, m, distinct, length, checksum = _HEADER.unpack_from(buffer)
         if magic != MAGIC:
-            raise TraceError(f"{source} is no {SUFFIX} file: it begins with {magic!r}, not {MAGIC!r}")
+            raise TraceError(f"{source} is not a {SUFFIX} file: it begins with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
-            raise TraceError(f"{source} is of version {version}: only {VERSION} can be read")
+            raise TraceError(f"{source} has version {version}: only version {VERSION} can be read")
         text = buffer[_HEADER.size : _HEADER.size + length]
         if len(text) < length or length % 8 or checksum != _checksum(buffer[:_SIGNED], text):
-            raise TraceError(f"{source} is damaged: its header does not fit its checksum")
+            raise TraceError(f"{source} is damaged: its header does not match its checksum")
         try:
             header = cls(block_size, n, m, distinct, _Text.parse(text), length)
         except (ValueError, TypeError, KeyError) as error:
@@ -440,7 +440,7 @@ def _views(buffer: mmap.mmap, header: _Header) -> dict[str, NDArray[Any]]:
 
 
 def _check(batch: Batch, block_size: int, tenants: int, kinds: int, source: str) -> None:
-    """What every trace promises, but for the blocks being paths."""
+    """Checks the guarantees of every trace, except that blocks are paths."""
     offsets = batch.offsets
     if block_size < 1:
         raise TraceError(f"{source}: a block has no tokens")
@@ -458,7 +458,7 @@ def _check(batch: Batch, block_size: int, tenants: int, kinds: int, source: str)
     }
     for name, wrong in bad.items():
         if wrong:
-            raise TraceError(f"{source}: {name} holds what it must not")
+            raise TraceError(f"{source}: {name} has invalid values")
 
 
 def _outside(column: NDArray[Any], low: int, high: int) -> bool:
@@ -468,12 +468,12 @@ def _outside(column: NDArray[Any], low: int, high: int) -> bool:
 def _stage(batch: Batch, staged: Mapping[str, IO[bytes]], lengths: IO[bytes]) -> None:
     """Appends a batch to the files of the columns."""
     if not np.isfinite(batch.time_s).all():
-        raise TraceError("time_s holds what is no time")
+        raise TraceError("time_s has values that are not finite")
     for name, file in staged.items():
         column = getattr(batch, name)
         expected = int(batch.offsets[-1]) if name == "blocks" else len(batch.offsets) - 1
         if column.shape != (expected,):
-            raise BadArgument(name, column.shape, f"a column of {expected}")
+            raise BadArgument(name, column.shape, f"a column of length {expected}")
         file.write(np.ascontiguousarray(column, dtype=_COLUMNS[name]).data)
     lengths.write(batch.lengths.astype("<i8").data)
 
@@ -486,15 +486,13 @@ def _mapped(file: IO[bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _write(file: IO[bytes], batch: Batch, block_size: int, text: _Text) -> None:
-    """Writes a trace: puts what is out of order where it belongs, and counts times from the first."""
+    """Writes a trace: sorts requests by time, and counts times from the first."""
     time_s = batch.time_s
-    late = int((time_s < np.maximum.accumulate(time_s)).sum()) if len(batch) else 0
-    if late:
-        text = replace(
-            text, notes=(*text.notes, f"Requests that stood behind later ones, and were sorted by time: {late}.")
-        )
+    unsorted = int((time_s < np.maximum.accumulate(time_s)).sum()) if len(batch) else 0
+    if unsorted:
+        text = replace(text, notes=(*text.notes, f"Requests that were out of order, and sorted by time: {unsorted}."))
     file.write(_Header(block_size, len(batch), len(batch.blocks), _UNKNOWN, text).encode())
-    order = np.argsort(time_s, kind="stable") if late else None
+    order = np.argsort(time_s, kind="stable") if unsorted else None
     for name, dtype in _COLUMNS.items():
         size = sum(file.write(column.data) for column in _pieces(batch, name, order))
         file.write(bytes(_padded(dtype, size // dtype.itemsize) - size))
@@ -502,7 +500,7 @@ def _write(file: IO[bytes], batch: Batch, block_size: int, text: _Text) -> None:
 
 
 def _pieces(batch: Batch, name: str, order: Int64s | None) -> Iterator[NDArray[Any]]:
-    """A column as it is written, in the order asked for; blocks in pieces, as they may be many."""
+    """Yields a column as it is written, in the given order; blocks in pieces, because there may be many."""
     column: NDArray[Any] = getattr(batch, name)
     if name == "time_s" and len(batch):
         column = column - column.min()

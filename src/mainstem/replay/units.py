@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them: 1TB, 7GB/s, 8TB@7GB/s, 500ms; and back."""
+"""Parses and formats sizes, rates and times: 1TB, 7GB/s, 8TB@7GB/s, 500ms."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "
 
 
 def parse_rate(name: str, text: str) -> float:
-    """Bytes a second, above 0: 7GB/s, 64GiB/s.
+    """Parses a rate in bytes per second, above 0: 7GB/s, 64GiB/s.
 
     Raises:
-        BadArgument: it is none.
+        BadArgument: it is not a rate.
     """
-    allowed = "bytes a second above 0, such as 7GB/s"
+    allowed = "bytes per second above 0, such as 7GB/s"
     size, _, second = text.strip().rpartition("/")
     if second.strip().lower() != "s":
         raise BadArgument(name, text, allowed)
@@ -30,14 +30,14 @@ def parse_rate(name: str, text: str) -> float:
 
 
 def parse_store(name: str, text: str) -> tuple[int, float]:
-    """A size and its rate, 8TB@7GB/s: bytes, and bytes a second.
+    """Parses a size and its read rate, 8TB@7GB/s: bytes, and bytes per second.
 
     Raises:
-        BadArgument: it is none.
+        BadArgument: it is not a size and a rate.
     """
     size, at, rate = text.partition("@")
     if not at:
-        raise BadArgument(name, text, "a size and what it can be read at, such as 8TB@7GB/s")
+        raise BadArgument(name, text, "a size and its read rate, such as 8TB@7GB/s")
     try:
         return parse_bytes(name, size), parse_rate(name, rate)
     except BadArgument as wrong:
@@ -46,10 +46,10 @@ def parse_store(name: str, text: str) -> tuple[int, float]:
 
 
 def parse_duration(name: str, text: str) -> float:
-    """Seconds, 0 or more: 500ms, 1.5s, 2m.
+    """Parses a time in seconds, 0 or more: 500ms, 1.5s, 2m.
 
     Raises:
-        BadArgument: it is none.
+        BadArgument: it is not a time.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d|)", text.strip().lower())
     if not found:
@@ -58,7 +58,7 @@ def parse_duration(name: str, text: str) -> float:
 
 
 def show_bytes(size: float) -> str:
-    """Three figures at most: 131 KB, 1.5 TB."""
+    """Formats bytes with at most three digits: 131 KB, 1.5 TB."""
     for power, unit in ((15, "PB"), (12, "TB"), (9, "GB"), (6, "MB"), (3, "KB")):
         if size >= 0.9995 * 10**power:
             return f"{size / 10**power:.3g} {unit}"
@@ -66,7 +66,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """Three figures at most: 45 ms, 1.2 s, 3.4 h."""
+    """Formats a time with at most three digits: 45 ms, 1.2 s, 3.4 h."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 600:
