@@ -15,20 +15,6 @@
 
 namespace mainstem {
 
-struct Probe {
-  static Node& node(Tree& tree, Handle handle) { return tree.nodes_[index(tree, handle)]; }
-  static Node& root(Tree& tree, std::string_view ns) { return tree.nodes_[tree.nodes_.find_root(ns)]; }
-  static Cell& cell(Tree& tree, Handle handle, std::size_t slot) { return tree.cells_.cell(index(tree, handle), slot); }
-  static Cell& root_cell(Tree& tree, std::string_view ns) { return tree.cells_.cell(tree.nodes_.find_root(ns), 0); }
-  static std::uint32_t& pins(Tree& tree, Handle handle) { return tree.cells_.pins_[index(tree, handle)]; }
-  static Order& order(Tree& tree) { return tree.eviction_.orders_[0]; }
-  static CellCounts& counts(Tree& tree) { return tree.cells_.counts_[0]; }
-  static Index& free(Tree& tree) { return tree.nodes_.free_; }
-  static ChildTable& table(Tree& tree) { return tree.nodes_.table_; }
-  static std::size_t& roots(Tree& tree) { return tree.nodes_.roots_; }
-  static Index index(Tree& tree, Handle handle) { return tree.nodes_.resolve(handle); }
-};
-
 namespace {
 
 const std::vector<Component> kFull{{Kind::full}};

@@ -63,6 +63,8 @@ class World {
       use(open_[choose_.below(static_cast<std::uint32_t>(open_.size()))]);
     if (open_.size() > 4) close(open_.front());
     std::erase_if(open_, [](const Holder& holder) { return holder.lease == nullptr || holder.lease->closed(); });
+    for (const Holder& h : open_)
+      seen_.emplace(h.ns, h.key);
     compare();
   }
 
@@ -116,12 +118,27 @@ class World {
       if (h.lease && !h.lease->closed()) paths.insert(front(h, h.published));
     return paths;
   }
-  void expect_least_worth(const Contents& before, const Path& victim) const {
+  // States that their sequence has grown past, and that no other sequence needs: the tree says which.
+  std::set<Path> superseded_states() const {
+    std::set<Path> paths;
+    for (const std::string& ns : tree_.namespaces()) {
+      std::map<Handle, std::string> keys{{0, ""}};
+      for (const NodeView& node : tree_.nodes(ns)) {
+        const std::string& key = keys[node.stats.node] = keys.at(node.parent) + node.key;
+        const bool present = node.cells.back().presence == Presence::present;
+        if (present && Probe::worth(tree_, node.stats.node, states()) == 0) paths.insert({ns, key});
+      }
+    }
+    return paths;
+  }
+  // Superseded states are evicted first, then the state of the least worth.
+  void expect_least_worth(const Contents& before, const std::set<Path>& superseded, const Path& victim) const {
     const std::set<Path> locked = locked_states();
     expect(!locked.contains(victim), "a locked state stays");
+    const auto worth = [&](const Path& path) { return superseded.contains(path) ? 0 : worths_.at(path); };
     for (const auto& [path, cells] : before)
       if (has_state(before, path) && !locked.contains(path))
-        expect(worths_.at(victim) <= worths_.at(path), "the state of the least worth is evicted first");
+        expect(worth(victim) <= worth(path), "the state of the least worth is evicted first");
   }
 
   // Evicts one id after another, sometimes fewer than requested: the cache has to call again.
@@ -129,14 +146,15 @@ class World {
     if (ids > 1 && ids < shape_.ids && choose_.one_in(3)) ids = 1;
     for (const std::uint64_t wanted = tree_.counts(component, 0).present; ids-- > 0 && wanted > 0;) {
       const Contents before = contents();
+      const std::set<Path> superseded = keeps_states() ? superseded_states() : std::set<Path>();
       const std::vector<Ids> freed = tree_.evict(1, component, 0);
       for (std::size_t c = 0; c < freed.size(); ++c)
         pools_[c]->move(freed[c], Owner::cached, Owner::free);
       if (!rows_[component].weighs || freed[component].empty()) continue;
       expect_equal(freed[component].size(), 1, "states evicted");
       const Path& victim = written(component, freed[component].front());
-      expect_least_worth(before, victim);
-      inflation_ = worths_.at(victim);
+      expect_least_worth(before, superseded, victim);
+      if (!superseded.contains(victim)) inflation_ = worths_.at(victim);
     }
   }
 
@@ -193,16 +211,30 @@ class World {
       expect(written(states(), slot) == Path(h.ns, h.key.substr(0, h.computed * kSymbolBytes)), "a state");
     return 1 + h.mark.has_value();
   }
-  // A path exceeds the limit of states only while locks hold them.
+  // Whether a sequence that was ever seen parts from this one after `end` pages and before `next`.
+  bool parts(const Holder& h, std::uint64_t end, std::uint64_t next) const {
+    return std::any_of(seen_.begin(), seen_.end(), [&](const Path& other) {
+      const std::string& key = other.second;
+      const auto same = static_cast<std::size_t>(
+          std::mismatch(key.begin(), key.begin() + std::min(key.size(), h.key.size()), h.key.begin()).first -
+          key.begin());
+      const std::uint64_t pages = same / kSymbolBytes / shape_.page_size;
+      return other.first == h.ns && same < key.size() && end <= pages && pages < next;
+    });
+  }
+  // A path exceeds the limit of states only while locks hold them, or where other sequences part from them.
   void compare_path(const Holder& h) const {
     const std::uint32_t limit = rows_[states()].most_on_path;
     const Contents held = contents();
     std::set<Path> locked = locked_states();
     locked.insert(front(h, h.published));  // until the lease finished
     std::uint64_t standing = 0, held_fast = 0;
-    for (std::uint64_t end = 1; end <= h.published; ++end) {
-      standing += has_state(held, front(h, end));
-      held_fast += has_state(held, front(h, end)) && locked.contains(front(h, end));
+    std::uint64_t next = h.published + 1;  // the state after this one
+    for (std::uint64_t end = h.published; end > 0; --end) {
+      if (!has_state(held, front(h, end))) continue;
+      const std::uint64_t after = std::exchange(next, end);
+      ++standing;
+      held_fast += locked.contains(front(h, end)) || parts(h, end, after);
     }
     expect(limit == 0 || standing <= std::max<std::uint64_t>(limit, held_fast), "states on one path");
   }
@@ -404,6 +436,7 @@ class World {
   std::vector<Holder> open_;
   std::vector<std::vector<Path>> written_;  // by component: the content of each page and slot
   std::vector<std::uint64_t> dropped_;      // by component: private ids of dropped leases
+  std::set<Path> seen_;                     // all sequences so far
   std::set<Path> left_;                     // where the locks of dropped leases end
   std::map<Path, double> worths_;           // of states, by GreedyDual
   double inflation_ = 0;                    // worth of the last evicted state

@@ -178,8 +178,7 @@ class World {
         for (std::size_t i = 0; i < part.targets.size(); ++i) {
           expect_equal(coming.erase(part.targets[i]), 1, "the target of a copy is in flight");
           const Path here = front(part.path, pages(part.path) - part.targets.size() + i + 1);
-          expect(cell(here, kHost) == PageCell{Presence::in_flight, part.targets[i]},
-                 "a page in flight has its place");
+          expect(cell(here, kHost) == PageCell{Presence::in_flight, part.targets[i]}, "a page in flight has its place");
         }
     expect(coming.empty(), "every page in flight is being copied");
   }

@@ -50,6 +50,14 @@ bool Residency::empty_with_children(Index node) const {
   return empty(node);
 }
 
+bool Residency::unused_from(Index node) const {
+  return empty(node) && nodes_.every_from(node, [&](Index at) {
+    for (std::uint32_t tier = 0; tier < tiers; ++tier)
+      if (locks_taken(at, tier)) return false;
+    return empty(at);
+  });
+}
+
 bool Residency::dead(Index node) const {
   return nodes_[node].branches == 0 && !pinned(node) && empty(node);
 }

@@ -74,6 +74,7 @@ class Residency {
   bool empty(Index node) const;
   bool empty_of(Index node, std::uint32_t component) const;
   bool empty_with_children(Index node) const;  // neither the node nor its children hold anything
+  bool unused_from(Index node) const;          // nothing is held or locked here or below, as after a cancelled transfer
   bool dead(Index node) const;                 // no child, no pin and no cell: the node may go
   bool only_on(Index node, std::uint32_t tier) const;
   bool subtree_only_on(Index node, std::uint32_t tier) const;

@@ -25,6 +25,7 @@ struct Tree::Insertion {
     Index node;
     std::uint32_t component;
     Run<std::int32_t> ids;
+    bool anew = false;  // a cancelled transfer left the node
   };
 
   void check() const;
@@ -121,9 +122,10 @@ bool Tree::Insertion::descend() {
 void Tree::Insertion::note_fills() {
   for (Index at = node; at != top; at = tree.nodes_[at].parent) {
     const std::uint32_t page = tree.nodes_[at].start - begin;
+    const bool anew = tree.cells_.unused_from(at);
     for (std::uint32_t c = 0; c < rows.size(); ++c)
       if (rows[c].per_page() && has_id(c, page) && cell(at, c).absent())
-        fills.push_back({at, c, Run<std::int32_t>(tail.ids[c].data() + page, tree.nodes_[at].pages)});
+        fills.push_back({at, c, Run<std::int32_t>(tail.ids[c].data() + page, tree.nodes_[at].pages), anew});
   }
 }
 
@@ -199,7 +201,7 @@ void Tree::Insertion::fill() {
   for (Fill& fill : fills) {
     if (fill.component == 0) existing = std::min(existing, tree.nodes_[fill.node].start);
     if (fill.component == 0) tree.counters_.inserted_pages += fill.ids.size();
-    if (tree.cells_.empty(fill.node)) tree.eviction_.renew(fill.node, priority);
+    if (fill.anew) tree.eviction_.renew(fill.node, priority);
     tree.occupy(fill.node, slot(fill.component), std::move(fill.ids), transfer);
   }
   for (Fill& state : states) {  // at the end of what was inserted
