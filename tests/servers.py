@@ -62,6 +62,21 @@ def stop(server: subprocess.Popen[bytes], timeout_s: float = 5.0) -> None:
         server.wait()
 
 
+def freeze(server: subprocess.Popen[bytes]) -> None:
+    """Stops all threads of a server; `SIGCONT` lets them go on. A signal alone may arrive after the next answer."""
+    server.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{server.pid}/task")
+    while not all(_state(thread) in "TX" for thread in threads.iterdir()):
+        time.sleep(0.001)
+
+
+def _state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rpartition(") ")[2][:1]
+    except FileNotFoundError:
+        return "X"
+
+
 def _wait_for(server: subprocess.Popen[bytes], port: int, timeout_s: float) -> None:
     end = time.monotonic() + patience(timeout_s)
     while server.poll() is None and time.monotonic() < end:

@@ -62,7 +62,8 @@ def test_a_custom_policy_in_the_working_directory_is_replayed(
     assert [row["block_hits"] for row in rows[4:]] == [
         replay(Trace.open(trace), "slru:3", capacity).block_hits for capacity in (30, 60)
     ]
-    for wrong, says in (("absent_one:Rule", "no module absent_one"), ("slru:0", "slru:N with N"), ("lru:2", "lru; of")):
+    refused = {"absent_one:Rule": "no module absent_one", "slru:0": "slru:N with N", "lru:2": "lru; slru"}
+    for wrong, says in refused.items():
         assert cli.main(["replay", str(trace), "--policy", wrong]) == 2
         shown = capsys.readouterr().err
         assert f"mainstem: --policy {wrong}: must be" in shown and says in shown and shown.count("\n") == 1

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from machine import patience
-from servers import free_port, mooncake_master, stop
+from servers import free_port, freeze, mooncake_master, stop
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
@@ -228,7 +228,7 @@ def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int
         node.stdin.write(f"{keys[1].hex()} 65536\n".encode())
         node.stdin.flush()
         assert node.stdout.readline().decode().split() == ["65536", make_value(keys[1], 65_536).hex()]
-        node.send_signal(signal.SIGSTOP)
+        freeze(node)
         with pytest.raises(StorageError) as frozen:
             backend.get(keys, blank(keys))
         assert frozen.value.cause == "unreachable"
@@ -264,7 +264,7 @@ def test_master_frozen_killed_and_restarted() -> None:
     with mooncake_master(port) as master:
         backend = client(port, segment_bytes=16 * MIB)
         assert all(backend.put(keys, values_of(keys)))
-        master.send_signal(signal.SIGSTOP)
+        freeze(master)
         eventually(lambda: Path(f"/proc/{master.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         with pytest.raises(StorageError) as frozen:
             backend.exists(keys)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from servers import free_port, patiently, valkey
+from servers import free_port, freeze, patiently, valkey
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
@@ -190,7 +190,7 @@ def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
     with valkey(port) as server:
         backend = RedisBackend(port=port, timeout_s=timeout_s)
         backend.put(KEYS[:1], [page(1)])
-        server.send_signal(signal.SIGSTOP)
+        freeze(server)
         began = time.monotonic()
         assert cause_of(lambda: backend.get(KEYS[:1], [page(0)])) == "timeout"
         assert cause_of(lambda: backend.put(KEYS, [page(1) for _ in KEYS])) == "timeout"
@@ -206,7 +206,7 @@ def test_closing_ends_a_call_under_way() -> None:
     port = free_port()
     with valkey(port) as server:
         backend = RedisBackend(port=port, timeout_s=30)
-        server.send_signal(signal.SIGSTOP)
+        freeze(server)
         threading.Timer(0.2, backend.close).start()
         assert cause_of(lambda: backend.exists(KEYS)) == "closed"
 

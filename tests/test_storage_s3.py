@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from servers import S3_CREDENTIALS, free_port, patiently, rclone_s3
+from servers import S3_CREDENTIALS, free_port, freeze, patiently, rclone_s3
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
@@ -131,7 +131,7 @@ def test_a_frozen_server_costs_no_more_than_the_timeout(tmp_path: Path) -> None:
         timeout_s = patience(1)
         backend = S3Backend("bucket", endpoint=f"http://127.0.0.1:{port}", timeout_s=timeout_s)
         backend.put(KEYS[:1], [page(1)])
-        server.send_signal(signal.SIGSTOP)
+        freeze(server)
         began = time.monotonic()
         assert cause_of(lambda: backend.get(KEYS, [page(0) for _ in KEYS])) == "timeout"
         assert cause_of(lambda: backend.put(KEYS, [page(1) for _ in KEYS])) == "timeout"

@@ -426,6 +426,21 @@ def test_insert_after_a_handle_in_flight() -> None:
     tree.check()
 
 
+def test_pages_that_only_a_lock_keeps_keep_their_use() -> None:
+    """A lock on the host keeps a node whose device pages are evicted. Filled again, it is what it was."""
+    tree = Tree(page_size=1, tiers=2)
+    node = tree.insert([1, 2], ids(0, 1), priority=3).node
+    tree.match([1, 2])
+    tree.lock(node, tier=1)
+    (before,) = tree.nodes()
+    tree.evict(2)
+    tree.insert([1, 2], ids(4, 5), priority=1)
+    (after,) = tree.nodes()
+    assert (after.node, after.priority, after.hits, after.created) == (node, 3, 1, before.created)
+    tree.unlock(node, tier=1)
+    tree.check()
+
+
 def test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends() -> None:
     for end in ("commit", "cancel"):
         tree = single()

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "src" / "mainstem" / "core" / "csrc"
 PROGRAMS = Path(__file__).parent
 OUT = ROOT / "build" / "native" / "bench"
-FLAGS = ("-std=c++20", "-O2")
-"""As the wheel is built (CMakeLists.txt): optimised, assertions kept."""
+FLAGS = ("-std=c++20", "-O2", "-flto=auto")
+"""As the wheel is built (CMakeLists.txt): optimised at link time as well, assertions kept."""
 
 
 class CannotBuild(Exception):

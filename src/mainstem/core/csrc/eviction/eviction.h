@@ -1,4 +1,4 @@
-// Eviction: in which order nodes lose what they hold. It is told what came, was used, left, was cut or joined, and
+// Eviction: in which order nodes lose what they hold. It hears what came, was used, left, was cut or joined, and
 // answers which node is next, which nodes may be joined, and where a cell must be cut. It reads nodes and cells, and
 // writes what ranks a node: recency, hits, priority.
 //

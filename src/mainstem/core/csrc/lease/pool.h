@@ -25,34 +25,29 @@ struct NoPages {
 class Pool {
  public:
   explicit Pool(std::uint32_t pages) : owner_(pages, Owner::free) {
-    free_.reserve(pages);
     for (std::uint32_t page = pages; page-- > 0;)
       free_.push_back(static_cast<std::int32_t>(page));
     count_[0] = pages;
   }
 
   void allocate(std::uint64_t n, std::int32_t* out) {
-    if (n > free_.size()) throw NoPages{n, free_.size(), 0, owner_.size()};
-    const std::int32_t* top = free_.data() + free_.size();
-    for (std::uint64_t i = 0; i < n; ++i)
-      owner_[static_cast<std::size_t>(out[i] = *--top)] = Owner::privately;
-    free_.resize(free_.size() - n);
+    if (n > owned(Owner::free)) throw NoPages{n, owned(Owner::free), 0, total()};
+    copy_reversed(free_.data() + owned(Owner::free), n, out);
+    each_run({out, n}, [&](std::size_t at, std::size_t run) { own(out[at], run, Owner::privately); });
     count(Owner::free, Owner::privately, n);
   }
 
   // Moves pages from one owner to another; moves none if one of them is not the owner's, or is named twice.
   void move(std::span<const std::int32_t> page_ids, Owner from, Owner to) {
-    // Pages allocated together mostly have consecutive ids: move each run at once.
-    for (std::size_t at = 0; at < page_ids.size();) {
-      const std::size_t n = run_length(page_ids.subspan(at));
+    each_run(page_ids, [&](std::size_t at, std::size_t n) {
       if (!held(page_ids[at], n, from)) {
         undo_move(page_ids.first(at), from);
         refuse(page_ids.subspan(at, n), from);
       }
-      std::memset(&owner_[static_cast<std::size_t>(page_ids[at])], static_cast<int>(to), n);
-      at += n;
-    }
-    if (to == Owner::free) free_.insert(free_.end(), page_ids.rbegin(), page_ids.rend());  // the first on top
+      own(page_ids[at], n, to);
+    });
+    if (to == Owner::free)  // the first on top
+      copy_reversed(page_ids.data() + page_ids.size(), page_ids.size(), free_.data() + owned(Owner::free));
     count(from, to, page_ids.size());
   }
 
@@ -68,15 +63,32 @@ class Pool {
     std::uint64_t sum[3] = {0, 0, 0};
     for (const Owner owner : owner_)
       ++sum[static_cast<std::size_t>(owner)];
-    for (const std::int32_t page : free_)
-      if (!held(page, 1, Owner::free)) return false;
-    return sum[0] == count_[0] && sum[1] == count_[1] && sum[2] == count_[2] && free_.size() == count_[0];
+    for (std::uint64_t at = 0; at < count_[0]; ++at)
+      if (!held(free_[at], 1, Owner::free)) return false;
+    return sum[0] == count_[0] && sum[1] == count_[1] && sum[2] == count_[2];
   }
 
  private:
   // The compiler vectorizes only loops of known length.
   static constexpr std::size_t kLanes = 8;
 
+  // out[i] = end[-1 - i]
+  static void copy_reversed(const std::int32_t* __restrict end, std::size_t n, std::int32_t* __restrict out) {
+    for (; n >= kLanes; n -= kLanes, end -= kLanes, out += kLanes)
+      for (std::size_t i = 0; i < kLanes; ++i)
+        out[i] = end[-1 - static_cast<std::ptrdiff_t>(i)];
+    while (n-- > 0)
+      *out++ = *--end;
+  }
+  // Calls `each` with the begin and the length of each run of consecutive ids: pages allocated together mostly are one.
+  template <class Each>
+  static void each_run(std::span<const std::int32_t> page_ids, Each each) {
+    for (std::size_t at = 0, n; at < page_ids.size(); at += n)
+      each(at, n = run_length(page_ids.subspan(at)));
+  }
+  void own(std::int32_t page, std::size_t n, Owner owner) {
+    std::memset(&owner_[static_cast<std::size_t>(page)], static_cast<int>(owner), n);
+  }
   // Whether each id of a group follows the one before it.
   static bool all_follow(const std::int32_t* page_ids) {
     std::int32_t apart = 0;
@@ -125,7 +137,7 @@ class Pool {
   }
 
   std::vector<Owner> owner_;
-  std::vector<std::int32_t> free_;  // a stack: allocates the page freed last, while it is warm
+  std::vector<std::int32_t> free_;  // a stack of count_[free] ids: allocates the page freed last, while it is warm
   std::uint64_t count_[3] = {0, 0, 0};
 };
 
