@@ -257,7 +257,7 @@ class FlopAware(Model):
 
 
 class Sketch:
-    """Four rows of counters, with the hash of core/csrc/policies/sketch.h."""
+    """Four rows of counters, with the hash of core/csrc/eviction/policies/sketch.h."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = [[] for _ in range(4)]
@@ -293,7 +293,7 @@ def fold(a: int, b: int) -> int:
 
 
 def identity(token: int) -> int:
-    """Returns the name of a page of one token in the default namespace; see core/csrc/identity.h."""
+    """Returns the name of a page of one token in the default namespace; see core/csrc/eviction/identity.h."""
 
     def mix(data: bytes) -> int:
         odd = 0x9E3779B97F4A7C15

@@ -1,8 +1,8 @@
 """Eviction policies: which leaf is evicted first.
 
-A simple policy is one rule that ranks a leaf; the lowest rank is evicted first. core/csrc/policy.h has the same rules,
+A simple policy is one rule that ranks a leaf; the lowest rank is evicted first. core/csrc/eviction/policy.h has the same rules,
 so that the tree applies them without calling Python; a test compares the two. Policies that keep more state (queues,
-second chances, evicted pages) are in core/csrc/policies, one file each. Your own policy is any object with `name` and
+second chances, evicted pages) are in core/csrc/eviction/policies, one file each. Your own policy is any object with `name` and
 `rank`; the tree calls `rank` whenever a leaf has changed. Knows nothing of trees.
 """
 
@@ -52,7 +52,7 @@ class BuiltIn:
     """A policy that the core knows by name.
 
     `source` is its publication; "" if it has none. `rank` is its rule in Python; None: it keeps state beyond the leaf,
-    and only the core implements it (core/csrc/policies). `protected_hits` is for slru.
+    and only the core implements it (core/csrc/eviction/policies). `protected_hits` is for slru.
     """
 
     name: str
