@@ -7,8 +7,25 @@ start with the oldest.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
+
+from mainstem.core.reference import POLICIES
 
 Evicted = int | None
+
+
+class InPython:
+    """A policy of the reference as an object, so that the tree calls Python for each rank."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"my {name}"
+        self._rule = POLICIES[name]
+
+    def rank(self, node: Any) -> tuple[float, float]:
+        return (*self._rule(node), 0)[:2]
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def forget(ghost: list[int], limit: int) -> None:
