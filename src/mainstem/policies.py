@@ -2,8 +2,8 @@
 
 The built-in policies are rules of the core (core/csrc/eviction/policy.h), which applies them without calling Python. A
 simple one ranks a leaf, and the lowest rank is evicted first. One that keeps more state (queues, second chances,
-evicted pages) has a file in core/csrc/eviction/policies. Your own policy is any object with `name` and `rank`; the tree calls
-`rank` whenever a leaf has changed. Knows nothing of trees.
+evicted pages) has a file in core/csrc/eviction/policies. Your own policy is any object with `name` and `rank`; the tree
+calls `rank` whenever a leaf has changed. Knows nothing of trees.
 """
 
 from __future__ import annotations
