@@ -269,6 +269,15 @@ def test_every_policy_evicts_the_pages_of_the_reference(policy: str, builtin: bo
     tree.check()
 
 
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+def test_a_policy_does_not_lose_pages_that_it_never_had(policy: str) -> None:
+    """The first component is a window. Pages of full attention are cut off where it has none."""
+    tree = Tree(page_size=1, components=(Window(2), Full()), policy=policy)
+    tree.insert([1, 2, 3, 4], [np.full(4, -1, np.int32), np.arange(4, dtype=np.int32)])
+    assert [freed.tolist() for freed in tree.evict(1, "full")] == [[], [3]]
+    tree.check()
+
+
 def test_a_policy_is_asked_again_when_a_split_or_a_cut_changed_the_leaf() -> None:
     tree = Tree(page_size=1, policy=Ranked("deepest first", lambda node: (-node.depth_pages, 0)))
     tree.insert(range(10), np.arange(10, dtype=np.int32))
