@@ -69,7 +69,8 @@ def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cach
     return Mutant(name, like, file, ((old, new),), by)
 
 
-_PAGES, _STORE, _TIERS, _SCHEDULER = "tiers/pages.py", "tiers/store.py", "tiers/controller.py", "runtime/scheduler.py"
+_PAGES, _STORE, _TIERS = "tiers/pages.py", "tiers/store.py", "tiers/controller.py"
+_SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 
 # fmt: off
 PYTHON: tuple[Mutant, ...] = (
@@ -212,7 +213,7 @@ PYTHON: tuple[Mutant, ...] = (
         "return _ARRIVED if self.ticket.error is None else _FAILED", "return _ARRIVED",
     ),
     _mutant(
-        "a layer is not waited for", "vllm#46278", _SCHEDULER,
+        "a layer is not waited for", "vllm#46278", _SEQUENCE,
         "None if self._load is None else self._load.ticket,", "None,",
         "scheduler",
     ),
@@ -228,7 +229,7 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "a forward's pages are published while they arrive", "vllm#39702", _SCHEDULER,
+        "a forward's pages are published while they arrive", "vllm#39702", _SEQUENCE,
         "if load is None or load.wait():", "if True:",
         "scheduler",
     ),
@@ -248,7 +249,7 @@ PYTHON: tuple[Mutant, ...] = (
         "tests/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
     ),
     _mutant(
-        "after a failed load a request does not go back to its hit", "-", _SCHEDULER,
+        "after a failed load a request does not go back to its hit", "-", _SEQUENCE,
         "        self.computed = self._lease.hit\n        return False", "        return False",
         "hybrid-scheduler",
     ),

@@ -7,8 +7,25 @@ start with the oldest.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
+
+from mainstem.core.reference import POLICIES
 
 Evicted = int | None
+
+
+class InPython:
+    """A policy of the reference as an object, so that the tree calls Python for each rank."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"my {name}"
+        self._rule = POLICIES[name]
+
+    def rank(self, node: Any) -> tuple[float, float]:
+        return (*self._rule(node), 0)[:2]
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def forget(ghost: list[int], limit: int) -> None:
@@ -257,7 +274,7 @@ class FlopAware(Model):
 
 
 class Sketch:
-    """Four rows of counters, with the hash of core/csrc/policies/sketch.h."""
+    """Four rows of counters, with the hash of core/csrc/eviction/policies/sketch.h."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = [[] for _ in range(4)]
@@ -293,7 +310,7 @@ def fold(a: int, b: int) -> int:
 
 
 def identity(token: int) -> int:
-    """Returns the name of a page of one token in the default namespace; see core/csrc/identity.h."""
+    """Returns the name of a page of one token in the default namespace; see core/csrc/eviction/identity.h."""
 
     def mix(data: bytes) -> int:
         odd = 0x9E3779B97F4A7C15

@@ -1,8 +1,12 @@
-"""The layers of docs/design.md, section 1: a lower layer never imports a higher one, not even lazily or for typing."""
+"""The layers of docs/design.md, section 1: a lower layer never imports a higher one, not even lazily or for typing.
+
+The folders of the core are layers, too; its classes, functions and files stay small.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +89,48 @@ def test_importing_mainstem_needs_numpy_only() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+# ---------------------------------------------------------------- the rooms of the core
+
+CSRC = PACKAGE / "core" / "csrc"
+ROOMS = ["structure", "residency", "eviction", "tree", "lease", "replay", "python"]
+"""Lowest first, as in docs/design.md."""
+TABLES = ("namespace", "struct", "class", "NB_MODULE", "void bind_")
+"""What looks like a function and is none, or lists bindings."""
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_a_room_includes_only_those_below_it(source: Path) -> None:
+    room = source.relative_to(CSRC).parts[0]
+    included = re.findall(r'^#include "(\w+)/', source.read_text(), re.MULTILINE)
+    below = ROOMS[: ROOMS.index(room) + 1]
+    assert set(included) <= set(below), f"{source}: {room} may include {below}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_files_and_functions_of_the_core_fit_a_screen(source: Path) -> None:
+    lines = source.read_text().splitlines()
+    assert len(lines) <= 800, f"{source} has {len(lines)} lines"
+    begin = None
+    for number, line in enumerate(lines):
+        if re.match(r"[A-Za-z\[].*\(.*", line) and not line.startswith(TABLES):
+            begin = number
+        if line == "}" and begin is not None:
+            code = [text for text in lines[begin:number] if text.strip() and not text.strip().startswith("//")]
+            assert len(code) <= 60, f"{source}:{begin + 1}: a function of {len(code)} lines"
+            begin = None
+
+
+@pytest.mark.parametrize("source", [path for path in SOURCES if path.suffix == ".h"], ids=lambda path: path.name)
+def test_no_class_of_the_core_has_more_than_25_private_functions(source: Path) -> None:
+    for name, body in re.findall(r"\nclass (\w+)[^;{]*\{(.*?)\n\};", source.read_text(), re.DOTALL):
+        sections = re.split(r"\n (private|protected|public):\n", "\n private:\n" + body)
+        private = "\n".join(
+            text for kind, text in zip(sections[1::2], sections[2::2], strict=True) if kind == "private"
+        )
+        functions = re.findall(
+            r"^  (?!friend|using|return|static_assert)[^\s/}#][^;={]*?\b\w+\(", private, re.MULTILINE
+        )
+        assert len(functions) <= 25, f"{name} has {len(functions)} private functions"

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from policy_models import MODELS
+from policy_models import MODELS, InPython
 
 from mainstem.cache import PrefixCache
 from mainstem.components import Component, Full, State, Window
 from mainstem.core.reference import POLICIES, ReferenceTree
 from mainstem.errors import BadArgument
 from mainstem.keys import HashKeys
-from mainstem.policies import BUILT_IN, NodeStats, find_policy
+from mainstem.policies import BUILT_IN, NodeStats
 from mainstem.tree import Tree
 
 
@@ -29,19 +29,6 @@ class Ranked:
     def __init__(self, name: str, rank: Callable[[Any], tuple[float, float]]) -> None:
         self.name = name
         self.rank = rank
-
-
-COPIES = {
-    "lru": lambda node: (node.last_access, 0),
-    "lfu": lambda node: (node.hits, node.last_access),
-    "fifo": lambda node: (node.created, 0),
-    "mru": lambda node: (-node.last_access, 0),
-    "filo": lambda node: (-node.created, 0),
-    "slru": lambda node: (node.hits >= 2, node.last_access),
-    "slru:1": lambda node: (node.hits >= 1, node.last_access),
-    "slru:4": lambda node: (node.hits >= 4, node.last_access),
-    "priority": lambda node: (node.priority, node.last_access),
-}
 
 
 def leaves(policy: Any) -> Tree:
@@ -70,7 +57,7 @@ def leaves(policy: Any) -> Tree:
 )
 def test_each_policy_has_its_own_order(policy: str, order: list[int]) -> None:
     assert leaves(policy).evict(5)[0].tolist() == order
-    assert leaves(Ranked(f"my {policy}", COPIES[policy])).evict(5)[0].tolist() == order
+    assert leaves(InPython(policy)).evict(5)[0].tolist() == order
 
 
 def test_lfu_and_slru_differ_from_lru_once_hits_are_old() -> None:
@@ -129,18 +116,18 @@ def test_an_unknown_policy_is_refused_with_the_names_that_are_known(policy: Any)
         Tree(policy=policy)
 
 
-@pytest.mark.parametrize("policy", ["slru", "slru:1", "slru:2", "slru:4", "slru:9"])
-@pytest.mark.parametrize("builtin", [True, False])
-def test_slru_protects_what_reached_its_threshold_of_hits(policy: str, builtin: bool) -> None:
-    threshold = find_policy(policy).rank
-    assert threshold is not None
-    tree = Tree(page_size=1, policy=policy if builtin else Ranked("mine", threshold))
+@pytest.mark.parametrize(
+    "policy", ["slru", "slru:1", "slru:2", "slru:4", "slru:9", InPython("slru"), InPython("slru:4")]
+)
+def test_slru_protects_what_reached_its_threshold_of_hits(policy: str | InPython) -> None:
+    tree = Tree(page_size=1, policy=policy)
     for token in range(8):  # token n is hit n times, those with most hits first
         tree.insert([token], [token])
     for token in reversed(range(8)):
         for _ in range(token):
             tree.match([token])
-    hits = int(policy.partition(":")[2] or 2)
+    name = policy if isinstance(policy, str) else policy.name
+    hits = int(name.partition(":")[2] or 2)
     assert tree.evict(8)[0].tolist() == [0, *(n for n in (7, 6, 5, 4, 3, 2, 1) if n < hits), *(
         n for n in (7, 6, 5, 4, 3, 2, 1) if n >= hits
     )]  # fmt: skip
@@ -265,7 +252,7 @@ def test_an_exception_in_a_python_policy_loses_no_page() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_evicts_the_pages_of_the_reference(policy: str, builtin: bool) -> None:
     rng = random.Random(policy)
-    tree = Tree(page_size=2, policy=policy if builtin else Ranked(policy, COPIES[policy]))
+    tree = Tree(page_size=2, policy=policy if builtin else InPython(policy))
     model = ReferenceTree(2, policy)
     page = 0
     for _ in range(150):
@@ -279,6 +266,15 @@ def test_every_policy_evicts_the_pages_of_the_reference(policy: str, builtin: bo
         if rng.random() < 0.4:
             count = rng.randrange(5)
             assert sorted(tree.evict(count)[0].tolist()) == sorted(model.evict(count))
+    tree.check()
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+def test_a_policy_does_not_lose_pages_that_it_never_had(policy: str) -> None:
+    """The first component is a window. Pages of full attention are cut off where it has none."""
+    tree = Tree(page_size=1, components=(Window(2), Full()), policy=policy)
+    tree.insert([1, 2, 3, 4], [np.full(4, -1, np.int32), np.arange(4, dtype=np.int32)])
+    assert [freed.tolist() for freed in tree.evict(1, "full")] == [[], [3]]
     tree.check()
 
 

@@ -17,23 +17,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from policy_models import InPython
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.core.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree
 from mainstem.errors import BadArgument, NotLocked, OutOfPages, StaleHandle
-from mainstem.policies import find_policy
 from mainstem.tree import NodeView, Tree
 
 SIZES = [1, 3, 16]
 SPACES = [None, None, None, "a", "b"]
-
-
-class InPython:
-    """A built-in policy under another name, so that the tree calls Python for each rank."""
-
-    def __init__(self, name: str) -> None:
-        self.name = f"my {name}"
-        self.rank = find_policy(name).rank
 
 
 def policy_of(name: str, python: bool) -> Any:

@@ -18,10 +18,10 @@ from hand_driven import FaultyBackend, Rig
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from policy_models import InPython
 
 from mainstem.cache import Lease
 from mainstem.errors import OutOfPages, StorageError
-from mainstem.policies import BUILT_IN
 from mainstem.tiers.controller import Load, Prefetch
 
 Choose = Callable[[int], int]
@@ -30,14 +30,7 @@ Choose = Callable[[int], int]
 SPACES = [None, None, "a"]
 
 
-class InPython:
-    """A built-in policy under another name, so that the tree calls Python for each rank."""
-
-    name = "my lru"
-    rank = staticmethod(BUILT_IN["lru"].rank)
-
-
-POLICIES: list[Any] = ["lru", "lru", "fifo", "slru", "lfu", "mru", InPython()]
+POLICIES: list[Any] = ["lru", "lru", "fifo", "slru", "lfu", "mru", InPython("lru")]
 FAULTS: list[Any] = [None, None, RuntimeError("a bug"), *(StorageError(cause, "") for cause in StorageError.CAUSES)]
 
 

@@ -16,7 +16,7 @@ def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> b
     """See mainstem.hash_blocks, which checks its arguments."""
 
 class Tree:
-    """The radix tree over bytes; see src/mainstem/core/csrc/tree.h."""
+    """The radix tree over bytes; see src/mainstem/core/csrc/tree/tree.h."""
 
     def __init__(self, symbol_bytes: int, page_size: int, components: Sequence[tuple[str, int, bool]], tiers: int, policy: str, hash_seed: int, symbol_tokens: float = 1.0, protected_hits: int = 2) -> None: ...
 
@@ -372,7 +372,7 @@ def copy_rows(target: numpy.typing.NDArray[numpy.uint8], targets: numpy.typing.N
 
 class Replay:
     """
-    Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay.h.
+    Serves the requests of a trace with real trees, which nothing else may use from then on; see src/mainstem/core/csrc/replay/replay.h.
     """
 
     def __init__(self, trees: Sequence[Tree], capacities: Sequence[int], ttl_s: float, routing: str, evictions: Sequence[Callable[[int, int], list[numpy.typing.NDArray[numpy.int32]]] | None]) -> None:

@@ -1,4 +1,4 @@
-"""Components: what a model keeps for a prefix, as rows of the tree. core/csrc/component.h has the rules of each."""
+"""Components: what a model keeps for a prefix, as rows of the tree (core/csrc/residency/component.h)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
 """Eviction policies: which leaf is evicted first.
 
-A simple policy is one rule that ranks a leaf; the lowest rank is evicted first. core/csrc/policy.h has the same rules,
-so that the tree applies them without calling Python; a test compares the two. Policies that keep more state (queues,
-second chances, evicted pages) are in core/csrc/policies, one file each. Your own policy is any object with `name` and
-`rank`; the tree calls `rank` whenever a leaf has changed. Knows nothing of trees.
+The built-in policies are rules of the core (core/csrc/eviction/policy.h), which applies them without calling Python. A
+simple one ranks a leaf, and the lowest rank is evicted first. One that keeps more state (queues, second chances,
+evicted pages) has a file in core/csrc/eviction/policies. Your own policy is any object with `name` and `rank`; the tree
+calls `rank` whenever a leaf has changed. Knows nothing of trees.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
 from mainstem.errors import BadArgument
@@ -51,12 +50,10 @@ class Policy(Protocol):
 class BuiltIn:
     """A policy that the core knows by name.
 
-    `source` is its publication; "" if it has none. `rank` is its rule in Python; None: it keeps state beyond the leaf,
-    and only the core implements it (core/csrc/policies). `protected_hits` is for slru.
+    `source` is its publication; "" if it has none. `protected_hits` is for slru.
     """
 
     name: str
-    rank: Callable[[NodeStats], Rank] | None = None
     source: str = ""
     protected_hits: int = SLRU_PROTECTED_HITS
 
@@ -66,31 +63,26 @@ class BuiltIn:
         return self.name.partition(":")[0]
 
 
-def _slru(name: str, protected_hits: int) -> BuiltIn:
-    source = "Karedy, Love and Wherry, Computer 1994"
-    return BuiltIn(name, lambda n: (n.hits >= protected_hits, n.last_access), source, protected_hits)
-
-
 BUILT_IN = {
     policy.name: policy
     for policy in (
-        BuiltIn("lru", lambda n: (n.last_access, 0)),
-        BuiltIn("lfu", lambda n: (n.hits, n.last_access)),
-        BuiltIn("fifo", lambda n: (n.created, 0)),
-        BuiltIn("mru", lambda n: (-n.last_access, 0)),
-        BuiltIn("filo", lambda n: (-n.created, 0)),
-        _slru("slru", SLRU_PROTECTED_HITS),
-        BuiltIn("priority", lambda n: (n.priority, n.last_access)),
-        BuiltIn("length-aware", lambda n: (n.hits, -n.depth_pages), "Qin et al., Mooncake, arXiv:2407.00079"),
-        BuiltIn("lru-2", source="O'Neil, O'Neil and Weikum, SIGMOD 1993"),
-        BuiltIn("2q", source="Johnson and Shasha, VLDB 1994"),
-        BuiltIn("arc", source="Megiddo and Modha, FAST 2003"),
-        BuiltIn("s3-fifo", source="Yang et al., SOSP 2023"),
-        BuiltIn("sieve", source="Zhang et al., NSDI 2024"),
-        BuiltIn("w-tinylfu", source="Einziger, Friedman and Manes, ACM ToS 2017"),
-        BuiltIn("gdsf", source="Cherkasova, HP Labs 1998"),
-        BuiltIn("flop-aware", source="Pan et al., Marconi, MLSys 2025, arXiv:2411.19379"),
-        BuiltIn("gittins", source="docs/research/learned-policy.md; the index: Gittins, J. R. Stat. Soc. B, 1979"),
+        BuiltIn("lru"),
+        BuiltIn("lfu"),
+        BuiltIn("fifo"),
+        BuiltIn("mru"),
+        BuiltIn("filo"),
+        BuiltIn("slru", "Karedy, Love and Wherry, Computer 1994"),
+        BuiltIn("priority"),
+        BuiltIn("length-aware", "Qin et al., Mooncake, arXiv:2407.00079"),
+        BuiltIn("lru-2", "O'Neil, O'Neil and Weikum, SIGMOD 1993"),
+        BuiltIn("2q", "Johnson and Shasha, VLDB 1994"),
+        BuiltIn("arc", "Megiddo and Modha, FAST 2003"),
+        BuiltIn("s3-fifo", "Yang et al., SOSP 2023"),
+        BuiltIn("sieve", "Zhang et al., NSDI 2024"),
+        BuiltIn("w-tinylfu", "Einziger, Friedman and Manes, ACM ToS 2017"),
+        BuiltIn("gdsf", "Cherkasova, HP Labs 1998"),
+        BuiltIn("flop-aware", "Pan et al., Marconi, MLSys 2025, arXiv:2411.19379"),
+        BuiltIn("gittins", "docs/research/learned-policy.md; the index: Gittins, J. R. Stat. Soc. B, 1979"),
     )
 }
 """The built-in policies by name."""
@@ -132,7 +124,7 @@ def _with_parameter(policy: str, rule: str, parameter: str) -> BuiltIn:
     hits = int(parameter) if parameter.isdecimal() and parameter.isascii() and len(parameter) < 20 else 0
     if not 1 <= hits <= _MAX_HITS:
         raise BadArgument("policy", policy, f"slru:N with N, the hits that protect a leaf, from 1 to {_MAX_HITS}")
-    return _slru(policy, hits)
+    return replace(BUILT_IN[rule], name=policy, protected_hits=hits)
 
 
 def _load(path: str) -> Policy:

@@ -467,6 +467,20 @@ void lease_closed_by_hook() {
   expect_equal(small.pool.owned(Owner::free), 1, "free pages");
 }
 
+// The hook may reserve pages of the lease that called it.
+void lease_reserved_by_hook() {
+  Small small{"a", "b", "c", "d"};
+  const std::unique_ptr<Lease> lease = small.open("", {1, 2, 3, 4});
+  bool asked = false;
+  small.cache.evict = [&](std::uint32_t, std::uint64_t) {
+    small.pool.move(small.tree.evict(2, 0, 0)[0], Owner::cached, Owner::free);
+    if (!std::exchange(asked, true)) lease->reserve(2);
+  };
+  lease->reserve(2);
+  expect_equal(lease->reserved(), 4, "positions reserved");
+  expect_equal(lease->table().size(), 2, "pages for them");
+}
+
 // An error in the hook propagates, and nothing stays locked.
 void hook_fails() {
   Small small{"a", "b", "c", "d"};
@@ -1460,6 +1474,7 @@ void run_cases() {
   views();
   disabled_cache();
   lease_closed_by_hook();
+  lease_reserved_by_hook();
   hook_fails();
   no_page_for_a_copy();
   long_arrays();

@@ -2,7 +2,7 @@
 
 Evicts the block whose next use is furthest in the future. This is exact for blocks of one size: no order of eviction
 has more hits at the same capacity. It knows the future, so it is a bound for policies and not itself a policy. The loop
-is in core/csrc/optimum.cpp.
+is in core/csrc/replay/optimum.cpp.
 """
 
 from __future__ import annotations

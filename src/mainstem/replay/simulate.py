@@ -1,8 +1,9 @@
 """Replays a trace through a cache of a given size, policy and set of tiers.
 
 Nothing here imitates a cache. Real trees serve the requests, one after another, with their own policies, driven by a
-loop in the core (core/csrc/replay.h). It looks up the whole path of a request; blocks before the first missing one are
-hits. It then stores the missing blocks and trims each tier to its capacity, leaf by leaf, even of the same request.
+loop in the core (core/csrc/replay/replay.h). It looks up the whole path of a request; blocks before the first missing
+one are hits. It then stores the missing blocks and trims each tier to its capacity, leaf by leaf, even of the same
+request.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from __future__ import annotations
 import heapq
 import logging
 import random as random_module
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -47,14 +47,14 @@ from numpy.typing import NDArray
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Full, State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
-from mainstem.keys import Encoded, Image, KeyKind, Spliced, TokenLike
-from mainstem.namespaces import encode_namespace
-from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end, last_boundary, plan_checkpoints
-from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob, Usage
+from mainstem.keys import Encoded, Spliced
+from mainstem.runtime.checkpoints import Checkpoint, last_boundary, plan_checkpoints
+from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
+from mainstem.runtime.sequence import Sequence, spliced_images
 from mainstem.runtime.text import Detokenizer, Tokenizer
-from mainstem.tiers.controller import Load, Prefetch, Tiers
+from mainstem.tiers.controller import Tiers
 from mainstem.tiers.prefill import PrefillCost
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ Event = tuple[str, Delta | Progress]
 class Runner(Protocol):
     """What the scheduler needs of a model."""
 
-    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def forward(self, segments: abc.Sequence[Segment]) -> torch.Tensor:
         """Returns logits, float32 [rows, vocab]: one row for each segment with `logits`, in order."""
 
     def embed(self, segment: Segment) -> None:
@@ -155,7 +155,7 @@ class Scheduler:
         limits: Limits,
         *,
         eos: frozenset[int] = frozenset(),
-        clock: Callable[[], float],
+        clock: abc.Callable[[], float],
         random: random_module.Random,
     ) -> None:
         self.totals = Totals()
@@ -163,8 +163,8 @@ class Scheduler:
         self._tiers: Tiers | None = cache.tiers
         self._limits, self._eos = limits, eos
         self._clock, self._random = clock, random
-        self._waiting: dict[str, _Sequence] = {}
-        self._running: dict[str, _Sequence] = {}  # in order of admission
+        self._waiting: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}  # in order of admission
         self._events: list[Event] = []
         self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
         self._window = next((c.tokens for c in cache.tree.components if isinstance(c, Window)), None)
@@ -218,7 +218,7 @@ class Scheduler:
             )
         if self._window is not None:
             self._check_window(min(prompt, max(longest, self._limits.token_budget)))
-        images = _images(request)
+        images = spliced_images(request)
         return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
 
     def _check_window(self, chunk: int) -> None:
@@ -248,7 +248,7 @@ class Scheduler:
         arrived_s = self._clock() if arrived_s is None else arrived_s
         sampler = Sampler(request.params, self._random)
         text = Detokenizer(self._tokenizer, request.params.stop, request.tokens)
-        self._waiting[id] = sequence = _Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
+        self._waiting[id] = sequence = Sequence(id, request, prompt, self.totals.requests, arrived_s, sampler, text)
         self.totals.requests += 1
         self._idle = False
         for other in self._running.values():
@@ -293,7 +293,7 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         log.info("out of pages: request %s is preempted at %d positions", sequence.id, sequence.computed)
         del self._running[sequence.id]
         sequence.keep_state()
@@ -302,7 +302,7 @@ class Scheduler:
         self._waiting[sequence.id] = sequence
         self.totals.preemptions += 1
 
-    def _schedule_running(self) -> list[tuple[_Sequence, int]]:
+    def _schedule_running(self) -> list[tuple[Sequence, int]]:
         """Schedules running requests, with the number of tokens of each: decodes first, then prefills, oldest first.
 
         Allocates the pages that they need. Where there are none, the newest request is preempted.
@@ -310,7 +310,7 @@ class Scheduler:
         self._allocate_running()
         running = tuple(self._running.values())
         budget = self._limits.token_budget
-        scheduled: dict[str, tuple[_Sequence, int]] = {}
+        scheduled: dict[str, tuple[Sequence, int]] = {}
         for sequence in sorted(running, key=lambda sequence: sequence.prefilling):
             if sequence.prefilling and budget <= 0:
                 break
@@ -325,7 +325,7 @@ class Scheduler:
         for sequence in tuple(self._running.values()):
             self._allocate(sequence, sequence.reserve)
 
-    def _allocate(self, sequence: _Sequence, take: Callable[[], None]) -> bool:
+    def _allocate(self, sequence: Sequence, take: abc.Callable[[], None]) -> bool:
         """Allocates for a running request, preempting the newest ones, at last itself; returns whether it got pages."""
         while sequence.id in self._running:
             try:
@@ -335,9 +335,9 @@ class Scheduler:
                 self._preempt(next(reversed(self._running.values())))
         return False
 
-    def _schedule_waiting(self, budget: int) -> list[tuple[_Sequence, int]]:
+    def _schedule_waiting(self, budget: int) -> list[tuple[Sequence, int]]:
         """Admits requests that can compute something in this step; returns them, and how many tokens each computes."""
-        scheduled: list[tuple[_Sequence, int]] = []
+        scheduled: list[tuple[Sequence, int]] = []
         if not self._has_room(budget):
             return scheduled
         ranked = self._rank_waiting()
@@ -371,13 +371,13 @@ class Scheduler:
     def _has_room(self, budget: int) -> bool:
         return budget > 0 and len(self._running) < self._limits.max_running
 
-    def _rank_waiting(self) -> list[tuple[_Sequence, int]]:
+    def _rank_waiting(self) -> list[tuple[Sequence, int]]:
         """Returns the waiting requests in admission order, each with the length of its hit."""
         now_s, keys = self._clock(), self._cache.tree.keys
-        oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=_Sequence.precedence)
+        oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=Sequence.precedence)
         hits = [(sequence, self._cache.peek(sequence.encoded(keys), sequence.request.namespace)) for sequence in oldest]
 
-        def rank(entry: tuple[_Sequence, int]) -> tuple[object, ...]:
+        def rank(entry: tuple[Sequence, int]) -> tuple[object, ...]:
             sequence, hit = entry
             fresh = not (sequence.was_preempted or self._is_aged(sequence, now_s))
             priority, first, arrival = sequence.precedence()
@@ -385,10 +385,10 @@ class Scheduler:
 
         return sorted(hits, key=rank)
 
-    def _is_aged(self, sequence: _Sequence, now_s: float) -> bool:
+    def _is_aged(self, sequence: Sequence, now_s: float) -> bool:
         return now_s - sequence.arrived_s > self._limits.age_limit_s
 
-    def _is_deferred(self, sequence: _Sequence, hit: int) -> bool:
+    def _is_deferred(self, sequence: Sequence, hit: int) -> bool:
         """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
         if not self._cache.enabled or self._is_aged(sequence, self._clock()):
             return False
@@ -397,27 +397,27 @@ class Scheduler:
                 return True
         return False
 
-    def _will_share(self, other: _Sequence, sequence: _Sequence, hit: int) -> bool:
+    def _will_share(self, other: Sequence, sequence: Sequence, hit: int) -> bool:
         """Whether a running prefill will publish, or has loaded, more of a prompt than `hit`."""
         shared = self._shared(other, sequence)
         if self._plans_states:
             shared = other.last_planned(shared)
         return shared > hit or shared > other.loading_from
 
-    def _shared(self, one: _Sequence, other: _Sequence) -> int:
+    def _shared(self, one: Sequence, other: Sequence) -> int:
         """Returns the last page boundary up to which two prompts agree and at which `other` could start."""
         # One token is always left to compute, so a hit never includes the last one.
         page = self._cache.page_size
         same = min(_common_prefix(one.symbols, other.symbols, page), other.length - 1)
         return last_boundary(same, page, other.atomic)
 
-    def _request_checkpoint(self, running: _Sequence, sequence: _Sequence) -> None:
+    def _request_checkpoint(self, running: Sequence, sequence: Sequence) -> None:
         """Makes a running prefill keep its state where a waiting request parts from it."""
         wanted = self._plans_states and self._cache.enabled and sequence.id in self._waiting and running.prefilling
         if wanted and running.namespace == sequence.namespace:
             running.add_checkpoint(self._shared(running, sequence), self._limits.checkpoints)
 
-    def _prefetch(self, sequence: _Sequence) -> None:
+    def _prefetch(self, sequence: Sequence) -> None:
         """Starts to prefetch what neither device nor host has of a prompt."""
         if self._tiers is not None and self._cache.enabled:
             sequence.prefetch = self._tiers.prefetch(
@@ -425,7 +425,7 @@ class Scheduler:
             )
             sequence.prefetches += 1
 
-    def _awaits_prefetch(self, sequence: _Sequence) -> bool:
+    def _awaits_prefetch(self, sequence: Sequence) -> bool:
         """Whether to wait, since storage may soon bring more of this request's prompt."""
         prefetch = sequence.prefetch
         if (
@@ -446,13 +446,13 @@ class Scheduler:
             self._prefetch(sequence)  # too many were under way
         return sequence.prefetch is not None and sequence.prefetch.waiting
 
-    def _drop_prefetch(self, sequence: _Sequence) -> None:
+    def _drop_prefetch(self, sequence: Sequence) -> None:
         if sequence.prefetch is not None:
             sequence.stored += sequence.prefetch.loaded
             sequence.prefetch.revoke()
             sequence.prefetch = None
 
-    def _admit(self, sequence: _Sequence, budget: int) -> None:
+    def _admit(self, sequence: Sequence, budget: int) -> None:
         """Leases the longest cached prefix and reserves pages for the rest of the prompt, or raises OutOfPages."""
         lease = self._cache.lease(sequence.key, sequence.request.namespace, priority=sequence.request.priority)
         load = self._tiers.load(lease) if self._tiers is not None and self._fits(sequence, lease) else None
@@ -471,7 +471,7 @@ class Scheduler:
             sequence.counted = load
         self._report_progress(sequence)
 
-    def _checkpoints(self, sequence: _Sequence, lease: Lease) -> list[Checkpoint]:
+    def _checkpoints(self, sequence: Sequence, lease: Lease) -> list[Checkpoint]:
         """Plans at which positions a request's state is copied."""
         if not self._plans_states or not self._cache.enabled:
             return []
@@ -486,7 +486,7 @@ class Scheduler:
             atomic=sequence.atomic,
         )
 
-    def _count_hits(self, sequence: _Sequence, loaded: int) -> None:
+    def _count_hits(self, sequence: Sequence, loaded: int) -> None:
         """Counts a request's cached tokens by tier, at its first admission."""
         sequence.cached_tokens = sequence.computed
         sequence.storage_tokens = min(sequence.stored, loaded)
@@ -496,7 +496,7 @@ class Scheduler:
         self.totals.host_tokens += sequence.host_tokens
         self.totals.storage_tokens += sequence.storage_tokens
 
-    def _forward(self, scheduled: list[tuple[_Sequence, int]]) -> None:
+    def _forward(self, scheduled: list[tuple[Sequence, int]]) -> None:
         scheduled = [
             (sequence, n) for sequence, n in scheduled if not sequence.request.images or self._embeds(sequence, n)
         ]
@@ -536,7 +536,7 @@ class Scheduler:
                 log.exception("request %s failed; ending it", sequence.id)
                 self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
 
-    def _embeds(self, sequence: _Sequence, n: int) -> bool:
+    def _embeds(self, sequence: Sequence, n: int) -> bool:
         """Encodes the images of the next n tokens; returns whether it could. A failure ends this request only."""
         try:
             self._runner.embed(sequence.segment(n))
@@ -547,8 +547,8 @@ class Scheduler:
         return True
 
     def _drop_failed_loads(
-        self, scheduled: list[tuple[_Sequence, int]], sampled: list[_Sequence], logits: torch.Tensor
-    ) -> tuple[list[tuple[_Sequence, int]], list[_Sequence], torch.Tensor]:
+        self, scheduled: list[tuple[Sequence, int]], sampled: list[Sequence], logits: torch.Tensor
+    ) -> tuple[list[tuple[Sequence, int]], list[Sequence], torch.Tensor]:
         """Drops results that read pages which did not arrive; they are computed again, together with those pages."""
         failed = [sequence for sequence, _ in scheduled if not sequence.finish_load()]
         if not failed:
@@ -559,14 +559,14 @@ class Scheduler:
         scheduled = [(sequence, n) for sequence, n in scheduled if sequence not in failed]
         return scheduled, [sampled[row] for row in good], logits[good]
 
-    def _fits(self, sequence: _Sequence, lease: Lease) -> bool:
+    def _fits(self, sequence: Sequence, lease: Lease) -> bool:
         """Whether all pages of a request can be allocated; if not, loading is wasted work."""
         if Full.name not in self._cache.pools:
             return True  # window pages are allocated chunk by chunk
         size = self._cache.page_size
         return -(-sequence.length // size) - lease.hit // size <= self._room()[0]
 
-    def _uncount_load(self, sequence: _Sequence) -> None:
+    def _uncount_load(self, sequence: Sequence) -> None:
         if sequence.counted is None:
             return  # it failed at a later admission, and only the first one counts
         sequence.counted = None
@@ -576,11 +576,11 @@ class Scheduler:
         self.totals.storage_tokens -= sequence.storage_tokens
         sequence.host_tokens = sequence.storage_tokens = 0
 
-    def _report_progress(self, sequence: _Sequence) -> None:
+    def _report_progress(self, sequence: Sequence) -> None:
         if not sequence.generated:
             self._events.append((sequence.id, Progress(sequence.computed, sequence.length)))
 
-    def _process_token(self, sequence: _Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+    def _process_token(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Appends a sampled token to its sequence, and reports it; ends the request if it was the last."""
         params = sequence.request.params
         self.totals.generated_tokens += 1
@@ -598,7 +598,7 @@ class Scheduler:
         else:
             self._events.append((sequence.id, delta))
 
-    def _finish(self, sequence: _Sequence, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
+    def _finish(self, sequence: Sequence, reason: str, last: Delta = _NOTHING, error: str | None = None) -> None:
         self._waiting.pop(sequence.id, None)
         self._running.pop(sequence.id, None)
         self._drop_prefetch(sequence)
@@ -616,12 +616,12 @@ class _Meter:
     that of the next forward that samples.
     """
 
-    def __init__(self, prefill: PrefillCost | None, clock: Callable[[], float]) -> None:
+    def __init__(self, prefill: PrefillCost | None, clock: abc.Callable[[], float]) -> None:
         self._prefill, self._clock = prefill, clock
         self._parts: list[tuple[int, int]] = []  # tokens of each sequence, and the positions before them
         self._began_s = 0.0
 
-    def begin(self, scheduled: Sequence[tuple[_Sequence, int]]) -> None:
+    def begin(self, scheduled: abc.Sequence[tuple[Sequence, int]]) -> None:
         if not self._parts:
             self._began_s = self._clock()
         if any(sequence.loading for sequence, _ in scheduled):
@@ -638,247 +638,7 @@ class _Meter:
         self._parts = []
 
 
-class _Sequence:
-    """One request on its way through the scheduler.
-
-    ```
-    tokens   [ prompt | generated ]        room for max_tokens
-             0  computed       length      computed <= length - 1: the newest token's KV is never computed yet
-    ```
-    """
-
-    def __init__(
-        self,
-        id: str,
-        request: Request,
-        prompt: Encoded,
-        arrival: int,
-        arrived_s: float,
-        sampler: Sampler,
-        text: Detokenizer,
-    ) -> None:
-        self.id = id
-        self.request = request
-        self.namespace = encode_namespace(request.namespace)
-        self.arrived_s = arrived_s
-        self.sampler = sampler
-        self.text = text
-        self.length = len(request.tokens)
-        self.computed = 0
-        self.admitted_s: float | None = None
-        self.first_token_s: float | None = None
-        self.cached_tokens = self.host_tokens = self.storage_tokens = 0
-        self.was_preempted = False
-        self.prefetch: Prefetch | None = None
-        self.prefetches = 0  # number begun
-        self.stored = 0  # positions that they loaded
-        self.counted: Load | None = None  # the load that is part of `cached_tokens`
-        self.atomic = [Span(image.start, image.end) for image in request.images if not image.splits]
-        self._arrival = arrival
-        self._lease: Lease | None = None
-        self._load: Load | None = None
-        self._checkpoints: list[Checkpoint] = []
-        self._page_size = 0  # stays 0 unless the model has states
-        self._prefill_end = self.length
-        self._tokens = np.empty(self.length + request.params.max_tokens, np.int32)
-        self._tokens[: self.length] = request.tokens
-        self._images = _images(request)
-        self._encoded, self._encoded_length = prompt, self.length
-        self._symbols = self._tokens
-        if request.images:
-            self._symbols = self._tokens.copy()
-            self._symbols[: self.length] = np.frombuffer(prompt.symbols, np.int32)
-
-    @property
-    def known(self) -> NDArray[np.int32]:
-        """Prompt and generated tokens."""
-        return self._tokens[: self.length]
-
-    @property
-    def key(self) -> TokenLike:
-        """The same, in the form that the cache takes."""
-        return Spliced(self.known, self._images) if self._images else self.known
-
-    def encoded(self, kind: KeyKind) -> Encoded:
-        """The same, encoded. It is encoded once, and again after a preemption, with the tokens generated by then."""
-        if self._encoded_length < self.length:
-            self._encoded, self._encoded_length = Encoded.of(kind, self.key), self.length
-        return self._encoded
-
-    @property
-    def symbols(self) -> NDArray[np.int32]:
-        """What must be equal in two sequences that share KV: tokens, and the identity of images."""
-        return self._symbols[: self.length]
-
-    @property
-    def generated(self) -> int:
-        return self.length - len(self.request.tokens)
-
-    @property
-    def pending(self) -> int:
-        """Known tokens that are not computed yet."""
-        return self.length - self.computed
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether tokens that were known at admission are left to compute."""
-        return self.computed < self._prefill_end
-
-    @property
-    def loading(self) -> bool:
-        """Whether the next forward waits for pages that are being loaded from the host."""
-        return self._load is not None
-
-    @property
-    def loading_from(self) -> int:
-        """The first position that is being loaded; `length` if there is none."""
-        return self.length if self._load is None or self._lease is None else self._lease.hit
-
-    def precedence(self) -> tuple[int, bool, int]:
-        """The sort key of admission without hits and age; the lowest is first."""
-        return -self.request.priority, not self.was_preempted, self._arrival
-
-    def open(self, lease: Lease, load: Load | None, checkpoints: list[Checkpoint], page_size: int) -> None:
-        """Takes over a lease, and reserves pages for all known tokens.
-
-        Positions that are being loaded count as computed: the forward waits for them, layer by layer.
-
-        Raises:
-            OutOfPages: `drop` then releases what was taken.
-        """
-        self._lease, self._load = lease, load
-        self.computed = lease.hit if load is None else lease.reserved
-        lease.reserve(max(0, self.length - lease.reserved))
-        self._checkpoints = checkpoints
-        self._page_size = page_size if lease.state >= 0 else 0
-        self._prefill_end = self.length
-
-    def drop(self) -> None:
-        """Ends an admission that found no pages."""
-        assert self._lease is not None
-        self._lease.abort()
-        self._lease = self._load = None
-        self.computed = 0
-
-    def chunk(self, budget: int) -> int:
-        """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
-        if not self.prefilling:
-            return 1
-        budget = min(budget, self.pending)
-        if self._page_size and budget < self.pending:  # a preempted request keeps its state only at a page boundary
-            boundary = (self.computed + budget) // self._page_size * self._page_size
-            budget = max(boundary - self.computed, 0) or budget
-        return chunk_end(self.computed, budget, self._checkpoints, self.atomic) - self.computed
-
-    def add_checkpoint(self, position: int, limit: int) -> None:
-        """Adds a checkpoint at a page boundary, unless `limit` of them were requested already."""
-        requested = [checkpoint.position for checkpoint in self._checkpoints if checkpoint.room]
-        if position > self.computed and position not in requested and len(requested) < limit:
-            others = [checkpoint for checkpoint in self._checkpoints if checkpoint.position != position]
-            self._checkpoints = [*others, Checkpoint(position, room=True)]
-
-    def last_planned(self, position: int) -> int:
-        """Returns the last planned checkpoint at or before `position`; 0 if there is none."""
-        return max((planned for planned, _ in self._checkpoints if self.computed < planned <= position), default=0)
-
-    def slide(self, n: int) -> None:
-        """Allocates window pages for the next n tokens; OutOfPages changes nothing.
-
-        Where there are states, the window before the last page boundary stays: a state that is kept there needs it.
-        """
-        assert self._lease is not None
-        begin = self.computed - self.computed % self._page_size if self._page_size else self.computed
-        self._lease.slide(begin, self.computed + n)
-
-    def finish_load(self) -> bool:
-        """Returns whether all pages that a forward read had arrived. If not, computing restarts at the hit."""
-        load, self._load = self._load, None
-        if load is None or load.wait():
-            self.counted = None
-            return True
-        assert self._lease is not None
-        self.computed = self._lease.hit
-        return False
-
-    def reserve(self) -> None:
-        """Reserves a page for the newest token; OutOfPages changes nothing."""
-        assert self._lease is not None
-        missing = self.length - self._lease.reserved
-        if missing > 0:
-            self._lease.reserve(missing)
-
-    def segment(self, n: int) -> Segment:
-        """Returns the next n tokens to compute."""
-        assert self._lease is not None and 0 < n <= self.pending
-        begin, end = self.computed, self.computed + n
-        return Segment(
-            self._tokens[begin:end],
-            begin,
-            self._lease.page_table,
-            n == self.pending,
-            None if self._load is None else self._load.ticket,
-            window_table=self._lease.window_table,
-            state=self._lease.state,
-            images=self.request.images,
-            positions=self.request.positions_of(begin, end),
-            adapter=self.request.adapter,
-        )
-
-    def advance(self, n: int) -> None:
-        """Counts n tokens as computed, and publishes every page that they fill, so that others can use it at once.
-
-        Where there are states, the pages of the answer are published at its end: without its state they are no use.
-        """
-        assert self._lease is not None
-        prefilling = self.prefilling
-        self.computed += n
-        if self._page_size and not prefilling:
-            if self.computed % self._page_size == 0:
-                self._lease.checkpoint(self.computed)
-            return
-        for checkpoint in self._checkpoints:
-            if checkpoint.position == self.computed:
-                self._lease.checkpoint(self.computed, room=checkpoint.room)
-        self._lease.publish(self.computed)
-        if self._page_size and not self.prefilling and self.computed % self._page_size == 0:
-            self._lease.checkpoint(self.computed)
-
-    def append(self, token: int) -> None:
-        """Appends a sampled token."""
-        assert self._lease is not None and self.pending == 0
-        self._tokens[self.length] = self._symbols[self.length] = token
-        self.length += 1
-        self._lease.append([token])
-
-    def close(self) -> None:
-        """Ends the lease, if there is one. What was computed stays in the cache, but nothing of a failed step."""
-        if self._lease is not None and self._load is not None:
-            self._lease.abort()  # nothing is computed yet
-        elif self._lease is not None:
-            self._lease.finish(self.computed)
-        self._lease = self._load = self.counted = None
-
-    def keep_state(self) -> None:
-        """Keeps the state of a partly computed prompt, so that it can resume there."""
-        assert self._lease is not None
-        if self._page_size and self.computed > self._lease.hit and self.computed % self._page_size == 0:
-            self._lease.checkpoint(self.computed)
-
-    def usage(self, now_s: float) -> Usage:
-        """Returns the usage up to now."""
-        return Usage(
-            prompt_tokens=len(self.request.tokens),
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.generated,
-            queue_s=(now_s if self.admitted_s is None else self.admitted_s) - self.arrived_s,
-            ttft_s=0.0 if self.first_token_s is None else self.first_token_s - self.arrived_s,
-            duration_s=now_s - self.arrived_s,
-            host_tokens=self.host_tokens,
-            storage_tokens=self.storage_tokens,
-        )
-
-
-def _flush(sequence: _Sequence) -> str:
+def _flush(sequence: Sequence) -> str:
     """Returns the text that was held back; none if the tokenizer fails, so that a request can always end."""
     try:
         return sequence.text.flush()
@@ -894,10 +654,6 @@ def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if different.size else n
-
-
-def _images(request: Request) -> tuple[tuple[int, Image], ...]:
-    return tuple((i.start, Image(i.identity, i.length, i.splits)) for i in request.images)
 
 
 def window_pages(window: int, chunk: int, page_size: int, *, states: bool = False) -> int:

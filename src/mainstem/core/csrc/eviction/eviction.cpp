@@ -132,18 +132,12 @@ void Eviction::touch(Index node, std::uint64_t tick) {
 // ---------------------------------------------------------------- nodes come, go, are cut and joined
 
 void Eviction::reserve(std::size_t nodes) {
-  if (has_standings_) standings_.reserve(nodes * cells_.slots);
+  if (has_standings_) standings_.resize(nodes * cells_.slots);
   for (Order& order : orders_)
     order.reserve(nodes);
-  if (remembers_) names_.reserve(nodes);
+  if (remembers_) names_.resize(nodes);
   for (const auto& replacement : replacements_)
     if (replacement) replacement->reserve(nodes);
-}
-
-void Eviction::add(Index node) noexcept {
-  if (has_standings_ && standings_.size() <= std::size_t{node} * cells_.slots)
-    standings_.resize((std::size_t{node} + 1) * cells_.slots);
-  if (remembers_ && names_.size() <= node) names_.resize(std::size_t{node} + 1);
 }
 
 void Eviction::made(Index node, std::int32_t priority) noexcept {
@@ -214,7 +208,7 @@ void Eviction::join(Index upper, Index lower) noexcept {
   }
 }
 
-void Eviction::removed(Index node) noexcept {
+void Eviction::refresh(Index node) noexcept {
   for (std::size_t s = 0; s < cells_.slots; ++s)
     refresh(node, s);
 }
@@ -253,7 +247,8 @@ void Eviction::gone(Index node, std::size_t slot, bool was_present) noexcept {
 
 void Eviction::trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcept {
   if (!remembers_) return;
-  if (Replacement* const at = replacement(cells_.slot(0, tier))) at->gone(node, pages);
+  const std::size_t s = cells_.slot(0, tier);
+  if (cells_.cell(node, s).present()) replacements_[s]->gone(node, pages);
   const Node& n = nodes_[node];
   const std::size_t kept = std::size_t{n.pages - pages} * nodes_.page_bytes;
   names_[node] = Identity::above(names_[node], n.key.data() + kept, pages, nodes_.page_bytes);

@@ -42,21 +42,21 @@ class Eviction {
 
   // ---- nodes come, go, are cut and joined
   void reserve(std::size_t nodes);
-  void add(Index node) noexcept;
   void made(Index node, std::int32_t priority) noexcept;
   void renew(Index node, std::int32_t priority) noexcept;  // a node that held nothing begins anew
   void cut(Index upper, Index lower) noexcept;
   bool may_join(Index upper, Index lower) const;
   void join(Index upper, Index lower) noexcept;
-  void removed(Index node) noexcept;                          // the node was removed from the tree
   void inherit(Index node, std::uint64_t accessed) noexcept;  // a child that was used up to then is gone
 
   // ---- ids come and go
   void came(Index node, std::size_t slot) noexcept;     // the cell is not absent any more
   void settled(Index node, std::size_t slot) noexcept;  // it was in flight and is present
   void gone(Index node, std::size_t slot, bool was_present) noexcept;
-  void trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcept;  // its last pages are about to go
-  void refresh(Index node, std::size_t slot) noexcept;                      // its locks, or its standing, have changed
+  void trim(Index node, std::uint32_t tier,
+            std::uint32_t pages) noexcept;              // it is about to lose its last pages of key and name
+  void refresh(Index node, std::size_t slot) noexcept;  // its locks, or its standing, have changed
+  void refresh(Index node) noexcept;                    // in all slots
 
   // ---- use
   void asked(std::string_view ns, const Walk& path, Bytes key) noexcept;

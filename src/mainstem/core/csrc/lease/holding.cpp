@@ -71,11 +71,12 @@ void Sliding::prepare_adoption(std::uint32_t pages) {
 
 // The tree may have lacked this component in places: looks at each page.
 void Sliding::adopt(Cache& cache, const Adoption& a) {
-  cache.tree.copy_ids(a.node, component, kDevice, a.owned, theirs_.data());
+  Ids found = std::move(theirs_);
+  cache.tree.copy_ids(a.node, component, kDevice, a.owned, found.data());
   std::int32_t* ours = table.own();
   for (std::uint32_t page = a.owned; page < a.end; ++page) {
     if (ours[page] < 0) continue;  // pages before the window may be unlocked
-    const std::int32_t theirs = theirs_[page - a.owned];
+    const std::int32_t theirs = found[page - a.owned];
     const bool duplicate = ours[page] != theirs;
     cache.publish(component, ours[page], duplicate);
     cache.counters.duplicate_pages += duplicate;
@@ -201,9 +202,11 @@ Holdings::Holdings(const std::vector<Component>& rows) {
 }
 
 const Table& Holdings::table(std::uint32_t component) const {
+  static const Table none;
   if (full && component == full->component) return full->table;
-  return std::find_if(sliding.begin(), sliding.end(), [&](const Sliding& own) { return own.component == component; })
-      ->table;
+  const auto own =
+      std::find_if(sliding.begin(), sliding.end(), [&](const Sliding& s) { return s.component == component; });
+  return own == sliding.end() ? none : own->table;
 }
 
 void Holdings::free(Cache& cache, std::size_t owned) {

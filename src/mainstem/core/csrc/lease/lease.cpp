@@ -200,7 +200,9 @@ void Lease::grow(Paged& own, std::uint64_t positions) {
 void Lease::reserve(std::uint64_t n) {
   require_open();
   end_copy(false);
-  if (held_.full) grow(*held_.full, reserved_ + n);
+  while (held_.full &&
+         held_.full->table.size() < pages_of(reserved_ + n))  // making room may run code that reserves, too
+    grow(*held_.full, reserved_ + n);
   reserved_ += n;
   count_once();
 }

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,9 +26,8 @@ struct NoPages {
 
 class Pool {
  public:
-  explicit Pool(std::uint32_t pages) : owner_(pages, Owner::free) {
-    for (std::uint32_t page = pages; page-- > 0;)
-      free_.push_back(static_cast<std::int32_t>(page));
+  explicit Pool(std::uint32_t pages) : owner_(pages, Owner::free), free_(pages) {
+    std::iota(free_.rbegin(), free_.rend(), 0);
     count_[0] = pages;
   }
 
@@ -39,6 +40,7 @@ class Pool {
 
   // Moves pages from one owner to another; moves none if one of them is not the owner's, or is named twice.
   void move(std::span<const std::int32_t> page_ids, Owner from, Owner to) {
+    assert(from != Owner::free);  // allocate() takes from the stack
     each_run(page_ids, [&](std::size_t at, std::size_t n) {
       if (!held(page_ids[at], n, from)) {
         undo_move(page_ids.first(at), from);

@@ -193,7 +193,7 @@ NB_MODULE(_core, m) {
         nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
         "See mainstem.hash_blocks, which checks its arguments.");
 
-  nb::class_<Tree>(m, "Tree", "The radix tree over bytes; see src/mainstem/core/csrc/tree.h.")
+  nb::class_<Tree>(m, "Tree", "The radix tree over bytes; see src/mainstem/core/csrc/tree/tree.h.")
       .def(
           "__init__",
           [](Tree* self, std::uint32_t symbol_bytes, std::uint32_t page_size, nb::sequence components,

@@ -111,11 +111,8 @@ class PyLease {
   nb::object page_table() { return view_of(lease.table(), &views_[0]); }
   // The table of the window, unless that is the first component.
   nb::object window_table() {
-    lease.require_open();
-    const std::vector<Component>& rows = cache_.cache.tree.rows();
-    for (std::uint32_t c = 1; c < rows.size(); ++c)
-      if (rows[c].begins_late()) return view_of(lease.table(c), &views_[1]);
-    return nb::none();
+    const Table* const table = lease.window_table();
+    return table ? view_of(*table, &views_[1]) : nb::none();
   }
 
  private:

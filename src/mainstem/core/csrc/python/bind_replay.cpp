@@ -163,7 +163,7 @@ nb::tuple run(const Optimum& optimum, std::uint64_t capacity) {
 void bind_replay(nb::module_& m) {
   nb::class_<PyReplay>(m, "Replay",
                        "Serves the requests of a trace with real trees, which nothing else may use from then on; see "
-                       "src/mainstem/core/csrc/replay.h.")
+                       "src/mainstem/core/csrc/replay/replay.h.")
       .def(nb::init<nb::sequence, const std::vector<std::uint64_t>&, double, const std::string&, nb::sequence>(),
            "trees"_a, "capacities"_a, "ttl_s"_a, "routing"_a, "evictions"_a,
            nb::sig("def __init__(self, trees: collections.abc.Sequence[Tree], capacities: "

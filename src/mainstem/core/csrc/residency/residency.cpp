@@ -51,7 +51,7 @@ bool Residency::empty_with_children(Index node) const {
 }
 
 bool Residency::unused_from(Index node) const {
-  return empty(node) && nodes_.every_from(node, [&](Index at) {
+  return nodes_.every_from(node, [&](Index at) {
     for (std::uint32_t tier = 0; tier < tiers; ++tier)
       if (locks_taken(at, tier)) return false;
     return empty(at);
@@ -66,10 +66,6 @@ bool Residency::only_on(Index node, std::uint32_t tier) const {
   for (std::size_t s = 0; s < slots; ++s)
     if (tier_of(s) != tier && (!cell(node, s).absent() || pinned(node, tier_of(s)))) return false;
   return true;
-}
-
-bool Residency::subtree_only_on(Index node, std::uint32_t tier) const {
-  return nodes_.every_from(node, [&](Index at) { return only_on(at, tier); });
 }
 
 bool Residency::has(Index node, std::size_t slot, std::uint32_t begin) const {
@@ -234,14 +230,8 @@ void Residency::unpin_for_detached(Index parent) noexcept {
 // ---------------------------------------------------------------- nodes come, go, are cut and joined
 
 void Residency::reserve(std::size_t nodes) {
-  cells_.reserve(nodes * slots);
-  pins_.reserve(nodes * tiers);
-}
-
-void Residency::add(Index node) noexcept {
-  if (cells_.size() > std::size_t{node} * slots) return;
-  cells_.resize((std::size_t{node} + 1) * slots);
-  pins_.resize((std::size_t{node} + 1) * tiers);
+  cells_.resize(nodes * slots);
+  pins_.resize(nodes * tiers);
 }
 
 void Residency::free(Index node) noexcept {

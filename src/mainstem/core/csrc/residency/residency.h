@@ -77,7 +77,6 @@ class Residency {
   bool unused_from(Index node) const;          // nothing is held or locked here or below, as after a cancelled transfer
   bool dead(Index node) const;                 // no child, no pin and no cell: the node may go
   bool only_on(Index node, std::uint32_t tier) const;
-  bool subtree_only_on(Index node, std::uint32_t tier) const;
   bool has(Index node, std::size_t slot, std::uint32_t begin) const;
   void copy_ids(Index node, std::size_t slot, std::uint32_t begin, std::int32_t* out) const;
   const CellCounts& counts(std::size_t slot) const { return counts_[slot]; }
@@ -111,7 +110,6 @@ class Residency {
 
   // ---- nodes come, go, are cut and joined
   void reserve(std::size_t nodes);
-  void add(Index node) noexcept;
   void free(Index node) noexcept;
   void make_room_to_cut(Index node, std::uint32_t pages);
   void cut(Index upper, Index lower) noexcept;

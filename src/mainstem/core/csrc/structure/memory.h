@@ -120,6 +120,7 @@ class Array {
   const T& back() const { return data_[size_ - 1]; }
   std::size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
+  std::size_t capacity() const { return capacity_; }
   std::size_t bytes() const { return capacity_ * sizeof(T); }
 
   void reserve(std::size_t n) {

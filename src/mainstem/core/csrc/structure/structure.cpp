@@ -152,14 +152,9 @@ std::uint32_t Structure::agreement(Index node, std::uint32_t page, Bytes tail) c
 
 // ---------------------------------------------------------------- nodes come and go
 
-std::size_t Structure::reserve(std::size_t count) {
-  table_.reserve(count);
-  if (count <= free_count_) return 0;
+std::size_t Structure::room_for(std::size_t count) const {
   const std::size_t needed = nodes_.size() + count;
-  if (needed <= room_) return 0;
-  const std::size_t room = with_spare(needed);
-  nodes_.reserve(room);
-  return room;
+  return count <= free_count_ || needed <= nodes_.capacity() ? 0 : with_spare(needed);
 }
 
 Index Structure::new_node() noexcept {

@@ -72,10 +72,10 @@ class Structure {
   bool every_from(Index top, Each each) const;
 
   // ---- nodes come and go
-  // Makes room for `count` more nodes, after which new_node() and linking cannot fail. Returns the number of nodes for
-  // which the arrays of other parts need room, too, and 0 if they have it; has_room() says that they have it now.
-  std::size_t reserve(std::size_t count);
-  void has_room(std::size_t nodes) { room_ = nodes; }
+  // With room in the table, and for as many nodes as room_for() says, new_node() and linking cannot fail.
+  void reserve_links(std::size_t count) { table_.reserve(count); }
+  std::size_t room_for(std::size_t count) const;  // for how many nodes there must be memory; 0: there is
+  void reserve(std::size_t nodes) { nodes_.reserve(nodes); }
   Index new_node() noexcept;
   void add_root(Index root, Key name) noexcept;
   void add_child(Index parent, Index node, Key key) noexcept;
@@ -123,7 +123,6 @@ class Structure {
   ChildTable table_;
   Index free_ = kNone;  // the first of the free nodes, linked by `next`
   std::size_t free_count_ = 0;
-  std::size_t room_ = 0;   // nodes for which there is memory everywhere
   std::size_t roots_ = 0;  // of the nodes in the table
 };
 

@@ -19,13 +19,13 @@ std::uint32_t first_id(IdSpan ids, std::uint32_t start) {
 
 }  // namespace
 
-// One insertion: prepare() does everything that can fail, fill() everything that changes what the tree holds.
+// One insertion: prepare() does everything that can fail and adds nodes, fill() fills the cells that were absent.
 struct Tree::Insertion {
   struct Fill {  // ids for a cell that is absent so far
     Index node;
     std::uint32_t component;
     Run<std::int32_t> ids;
-    bool anew = false;  // a cancelled transfer left the node
+    bool anew = false;  // nothing is held or locked in the node or below
   };
 
   void check() const;
@@ -37,9 +37,6 @@ struct Tree::Insertion {
   void note_fills();
   void cut_pieces();
   void append_pieces();
-  bool needs_none(std::size_t component, std::uint32_t end) const {  // a match that ends there
-    return rows[component].per_page() && rows[component].first_needed(end, tree.nodes_.page_size) == end;
-  }
   bool has_id(std::uint32_t component, std::uint32_t page) const { return tail.ids[component][page] >= 0; }
   std::size_t slot(std::uint32_t component) const { return tree.cells_.slot(component, tier); }
   Cell& cell(Index at, std::uint32_t component) { return tree.cells_.cell(at, slot(component)); }
@@ -66,11 +63,11 @@ void Tree::Insertion::check() const {
   for (std::size_t c = 0; c < rows.size(); ++c) {
     IdSpan ids = tail.ids[c];
     if (rows[c].per_page() && ids.size() != pages)
-      throw BadValue{"number of page ids", std::to_string(ids.size()), "one a whole page: " + std::to_string(pages)};
+      throw BadValue{"number of page ids", std::to_string(ids.size()), "one per whole page: " + std::to_string(pages)};
     if (!rows[c].per_page() && ids.size() > 1)
       throw BadValue{"number of state ids", std::to_string(ids.size()), "0 or 1"};
     if (rows[c].begins_late()) ids = ids.subspan(first_id(ids, 0));
-    holds_end = holds_end || !ids.empty() || needs_none(c, begin + pages);
+    holds_end = holds_end || !ids.empty();
     const std::int32_t signs = std::accumulate(ids.begin(), ids.end(), 0, std::bit_or<>());
     if (signs < 0) {
       const std::int32_t least = *std::min_element(ids.begin(), ids.end());
@@ -122,10 +119,10 @@ bool Tree::Insertion::descend() {
 void Tree::Insertion::note_fills() {
   for (Index at = node; at != top; at = tree.nodes_[at].parent) {
     const std::uint32_t page = tree.nodes_[at].start - begin;
-    const bool anew = tree.cells_.unused_from(at);
     for (std::uint32_t c = 0; c < rows.size(); ++c)
       if (rows[c].per_page() && has_id(c, page) && cell(at, c).absent())
-        fills.push_back({at, c, Run<std::int32_t>(tail.ids[c].data() + page, tree.nodes_[at].pages), anew});
+        fills.push_back(
+            {at, c, Run<std::int32_t>(tail.ids[c].data() + page, tree.nodes_[at].pages), tree.cells_.unused_from(at)});
   }
 }
 
@@ -184,8 +181,6 @@ void Tree::Insertion::prepare(std::string_view ns) {
     for (std::uint32_t c = 0; c < rows.size() && !stopped; ++c)
       if (!rows[c].per_page() && !tail.ids[c].empty())
         states.push_back({kNone, c, Run<std::int32_t>(tail.ids[c].data(), 1)});
-    while (states.empty() && !tree.pieces_.empty() && tree.pieces_.back().empty())
-      tree.pieces_.pop_back();  // see needs_none()
     if (!tree.pieces_.empty()) append_pieces();
   } catch (...) {
     tree.reap(node);  // a root created for this insertion

@@ -11,11 +11,6 @@ constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial m
 
 }  // namespace
 
-Tree::Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-           std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits)
-    : TreeShape(symbol_bytes, page_size, std::move(components), tiers, policy, hash_seed, symbol_tokens,
-                protected_hits) {}
-
 // Makes the walk end exactly at `pages`, and splits the node there if needed. Returns that node.
 Index Tree::cut(Walk* path, std::uint32_t pages) {
   while (!path->empty() && nodes_[path->back().node].start >= pages)

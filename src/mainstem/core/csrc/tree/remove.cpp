@@ -36,12 +36,7 @@ std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
   } else {
     going = children_like(above, first);
   }
-  for (const Index node : going)
-    cells_.expect_detached(nodes_[node].parent);
-  std::uint64_t removed = 0;  // nothing below can fail
-  for (const Index node : going)
-    removed += detach(node);
-  return removed;
+  return detach(going);
 }
 
 bool Tree::removed(Handle node) const {

@@ -12,38 +12,32 @@ TreeShape::TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::v
       cells_(nodes_, std::move(components), tiers),
       eviction_(nodes_, cells_, policy, symbol_tokens, protected_hits) {
   reserve(1);
-  new_node();  // index 0 is no node
+  nodes_.new_node();  // index 0 is no node
 }
 
 // ---------------------------------------------------------------- nodes
 
 void TreeShape::reserve(std::size_t count) {
-  const std::size_t room = nodes_.reserve(count);
+  nodes_.reserve_links(count);
+  const std::size_t room = nodes_.room_for(count);
   if (!room) return;
   cells_.reserve(room);
   eviction_.reserve(room);
-  nodes_.has_room(room);
-}
-
-Index TreeShape::new_node() noexcept {
-  const Index node = nodes_.new_node();
-  cells_.add(node);
-  eviction_.add(node);
-  return node;
+  nodes_.reserve(room);  // last: it says that there is room everywhere
 }
 
 Index TreeShape::make_root(std::string_view ns) {
   if (const Index root = nodes_.find_root(ns)) return root;
   Structure::Key name(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
   reserve(1);  // nothing below can fail
-  const Index root = new_node();
+  const Index root = nodes_.new_node();
   nodes_.add_root(root, std::move(name));
   eviction_.made(root, 0);
   return root;
 }
 
 Index TreeShape::add_child(Index parent, Structure::Key key, std::int32_t priority) noexcept {
-  const Index node = new_node();
+  const Index node = nodes_.new_node();
   nodes_.add_child(parent, node, std::move(key));
   eviction_.made(node, priority);
   return node;
@@ -55,12 +49,12 @@ Index TreeShape::split(Index node, std::uint32_t pages) {
   cells_.make_room_to_cut(node, pages);
   reserve(1);
 
-  const Index upper = new_node();
+  const Index upper = nodes_.new_node();
   nodes_.cut(node, upper, pages, std::move(room));
   cells_.cut(upper, node);
 
   eviction_.cut(upper, node);
-  ++splits_;
+  ++counters_.splits;
   return upper;
 }
 
@@ -124,16 +118,20 @@ void TreeShape::reap(Index node) noexcept {
 // A removed node may be in use: it keeps its contents and its parent, but the parent and the child table do not refer
 // to it any more. So the parent may get another child that begins with the same page. The first removed node of a path
 // is called detached; it pins its parent, which therefore outlives it.
-std::uint64_t TreeShape::detach(Index node) noexcept {
-  cells_.pin_for_detached(nodes_[node].parent);
-  nodes_.detach(node);
+std::uint64_t TreeShape::detach(const std::vector<Index>& tops) {
+  for (const Index node : tops)
+    cells_.expect_detached(nodes_[node].parent);
   std::uint64_t pages = 0;
-  nodes_.every_from(node, [&](Index at) {
-    nodes_[at].removed = true;
-    pages += nodes_[at].pages;
-    eviction_.removed(at);
-    return true;
-  });
+  for (const Index node : tops) {  // nothing below can fail
+    cells_.pin_for_detached(nodes_[node].parent);
+    nodes_.detach(node);
+    nodes_.every_from(node, [&](Index at) {
+      nodes_[at].removed = true;
+      pages += nodes_[at].pages;
+      eviction_.refresh(at);
+      return true;
+    });
+  }
   return pages;
 }
 

@@ -16,11 +16,20 @@
 
 namespace mainstem {
 
-class TreeShape {
- protected:
-  TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-            std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits);
+struct Counters {
+  std::uint64_t match_calls = 0, queried_symbols = 0, hit_symbols = 0, insert_calls = 0;
+  std::uint64_t inserted_pages = 0, evicted_pages = 0, splits = 0;
+};
 
+class TreeShape {
+ public:
+  TreeShape(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
+            std::string_view policy, std::uint64_t hash_seed, double symbol_tokens = 1,
+            std::uint32_t protected_hits = kSlruProtectedHits);
+  TreeShape(const TreeShape&) = delete;
+  TreeShape& operator=(const TreeShape&) = delete;
+
+ protected:
   // ---- nodes
   // Makes room for `count` new nodes, so that creating them, linking them and filling their cells cannot fail.
   void reserve(std::size_t count);
@@ -39,8 +48,8 @@ class TreeShape {
   void join_before_window(Index node, std::size_t slot) noexcept;
   // Frees a node that holds nothing, and every ancestor that is then empty, too; a root goes with its last child.
   void reap(Index node) noexcept;
-  // Removes a node and all below it. expect_detached() for its parent first. Returns the number of pages.
-  std::uint64_t detach(Index node) noexcept;
+  // Removes nodes and all below them, none of which is below another. Returns the number of pages.
+  std::uint64_t detach(const std::vector<Index>& tops);
 
   // ---- cells
   void occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) noexcept {
@@ -67,10 +76,7 @@ class TreeShape {
   Structure nodes_;
   Residency cells_;
   Eviction eviction_;
-  std::uint64_t splits_ = 0;
-
- private:
-  Index new_node() noexcept;
+  Counters counters_;
 };
 
 }  // namespace mainstem

@@ -29,7 +29,7 @@ void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, Id
   }
 }
 
-// Unlocks each component of a transfer and calls `each` with its nodes, from the last one up, and the component's slot.
+// Calls `each` with the nodes of a transfer, from the last one up, and the slot of each component, then unlocks them.
 template <class Each>
 void Tree::end_transfer(Index node, std::uint32_t tier, Each each) {
   bool found = false;
@@ -63,7 +63,7 @@ std::vector<Index> Tree::inserted_after(Index node, std::uint32_t tier) const {
   for (Index at = node, from = kNone; cells_.cell(at, s).transfer == node; from = at, at = nodes_[at].parent)
     for (Index child = nodes_[at].first_child; child != kNone; child = nodes_[child].next)
       if (child != from && !nodes_[at].removed && !cells_.cell(child, s).absent()) {
-        if (!cells_.subtree_only_on(child, tier))
+        if (!nodes_.every_from(child, [&](Index below) { return cells_.only_on(below, tier); }))
           throw BadValue{"node", std::to_string(nodes_.handle(node)),
                          "cancelled only after what follows it on this tier and on another was cancelled or removed"};
         found.push_back(child);
@@ -84,10 +84,7 @@ std::vector<Ids> Tree::cancel(Handle handle, std::uint32_t tier) {
     }
     freed[c].reserve(ids);
   }
-  for (const Index at : below)
-    cells_.expect_detached(nodes_[at].parent);
-  for (const Index at : below)  // nothing below can fail
-    detach(at);
+  detach(below);  // nothing below can fail
   end_transfer(node, tier, [&](Index at, std::size_t s) {
     const Run<std::int32_t> ids = vacate(at, s);
     Ids& of_component = freed[cells_.component_of(s)];

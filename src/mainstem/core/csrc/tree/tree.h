@@ -5,7 +5,6 @@
 // Each operation is one loop over components and tiers (residency/component.h).
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -80,18 +79,9 @@ struct PathSpan {
   std::string ns, symbols;
 };
 
-struct Counters {
-  std::uint64_t match_calls = 0, queried_symbols = 0, hit_symbols = 0, insert_calls = 0;
-  std::uint64_t inserted_pages = 0, evicted_pages = 0, splits = 0;
-};
-
 class Tree : private TreeShape {
  public:
-  Tree(std::uint32_t symbol_bytes, std::uint32_t page_size, std::vector<Component> components, std::uint32_t tiers,
-       std::string_view policy, std::uint64_t hash_seed, double symbol_tokens = 1,
-       std::uint32_t protected_hits = kSlruProtectedHits);
-  Tree(const Tree&) = delete;
-  Tree& operator=(const Tree&) = delete;
+  using TreeShape::TreeShape;
 
   // Calls `check_rest` before anything changes, with the number of symbols that the tree has: those were valid when
   // they were stored. It may throw.
@@ -165,7 +155,7 @@ class Tree : private TreeShape {
   std::vector<NodeView> nodes(std::string_view ns) const;
   void check() const;
 
-  Counters counters() const;
+  const Counters& counters() const { return counters_; }
   CellCounts counts(std::uint32_t component, std::uint32_t tier) const;
   std::size_t size() const { return nodes_.size(); }
   std::size_t namespace_count() const { return nodes_.roots(); }
@@ -192,9 +182,6 @@ class Tree : private TreeShape {
     Index node = kNone;
     Structure::Key key;
     std::array<Run<std::int32_t>, kMaxComponents> ids;  // empty: absent
-    bool empty() const {
-      return std::all_of(ids.begin(), ids.end(), [](const auto& own) { return own.size() == 0; });
-    }
   };
   struct Insertion;
 
@@ -213,7 +200,6 @@ class Tree : private TreeShape {
   NodeStats stats(Index node) const;
   NodeView view(Index node) const;
 
-  Counters counters_;
   Walk path_;  // these are kept between calls for their memory
   std::vector<Piece> pieces_;
 };

@@ -130,12 +130,6 @@ CellCounts Tree::counts(std::uint32_t component, std::uint32_t tier) const {
   return cells_.counts(cells_.find_slot(component, tier));
 }
 
-Counters Tree::counters() const {
-  Counters counters = counters_;
-  counters.splits = splits_;
-  return counters;
-}
-
 std::vector<std::string> Tree::namespaces() const {
   std::vector<std::string> names;
   for (Index node = 1; node < nodes_.nodes().size(); ++node)
