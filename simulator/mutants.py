@@ -552,9 +552,9 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "ids of what hangs on a cancelled beginning come back while they are written to", "here",
         _CORE + "tree/transfer.cpp",
-        "  for (const Index at : below)  // nothing below can fail\n    detach(at);\n",
+        "  detach(below);  // nothing below can fail\n",
+        "  detach(below);\n"
         "  for (const Index at : below) {\n"
-        "    detach(at);\n"
         "    const Run<std::int32_t> ids = vacate(at, cells_.slot(0, tier));\n"
         "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
         "  }\n",

@@ -94,6 +94,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
+        """The number of generated tokens."""
         return self.length - len(self.request.tokens)
 
     @property
