@@ -146,7 +146,7 @@ void pools() {
   message("page 2 is free, not private", {0, 2}, Owner::privately);
   message("page 0 is private, not cached", {0}, Owner::cached);
   message("page 9 is not in a pool of 3", {0, 9}, Owner::privately);
-  message("page -1 is not in a pool of 3", {-1}, Owner::free);
+  message("page -1 is not in a pool of 3", {-1}, Owner::privately);
 }
 
 // ---------------------------------------------------------------- eviction
