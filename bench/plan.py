@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from bench.report import Report
 from bench.tiny_models import VOCAB, tiny
-from mainstem.replay.configs import read_shape
+from mainstem.replay.plan.configs import read_shape
 
 Clock = Callable[[], float]
 _SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2}

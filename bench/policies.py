@@ -39,9 +39,9 @@ from mainstem.replay.generate import (
     Workload,
     generate,
 )
-from mainstem.replay.optimum import Optimum
-from mainstem.replay.readers import open_trace
-from mainstem.replay.simulate import replay
+from mainstem.replay.readers.open import open_trace
+from mainstem.replay.simulate.optimum import Optimum
+from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Trace
 
 LRU = "lru"
@@ -82,7 +82,7 @@ class Settings:
         accesses: approximate block accesses of a generated workload.
         generated: names from `GENERATED`.
         shapes: names from `SHAPES`.
-        traces: files, see `mainstem.replay.readers`.
+        traces: files, see `mainstem.replay.readers.open`.
         seed: seed of all workloads.
         workers: threads, each with a workload; None: one per CPU core.
     """

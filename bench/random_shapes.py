@@ -16,7 +16,7 @@ import numpy as np
 
 from bench import shapes
 from mainstem.replay.generate import Agents, Chat, Documents, Prompts, Tenants, Workload, generate
-from mainstem.replay.simulate import replay
+from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Trace
 
 CAPACITIES = (1, 5, 25, 50)  # percent of the distinct blocks

@@ -55,7 +55,7 @@ LANES = (
         "lmcache",
         ("tests/test_storage_lmcache.py",),
         (
-            "src/mainstem/storage/lmcache.py",
+            "src/mainstem/storage/vendors/lmcache.py",
             "src/mainstem/storage/base.py",
             "src/mainstem/storage/conformance.py",
             "tests/test_storage_lmcache.py",

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the 
 
 from bench import policies, random_shapes, shapes
 from bench.report import Report
-from mainstem.replay.simulate import replay
+from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
 
 

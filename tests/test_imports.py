@@ -12,8 +12,8 @@ import pytest
 from mainstem.errors import BackendUnavailable, BadArgument, UnsupportedModel
 from mainstem.identity import Identity
 from mainstem.imports import is_missing, load_object, needs
-from mainstem.replay.plot import check_plot
-from mainstem.replay.readers import open_trace
+from mainstem.replay.readers.open import open_trace
+from mainstem.replay.report.plot import check_plot
 from mainstem.storage import open_backend
 from mainstem.tiers.pages import Sealer
 

@@ -19,7 +19,7 @@ from bench.policies import Settings, measure, workloads
 from bench.shapes import as_trace, in_turns, loop, popular, recent, renewed, shape, twice
 from mainstem.cache import PrefixCache
 from mainstem.components import Window
-from mainstem.replay.simulate import hit_blocks, replay
+from mainstem.replay.simulate.sweep import hit_blocks, replay
 from mainstem.replay.trace import Trace
 from mainstem.tree import Tree
 

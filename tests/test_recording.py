@@ -26,7 +26,7 @@ from starlette.testclient import TestClient
 from mainstem.cli import RecordOptions
 from mainstem.errors import BadArgument
 from mainstem.namespaces import Namespace
-from mainstem.replay.readers import open_trace
+from mainstem.replay.readers.open import open_trace
 from mainstem.runtime.request import Delta, ImageInput, Request, Usage
 from mainstem.server.app import ServerConfig, create_app
 from mainstem.server.recording import RecordConfig, Recorder, RecordStats

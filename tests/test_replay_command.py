@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mainstem import cli
-from mainstem.replay.simulate import replay
+from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
 
 

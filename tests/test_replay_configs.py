@@ -12,9 +12,9 @@ import tiny_models
 import torch
 
 from mainstem.errors import BadArgument
-from mainstem.replay import configs
-from mainstem.replay.configs import read_shape, well_known
-from mainstem.replay.costs import ModelShape
+from mainstem.replay.plan import configs
+from mainstem.replay.plan.configs import read_shape, well_known
+from mainstem.replay.plan.costs import ModelShape
 from mainstem.runtime.layout import Layout
 
 SMALL: dict[str, Any] = {

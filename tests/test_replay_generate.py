@@ -361,7 +361,7 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mainstem.replay.commands import trace
+    from mainstem.replay.commands.trace import trace
 
     target = tmp_path / "chat.mstrace"
     words = ["generate", "chat", "--requests", "50", "--seed", "3", "--set", "turns=2", "-o", str(target), "--json"]

@@ -16,7 +16,7 @@ import pytest
 from mainstem import cli
 from mainstem.errors import BadArgument
 from mainstem.replay import trace as trace_module
-from mainstem.replay.commands import trace as command
+from mainstem.replay.commands.trace import trace as command
 from mainstem.replay.info import TraceInfo, info
 from mainstem.replay.trace import Batch, Trace, mix
 

@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 
 from mainstem.errors import BadArgument
-from mainstem.replay.optimum import Optimum
-from mainstem.replay.simulate import replay
+from mainstem.replay.simulate.optimum import Optimum
+from mainstem.replay.simulate.sweep import replay
 from mainstem.replay.trace import Batch, Trace
 
 Path = tuple[int, ...]

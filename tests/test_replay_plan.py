@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from mainstem.errors import BadArgument
-from mainstem.replay.assumptions import Assumptions, Memory
-from mainstem.replay.configs import read_shape, well_known
-from mainstem.replay.costs import Layer, ModelShape
-from mainstem.replay.hardware import DEVICES, Device, find_device
-from mainstem.replay.plan import Hits, Knee, Plan, PlanRow, plan, waits
-from mainstem.replay.plan_words import assumptions, notes, plan_as_dict, show_plan
-from mainstem.replay.simulate import Setup, hit_blocks, replay
+from mainstem.replay.plan.assumptions import Assumptions, Memory
+from mainstem.replay.plan.configs import read_shape, well_known
+from mainstem.replay.plan.costs import Layer, ModelShape
+from mainstem.replay.plan.hardware import DEVICES, Device, find_device
+from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan, waits
+from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
+from mainstem.replay.simulate.sweep import Setup, hit_blocks, replay
 from mainstem.replay.trace import Batch, Trace
 from mainstem.replay.units import parse_duration, parse_rate, parse_store, show_bytes, show_duration
 
@@ -563,7 +563,7 @@ def test_a_policy_that_does_not_exist_is_refused_before_the_trace_is_read(capsys
 
 def test_the_command_prints_the_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cyclopts = pytest.importorskip("cyclopts", reason="cyclopts is not installed")
-    from mainstem.replay.plan_command import plan as command
+    from mainstem.replay.commands.plan import plan as command
 
     trace = chats()
     trace.save(tmp_path / "chats.mstrace")
@@ -596,7 +596,7 @@ def test_the_command_prints_the_table_or_json(tmp_path: Path, capsys: pytest.Cap
 
 def test_planning_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from mainstem.replay import configs, plan, plan_words; configs.read_shape('deepseek-v3'); "
+        "import sys; from mainstem.replay.plan import configs, plan, words; configs.read_shape('deepseek-v3'); "
         "sys.exit(', '.join({'torch', 'transformers', 'cyclopts', 'rich'} & set(sys.modules)) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

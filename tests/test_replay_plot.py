@@ -13,8 +13,8 @@ import pytest
 from mainstem import cli
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.replay.info import info
-from mainstem.replay.plot import check_plot, write_plot
-from mainstem.replay.simulate import Setup, sweep
+from mainstem.replay.report.plot import check_plot, write_plot
+from mainstem.replay.simulate.sweep import Setup, sweep
 from mainstem.replay.trace import Batch, Trace
 
 BLOCKS = [[turn % 3, 10 + turn % 6, 100 + turn % 30] for turn in range(200)]

@@ -19,9 +19,10 @@ import pytest
 
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.keys import hash_blocks
-from mainstem.replay import lines, readers
-from mainstem.replay.formats import FORMATS
-from mainstem.replay.readers import open_trace
+from mainstem.replay.readers import lines
+from mainstem.replay.readers import open as readers
+from mainstem.replay.readers.formats import FORMATS
+from mainstem.replay.readers.open import open_trace
 from mainstem.replay.trace import Batch, Trace, TraceError
 
 zstandard = pytest.importorskip("zstandard", reason="the package zstandard is not installed")

@@ -17,10 +17,10 @@ from machine import patience
 from mainstem import cli
 from mainstem.errors import BadArgument
 from mainstem.replay.info import TraceInfo, info
-from mainstem.replay.report import page, write_report
-from mainstem.replay.rows import Row, median_below
-from mainstem.replay.series import looks, marked
-from mainstem.replay.simulate import Setup, sweep
+from mainstem.replay.report.html import page, write_report
+from mainstem.replay.report.series import looks, marked
+from mainstem.replay.simulate.rows import Row, median_below
+from mainstem.replay.simulate.sweep import Setup, sweep
 from mainstem.replay.trace import Batch, Trace
 from mainstem.replay.units import show_duration
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mainstem.replay import series
 from mainstem.replay.info import info
-from mainstem.replay.rows import Timeline
-from mainstem.replay.simulate import Setup, replay, sweep
+from mainstem.replay.report import series
+from mainstem.replay.simulate.rows import Timeline
+from mainstem.replay.simulate.sweep import Setup, replay, sweep
 from mainstem.replay.trace import Batch, Trace
 
 BLOCKS = [[turn % 3, 10 + turn % 6, 100 + 30 * (turn * turn % 7) + turn % 30] for turn in range(300)]

@@ -17,8 +17,8 @@ from mainstem import _core
 from mainstem.errors import BadArgument
 from mainstem.keys import HashKeys
 from mainstem.policies import BUILT_IN, NodeStats
-from mainstem.replay.rows import median_below
-from mainstem.replay.simulate import Row, Setup, hit_blocks, parse_capacities, parse_tiers, replay, sweep
+from mainstem.replay.simulate.rows import median_below
+from mainstem.replay.simulate.sweep import Row, Setup, hit_blocks, parse_capacities, parse_tiers, replay, sweep
 from mainstem.replay.trace import Batch, Trace
 from mainstem.tree import Tree
 

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from mainstem.replay.markup import Markup, join, tag
-from mainstem.replay.series import Look
-from mainstem.replay.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents
+from mainstem.replay.report.markup import Markup, join, tag
+from mainstem.replay.report.series import Look
+from mainstem.replay.report.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents
 
 
 def test_markup_escapes_text_and_attributes_once() -> None:

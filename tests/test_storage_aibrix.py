@@ -18,9 +18,9 @@ import pytest
 from machine import patience
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.aibrix import AIBrixBackend
 from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
+from mainstem.storage.vendors.aibrix import AIBrixBackend
 
 pytestmark = pytest.mark.deadline
 TIMEOUT_S = patience(20)
@@ -117,7 +117,8 @@ def test_processes_share_a_folder_and_not_a_database(tmp_path: Path) -> None:
 @both
 def test_a_writer_that_is_killed_leaves_whole_values(connector: str, tmp_path: Path) -> None:
     code = (
-        "from mainstem.storage.aibrix import AIBrixBackend; from mainstem.storage.conformance import make_value\n"
+        "from mainstem.storage.vendors.aibrix import AIBrixBackend\n"
+        "from mainstem.storage.conformance import make_value\n"
         "import itertools, sys; store = AIBrixBackend(*sys.argv[1:]); keys = [bytes([n]) * 32 for n in range(8)]\n"
         "for version in itertools.count():\n"
         "    store.put(keys, [make_value(key, 100_000, version) for key in keys]); print(version, flush=True)"
@@ -249,7 +250,8 @@ def test_clear_leaves_foreign_files(tmp_path: Path) -> None:
 @needs_package
 def test_the_event_loops_of_the_process_stay_as_they_were(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from mainstem.storage.aibrix import AIBrixBackend; before = asyncio.new_event_loop(); "
+        "import asyncio, sys; from mainstem.storage.vendors.aibrix import AIBrixBackend; "
+        "before = asyncio.new_event_loop(); "
         "AIBrixBackend('shfs', sys.argv[1]).close(); print(type(before) is type(asyncio.new_event_loop()))"
     )
     found = run_python(code, tmp_path)

@@ -14,7 +14,7 @@ from machine import patience
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
-from mainstem.storage.eic import EICBackend
+from mainstem.storage.vendors.eic import EICBackend
 
 pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)

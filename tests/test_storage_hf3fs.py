@@ -18,7 +18,7 @@ from machine import patience
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
-from mainstem.storage.hf3fs import HF3FSBackend
+from mainstem.storage.vendors.hf3fs import HF3FSBackend
 
 pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)

@@ -14,8 +14,8 @@ from machine import patience
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
-from mainstem.storage.infinistore import InfiniStoreBackend
 from mainstem.storage.native import ClientThread, Frames
+from mainstem.storage.vendors.infinistore import InfiniStoreBackend
 
 pytestmark = pytest.mark.deadline
 KEYS = make_keys(random.Random(3), 40)

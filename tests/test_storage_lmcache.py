@@ -21,7 +21,7 @@ from machine import patience
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
-from mainstem.storage.lmcache import LMCacheBackend
+from mainstem.storage.vendors.lmcache import LMCacheBackend
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.deadline

@@ -21,7 +21,7 @@ from servers import free_port, freeze, mooncake_master, stop
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
-from mainstem.storage.mooncake import MooncakeBackend
+from mainstem.storage.vendors.mooncake import MooncakeBackend
 
 try:
     importlib.import_module("mooncake.store")
@@ -172,7 +172,7 @@ def test_no_master() -> None:
 
 
 def test_no_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mainstem.storage.mooncake.RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("mainstem.storage.vendors.mooncake.RDMA_DEVICES", tmp_path)
     with pytest.raises(BackendUnavailable, match="no RDMA device"):
         open_backend("mooncake://127.0.0.1:1?protocol=rdma")
 

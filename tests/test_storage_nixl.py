@@ -18,7 +18,7 @@ from servers import S3_CREDENTIALS, free_port, rclone_s3
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, Backend, open_backend
 from mainstem.storage.conformance import CASES, Case, run
-from mainstem.storage.nixl import APIS, PACKAGES, Files, NixlBackend
+from mainstem.storage.vendors.nixl import APIS, PACKAGES, Files, NixlBackend
 
 if not any(importlib.util.find_spec(name) for name in PACKAGES):
     pytest.skip("no NIXL here: pip install nixl-cu12", allow_module_level=True)

@@ -22,7 +22,7 @@ from servers import free_port, freeze, patiently, valkey
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, run
-from mainstem.storage.redis import RedisBackend
+from mainstem.storage.vendors.redis import RedisBackend
 
 if not importlib.util.find_spec("redis"):
     pytest.skip("the package redis is not installed", allow_module_level=True)

@@ -22,7 +22,7 @@ from servers import S3_CREDENTIALS, free_port, freeze, patiently, rclone_s3
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, run
-from mainstem.storage.s3 import S3Backend
+from mainstem.storage.vendors.s3 import S3Backend
 
 if not importlib.util.find_spec("obstore"):
     pytest.skip("the package obstore is not installed", allow_module_level=True)

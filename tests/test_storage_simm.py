@@ -13,7 +13,7 @@ from doubles import simm_kv
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
 from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
-from mainstem.storage.simm import LONGEST, SiMMBackend
+from mainstem.storage.vendors.simm import LONGEST, SiMMBackend
 
 pytest.importorskip("torch", reason="SiMM's client works on tensors")
 

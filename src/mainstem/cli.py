@@ -637,10 +637,12 @@ storage = cyclopts.App(
 app.command(storage)
 # These commands import their modules only when they run.
 app.command(
-    "mainstem.replay.replay_command:replay", name="replay", help="Replay a trace against caches of several sizes."
+    "mainstem.replay.commands.replay:replay", name="replay", help="Replay a trace against caches of several sizes."
 )
-app.command("mainstem.replay.plan_command:plan", name="plan", help="Find what memory a trace of requests pays for.")
-app.command("mainstem.replay.commands:trace", name="trace", help="Inspect, convert and generate traces of requests.")
+app.command("mainstem.replay.commands.plan:plan", name="plan", help="Find what memory a trace of requests pays for.")
+app.command(
+    "mainstem.replay.commands.trace:trace", name="trace", help="Inspect, convert and generate traces of requests."
+)
 Spec = Annotated[str, Parameter(help="Store, such as file:./kv or redis://127.0.0.1:6379/0; see docs/storage.md.")]
 
 

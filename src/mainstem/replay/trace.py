@@ -16,7 +16,7 @@ and uncompressed:
         time_s f64 [n], input_tokens, output_tokens i64 [n], offsets i64 [n + 1], chat i64 [n],
         tenant, kind, turn i32 [n], each padded to 8 bytes, blocks u64 [m]
 
-Knows no other formats (`mainstem.replay.readers` does), and nothing about caches.
+Knows no other formats (`mainstem.replay.readers.open` does), and nothing about caches.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Batch:
 
 
 class Trace:
-    """Requests that can be read repeatedly. Create one with `of`, `open` or `mainstem.replay.readers.open_trace`.
+    """Requests that can be read repeatedly. Create one with `of`, `open` or `mainstem.replay.readers.open.open_trace`.
 
     Attributes:
         name: name of the trace.

@@ -1,6 +1,6 @@
 """Records requests for replay: lines of JSON, with prompts as keyed hashes.
 
-Knows requests and their results. Does not know HTTP, or the readers of the file (`mainstem.replay.readers`). Never
+Knows requests and their results. Does not know HTTP, or the readers of the file (`mainstem.replay.readers.open`). Never
 blocks a request: finished requests are queued, and one thread hashes and writes them.
 
     Note.see, Note.close  ->  queue, bounded in tokens  ->  writer thread: hash, encode, append

@@ -161,16 +161,16 @@ class Backend(ABC):
 SCHEMES: dict[str, str] = {
     "memory": "mainstem.storage.memory:MemoryBackend",
     "file": "mainstem.storage.file:FileBackend",
-    "redis": "mainstem.storage.redis:RedisBackend",
-    "s3": "mainstem.storage.s3:S3Backend",
-    "mooncake": "mainstem.storage.mooncake:MooncakeBackend",
-    "nixl": "mainstem.storage.nixl:NixlBackend",
-    "aibrix": "mainstem.storage.aibrix:AIBrixBackend",
-    "lmcache": "mainstem.storage.lmcache:LMCacheBackend",
-    "hf3fs": "mainstem.storage.hf3fs:HF3FSBackend",
-    "simm": "mainstem.storage.simm:SiMMBackend",
-    "eic": "mainstem.storage.eic:EICBackend",
-    "infinistore": "mainstem.storage.infinistore:InfiniStoreBackend",
+    "redis": "mainstem.storage.vendors.redis:RedisBackend",
+    "s3": "mainstem.storage.vendors.s3:S3Backend",
+    "mooncake": "mainstem.storage.vendors.mooncake:MooncakeBackend",
+    "nixl": "mainstem.storage.vendors.nixl:NixlBackend",
+    "aibrix": "mainstem.storage.vendors.aibrix:AIBrixBackend",
+    "lmcache": "mainstem.storage.vendors.lmcache:LMCacheBackend",
+    "hf3fs": "mainstem.storage.vendors.hf3fs:HF3FSBackend",
+    "simm": "mainstem.storage.vendors.simm:SiMMBackend",
+    "eic": "mainstem.storage.vendors.eic:EICBackend",
+    "infinistore": "mainstem.storage.vendors.infinistore:InfiniStoreBackend",
 }
 
 WRAPPERS: dict[str, str] = {

@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
-from mainstem.replay.assumptions import MAX_GPUS, Assumptions, Memory
-from mainstem.replay.costs import Floats, ModelShape, dtype_bytes
-from mainstem.replay.hardware import Device
+from mainstem.replay.plan.assumptions import MAX_GPUS, Assumptions, Memory
+from mainstem.replay.plan.costs import Floats, ModelShape, dtype_bytes
+from mainstem.replay.plan.hardware import Device
 from mainstem.replay.trace import Trace
 
 Int64s: TypeAlias = NDArray[np.int64]
@@ -253,7 +253,7 @@ def _parts(given: Assumptions) -> int:
 
 
 def _replays(trace: Trace, given: Assumptions) -> Hits:
-    from mainstem.replay.simulate import ONE_CACHE, Setup, hit_blocks
+    from mainstem.replay.simulate.sweep import ONE_CACHE, Setup, hit_blocks
 
     if given.routing == "shared" or given.replicas == 1:
         setup = ONE_CACHE

@@ -7,7 +7,7 @@ import json
 
 from mainstem.errors import BadArgument
 from mainstem.imports import needs
-from mainstem.replay.formats import BadLine, Line, short, text_of
+from mainstem.replay.readers.formats import BadLine, Line, short, text_of
 
 _MESSAGE, _CONTENT, _MORE, _TOOLS = 256, 257, 258, 259
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from mainstem.replay import optimum
 from mainstem.replay.info import TraceInfo
-from mainstem.replay.rows import Row, Timeline
+from mainstem.replay.simulate import optimum
+from mainstem.replay.simulate.rows import Row, Timeline
 
 Point = tuple[float, float]
 

@@ -27,8 +27,8 @@ from mainstem import _core
 from mainstem.errors import BadArgument, check_integer
 from mainstem.keys import HashKeys
 from mainstem.policies import Policy, find_policy
-from mainstem.replay import optimum
-from mainstem.replay.rows import Flops, Row, Share, Tally, TierCounts, TierRow, Timeline
+from mainstem.replay.simulate import optimum
+from mainstem.replay.simulate.rows import Flops, Row, Share, Tally, TierCounts, TierRow, Timeline
 from mainstem.replay.trace import Batch, Trace
 from mainstem.storage.base import parse_bytes
 from mainstem.tree import Tree

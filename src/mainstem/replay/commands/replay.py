@@ -14,7 +14,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
-from mainstem.replay.commands import (
+from mainstem.replay.commands.trace import (
     Json,
     TraceOptions,
     TracePath,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from mainstem.replay.costs import ModelShape
-    from mainstem.replay.simulate import Row, Setup, Share, TierRow
+    from mainstem.replay.plan.costs import ModelShape
+    from mainstem.replay.simulate.sweep import Row, Setup, Share, TierRow
     from mainstem.replay.trace import Trace
 
 _EXAMPLES = """\
@@ -85,7 +85,7 @@ class CacheOptions:
         Raises:
             BadArgument: the number is not above 0, or there is no such dtype.
         """
-        from mainstem.replay.costs import dtype_bytes
+        from mainstem.replay.plan.costs import dtype_bytes
 
         if self.bytes_per_token is not None and not 0 < self.bytes_per_token < float("inf"):
             raise BadArgument("bytes_per_token", self.bytes_per_token, "above 0")
@@ -100,7 +100,7 @@ class CacheOptions:
         Raises:
             BadArgument: a value is outside its range.
         """
-        from mainstem.replay.simulate import Setup
+        from mainstem.replay.simulate.sweep import Setup
         from mainstem.replay.units import parse_duration
 
         ttl_s = None if self.ttl is None else parse_duration("ttl", self.ttl)
@@ -112,7 +112,7 @@ class CacheOptions:
         Raises:
             BadArgument: a value is outside its range, or the device's capacity is given twice.
         """
-        from mainstem.replay.simulate import parse_capacities, parse_tiers
+        from mainstem.replay.simulate.sweep import parse_capacities, parse_tiers
 
         tiers = {} if self.tiers is None else parse_tiers(self.tiers, trace, bytes_per_token)
         if "device" in tiers and self.capacity is not None:
@@ -131,7 +131,7 @@ class CacheOptions:
         Raises:
             BadArgument: there is no such policy.
         """
-        from mainstem.replay.simulate import check_policy
+        from mainstem.replay.simulate.sweep import check_policy
 
         alone = self.tiers is None and self.ttl is None and self.replicas == 1
         default = "lru,opt" if alone else "lru"
@@ -165,9 +165,9 @@ def replay_trace(
         report: Write a report with charts and numbers to this file, .html; it needs no network.
         plot: Draw the charts into this file, .png, .svg or .pdf; needs mainstem[plot].
     """
-    from mainstem.replay.configs import read_shape
-    from mainstem.replay.plot import check_plot
-    from mainstem.replay.simulate import sweep
+    from mainstem.replay.plan.configs import read_shape
+    from mainstem.replay.report.plot import check_plot
+    from mainstem.replay.simulate.sweep import sweep
 
     if plot is not None:
         check_plot(plot)
@@ -227,8 +227,8 @@ def flat(row: Row) -> dict[str, object]:
 
 def _draw(trace: Trace, rows: Sequence[Row], report: Path | None, plot: Path | None) -> None:
     from mainstem.replay.info import info
-    from mainstem.replay.plot import write_plot
-    from mainstem.replay.report import write_report
+    from mainstem.replay.report.html import write_report
+    from mainstem.replay.report.plot import write_plot
 
     found = info(trace)
     if report is not None:
@@ -358,7 +358,7 @@ def _moved(blocks: int, size: int | None) -> str:
 
 def _median(histogram: Sequence[int]) -> str:
     """Returns a bound on the median idle time of evicted blocks."""
-    from mainstem.replay.rows import median_below
+    from mainstem.replay.simulate.rows import median_below
 
     bound = median_below(histogram)
     return "" if bound is None else f"<{bound:,}s"

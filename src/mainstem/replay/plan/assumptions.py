@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from mainstem.errors import BadArgument, check_integer
-from mainstem.replay.costs import dtype_bytes
+from mainstem.replay.plan.costs import dtype_bytes
 
 MAX_GPUS = 1024
 """Maximum number of devices in one replica."""
 
 Routing: TypeAlias = Literal["shared", "prefix", "hash", "round-robin"]
-"""Whether replicas share one cache, or how `mainstem.replay.simulate.Setup` routes requests to separate caches."""
+"""Whether replicas share one cache, or how `replay.simulate.sweep.Setup` routes requests to separate caches."""
 
 _MIN, _MAX = 1e-3, 1e24  # sizes and rates: a value outside is a typo, and would overflow or underflow
 

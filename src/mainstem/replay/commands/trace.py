@@ -91,7 +91,7 @@ _DEFAULTS = TraceOptions()
 
 def read_trace(path: str, options: TraceOptions = _DEFAULTS) -> Trace:
     """Opens a trace with a progress bar. Raises what `open_trace` raises."""
-    from mainstem.replay.readers import open_trace
+    from mainstem.replay.readers.open import open_trace
 
     with bar(f"reading {os.path.basename(path)}") as progress:
         return open_trace(path, **asdict(options), progress=progress)

@@ -35,7 +35,7 @@ from mainstem.storage.base import (
     parse_seconds,
 )
 from mainstem.storage.native import Calls, Memory
-from mainstem.storage.s3 import S3Backend
+from mainstem.storage.vendors.s3 import S3Backend
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 """The first selects one of the others. Each of the others works alone, also on a machine without a GPU."""

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mainstem.replay.markup import Markup, join, tag
-from mainstem.replay.series import Look
+from mainstem.replay.report.markup import Markup, join, tag
+from mainstem.replay.report.series import Look
 
 _CHARACTER = 7.0  # approximate width at the report's 13 px
 _GREY, _DARK = "#e3e3e3", "#444"

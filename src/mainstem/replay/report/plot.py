@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from mainstem.errors import BadArgument
 from mainstem.imports import needs
-from mainstem.replay import optimum, series
 from mainstem.replay.info import TraceInfo
-from mainstem.replay.rows import Row
+from mainstem.replay.report import series
+from mainstem.replay.simulate import optimum
+from mainstem.replay.simulate.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from mainstem import __version__
 from mainstem.errors import BadArgument
-from mainstem.replay import optimum, series
 from mainstem.replay.info import Reuse, TraceInfo
-from mainstem.replay.markup import Markup, join, tag
-from mainstem.replay.rows import Row, median_below
-from mainstem.replay.series import Look, Measure, back_to_front, doublings
-from mainstem.replay.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
+from mainstem.replay.report import series
+from mainstem.replay.report.markup import Markup, join, tag
+from mainstem.replay.report.series import Look, Measure, back_to_front, doublings
+from mainstem.replay.report.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
+from mainstem.replay.simulate import optimum
+from mainstem.replay.simulate.rows import Row, median_below
 from mainstem.replay.units import show_bytes, show_duration
 
 _WIDE, _NARROW = 880, 400

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mainstem.errors import BadArgument
-from mainstem.replay.costs import Layer, ModelShape
+from mainstem.replay.plan.costs import Layer, ModelShape
 
 _KINDS = {
     "full_attention": "full",

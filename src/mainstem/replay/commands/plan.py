@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal
 import cyclopts
 from cyclopts import Parameter
 
-from mainstem.replay.commands import Json, TraceOptions, TracePath, bar, read_trace
+from mainstem.replay.commands.trace import Json, TraceOptions, TracePath, bar, read_trace
 from mainstem.replay.units import parse_duration, parse_rate, parse_store
 from mainstem.storage.base import parse_bytes
 
 if TYPE_CHECKING:
-    from mainstem.replay.assumptions import Assumptions, Memory
+    from mainstem.replay.plan.assumptions import Assumptions, Memory
 
 _EXAMPLES = """\
 Examples:
@@ -89,8 +89,8 @@ class PlanOptions:
         Raises:
             BadArgument: a value is outside its range.
         """
-        from mainstem.replay.assumptions import Assumptions
-        from mainstem.replay.simulate import check_policy
+        from mainstem.replay.plan.assumptions import Assumptions
+        from mainstem.replay.simulate.sweep import check_policy
 
         check_policy(self.policy)  # before reading the trace, which may take long
         return Assumptions(
@@ -125,7 +125,7 @@ def _rate(name: str, text: str | None) -> float | None:
 
 
 def _memory(host_memory: str, storage: str | None) -> Memory:
-    from mainstem.replay.assumptions import Memory
+    from mainstem.replay.plan.assumptions import Memory
 
     store = (0, 0.0) if storage is None else parse_store("storage", storage)
     return Memory(parse_bytes("host_memory", host_memory), *store)
@@ -159,10 +159,10 @@ def plan_trace(
         slo_ttft: Limit of the time to first token, such as 500ms.
         json: Print one JSON object.
     """
-    from mainstem.replay.configs import read_shape
-    from mainstem.replay.hardware import find_device
-    from mainstem.replay.plan import plan as make
-    from mainstem.replay.plan_words import plan_as_dict, show_plan
+    from mainstem.replay.plan.configs import read_shape
+    from mainstem.replay.plan.hardware import find_device
+    from mainstem.replay.plan.plan import plan as make
+    from mainstem.replay.plan.words import plan_as_dict, show_plan
 
     shape, device, memory = read_shape(model), find_device(gpu), _memory(host_memory, storage)
     given = options.assumptions()

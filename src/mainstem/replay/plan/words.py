@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from mainstem.replay.plan import Knee, Plan, PlanRow, everything
+from mainstem.replay.plan.plan import Knee, Plan, PlanRow, everything
 from mainstem.replay.units import show_bytes, show_duration
 
 

@@ -1,4 +1,4 @@
-"""Opens traces in common formats: lines of JSON (`mainstem.replay.formats`), or converted traces (`.mstrace`).
+"""Opens traces in common formats: lines of JSON (`mainstem.replay.readers.formats`), or converted traces (`.mstrace`).
 
 - A bad line raises, or is skipped and counted, as requested.
 - Times may go back, because servers log requests as they end. Requests are sorted by time, and the trace notes how many
@@ -27,9 +27,19 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, check_integer
 from mainstem.imports import is_missing
-from mainstem.replay.formats import FORMATS, RECORDING, BadLine, Format, Line, Reading, Request, Tokenize, hashed
-from mainstem.replay.lines import MAX_LINE_BYTES, Progress, Source
-from mainstem.replay.texts import Tokenizer, as_bytes
+from mainstem.replay.readers.formats import (
+    FORMATS,
+    RECORDING,
+    BadLine,
+    Format,
+    Line,
+    Reading,
+    Request,
+    Tokenize,
+    hashed,
+)
+from mainstem.replay.readers.lines import MAX_LINE_BYTES, Progress, Source
+from mainstem.replay.readers.texts import Tokenizer, as_bytes
 from mainstem.replay.trace import MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
 
 MAX_BLOCK_SIZE = 2**31 - 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mainstem import _core
 from mainstem.errors import check_integer
-from mainstem.replay.rows import Flops, Row, Tally, TierCounts
+from mainstem.replay.simulate.rows import Flops, Row, Tally, TierCounts
 from mainstem.replay.trace import Trace
 
 NAME = "opt"

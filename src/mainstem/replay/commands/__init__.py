@@ -1,0 +1,1 @@
+"""The commands `mainstem trace`, `mainstem replay` and `mainstem plan`: arguments and printing, nothing else."""

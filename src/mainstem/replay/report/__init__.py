@@ -1,0 +1,1 @@
+"""Reports: charts and pages made from the rows of a replay."""
