@@ -246,13 +246,16 @@ def test_another_process_reads_and_holds_the_values_until_it_dies(bare_port: int
     backend.close()
 
 
-def test_a_full_store_refuses_until_leases_expire(bare_port: int) -> None:
+def test_a_full_store_refuses_until_it_has_evicted(bare_port: int) -> None:
     backend = client(bare_port, segment_bytes=16 * MIB)
     keys = make_keys_of(48)
     stored = backend.put(keys, values_of(keys, 512 << 10))
     assert set(stored) == {True, False}
     there = [key for key, one in zip(keys, stored, strict=True) if one]
-    assert backend.get(there, blank(there, 512 << 10)) == [512 << 10] * len(there)
+    # The master may have evicted some by now: nothing leases them yet.
+    read = backend.get(there, blank(there, 512 << 10))
+    assert set(read) <= {512 << 10, ABSENT}
+    assert 512 << 10 in read
     eventually(lambda: backend.put(make_keys_of(1), values_of(keys[:1], 512 << 10)) == [True])
     backend.close()
 
