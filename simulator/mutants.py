@@ -440,13 +440,13 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a lease locks its window from the root on", "-", _CORE + "residency/residency.h",
-        "  const std::uint32_t first = first_needed(node, slot);\n  for (; node != stop",
+        "  const std::uint32_t first = first_locked(node, slot);\n  for (; node != stop",
         "  const std::uint32_t first = 0;\n  for (; node != stop",
         _LEASES + "test_a_lease_that_runs_long_holds_a_window_of_pages",
     ),
     _mutant(
         "a lease does not lock its window", "-", _CORE + "residency/residency.h",
-        "  const std::uint32_t first = first_needed(node, slot);\n  for (; node != stop",
+        "  const std::uint32_t first = first_locked(node, slot);\n  for (; node != stop",
         "  const std::uint32_t first = row(slot).begins_late() ? ~0u : 0;\n  for (; node != stop",
         _LEASES + "test_a_window_lock_goes_with_its_lease",
     ),
@@ -472,7 +472,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a page inside the window is given back", "-", _CORE + "lease/lease.cpp",
         "cache_.row(own.component).first_read(begin);",
-        "begin - std::min<std::uint64_t>(cache_.row(own.component).window / 2, begin);",
+        "begin - std::min<std::uint64_t>(cache_.row(own.component).span / 2, begin);",
         _LEASES + "test_leases_do_as_the_model",
     ),
     # ---------------------------------------------------------------- windows and states from the host

@@ -234,18 +234,27 @@ class Lease:
         """Positions of this sequence that are known to be in the tree."""
 
     @property
-    def page_table(self) -> numpy.typing.NDArray[numpy.int32]:
+    def tables(self) -> tuple[numpy.typing.NDArray[numpy.int32], ...]:
         """
-        Page ids of the sequence, int32 [pages], the tree's first. Read it again after `reserve` and `publish`.
+        For each component, the page ids of the sequence, int32 [pages], the tree's first. Of a component that does not read everything, those before what is read are -1. A state's table is empty. Read them again after `reserve`, `slide` and `publish`.
 
         Raises:
             LeaseClosed: the lease has ended; others may own its pages by now.
         """
 
     @property
+    def page_table(self) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        The first component's table.
+
+        Raises:
+            LeaseClosed: the lease has ended.
+        """
+
+    @property
     def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None:
         """
-        Page ids of sliding-window attention, int32 [pages]; -1 before the window, which must not be read. None if there is no window besides full attention. If all layers slide, `page_table` is such a table.
+        The next component's table, if it has one.
 
         Raises:
             LeaseClosed: the lease has ended.

@@ -126,7 +126,7 @@ class Tree:
         page_size: symbols per page; pages are the unit of matching.
         keys: how token sequences become symbols.
         components: what is kept for a prefix; the first is the main one.
-        tiers: 1 for the device alone, 2 with host memory.
+        tiers: 1 for the device alone, 2 with host memory, 3 with storage (in a replay).
         policy: see `mainstem.policies.find_policy`.
 
     Raises:
@@ -154,7 +154,7 @@ class Tree:
         self._rows = {component.name: row for row, component in enumerate(self.components)}
         if not self._rows or len(self._rows) < len(self.components):
             raise BadArgument("components", components, "at least one component, each at most once")
-        self.tiers = check_integer("tiers", tiers, 1, 4)
+        self.tiers = check_integer("tiers", tiers, 1, 3)
         self.policy = find_policy(policy)
         self._token_limit = self.keys.token_limit
         self._ranks = None if isinstance(self.policy, BuiltIn) else self.policy

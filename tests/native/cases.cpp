@@ -56,7 +56,7 @@ void bad_settings() {
   expect_bad("components", make(4, 1, 0, 1, "lru"));
   expect_bad("components", make(4, 1, 9, 1, "lru"));
   expect_bad("tiers", make(4, 1, 1, 0, "lru"));
-  expect_bad("tiers", make(4, 1, 1, 5, "lru"));
+  expect_bad("tiers", make(4, 1, 1, 4, "lru"));
   expect_bad("policy", make(4, 1, 1, 1, "random"));
   make(16, 1u << 20, 8, 4, "external")();
 }

@@ -273,7 +273,7 @@ class World {
   void move_fronts(Holder& h, std::uint64_t computed, std::uint64_t published) const {
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
       if (!rows_[c].begins_late()) continue;
-      const std::uint64_t seen = (computed - std::min<std::uint64_t>(rows_[c].window, computed)) / shape_.page_size;
+      const std::uint64_t seen = (computed - std::min<std::uint64_t>(rows_[c].span, computed)) / shape_.page_size;
       const std::uint32_t needed = rows_[c].first_needed(static_cast<std::uint32_t>(published), shape_.page_size);
       h.fronts[c] = std::max({h.fronts[c], static_cast<std::uint32_t>(seen), needed});
     }

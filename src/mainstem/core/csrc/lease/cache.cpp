@@ -4,15 +4,6 @@
 
 namespace mainstem {
 
-namespace {
-
-const char* what(const Component& row) {
-  if (row.kind == Kind::state) return "state slots";
-  return row.begins_late() ? "window pages" : "pages";
-}
-
-}  // namespace
-
 Cache::Cache(Tree& tree_, std::vector<Pool*> pools_, bool enabled_)
     : tree(tree_), pools(std::move(pools_)), enabled(enabled_) {
   require(pools.size() == tree.rows().size(), "pools", pools.size(), "one for each component");
@@ -22,7 +13,7 @@ Cache::Cache(Tree& tree_, std::vector<Pool*> pools_, bool enabled_)
 }
 
 NoPages Cache::none(std::uint64_t n, std::uint32_t component, std::uint64_t evictable) const {
-  return {n, free_ids(component), evictable, pools[component]->total(), what(row(component))};
+  return {n, free_ids(component), evictable, pools[component]->total(), row(component).ids_name()};
 }
 
 void Cache::make_room(std::uint64_t n, std::uint32_t component) {

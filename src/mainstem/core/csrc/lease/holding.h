@@ -104,10 +104,6 @@ struct Holdings {
 
   bool slides() const { return !full; }                   // the first component
   const Table& table(std::uint32_t component = 0) const;  // empty: a state has none
-  const Table* window_table() const {                     // beside the first component's
-    const std::size_t at = full ? 0 : 1;
-    return sliding.size() > at ? &sliding[at].table : nullptr;
-  }
   std::size_t size() const { return (full ? 1 : 0) + sliding.size() + states.size(); }
   void free(Cache& cache, std::size_t owned);
   // Calls `each` with every holding that has a table.

@@ -66,10 +66,6 @@ class Lease {
     require_open();
     return held_.table(component);
   }
-  const Table* window_table() const {  // null: no window beside the first component
-    require_open();
-    return held_.window_table();
-  }
   std::int32_t state() const {  // -1: there are no states
     require_open();
     return held_.states.empty() ? -1 : held_.states.front().slot;

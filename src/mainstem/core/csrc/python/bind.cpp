@@ -23,15 +23,6 @@ namespace {
 constexpr std::int64_t kEverything = std::int64_t{1} << 62;
 constexpr std::size_t kLongKey = 1 << 16;  // bytes; hashing at least this much releases the GIL
 
-Component parse_component(nb::handle row) {
-  const auto kind = nb::cast<std::string>(row[0]);
-  const auto number = nb::cast<std::uint32_t>(row[1]);
-  if (kind == "full") return {Kind::full};
-  if (kind == "state") return {Kind::state, 0, number, nb::cast<bool>(row[2])};
-  if (kind == "window" && number > 0) return {Kind::window, number};
-  throw BadValue{"component", kind + "(" + std::to_string(number) + ")", "full, state, or window of at least 1 symbol"};
-}
-
 nb::list to_list(const std::vector<Ids>& by_component) {
   nb::list arrays;
   for (const Ids& ids : by_component)
@@ -201,7 +192,8 @@ NB_MODULE(_core, m) {
              std::uint32_t protected_hits) {
             std::vector<Component> rows;
             for (nb::handle row : components)
-              rows.push_back(parse_component(row));
+              rows.push_back(Component::named(nb::cast<std::string>(row[0]), nb::cast<std::uint32_t>(row[1]),
+                                              nb::cast<bool>(row[2])));
             new (self)
                 Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed, symbol_tokens, protected_hits);
           },

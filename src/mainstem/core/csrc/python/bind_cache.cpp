@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
+#include <array>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -108,11 +109,19 @@ class PyLease {
     lease.append(more.bytes());
   }
 
-  nb::object page_table() { return view_of(lease.table(), &views_[0]); }
-  // The table of the window, unless that is the first component.
+  nb::object table(std::uint32_t component) { return view_of(lease.table(component), &views_[component]); }
+  nb::tuple tables() {
+    nb::list all;
+    for (std::uint32_t c = 0; c < components(); ++c)
+      all.append(table(c));
+    return nb::tuple(all);
+  }
+  // The first one besides the first component's.
   nb::object window_table() {
-    const Table* const table = lease.window_table();
-    return table ? view_of(*table, &views_[1]) : nb::none();
+    nb::object first = table(0);  // the lease must be open
+    for (std::uint32_t c = 1; c < components(); ++c)
+      if (cache_.cache.row(c).per_page()) return table(c);
+    return nb::none();
   }
 
  private:
@@ -133,7 +142,7 @@ class PyLease {
 
   nb::object owner_;  // before the lease: it must live longer
   PyCache& cache_;
-  View views_[2];
+  std::array<View, kMaxComponents> views_;
 
  public:
   Lease lease;
@@ -241,17 +250,22 @@ void bind_cache(nb::module_& m) {
       .def_prop_ro(
           "published", [](const PyLease& self) { return self.lease.published(); },
           "Positions of this sequence that are known to be in the tree.")
-      .def_prop_ro("page_table", &PyLease::page_table,
-                   nb::sig("def page_table(self) -> numpy.typing.NDArray[numpy.int32]"),
-                   "Page ids of the sequence, int32 [pages], the tree's first. Read it again after `reserve` and "
-                   "`publish`.\n\n"
+      .def_prop_ro("tables", &PyLease::tables,
+                   nb::sig("def tables(self) -> tuple[numpy.typing.NDArray[numpy.int32], ...]"),
+                   "For each component, the page ids of the sequence, int32 [pages], the tree's first. Of a component "
+                   "that does not read everything, those before what is read are -1. A state's table is empty. Read "
+                   "them again after `reserve`, `slide` and `publish`.\n\n"
                    "Raises:\n"
                    "    LeaseClosed: the lease has ended; others may own its pages by now.")
+      .def_prop_ro(
+          "page_table", [](PyLease& self) { return self.table(0); },
+          nb::sig("def page_table(self) -> numpy.typing.NDArray[numpy.int32]"),
+          "The first component's table.\n\n"
+          "Raises:\n"
+          "    LeaseClosed: the lease has ended.")
       .def_prop_ro("window_table", &PyLease::window_table,
                    nb::sig("def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None"),
-                   "Page ids of sliding-window attention, int32 [pages]; -1 before the window, which must not be read. "
-                   "None if there is no window besides full attention. If all layers slide, `page_table` is such a "
-                   "table.\n\n"
+                   "The next component's table, if it has one.\n\n"
                    "Raises:\n"
                    "    LeaseClosed: the lease has ended.")
       .def_prop_ro(

@@ -5,16 +5,34 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <string_view>
+
+#include "structure/errors.h"
 
 namespace mainstem {
 
 enum class Kind : std::uint8_t { full, window, state };
 
+inline constexpr const char* kKindNames[] = {"full", "window", "state"};
+inline constexpr const char* kIdNames[] = {"pages", "window pages", "state slots"};
+
 struct Component {
   Kind kind;
-  std::uint32_t window = 0;        // symbols, for Kind::window
+  std::uint32_t span = 0;          // for Kind::window: symbols
   std::uint32_t most_on_path = 0;  // for Kind::state: the most states on one path; 0: no limit
   bool weighs = false;             // for Kind::state: states that save more are evicted later, see eviction/
+
+  // A component by the name of its kind; `number` is the span or the most on a path.
+  static Component named(std::string_view name, std::uint32_t number, bool weighs) {
+    if (name == kKindNames[0]) return {Kind::full};
+    if (name == kKindNames[1] && number > 0) return {Kind::window, number};
+    if (name == kKindNames[2]) return {Kind::state, 0, number, weighs};
+    throw BadValue{"component", std::string(name) + "(" + std::to_string(number) + ")",
+                   "full, state, or window of at least 1 symbol"};
+  }
+
+  const char* name() const { return kKindNames[static_cast<std::size_t>(kind)]; }
+  const char* ids_name() const { return kIdNames[static_cast<std::size_t>(kind)]; }
 
   bool per_page() const { return kind != Kind::state; }      // one id per page; otherwise one, at the node's end
   bool leaf_only() const { return kind == Kind::full; }      // evicted only where no child holds the cell
@@ -28,11 +46,17 @@ struct Component {
   // The first position that is still read when `position` is computed.
   std::uint64_t first_read(std::uint64_t position) const {
     if (kind == Kind::full) return 0;
-    return position - std::min<std::uint64_t>(window, position);
+    return position - std::min<std::uint64_t>(span, position);
   }
-  // The first page that a match ending after `end` pages needs, and a lock there holds; for one id per page.
+  // The first page that a match ending after `end` pages needs; for one id per page.
   std::uint32_t first_needed(std::uint32_t end, std::uint32_t page_size) const {
     return static_cast<std::uint32_t>(first_read(std::uint64_t{end} * page_size) / page_size);
+  }
+  // The first page that a lock on a prefix of `end` pages holds: a lock holds the last page, needed or not.
+  std::uint32_t first_locked(std::uint32_t end, std::uint32_t page_size) const { return first_needed(end, page_size); }
+  // Whether a match ending after `end` pages needs an id at its end.
+  bool needs_before(std::uint32_t end, std::uint32_t page_size) const {
+    return !per_page() || first_needed(end, page_size) < end;
   }
 };
 

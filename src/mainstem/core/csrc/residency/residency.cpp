@@ -15,7 +15,7 @@ Residency::Residency(const Structure& nodes, std::vector<Component> rows_, std::
       slots(rows.size() * tiers),
       single_cell(slots == 1 && rows[0].leaf_only()),
       nodes_(nodes) {
-  require(tiers >= 1 && tiers <= kMaxTiers, "tiers", tiers, "1 to 4");
+  require(tiers >= 1 && tiers <= kMaxTiers, "tiers", tiers, "1 to 3");
   require(!rows.empty() && rows.size() <= kMaxComponents, "components", rows.size(), "1 to 8 of them");
   for (std::size_t s = 0; s < slots; ++s)
     row_of_slot_.push_back(rows[component_of(s)]);
@@ -341,7 +341,7 @@ void Residency::check_locks() const {
         expected[std::size_t{node} * slots + s] += times;
         continue;
       }
-      const std::uint32_t first = first_needed(node, s);
+      const std::uint32_t first = first_locked(node, s);
       Index at = node;
       for (; !nodes_[at].root() && nodes_[at].start >= first; at = nodes_[at].parent)
         expected[std::size_t{at} * slots + s] += times;

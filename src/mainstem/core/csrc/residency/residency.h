@@ -21,8 +21,8 @@ using Ids = std::vector<std::int32_t>;
 using IdSpan = std::span<const std::int32_t>;
 
 constexpr std::size_t kMaxComponents = 8;
-constexpr std::size_t kMaxTiers = 4;
-constexpr std::uint32_t kDevice = 0, kHost = 1;
+constexpr std::size_t kMaxTiers = 3;
+constexpr std::uint32_t kDevice = 0, kHost = 1;  // the third is storage, in a replay; a cache stores pages by name
 
 struct CellCounts {  // in ids
   std::uint64_t present = 0, locked = 0, in_flight = 0;
@@ -61,9 +61,12 @@ class Residency {
     if (component < components()) return slot(component, tier);
     throw BadValue{"component", std::to_string(component), "below " + std::to_string(components())};
   }
-  // The first page that a prefix ending at this node needs.
+  // The first page that a match ending at this node needs, and that a lock there holds.
   std::uint32_t first_needed(Index node, std::size_t slot) const {
     return row(slot).first_needed(nodes_[node].end(), nodes_.page_size);
+  }
+  std::uint32_t first_locked(Index node, std::size_t slot) const {
+    return row(slot).first_locked(nodes_[node].end(), nodes_.page_size);
   }
 
   // ---- what a node holds
@@ -92,7 +95,7 @@ class Residency {
   // ---- locks and pins
   // Adds or takes one lock. Whether that may have made the node a candidate, or ended that.
   bool lock(Index node, std::size_t slot, int by);
-  // Locks (+1) or unlocks (-1) all that a match ending at `node` needs, below `stop`; `changed` is called with each
+  // Locks (+1) or unlocks (-1) the prefix that ends at `node`, below `stop`; `changed` is called with each
   // node that may have become a candidate, or is none any more.
   template <class Changed>
   void lock_path(Index node, Index stop, std::size_t slot, int by, Changed changed);
@@ -142,7 +145,7 @@ void Residency::lock_path(Index node, Index stop, std::size_t slot, int by, Chan
     if (lock(node, slot, by)) changed(node);
     return;
   }
-  const std::uint32_t first = first_needed(node, slot);
+  const std::uint32_t first = first_locked(node, slot);
   for (; node != stop && !nodes_[node].root() && nodes_[node].start >= first; node = nodes_[node].parent)
     if (lock(node, slot, by)) changed(node);
 }

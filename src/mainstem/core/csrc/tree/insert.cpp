@@ -28,7 +28,7 @@ struct Tree::Insertion {
     bool anew = false;  // nothing is held or locked in the node or below
   };
 
-  void check() const;
+  void check();
   void prepare(std::string_view ns);
   void fill();
 
@@ -51,15 +51,17 @@ struct Tree::Insertion {
   const std::vector<Component>& rows = tree.cells_.rows;
   Index top = kNone, node = kNone;  // where the tail begins, and the last node so far
   bool grown = false;
+  bool nothing = false;  // the tail has no ids
   std::uint32_t existing = 0, states_adopted = 0;
   std::vector<Fill> fills{}, states{};
 };
 
 // Every component must have the right number of ids, and some component an id at the end of the key, unless a match
 // that ends there needs none.
-void Tree::Insertion::check() const {
+void Tree::Insertion::check() {
   require(tail.ids.size() == rows.size(), "ids", tail.ids.size(), "one array for each component");
-  bool holds_end = pages == 0;
+  nothing = true;
+  bool needed = false;
   for (std::size_t c = 0; c < rows.size(); ++c) {
     IdSpan ids = tail.ids[c];
     if (rows[c].per_page() && ids.size() != pages)
@@ -67,14 +69,15 @@ void Tree::Insertion::check() const {
     if (!rows[c].per_page() && ids.size() > 1)
       throw BadValue{"number of state ids", std::to_string(ids.size()), "0 or 1"};
     if (rows[c].begins_late()) ids = ids.subspan(first_id(ids, 0));
-    holds_end = holds_end || !ids.empty();
+    nothing = nothing && ids.empty();
+    needed = needed || rows[c].needs_before(begin + pages, tree.nodes_.page_size);
     const std::int32_t signs = std::accumulate(ids.begin(), ids.end(), 0, std::bit_or<>());
     if (signs < 0) {
       const std::int32_t least = *std::min_element(ids.begin(), ids.end());
       throw BadValue{"page id", std::to_string(least), "0 or more"};
     }
   }
-  if (!holds_end) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
+  if (pages && nothing && needed) throw BadValue{"ids", "none", "an id of some component at the end of the key"};
   for (std::uint32_t c = 0; from && c < rows.size(); ++c) {
     const Cell& at = cell(from, c);
     const auto refuse = [&](const char* allowed) {
@@ -141,7 +144,7 @@ void Tree::Insertion::cut_pieces() {
       if (rows[c].begins_late()) {
         if (!has_id(c, at)) piece.end = std::min(piece.end, first_id(tail.ids[c], at));
         // A lock must begin at a node boundary.
-        const std::uint32_t first = rows[c].first_needed(begin + pages, tree.nodes_.page_size);
+        const std::uint32_t first = rows[c].first_locked(begin + pages, tree.nodes_.page_size);
         if (locked && first > begin + at) piece.end = std::min(piece.end, first - begin);
       }
     const std::uint32_t length = piece.end - at;
@@ -172,10 +175,10 @@ void Tree::Insertion::prepare(std::string_view ns) {
   tree.pieces_.clear();
   top = node = from ? from : tree.make_root(ns);
   try {
-    const bool stopped = descend();
+    const bool stopped = descend() || nothing;
     const std::uint32_t end = stopped ? tree.nodes_[node].end() : existing;
     for (std::uint32_t c = 0; c < rows.size() && locked; ++c)
-      if (rows[c].begins_late()) tree.split_at(node, rows[c].first_needed(end, tree.nodes_.page_size));
+      if (rows[c].begins_late()) tree.split_at(node, rows[c].first_locked(end, tree.nodes_.page_size));
     note_fills();
     if (!stopped) cut_pieces();
     for (std::uint32_t c = 0; c < rows.size() && !stopped; ++c)

@@ -66,7 +66,7 @@ void TreeShape::split_at(Index node, std::uint32_t page) {
 
 // The lock of a window begins at a node boundary, so that it covers exactly the pages that the window needs.
 void TreeShape::split_at_window(Index node, std::size_t slot) {
-  if (cells_.row(slot).begins_late()) split_at(node, cells_.first_needed(node, slot));
+  if (cells_.row(slot).begins_late()) split_at(node, cells_.first_locked(node, slot));
 }
 
 // Joins pieces of one insertion, or undoes a split: the parent becomes a part of `lower`, whose handles stay valid.
@@ -90,7 +90,7 @@ void TreeShape::join(Index lower) noexcept {
 
 void TreeShape::join_before_window(Index node, std::size_t slot) noexcept {
   if (!cells_.row(slot).begins_late()) return;
-  const std::uint32_t first = cells_.first_needed(node, slot);
+  const std::uint32_t first = cells_.first_locked(node, slot);
   while (!nodes_[node].root() && nodes_[node].start > first)
     node = nodes_[node].parent;
   if (nodes_[node].root()) return;
