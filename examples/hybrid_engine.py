@@ -50,11 +50,11 @@ class Engine:
 
     def compute(self, lease: Lease, prompt: list[int], begin: int, end: int) -> None:
         lease.slide(begin, end)
-        assert lease.window_table is not None
+        full, window, _ = lease.tables
         for position in range(begin, end):
             x, (page, offset) = embedding[prompt[position]], divmod(position, PAGE_SIZE)
-            self.full[lease.page_table[page], offset] = x
-            self.window[lease.window_table[page], offset] = x
+            self.full[full[page], offset] = x
+            self.window[window[page], offset] = x
             self.states[lease.state] = 0.9 * self.states[lease.state] + x
         self.computed += end - begin
 
@@ -62,9 +62,9 @@ class Engine:
         positions = np.arange(length)
         page, offset = positions // PAGE_SIZE, positions % PAGE_SIZE
         seen = slice(max(0, length - WINDOW), length)
-        assert lease.window_table is not None
-        full = attend(query, self.full[lease.page_table[page], offset])
-        window = attend(query, self.window[lease.window_table[page[seen]], offset[seen]])
+        tables = lease.tables
+        full = attend(query, self.full[tables[0][page], offset])
+        window = attend(query, self.window[tables[1][page[seen]], offset[seen]])
         return np.concatenate([full, window, self.states[lease.state].sum(axis=0)])
 
 

@@ -1,4 +1,4 @@
-"""Profile "components": full attention, a window and a state through `Tree` and `Tiers`, without leases.
+"""Profile "components": full attention, a window, a chunk and a state through `Tree` and `Tiers`, without leases.
 
 The engine has an allocator of its own. It locks what it reads and backs up what it likes. To reload from the host it
 copies pages to the device and inserts them into the tree.
@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import BUILT_IN
 from mainstem.pool import Pool
@@ -22,7 +22,7 @@ from mainstem.tiers.transfer import Move
 from mainstem.tree import Match, Tree
 from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt, state_of
 from simulator.leases import Prompts
-from simulator.process import NAMESPACES, read_tree
+from simulator.process import NAMESPACES, kept_from, read_tree
 from simulator.world import World, require
 
 Ids = NDArray[np.int32]
@@ -58,8 +58,8 @@ class Components:
         random = world.random
         self.world = world
         self.page_size = random.choice((1, 2, 3))
-        rows: list[Component] = [Full(), Window(random.randint(1, 9)), State()]
-        self.components = (rows[0], *random.sample(rows[1:], random.randint(1, 2)))
+        others: list[Component] = [Window(random.randint(1, 9)), Chunked(random.randint(1, 9)), State()]
+        self.components = (Full(), *random.sample(others, random.randint(1, 3)))
         device = [random.choice((8, 16, 30)) for _ in self.components]
         host = [random.choice((6, 16, 40)) for _ in self.components]
         self.memory = SimMemory(world, device, host, self.page_size, layers=2)
@@ -132,7 +132,7 @@ class Components:
             return np.zeros(1, np.int32) if random.random() < 0.8 else np.empty(0, np.int32)
         column = np.zeros(end, np.int32)
         column[:begin] = -1
-        if isinstance(component, Window) and random.random() < 0.5:
+        if isinstance(component, (Window, Chunked)) and random.random() < 0.5:
             column[: random.randint(begin, end - 1)] = -1
         return column
 
@@ -172,8 +172,7 @@ class Components:
                 here, below = here[-1:], below[-1:]
             gaps = np.flatnonzero((here < 0) & (below < 0))
             first = int(gaps[-1]) + 1 if len(gaps) else 0
-            if isinstance(component, Window):  # only what the lock keeps on the device
-                first = max(first, (length - component.tokens) // self.page_size)
+            first = max(first, kept_from(component, length) // self.page_size)  # only what the lock keeps on the device
             column = np.where(here < 0, _RELOADED, here).astype(np.int32)
             column[:first] = -1
             columns.append(column)
@@ -243,17 +242,14 @@ class Components:
     # ---------------------------------------------------------------- checks
 
     def _read(self, node: int, tokens: Ids, namespace: bytes, length: int) -> None:
-        """Reads what attention, a window and a state read at the end of a match."""
+        """Reads what each component reads at the end of a match."""
         if not node:
             return
         numbers = self._numbers(tokens, namespace)[:length]
         for row, component in enumerate(self.components):
             page_ids = self.tree.page_ids(node, component.name)
-            first = 0
-            if isinstance(component, Window):
-                first = max(0, length - component.tokens) // self.page_size
-            elif isinstance(component, State):
-                first = len(page_ids) - 1
+            first = kept_from(component, length) // self.page_size
+            first = len(page_ids) - 1 if isinstance(component, State) else first
             require(bool((page_ids[first:] >= 0).all()), "a match ends where a component does not", component, page_ids)
             wanted = numbers[first * self.page_size :]
             wanted = state_of(numbers, self.page_size) if isinstance(component, State) else wanted

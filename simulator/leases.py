@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cache import Lease
-from mainstem.components import Full, Window
+from mainstem.components import Chunked, Full, Window
 from mainstem.errors import OutOfPages
 from mainstem.namespaces import Namespace
 from mainstem.tiers.controller import Load, Prefetch
@@ -115,9 +115,8 @@ class Request:
         lease = self._open()
         self.process.read("forward", self._tables(), lease.state, self.numbers[: self.computed])
 
-    def _tables(self) -> tuple[NDArray[np.int32] | None, ...]:
-        lease = self._open()
-        return lease.page_table, lease.window_table
+    def _tables(self) -> tuple[NDArray[np.int32], ...]:
+        return self._open().tables
 
     def reserve(self) -> None:
         """Reserves pages for all or part of the rest."""
@@ -166,7 +165,7 @@ class Request:
     def _slide(self, begin: int, end: int) -> bool:
         """Reserves window pages for what is computed next."""
         lease, world = self._open(), self.process.world
-        if not any(isinstance(row, Window) for row in self.process.components):
+        if not any(isinstance(row, (Window, Chunked)) for row in self.process.components):
             return True
         try:
             lease.slide(begin, end)

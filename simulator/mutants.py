@@ -451,6 +451,18 @@ NATIVE: tuple[Mutant, ...] = (
         _LEASES + "test_a_window_lock_goes_with_its_lease",
     ),
     _mutant(
+        "a lock at the border of a chunk does not hold what is copied", "here", _CORE + "residency/component.h",
+        "    const bool border = kind == Kind::chunked && position > 0",
+        "    const bool border = false && position > 0",
+        "tests/test_tiers_components.py::test_random_operations_leave_every_page_correct",
+    ),
+    _mutant(
+        "a match inside a chunk goes on from pages that are not there", "-", _CORE + "residency/component.h",
+        "    if (kind == Kind::chunked) return position - position % span;",
+        "    if (kind == Kind::chunked) return position;",
+        "tests/test_components.py::test_a_match_ends_where_every_component_allows_it",
+    ),
+    _mutant(
         "a lease computes with the tree's own state", "-", _CORE + "lease/holding.cpp",
         "  slot = cache.allocate_slot(component);\n"
         "  if (lease.node()) cache.copy_state(state_at(cache, lease.node(), lease.owned()), slot);\n",

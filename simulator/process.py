@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cache import PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.identity import Identity
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.policies import BUILT_IN, NodeStats, Policy, Rank
@@ -128,7 +128,7 @@ class Process:
             for _ in range(4):
                 self.tiers.prefill.observe([(64, 0)], forward_s)
 
-    def _rows(self, *kinds: type[Full | Window | State]) -> list[tuple[int, Component]]:
+    def _rows(self, *kinds: type[Component]) -> list[tuple[int, Component]]:
         return [(row, each) for row, each in enumerate(self.components) if isinstance(each, kinds)]
 
     @property
@@ -160,26 +160,23 @@ class Process:
 
     # ---------------------------------------------------------------- forwards
 
-    def read(
-        self, what: str, tables: Sequence[Ids | None], state: int, numbers: Numbers, layers: slice = slice(None)
-    ) -> None:
+    def read(self, what: str, tables: Sequence[Ids], state: int, numbers: Numbers, layers: slice = slice(None)) -> None:
         """Reads what computing the position after these numbers needs: pages by the tables, the state in its slot."""
         end, size = len(numbers), self.cache.page_size
-        for (row, component), table in zip(self._rows(Full, Window), tables, strict=False):
-            first = max(0, end - component.tokens) // size if isinstance(component, Window) else 0
-            assert table is not None
-            page_ids = table[first : -(-end // size)]
+        for row, component in self._rows(Full, Window, Chunked):
+            first = kept_from(component, end) // size
+            page_ids = tables[row][first : -(-end // size)]
             require(bool((page_ids >= 0).all()), "the table lacks a page that is read", what, component, page_ids)
             self.memory.expect(what, page_ids, numbers[first * size :], component=row, layers=layers)
         for row, _ in self._rows(State) if end else ():
             slot = np.array([state], np.int32)
             self.memory.expect(f"{what}: state", slot, state_of(numbers, size), component=row, layers=layers)
 
-    def write(self, tables: Sequence[Ids | None], state: int, begin: int, numbers: Numbers) -> None:
+    def write(self, tables: Sequence[Ids], state: int, begin: int, numbers: Numbers) -> None:
         """Writes what was computed for positions [begin, len(numbers)), and the state after them."""
         size, pools = self.cache.page_size, self.pools(_DEVICE)
-        for (row, _), table in zip(self._rows(Full, Window), tables, strict=False):
-            assert table is not None
+        for row, _ in self._rows(Full, Window, Chunked):
+            table = tables[row]
             for page in table[begin // size : -(-len(numbers) // size)].tolist():
                 owner = pools[row].owner(page)
                 require(owner == "private", "a page that is not private is written", page, owner)
@@ -313,13 +310,21 @@ class Process:
         return call
 
 
+def kept_from(component: Component, end: int) -> int:
+    """Returns the first position whose page must still be there when position `end` is computed."""
+    if isinstance(component, Window):
+        return max(0, end - component.tokens)
+    return end - end % component.tokens if isinstance(component, Chunked) else 0
+
+
 def hybrid_sizes(world: World) -> Sizes:
-    """Draws components with windows or states, with or without full attention, and their sizes."""
+    """Draws components with windows, chunks or states, with or without full attention, and their sizes."""
     random = world.random
-    window = Window(random.choice((1, 2, 3, 5, 9)))
+    window, chunk = Window(random.choice((1, 2, 3, 5, 9))), Chunked(random.choice((1, 2, 3, 6, 10)))
     state = State(random.choice((None, None, 1, 2)), random.random() < 0.5)
     kinds: tuple[tuple[Component, ...], ...] = (
         (Full(), window), (Full(), state), (Full(), window, state), (window,), (window, state),
+        (Full(), chunk), (Full(), chunk, state), (Full(), window, chunk),
     )  # fmt: skip
     return {row: (random.choice((6, 8, 12, 20)), random.choice((8, 16, 40, 80))) for row in random.choice(kinds)}
 

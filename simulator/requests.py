@@ -14,9 +14,8 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.runtime.request import Delta, Request, SamplingParams
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.scheduler import Limits, Scheduler, window_pages
@@ -75,7 +74,7 @@ class GhostRunner:
         size = process.cache.page_size
         numbers = []
         for segment in segments:
-            sequence = running[id(segment.page_table)]
+            sequence = running[id(segment.tables[0])]
             tokens = sequence.known[segment.start : segment.end]
             require(np.array_equal(tokens, segment.tokens), "tokens of another request")
             numbers.append(fingerprints(process.origin_of(sequence.request.namespace), sequence.known[: segment.end]))
@@ -86,23 +85,19 @@ class GhostRunner:
                     if segment.arriving.error is not None:
                         continue
                 only = slice(layer, layer + 1)
-                process.read("forward", _tables(segment), segment.state, expected[: segment.start], only)
+                process.read("forward", segment.tables, segment.state, expected[: segment.start], only)
         written: set[int] = set()
         for segment, expected in zip(segments, numbers, strict=True):
-            own = set(segment.page_table[segment.start // size : -(-segment.end // size)].tolist())
+            own = set(segment.tables[0][segment.start // size : -(-segment.end // size)].tolist())
             own |= {-1 - segment.state} if segment.state >= 0 else set()
             require(not own & written, "two segments write one page or one state", own)
             written |= own
             arrived = segment.arriving is None or segment.arriving.error is None
             left = expected if arrived else expected ^ POISON
-            process.write(_tables(segment), segment.state, segment.start, left)
+            process.write(segment.tables, segment.state, segment.start, left)
             process.world.did("share", segment.start, segment.end)
         rows = [next_token(expected[-1]) for segment, expected in zip(segments, numbers, strict=True) if segment.logits]
         return _LOGITS[rows]
-
-
-def _tables(segment: Segment) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-    return segment.page_table, segment.window_table
 
 
 class Server:
@@ -198,8 +193,10 @@ class Requests:
         chunk, states = min(self.limits.token_budget, 40), any(isinstance(row, State) for row in sizes)
         pages: dict[Component, tuple[int, int]] = {}
         for row, (here, there) in sizes.items():
-            min_pages = window_pages(row.tokens, chunk, self.page_size, states=states) if isinstance(row, Window) else 1
-            pages[row] = max(here, min_pages), there
+            least = 1
+            if isinstance(row, (Window, Chunked)):
+                least = window_pages(row.tokens, chunk, self.page_size, states=states)
+            pages[row] = max(here, least), there
         return pages
 
     def step(self) -> None:

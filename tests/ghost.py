@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.cache import Pool
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
@@ -92,9 +92,9 @@ class Ghost:
         self.computed: list[int] = []
         self.forwards: list[list[int]] = []
         self.fail_next: Exception | None = None
-        self._window = next((row.tokens for row in rows if isinstance(row, Window)), 0)
+        self._local = {row.name: row for row in rows if isinstance(row, (Window, Chunked))}
         self._paged = [_Pages(row.name, n, page_size) for row, n in rows.items() if not isinstance(row, State)]
-        assert Full() in rows or self._window > 1, "a window of 1 does not depend on the tokens before it"
+        assert Full() in rows or Window(1) not in rows, "a window of 1 does not depend on the tokens before it"
         slots = next((n for row, n in rows.items() if isinstance(row, State)), 0)
         self._states = np.full(slots, POISON, np.uint64)
         self._hash, self._token = self._paged[0].hash, self._paged[0].token
@@ -136,8 +136,7 @@ class Ghost:
         self._states[target] = self._states[source]
 
     def _tables(self, segment: Segment) -> list[tuple[_Pages, NDArray[np.int32]]]:
-        tables = [segment.page_table] if segment.window_table is None else [segment.page_table, segment.window_table]
-        return list(zip(self._paged, tables, strict=True))
+        return list(zip(self._paged, segment.tables[: len(self._paged)], strict=True))  # states have none
 
     def _verified(self, segment: Segment) -> np.uint64:
         """Returns the hash before the segment, after checking everything that it reads."""
@@ -153,15 +152,17 @@ class Ghost:
 
     def _read(self, pages: _Pages, table: NDArray[np.int32], start: int) -> np.uint64 | None:
         """Returns the last hash that is read of one component; None if nothing is read."""
-        if pages.name != Window.name:
+        if pages.name not in self._local:
             hashes = pages.verify(table, 0, start)
             return hashes[-1] if len(hashes) else None
-        # With states, the window of the last page boundary is kept, too.
-        seen_from = start // self.page_size * self.page_size if len(self._states) else start
-        before = table[: max(0, seen_from - self._window) // self.page_size]
+        # With states, what is read after the last page boundary is kept, too.
+        row, kept = self._local[pages.name], start // self.page_size * self.page_size if len(self._states) else start
+        back = row.tokens if isinstance(row, Window) else kept % row.tokens
+        before = table[: max(0, kept - back) // self.page_size]
         if (before >= 0).any():
-            raise WrongKVError(f"pages {before[before >= 0]} are before the window of {start}, but still in the table")
-        hashes = pages.verify(table, max(0, start - self._window + 1), start)
+            raise WrongKVError(f"pages {before[before >= 0]} are before the {row.name} of {start}, but in the table")
+        read = start - row.tokens + 1 if isinstance(row, Window) else start - start % row.tokens
+        hashes = pages.verify(table, max(0, read), start)
         return hashes[-1] if len(hashes) else None
 
     def _write(self, segment: Segment, hash_: np.uint64) -> np.uint64:

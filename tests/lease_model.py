@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
-from mainstem.components import Component, State, Window
+from mainstem.components import Chunked, Component, State, Window
 
 Owner = Callable[[str, int], str]
 
@@ -97,8 +97,10 @@ class LeaseModel:
     # ---------------------------------------------------------------- what a prefix needs
 
     def first_needed(self, row: str, end: int) -> int:
-        """Returns the first page that a match ending at `end` needs, and that a lock there keeps."""
+        """Returns the first page that a match ending at `end` needs."""
         component = self.rows[row]
+        if isinstance(component, Chunked):
+            return end // component.tokens * component.tokens // self.page_size
         return max(0, end - component.tokens) // self.page_size if isinstance(component, Window) else 0
 
     def needed(self, row: str, names: list[int], end: int) -> list[int]:
@@ -107,6 +109,14 @@ class LeaseModel:
             return [names[end]] if end else []
         indices = range(self.first_needed(row, end), end // self.page_size)
         return [names[(page + 1) * self.page_size] for page in indices]
+
+    def kept(self, row: str, names: list[int], end: int) -> list[int]:
+        """Returns the prefixes whose ids a lock of the prefix that ends at `end` keeps, which has the last page."""
+        component = self.rows[row]
+        if isinstance(component, Chunked) and end and end % component.tokens == 0:
+            first = (end - component.tokens) // self.page_size
+            return [names[(page + 1) * self.page_size] for page in range(first, end // self.page_size)]
+        return self.needed(row, names, end)
 
     def match(self, names: list[int], limit: int) -> tuple[int, int]:
         """Returns the hit of at most `limit` positions, and how far the first component alone reaches."""
@@ -121,7 +131,7 @@ class LeaseModel:
 
     def locked(self, row: str) -> set[int]:
         """Returns the prefixes that must not be evicted: what each lease needs of what it has published."""
-        kept = {name for lease in self.leases for name in self.needed(row, lease.names, lease.published)}
+        kept = {name for lease in self.leases for name in self.kept(row, lease.names, lease.published)}
         return kept & self.held[row].keys()
 
     def private(self, row: str) -> list[int]:

@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import Gemma3Config, LlamaConfig
 
+from mainstem.components import Chunked, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention import (
+    FULL,
     PAGED,
     TILE_ROWS,
+    Attended,
     BatchPlan,
     Extent,
     Paging,
@@ -64,24 +67,28 @@ def packed(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return new[0], new[1], new[2]
 
 
-def sees(extent: Extent, window: int | None, query: int, key: int) -> bool:
+def sees(extent: Extent, component: Attended, query: int, key: int) -> bool:
     """Whether a query sees a key, by the rule itself."""
     together = any(low <= query < high and low <= key < high for low, high in extent.regions)
-    return (key <= query or together) and (window is None or key > query - window) and key < extent.end
+    if isinstance(component, Window) and key <= query - component.tokens:
+        return False
+    if isinstance(component, Chunked) and key < query // component.tokens * component.tokens:
+        return False
+    return (key <= query or together) and key < extent.end
 
 
 def slow_attention(
     pool: KVPool,
     query: torch.Tensor,
     extents: list[Extent],
-    window: int | None = None,
+    component: Attended = FULL,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes one query and head at a time, from the pool alone, after the new keys were written."""
     out, row = torch.empty_like(query), 0
     for extent in extents:
         for position in range(extent.start, extent.end):
-            seen = [p for p in range(extent.end) if sees(extent, window, position, p)]
+            seen = [p for p in range(extent.end) if sees(extent, component, position, p)]
             slots = [(extent.page_table[p // pool.page_size], p % pool.page_size) for p in seen]
             for head in range(HEADS):
                 kv_head = head // (HEADS // KV_HEADS)
@@ -94,11 +101,12 @@ def slow_attention(
     return out
 
 
-def without_pages_before_windows(extents: list[Extent], pool: KVPool, window: int) -> list[Extent]:
-    """Tables whose pages before the window were freed, and overwritten by their next owner."""
+def without_unread_pages(extents: list[Extent], pool: KVPool, component: Attended) -> list[Extent]:
+    """Tables whose pages before what is read were freed, and overwritten by their next owner."""
     cut = []
     for extent in extents:
-        gone = max(0, extent.start - window + 1) // pool.page_size
+        first = next(key for key in range(extent.end) if sees(extent, component, extent.start, key))
+        gone = first // pool.page_size
         pool.k[:, extent.page_table[:gone]], pool.v[:, extent.page_table[:gone]] = math.nan, math.nan
         table = extent.page_table.copy()
         table[:gone] = -1
@@ -165,14 +173,16 @@ SPANS = [(1, 0), (14, 0), (6, 13), (1, 7), (1, 30), (9, 29), (3, 2)]
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("window", [1, 5, 8, 100])
-def test_nothing_before_a_window_is_read(window: int, page_size: int, sinks: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("component", [*map(Window, (1, 5, 8, 100)), *map(Chunked, (1, 4, 6, 16, 100))], ids=str)
+def test_nothing_before_a_window_or_a_chunk_is_read(
+    component: Attended, page_size: int, sinks: torch.Tensor | None
+) -> None:
     pool = make_pool(180 // page_size + 10, page_size)
     extents = make_batch(pool, SPANS, scattered=True)
     query, key, value = packed(sum(tokens for tokens, _ in SPANS))
-    plan = plan_batch(without_pages_before_windows(extents, pool, window), pool, window)
+    plan = plan_batch(without_unread_pages(extents, pool, component), pool, component)
     out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan, sinks)
-    torch.testing.assert_close(out, slow_attention(pool, query, extents, window, sinks), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(out, slow_attention(pool, query, extents, component, sinks), atol=2e-6, rtol=1e-5)
 
 
 def test_sinks_take_weight_in_whole_prompts_and_in_chunks() -> None:
@@ -197,23 +207,24 @@ def test_regions_are_attended_both_ways(seed: int, monkeypatch: pytest.MonkeyPat
     """Random regions, windows, chunks and tiles, against the rule key by key."""
     rng = np.random.default_rng(seed)
     monkeypatch.setattr("mainstem.runtime.attention.TILE_ROWS", int(rng.choice([3, 8, 128])))
-    window = [None, 3, 7, 19][int(rng.integers(4))]
+    components: list[Attended] = [FULL, Window(3), Window(7), Window(19), Chunked(5), Chunked(16)]
+    component = components[int(rng.integers(len(components)))]
     sinks = torch.tensor(rng.normal(size=HEADS), dtype=torch.float32) if rng.random() < 0.3 else None
     spans = [(int(rng.integers(1, 24)), int(rng.choice([0, 0, 5, 16]))) for _ in range(3)]
     pool = make_pool(60, int(rng.choice([3, 4])))
     extents = make_batch(pool, spans, scattered=True)
     extents = [extent._replace(regions=random_regions(rng, extent.end)) for extent in extents]
-    if window is not None:
-        extents = without_pages_before_windows(extents, pool, window)
+    extents = without_unread_pages(extents, pool, component)
     query, key, value = packed(sum(tokens for tokens, _ in spans))
-    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, window), sinks)
-    torch.testing.assert_close(out, slow_attention(pool, query, extents, window, sinks), atol=2e-6, rtol=1e-5)
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, component), sinks)
+    torch.testing.assert_close(out, slow_attention(pool, query, extents, component, sinks), atol=2e-6, rtol=1e-5)
 
 
-def test_a_prompt_as_long_as_the_window_takes_the_fast_path_and_a_longer_one_not() -> None:
+@pytest.mark.parametrize("component", [Window(8), Chunked(8)], ids=str)
+def test_a_prompt_as_long_as_the_window_takes_the_fast_path_and_a_longer_one_not(component: Attended) -> None:
     pool, table = make_pool(10, 4), np.arange(10, dtype=np.int32)
     for tokens, causal in ((7, True), (8, True), (9, False)):
-        (span,) = plan_batch([Extent(tokens, 0, table)], pool, window=8).spans
+        (span,) = plan_batch([Extent(tokens, 0, table)], pool, component).spans
         assert span.causal is causal
 
 
@@ -254,7 +265,7 @@ class _Layer(torch.nn.Module):
 
 
 def call_paged(
-    module: torch.nn.Module, *, mask: torch.Tensor | None = None, window: int | None = None, **others: object
+    module: torch.nn.Module, *, mask: torch.Tensor | None = None, component: Attended = FULL, **others: object
 ) -> torch.Tensor:
     """Calls the registered function as a transformers layer does; layer 7 of the model is `LAYER` of its pool."""
     from transformers import LlamaForCausalLM
@@ -264,7 +275,7 @@ def call_paged(
     install(LlamaForCausalLM(config))
     pool = make_pool(4, 4)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in packed(5))
-    plan = plan_batch([Extent(5, 0, np.arange(2, dtype=np.int32))], pool, window)
+    plan = plan_batch([Extent(5, 0, np.arange(2, dtype=np.int32))], pool, component)
     others = {"paging": paging(plan), "scaling": SCALE, **others}
     out: torch.Tensor = ALL_ATTENTION_FUNCTIONS[PAGED](module, query, key, value, mask, **others)[0]
     return out
@@ -295,9 +306,9 @@ def test_rows_of_a_batch_follow_each_other() -> None:
 
 
 def test_a_window_of_its_own_must_be_the_plan_s() -> None:
-    assert call_paged(_Layer(), window=3, sliding_window=3).isfinite().all()
+    assert call_paged(_Layer(), component=Window(3), sliding_window=3).isfinite().all()
     with pytest.raises(UnsupportedModel, match="sliding window of 4 positions, not 3"):
-        call_paged(_Layer(), window=3, sliding_window=4)
+        call_paged(_Layer(), component=Window(3), sliding_window=4)
 
 
 def test_encoders_next_to_the_text_model_attend_as_before() -> None:

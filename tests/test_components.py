@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 
 from mainstem.cache import PrefixCache
-from mainstem.components import Full, State, Window
+from mainstem.components import Chunked, Full, State, Window
 from mainstem.errors import BadArgument
 from mainstem.tree import Tree
 
@@ -404,13 +405,25 @@ def test_what_is_on_no_tier_is_gone() -> None:
 class Residency:
     """What is present, by component and prefix; this decides where a match may end."""
 
-    def __init__(self, size: int, window: int | None, state: bool) -> None:
-        self.size, self.window, self.state = size, window, state
-        self.held: list[dict[tuple[int, ...], int]] = [{} for _ in range(1 + (window is not None) + state)]
+    def __init__(self, size: int, local: Window | Chunked | None, state: bool) -> None:
+        self.size, self.local, self.state = size, local, state
+        self.held: list[dict[tuple[int, ...], int]] = [{} for _ in range(1 + (local is not None) + state)]
+
+    def first_needed(self, end: int) -> int:
+        """Returns the first page of the window or the chunk that a match ending at `end` needs."""
+        assert self.local is not None
+        back = end % self.local.tokens if isinstance(self.local, Chunked) else self.local.tokens
+        return max(end - back, 0) // self.size
+
+    def first_locked(self, end: int) -> int:
+        """Returns the first page that a lock keeps, which keeps the last page of a chunk, too."""
+        assert self.local is not None
+        at_border = isinstance(self.local, Chunked) and end > 0 and end % self.local.tokens == 0
+        return (end - self.local.tokens) // self.size if at_border else self.first_needed(end)
 
     def allows(self, prefix: tuple[int, ...]) -> bool:
         fronts = [prefix[:end] for end in range(self.size, len(prefix) + 1, self.size)]
-        needed = fronts[max(len(prefix) - (self.window or 0), 0) // self.size :] if self.window else []
+        needed = fronts[self.first_needed(len(prefix)) :] if self.local else []
         return (
             all(front in self.held[0] for front in fronts)
             and all(front in self.held[1] for front in needed)
@@ -421,22 +434,23 @@ class Residency:
         ends = range(self.size, len(tokens) + 1, self.size)
         return max((end for end in ends if self.allows(tuple(tokens[:end]))), default=0)
 
-    def needed_by(self, prefix: tuple[int, ...], component: int) -> set[tuple[int, ...]]:
+    def kept_by(self, prefix: tuple[int, ...], component: int) -> set[tuple[int, ...]]:
+        """Returns what a lock at the end of a prefix keeps."""
         fronts = [prefix[:end] for end in range(self.size, len(prefix) + 1, self.size)]
         if component == 0:
             return set(fronts)
-        if self.window and component == 1:
-            return set(fronts[max(len(prefix) - self.window, 0) // self.size :])
+        if self.local and component == 1:
+            return set(fronts[self.first_locked(len(prefix)) :])
         return {prefix}
 
 
 class World:
     """A tree with several components, and a model of what is in it."""
 
-    def __init__(self, size: int, window: int | None, state: bool) -> None:
-        components = (Full(), *([Window(window)] if window else []), *([State()] if state else []))
+    def __init__(self, size: int, local: Window | Chunked | None, state: bool) -> None:
+        components = (Full(), *([local] if local else []), *([State()] if state else []))
         self.tree = Tree(page_size=size, components=components)
-        self.model = Residency(size, window, state)
+        self.model = Residency(size, local, state)
         self.names = [component.name for component in components]
         self.locked: list[tuple[int, tuple[int, ...]]] = []
         self.next_id = 0
@@ -449,8 +463,8 @@ class World:
     def insert(self, tokens: list[int], rng: random.Random) -> None:
         pages = len(tokens) // self.model.size
         columns = [self.new_ids(pages)]
-        if self.model.window:
-            outside = max(pages * self.model.size - self.model.window, 0) // self.model.size
+        if self.model.local:
+            outside = self.model.first_needed(pages * self.model.size)
             columns.append(self.new_ids(pages, rng.choice([0, outside])))
         if self.model.state:
             columns.append(self.new_ids(int(pages > 0 and rng.random() < 0.7)))
@@ -469,9 +483,7 @@ class World:
         found = self.tree.match(tokens)
         assert found.length == self.model.match(tokens)
         prefix = tuple(tokens[: found.length])
-        assert found.page_ids.tolist() == [
-            self.model.held[0][front] for front in sorted(self.model.needed_by(prefix, 0))
-        ]
+        assert found.page_ids.tolist() == [self.model.held[0][front] for front in sorted(self.model.kept_by(prefix, 0))]
         if lock and found.node:
             self.tree.lock(found.node)
             self.locked.append((found.node, prefix))
@@ -485,7 +497,7 @@ class World:
         parts = self.tree.evict(count, self.names[component])
         assert len(parts[component]) <= count
         for row, part in enumerate(parts):
-            kept = {front for _, prefix in self.locked for front in self.model.needed_by(prefix, row)}
+            kept = {front for _, prefix in self.locked for front in self.model.kept_by(prefix, row)}
             places = {page: front for front, page in self.model.held[row].items()}
             for page in part.tolist():
                 assert places[page] not in kept
@@ -508,9 +520,13 @@ class World:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("window", "state"), [(3, False), (1, False), (None, True), (3, True), (1, True)])
-def test_a_match_ends_where_every_component_allows_it(size: int, window: int | None, state: bool) -> None:
-    world, rng = World(size, window, state), random.Random(f"{size} {window} {state}")
+@pytest.mark.parametrize(
+    ("local", "state"),
+    [(None, True), *itertools.product([Window(3), Window(1), Chunked(4), Chunked(3), Chunked(1)], [False, True])],
+    ids=str,
+)
+def test_a_match_ends_where_every_component_allows_it(size: int, local: Window | Chunked | None, state: bool) -> None:
+    world, rng = World(size, local, state), random.Random(f"{size} {local} {state}")
     for _ in range(600):
         world.step(rng)
     for node, _ in world.locked:
@@ -554,3 +570,65 @@ def test_a_window_in_which_a_match_ended_stays_when_its_prefix_grows() -> None:
     assert sorted(freed(tree.evict(3, "window"))[1]) == [0, 1, 4]
     assert tree.match([1, 2, 3, 4, 9]).length == 4
     tree.check()
+
+
+# ---------------------------------------------------------------- chunks
+
+
+def chunked(size: int = 1, chunk: int = 4) -> Tree:
+    return Tree(page_size=size, components=(Full(), Chunked(chunk)))
+
+
+def test_a_match_that_ends_at_a_border_needs_no_page_of_a_chunk() -> None:
+    tree = chunked()
+    tree.insert(range(8), [range(8), [-1] * 8])
+    assert tree.match(range(8)).length == 8
+    assert tree.match(range(7)).length == 4, "to compute position 7, pages 4 to 6 are read"
+    tree.check()
+
+
+def test_a_match_inside_a_chunk_needs_its_pages_and_none_before() -> None:
+    tree = chunked()
+    tree.insert(range(10), [range(10), range(10, 20)])
+    assert freed(tree.evict(8, "chunked")) == [[], list(range(10, 18))], "what lies before the border goes first"
+    assert [tree.match(range(end)).length for end in (10, 9, 8, 7)] == [10, 9, 8, 4]
+    tree.check()
+
+
+def test_a_lock_holds_the_chunk_of_the_last_page() -> None:
+    """At a border a match needs nothing; but who copies the pages of a prefix locks it, so its lock holds a chunk."""
+    for end, kept in ((10, [18, 19]), (8, [14, 15, 16, 17]), (7, [14, 15, 16])):
+        tree = chunked()
+        tree.insert(range(10), [range(10), range(10, 20)])
+        match = tree.match(range(end))
+        tree.lock(match.node)
+        gone = freed(tree.evict(99, "chunked"))[1]
+        assert sorted({*range(10, 20)} - set(gone)) == kept
+        tree.unlock(match.node)
+        tree.check()
+
+
+def test_pages_that_lie_across_a_border_are_kept() -> None:
+    tree = chunked(size=2, chunk=3)  # page 1 has positions 2 and 3, and position 3 begins a chunk
+    tree.insert(range(4), [range(2), [-1, 9]])
+    assert tree.match(range(4)).length == 4
+    tree.evict(1, "chunked")
+    assert tree.match(range(4)).length == 0
+    tree.check()
+
+
+def test_an_insertion_that_ends_at_a_border_needs_no_id() -> None:
+    tree = Tree(page_size=1, components=(Chunked(4),))
+    nothing = tree.insert(range(8), [-1] * 8)
+    assert (nothing.node, nothing.length, tree.stats().nodes) == (0, 0, 0), "and then there is nothing to keep"
+    with pytest.raises(BadArgument, match="an id of some component at the end of the key"):
+        tree.insert(range(7), [-1] * 7)
+    added = tree.insert(range(10), [*[-1] * 8, 5, 6])
+    assert (added.length, tree.match(range(10)).length) == (10, 10)
+    assert tree.insert(range(8), [-1] * 8).length == 8
+    tree.check()
+
+
+def test_a_chunk_has_at_least_one_token() -> None:
+    with pytest.raises(BadArgument, match="tokens"):
+        Chunked(0)

@@ -18,13 +18,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lease_model import LeaseModel, ModelLease, Names
 
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, LeaseClosed, OutOfPages
 from mainstem.keys import Image, TypedKeys
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import NodeStats, Policy
 
-KINDS = ["full", "full window", "full state", "full window state", "window", "full capped", "window state"]
+KINDS = [
+    "full", "full window", "full state", "full window state", "window", "full capped", "window state",
+    "full chunked", "full chunked state", "full window chunked",
+]  # fmt: skip
 SPACES = [None, None, None, "a"]
 UNWRITTEN = -1
 
@@ -34,6 +37,7 @@ def rows_of(kind: str, window: int, full: int = 24, windows: int = 14, states: i
     rows: dict[str, tuple[Component, int]] = {
         "full": (Full(), full),
         "window": (Window(window), windows),
+        "chunked": (Chunked(window + 1), windows),
         "state": (State(), states),
         "capped": (State(most_on_path=2, weigh_flops=False), 2 * states),
     }
@@ -93,8 +97,7 @@ class World:
         self.states[target] = self.states[source]
 
     def table(self, run: Run, row: str) -> list[int]:
-        table = run.real.page_table if row == self.model.first else run.real.window_table
-        assert table is not None
+        table = run.real.tables[list(self.model.rows).index(row)]
         return [int(held) for held in table]
 
     # ---------------------------------------------------------------- operations
@@ -169,25 +172,29 @@ class World:
             self.content[row, held] = [UNWRITTEN] * self.size
 
     def slide(self, run: Run, begin: int, end: int) -> bool:
-        """Returns whether there were window pages for [begin, end); pages before the window of `begin` are freed."""
-        if "window" not in self.model.rows:
-            run.real.slide(begin, end)
-            return True
-        own = run.model.own["window"]
-        for page in [page for page in own if page < self.model.first_needed("window", begin)]:
-            del own[page]
-        missing = set(range(begin // self.size, -(-end // self.size))) - own.keys()
-        free, room = self.model.free("window"), self.model.room("window")
+        """Returns whether windows and chunks had pages for [begin, end); those that `begin` does not read are freed."""
+        missing: dict[str, set[int]] = {}
+        needed: dict[str, int] = {}
+        fits = True
+        for row in self.model.paged:
+            own = run.model.own[row]
+            if not fits or isinstance(self.model.rows[row], Full):
+                continue
+            for page in [page for page in own if page < self.model.first_needed(row, begin)]:
+                del own[page]
+            more = set(range(begin // self.size, -(-end // self.size))) - own.keys()
+            fits = len(more) <= self.model.room(row)
+            if fits and more:
+                missing[row], needed[row] = more, len(more) - self.model.free(row)
         try:
             run.real.slide(begin, end)
+            assert fits
         except OutOfPages:
-            assert len(missing) > room
-            self.settle({})
-            return False
-        assert len(missing) <= room
-        self.settle({"window": len(missing) - free} if missing else {})
-        self.take_pages(run, "window", missing)
-        return True
+            assert not fits
+        self.settle(needed)
+        for row, pages in missing.items():
+            self.take_pages(run, row, pages)
+        return fits
 
     def compute(self, run: Run, positions: int) -> None:
         """Writes positions into the pages and the state of a lease, as a forward does."""
@@ -299,7 +306,10 @@ class World:
         """Verifies that what the next forward of a lease reads is present, private or locked, and right."""
         for row in self.model.paged:
             table = self.table(run, row)
-            assert len(table) == max([run.model.published // self.size, *(page + 1 for page in run.model.own[row])])
+            pages = {run.model.published // self.size, *(page + 1 for page in run.model.own[row])}
+            if isinstance(self.model.rows[row], Chunked):  # at a border no page is left that is read
+                pages.add(run.computed // self.size)
+            assert len(table) == max(pages)
             for page in range(self.model.first_needed(row, run.computed), -(-run.computed // self.size)):
                 assert table[page] == self.model.expected_id(run.model, row, page) >= 0
                 names = run.model.names[page * self.size + 1 : min((page + 1) * self.size, run.computed) + 1]
@@ -437,6 +447,7 @@ SMALL: list[dict[Component, int]] = [
     {Full(): 9, Window(2): 5},
     {Full(): 9, State(): 4},
     {Full(): 9, Window(3): 6, State(): 4},
+    {Full(): 9, Chunked(4): 6},
     {Window(3): 6},
 ]
 

@@ -13,7 +13,7 @@ import pytest
 import mainstem
 
 PUBLIC = [
-    "BackendUnavailable", "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Component", "Coordinate",
+    "BackendUnavailable", "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Chunked", "Component", "Coordinate",
     "CorruptTree", "Full", "HashKeys", "HostTier", "Identity", "Image", "Inserted", "KeyKind", "Lease",
     "LeaseClosed", "Load", "MainstemError", "Match", "Namespace", "NodeStats", "NodeView", "NotLocked",
     "OutOfPages", "Policy", "Pool", "PoolStats", "Prefetch", "PrefixCache", "Sealer", "Size", "Spliced", "StaleHandle",

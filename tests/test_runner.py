@@ -63,7 +63,7 @@ class Bench(NamedTuple):
         """A segment whose window pages have the ids of its full ones; pages before the window have another owner."""
         layout = self.runner.layout
         if layout.window is None:
-            return Segment(tokens, start, table, logits)
+            return Segment(tokens, start, (table,), logits)
         gone = max(0, start - layout.window + 1) // self.page_size
         pool = self.runner.pools["window"]
         assert isinstance(pool, KVPool)
@@ -71,8 +71,8 @@ class Bench(NamedTuple):
         sliding = table.copy()
         sliding[:gone] = -1
         if "full" in layout.kv_layers:
-            return Segment(tokens, start, table, logits, window_table=sliding)
-        return Segment(tokens, start, sliding, logits)
+            return Segment(tokens, start, (table, sliding), logits)
+        return Segment(tokens, start, (sliding,), logits)
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         for component in self.runner.layout.kv_layers:
@@ -211,7 +211,7 @@ def test_decode_steps_of_two_requests(bench: Bench) -> None:
 
 def test_no_rows_when_no_logits_are_wanted() -> None:
     bench = make_bench("llama", 16)
-    rows = bench.runner.forward([Segment(prompt(1, 5), 0, bench.tables(1, 5)[0], False)])
+    rows = bench.runner.forward([Segment(prompt(1, 5), 0, (bench.tables(1, 5)[0],), False)])
     assert rows.shape == (0, VOCAB)
 
 
@@ -240,7 +240,7 @@ def hybrid(request: pytest.FixtureRequest) -> Bench:
 def test_states_go_on_where_the_last_chunk_ended(hybrid: Bench) -> None:
     tokens, (table,) = prompt(1, 40), hybrid.tables(1, 40)
     for start, end in ((0, 7), (7, 23), (23, 24), (24, 40)):
-        rows = hybrid.runner.forward([Segment(tokens[start:end], start, table, True, state=3)])
+        rows = hybrid.runner.forward([Segment(tokens[start:end], start, (table,), True, state=3)])
         hybrid.close(rows[0], tokens[:end])
 
 
@@ -248,14 +248,14 @@ def test_chunks_prompts_and_steps_of_many_states_in_one_call(hybrid: Bench) -> N
     a, b, c, d = prompt(1, 40), prompt(2, 17), prompt(3, 30), prompt(4, 12)
     tables = hybrid.tables(4, 44)
     forward = hybrid.runner.forward
-    forward([Segment(a[:25], 0, tables[0], False, state=0), Segment(c[:29], 0, tables[2], False, state=2)])
-    forward([Segment(d[:11], 0, tables[3], False, state=5)])
+    forward([Segment(a[:25], 0, (tables[0],), False, state=0), Segment(c[:29], 0, (tables[2],), False, state=2)])
+    forward([Segment(d[:11], 0, (tables[3],), False, state=5)])
     rows = forward(
         [
-            Segment(c[29:], 29, tables[2], True, state=2),
-            Segment(a[25:], 25, tables[0], True, state=0),
-            Segment(b, 0, tables[1], True, state=1),
-            Segment(d[11:], 11, tables[3], True, state=5),
+            Segment(c[29:], 29, (tables[2],), True, state=2),
+            Segment(a[25:], 25, (tables[0],), True, state=0),
+            Segment(b, 0, (tables[1],), True, state=1),
+            Segment(d[11:], 11, (tables[3],), True, state=5),
         ]
     )
     for row, tokens in zip(rows, (c, a, b, d), strict=True):
@@ -263,7 +263,7 @@ def test_chunks_prompts_and_steps_of_many_states_in_one_call(hybrid: Bench) -> N
     following = [np.append(tokens, np.int32(9)) for tokens in (c, a, b, d)]
     steps = zip(following, (tables[i] for i in (2, 0, 1, 3)), (2, 0, 1, 5), strict=True)
     rows = forward(
-        [Segment(tokens[-1:], len(tokens) - 1, table, slot != 1, state=slot) for tokens, table, slot in steps]
+        [Segment(tokens[-1:], len(tokens) - 1, (table,), slot != 1, state=slot) for tokens, table, slot in steps]
     )
     for row, tokens in zip(rows, (following[0], following[1], following[3]), strict=True):
         hybrid.close(row, tokens)
@@ -273,13 +273,13 @@ def test_a_copied_state_is_a_start_for_another_request(hybrid: Bench) -> None:
     """A prefix of 24 positions whose pages are shared and whose state was copied."""
     first, second = prompt(1, 40), np.concatenate([prompt(1, 24), prompt(2, 9)])
     theirs, others = hybrid.tables(2, 44)
-    hybrid.runner.forward([Segment(first[:24], 0, theirs, False, state=0)])
+    hybrid.runner.forward([Segment(first[:24], 0, (theirs,), False, state=0)])
     hybrid.runner.copy_state(0, 6)
-    hybrid.runner.forward([Segment(first[24:30], 24, theirs, False, state=0)])
+    hybrid.runner.forward([Segment(first[24:30], 24, (theirs,), False, state=0)])
     hybrid.runner.copy_state(6, 1)
     ours = np.concatenate([theirs[:6], others[6:]])
     rows = hybrid.runner.forward(
-        [Segment(second[24:], 24, ours, True, state=1), Segment(first[30:], 30, theirs, True, state=0)]
+        [Segment(second[24:], 24, (ours,), True, state=1), Segment(first[30:], 30, (theirs,), True, state=0)]
     )
     hybrid.close(rows[0], second)
     hybrid.close(rows[1], first)
@@ -291,7 +291,7 @@ def test_a_copied_state_is_a_start_for_another_request(hybrid: Bench) -> None:
 def test_slots_that_do_not_exist_or_are_another_s_are_refused(states: tuple[int, int], name: str) -> None:
     bench = make_bench("lfm2", 4)
     tables = bench.tables(2, 8)
-    segments = [Segment(prompt(1, 5), 0, t, True, state=state) for t, state in zip(tables, states, strict=True)]
+    segments = [Segment(prompt(1, 5), 0, (t,), True, state=state) for t, state in zip(tables, states, strict=True)]
     with pytest.raises(BadArgument) as caught:
         bench.runner.forward(segments)
     assert caught.value.name == name
@@ -446,7 +446,7 @@ def test_adapters_compute_apart_and_rows_keep_their_order(monkeypatch: pytest.Mo
     weight = tiny_pair("llama")[0].model.get_decoder().layers[1].mlp.up_proj.weight.data
     monkeypatch.setattr(runner, "adapters", _Negating(weight))
     adapter = Adapter("negating", "0" * 64, ())
-    segments = [Segment(prompt(i, 12), 0, table, True) for i, table in enumerate(tables)]
+    segments = [Segment(prompt(i, 12), 0, (table,), True) for i, table in enumerate(tables)]
     plain = runner.forward(segments)
     alone = runner.forward([replace(segments[1], adapter=adapter)])
     rows = runner.forward([segments[0], replace(segments[1], adapter=adapter), segments[2]])
@@ -507,7 +507,7 @@ def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.Monk
     bench = make_bench.__wrapped__("llama", 3)
     tokens, other = prompt(1, 40), prompt(2, 9)
     tables = bench.tables(3, 40)
-    bench.runner.forward([Segment(tokens[:33], 0, tables[0], False)])
+    bench.runner.forward([Segment(tokens[:33], 0, (tables[0],), False)])
     pool, page_ids = full_pool(bench.runner), torch.from_numpy(tables[0][:11])
     kept = [(keys[page_ids].clone(), values[page_ids].clone()) for keys, values in map(pool.layer, range(3))]
     attention.log.clear()
@@ -521,9 +521,9 @@ def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.Monk
     follower = np.concatenate([tables[0][:11], tables[1][:5]])
     rows = bench.runner.forward(
         [
-            Segment(other, 0, tables[2], True),
-            Segment(tokens[33:], 33, tables[0], True, ticket),
-            Segment(tokens[33:38], 33, follower, True, ticket),
+            Segment(other, 0, (tables[2],), True),
+            Segment(tokens[33:], 33, (tables[0],), True, ticket),
+            Segment(tokens[33:38], 33, (follower,), True, ticket),
         ]
     )
     assert attention.log == [(what, layer) for layer in range(3) for what in ("arrived", "computed")]
@@ -535,7 +535,7 @@ def test_what_comes_up_from_the_host_is_waited_for() -> None:
     """With the real copies, on their own thread."""
     bench = make_bench("llama", 16)
     tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
-    bench.runner.forward([Segment(tokens[:32], 0, table, False)])
+    bench.runner.forward([Segment(tokens[:32], 0, (table,), False)])
     pool, slots = full_pool(bench.runner), np.arange(2, dtype=np.int32)
     host = HostPool([Planes((pool.k, pool.v))], [2])
     host.down([Move(0, table[:2], slots)]).wait()
@@ -543,39 +543,39 @@ def test_what_comes_up_from_the_host_is_waited_for() -> None:
         pool.k.fill_(torch.nan)
         pool.v.fill_(torch.nan)
         ticket = host.up([Move(0, slots, table[:2])])
-        bench.close(bench.runner.forward([Segment(tokens[32:], 32, table, True, ticket)])[0], tokens)
+        bench.close(bench.runner.forward([Segment(tokens[32:], 32, (table,), True, ticket)])[0], tokens)
         assert ticket.done()
         assert ticket.error is None
     host.close()
 
 
 TABLE = np.arange(4, dtype=np.int32)
-GOOD = Segment(prompt(1, 5), 0, TABLE, True)
+GOOD = Segment(prompt(1, 5), 0, (TABLE,), True)
 
 
 @pytest.mark.parametrize(
     ("segments", "name"),
     [
         ([], "segments"),
-        ([Segment(prompt(1, 0), 0, TABLE, True)], "segments[0].tokens"),
-        ([GOOD, Segment(np.array([3, VOCAB], dtype=np.int32), 0, TABLE + 4, True)], "segments[1].tokens"),
-        ([Segment(np.array([-1], dtype=np.int32), 0, TABLE, True)], "segments[0].tokens"),
-        ([Segment(prompt(1, 5), -1, TABLE, True)], "segments[0].start"),
-        ([Segment(prompt(1, 5), CONTEXT - 4, np.arange(20, dtype=np.int32), True)], "segments[0].start"),
-        ([Segment(prompt(1, 5), 60, TABLE, True)], "segments[0].page_table"),
-        ([Segment(prompt(1, 5), 0, np.array([25], dtype=np.int32), True)], "segments[0].page_table"),
-        ([Segment(prompt(1, 5), 0, np.array([-1], dtype=np.int32), True)], "segments[0].page_table"),
-        ([GOOD, Segment(prompt(1, 5), 0, TABLE, True)], "segments"),
+        ([Segment(prompt(1, 0), 0, (TABLE,), True)], "segments[0].tokens"),
+        ([GOOD, Segment(np.array([3, VOCAB], dtype=np.int32), 0, (TABLE + 4,), True)], "segments[1].tokens"),
+        ([Segment(np.array([-1], dtype=np.int32), 0, (TABLE,), True)], "segments[0].tokens"),
+        ([Segment(prompt(1, 5), -1, (TABLE,), True)], "segments[0].start"),
+        ([Segment(prompt(1, 5), CONTEXT - 4, (np.arange(20, dtype=np.int32),), True)], "segments[0].start"),
+        ([Segment(prompt(1, 5), 60, (TABLE,), True)], "segments[0].tables[0]"),
+        ([Segment(prompt(1, 5), 0, (np.array([25], dtype=np.int32),), True)], "segments[0].tables[0]"),
+        ([Segment(prompt(1, 5), 0, (np.array([-1], dtype=np.int32),), True)], "segments[0].tables[0]"),
+        ([GOOD, Segment(prompt(1, 5), 0, (TABLE,), True)], "segments"),
     ],
 )
 def test_bad_segments_are_refused_and_write_nothing(segments: list[Segment], name: str) -> None:
     bench = make_bench("llama", 16)
-    bench.runner.forward([Segment(prompt(9, 10), 0, TABLE, False)])
+    bench.runner.forward([Segment(prompt(9, 10), 0, (TABLE,), False)])
     with pytest.raises(BadArgument) as caught:
         bench.runner.forward(segments)
     assert caught.value.name == name
     tokens = np.append(prompt(9, 10), np.int32(5))
-    bench.close(bench.runner.forward([Segment(tokens[10:], 10, TABLE, True)])[0], tokens)
+    bench.close(bench.runner.forward([Segment(tokens[10:], 10, (TABLE,), True)])[0], tokens)
 
 
 ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
@@ -624,25 +624,29 @@ WINDOW = np.array([-1, -1, 3, 1], dtype=np.int32)
         (np.array([-1, 99, 3, 1], dtype=np.int32), 15, False),
         (np.array([-1, -1, 3], dtype=np.int32), 15, True),
         (np.array([-1, -1, 3, 100], dtype=np.int32), 15, True),
-        (None, 15, True),
     ],
 )
-def test_the_window_s_pages_must_be_there_but_no_others(
-    table: NDArray[np.int32] | None, start: int, refused: bool
-) -> None:
+def test_the_window_s_pages_must_be_there_but_no_others(table: NDArray[np.int32], start: int, refused: bool) -> None:
     bench = make_bench("gpt_oss windowed", 4)
-    segment = Segment(prompt(1, 1), start, TABLE, True, window_table=table)
+    segment = Segment(prompt(1, 1), start, (TABLE, table), True)
     if not refused:
         assert bench.runner.forward([segment]).shape == (1, VOCAB)
         return
     with pytest.raises(BadArgument) as caught:
         bench.runner.forward([segment])
-    assert caught.value.name == "segments[0].window_table"
+    assert caught.value.name == "segments[0].tables[1]"
+
+
+def test_a_segment_has_a_table_for_each_component() -> None:
+    bench = make_bench("gpt_oss windowed", 4)
+    with pytest.raises(BadArgument, match="one for each of full, window") as caught:
+        bench.runner.forward([Segment(prompt(1, 5), 0, (TABLE,), True)])
+    assert caught.value.name == "segments[0].tables"
 
 
 def test_two_requests_never_write_to_one_window_page() -> None:
     bench = make_bench("gpt_oss windowed", 4)
-    segments = [Segment(prompt(1, 5), 0, TABLE + shift, True, window_table=TABLE) for shift in (0, 4)]
+    segments = [Segment(prompt(1, 5), 0, (TABLE + shift, TABLE), True) for shift in (0, 4)]
     with pytest.raises(BadArgument, match="twice"):
         bench.runner.forward(segments)
 
@@ -704,7 +708,7 @@ def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 def test_half_precision_passes_the_self_test(dtype: torch.dtype) -> None:
     model = tiny("llama").to(dtype)  # type: ignore[call-arg, arg-type]
     runner = ModelRunner(LoadedModel(model, None, "tiny", dtype, CONTEXT), 8, 16)  # type: ignore[arg-type]
-    rows = runner.forward([Segment(prompt(1, 5), 0, TABLE, True)])
+    rows = runner.forward([Segment(prompt(1, 5), 0, (TABLE,), True)])
     assert rows.dtype == torch.float32
     assert rows.isfinite().all()
 

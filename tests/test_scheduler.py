@@ -191,14 +191,14 @@ def test_a_wrong_page_would_be_noticed() -> None:
     """The ghost itself: every kind of wrong page raises."""
     ghost = Ghost(pages=4, page_size=2)
     first = np.array([1, 2, 3, 4], np.int32)
-    ghost.forward([Segment(first, 0, np.array([0, 1], np.int32), logits=True)])
-    ghost.forward([Segment(np.array([9, 2], np.int32), 0, np.array([2], np.int32), logits=False)])
+    ghost.forward([Segment(first, 0, (np.array([0, 1], np.int32),), logits=True)])
+    ghost.forward([Segment(np.array([9, 2], np.int32), 0, (np.array([2], np.int32),), logits=False)])
     ghost.copy_page(1, 3, 1)
     after = np.array([5], np.int32)
     for table in ([2, 1, 3], [1, 0, 3], [0, 3, 2], [0, 0, 3]):
         with pytest.raises(WrongKVError):
-            ghost.forward([Segment(after, 4, np.array(table, np.int32), logits=True)])
-    ghost.forward([Segment(after, 3, np.array([0, 3], np.int32), logits=True)])
+            ghost.forward([Segment(after, 4, (np.array(table, np.int32),), logits=True)])
+    ghost.forward([Segment(after, 3, (np.array([0, 3], np.int32),), logits=True)])
 
 
 # The batch

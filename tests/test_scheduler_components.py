@@ -13,7 +13,7 @@ import torch
 from ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
 
 from mainstem.cache import PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import RequestTooLong
 from mainstem.keys import TokenKeys, TypedKeys
 from mainstem.runtime.request import Delta, ImageInput, Progress, Request, SamplingParams
@@ -145,7 +145,7 @@ def test_a_wrong_window_page_or_state_would_be_noticed() -> None:
     full, window = np.array([0, 1, 2, 3], np.int32), np.array([3, 4, 5], np.int32)
 
     def segment(tokens: list[int], start: int, window: np.ndarray, state: int, logits: bool = True) -> Segment:
-        return Segment(np.array(tokens, np.int32), start, full, logits, window_table=window, state=state)
+        return Segment(np.array(tokens, np.int32), start, (full, window), logits, state=state)
 
     ghost = Ghost(sizes, 2)
     ghost.forward([segment([1, 2, 3, 4], 0, window, 0)])
@@ -167,17 +167,20 @@ def test_a_wrong_window_page_or_state_would_be_noticed() -> None:
 def test_a_cut_image_would_be_noticed() -> None:
     ghost = Ghost(8, 2)
     table, whole = np.arange(8, dtype=np.int32), image(2, 6, "a")
-    first, rest = Segment(np.arange(5, dtype=np.int32), 0, table, False, images=(whole,)), np.arange(4, dtype=np.int32)
+    first, rest = (
+        Segment(np.arange(5, dtype=np.int32), 0, (table,), False, images=(whole,)),
+        np.arange(4, dtype=np.int32),
+    )
     with pytest.raises(AssertionError, match="cuts an image"):
         ghost.forward([first])
     parts = (image(2, 6, "a", splits=True),)
-    ghost.forward([Segment(first.tokens, 0, table, False, images=parts)])
-    ghost.forward([Segment(rest, 5, table, True, images=parts)])
+    ghost.forward([Segment(first.tokens, 0, (table,), False, images=parts)])
+    ghost.forward([Segment(rest, 5, (table,), True, images=parts)])
 
 
 # ---------------------------------------------------------------- output
 
-KINDS = ["full window", "full state", "full window state", "window", "full"]
+KINDS = ["full window", "full state", "full window state", "window", "full", "full chunked", "full chunked state"]
 
 
 def some_sizes(rng: random.Random, kind: str, page_size: int, longest: int, chunk: int) -> dict[Component, int]:
@@ -188,6 +191,7 @@ def some_sizes(rng: random.Random, kind: str, page_size: int, longest: int, chun
     rows: dict[str, tuple[Component, int]] = {
         "full": (Full(), rng.choice([1, 1, 2, 3, 8]) * pages),
         "window": (Window(window), rng.choice([least, least, least + 2, 2 * least, 8 * least])),
+        "chunked": (Chunked(window), rng.choice([least, least, least + 2, 2 * least, 8 * least])),
         "state": (State(rng.choice([None, 1, 2, 8]), rng.random() < 0.5), rng.choice([3, 3, 4, 8, 60])),
     }
     return dict(rows[name] for name in kind.split())
@@ -264,6 +268,7 @@ def some_rows(kind: str, window: int = 6, windows: int = 60) -> dict[Component, 
     rows: dict[str, tuple[Component, int]] = {
         "full": (Full(), 90),
         "window": (Window(window), windows),
+        "chunked": (Chunked(window), windows),
         "state": (State(), 9),
     }
     return dict(rows[name] for name in kind.split())

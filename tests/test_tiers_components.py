@@ -14,7 +14,7 @@ import pytest
 from ghost_memory import GhostMemory
 from hand_driven import fingerprint
 
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import CorruptTree
 from mainstem.pool import Pool
 from mainstem.tiers.controller import HostTier, Tiers
@@ -58,6 +58,8 @@ class Engine:
         component = self.components[row]
         if isinstance(component, Window):
             return self.prefixes(tokens)[max(len(tokens) - component.tokens, 0) // self.size :]
+        if isinstance(component, Chunked):
+            return self.prefixes(tokens)[len(tokens) // component.tokens * component.tokens // self.size :]
         return self.places(row, tokens)
 
     def held(self) -> dict[tuple[int, int], dict[tuple[int, ...], int]]:
@@ -189,12 +191,13 @@ class Engine:
         """Returns the device pages that a match at this end needs: existing ones, and new ones for the rest."""
         here = self.tree.page_ids(node, self.names[row], DEVICE).tolist()
         places = self.needed(row, prefix)
-        missing = [page < 0 for page in here[-len(places) :]]
+        needed = here[len(here) - len(places) :]
+        missing = [page < 0 for page in needed]
         new = self.allocate(row, sum(missing))
         if len(new) < sum(missing):
             return None
         rest = iter(new)
-        page_ids = [next(rest) if lacks else page for page, lacks in zip(here[-len(places) :], missing, strict=True)]
+        page_ids = [next(rest) if lacks else page for page, lacks in zip(needed, missing, strict=True)]
         return page_ids if self.names[row] == "state" else [-1] * (len(here) - len(page_ids)) + page_ids
 
     def move(self, row: int, column: list[int], node: int) -> Move:
@@ -224,6 +227,9 @@ KINDS: dict[str, tuple[Component, ...]] = {
     "full state": (Full(), State()),
     "full window state": (Full(), Window(3), State()),
     "window state": (Window(2), State()),
+    "full chunked": (Full(), Chunked(3)),
+    "full chunked at its border": (Full(), Chunked(4)),
+    "full window chunked state": (Full(), Window(3), Chunked(5), State()),
 }
 P = list(range(1, 9))
 

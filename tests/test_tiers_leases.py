@@ -16,7 +16,7 @@ from ghost_memory import GhostMemory, GhostTicket
 from hand_driven import fingerprint
 
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, OutOfPages
 from mainstem.tiers.controller import HostTier, Load
 
@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[Component, ...]] = {
     "full window state": (Full(), Window(3), State()),
     "window": (Window(3),),
     "window state": (Window(3), State()),
+    "full chunked": (Full(), Chunked(5)),
+    "full chunked state": (Full(), Chunked(5), State()),
 }
 STATES = [kind for kind in KINDS if "state" in kind]
 WINDOWS = [kind for kind in KINDS if "window" in kind]
@@ -63,8 +65,7 @@ class Rig:
 
     def tables(self, lease: Lease) -> dict[str, list[int]]:
         names = [name for name in self.names if name != "state"]
-        tables = (lease.page_table, lease.window_table)
-        return {name: [] if table is None else table.tolist() for name, table in zip(names, tables, strict=False)}
+        return {name: table.tolist() for name, table in zip(names, lease.tables, strict=False)}
 
     def holds(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Checks everything that a forward after these tokens reads."""
@@ -72,6 +73,8 @@ class Rig:
             row = self.names.index(name)
             component = self.rows[row]
             first = max(len(tokens) - component.tokens, 0) // SIZE if isinstance(component, Window) else 0
+            if isinstance(component, Chunked):
+                first = len(tokens) // component.tokens * component.tokens // SIZE
             for page in range(first, len(tokens) // SIZE):
                 content = self.memory.device[row][:, table[page]].tolist()
                 assert content == self.layers(name, tokens[: (page + 1) * SIZE]), (name, page)
@@ -339,7 +342,9 @@ def test_pages_of_a_lease_that_ends_during_a_load_are_freed_after_the_copy(kind:
         lease.abort() if how == "abort" else lease.finish(lease.published)
     rig.tiers.poll()
     for name, pool in rig.cache.pools.items():
-        assert pool.private == {"full": 4, "window": 2, "state": 2}[name], "pages being written are not free"
+        assert pool.private == {"full": 4, "window": 2, "chunked": 2, "state": 2}[name], (
+            "pages being written are not free"
+        )
     if not arrives:
         ticket.fail(RuntimeError("on purpose"))
     ticket.wait()

@@ -1,7 +1,7 @@
 """Mainstem: a prefix cache for LLM inference. One radix tree over paged KV memory; see `PrefixCache` and `Tree`."""
 
 from mainstem.cache import CacheStats, Lease, PoolStats, PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import (
     BackendUnavailable,
     BadArgument,
@@ -45,6 +45,7 @@ __all__ = [
     "BadTokens",
     "BigramKeys",
     "CacheStats",
+    "Chunked",
     "Component",
     "Coordinate",
     "CorruptTree",

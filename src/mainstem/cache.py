@@ -17,7 +17,7 @@ from functools import partial
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.keys import Encoded, KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
@@ -319,11 +319,11 @@ class PrefixCache:
 def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
     """Returns the number of pages or slots of each component, in the order of the tree's rows."""
     given: Mapping[Component, int] = pages if isinstance(pages, Mapping) else {Full(): pages}
-    order = (Full, Window, State)
+    order = (Full, Window, Chunked, State)
     if not all(isinstance(row, order) for row in given):
-        raise BadArgument("pages", pages, "a number, or a number for each of Full(), Window(...) and State()")
+        raise BadArgument("pages", pages, "a number, or one for each of Full(), Window(...), Chunked(...) and State()")
     rows = sorted(given, key=lambda row: order.index(type(row)))
-    if not rows or isinstance(rows[0], State) or len({type(row) for row in rows}) < len(rows):
+    if not rows or not isinstance(rows[0], (Full, Window)) or len({type(row) for row in rows}) < len(rows):
         raise BadArgument("pages", pages, "for Full() or Window(...), and for at most one component of each kind")
     return {row: check_integer(f"pages of {row.name}", given[row], 1, 2**31 - 1) for row in rows}
 

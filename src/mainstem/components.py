@@ -14,6 +14,10 @@ class Full:
 
     name: ClassVar[str] = "full"
 
+    def seen_from(self, position: int) -> int:
+        """Returns the first position that the query at `position` sees."""
+        return 0
+
     def row(self) -> tuple[str, int, bool]:
         """Returns the row in the form that the core takes."""
         return "full", 0, False
@@ -33,9 +37,38 @@ class Window:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
 
+    def seen_from(self, position: int) -> int:
+        """Returns the first position that the query at `position` sees."""
+        return max(0, position + 1 - self.tokens)
+
     def row(self) -> tuple[str, int, bool]:
         """Returns the row in the form that the core takes."""
         return "window", self.tokens, False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """Chunked local attention: a query at position p reads positions [p - p % tokens, p] only.
+
+    Pages before the last border may be absent. A match that ends at a border, a multiple of `tokens`, needs none.
+
+    Raises:
+        BadArgument: `tokens` is below 1.
+    """
+
+    tokens: int
+    name: ClassVar[str] = "chunked"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", check_integer("tokens", self.tokens, 1, 2**32 - 1))
+
+    def seen_from(self, position: int) -> int:
+        """Returns the first position that the query at `position` sees."""
+        return position - position % self.tokens
+
+    def row(self) -> tuple[str, int, bool]:
+        """Returns the row in the form that the core takes."""
+        return "chunked", self.tokens, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +97,4 @@ class State:
         return "state", self.most_on_path or 0, bool(self.weigh_flops)
 
 
-Component = Full | Window | State
+Component = Full | Window | Chunked | State

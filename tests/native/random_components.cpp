@@ -273,7 +273,8 @@ class World {
   void move_fronts(Holder& h, std::uint64_t computed, std::uint64_t published) const {
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
       if (!rows_[c].begins_late()) continue;
-      const std::uint64_t seen = (computed - std::min<std::uint64_t>(rows_[c].span, computed)) / shape_.page_size;
+      const std::uint64_t back = rows_[c].kind == Kind::chunked ? computed % rows_[c].span : rows_[c].span;
+      const std::uint64_t seen = (computed - std::min(back, computed)) / shape_.page_size;
       const std::uint32_t needed = rows_[c].first_needed(static_cast<std::uint32_t>(published), shape_.page_size);
       h.fronts[c] = std::max({h.fronts[c], static_cast<std::uint32_t>(seen), needed});
     }
@@ -447,8 +448,9 @@ std::vector<Shape> some_shapes(Choices& choose) {
   const std::uint32_t page_size = choose.of<std::uint32_t>({1, 2, 4});
   const Component full{Kind::full}, window{Kind::window, 1 + choose.below(3 * page_size)};
   const Component state{Kind::state, 0, choose.below(3), choose.one_in(2)};
-  const std::vector<std::vector<Component>> sets{
-      {full, window}, {full, state}, {full, window, state}, {window}, {window, state}};
+  const Component chunked{Kind::chunked, 1 + choose.below(3 * page_size)};
+  const std::vector<std::vector<Component>> sets{{full, window},  {full, state},   {full, window, state}, {window},
+                                                 {window, state}, {full, chunked}, {full, chunked, state}};
   for (const std::vector<Component>& rows : sets)
     shapes.push_back({rows, page_size, choose.of<std::uint32_t>({10, 20, 40}), !choose.one_in(7), choose.one_in(2)});
   return shapes;
@@ -464,7 +466,7 @@ void random_components(std::uint64_t seed, std::uint32_t operations) {
     const auto where = [&] {
       std::string kinds;
       for (const Component& row : shape.rows)
-        kinds += row.kind == Kind::full ? "full " : row.kind == Kind::window ? "window " : "state ";
+        kinds += std::string(kKindNames[static_cast<std::size_t>(row.kind)]) + " ";
       return kinds + "cache, seed " + std::to_string(seed) + ", page " + std::to_string(shape.page_size) + ", " +
              std::to_string(shape.ids) + " ids, operation " + std::to_string(done) + ": ";
     };

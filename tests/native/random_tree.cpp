@@ -35,7 +35,7 @@ struct Flight {
 struct Refused {};
 
 const std::vector<Component> kFull{{Kind::full}};
-constexpr std::uint32_t kWindow = 5;
+constexpr std::uint32_t kWindow = 5, kChunk = 6;
 
 std::vector<Shape> shapes(Choices& choose) {
   const std::vector<std::vector<Component>> rows{
@@ -44,6 +44,8 @@ std::vector<Shape> shapes(Choices& choose) {
       {{Kind::full}, {Kind::window, kWindow}},
       {{Kind::full}, {Kind::state}},
       {{Kind::full}, {Kind::window, kWindow}, {Kind::state}},
+      {{Kind::full}, {Kind::chunked, kChunk}},
+      {{Kind::full}, {Kind::window, kWindow}, {Kind::chunked, kChunk}},
   };
   std::vector<Shape> all;
   for (std::size_t i = 0; i < rows.size(); ++i)
@@ -182,9 +184,10 @@ class World {
     };
     for (std::uint32_t c = 0; c < rows; ++c) {
       if (rows_[c].kind == Kind::state && !usable(c, pages)) return false;
+      const std::uint32_t end = pages * shape_.page_size;
       std::uint32_t first = rows_[c].kind == Kind::full ? 0 : pages;
-      if (rows_[c].kind == Kind::window)
-        first = (pages * shape_.page_size - std::min(kWindow, pages * shape_.page_size)) / shape_.page_size;
+      if (rows_[c].kind == Kind::window) first = (end - std::min(kWindow, end)) / shape_.page_size;
+      if (rows_[c].kind == Kind::chunked) first = end / kChunk * kChunk / shape_.page_size;
       for (std::uint32_t page = first; page < pages; ++page)
         if (!usable(c, page + 1)) return false;
     }
@@ -220,11 +223,12 @@ class World {
   // Whether a lock of the prefix `lock` holds a page of a component.
   bool held_by(const Path& lock, const Path& page, std::uint32_t component) const {
     if (!begins_with(lock, page)) return false;
-    const std::uint32_t end = pages_of(lock.second);
+    const std::uint32_t end = pages_of(lock.second) * shape_.page_size;
     const std::uint32_t at = pages_of(page.second) - 1;
     if (rows_[component].kind == Kind::full) return true;
-    if (rows_[component].kind == Kind::state) return at + 1 == end;
-    return at >= (end * shape_.page_size - std::min(kWindow, end * shape_.page_size)) / shape_.page_size;
+    if (rows_[component].kind == Kind::state) return (at + 1) * shape_.page_size == end;
+    if (rows_[component].kind == Kind::chunked) return at >= (end - 1) / kChunk * kChunk / shape_.page_size;
+    return at >= (end - std::min(kWindow, end)) / shape_.page_size;
   }
   bool is_held(const Path& page, std::uint32_t component, std::uint32_t tier) const {
     for (const Hold& hold : holds_)

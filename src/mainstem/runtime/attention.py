@@ -6,9 +6,10 @@ Each forward plans its batch once for each pool, and a plan serves every layer o
     span 0        rows [0, 5)     keys: its pages, [0, start + 5)
     span 1        rows [5, 8)     ...
 
-Every query sees one run of keys. The query at position p sees [0, p + 1). With a window of w positions it sees
-[p + 1 - w, p + 1), and earlier keys need not exist. Within a region that is attended in both directions, such as an
-image, the run goes on to the end of the region. A layer may have sinks: per head, the score of a key without a value.
+Every query sees one run of keys. The query at position p sees [0, p + 1); with a window of w positions, it sees
+[p + 1 - w, p + 1); with chunks of c positions, [p - p % c, p + 1). Earlier keys need not exist. Within a region that is
+attended in both directions, such as an image, the run goes on to the end of the region. A layer may have sinks: per
+head, the score of a key without a value.
 
 A model finds this module in transformers' table of attention functions, under `PAGED`. This name has no mask function,
 so models build no masks of their own.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
+from mainstem.components import Chunked, Full, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVPool
 from mainstem.tiers.transfer import LayerTicket
@@ -49,11 +52,16 @@ TILE_ROWS = 128
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache"})
 
 
+FULL = Full()
+Attended = Full | Window | Chunked
+"""A component of attention: it says which keys a query sees."""
+
+
 class Extent(NamedTuple):
     """The new positions of one request: [start, start + tokens), in the pages of `page_table` (int32).
 
     `regions` are attended in both directions: [begin, end), of any positions, disjoint. The entries of the table before
-    the window of `start` are not read.
+    what the query at `start` sees are not read.
     """
 
     tokens: int
@@ -104,7 +112,7 @@ class BatchPlan:
     """What the layers of a pool need in one forward: the slots of new keys, and the keys that each query sees."""
 
     pool: KVPool
-    window: int | None
+    component: Attended
     slots: slice | torch.Tensor
     spans: tuple[Span, ...]
     masks: Masks
@@ -118,21 +126,16 @@ class BatchPlan:
             flat.index_copy_(0, self.slots, new)
 
 
-def plan_batch(extents: Sequence[Extent], pool: KVPool, window: int | None = None) -> BatchPlan:
-    """Plans one forward of `extents`, packed in this order, over a pool whose layers see `window` positions or all."""
+def plan_batch(extents: Sequence[Extent], pool: KVPool, component: Attended = FULL) -> BatchPlan:
+    """Plans one forward of `extents`, packed in this order, over a pool of this component's layers."""
     slots = np.concatenate([_slots(extent, pool.page_size) for extent in extents])
     spans = []
     row = 0
     for extent in extents:
-        spans.append(_span(extent, row, pool, window))
+        spans.append(_span(extent, row, pool, component))
         row += extent.tokens
-    masks = Masks(max(extent.end for extent in extents), window, pool)
-    return BatchPlan(pool, window, _run(slots, pool.device), tuple(spans), masks)
-
-
-def seen_from(position: int, window: int | None) -> int:
-    """Returns the first position that a query sees."""
-    return 0 if window is None else max(0, position + 1 - window)
+    masks = Masks(max(extent.end for extent in extents), component, pool)
+    return BatchPlan(pool, component, _run(slots, pool.device), tuple(spans), masks)
 
 
 def _slots(extent: Extent, page_size: int) -> NDArray[np.int64]:
@@ -148,31 +151,39 @@ def _run(ids: NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
     return torch.from_numpy(ids).to(device, non_blocking=True)
 
 
-def _span(extent: Extent, row: int, pool: KVPool, window: int | None) -> Span:
+def _span(extent: Extent, row: int, pool: KVPool, component: Attended) -> Span:
     page_index, origin = None, 0
     if extent.start > 0:
-        first, used = seen_from(extent.start, window) // pool.page_size, -(-extent.end // pool.page_size)
+        first, used = component.seen_from(extent.start) // pool.page_size, -(-extent.end // pool.page_size)
         page_index = _run(extent.page_table[first:used].astype(np.int64), pool.device)
         origin = first * pool.page_size
-    firsts = range(extent.start, extent.end, TILE_ROWS)
-    tiles = tuple(_tile(extent, first, row - extent.start, origin, window) for first in firsts)
-    short = window is None or extent.tokens <= window
-    causal = page_index is None and short and all(tile.runs is None for tile in tiles)
+    cuts = pairwise([*_tile_starts(extent, component), extent.end])
+    tiles = tuple(_tile(extent, first, last, row - extent.start, origin, component) for first, last in cuts)
+    whole = page_index is None and component.seen_from(extent.end - 1) == 0
+    causal = whole and all(tile.runs is None for tile in tiles)
     return Span(slice(row, row + extent.tokens), page_index, tiles, causal)
 
 
-def _tile(extent: Extent, first: int, shift: int, origin: int, window: int | None) -> Tile:
-    """Returns the tile whose first query is at position `first`.
+def _tile_starts(extent: Extent, component: Attended) -> list[int]:
+    """Returns the position of each tile's first query. No tile goes past the end of a chunk: its queries see one."""
+    starts = set(range(extent.start, extent.end, TILE_ROWS))
+    if isinstance(component, Chunked):
+        starts |= set(range(component.seen_from(extent.start) + component.tokens, extent.end, component.tokens))
+    return sorted(starts)
+
+
+def _tile(extent: Extent, first: int, last: int, shift: int, origin: int, component: Attended) -> Tile:
+    """Returns the tile of the queries at positions [first, last).
 
     Args:
         extent: the request's new positions.
         first: position of the tile's first query.
+        last: position after its last query.
         shift: the row in the batch minus the position.
         origin: position of the span's first key.
-        window: positions that a query sees, or None.
+        component: which keys a query sees.
     """
-    last = min(first + TILE_ROWS, extent.end)
-    begin, rows = seen_from(first, window), slice(first + shift, last + shift)
+    begin, rows = component.seen_from(first), slice(first + shift, last + shift)
     regions = [(low, high) for low, high in extent.regions if low < last and high > first]
     if not regions:
         return Tile(rows, slice(begin - origin, last - origin), None)
@@ -180,7 +191,7 @@ def _tile(extent: Extent, first: int, shift: int, origin: int, window: int | Non
     ends = positions + 1
     for low, high in regions:
         ends[(positions >= low) & (positions < high)] = min(high, extent.end)
-    begins = np.zeros_like(ends) if window is None else np.maximum(0, positions + 1 - window)
+    begins = np.array([component.seen_from(position) for position in range(first, last)])
     return Tile(rows, slice(begin - origin, int(ends.max()) - origin), np.stack([begins, ends], 1) - begin)
 
 
@@ -191,9 +202,9 @@ class Masks:
     view of the longest.
     """
 
-    def __init__(self, longest: int, window: int | None, pool: KVPool) -> None:
+    def __init__(self, longest: int, component: Attended, pool: KVPool) -> None:
         self._longest = longest
-        self._window = window
+        self._window = component.tokens if isinstance(component, Window) else None  # every query sees so many, or all
         self._pool = pool
         self._made: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -414,7 +425,7 @@ def _paged_attention(
         raise UnsupportedModel(f"{type(module).__name__} is layer {index}, which has no keys by its configuration")
     name, layer = paging.places[index]
     plan = paging.plans[name]
-    _refuse(module, attention_mask, plan.window, paging.max_context, others)
+    _refuse(module, attention_mask, plan.component, paging.max_context, others)
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     expected = (len(packed[0]), *plan.pool.shape[1:])
     if not packed[1].shape == packed[2].shape == expected:
@@ -427,7 +438,7 @@ def _paged_attention(
 
 
 def _refuse(
-    module: torch.nn.Module, mask: object, window: int | None, max_context: int, others: dict[str, Any]
+    module: torch.nn.Module, mask: object, component: Attended, max_context: int, others: dict[str, Any]
 ) -> None:
     """Raises for everything that would change the scores and is not supported here."""
     name = type(module).__name__
@@ -436,6 +447,7 @@ def _refuse(
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal")
     asked = others.pop("sliding_window", None)
+    window = component.tokens if isinstance(component, Window) else None
     if asked is not None and asked != window and (window is not None or asked < max_context):
         expected = "all" if window is None else window
         raise UnsupportedModel(f"{name} attends to a sliding window of {asked} positions, not {expected}")

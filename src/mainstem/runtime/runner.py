@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.components import Full, Window
+from mainstem.components import State
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.adapters import Adapter, Adapters
 from mainstem.runtime.attention import (
     TOLERANCE,
+    Attended,
     Attention,
     BatchPlan,
     Extent,
@@ -34,7 +35,6 @@ from mainstem.runtime.attention import (
     install,
     plain_attention,
     plan_batch,
-    seen_from,
 )
 from mainstem.runtime.host import HostPool, HostSize, Planes, host_pages
 from mainstem.runtime.kv import KVPool
@@ -63,12 +63,11 @@ class Segment:
     Args:
         tokens: [n] int32 token ids, n >= 1.
         start: position of tokens[0]; the KV of positions [0, start) is already in the pages.
-        page_table: int32 page ids of the first component, for at least start + n positions. No other segment may use
-            the pages that this one writes to. If all layers slide, it is a table like `window_table`.
+        tables: for each component of pages, in the layout's order, its int32 page ids, for at least start + n
+            positions. No other segment may use the pages that this one writes to. Entries before what the query at
+            `start` sees are not read.
         logits: whether to return the logits of the last token.
         arriving: the transfer of pages before `start`, if it is under way, layer by layer.
-        window_table: int32 page ids of the window component, where it is not the first; entries before the window of
-            `start` are not read.
         state: slot of the state at `start`, overwritten by the state at `end`. If start == 0, it is not read.
         images: of the request, in order; those outside the segment are ignored.
         positions: int64 [3, n], the M-RoPE positions of the tokens; None: start, start + 1, ...
@@ -77,10 +76,9 @@ class Segment:
 
     tokens: NDArray[np.int32]
     start: int
-    page_table: NDArray[np.int32]
+    tables: tuple[NDArray[np.int32], ...]
     logits: bool
     arriving: LayerTicket | None = None
-    window_table: NDArray[np.int32] | None = None
     state: int = -1
     images: tuple[ImageInput, ...] = ()
     positions: NDArray[np.int64] | None = None
@@ -149,6 +147,7 @@ class ModelRunner:
         self._like = torch.empty(0, dtype=loaded.dtype, device=model.device)
         self._page_size = page_size
         self._embedded: dict[tuple[bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
+        self._attended = [row for row in self.layout.components if not isinstance(row, State)]
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
             self._shape = StateShape.of(model) if self.layout.state_layers else None
@@ -327,9 +326,9 @@ class ModelRunner:
 
     def _plans(self, segments: Sequence[Segment], pools: _Pools) -> dict[str, BatchPlan]:
         plans = {}
-        for name, pool in pools.paged.items():
-            extents = [Extent(len(s.tokens), s.start, self._table(s, name), self._regions(s)) for s in segments]
-            plans[name] = plan_batch(extents, pool, self._window(name))
+        for i, (name, pool) in enumerate(pools.paged.items()):
+            extents = [Extent(len(s.tokens), s.start, s.tables[i], self._regions(s)) for s in segments]
+            plans[name] = plan_batch(extents, pool, self._attended[i])
         return plans
 
     def _regions(self, segment: Segment) -> tuple[tuple[int, int], ...]:
@@ -351,15 +350,6 @@ class ModelRunner:
     def _tensor(self, values: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._like.device)
 
-    def _window(self, name: str) -> int | None:
-        return self.layout.window if name == Window.name else None
-
-    def _table(self, segment: Segment, name: str) -> NDArray[np.int32]:
-        if name == self.layout.components[0].name:
-            return segment.page_table
-        assert segment.window_table is not None
-        return segment.window_table
-
     # ------------------------------------------------------------ checking
 
     def _check(self, segments: Sequence[Segment]) -> None:
@@ -367,8 +357,8 @@ class ModelRunner:
             raise BadArgument("segments", segments, "at least one segment")
         for index, segment in enumerate(segments):
             self._check_segment(f"segments[{index}]", segment)
-        for name in self._pools.paged:
-            self._check_disjoint("page", [self._written(segment, name) for segment in segments])
+        for i in range(len(self._attended)):
+            self._check_disjoint("page", [self._written(segment, i) for segment in segments])
         if self._pools.states is not None:
             self._check_disjoint("slot", [np.array([segment.state]) for segment in segments])
 
@@ -377,9 +367,9 @@ class ModelRunner:
         if counts.max() > 1:
             raise BadArgument("segments", f"{what} {ids[counts.argmax()]} twice", f"one segment per written {what}")
 
-    def _written(self, segment: Segment, name: str) -> NDArray[np.int32]:
+    def _written(self, segment: Segment, component: int) -> NDArray[np.int32]:
         size = self._page_size
-        return self._table(segment, name)[segment.start // size : -(-segment.end // size)]
+        return segment.tables[component][segment.start // size : -(-segment.end // size)]
 
     def _check_segment(self, name: str, segment: Segment) -> None:
         tokens = segment.tokens
@@ -389,10 +379,11 @@ class ModelRunner:
             raise BadArgument(f"{name}.tokens", tokens, f"token ids in [0, {self.vocab_size})")
         if segment.start < 0 or segment.end > self._max_context:
             raise BadArgument(f"{name}.start", segment.start, f"in [0, {self._max_context - len(tokens)}]")
-        first, *others = self._pools.paged
-        self._check_table(f"{name}.page_table", segment.page_table, segment, first)
-        for other in others:
-            self._check_table(f"{name}.window_table", segment.window_table, segment, other)
+        if len(segment.tables) < len(self._attended):
+            names = ", ".join(component.name for component in self._attended)
+            raise BadArgument(f"{name}.tables", len(segment.tables), f"one for each of {names}")
+        for i, component in enumerate(self._attended):
+            self._check_table(f"{name}.tables[{i}]", segment, i, component)
         self._check_images(name, segment)
         states = self._pools.states
         if states is not None and not 0 <= segment.state < states.slots:
@@ -409,11 +400,11 @@ class ModelRunner:
         if given is not None and given.shape != (3, len(segment.tokens)):
             raise BadArgument(f"{name}.positions", given.shape, f"of shape (3, {len(segment.tokens)})")
 
-    def _check_table(self, name: str, table: NDArray[np.int32] | None, segment: Segment, component: str) -> None:
-        pool = self._pools.paged[component]
-        if table is None or table.ndim != 1 or len(table) * pool.page_size < segment.end:
+    def _check_table(self, name: str, segment: Segment, index: int, component: Attended) -> None:
+        pool, table = self._pools.paged[component.name], segment.tables[index]
+        if table.ndim != 1 or len(table) * pool.page_size < segment.end:
             raise BadArgument(name, table, f"pages for {segment.end} positions")
-        read = table[seen_from(segment.start, self._window(component)) // pool.page_size :]
+        read = table[component.seen_from(segment.start) // pool.page_size :]
         if read.min() < 0 or read.max() >= pool.pages:
             raise BadArgument(name, table, f"page ids in [0, {pool.pages})")
 
@@ -437,7 +428,7 @@ class ModelRunner:
         return _TEST_TOKENS + (window if window is not None and window <= _TEST_WINDOW else 0)
 
     def _plain_logits(self, prompts: NDArray[np.int32]) -> torch.Tensor:
-        inputs = self._inputs([Segment(prompt, 0, prompt, True) for prompt in prompts], len(prompts))
+        inputs = self._inputs([Segment(prompt, 0, (prompt,), True) for prompt in prompts], len(prompts))
         with torch.inference_mode():
             logits: torch.Tensor = self._model(**inputs, use_cache=False).logits.float()
         return logits
@@ -465,10 +456,10 @@ class ModelRunner:
         self, prompt: NDArray[np.int32], begin: int, end: int, table: NDArray[np.int32], page_size: int, slot: int
     ) -> Segment:
         """Returns [begin, end) of a prompt, without the pages before the window."""
-        sliding = table.copy()
-        sliding[: seen_from(begin, self.layout.window) // page_size] = -1
-        first = table if self.layout.components[0].name == Full.name else sliding
-        return Segment(prompt[begin:end], begin, first, True, window_table=sliding, state=slot)
+        tables = [table.copy() for _ in self._attended]
+        for own, component in zip(tables, self._attended, strict=True):
+            own[: component.seen_from(begin) // page_size] = -1
+        return Segment(prompt[begin:end], begin, tuple(tables), True, state=slot)
 
 
 def _inside(segment: Segment) -> list[ImageInput]:

@@ -45,7 +45,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Full, State, Window
+from mainstem.components import Chunked, Full, State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, last_boundary, plan_checkpoints
@@ -167,7 +167,7 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._events: list[Event] = []
         self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
-        self._window = next((c.tokens for c in cache.tree.components if isinstance(c, Window)), None)
+        self._local = [row for row in cache.tree.components if isinstance(row, (Window, Chunked))]
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
@@ -216,19 +216,18 @@ class Scheduler:
             raise RequestTooLong(
                 f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
             )
-        if self._window is not None:
-            self._check_window(min(prompt, max(longest, self._limits.token_budget)))
+        for row in self._local:
+            self._check_local(row, min(prompt, max(longest, self._limits.token_budget)))
         images = spliced_images(request)
         return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
 
-    def _check_window(self, chunk: int) -> None:
-        assert self._window is not None
-        size, total = self._cache.page_size, self._cache.pools[Window.name].total
-        pages = window_pages(self._window, chunk, size, states=self._plans_states)
+    def _check_local(self, row: Window | Chunked, chunk: int) -> None:
+        size, total = self._cache.page_size, self._cache.pools[row.name].total
+        pages = window_pages(row.tokens, chunk, size, states=self._plans_states)
         if pages > total:
             raise RequestTooLong(
-                f"a window of {self._window} positions and a chunk of {chunk} need {pages} window pages of {size} "
-                f"positions: the memory for KV holds {total}"
+                f"a {row.name} of {row.tokens} positions and a prefill of {chunk} need {pages} {row.name} pages of "
+                f"{size} positions: the memory for KV holds {total}"
             )
 
     def add(self, id: str, request: Request, arrived_s: float | None = None, prompt: Encoded | None = None) -> None:
@@ -266,7 +265,7 @@ class Scheduler:
         try:
             for _ in range(_MEASUREMENTS):
                 began_s = self._clock()
-                logits = self._runner.forward([Segment(np.zeros(n, np.int32), 0, page_ids, True)])
+                logits = self._runner.forward([Segment(np.zeros(n, np.int32), 0, (page_ids,), True)])
                 logits.argmax().item()  # waits for the forward
                 if self._tiers is not None:
                     self._tiers.prefill.observe([(n, 0)], self._clock() - began_s)

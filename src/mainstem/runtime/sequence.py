@@ -197,10 +197,9 @@ class Sequence:
         return Segment(
             self._tokens[begin:end],
             begin,
-            self._lease.page_table,
+            self._lease.tables,
             n == self.pending,
             None if self._load is None else self._load.ticket,
-            window_table=self._lease.window_table,
             state=self._lease.state,
             images=self.request.images,
             positions=self.request.positions_of(begin, end),

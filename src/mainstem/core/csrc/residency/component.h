@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <string_view>
 
@@ -11,14 +12,14 @@
 
 namespace mainstem {
 
-enum class Kind : std::uint8_t { full, window, state };
+enum class Kind : std::uint8_t { full, window, state, chunked };
 
-inline constexpr const char* kKindNames[] = {"full", "window", "state"};
-inline constexpr const char* kIdNames[] = {"pages", "window pages", "state slots"};
+inline constexpr const char* kKindNames[] = {"full", "window", "state", "chunked"};
+inline constexpr const char* kIdNames[] = {"pages", "window pages", "state slots", "chunked pages"};
 
 struct Component {
   Kind kind;
-  std::uint32_t span = 0;          // for Kind::window: symbols
+  std::uint32_t span = 0;          // for Kind::window and Kind::chunked: symbols
   std::uint32_t most_on_path = 0;  // for Kind::state: the most states on one path; 0: no limit
   bool weighs = false;             // for Kind::state: states that save more are evicted later, see eviction/
 
@@ -27,17 +28,17 @@ struct Component {
     if (name == kKindNames[0]) return {Kind::full};
     if (name == kKindNames[1] && number > 0) return {Kind::window, number};
     if (name == kKindNames[2]) return {Kind::state, 0, number, weighs};
+    if (name == kKindNames[3] && number > 0) return {Kind::chunked, number};
     throw BadValue{"component", std::string(name) + "(" + std::to_string(number) + ")",
-                   "full, state, or window of at least 1 symbol"};
+                   "full, state, or window or chunked of at least 1 symbol"};
   }
 
-  const char* name() const { return kKindNames[static_cast<std::size_t>(kind)]; }
   const char* ids_name() const { return kIdNames[static_cast<std::size_t>(kind)]; }
 
-  bool per_page() const { return kind != Kind::state; }      // one id per page; otherwise one, at the node's end
-  bool leaf_only() const { return kind == Kind::full; }      // evicted only where no child holds the cell
-  bool from_tail() const { return kind == Kind::full; }      // evicted from the end; otherwise from the front
-  bool begins_late() const { return kind == Kind::window; }  // may lack the first pages of a prefix
+  bool per_page() const { return kind != Kind::state; }  // one id per page; otherwise one, at the node's end
+  bool leaf_only() const { return kind == Kind::full; }  // evicted only where no child holds the cell
+  bool from_tail() const { return kind == Kind::full; }  // evicted from the end; otherwise from the front
+  bool begins_late() const { return span > 0; }          // may lack the first pages of a prefix
   bool locks_to_root() const { return kind == Kind::full; }
   bool divides() const { return kind != Kind::state; }  // on split both halves get ids
 
@@ -46,6 +47,7 @@ struct Component {
   // The first position that is still read when `position` is computed.
   std::uint64_t first_read(std::uint64_t position) const {
     if (kind == Kind::full) return 0;
+    if (kind == Kind::chunked) return position - position % span;  // 0 1 2 3 | 4 5 6: nothing at the border
     return position - std::min<std::uint64_t>(span, position);
   }
   // The first page that a match ending after `end` pages needs; for one id per page.
@@ -53,7 +55,15 @@ struct Component {
     return static_cast<std::uint32_t>(first_read(std::uint64_t{end} * page_size) / page_size);
   }
   // The first page that a lock on a prefix of `end` pages holds: a lock holds the last page, needed or not.
-  std::uint32_t first_locked(std::uint32_t end, std::uint32_t page_size) const { return first_needed(end, page_size); }
+  std::uint32_t first_locked(std::uint32_t end, std::uint32_t page_size) const {
+    const std::uint64_t position = std::uint64_t{end} * page_size;
+    const bool border = kind == Kind::chunked && position > 0 && position % span == 0;
+    return border ? static_cast<std::uint32_t>((position - span) / page_size) : first_needed(end, page_size);
+  }
+  // How many pages lie between two page boundaries at which a chunk begins; 0: there are no chunks.
+  std::uint32_t border_pages(std::uint32_t page_size) const {
+    return kind == Kind::chunked ? span / std::gcd(span, page_size) : 0;
+  }
   // Whether a match ending after `end` pages needs an id at its end.
   bool needs_before(std::uint32_t end, std::uint32_t page_size) const {
     return !per_page() || first_needed(end, page_size) < end;

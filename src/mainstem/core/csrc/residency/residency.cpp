@@ -95,6 +95,7 @@ void Residency::copy_ids(Index node, std::size_t slot, std::uint32_t begin, std:
 //   full     every page from the root to here is present
 //   window   the last `window` symbols are present
 //   state    the position is the end of a node whose state is present
+//   chunk    the last chunk's beginning is present; a border needs nothing, even inside a node without this cell
 Reach Residency::reach(const Walk& path) const {
   Reach reach;
   if (single_cell) {  // what the loop below finds when a match may end at any present page
@@ -106,13 +107,13 @@ Reach Residency::reach(const Walk& path) const {
       reach.pending += path[at].pages;
     return reach;
   }
-  std::array<Coverage, kMaxComponents * kMaxTiers> cover{};
+  Covers cover{};
   bool in_flight_only = true;
   for (const Step& step : path) {
     const Node& n = nodes_[step.node];
     const std::uint32_t end = n.start + step.pages;
     bool pending = false;
-    std::array<bool, kMaxComponents> usable{};
+    Usable usable{};
     for (std::uint32_t tier = 0; tier < tiers; ++tier) {
       bool all = true;
       for (std::uint32_t c = 0; c < components(); ++c) {
@@ -123,18 +124,41 @@ Reach Residency::reach(const Walk& path) const {
         coverage.pass(rows[c], usable[c], end, step.pages == n.pages);
         all = all && coverage.allows(rows[c], end, nodes_.page_size);
       }
-      if (all) reach.best[tier] = end;
+      reach.best[tier] = all ? end : std::max(reach.best[tier], last_border(n.start, end, tier, usable, cover));
     }
     if (cover[0].allows(rows[0], end, nodes_.page_size)) reach.first = end;
-    if (end > reach.best[tiers - 1]) {
-      in_flight_only = in_flight_only && pending;
-      if (in_flight_only) reach.pending += step.pages;
-    } else {  // the match goes on after what seemed to end it
+    const std::uint32_t best = reach.best[tiers - 1];
+    if (best > n.start) {  // the match goes on after what seemed to end it
       in_flight_only = true;
       reach.pending = 0;
     }
+    if (end > best) {
+      in_flight_only = in_flight_only && pending;
+      if (in_flight_only) reach.pending += end - std::max(best, n.start);
+    }
   }
+  reach.first = std::max(reach.first, reach.best[kDevice]);
   return reach;
+}
+
+// Returns the last page boundary inside pages [start, end) of a node at which a chunk begins that is not usable there,
+// and at which every other component allows a match to end; 0 if there is none.
+std::uint32_t Residency::last_border(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
+                                     const Covers& cover) const {
+  std::uint32_t apart = 0;
+  for (std::uint32_t c = 0; c < components(); ++c)
+    if (!usable[c]) apart = std::max(apart, rows[c].border_pages(nodes_.page_size));
+  if (apart == 0) return 0;
+  const auto allows = [&](std::uint32_t at) {
+    for (std::uint32_t c = 0; c < components(); ++c)
+      if (usable[c] ? !rows[c].per_page() || !cover[slot(c, tier)].allows(rows[c], at, nodes_.page_size)
+                    : rows[c].needs_before(at, nodes_.page_size))
+        return false;
+    return true;
+  };
+  for (std::uint32_t at = (end - 1) / apart * apart; at > start; at -= apart)
+    if (allows(at)) return at;
+  return 0;
 }
 
 // ---------------------------------------------------------------- ids come and go
