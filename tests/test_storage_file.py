@@ -25,10 +25,14 @@ from machine import patience
 from simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage import file, open_backend
+from mainstem.storage import open_backend
 from mainstem.storage.base import ABSENT, BackendStats
 from mainstem.storage.conformance import CASES, Case, run
-from mainstem.storage.file import GRAIN_BYTES, RECORD, FileBackend, FileSystem
+from mainstem.storage.file import FileBackend, FileSystem, backend, index
+from mainstem.storage.file.hashes import HELD_BYTES
+from mainstem.storage.file.index import RECORD
+from mainstem.storage.file.space import GRAIN_BYTES
+from mainstem.storage.file.values import READ_BYTES
 
 KEYS = [bytes([at]) * 32 for at in range(64)]
 
@@ -74,8 +78,8 @@ def store(tmp_path: Path) -> Iterator[FileBackend]:
 @pytest.fixture
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index is rewritten and the file grows every few calls."""
-    monkeypatch.setattr(file, "SLACK_RECORDS", 6)
-    monkeypatch.setattr(file, "STEP_BYTES", 4 * GRAIN_BYTES)
+    monkeypatch.setattr(index, "SLACK_RECORDS", 6)
+    monkeypatch.setattr(backend, "STEP_BYTES", 4 * GRAIN_BYTES)
 
 
 # ---------------------------------------------------------------- interface
@@ -143,7 +147,7 @@ def test_what_was_stored_is_there_after_reopening(tmp_path: Path) -> None:
 
 
 def test_files_are_for_the_owner_alone_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "SLACK_RECORDS", 8)
+    monkeypatch.setattr(index, "SLACK_RECORDS", 8)
     root = tmp_path / "store"
     store = small(FileSystem(), 8, root)
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
@@ -253,9 +257,9 @@ def test_one_batch_is_one_write_and_one_sync_of_values() -> None:
 
 def test_offsets_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value of 4.5 GiB, whose bytes are skipped everywhere, and small values after it."""
-    digest, checksum = file._hashes()
+    digest, checksum = backend.hashes()
     skipping = lambda value: bytes(16) if len(value) > 1 << 31 else digest(value)  # noqa: E731
-    monkeypatch.setattr(file, "_hashes", lambda: (skipping, checksum))
+    monkeypatch.setattr(backend, "hashes", lambda: (skipping, checksum))
 
     class Sparse(FileSystem):
         def allocate(self, fd: int, offset: int, length: int) -> None:
@@ -359,6 +363,37 @@ def test_readers_among_evictions_see_whole_values_of_their_keys() -> None:
     store.close()
 
 
+def test_close_waits_for_a_reader_and_the_reader_gets_its_value() -> None:
+    arrived, released = threading.Event(), threading.Event()
+    names: list[str] = []
+
+    def fault(number: int, name: str) -> None:
+        if name == "preadv" and closer:
+            arrived.set()
+            assert released.wait(patience(60))
+        names.append(name)
+
+    closer: list[threading.Thread] = []
+    store = small(Faulty(Disk(), fault))
+    store.put(KEYS[:1], [value_of(0, 4096)])
+    buffer = memoryview(bytearray(4096))
+    lengths: list[int] = []
+    reader = threading.Thread(target=lambda: lengths.extend(store.get(KEYS[:1], [buffer])))
+    closer.append(threading.Thread(target=store.close))
+    names.clear()
+    reader.start()
+    assert arrived.wait(patience(60))
+    closer[0].start()
+    with pytest.raises(StorageError, match="closed"):
+        while True:
+            store.exists(KEYS[:1])
+    released.set()
+    reader.join()
+    closer[0].join()
+    assert lengths == [4096] and buffer == value_of(0, 4096)
+    assert names == ["preadv", *["close"] * 4], "no file is closed during the read"
+
+
 # ---------------------------------------------------------------- damage
 
 
@@ -377,12 +412,12 @@ def test_every_flipped_bit_of_a_value_is_a_miss() -> None:
     store.close()
 
 
-@pytest.mark.parametrize("size", [file.HELD_BYTES, file.HELD_BYTES + 1, 3 * file.HELD_BYTES + 5])
+@pytest.mark.parametrize("size", [HELD_BYTES, HELD_BYTES + 1, 3 * HELD_BYTES + 5])
 def test_damage_anywhere_in_a_large_value_is_a_miss(size: int) -> None:
     """Its digest is computed in parts. It includes the first and the last byte of every part."""
     disk = Disk()
     store = small(disk, -(-size // GRAIN_BYTES))
-    edges = range(0, size, file.HELD_BYTES)
+    edges = range(0, size, HELD_BYTES)
     for at in sorted({*edges, *(edge - 1 for edge in edges if edge), size - 1}):
         store.put(KEYS[:1], [value_of(1, size)])
         assert read(store, KEYS[0]) == bytes(value_of(1, size))
@@ -980,8 +1015,8 @@ def test_an_unreadable_value_is_a_miss_but_stays() -> None:
             state.broken -= 1
             raise OSError(errno.EIO, "bad sector")
 
-    store = small(Faulty(Disk(), fault), 3 * file.READ_BYTES // GRAIN_BYTES)
-    size = file.READ_BYTES
+    store = small(Faulty(Disk(), fault), 3 * READ_BYTES // GRAIN_BYTES)
+    size = READ_BYTES
     store.put(KEYS[:2], [value_of(at, size) for at in range(2)])
     buffers = [memoryview(bytearray(size)) for _ in range(2)]
     state.broken = 1
