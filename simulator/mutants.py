@@ -373,12 +373,12 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "the index is trusted after a restart", "LMCache#562", "storage/file/index.py",
         "if self._checksum(body, _FORMAT) == checksum:", "if True:",
-        "tests/test_storage_file.py",
+        "tests/test_storage_file_damage.py",
     ),
     _mutant(
         "a value's digest is not compared", "sglang#39269", "storage/file/values.py",
         "if self._digest(piece.buffer) != piece.entry.digest", "if False",
-        "tests/test_storage_file.py",
+        "tests/test_storage_file_damage.py",
     ),
     _mutant(
         "space is returned to the disk before that is durable", "-", "storage/file/backend.py",
