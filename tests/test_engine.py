@@ -22,11 +22,12 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.keys import TokenKeys
-from mainstem.runtime.engine import Engine, EngineConfig, Stream, _sizes
+from mainstem.runtime.engine import Engine, EngineConfig, _sizes
 from mainstem.runtime.host import HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Request, SamplingParams
 from mainstem.runtime.runner import Segment
+from mainstem.runtime.stream import Stream
 from mainstem.runtime.tiers import TierConfig
 from mainstem.storage import open_backend
 

@@ -54,7 +54,8 @@ from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, Completio
 from mainstem.server.recording import Kind, RecordConfig, Recorder
 
 if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine, Stream
+    from mainstem.runtime.engine import Engine
+    from mainstem.runtime.stream import Stream
 
 log = logging.getLogger(__name__)
 

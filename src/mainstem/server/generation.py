@@ -19,7 +19,7 @@ from mainstem.server import protocol
 from mainstem.server.protocol import ApiError, ChatReply, CompletionReply
 
 if TYPE_CHECKING:
-    from mainstem.runtime.engine import Stream
+    from mainstem.runtime.stream import Stream
 
 log = logging.getLogger(__name__)
 
