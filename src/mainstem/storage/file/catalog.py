@@ -43,23 +43,27 @@ class Catalog:
             if entry.length > 0 <= entry.offset and entry.end <= total:
                 self._entries[key] = entry
         end = 0
-        for key, entry in self._settle_overlaps():
+        for key in self._settle_overlaps():
+            entry = self._entries[key]
             self._space.free(end, entry.offset)
             self._owner[entry.offset] = key
             end = entry.end
         self._space.free(end, total)
 
-    def _settle_overlaps(self) -> list[tuple[bytes, Entry]]:
-        """Keeps the later of two values in one place (the earlier one was evicted). Returns all by their places."""
-        kept: list[tuple[int, bytes, Entry]] = []
-        for rank, (key, entry) in sorted(enumerate(self._entries.items()), key=lambda item: item[1][1].offset):
-            if kept and entry.offset < kept[-1][2].end:
+    def _settle_overlaps(self) -> list[bytes]:
+        """Keeps the later of two values in one place (the earlier one was evicted). Returns all keys by place."""
+        kept: list[tuple[int, bytes]] = []
+        end = 0
+        for rank, key in sorted(enumerate(self._entries), key=lambda item: self._entries[item[1]].offset):
+            entry = self._entries[key]
+            if entry.offset < end:
                 if rank < kept[-1][0]:
                     del self._entries[key]
                     continue
                 del self._entries[kept.pop()[1]]
-            kept.append((rank, key, entry))
-        return [(key, entry) for _, key, entry in kept]
+            kept.append((rank, key))
+            end = entry.end
+        return [key for _, key in kept]
 
     # ------------------------------------------------------------ looking up
 
