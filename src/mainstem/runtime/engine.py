@@ -157,30 +157,20 @@ class EngineStats:
 
     Args:
         running, waiting: requests.
-        requests: accepted since the start.
-        prompt_tokens, cached_tokens: of the requests admitted; found in the cache.
-        host_tokens, storage_tokens: cached tokens that were on the host; in storage.
-        generated_tokens: sampled.
-        preemptions: times a running request was preempted to free its pages.
-        cache: statistics of the cache.
+        adapters: loaded adapters.
+        totals: of the scheduler, since the start.
+        cache: counts of the cache.
         tiers: of the host tier and storage.
         vision: of the embeddings of images, if the model takes images.
-        adapters: loaded adapters.
     """
 
     running: int
     waiting: int
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
+    adapters: int
+    totals: scheduler.Totals
     cache: CacheStats
-    host_tokens: int = 0
-    storage_tokens: int = 0
     tiers: TierStats | None = None
     vision: VisionStats | None = None
-    adapters: int = 0
 
 
 class Engine:
@@ -575,21 +565,14 @@ class Engine:
             self._changed.notify_all()
 
     def _count(self) -> EngineStats:
-        totals = self._scheduler.totals
         return EngineStats(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
-            requests=totals.requests,
-            prompt_tokens=totals.prompt_tokens,
-            cached_tokens=totals.cached_tokens,
-            generated_tokens=totals.generated_tokens,
-            preemptions=totals.preemptions,
+            adapters=len(self._model.adapters.names),
+            totals=replace(self._scheduler.totals),
             cache=self._cache.stats(),
-            host_tokens=totals.host_tokens,
-            storage_tokens=totals.storage_tokens,
             tiers=None if self._tiers is None else self._tiers.stats(),
             vision=None if self.vision is None else self.vision.stats(),
-            adapters=len(self._model.adapters.names),
         )
 
 

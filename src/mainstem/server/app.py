@@ -512,7 +512,8 @@ class _Service:
     async def _stats(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         stats = await anyio.to_thread.run_sync(self._engine.stats)
-        return Response(msgspec.json.encode(stats), media_type="application/json")
+        body = msgspec.json.encode(stats, enc_hook=lambda counters: counters.as_dict())  # those of the core
+        return Response(body, media_type="application/json")
 
     async def _tree(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
