@@ -69,10 +69,11 @@ def parts(kind: Any) -> dict[str, Any]:
 
 def present(kind: Any) -> Any:
     """Returns the type without None."""
-    return next((one for one in get_args(kind) if one is not NoneType), kind) if NoneType in get_args(kind) else kind
+    return next(one for one in get_args(kind) if one is not NoneType) if NoneType in get_args(kind) else kind
 
 
 def numbers(kind: Any, path: str) -> Iterator[str]:
+    """Yields the path of every number in statistics of this type."""
     kind = present(kind)
     if kind in (int, float, bool):
         yield path

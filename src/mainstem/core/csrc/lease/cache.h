@@ -14,6 +14,7 @@
 
 #include "lease/holding.h"
 #include "lease/pool.h"
+#include "structure/counters.h"
 #include "tree/tree.h"
 
 namespace mainstem {
