@@ -128,7 +128,7 @@ class World {
         take(tree_.evict(1000000, c, tier), tier);
     compare();
     expect_equal(tree_.size(), 0, "nodes left");
-    expect_equal(tree_.namespace_count(), 0, "namespaces left");
+    expect_equal(tree_.stats().namespaces, 0, "namespaces left");
   }
 
  private:
