@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.runtime.engine import Engine, Stream
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Request, SamplingParams
+from mainstem.runtime.stream import Stream
 
 
 class Prompts:

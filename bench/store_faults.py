@@ -225,7 +225,7 @@ def _series(settings: Settings, loaded: LoadedModel, name: str, run: _Run, seed:
             run.times[_kind(at, settings.documents)].append(pair if at % 2 else pair[::-1])
         stats = engine.stats()
         assert stats.tiers is not None
-        run.stored_tokens += stats.storage_tokens
+        run.stored_tokens += stats.totals.storage_tokens
         run.faults.update(stats.tiers.faults)
         Faulty.ended.set()  # so that the engine need not wait for blocked calls
 

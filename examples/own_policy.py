@@ -25,8 +25,8 @@ def hit_rate(policy: str | mainstem.Policy) -> float:
         with cache.lease(prompt) as lease:
             lease.reserve(len(prompt) - lease.hit)
             lease.finish()
-    stats = cache.stats()
-    return stats.hit / stats.queried
+    leases = cache.stats().leases
+    return leases.hit / leases.queried
 
 
 for policy in ("lru", "lfu", DeepStays()):

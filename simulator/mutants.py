@@ -371,19 +371,19 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- the file store
     _mutant(
-        "the index is trusted after a restart", "LMCache#562", "storage/file.py",
+        "the index is trusted after a restart", "LMCache#562", "storage/file/index.py",
         "if self._checksum(body, _FORMAT) == checksum:", "if True:",
-        "tests/test_storage_file.py",
+        "tests/test_storage_file_damage.py",
     ),
     _mutant(
-        "a value's digest is not compared", "sglang#39269", "storage/file.py",
-        "if self._digest(buffer) != entry.digest:", "if False:",
-        "tests/test_storage_file.py",
+        "a value's digest is not compared", "sglang#39269", "storage/file/values.py",
+        "if self._digest(piece.buffer) != piece.entry.digest", "if False",
+        "tests/test_storage_file_damage.py",
     ),
     _mutant(
-        "space is returned to the disk before that is durable", "-", "storage/file.py",
-        '        if self._sync:\n            self._io.fdatasync(self._fds["values"])\n        with self._lock:  #',
-        "        with self._lock:  #",
+        "space is returned to the disk before that is durable", "-", "storage/file/backend.py",
+        '        if self._sync:\n            self._folder.sync("values")\n        self._catalog.shrink(cut)',
+        "        self._catalog.shrink(cut)",
         "tests/test_storage_file_crash.py",
     ),
 )

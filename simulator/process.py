@@ -226,10 +226,9 @@ class Process:
 
     def add_counts(self) -> None:
         """Adds its counters to those of the world."""
-        seen, stats = self.world.seen, self.cache.stats()
+        seen = self.world.seen
         seen.update(self.tiers.counts)
-        seen.update({"hit": stats.hit, "host_hit": stats.host_hit, "partial_hit": stats.partial_hit})
-        seen.update({"checkpoints": stats.checkpoints, "checkpoints_missed": stats.checkpoints_missed})
+        seen.update(self.cache.stats().leases.as_dict())
         if self.store is not None:
             seen.update({f"counted: {cause}": n for cause, n in self.store.faults.items()})
             seen["breaker openings"] += self.store.breaker.openings
@@ -262,7 +261,7 @@ class Process:
             self._fail_and_recover()
         stats = self.cache.stats()
         private = sum(pool.private for pool in stats.pools.values())
-        require(stats.leases == 0 and private == 0, "a page or lease is held after the end", stats)
+        require(stats.leases.open == 0 and private == 0, "a page or lease is held after the end", stats)
         require(not any(pool.locked for pool in stats.pools.values()), "a page is locked after the end", stats)
         self.cache.flush()
         for pool in (*self.pools(_DEVICE), *self.pools(_HOST)):

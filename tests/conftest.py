@@ -46,3 +46,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the file store rewrite its index and grow its file every few calls."""
+    from mainstem.storage.file import backend, index
+    from mainstem.storage.file.space import GRAIN_BYTES
+
+    monkeypatch.setattr(index, "SLACK_RECORDS", 6)
+    monkeypatch.setattr(backend, "STEP_BYTES", 4 * GRAIN_BYTES)

@@ -10,16 +10,18 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 
-from mainstem.cache import PoolStats
+from mainstem.cache import CacheStats, PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.runtime.request import Completion, Delta, Request, SamplingParams, TokenLogprob, Usage
+from mainstem.runtime.scheduler import Totals
 from mainstem.runtime.vision import VisionStats
 from mainstem.tiers.controller import TierStats
 
@@ -56,37 +58,28 @@ class FakeConfig:
     tiers: None = None
 
 
-@dataclass(frozen=True)
-class FakeCacheStats:
-    total_pages: int = 100
-    free_pages: int = 60
-    cached_pages: int = 30
-    private_pages: int = 10
-    evicted_pages: int = 7
-    queried: int = 0
-    hit: int = 0
-    checkpoints: int = 5
-    checkpoints_missed: int = 2
-    pools: Mapping[str, PoolStats] = field(
-        default_factory=lambda: {"full": PoolStats(100, 60, 30, 10, 8), "state": PoolStats(9, 2, 4, 3, 1)}
-    )
+class FakeCounters(SimpleNamespace):
+    """Counters as the core returns them, with the values that a test wants."""
+
+    def as_dict(self) -> dict[str, int]:
+        return vars(self)
+
+
+def cache_stats(queried: int, hit: int) -> CacheStats:
+    leases: Any = FakeCounters(queried=queried, hit=hit, checkpoints=5, checkpoints_missed=2)
+    tree: Any = FakeCounters(evicted_pages=7)
+    return CacheStats(leases, tree, {"full": PoolStats(100, 60, 30, 10, 8), "state": PoolStats(9, 2, 4, 3, 1)})
 
 
 @dataclass(frozen=True)
 class FakeStats:
-    running: int = 0
-    waiting: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    host_tokens: int = 0
-    storage_tokens: int = 0
+    running: int
+    waiting: int
+    adapters: int
+    totals: Totals
+    cache: CacheStats
     tiers: TierStats | None = None
-    generated_tokens: int = 0
-    preemptions: int = 0
-    cache: FakeCacheStats = field(default_factory=FakeCacheStats)
     vision: VisionStats | None = None
-    adapters: int = 0
 
 
 class FakeStream:
@@ -221,12 +214,11 @@ class FakeEngine:
         hit = sum(stream._cached for stream in ended)
         return FakeStats(
             running=len(self.running()),
-            requests=len(self.streams),
-            prompt_tokens=asked,
-            cached_tokens=hit,
-            vision=self.images,
+            waiting=0,
             adapters=len(self.adapters),
-            cache=FakeCacheStats(queried=asked, hit=hit),
+            totals=Totals(requests=len(self.streams), prompt_tokens=asked, cached_tokens=hit),
+            cache=cache_stats(asked, hit),
+            vision=self.images,
         )
 
     def flush(self) -> int:

@@ -318,7 +318,7 @@ class Rig:
         self.settle()
         stats, tree = self.tiers.stats(), self.cache.tree
         assert stats.host_private == stats.under_way == stats.queued == 0
-        assert self.cache.stats().private_pages == self.cache.stats().leases == 0
+        assert self.cache.stats().pool.private == self.cache.stats().leases.open == 0
         assert tree.core.counts(0, 0)[1:] == tree.core.counts(0, 1)[1:] == (0, 0), "locked, or in flight"
         self.cache.flush()
         assert (self.tiers.stats().host_free, self.cache.pool.free) == (self.memory.pages, self.cache.pool.total)

@@ -479,7 +479,7 @@ def test_the_cache_routes() -> None:
     server = client()
     complete(server)
     assert server.get("/v1/cache/tree").text == "None: 1 prompts\n"
-    assert server.get("/v1/cache/stats").json()["cache"]["cached_pages"] == 30
+    assert server.get("/v1/cache/stats").json()["cache"]["pools"]["full"]["cached"] == 30
     pages = len(PROMPT) // 16
     assert server.post("/v1/cache/flush").json() == {"freed_pages": pages, "freed_tokens": pages * 16}
     assert server.post("/v1/cache/flush").json() == {"freed_pages": 0, "freed_tokens": 0}
@@ -710,7 +710,7 @@ def test_the_server_over_the_real_engine(smollm2: Any) -> None:
 
         metrics = server.get("/metrics").text
         assert 'mainstem_requests_total{outcome="' in metrics
-        assert server.get("/v1/cache/stats").json()["cached_tokens"] >= cached
+        assert server.get("/v1/cache/stats").json()["totals"]["cached_tokens"] >= cached
         assert server.get("/v1/cache/tree").text.strip()
         freed = server.post("/v1/cache/flush").json()
         assert freed["freed_pages"] > 0

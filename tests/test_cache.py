@@ -184,7 +184,7 @@ def test_without_a_page_for_the_tail_the_hit_ends_at_the_page_boundary() -> None
     first.finish()
     second.abort()
     assert owners(cache) == (0, 2, 0)
-    assert (cache.stats().partial_missed, cache.stats().locked_pages) == (1, 0)
+    assert (cache.stats().leases.partial_missed, cache.stats().pool.locked) == (1, 0)
 
 
 def test_the_page_that_is_copied_is_not_evicted_for_its_copy() -> None:
@@ -194,7 +194,7 @@ def test_the_page_that_is_copied_is_not_evicted_for_its_copy() -> None:
     assert (lease.hit, copies.done) == (0, [])
     lease.abort()
     assert owners(cache) == (0, 1, 0)
-    assert cache.stats().locked_pages == 0
+    assert cache.stats().pool.locked == 0
 
 
 def test_another_page_is_evicted_for_the_copy() -> None:
@@ -584,7 +584,7 @@ def test_a_dropped_lease_is_reclaimed_when_pages_are_short() -> None:
     with pytest.warns(ResourceWarning):
         del dropped
     waiting.reserve(16)
-    assert cache.stats().private_pages == 4
+    assert cache.stats().pool.private == 4
     waiting.abort()
 
 
@@ -606,7 +606,7 @@ def test_a_policy_that_fails_while_a_page_is_copied_leaves_no_lock() -> None:
     with pytest.raises(BadArgument):
         cache.lease([0, 1, 2, 3, 4, 5, 99, 98])
     policy.good = True
-    assert cache.stats().locked_pages == 0
+    assert cache.stats().pool.locked == 0
     assert cache.flush() == 4
 
 
@@ -620,7 +620,7 @@ def test_an_error_of_the_copy_itself_is_never_taken_for_a_want_of_pages() -> Non
         lease.finish()
     with pytest.raises(OutOfPages):
         cache.lease([0, 1, 2, 3, 4, 9, 9])
-    assert (cache.stats().partial_missed, cache.stats().locked_pages, cache.pool.private) == (0, 0, 0)
+    assert (cache.stats().leases.partial_missed, cache.stats().pool.locked, cache.pool.private) == (0, 0, 0)
 
 
 def test_the_source_of_a_copy_stays_while_it_is_copied() -> None:
@@ -679,7 +679,7 @@ def test_a_copy_can_be_begun_once_and_ends_with_the_lease() -> None:
     assert (positions, cache.pool.owner(source), cache.pool.owner(target)) == (2, "cached", "private")
     assert lease.begin_copy() is None
     lease.abort()
-    assert cache.stats().locked_pages == cache.stats().private_pages == 0
+    assert cache.stats().pool.locked == cache.stats().pool.private == 0
     failed = Lease(cache._core, b"", prompt, 0, None, True)
     assert failed.begin_copy() is not None
     failed.end_copy(False)
@@ -689,7 +689,7 @@ def test_a_copy_can_be_begun_once_and_ends_with_the_lease() -> None:
     assert dropped.begin_copy() is not None
     with pytest.warns(ResourceWarning):
         del dropped
-    assert cache.stats().locked_pages == cache.stats().private_pages == 0
+    assert cache.stats().pool.locked == cache.stats().pool.private == 0
     owners(cache)
 
 
@@ -712,7 +712,7 @@ def test_a_policy_that_raises_while_a_page_is_made_for_a_copy_leaves_no_lease() 
     serve(cache, list(range(50, 62)))
     with pytest.raises(OSError, match="no rank") as kept:
         cache.lease([*range(6), 90, 91, 92])
-    assert kept.value and cache.stats().leases == cache.stats().locked_pages == 0
+    assert kept.value and cache.stats().leases.open == cache.stats().pool.locked == 0
 
 
 def test_a_policy_may_refer_to_its_cache_and_both_are_collected() -> None:
@@ -745,7 +745,7 @@ def test_duplicate_pages_are_counted() -> None:
         lease.reserve(12)
         lease.publish(12)
         lease.finish()
-    assert cache.stats().duplicate_pages == 3
+    assert cache.stats().leases.duplicate_pages == 3
     owners(cache)
 
 
@@ -816,7 +816,7 @@ def test_a_lease_without_reuse_finds_nothing_and_publishes() -> None:
         lease.publish(6)
         assert lease.page_table.tolist()[:2] != own[:2], "the tree's pages replace the duplicates"
     assert cache.peek([1, 2, 3, 4, 5, 6, 7]) == 6
-    assert (cache.stats().hit, cache.stats().duplicate_pages) == (0, 2)
+    assert (cache.stats().leases.hit, cache.stats().leases.duplicate_pages) == (0, 2)
     cache.check()
 
 

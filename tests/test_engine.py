@@ -22,11 +22,12 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.keys import TokenKeys
-from mainstem.runtime.engine import Engine, EngineConfig, Stream, _sizes
+from mainstem.runtime.engine import Engine, EngineConfig, _sizes
 from mainstem.runtime.host import HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Request, SamplingParams
 from mainstem.runtime.runner import Segment
+from mainstem.runtime.stream import Stream
 from mainstem.runtime.tiers import TierConfig
 from mainstem.storage import open_backend
 
@@ -206,10 +207,10 @@ def test_many_threads_submit_cancel_flush_and_read_at_once(rig: Callable[..., Ri
         thread.join(WAIT_S)
     assert not failures
     stats = made.engine.stats()
-    assert (stats.running, stats.waiting, stats.requests) == (0, 0, 96)
-    assert stats.cached_tokens > 0
+    assert (stats.running, stats.waiting, stats.totals.requests) == (0, 0, 96)
+    assert stats.totals.cached_tokens > 0
     made.engine.flush()
-    assert made.engine.stats().cache.free_pages == 24
+    assert made.engine.stats().cache.pool.free == 24
     assert len(made.gate.threads) == 1 and threading.get_ident() not in made.gate.threads
 
 
@@ -228,7 +229,7 @@ def test_generate_runs_nothing_if_one_prompt_can_not_run(rig: Callable[..., Rig]
         made.engine.generate([[1, 2], [1] * 300], SamplingParams(max_tokens=4))
     with pytest.raises(BadTokens):
         made.engine.generate([[1, 2], [VOCAB]], SamplingParams(max_tokens=4))
-    assert made.engine.stats().requests == 0
+    assert made.engine.stats().totals.requests == 0
 
 
 def test_generate_gives_up_its_own_when_others_fill_the_queue(rig: Callable[..., Rig]) -> None:
@@ -269,11 +270,12 @@ def test_stats_flush_and_tree_describe_the_cache(rig: Callable[..., Rig]) -> Non
     made.submit(1, 16, max_tokens=1).result(WAIT_S)
     made.submit(1, 16, max_tokens=1).result(WAIT_S)
     stats = made.engine.stats()
-    assert (stats.requests, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (2, 32, 15, 2)
-    assert (stats.running, stats.waiting, stats.preemptions, stats.cache.cached_pages) == (0, 0, 0, 4)
+    totals = stats.totals
+    assert (totals.requests, totals.prompt_tokens, totals.cached_tokens, totals.generated_tokens) == (2, 32, 15, 2)
+    assert (stats.running, stats.waiting, totals.preemptions, stats.cache.pool.cached) == (0, 0, 0, 4)
     assert made.engine.tree()
     assert made.engine.flush() == 4
-    assert made.engine.stats().cache.cached_pages == 0
+    assert made.engine.stats().cache.pool.cached == 0
     assert made.engine.flush() == 0
 
 
@@ -283,7 +285,7 @@ def test_stats_know_of_a_flush_as_soon_as_it_returns(rig: Callable[..., Rig]) ->
     step, go_on = made.engine._scheduler.step, threading.Event()
     made.engine._scheduler.step = lambda: step() if go_on.wait(WAIT_S) else []  # type: ignore[method-assign]
     assert made.engine.flush() == 4
-    assert made.engine.stats().cache.cached_pages == 0
+    assert made.engine.stats().cache.pool.cached == 0
     go_on.set()
 
 
@@ -381,7 +383,7 @@ def test_what_can_not_run_is_refused_in_the_callers_thread(rig: Callable[..., Ri
         made.submit(length=250, max_tokens=7)
     with pytest.raises(BadTokens):
         made.engine.submit(Request(np.array([1, VOCAB]), SamplingParams(max_tokens=2)))
-    assert made.engine.stats().requests == 0
+    assert made.engine.stats().totals.requests == 0
 
 
 def test_a_prompt_is_encoded_once_from_submit_to_its_end(
@@ -426,7 +428,7 @@ def test_a_request_is_cancelled_from_outside_running_or_waiting(rig: Callable[..
     assert running.result(WAIT_S).finish_reason == waiting.result(WAIT_S).finish_reason == "cancelled"
     assert other.result(WAIT_S).tokens == complete(request(3))[0]
     running.cancel()
-    assert made.engine.stats().cache.private_pages == 0
+    assert made.engine.stats().cache.pool.private == 0
 
 
 def test_a_failed_forward_ends_its_requests_and_the_engine_goes_on(rig: Callable[..., Rig]) -> None:
@@ -479,7 +481,7 @@ def test_a_crash_of_the_loop_reaches_every_stream_and_every_later_call(rig: Call
         with pytest.raises(EngineClosed, match="the loop itself"):
             call()
     assert made.engine.drain(WAIT_S)
-    assert made.engine.stats().requests == 3
+    assert made.engine.stats().totals.requests == 3
     made.engine.close()
 
 
@@ -520,7 +522,7 @@ def test_closing_cancels_what_runs_and_what_waits(rig: Callable[..., Rig]) -> No
     made.engine.close()
     assert [s.result(0).finish_reason for s in streams] == ["cancelled"] * 3
     assert not made.engine._thread.is_alive()
-    assert made.engine.stats().cache.private_pages == 0
+    assert made.engine.stats().cache.pool.private == 0
     for call in (made.submit, made.engine.flush, made.engine.tree):
         with pytest.raises(EngineClosed, match="closed"):
             call()

@@ -87,7 +87,7 @@ def test_what_was_evicted_comes_back_from_the_host_and_gives_the_same_answers(fa
         answer(made, family, [0, 0, 1, 1, 2, 2, 3, 3])  # pages that were hit are backed up, by any policy
         again = answer(made, family)
         assert any(completion.usage.host_tokens >= SHARED for completion in again)
-        assert made.stats().cache.evicted_pages > 0
+        assert made.stats().cache.tree.evicted_pages > 0
         assert loads(made)[0] > 0 and loads(made)[1] == 0
 
 

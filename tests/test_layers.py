@@ -1,14 +1,16 @@
 """The layers of docs/design.md, section 1: a lower layer never imports a higher one, not even lazily or for typing.
 
-The folders of the core are layers, too; its classes, functions and files stay small.
+The folders of the core are layers, too. Functions and files stay small, in Python and in the core, and its classes.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,42 @@ def test_importing_mainstem_needs_numpy_only() -> None:
     assert result.returncode == 0, result.stderr
 
 
+# ---------------------------------------------------------------- sizes
+
+FILE_LINES, FUNCTION_LINES = 800, 60
+TOO_LONG = {"cli.py", "tiers/controller.py"}
+"""Files that are still longer, or have such a function."""
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_files_and_functions_of_the_package_fit_a_screen(module: Path) -> None:
+    path = module.with_suffix(".py")
+    text = (PACKAGE / path).read_text()
+    too_long = [f"the file: {lines}"] if (lines := len(text.splitlines())) > FILE_LINES else []
+    code = code_lines(text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            count = len(code & set(range(node.lineno, node.end_lineno + 1)))
+            too_long += [f"{node.name}: {count}"] if count > FUNCTION_LINES else []
+    if str(path) in TOO_LONG:
+        assert too_long, f"{path} is short enough: remove it from TOO_LONG"
+    else:
+        assert not too_long, f"{path} has too many lines: {', '.join(too_long)}"
+
+
+def code_lines(text: str) -> set[int]:
+    """Returns the numbers of the lines that have more than blanks, comments and docstrings."""
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in blank:
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code.difference_update(range(node.lineno, node.value.end_lineno + 1))
+    return code
+
+
 # ---------------------------------------------------------------- the rooms of the core
 
 CSRC = PACKAGE / "core" / "csrc"
@@ -112,14 +150,14 @@ def test_a_room_includes_only_those_below_it(source: Path) -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_files_and_functions_of_the_core_fit_a_screen(source: Path) -> None:
     lines = source.read_text().splitlines()
-    assert len(lines) <= 800, f"{source} has {len(lines)} lines"
+    assert len(lines) <= FILE_LINES, f"{source} has {len(lines)} lines"
     begin = None
     for number, line in enumerate(lines):
         if re.match(r"[A-Za-z\[].*\(.*", line) and not line.startswith(TABLES):
             begin = number
         if line == "}" and begin is not None:
             code = [text for text in lines[begin:number] if text.strip() and not text.strip().startswith("//")]
-            assert len(code) <= 60, f"{source}:{begin + 1}: a function of {len(code)} lines"
+            assert len(code) <= FUNCTION_LINES, f"{source}:{begin + 1}: a function of {len(code)} lines"
             begin = None
 
 

@@ -239,12 +239,12 @@ class World:
         return slot
 
     def publish(self, run: Run, upto: int) -> None:
-        duplicates = self.cache.stats().duplicate_pages
+        duplicates = self.cache.stats().leases.duplicate_pages
         run.real.publish(upto)
         twice, too_many = self.model.publish(run.model, upto)
         self.settle({"state": too_many})
         assert run.real.published == run.model.published
-        assert self.cache.stats().duplicate_pages == duplicates + twice
+        assert self.cache.stats().leases.duplicate_pages == duplicates + twice
 
     def append(self, run: Run, tokens: list[int]) -> None:
         run.real.append(tokens)
@@ -623,7 +623,7 @@ def test_a_later_checkpoint_replaces_one_that_was_not_published() -> None:
         assert world.checkpoint(run)
     assert world.cache.pools["state"].private == 2
     world.finish(run, 4)
-    assert world.cache.stats().checkpoints == 1
+    assert world.cache.stats().leases.checkpoints == 1
     assert serve(world, [1, 2, 3, 4, 5]) == (4, 4)
     world.end()
 
@@ -636,7 +636,7 @@ def test_a_checkpoint_without_room_evicts_no_other_state() -> None:
     world.reserve(run, 3)
     world.compute(run, 2)
     assert not world.checkpoint(run, room=False)
-    assert world.cache.stats().checkpoints_missed == 1
+    assert world.cache.stats().leases.checkpoints_missed == 1
     assert len(world.model.held["state"]) == 1
     assert world.checkpoint(run)
     world.publish(run, 2)
@@ -652,7 +652,7 @@ def test_a_lease_without_a_slot_leaves_nothing_locked() -> None:
     assert first is not None
     with pytest.raises(OutOfPages, match="state slots"):
         world.cache.lease([1, 2, 3])
-    assert world.cache.stats().leases == 1
+    assert world.cache.stats().leases.open == 1
     world.verify()
     world.abort(first)
     world.end()
@@ -667,7 +667,7 @@ def test_a_tombstone_keeps_its_kv_and_is_filled_again(row: str) -> None:
     world.evict(row, 99)
     assert len(world.model.held["full"]) == 4
     assert serve(world, prompt, *marks) == (0, 8)
-    assert world.cache.stats().duplicate_pages == 4
+    assert world.cache.stats().leases.duplicate_pages == 4
     assert serve(world, prompt, *marks[1:]) == (8, 8)
     world.end()
 
@@ -781,7 +781,7 @@ def test_a_copy_that_fails_changes_nothing() -> None:
         cache.lease([1, 2, 4])
     cache.check()
     stats = cache.stats()
-    assert (stats.leases, stats.locked_pages, stats.pools["state"].private) == (0, 0, 0)
+    assert (stats.leases.open, stats.pool.locked, stats.pools["state"].private) == (0, 0, 0)
     cache.flush()
     assert all(pool.free == pool.total for pool in cache.pools.values())
 
@@ -877,7 +877,7 @@ def test_a_long_answer_leaves_few_nodes_before_its_window(sizes: dict[Component,
             lease.publish(end)
             lease.append([end % 7])
             lease.reserve(1)
-        assert cache.stats().nodes <= 8 + 4
+        assert cache.stats().tree.nodes <= 8 + 4
         lease.finish(600)
     cache.check()
     tokens = [1, *(end % 7 for end in range(1, 601))]

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from mainstem.runtime.engine import EngineStats
 from mainstem.runtime.request import Delta, Usage
 from mainstem.runtime.vision import VisionStats
 from mainstem.server.app import create_app
-from mainstem.server.metrics import OUTCOMES, Metrics
+from mainstem.server.metrics import OUTCOMES, TABLE, Metrics
+from mainstem.server.recording import RecordStats
 
 USAGE = Usage(10, 4, 3, 0.0, 0.2, 0.7)
+READ = {"engine": EngineStats, "recorder": RecordStats}
+NOT_EXPORTED = {
+    "engine.totals": {"requests", "cached_tokens", "computed_tokens", "errors"},
+    "engine.cache.leases": {"open", "partial_hit", "partial_missed", "duplicate_pages", "host_hit"},
+    "engine.cache.tree": {
+        "match_calls", "queried_symbols", "hit_symbols", "insert_calls", "inserted_pages", "splits",
+        "cached_pages", "locked_pages", "evictable_pages", "in_flight_pages", "nodes", "namespaces",
+    },
+    "engine.tiers": {"host_total", "prefetches", "prefetch_skipped", "breaker_openings", "under_way"},
+    "engine.vision": {"images"},
+}  # fmt: skip
+"""Numbers that `/metrics` does not show as they are; a counter that is added is exported or named here."""
 
 
 class Clock:
@@ -36,6 +55,122 @@ def samples(text: bytes | str) -> dict[str, float]:
             labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found
+
+
+def parts(kind: Any) -> dict[str, Any]:
+    """Returns the types of what statistics of this type consist of; `*` stands for the keys of a mapping."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return {field.name: hints[field.name] for field in fields(kind)}
+    if get_args(kind):
+        return {"*": get_args(kind)[1]}
+    return {name: int for name, member in vars(kind).items() if isinstance(member, property)}  # counters of the core
+
+
+def present(kind: Any) -> Any:
+    """Returns the type without None."""
+    return next(one for one in get_args(kind) if one is not NoneType) if NoneType in get_args(kind) else kind
+
+
+def numbers(kind: Any, path: str) -> Iterator[str]:
+    """Yields the path of every number in statistics of this type."""
+    kind = present(kind)
+    if kind in (int, float, bool):
+        yield path
+    else:
+        for name, part in parts(kind).items():
+            yield from numbers(part, f"{path}.{name}")
+
+
+def filled(kind: Any, count: Iterator[int]) -> Any:
+    """Returns statistics of this type, complete, in which every number is another."""
+    kind = present(kind)
+    if kind in (int, float, bool):
+        return kind(next(count))
+    if get_args(kind):
+        return {key: filled(parts(kind)["*"], count) for key in ("first", "second")}
+    made = kind if is_dataclass(kind) else SimpleNamespace
+    return made(**{name: filled(part, count) for name, part in parts(kind).items()})
+
+
+def everything() -> tuple[EngineStats, RecordStats, dict[str, float]]:
+    """Returns full statistics, and the metrics that show them."""
+    count = itertools.count(100)
+    engine, recorder = filled(EngineStats, count), filled(RecordStats, count)
+    return engine, recorder, samples(exposition(engine, recorder))
+
+
+def exposition(engine: EngineStats, recorder: RecordStats) -> str:
+    made: Any = SimpleNamespace(stats=lambda: engine)
+    record: Any = SimpleNamespace(stats=lambda: recorder)
+    return Metrics(made, recorder=record).exposition().decode()
+
+
+def test_every_number_is_exported_or_named_as_one_that_is_not() -> None:
+    exported = [f"{part}.{path}" for part, rows in TABLE.items() for row in rows for path in row.paths.values()]
+    kept = [f"{part}.{name}" for part, names in NOT_EXPORTED.items() for name in names]
+    counted = [path for name, kind in READ.items() for path in numbers(kind, name)]
+    derived = {
+        "engine.totals.device_tokens",
+        *(f"engine.cache.pool.{owner}" for owner in ("free", "cached", "private")),
+    }
+    assert sorted(counted) == sorted({*exported, *kept} - derived)
+    assert len(set(exported)) == len(exported) and not set(exported) & set(kept)
+
+
+def test_the_documentation_lists_every_metric() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    listed = re.findall(r"^\| `(mainstem_\w+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    engine, recorder, _ = everything()
+    found = []
+    for family in text_string_to_metric_families(exposition(engine, recorder)):
+        if family.name.endswith("_created"):
+            continue
+        name = family.name + "_total" * (family.type == "counter")
+        labels = sorted({f"`{label}`" for sample in family.samples for label in sample.labels} - {"`le`"})
+        found.append((name, ", ".join(labels), family.documentation))
+    assert sorted((name, ", ".join(sorted(labels.split(", "))), text) for name, labels, text in listed) == sorted(found)
+
+
+def test_the_tiers_and_the_recorder_are_counted() -> None:
+    engine, recorder, values = everything()
+    tiers = engine.tiers
+    assert tiers is not None
+    expected = {
+        "mainstem_host_pages{owner=free}": tiers.host_free,
+        "mainstem_host_pages{owner=cached}": tiers.host_cached,
+        "mainstem_host_pages{owner=private}": tiers.host_private,
+        "mainstem_moved_pages_total{from=device,to=host}": tiers.backed_up,
+        "mainstem_moved_pages_total{from=host,to=device}": tiers.loaded,
+        "mainstem_moved_pages_total{from=storage,to=host}": tiers.prefetched,
+        "mainstem_moved_pages_total{from=host,to=storage}": tiers.stored,
+        "mainstem_dropped_pages_total{reason=backup_failed}": tiers.backup_failed,
+        "mainstem_dropped_pages_total{reason=backup_skipped}": tiers.backup_skipped,
+        "mainstem_dropped_pages_total{reason=load_failed}": tiers.load_failed,
+        "mainstem_dropped_pages_total{reason=load_skipped}": tiers.load_skipped,
+        "mainstem_dropped_pages_total{reason=prefetch_dropped}": tiers.prefetch_dropped,
+        "mainstem_dropped_pages_total{reason=write_dropped}": tiers.write_dropped,
+        "mainstem_late_pages_total{cause=first}": tiers.late["first"],
+        "mainstem_late_pages_total{cause=second}": tiers.late["second"],
+        "mainstem_storage_faults_total{cause=first}": tiers.faults["first"],
+        "mainstem_storage_faults_total{cause=second}": tiers.faults["second"],
+        "mainstem_storage_queued_pages": tiers.queued,
+        "mainstem_storage_breaker_open": 1,
+        "mainstem_recorded_requests_total{outcome=written}": recorder.written,
+        "mainstem_recorded_requests_total{outcome=dropped}": recorder.dropped,
+        "mainstem_recorded_requests_total{outcome=failed}": recorder.failed,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_cached_tokens_are_counted_where_they_were() -> None:
+    engine, _, values = everything()
+    totals = engine.totals
+    assert {tier: values[f"mainstem_cached_tokens_total{{tier={tier}}}"] for tier in ("device", "host", "storage")} == {
+        "device": totals.cached_tokens - totals.host_tokens - totals.storage_tokens,
+        "host": totals.host_tokens,
+        "storage": totals.storage_tokens,
+    }
 
 
 def test_the_engine_is_read_when_scraped() -> None:

@@ -15,7 +15,7 @@ import mainstem
 PUBLIC = [
     "BackendUnavailable", "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Chunked", "Component", "Coordinate",
     "CorruptTree", "Full", "HashKeys", "HostTier", "Identity", "Image", "Inserted", "KeyKind", "Lease",
-    "LeaseClosed", "Load", "MainstemError", "Match", "Namespace", "NodeStats", "NodeView", "NotLocked",
+    "LeaseClosed", "LeaseCounters", "Load", "MainstemError", "Match", "Namespace", "NodeStats", "NodeView", "NotLocked",
     "OutOfPages", "Policy", "Pool", "PoolStats", "Prefetch", "PrefixCache", "Sealer", "Size", "Spliced", "StaleHandle",
     "State", "StorageConfig", "StorageError", "Store", "Text", "TierStats", "Tiers", "TokenKeys", "Tree", "TreeStats",
     "TypedKeys", "Window", "WrongOwner", "__version__", "hash_blocks",

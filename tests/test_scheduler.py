@@ -303,7 +303,7 @@ def test_each_page_is_published_as_it_fills_and_all_become_one_node() -> None:
     while bench.scheduler.busy:
         bench.step()
     assert bench.cache.peek([*all_tokens, 0]) == 28  # 31 positions were computed: seven whole pages
-    assert bench.cache.stats().nodes == 1
+    assert bench.cache.stats().tree.nodes == 1
 
 
 def test_nothing_is_waited_for_that_would_not_come() -> None:
@@ -678,7 +678,7 @@ def test_a_request_that_waits_for_pages_asks_once_and_counts_once() -> None:
     assert bench.cache.tree.stats().match_calls <= matches + 2
     while bench.scheduler.busy:
         bench.step()
-    stats = bench.cache.stats()
-    assert stats.queried == 48 == bench.scheduler.totals.prompt_tokens
-    assert stats.hit == bench.scheduler.totals.cached_tokens
+    leases = bench.cache.stats().leases
+    assert leases.queried == 48 == bench.scheduler.totals.prompt_tokens
+    assert leases.hit == bench.scheduler.totals.cached_tokens
     assert bench.last(first).finish_reason == bench.last(second).finish_reason == "length"

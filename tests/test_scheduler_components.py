@@ -102,7 +102,7 @@ class Bench:
             assert pool.free + pool.cached + pool.private == pool.total, name
 
     def check_at_rest(self) -> None:
-        assert self.cache.stats().leases == 0
+        assert self.cache.stats().leases.open == 0
         self.cache.flush()
         for name, pool in self.cache.pools.items():
             assert (pool.private, pool.free) == (0, pool.total), f"{name}: something is still locked"
@@ -538,7 +538,7 @@ def test_regular_checkpoints_take_free_slots_only() -> None:
     assert states_at(roomy, prompt("long", 41)) == [8, 16, 24, 32, 40]
     assert states_at(tight, prompt("long", 41)) == [40]
     assert [states_at(tight, prompt(i, 5)) for i in range(3)] == [[], [4], [4]], "the end of a prompt makes room"
-    assert tight.cache.stats().checkpoints_missed >= 3
+    assert tight.cache.stats().leases.checkpoints_missed >= 3
     tight.one(prompt("long", 21) + [1])
     assert 20 in states_at(tight, prompt("long", 41)), "so does a position where prompts part"
 

@@ -112,9 +112,9 @@ def test_a_lease_that_publishes_what_it_has_keeps_one_lock() -> None:
     lease = prefill(cache, [1, 2, 3])
     for _ in range(3):
         lease.publish(3)
-    assert cache.stats().locked_pages == 3
+    assert cache.stats().pool.locked == 3
     lease.finish()
-    assert cache.stats().locked_pages == 0
+    assert cache.stats().pool.locked == 0
     assert cache.flush() == 3
 
 
@@ -139,7 +139,7 @@ def test_a_lookup_creates_no_namespace() -> None:
         assert (found.node, found.length) == (0, 0)
         assert cache.peek([BOS, 1, 2], f"image {number}") == 0
         cache.lease([BOS, 1, 2], f"image {number}").abort()
-    assert tree.stats().namespaces == cache.stats().namespaces == 0
+    assert tree.stats().namespaces == cache.stats().tree.namespaces == 0
     tree.insert([BOS, 1, 2], ids(0, 3), "image 42")
     assert (tree.stats().namespaces, tree.match([BOS, 1, 2], "image 42").length) == (1, 3)
 
@@ -397,9 +397,9 @@ def test_a_request_shares_with_one_that_still_runs() -> None:
     third.reserve(third.length - third.reserved)
     third.publish(third.hit + CHUNK)
     first.finish()
-    assert cache.stats().locked_pages == (1120 + CHUNK) // 16
+    assert cache.stats().pool.locked == (1120 + CHUNK) // 16
     third.finish()
-    assert cache.stats().locked_pages == 0
+    assert cache.stats().pool.locked == 0
     assert [view.start + view.length for view in cache.tree.nodes() if view.children == 2] == [1120]
     assert cache.pool.cached == 70 + (1892 - 1120) // 16 + (2020 - 1120) // 16
 

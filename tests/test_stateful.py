@@ -345,7 +345,7 @@ class CacheWorld:
             owner |= dict.fromkeys(model.private(run.model), "private")
         assert owner == {page: pool.owner(page) for page in range(pool.total)}
         assert pool.free + pool.cached + pool.private == pool.total
-        assert self.cache.stats().evictable_pages == len(model.tree.evictable())
+        assert self.cache.stats().tree.evictable_pages == len(model.tree.evictable())
         self.content = {slot: held for slot, held in self.content.items() if owner[slot[0]] != "free"}
 
     def verify_run(self, run: Run) -> None:

@@ -15,9 +15,9 @@ from itertools import count
 import pytest
 from simulated_disk import Disk, Faulty
 
-from mainstem.storage import file
 from mainstem.storage.base import ABSENT
-from mainstem.storage.file import GRAIN_BYTES, FileBackend
+from mainstem.storage.file import FileBackend, backend, index
+from mainstem.storage.file.space import GRAIN_BYTES
 
 WORKLOADS = int(os.environ.get("MAINSTEM_CRASH_WORKLOADS", "6"))
 CAPACITY = 24 * GRAIN_BYTES
@@ -129,8 +129,8 @@ class Workload:
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, WORKLOADS))])
 def test_no_power_loss_shows_a_wrong_value_or_loses_a_durable_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "SLACK_RECORDS", 10)
-    monkeypatch.setattr(file, "STEP_BYTES", 8 * GRAIN_BYTES)
+    monkeypatch.setattr(index, "SLACK_RECORDS", 10)
+    monkeypatch.setattr(backend, "STEP_BYTES", 8 * GRAIN_BYTES)
     workload = Workload(seed, cuts=6)
     workload.run(steps=25)
     seen = workload.seen

@@ -17,9 +17,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from mainstem.storage import file
 from mainstem.storage.base import ABSENT
-from mainstem.storage.file import FileBackend
+from mainstem.storage.file import FileBackend, index
 
 KILLS = int(os.environ.get("MAINSTEM_KILLS", "10"))
 KEYS = [at.to_bytes(32, "big") for at in range(150)]
@@ -35,7 +34,7 @@ def page(at: int, version: int) -> memoryview:
 
 def write_for_ever(root: str, notes_path: str, seed: int) -> None:
     """Puts, deletes and reads at random until killed."""
-    file.SLACK_RECORDS = 40  # so that the index is often rewritten
+    index.SLACK_RECORDS = 40  # so that the index is often rewritten
     rng = random.Random(seed)
     with open(notes_path, "r+b") as opened:
         notes = mmap.mmap(opened.fileno(), 0)

@@ -471,7 +471,7 @@ def test_pages_evicted_from_the_device_are_loaded_from_the_host() -> None:
     assert (lease.hit, lease.loadable) == (0, 8)
     load = rig.tiers.load(lease)
     assert load is not None and load.pages == 4 and load.arrived is None
-    assert rig.cache.stats().private_pages == 4
+    assert rig.cache.stats().pool.private == 4
     rig.poll()
     assert load.arrived is None and lease.hit == 0
     rig.end_copy()
@@ -482,7 +482,7 @@ def test_pages_evicted_from_the_device_are_loaded_from_the_host() -> None:
     lease.finish()
     assert rig.on(0, A) == 4
     assert counts(rig) == {"backed_up": 4, "loaded": 4}
-    assert rig.cache.stats().host_hit == 8
+    assert rig.cache.stats().leases.host_hit == 8
     rig.close_all()
 
 
@@ -529,7 +529,7 @@ def test_a_lease_may_end_while_it_is_loaded_and_its_pages_wait_for_the_copy(how:
         lease.finish(0 if how == "finish upto" else None)
     for _ in range(2):
         rig.poll()
-        assert rig.cache.stats().private_pages >= 4, "the copy still writes to them"
+        assert rig.cache.stats().pool.private >= 4, "the copy still writes to them"
         assert rig.tiers.flush() == 0, "and reads these"
     rig.end_copy(fail=fail)
     if how == "drop":
@@ -540,8 +540,8 @@ def test_a_lease_may_end_while_it_is_loaded_and_its_pages_wait_for_the_copy(how:
     else:
         rig.poll()
         assert load.arrived is not fail
-    assert rig.cache.stats().private_pages == 0
-    assert rig.cache.stats().leases == 0
+    assert rig.cache.stats().pool.private == 0
+    assert rig.cache.stats().leases.open == 0
     rig.close_all()
 
 
@@ -557,7 +557,7 @@ def test_after_a_failed_load_the_lease_computes() -> None:
     lease.finish()
     assert rig.on(0, A) == 4
     assert counts(rig) == {"backed_up": 4, "load_failed": 4}
-    assert rig.cache.stats().host_hit == 0
+    assert rig.cache.stats().leases.host_hit == 0
     rig.close_all()
 
 
@@ -586,7 +586,7 @@ def test_two_leases_may_load_the_same_pages() -> None:
         for lease in leases:
             rig.compute(lease, A)
             lease.finish()
-        assert rig.cache.stats().cached_pages == 4
+        assert rig.cache.stats().pool.cached == 4
         rig.close_all()
 
 

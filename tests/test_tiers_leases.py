@@ -166,7 +166,7 @@ class Rig:
         """Checks that once everything has ended nothing is held."""
         self.settle()
         stats = self.cache.stats()
-        assert stats.leases == 0 and all(pool.private == pool.locked == 0 for pool in stats.pools.values())
+        assert stats.leases.open == 0 and all(pool.private == pool.locked == 0 for pool in stats.pools.values())
         self.cache.flush()
         for pool in (*self.cache.pools.values(), *self.tiers.host_pools):
             assert pool.free == pool.total
@@ -386,7 +386,7 @@ def test_a_lease_that_finds_no_slot_unlocks_both_tiers(kind: str) -> None:
         rig.cache.lease([*P, 99])
     locked = [rig.cache.tree.core.counts(row, tier)[1] for row in range(len(rig.rows)) for tier in (DEVICE, HOST)]
     assert locked == [0] * len(locked)
-    assert rig.cache.stats().leases == 8
+    assert rig.cache.stats().leases.open == 8
     for other in others:
         other.abort()
     rig.close()
@@ -504,7 +504,7 @@ def test_loaded_pages_that_the_tree_had_already_are_freed() -> None:
     ticket.wait()
     assert load.wait()
     rig.holds(lease, P)
-    assert rig.cache.stats().duplicate_pages == len(loaded) == 4
+    assert rig.cache.stats().leases.duplicate_pages == len(loaded) == 4
     assert set(loaded).isdisjoint(rig.tables(lease)["full"])
     lease.abort()
     rig.close()

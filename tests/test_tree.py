@@ -720,6 +720,20 @@ def test_statistics_add_up() -> None:
     assert tree.stats().evicted_pages == 2, "what was freed, not what was requested"
 
 
+def test_statistics_are_a_copy_that_nobody_changes() -> None:
+    tree = Tree(page_size=2)
+    before, same = tree.stats(), tree.stats()
+    tree.match([1, 2])
+    after = tree.stats()
+    assert before == same != after and hash(before) == hash(same)
+    assert (before.match_calls, after.match_calls) == (0, 1)
+    with pytest.raises(AttributeError):
+        after.match_calls = 7  # type: ignore[misc]
+    counts = after.as_dict()
+    assert counts.pop("match_calls") == 1 and counts.pop("queried_symbols") == 2 and not any(counts.values())
+    assert repr(after).startswith("TreeStats(match_calls=1, queried_symbols=2, hit_symbols=0, ")
+
+
 def test_nodes_are_listed_depth_first_and_add_up() -> None:
     tree = single()
     tree.insert([1, 2, 3], ids(0, 1, 2))

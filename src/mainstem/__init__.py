@@ -1,5 +1,6 @@
 """Mainstem: a prefix cache for LLM inference. One radix tree over paged KV memory; see `PrefixCache` and `Tree`."""
 
+from mainstem._core import LeaseCounters, TreeStats
 from mainstem.cache import CacheStats, Lease, PoolStats, PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import (
@@ -35,7 +36,7 @@ from mainstem.pool import Pool
 from mainstem.tiers.controller import HostTier, Load, Prefetch, Tiers, TierStats
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.store import StorageConfig, Store
-from mainstem.tree import Inserted, Match, NodeView, Tree, TreeStats
+from mainstem.tree import Inserted, Match, NodeView, Tree
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ __all__ = [
     "KeyKind",
     "Lease",
     "LeaseClosed",
+    "LeaseCounters",
     "Load",
     "MainstemError",
     "Match",

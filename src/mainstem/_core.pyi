@@ -15,6 +15,72 @@ def encode_tokens(tokens: object, limit: int) -> bytes:
 def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes:
     """See mainstem.hash_blocks, which checks its arguments."""
 
+class TreeStats:
+    """
+    Counts of a tree. Pages are those of the first component on the device, unless stated otherwise; cached = locked + evictable.
+    """
+
+    @property
+    def match_calls(self) -> int:
+        """Matches."""
+
+    @property
+    def queried_symbols(self) -> int:
+        """Symbols that matches looked up."""
+
+    @property
+    def hit_symbols(self) -> int:
+        """Symbols that matches found on the device."""
+
+    @property
+    def insert_calls(self) -> int:
+        """Insertions."""
+
+    @property
+    def inserted_pages(self) -> int:
+        """Pages of the first component that insertions added, on any tier."""
+
+    @property
+    def evicted_pages(self) -> int:
+        """Pages and slots evicted, on any tier."""
+
+    @property
+    def splits(self) -> int:
+        """Nodes split."""
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages present: locked or evictable."""
+
+    @property
+    def locked_pages(self) -> int:
+        """Pages present that a lock protects."""
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages present that repeated eviction frees."""
+
+    @property
+    def in_flight_pages(self) -> int:
+        """Pages whose transfer has not ended."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes, without roots."""
+
+    @property
+    def namespaces(self) -> int:
+        """Roots."""
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts, by name."""
+
+    def __repr__(self) -> str: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
 class Tree:
     """The radix tree over bytes; see src/mainstem/core/csrc/tree/tree.h."""
 
@@ -123,10 +189,8 @@ class Tree:
     def counts(self, component: int, tier: int) -> tuple[int, int, int]:
         """Ids present, locked (of those present), and in flight."""
 
-    def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]:
-        """
-        match calls, queried and hit symbols, insert calls, inserted and evicted pages, splits; nodes, namespaces, bytes.
-        """
+    def stats(self) -> TreeStats:
+        """The counts, which are kept up to date."""
 
     def bytes(self) -> int:
         """Memory used, in bytes; reads every node."""
@@ -171,6 +235,56 @@ class Pool:
     @property
     def total(self) -> int: ...
 
+class LeaseCounters:
+    """What the leases of a cache have counted."""
+
+    @property
+    def open(self) -> int:
+        """Leases that have not ended."""
+
+    @property
+    def queried(self) -> int:
+        """Positions that leases asked for, counted at their first `reserve`."""
+
+    @property
+    def hit(self) -> int:
+        """Positions of those that they reused."""
+
+    @property
+    def partial_hit(self) -> int:
+        """Positions hit that were copied from the middle of a page."""
+
+    @property
+    def partial_missed(self) -> int:
+        """Leases that found no page to copy the beginning of another into."""
+
+    @property
+    def duplicate_pages(self) -> int:
+        """
+        Pages freed at their publication, because another lease had published them.
+        """
+
+    @property
+    def host_hit(self) -> int:
+        """Positions hit that were loaded from the host."""
+
+    @property
+    def checkpoints(self) -> int:
+        """States published."""
+
+    @property
+    def checkpoints_missed(self) -> int:
+        """Checkpoints for which no slot was free."""
+
+    def as_dict(self) -> dict[str, int]:
+        """All counts, by name."""
+
+    def __repr__(self) -> str: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
 class Cache:
     """A tree and the pools of its pages; see src/mainstem/core/csrc/cache.h."""
 
@@ -189,10 +303,8 @@ class Cache:
     def take_back(self) -> None:
         """Ends leases that were dropped."""
 
-    def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]:
-        """
-        Open leases; positions queried, hit, and hit inside pages; leases that found no page for that; duplicate pages; positions hit on the host; states published, and states without a free slot.
-        """
+    def counters(self) -> LeaseCounters:
+        """What its leases have counted, by now."""
 
     def take_touched(self) -> list[int]:
         """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mainstem import _core
-from mainstem._core import Lease, Pool
+from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.keys import Encoded, KeyKind, Sequence, TokenLike
@@ -48,35 +48,22 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counters of a cache. free + cached + private = total pages; cached = locked + evictable.
+    """What a cache has counted, and what it holds.
 
-    `queried` and `hit` are positions that leases asked for and reused, counted at their first `reserve`. Of the hit
-    positions, `partial_hit` were copied from the middle of a page and `host_hit` were loaded from the host.
-    `partial_missed` counts leases that found no page to copy into. `duplicate_pages` were computed by two leases at
-    once and freed. `checkpoints` are published states; `checkpoints_missed` found no slot. Page counts are those of the
-    first component; `pools` has every component's.
+    Args:
+        leases: what leases asked for and found; `leases.hit / leases.queried` is the hit rate.
+        tree: counts of the tree.
+        pools: who owns the pages or slots of each component, the first component first.
     """
 
-    total_pages: int
-    free_pages: int
-    cached_pages: int
-    private_pages: int
-    locked_pages: int
-    evictable_pages: int
-    leases: int
-    queried: int
-    hit: int
-    partial_hit: int
-    partial_missed: int
-    duplicate_pages: int
-    host_hit: int
-    inserted_pages: int
-    evicted_pages: int
-    nodes: int
-    namespaces: int
-    checkpoints: int
-    checkpoints_missed: int
+    leases: LeaseCounters
+    tree: TreeStats
     pools: Mapping[str, PoolStats]
+
+    @property
+    def pool(self) -> PoolStats:
+        """The pages of the first component."""
+        return next(iter(self.pools.values()))
 
 
 class PrefixCache:
@@ -267,30 +254,8 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         """Returns the counts, which are kept up to date."""
         self._core.take_back()
-        tree, pool = self.tree.stats(), self.pool
-        leases, queried, hit, partial_hit, partial_missed, duplicate_pages, host_hit, *states = self._core.counters()
-        return CacheStats(
-            total_pages=pool.total,
-            free_pages=pool.free,
-            cached_pages=pool.cached,
-            private_pages=pool.private,
-            locked_pages=tree.locked_pages,
-            evictable_pages=tree.evictable_pages,
-            leases=leases,
-            queried=queried,
-            hit=hit,
-            partial_hit=partial_hit,
-            partial_missed=partial_missed,
-            duplicate_pages=duplicate_pages,
-            host_hit=host_hit,
-            inserted_pages=tree.inserted_pages,
-            evicted_pages=tree.evicted_pages,
-            nodes=tree.nodes,
-            namespaces=tree.namespaces,
-            checkpoints=states[0],
-            checkpoints_missed=states[1],
-            pools={name: self._pool_stats(row, pool) for row, (name, pool) in enumerate(self.pools.items())},
-        )
+        pools = {name: self._pool_stats(row, pool) for row, (name, pool) in enumerate(self.pools.items())}
+        return CacheStats(self._core.counters(), self.tree.stats(), pools)
 
     def _pool_stats(self, row: int, pool: Pool) -> PoolStats:
         return PoolStats(pool.total, pool.free, pool.cached, pool.private, self.tree.core.counts(row, 0)[1])

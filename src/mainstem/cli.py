@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.progress import Progress, TaskID
 
-    from mainstem.runtime.engine import Engine, Stream
+    from mainstem.runtime.engine import Engine
     from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.request import SamplingParams
+    from mainstem.runtime.stream import Stream
     from mainstem.runtime.tiers import TierConfig
     from mainstem.server.app import ServerConfig
     from mainstem.server.images import ImagePolicy

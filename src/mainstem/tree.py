@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mainstem import _core
+from mainstem._core import TreeStats
 from mainstem.components import Component, Full
 from mainstem.errors import BadArgument, BadTokens, check_integer
 from mainstem.keys import HashKeys, KeyKind, Spliced, TokenKeys, TokenLike
@@ -98,25 +99,6 @@ class NodeView:
     priority: int
     cells: dict[tuple[str, int], CellView]
     removed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TreeStats:
-    """Counters of the core. Pages are those of the first component on the device; cached = locked + evictable."""
-
-    cached_pages: int
-    locked_pages: int
-    evictable_pages: int
-    in_flight_pages: int
-    nodes: int
-    namespaces: int
-    match_calls: int
-    queried_symbols: int
-    hit_symbols: int
-    insert_calls: int
-    inserted_pages: int
-    evicted_pages: int
-    splits: int
 
 
 class Tree:
@@ -462,23 +444,7 @@ class Tree:
 
     def stats(self) -> TreeStats:
         """Returns the counts, which the core keeps up to date."""
-        present, locked, in_flight = self.core.counts(0, 0)
-        matches, queried, hits, inserts, inserted, evicted, splits, nodes, namespaces = self.core.counters()
-        return TreeStats(
-            cached_pages=present,
-            locked_pages=locked,
-            evictable_pages=present - locked,
-            in_flight_pages=in_flight,
-            nodes=nodes,
-            namespaces=namespaces,
-            match_calls=matches,
-            queried_symbols=queried,
-            hit_symbols=hits,
-            insert_calls=inserts,
-            inserted_pages=inserted,
-            evicted_pages=evicted,
-            splits=splits,
-        )
+        return self.core.stats()
 
     def held_bytes(self) -> int:
         """Returns the bytes of memory that the core holds; visits every node."""

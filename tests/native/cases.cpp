@@ -776,7 +776,7 @@ void load_of_a_closed_lease() {
     tiers.cache.end_abandoned();
     tiers.expect_private(3);
     tiers.expect_locked(2, 4);
-    expect_equal(tiers.cache.counters.leases, 1, "leases whose pages are written");
+    expect_equal(tiers.cache.counters.open, 1, "leases whose pages are written");
     const std::unique_ptr<Lease> other = tiers.open({9, 9});
     thrown<NoPages>("pages still being written", [&] { other->reserve(8); });
     tiers.cache.end_load(load + 1);
@@ -803,7 +803,7 @@ void loads_end_in_any_order() {
   tiers.cache.end_load(loads[0]);
   tiers.expect_private(0);
   tiers.expect_locked(0, 0);
-  expect_equal(tiers.cache.counters.leases, 0, "leases");
+  expect_equal(tiers.cache.counters.open, 0, "leases");
 }
 
 // The hook that makes room may end the lease that called it, here too.
@@ -1059,7 +1059,7 @@ void too_few_by_name() {
   lease->reserve(6);
   const std::unique_ptr<Lease> other = mixed.open({9, 9}), third = mixed.open({8, 8});
   expect_few("state slots", 1, [&] { mixed.open({7, 7}); });
-  expect_equal(mixed.cache->counters.leases, 3, "leases");
+  expect_equal(mixed.cache->counters.open, 3, "leases");
   lease->slide(0, 4);
   expect(!lease->checkpoint(4, true) && !lease->checkpoint(4, false), "there is no slot for a checkpoint");
   expect_equal(mixed.cache->counters.checkpoints_missed, 2, "checkpoints missed");

@@ -523,7 +523,7 @@ bool fail_in_locks(long k) {
   const End end = fail(k, open);
   for (const std::uint32_t tier : {0u, 1u})
     expect_equal(forest.tree.counts(0, tier).locked, 0, "pages locked");
-  expect_equal(cache.counters.leases, 0, "open leases");
+  expect_equal(cache.counters.open, 0, "open leases");
   forest.tree.check();
   expect_equal(open(), 40, "positions on the host");
   return end != End::had_fewer;
@@ -893,7 +893,7 @@ void states_not_copied(const std::vector<Component>& rows) {
   expect_equal(mixture.last_pool().owned(Owner::free), free, "slots free");
   mixture.lease->publish(14);
   mixture.check();
-  expect_equal(mixture.cache->counters.leases, 1, "leases");
+  expect_equal(mixture.cache->counters.open, 1, "leases");
   expect(is_part(before, mixture.contents()), "nothing is gone");
   mixture.cache->copy_state = copy;
   mixture.close();

@@ -62,7 +62,7 @@ class World {
     collected();
     compare();
     expect_equal(pool_.owned(Owner::privately), 0, "private pages left");
-    expect_equal(cache_.counters.leases, 0, "open leases left");
+    expect_equal(cache_.counters.open, 0, "open leases left");
     while (pool_.owned(Owner::cached))
       evict(shape_.pages);
     expect_equal(pool_.owned(Owner::free), shape_.pages, "free pages in the end");

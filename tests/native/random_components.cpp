@@ -75,7 +75,7 @@ class World {
     }
     take_back();
     compare();
-    expect_equal(cache_->counters.leases, 0, "open leases left");
+    expect_equal(cache_->counters.open, 0, "open leases left");
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
       expect_equal(tree_.counts(c, 0).locked, 0, "ids locked in the end");
       evict(c, shape_.ids);

@@ -97,7 +97,7 @@ class World {
       end_some_copy();
     take_back();
     compare();
-    expect_equal(cache_.counters.leases, 0, "open leases left");
+    expect_equal(cache_.counters.open, 0, "open leases left");
     for (const std::uint32_t tier : {kDevice, kHost})
       evict(1000, tier);
     compare();
@@ -167,7 +167,7 @@ class World {
     for (const Left& left : left_)
       privately += left.pages;
     expect_equal(pool_.owned(Owner::privately), privately, "private pages");
-    expect_equal(cache_.counters.leases, open_.size() + left_.size(), "leases that are open, or left pages");
+    expect_equal(cache_.counters.open, open_.size() + left_.size(), "leases that are open, or left pages");
     expect_equal(cache_.counters.queried, queried_, "positions queried");
     expect_equal(cache_.counters.hit, hit_, "positions hit");
     expect_equal(cache_.counters.host_hit, host_hit_, "positions hit on the host");

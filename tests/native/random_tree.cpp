@@ -130,7 +130,7 @@ class World {
         take(tree_.evict(1000000, c, tier), tier);
     compare();
     expect_equal(tree_.size(), 0, "nodes left");
-    expect_equal(tree_.namespace_count(), 0, "namespaces left");
+    expect_equal(tree_.stats().namespaces, 0, "namespaces left");
   }
 
  private:
@@ -414,10 +414,10 @@ class World {
     std::size_t known = 0;
     const auto note = [&](std::size_t symbols) { known = symbols; };
     const auto refuse = [&](std::size_t) { throw Refused{}; };
-    const Counters before = tree_.counters();
+    const TreeStats before = tree_.stats();
     if (choose_.one_in(8)) {
       thrown<Refused>("a rejected match", [&] { tree_.match(path.first, key, partial, refuse); });
-      expect_equal(tree_.counters().match_calls, before.match_calls, "calls counted of a rejected match");
+      expect_equal(tree_.stats().match_calls, before.match_calls, "calls counted of a rejected match");
       return;
     }
     const bool noted = choose_.one_in(2);
@@ -441,7 +441,7 @@ class World {
     compare_ids(found.node, front(path, pages));
     remember(found.node, front(path, pages));
     remember(found.host_node, front(path, all_tiers));
-    const Counters after = tree_.counters();
+    const TreeStats after = tree_.stats();
     expect_equal(after.match_calls, before.match_calls + 1, "matches counted");
     expect_equal(after.queried_symbols, before.queried_symbols + path.second.size() / shape_.symbol_bytes, "queried");
     expect_equal(after.hit_symbols, before.hit_symbols + std::uint64_t{pages} * shape_.page_size, "hit");
@@ -721,11 +721,11 @@ class World {
     const std::uint32_t pages = choose_.below(pages_of(path.second) + 2);
     doing("locate", path, pages);
     const bool there = pages > 0 && pages <= pages_of(path.second) && exists(front(path, pages));
-    const Counters before = tree_.counters();
+    const TreeStats before = tree_.stats();
     const Handle found = tree_.locate(path.first, bytes_of(path.second), pages);
     expect_equal(found != 0, there, "whether the tree has the pages");
-    expect_equal(tree_.counters().match_calls, before.match_calls, "calls counted, as if it had been a match");
-    if (!found) return expect_equal(tree_.counters().splits, before.splits, "splits for absent pages");
+    expect_equal(tree_.stats().match_calls, before.match_calls, "calls counted, as if it had been a match");
+    if (!found) return expect_equal(tree_.stats().splits, before.splits, "splits for absent pages");
     expect_equal(tree_.end(found), pages, "the end of the place");
     remember(found, front(path, pages));
   }

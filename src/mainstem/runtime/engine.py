@@ -1,4 +1,4 @@
-"""The engine: one thread that steps the scheduler, and streams that any thread or event loop reads.
+"""The engine: one thread that steps the scheduler, and fills streams that any thread or event loop reads.
 
 ```
    any thread                  the engine's thread                    any thread, any event loop
@@ -11,14 +11,13 @@ ends, by `close` or by a failure, every stream has ended and every call has retu
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import queue
 import random as random_module
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +45,7 @@ from mainstem.runtime.request import Completion, Delta, Progress, Request, Sampl
 from mainstem.runtime.runner import ModelRunner
 from mainstem.runtime.sizing import Need, Shares, Use, best_window_ratio, share_out
 from mainstem.runtime.states import StateShape
+from mainstem.runtime.stream import Stream, closed_by
 from mainstem.runtime.tiers import TierConfig, build_tiers, close_tiers
 from mainstem.runtime.vision import Vision, VisionStats
 from mainstem.tiers.controller import TierStats
@@ -157,140 +157,20 @@ class EngineStats:
 
     Args:
         running, waiting: requests.
-        requests: accepted since the start.
-        prompt_tokens, cached_tokens: of the requests admitted; found in the cache.
-        host_tokens, storage_tokens: cached tokens that were on the host; in storage.
-        generated_tokens: sampled.
-        preemptions: times a running request was preempted to free its pages.
-        cache: statistics of the cache.
+        adapters: loaded adapters.
+        totals: of the scheduler, since the start.
+        cache: counts of the cache.
         tiers: of the host tier and storage.
         vision: of the embeddings of images, if the model takes images.
-        adapters: loaded adapters.
     """
 
     running: int
     waiting: int
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
+    adapters: int
+    totals: scheduler.Totals
     cache: CacheStats
-    host_tokens: int = 0
-    storage_tokens: int = 0
     tiers: TierStats | None = None
     vision: VisionStats | None = None
-    adapters: int = 0
-
-
-class Stream:
-    """The output of one request, as it is generated. Made by `Engine.submit`.
-
-    It keeps all events, so any thread can read it, more than once, and at any time.
-    """
-
-    def __init__(self, id: str, cancel: Callable[[str], None]) -> None:
-        self.id = id
-        self._cancel = cancel
-        self._changed = threading.Condition()
-        self._deltas: list[Delta] = []
-        self._ended = False
-        self._failure: BaseException | None = None
-        self._wakers: list[Callable[[], object]] = []
-
-    def __iter__(self) -> Iterator[Delta]:
-        """Yields every event up to the one with a finish reason; blocks. Raises EngineClosed if the engine failed."""
-        for at in itertools.count():
-            self._wait(at)
-            delta = self._get(at)
-            if delta is None:
-                return
-            yield delta
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """The same in an event loop. Leaving early does not cancel the request: call `cancel`."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(ready.set)
-
-        with self._changed:
-            self._wakers.append(wake)
-        try:
-            for at in itertools.count():
-                while not self._ready(at):
-                    ready.clear()
-                    if not self._ready(at):  # checked again: an event may have arrived before the flag was cleared
-                        await ready.wait()
-                delta = self._get(at)
-                if delta is None:
-                    return
-                yield delta
-        finally:
-            with self._changed:
-                if wake in self._wakers:
-                    self._wakers.remove(wake)
-
-    def cancel(self) -> None:
-        """Ends the request soon, with the finish reason "cancelled"; does nothing if it has ended."""
-        self._cancel(self.id)
-
-    def result(self, timeout_s: float | None = None) -> Completion:
-        """Waits for the end, and returns all of the output, including what was read before.
-
-        Raises:
-            TimeoutError: the request has not ended; it goes on.
-            EngineClosed: the engine failed.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ended, timeout_s):
-                raise TimeoutError(f"request {self.id} has not ended after {timeout_s} s")
-        self._get(len(self._deltas))
-        last = self._deltas[-1]
-        assert last.finish_reason is not None and last.usage is not None
-        return Completion(
-            text="".join(delta.text for delta in self._deltas),
-            tokens=tuple(token for delta in self._deltas for token in delta.tokens),
-            logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-        )
-
-    def put(self, delta: Delta) -> None:
-        """Adds an event; for the engine."""
-        with self._changed:
-            self._deltas.append(delta)
-            self._ended = delta.finish_reason is not None
-            self._notify()
-
-    def fail(self, cause: BaseException) -> None:
-        """Ends the stream without a last event; for the engine."""
-        with self._changed:
-            self._failure, self._ended = cause, True
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        for wake in tuple(self._wakers):
-            try:
-                wake()
-            except RuntimeError:  # the reader's event loop is closed, so it will not read on
-                self._wakers.remove(wake)
-
-    def _wait(self, at: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready(at))
-
-    def _ready(self, at: int) -> bool:
-        return self._ended or at < len(self._deltas)
-
-    def _get(self, at: int) -> Delta | None:
-        """Returns event `at`, which must be ready, or None after the last event."""
-        if at < len(self._deltas):
-            return self._deltas[at]
-        if self._failure is not None:
-            raise _closed_by(self._failure)
-        return None
 
 
 class Engine:
@@ -350,22 +230,7 @@ class Engine:
         self._remembered_s = clock()
         if self._tiers is not None and config.tiers is not None and config.tiers.warm:
             self._tiers.warm()
-        self._scheduler = scheduler.Scheduler(
-            self._cache,
-            model,
-            loaded.tokenizer,
-            scheduler.Limits(
-                loaded.max_context,
-                config.token_budget,
-                config.max_running,
-                config.age_limit_s,
-                config.checkpoint_tokens,
-                config.states_per_path,
-            ),
-            eos=_eos_tokens(loaded),
-            clock=clock,
-            random=random or random_module.Random(),
-        )
+        self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
         if self._tiers is not None and self._tiers.store is not None:
             self._scheduler.measure()
         self._ids = itertools.count()
@@ -599,7 +464,7 @@ class Engine:
             raise self._refusal()
 
     def _refusal(self) -> EngineClosed:
-        return EngineClosed(self._closed or "closed") if self._failure is None else _closed_by(self._failure)
+        return EngineClosed(self._closed or "closed") if self._failure is None else closed_by(self._failure)
 
     # All below runs on the engine's thread.
 
@@ -700,21 +565,14 @@ class Engine:
             self._changed.notify_all()
 
     def _count(self) -> EngineStats:
-        totals = self._scheduler.totals
         return EngineStats(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
-            requests=totals.requests,
-            prompt_tokens=totals.prompt_tokens,
-            cached_tokens=totals.cached_tokens,
-            generated_tokens=totals.generated_tokens,
-            preemptions=totals.preemptions,
+            adapters=len(self._model.adapters.names),
+            totals=replace(self._scheduler.totals),
             cache=self._cache.stats(),
-            host_tokens=totals.host_tokens,
-            storage_tokens=totals.storage_tokens,
             tiers=None if self._tiers is None else self._tiers.stats(),
             vision=None if self.vision is None else self.vision.stats(),
-            adapters=len(self._model.adapters.names),
         )
 
 
@@ -780,6 +638,26 @@ def _cache(
         raise
 
 
+def _scheduler(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    model: Runner,
+    cache: PrefixCache,
+    clock: Callable[[], float],
+    random: random_module.Random,
+) -> scheduler.Scheduler:
+    limits = scheduler.Limits(
+        loaded.max_context,
+        config.token_budget,
+        config.max_running,
+        config.age_limit_s,
+        config.checkpoint_tokens,
+        config.states_per_path,
+    )
+    ends = _eos_tokens(loaded)
+    return scheduler.Scheduler(cache, model, loaded.tokenizer, limits, eos=ends, clock=clock, random=random)
+
+
 def _slot_bytes(loaded: LoadedModel) -> int:
     with plain_attention(loaded.model):
         shape = StateShape.of(loaded.model)
@@ -792,9 +670,3 @@ def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:
     ends = set(given) if isinstance(given, list) else {given}
     ends.add(loaded.tokenizer.eos_token_id)
     return frozenset(int(token) for token in ends if token is not None)
-
-
-def _closed_by(failure: BaseException) -> EngineClosed:
-    closed = EngineClosed(f"the engine failed: {type(failure).__name__}: {failure}")
-    closed.__cause__ = failure
-    return closed

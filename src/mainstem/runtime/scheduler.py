@@ -133,6 +133,11 @@ class Totals:
     preemptions: int = 0
     errors: int = 0
 
+    @property
+    def device_tokens(self) -> int:
+        """Cached tokens that were on the device."""
+        return self.cached_tokens - self.host_tokens - self.storage_tokens
+
 
 class Scheduler:
     """Runs requests over one cache and one runner, step by step, on one thread.

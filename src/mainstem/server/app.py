@@ -1,6 +1,7 @@
-"""The HTTP application: routes, streams, limits, keys, draining.
+"""The HTTP application: routes, limits, errors, draining.
 
-Knows HTTP and asyncio. Leaves JSON and field names to `protocol`, tokens to `Prompts`, generation to the engine.
+Knows HTTP and asyncio. Leaves JSON and field names to `protocol`, keys to `Access`, tokens to `Prompts`, and the events
+of a generation to `Run`.
 Nothing slow runs on the event loop: threads parse and tokenise bodies, and make the calls that wait for the engine's
 thread.
 
@@ -11,7 +12,6 @@ thread.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import re
 import secrets
@@ -19,11 +19,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -46,13 +46,16 @@ from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import Prompts
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import protocol
+from mainstem.server.access import Access
+from mainstem.server.generation import EventStream, Run, Watcher
 from mainstem.server.images import ImagePolicy, Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Head
 from mainstem.server.recording import Kind, RecordConfig, Recorder
 
 if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine, Stream
+    from mainstem.runtime.engine import Engine
+    from mainstem.runtime.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -265,138 +268,6 @@ _COMPLETION = _Kind(protocol.parse_completion, CompletionReply, "cmpl", "complet
 _CHAT = _Kind(protocol.parse_chat, ChatReply, "chatcmpl", "chat")
 
 
-class _Watcher(Protocol):
-    """Follows one generation, in addition to the client."""
-
-    def see(self, delta: Delta) -> None:
-        """Takes one event into account."""
-
-    def close(self) -> None:
-        """Ends the watch: no more events come. The last event may be missing."""
-
-
-class _Run:
-    """The choices of one HTTP request, from submit to their last events. Its exit cancels unfinished ones.
-
-    Args:
-        streams: the engine's streams, one per choice.
-        choices: number of choices per prompt.
-        watchers: the watchers of each stream.
-    """
-
-    def __init__(self, streams: Sequence[Stream], choices: int, watchers: Sequence[Sequence[_Watcher]]) -> None:
-        self._streams = streams
-        self._choices = choices
-        self._watchers = watchers
-        self.answers: list[list[Delta]] = [[] for _ in streams]
-        self.failure: ApiError | None = None
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for stream in self._streams:
-            stream.cancel()
-
-    @property
-    def usage(self) -> protocol.UsageBody:
-        """The usage of all choices, after the last event."""
-        usages = [answer[-1].usage for answer in self.answers]
-        return protocol.usage_body([usage for usage in usages if usage is not None], self._choices)
-
-    async def follow(self, receive: Receive, handle: Callable[[int, Delta], Awaitable[None]]) -> bool:
-        """Passes every event to `handle`, the choices in parallel.
-
-        Returns:
-            Whether all choices ended. If not, the client disconnected or `failure` says what happened.
-        """
-        complete = False
-        async with anyio.create_task_group() as watched:
-            watched.start_soon(_cancel_when_gone, receive, watched.cancel_scope)
-            async with anyio.create_task_group() as group:
-                for index in range(len(self._streams)):
-                    group.start_soon(self._follow_one, index, handle, watched.cancel_scope)
-            complete = not watched.cancel_scope.cancel_called
-            watched.cancel_scope.cancel()
-        return complete
-
-    async def _follow_one(
-        self, index: int, handle: Callable[[int, Delta], Awaitable[None]], scope: anyio.CancelScope
-    ) -> None:
-        watchers = self._watchers[index]
-        try:
-            async for delta in self._streams[index]:
-                for watcher in watchers:
-                    watcher.see(delta)
-                self.answers[index].append(delta)
-                if delta.finish_reason in ("error", "cancelled"):
-                    self.failure = _failure(delta)
-                    scope.cancel()
-                    return
-                await handle(index, delta)
-        except EngineClosed as error:
-            self.failure = protocol.api_error(error)
-            scope.cancel()
-        except OSError:  # how ASGI 2.4 servers report a disconnected client
-            scope.cancel()
-        finally:
-            for watcher in watchers:
-                watcher.close()
-
-
-def _failure(delta: Delta) -> ApiError:
-    if delta.finish_reason == "cancelled":
-        return protocol.draining()
-    log.error("a generation failed: %s", delta.error)
-    return protocol.internal_error()
-
-
-async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
-
-
-class _EventStream(Response):
-    """A run as server-sent events."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, run: _Run, reply: CompletionReply | ChatReply, include_usage: bool) -> None:
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._run = run
-        self._reply = reply
-        self._include_usage = include_usage
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._run:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._send_events(receive, send)
-
-    async def _send_events(self, receive: Receive, send: Send) -> None:
-        async def body(chunk: bytes, more_body: bool = True) -> None:
-            await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
-
-        async def handle(index: int, delta: Delta) -> None:
-            chunk = self._reply.chunk(index, delta)
-            if chunk is not None:
-                await body(protocol.event(chunk))
-
-        openings = [self._reply.opening(index) for index in range(len(self._run))]
-        await body(b"".join(protocol.event(chunk) for chunk in openings if chunk is not None))
-        if await self._run.follow(receive, handle):
-            usage = [protocol.event(self._reply.closing(self._run.usage))] if self._include_usage else []
-            await body(b"".join([*usage, protocol.DONE]), more_body=False)
-        elif self._run.failure is not None:
-            error = protocol.ErrorBody(self._run.failure.detail)
-            await body(protocol.event(error) + protocol.DONE, more_body=False)
-
-
 class _Service:
     """The endpoints."""
 
@@ -412,15 +283,12 @@ class _Service:
         self.draining = False
         self._engine = engine
         self._max_body_bytes = config.max_body_bytes
-        self._secret = secret(32)
-        self._keys = [self._digest(key.encode()) for key in config.api_keys]
-        self._admin_key = None if config.admin_key is None else self._digest(config.admin_key.encode())
+        self._access = Access(config.api_keys, config.admin_key, secret(32))
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context)
         self._metrics = Metrics(engine, clock, recorder)
         self._recorder = recorder
-        self._keys_by_digest = dict(zip(self._keys, config.api_keys, strict=True))
         self._pictures = Pictures(config.images)
         self._max_images = config.images.max_images
         self._parsing = anyio.CapacityLimiter(_PARSING_THREADS)
@@ -458,24 +326,24 @@ class _Service:
         head = Head(f"{kind.id_prefix}-{uuid.uuid4().hex}", int(self._now()), ask.model)
         reply = kind.reply(head, self._prompts.spell, ask.include_usage)
         if ask.stream:
-            return _EventStream(run, reply, ask.include_usage)
+            return EventStream(run, reply, ask.include_usage)
         with run:
             if not await run.follow(http.receive, _nothing_to_send):
                 raise run.failure or ClientDisconnect()
         return await anyio.to_thread.run_sync(lambda: _json(reply.whole(run.answers, run.usage)))
 
-    async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, _Run]:
+    async def _admit(self, http: HttpRequest, kind: _Kind) -> tuple[Ask, Run]:
         """Checks and submits a request, with the cheapest checks first."""
-        tenant = self._tenant(http)
+        tenant = self._access.tenant(http.headers)
         if self.draining:
             raise protocol.draining()
         body = await self._body(http)
         limiter = self._parsing_images if b'"image_url"' in body else self._parsing
         ask, requests = await anyio.to_thread.run_sync(lambda: self._prepare(kind.parse(body), tenant), limiter=limiter)
         watchers = [self._watchers(ask, request, kind, tenant) for request in requests]
-        return ask, _Run(self._submit(requests), ask.choices, watchers)
+        return ask, Run(self._submit(requests), ask.choices, watchers)
 
-    def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[_Watcher]:
+    def _watchers(self, ask: Ask, request: Request, kind: _Kind, tenant: bytes | None) -> list[Watcher]:
         meter = self._metrics.meter()
         if self._recorder is None:
             return [meter]
@@ -483,8 +351,7 @@ class _Service:
         shaping = request.images if vision is not None and vision.first_token_sees_image else ()
         adapter = None if ask.model == self._engine.name else ask.model
         scope = Namespace(adapter, ask.cache_salt, tuple(image.identity.hex() for image in shaping))
-        key = None if tenant is None else self._keys_by_digest[tenant]
-        return [meter, self._recorder.note(request, kind.name, scope, key)]
+        return [meter, self._recorder.note(request, kind.name, scope, self._access.api_key(tenant))]
 
     async def _body(self, http: HttpRequest) -> bytes:
         """Reads the body, with never more than the limit in memory.
@@ -512,7 +379,7 @@ class _Service:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
         adapter = None if ask.model == self._engine.name else ask.model
-        namespace = _namespace(adapter, ask.cache_salt, tenant if len(self._keys) > 1 else None)
+        namespace = _namespace(adapter, ask.cache_salt, tenant if self._access.separates else None)
         return ask, [request for prompt in self._read(ask) for request in self._choices(ask, prompt, namespace)]
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
@@ -582,52 +449,13 @@ class _Service:
             message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _tenant(self, http: HttpRequest) -> bytes | None:
-        """Returns the digest of the client's key, or None if no key is required.
-
-        Raises:
-            ApiError: 401; the key is missing or unknown.
-        """
-        return self._matching_key(http, self._keys) if self._keys else None
-
-    def _require_admin(self, http: HttpRequest) -> None:
-        """Requires the admin key, or the only API key if there is no admin key, for what concerns all clients.
-
-        Raises:
-            ApiError: 401 for a missing or unknown key, 403 for a key without this right.
-        """
-        if self._admin_key is None:
-            self._tenant(http)
-            allowed = len(self._keys) <= 1
-        else:
-            allowed = self._matching_key(http, [self._admin_key, *self._keys]) == self._admin_key
-        if not allowed:
-            message = "This route concerns all clients of the server and needs its admin key (option --admin-key)."
-            raise ApiError(403, message, type="permission_error", code="admin_key_needed")
-
-    def _matching_key(self, http: HttpRequest, keys: Sequence[bytes]) -> bytes:
-        """Returns the digest of the key that the client sends, which must be one of `keys`."""
-        scheme, _, token = http.headers.get("authorization", "").partition(" ")
-        sent = self._digest(token.strip().encode("latin-1"))
-        # Compares all keys, and by their digests, so that the time taken reveals nothing about a key.
-        matches = [key for key in keys if hmac.compare_digest(key, sent)]
-        if scheme.lower() != "bearer" or not matches:
-            message = "The API key is missing or unknown: send 'Authorization: Bearer KEY'."
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, message, type="authentication_error", code="invalid_api_key", headers=headers)
-        return matches[0]
-
-    def _digest(self, key: bytes) -> bytes:
-        # Keyed, because digests name the tenants' prefixes: a plain digest could be checked against likely keys.
-        return hmac.digest(self._secret, key, "sha256")
-
     async def _models(self, http: HttpRequest) -> Response:
-        self._tenant(http)
+        self._access.tenant(http.headers)
         names = [self._engine.name, *self._engine.adapters]
         return _json(protocol.ModelList([self._described(name) for name in names]))
 
     async def _model(self, http: HttpRequest) -> Response:
-        self._tenant(http)
+        self._access.tenant(http.headers)
         self._check_model(http.path_params["name"])
         return _json(self._described(http.path_params["name"]))
 
@@ -636,14 +464,14 @@ class _Service:
         return protocol.Model(name, self._started, self._engine.max_context, parent)
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
-        self._require_admin(http)
+        self._access.require_admin(http.headers)
         ask = protocol.parse_load_adapter(await self._body(http))
         with _lora_fields():
             await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
         return _json(self._described(ask.lora_name))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
-        self._require_admin(http)
+        self._access.require_admin(http.headers)
         ask = protocol.parse_unload_adapter(await self._body(http))
         if ask.lora_name not in self._engine.adapters:
             message = f"The adapter {ask.lora_name!r} is not loaded."
@@ -653,18 +481,18 @@ class _Service:
         return _json(protocol.Unloaded(ask.lora_name))
 
     async def _flush(self, http: HttpRequest) -> Response:
-        self._require_admin(http)
+        self._access.require_admin(http.headers)
         pages = await anyio.to_thread.run_sync(self._engine.flush)
         return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
 
     async def _remove(self, http: HttpRequest) -> Response:
-        tenant, is_admin = self._remover(http)
+        tenant, is_admin = self._access.remover(http.headers)
         ask = protocol.parse_remove(await self._body(http))
         if ask.model is not None:
             self._check_model(ask.model)
-        if is_admin and len(self._keys) > 1:
-            tenant = self._digest((ask.api_key or "").encode())
-            if tenant not in self._keys:
+        if is_admin and self._access.separates:
+            tenant = self._access.tenant_of(ask.api_key)
+            if tenant is None:
                 raise ApiError(400, "api_key: must be one of the server's API keys", param="api_key")
         elif ask.api_key is not None:
             raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
@@ -681,26 +509,14 @@ class _Service:
         pages = await anyio.to_thread.run_sync(remove, limiter=self._parsing)
         return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
 
-    def _remover(self, http: HttpRequest) -> tuple[bytes | None, bool]:
-        """Returns the tenant whose prefixes a client may remove, and whether the client is the admin.
-
-        Raises:
-            ApiError: 401 or 403, as in `_require_admin`.
-        """
-        admins = [] if self._admin_key is None else [self._admin_key]
-        if len(self._keys) <= 1:
-            self._require_admin(http)
-            return None, True
-        known = self._matching_key(http, [*self._keys, *admins])
-        return known, known in admins
-
     async def _stats(self, http: HttpRequest) -> Response:
-        self._require_admin(http)
+        self._access.require_admin(http.headers)
         stats = await anyio.to_thread.run_sync(self._engine.stats)
-        return Response(msgspec.json.encode(stats), media_type="application/json")
+        body = msgspec.json.encode(stats, enc_hook=lambda counters: counters.as_dict())  # those of the core
+        return Response(body, media_type="application/json")
 
     async def _tree(self, http: HttpRequest) -> Response:
-        self._require_admin(http)
+        self._access.require_admin(http.headers)
         return PlainTextResponse(await anyio.to_thread.run_sync(self._engine.tree))
 
     async def _health(self, http: HttpRequest) -> Response:

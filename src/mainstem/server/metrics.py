@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mainstem.cache import PoolStats
 from mainstem.runtime.request import Delta
-from mainstem.tiers.controller import TierStats
 
 if TYPE_CHECKING:
-    from mainstem.runtime.engine import Engine
-    from mainstem.runtime.vision import VisionStats
-    from mainstem.server.recording import Recorder
+    from mainstem.runtime.engine import Engine, EngineStats
+    from mainstem.server.recording import Recorder, RecordStats
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
@@ -30,131 +29,139 @@ OUTCOMES = ("stop", "length", "cancelled", "error", "refused", "overloaded")
 """How a request can end: the four ends of a generation, `refused` (4xx), or `overloaded` (429 and 503)."""
 
 
-class EngineCollector:
-    """Turns one `EngineStats` into metric families at scrape time.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric of the table.
 
     Args:
-        engine: the engine whose statistics are read; nothing is kept between scrapes.
+        name: the client library appends `_total` to the names of counters.
+        kind: a counter or a gauge.
+        text: what it says.
+        values: the path of its value in the statistics of its part; with labels, the path for the values of the labels.
+            A `*` in both stands for every key of a mapping.
+        labels: their names.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    name: str
+    kind: Callable[..., CounterMetricFamily | GaugeMetricFamily]
+    text: str
+    values: str | Mapping[tuple[str, ...], str]
+    labels: tuple[str, ...] = ()
 
-    def collect(self) -> Iterator[Metric]:
-        """Yields the metrics of one reading. The client library appends `_total` to the names of counters."""
-        stats = self._engine.stats()
-        cache = stats.cache
-        counters = {
-            "mainstem_prompt_tokens": ("Prompt tokens of admitted requests", stats.prompt_tokens),
-            "mainstem_generation_tokens": ("Tokens generated", stats.generated_tokens),
-            "mainstem_preemptions": ("Running requests preempted to free pages", stats.preemptions),
-            "mainstem_prefix_cache_queries_tokens": ("Prompt tokens looked up in the cache", cache.queried),
-            "mainstem_prefix_cache_hits_tokens": ("Prompt tokens found in the cache", cache.hit),
-            "mainstem_evicted_pages": ("Pages evicted from the cache", cache.evicted_pages),
-            "mainstem_checkpoints": ("Checkpoints of recurrent states added to the cache", cache.checkpoints),
-            "mainstem_checkpoints_missed": ("Checkpoints not kept because no slot was free", cache.checkpoints_missed),
-        }
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(name, text, value=value)
-        yield GaugeMetricFamily("mainstem_requests_running", "Running requests", value=stats.running)
-        yield GaugeMetricFamily("mainstem_requests_waiting", "Waiting requests", value=stats.waiting)
-        kv_pages = GaugeMetricFamily("mainstem_kv_pages", "Pages of the KV pool, by owner", labels=["owner"])
-        owners = {"free": cache.free_pages, "cached": cache.cached_pages, "private": cache.private_pages}
-        for owner, count in owners.items():
-            kv_pages.add_metric([owner], count)
-        yield kv_pages
-        yield _pools(cache.pools)
-        yield GaugeMetricFamily("mainstem_adapters", "Loaded LoRA adapters", value=stats.adapters)
-        tiers = CounterMetricFamily(
-            "mainstem_cached_tokens", "Prompt tokens found in the cache, by tier", labels=["tier"]
-        )
-        off_device = stats.host_tokens + stats.storage_tokens
-        for tier, count in (
-            ("device", stats.cached_tokens - off_device),
-            ("host", stats.host_tokens),
-            ("storage", stats.storage_tokens),
-        ):
-            tiers.add_metric([tier], count)
-        yield tiers
-        if stats.tiers is not None:
-            yield from _tier_metrics(stats.tiers)
-        if stats.vision is not None:
-            yield from _vision_metrics(stats.vision)
+    @property
+    def paths(self) -> Mapping[tuple[str, ...], str]:
+        """The paths of its values, by the values of its labels."""
+        return {(): self.values} if isinstance(self.values, str) else self.values
 
 
-def _pools(pools: Mapping[str, PoolStats]) -> Metric:
-    family = GaugeMetricFamily(
-        "mainstem_pool_pages",
-        "Pages or slots of each component's pool, by owner; cached includes locked",
-        labels=["component", "owner"],
-    )
-    for component, pool in pools.items():
-        for owner in ("free", "cached", "private", "locked", "total"):
-            family.add_metric([component, owner], getattr(pool, owner))
-    return family
+def _each(path: str, *names: str) -> dict[tuple[str, ...], str]:
+    """Returns a path for each of the values of a label, which it contains."""
+    return {(name,): path.format(name) for name in names}
 
 
-def _vision_metrics(vision: VisionStats) -> Iterator[Metric]:
-    yield CounterMetricFamily("mainstem_image_encoder_runs", "Images encoded", value=vision.encoder_runs)
-    yield CounterMetricFamily(
-        "mainstem_image_embedding_hits", "Images whose embeddings were still cached", value=vision.hits
-    )
-    yield GaugeMetricFamily("mainstem_image_embeddings_bytes", "Size of cached image embeddings", value=vision.bytes)
+COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
+
+TABLE: Mapping[str, tuple[Row, ...]] = {
+    "engine": (
+        Row("mainstem_prompt_tokens", COUNTER, "Prompt tokens of admitted requests", "totals.prompt_tokens"),
+        Row("mainstem_generation_tokens", COUNTER, "Tokens generated", "totals.generated_tokens"),
+        Row("mainstem_preemptions", COUNTER, "Running requests preempted to free pages", "totals.preemptions"),
+        Row("mainstem_cached_tokens", COUNTER, "Prompt tokens found in the cache, by tier",
+            _each("totals.{}_tokens", "device", "host", "storage"), ("tier",)),
+        Row("mainstem_requests_running", GAUGE, "Running requests", "running"),
+        Row("mainstem_requests_waiting", GAUGE, "Waiting requests", "waiting"),
+        Row("mainstem_adapters", GAUGE, "Loaded LoRA adapters", "adapters"),
+    ),
+    "engine.cache": (
+        Row("mainstem_prefix_cache_queries_tokens", COUNTER, "Prompt tokens looked up in the cache", "leases.queried"),
+        Row("mainstem_prefix_cache_hits_tokens", COUNTER, "Prompt tokens found in the cache", "leases.hit"),
+        Row("mainstem_evicted_pages", COUNTER, "Pages evicted from the cache", "tree.evicted_pages"),
+        Row("mainstem_checkpoints", COUNTER, "Checkpoints of recurrent states added to the cache",
+            "leases.checkpoints"),
+        Row("mainstem_checkpoints_missed", COUNTER, "Checkpoints not kept because no slot was free",
+            "leases.checkpoints_missed"),
+        Row("mainstem_kv_pages", GAUGE, "Pages of the KV pool, by owner",
+            _each("pool.{}", "free", "cached", "private"), ("owner",)),
+        Row("mainstem_pool_pages", GAUGE, "Pages or slots of each component's pool, by owner; cached includes locked",
+            {("*", owner): f"pools.*.{owner}" for owner in ("free", "cached", "private", "locked", "total")},
+            ("component", "owner")),
+    ),
+    "engine.tiers": (
+        Row("mainstem_host_pages", GAUGE, "Pages of the host tier, by owner",
+            _each("host_{}", "free", "cached", "private"), ("owner",)),
+        Row("mainstem_moved_pages", COUNTER, "Pages moved between tiers",
+            {
+                ("device", "host"): "backed_up",
+                ("host", "device"): "loaded",
+                ("storage", "host"): "prefetched",
+                ("host", "storage"): "stored",
+            }, ("from", "to")),
+        Row("mainstem_dropped_pages", COUNTER, "Pages that were not moved, by reason",
+            _each("{}", "backup_failed", "backup_skipped", "load_failed", "load_skipped", "prefetch_dropped",
+                  "write_dropped"), ("reason",)),
+        Row("mainstem_late_pages", COUNTER, "Pages computed although storage has (or may have) them, by cause",
+            {("*",): "late.*"}, ("cause",)),
+        Row("mainstem_storage_faults", COUNTER, "Storage faults, by cause", {("*",): "faults.*"}, ("cause",)),
+        Row("mainstem_storage_queued_pages", GAUGE, "Pages waiting for a write to storage", "queued"),
+        Row("mainstem_storage_breaker_open", GAUGE, "Whether the breaker stops calls to storage", "breaker_open"),
+    ),
+    "engine.vision": (
+        Row("mainstem_image_encoder_runs", COUNTER, "Images encoded", "encoder_runs"),
+        Row("mainstem_image_embedding_hits", COUNTER, "Images whose embeddings were still cached", "hits"),
+        Row("mainstem_image_embeddings_bytes", GAUGE, "Size of cached image embeddings", "bytes"),
+    ),
+    "recorder": (
+        Row("mainstem_recorded_requests", COUNTER, "Requests to be recorded, by outcome",
+            _each("{}", "written", "dropped", "failed"), ("outcome",)),
+    ),
+}  # fmt: skip
+"""What is read at a scrape, by the part of the `Readings` that has it. A part that is None has no metrics."""
 
 
-def _tier_metrics(tiers: TierStats) -> Iterator[Metric]:
-    host = GaugeMetricFamily("mainstem_host_pages", "Pages of the host tier, by owner", labels=["owner"])
-    owners = {"free": tiers.host_free, "cached": tiers.host_cached, "private": tiers.host_private}
-    for owner, count in owners.items():
-        host.add_metric([owner], count)
-    yield host
-    moved = CounterMetricFamily("mainstem_moved_pages", "Pages moved between tiers", labels=["from", "to"])
-    moved.add_metric(["device", "host"], tiers.backed_up)
-    moved.add_metric(["host", "device"], tiers.loaded)
-    moved.add_metric(["storage", "host"], tiers.prefetched)
-    moved.add_metric(["host", "storage"], tiers.stored)
-    yield moved
-    dropped = CounterMetricFamily("mainstem_dropped_pages", "Pages that were not moved, by reason", labels=["reason"])
-    for reason in (
-        "backup_failed", "backup_skipped", "load_failed", "load_skipped", "prefetch_dropped", "write_dropped",
-    ):  # fmt: skip
-        dropped.add_metric([reason], getattr(tiers, reason))
-    yield dropped
-    late = CounterMetricFamily(
-        "mainstem_late_pages", "Pages computed although storage has (or may have) them, by cause", labels=["cause"]
-    )
-    for cause, count in tiers.late.items():
-        late.add_metric([cause], count)
-    yield late
-    faults = CounterMetricFamily("mainstem_storage_faults", "Storage faults, by cause", labels=["cause"])
-    for cause, count in sorted(tiers.faults.items()):
-        faults.add_metric([cause], count)
-    yield faults
-    yield GaugeMetricFamily("mainstem_storage_queued_pages", "Pages waiting for a write to storage", value=tiers.queued)
-    yield GaugeMetricFamily(
-        "mainstem_storage_breaker_open", "Whether the breaker stops calls to storage", value=int(tiers.breaker_open)
-    )
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """The statistics that one scrape reads: of the engine, and of the recorder if there is one."""
+
+    engine: EngineStats
+    recorder: RecordStats | None
 
 
-class RecorderCollector:
-    """Turns the counts of a recorder into a metric family at scrape time.
+def read(stats: object, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yields the numbers at a path, each with the keys that its `*` stand for."""
+    first, _, rest = path.partition(".")
+    for key, value in _at(stats, first):
+        if rest:
+            yield from ((key + keys, number) for keys, number in read(value, rest))
+        else:
+            yield key, float(value)
+
+
+def _at(stats: Any, name: str) -> list[tuple[tuple[str, ...], Any]]:
+    return [((key,), value) for key, value in stats.items()] if name == "*" else [((), getattr(stats, name))]
+
+
+class TableCollector:
+    """Turns the statistics into metric families at scrape time, by the table.
 
     Args:
-        recorder: the recorder whose counts are read.
+        engine, recorder: whose statistics are read; nothing is kept between scrapes.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, engine: Engine, recorder: Recorder | None) -> None:
+        self._engine, self._recorder = engine, recorder
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of one reading."""
-        stats = self._recorder.stats()
-        family = CounterMetricFamily(
-            "mainstem_recorded_requests", "Requests to be recorded, by outcome", labels=["outcome"]
-        )
-        for outcome in ("written", "dropped", "failed"):
-            family.add_metric([outcome], getattr(stats, outcome))
-        yield family
+        readings = Readings(self._engine.stats(), None if self._recorder is None else self._recorder.stats())
+        for part, rows in TABLE.items():
+            stats = attrgetter(part)(readings)
+            for row in rows if stats is not None else ():
+                family = row.kind(row.name, row.text, labels=row.labels)
+                for labels, path in row.paths.items():
+                    for keys, number in read(stats, path):
+                        found = iter(keys)
+                        family.add_metric([next(found) if label == "*" else label for label in labels], number)
+                yield family
 
 
 class Metrics:
@@ -171,9 +178,7 @@ class Metrics:
     ) -> None:
         self._clock = clock
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCollector(engine))
-        if recorder is not None:
-            self._registry.register(RecorderCollector(recorder))
+        self._registry.register(TableCollector(engine, recorder))
         self._requests = Counter("mainstem_requests", "Requests by outcome", ["outcome"], registry=self._registry)
         for outcome in OUTCOMES:
             self._requests.labels(outcome)

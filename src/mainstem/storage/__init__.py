@@ -1,4 +1,4 @@
-"""Storage back ends: bytes under keys, with one small interface. Each back end is one file; see `base`."""
+"""Storage back ends: bytes under keys, with one small interface. See `base`."""
 
 from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, open_backend
 

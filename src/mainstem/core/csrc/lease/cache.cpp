@@ -55,7 +55,7 @@ void Cache::end(Handle node, Holdings& held, std::size_t owned) {
   tree.refresh_use(node, kDevice);
   tree.unlock(node, kDevice);
   held.free(*this, owned);
-  --counters.leases;
+  --counters.open;
 }
 
 void Cache::end_all_abandoned() {

@@ -14,6 +14,7 @@
 
 #include "lease/holding.h"
 #include "lease/pool.h"
+#include "structure/counters.h"
 #include "tree/tree.h"
 
 namespace mainstem {
@@ -28,11 +29,17 @@ struct Abandoned {
   std::size_t owned;
 };
 
-struct LeaseCounters {
-  std::uint64_t leases = 0;  // open ones
-  std::uint64_t queried = 0, hit = 0, partial_hit = 0, partial_missed = 0, duplicate_pages = 0, host_hit = 0;
-  std::uint64_t checkpoints = 0, checkpoints_missed = 0;  // states published; states without a free slot
-};
+#define MAINSTEM_LEASE_COUNTERS(COUNT)                                                                  \
+  COUNT(open, "Leases that have not ended.")                                                            \
+  COUNT(queried, "Positions that leases asked for, counted at their first `reserve`.")                  \
+  COUNT(hit, "Positions of those that they reused.")                                                    \
+  COUNT(partial_hit, "Positions hit that were copied from the middle of a page.")                       \
+  COUNT(partial_missed, "Leases that found no page to copy the beginning of another into.")             \
+  COUNT(duplicate_pages, "Pages freed at their publication, because another lease had published them.") \
+  COUNT(host_hit, "Positions hit that were loaded from the host.")                                      \
+  COUNT(checkpoints, "States published.")                                                               \
+  COUNT(checkpoints_missed, "Checkpoints for which no slot was free.")
+MAINSTEM_COUNTERS(LeaseCounters, NoCounters, MAINSTEM_LEASE_COUNTERS);
 
 class Cache {
  public:
@@ -57,7 +64,7 @@ class Cache {
   void publish(std::uint32_t component, std::int32_t id, bool duplicate);
   void end(Handle node, Holdings& held, std::size_t owned);  // of a lease
   void expect_lease() {                                      // makes abandon() unable to fail
-    if (abandoned_.capacity() <= counters.leases) abandoned_.reserve(2 * counters.leases + 1);
+    if (abandoned_.capacity() <= counters.open) abandoned_.reserve(2 * counters.open + 1);
   }
   void abandon(Abandoned left) noexcept { abandoned_.push_back(std::move(left)); }
   void end_abandoned() {

@@ -50,7 +50,7 @@ Lease::Lease(Cache& cache, std::string_view ns, std::int32_t priority, Bytes key
   donor_ = match.partial_node;
   hit_ = reserved_ = published();
   reach_ = reach;
-  ++cache.counters.leases;
+  ++cache.counters.open;
   cache.touched(match.host_pages ? match.host_node : match.node);
   try {
     for (StateSlot& own : held_.states)

@@ -138,12 +138,6 @@ nb::list nodes(const Tree& tree, const nb::bytes& ns) {
   return out;
 }
 
-nb::tuple counters(const Tree& tree) {
-  const Counters& c = tree.counters();
-  return nb::make_tuple(c.match_calls, c.queried_symbols, c.hit_symbols, c.insert_calls, c.inserted_pages,
-                        c.evicted_pages, c.splits, tree.size(), tree.namespace_count());
-}
-
 // Translates errors of the core into those of mainstem.errors.
 void translate(const std::exception_ptr& pending, void*) {
   try {
@@ -184,6 +178,9 @@ NB_MODULE(_core, m) {
         nb::sig("def hash_blocks(tokens: object, block_tokens: int, width: int, seed: bytes) -> bytes"),
         "See mainstem.hash_blocks, which checks its arguments.");
 
+  bind_counters<TreeStats>(m, "TreeStats",
+                           "Counts of a tree. Pages are those of the first component on the device, unless stated "
+                           "otherwise; cached = locked + evictable.");
   nb::class_<Tree>(m, "Tree", "The radix tree over bytes; see src/mainstem/core/csrc/tree/tree.h.")
       .def(
           "__init__",
@@ -356,9 +353,8 @@ NB_MODULE(_core, m) {
           },
           "component"_a, "tier"_a, nb::sig("def counts(self, component: int, tier: int) -> tuple[int, int, int]"),
           "Ids present, locked (of those present), and in flight.")
-      .def("counters", &counters, nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]"),
-           "match calls, queried and hit symbols, insert calls, inserted and evicted pages, splits; nodes, namespaces, "
-           "bytes.")
+      .def(
+          "stats", [](const Tree& t) { return t.stats(); }, "The counts, which are kept up to date.")
       .def("bytes", &Tree::bytes, "Memory used, in bytes; reads every node.")
       .def("check", &Tree::check, "Raises CorruptTree with the node and the broken rule.");
 

@@ -175,6 +175,8 @@ std::uint64_t position(nb::handle value, const char* name, std::uint64_t limit) 
 }  // namespace
 
 void bind_cache(nb::module_& m) {
+  bind_counters<LeaseCounters>(m, "LeaseCounters", "What the leases of a cache have counted.");
+
   nb::class_<PyCache>(m, "Cache", nb::type_slots(kCacheSlots),
                       "A tree and the pools of its pages; see src/mainstem/core/csrc/cache.h.")
       .def(nb::init<nb::object, nb::tuple, std::int64_t, bool>(), "tree"_a, "pools"_a, "token_limit"_a, "enabled"_a,
@@ -202,15 +204,7 @@ void bind_cache(nb::module_& m) {
       .def(
           "take_back", [](PyCache& self) { self.cache.end_abandoned(); }, "Ends leases that were dropped.")
       .def(
-          "counters",
-          [](const PyCache& self) {
-            const LeaseCounters& c = self.cache.counters;
-            return nb::make_tuple(c.leases, c.queried, c.hit, c.partial_hit, c.partial_missed, c.duplicate_pages,
-                                  c.host_hit, c.checkpoints, c.checkpoints_missed);
-          },
-          nb::sig("def counters(self) -> tuple[int, int, int, int, int, int, int, int, int]"),
-          "Open leases; positions queried, hit, and hit inside pages; leases that found no page for that; duplicate "
-          "pages; positions hit on the host; states published, and states without a free slot.")
+          "counters", [](const PyCache& self) { return self.cache.counters; }, "What its leases have counted, by now.")
       .def(
           "take_touched",
           [](PyCache& self) {

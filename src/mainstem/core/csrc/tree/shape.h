@@ -12,14 +12,20 @@
 
 #include "eviction/eviction.h"
 #include "residency/residency.h"
+#include "structure/counters.h"
 #include "structure/structure.h"
 
 namespace mainstem {
 
-struct Counters {
-  std::uint64_t match_calls = 0, queried_symbols = 0, hit_symbols = 0, insert_calls = 0;
-  std::uint64_t inserted_pages = 0, evicted_pages = 0, splits = 0;
-};
+#define MAINSTEM_TREE_COUNTERS(COUNT)                                                       \
+  COUNT(match_calls, "Matches.")                                                            \
+  COUNT(queried_symbols, "Symbols that matches looked up.")                                 \
+  COUNT(hit_symbols, "Symbols that matches found on the device.")                           \
+  COUNT(insert_calls, "Insertions.")                                                        \
+  COUNT(inserted_pages, "Pages of the first component that insertions added, on any tier.") \
+  COUNT(evicted_pages, "Pages and slots evicted, on any tier.")                             \
+  COUNT(splits, "Nodes split.")
+MAINSTEM_COUNTERS(TreeCounters, NoCounters, MAINSTEM_TREE_COUNTERS);
 
 class TreeShape {
  public:
@@ -76,7 +82,7 @@ class TreeShape {
   Structure nodes_;
   Residency cells_;
   Eviction eviction_;
-  Counters counters_;
+  TreeCounters counters_;
 };
 
 }  // namespace mainstem

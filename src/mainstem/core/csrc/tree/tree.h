@@ -79,6 +79,16 @@ struct PathSpan {
   std::string ns, symbols;
 };
 
+// What a tree holds now, beside what it has counted.
+#define MAINSTEM_TREE_STATS(COUNT)                                      \
+  COUNT(cached_pages, "Pages present: locked or evictable.")            \
+  COUNT(locked_pages, "Pages present that a lock protects.")            \
+  COUNT(evictable_pages, "Pages present that repeated eviction frees.") \
+  COUNT(in_flight_pages, "Pages whose transfer has not ended.")         \
+  COUNT(nodes, "Nodes, without roots.")                                 \
+  COUNT(namespaces, "Roots.")
+MAINSTEM_COUNTERS(TreeStats, TreeCounters, MAINSTEM_TREE_STATS);
+
 class Tree : private TreeShape {
  public:
   using TreeShape::TreeShape;
@@ -155,10 +165,9 @@ class Tree : private TreeShape {
   std::vector<NodeView> nodes(std::string_view ns) const;
   void check() const;
 
-  const Counters& counters() const { return counters_; }
+  TreeStats stats() const;
   CellCounts counts(std::uint32_t component, std::uint32_t tier) const;
   std::size_t size() const { return nodes_.size(); }
-  std::size_t namespace_count() const { return nodes_.roots(); }
   std::size_t bytes() const { return nodes_.bytes() + cells_.bytes() + eviction_.bytes(); }
 
   std::uint32_t symbol_bytes() const { return nodes_.symbol_bytes; }

@@ -126,6 +126,18 @@ void Tree::copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, st
   cells_.copy_ids(nodes_.resolve(node), cells_.find_slot(component, tier), begin, out);
 }
 
+TreeStats Tree::stats() const {
+  const CellCounts pages = counts(0, kDevice);
+  TreeStats stats{counters_};
+  stats.cached_pages = pages.present;
+  stats.locked_pages = pages.locked;
+  stats.evictable_pages = pages.present - pages.locked;
+  stats.in_flight_pages = pages.in_flight;
+  stats.nodes = nodes_.size();
+  stats.namespaces = nodes_.roots();
+  return stats;
+}
+
 CellCounts Tree::counts(std::uint32_t component, std::uint32_t tier) const {
   return cells_.counts(cells_.find_slot(component, tier));
 }

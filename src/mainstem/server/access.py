@@ -1,0 +1,99 @@
+"""API keys: which client sends a request, and what it may do.
+
+Keys are compared and named by digests. It does not know routes or engines.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+
+from mainstem.server.protocol import ApiError
+
+
+class Access:
+    """The keys of one server.
+
+    Args:
+        api_keys: the clients' keys; empty: no key is required.
+        admin_key: the key for what concerns all clients. None: the only API key, or none if none is required.
+        secret: keys the digests.
+    """
+
+    def __init__(self, api_keys: Sequence[str], admin_key: str | None, secret: bytes) -> None:
+        self._secret = secret
+        self._keys = {self._digest(key.encode()): key for key in api_keys}
+        self._admin_key = None if admin_key is None else self._digest(admin_key.encode())
+
+    @property
+    def separates(self) -> bool:
+        """Whether clients are tenants that share no prefix."""
+        return len(self._keys) > 1
+
+    def tenant(self, headers: Headers) -> bytes | None:
+        """Returns the digest of the client's key, or None if no key is required.
+
+        Raises:
+            ApiError: 401; the key is missing or unknown.
+        """
+        return self._matching_key(headers, list(self._keys)) if self._keys else None
+
+    def tenant_of(self, api_key: str | None) -> bytes | None:
+        """Returns the digest of one of the API keys; None for anything else."""
+        digest = self._digest((api_key or "").encode())
+        return digest if digest in self._keys else None
+
+    def api_key(self, tenant: bytes | None) -> str | None:
+        """Returns the key of a tenant."""
+        return None if tenant is None else self._keys[tenant]
+
+    def require_admin(self, headers: Headers) -> None:
+        """Requires the admin key, or the only API key if there is no admin key, for what concerns all clients.
+
+        Raises:
+            ApiError: 401 for a missing or unknown key, 403 for a key without this right.
+        """
+        if self._admin_key is None:
+            self.tenant(headers)
+            allowed = len(self._keys) <= 1
+        else:
+            allowed = self._matching_key(headers, [self._admin_key, *self._keys]) == self._admin_key
+        if not allowed:
+            message = "This route concerns all clients of the server and needs its admin key (option --admin-key)."
+            raise ApiError(403, message, type="permission_error", code="admin_key_needed")
+
+    def remover(self, headers: Headers) -> tuple[bytes | None, bool]:
+        """Returns the tenant whose prefixes a client may remove, and whether the client is the admin.
+
+        Raises:
+            ApiError: 401 or 403, as in `require_admin`.
+        """
+        if not self.separates:
+            self.require_admin(headers)
+            return None, True
+        admins = [] if self._admin_key is None else [self._admin_key]
+        known = self._matching_key(headers, [*self._keys, *admins])
+        return known, known in admins
+
+    def _matching_key(self, headers: Headers, keys: Sequence[bytes]) -> bytes:
+        """Returns the digest of the key that the client sends, which must be one of `keys`."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        sent = self._digest(token.strip().encode("latin-1"))
+        # Compares all keys, and by their digests, so that the time taken reveals nothing about a key.
+        matches = [key for key in keys if hmac.compare_digest(key, sent)]
+        if scheme.lower() != "bearer" or not matches:
+            message = "The API key is missing or unknown: send 'Authorization: Bearer KEY'."
+            raise ApiError(
+                401,
+                message,
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return matches[0]
+
+    def _digest(self, key: bytes) -> bytes:
+        # Keyed, because digests name the tenants' prefixes: a plain digest could be checked against likely keys.
+        return hmac.digest(self._secret, key, "sha256")

@@ -1,0 +1,156 @@
+"""One generation: the choices of a request from the engine's events to its end, and their stream to the client.
+
+Knows streams, events and disconnected clients. It does not know keys, limits, prompts, or what is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mainstem.errors import EngineClosed
+from mainstem.runtime.request import Delta
+from mainstem.server import protocol
+from mainstem.server.protocol import ApiError, ChatReply, CompletionReply
+
+if TYPE_CHECKING:
+    from mainstem.runtime.stream import Stream
+
+log = logging.getLogger(__name__)
+
+
+class Watcher(Protocol):
+    """Follows one generation, in addition to the client."""
+
+    def see(self, delta: Delta) -> None:
+        """Takes one event into account."""
+
+    def close(self) -> None:
+        """Ends the watch: no more events come. The last event may be missing."""
+
+
+class Run:
+    """The choices of one HTTP request, from submit to their last events. Its exit cancels unfinished ones.
+
+    Args:
+        streams: the engine's streams, one per choice.
+        choices: number of choices per prompt.
+        watchers: the watchers of each stream.
+    """
+
+    def __init__(self, streams: Sequence[Stream], choices: int, watchers: Sequence[Sequence[Watcher]]) -> None:
+        self._streams = streams
+        self._choices = choices
+        self._watchers = watchers
+        self.answers: list[list[Delta]] = [[] for _ in streams]
+        self.failure: ApiError | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for stream in self._streams:
+            stream.cancel()
+
+    @property
+    def usage(self) -> protocol.UsageBody:
+        """The usage of all choices, after the last event."""
+        usages = [answer[-1].usage for answer in self.answers]
+        return protocol.usage_body([usage for usage in usages if usage is not None], self._choices)
+
+    async def follow(self, receive: Receive, handle: Callable[[int, Delta], Awaitable[None]]) -> bool:
+        """Passes every event to `handle`, the choices in parallel.
+
+        Returns:
+            Whether all choices ended. If not, the client disconnected or `failure` says what happened.
+        """
+        complete = False
+        async with anyio.create_task_group() as watched:
+            watched.start_soon(_cancel_when_gone, receive, watched.cancel_scope)
+            async with anyio.create_task_group() as group:
+                for index in range(len(self._streams)):
+                    group.start_soon(self._follow_one, index, handle, watched.cancel_scope)
+            complete = not watched.cancel_scope.cancel_called
+            watched.cancel_scope.cancel()
+        return complete
+
+    async def _follow_one(
+        self, index: int, handle: Callable[[int, Delta], Awaitable[None]], scope: anyio.CancelScope
+    ) -> None:
+        watchers = self._watchers[index]
+        try:
+            async for delta in self._streams[index]:
+                for watcher in watchers:
+                    watcher.see(delta)
+                self.answers[index].append(delta)
+                if delta.finish_reason in ("error", "cancelled"):
+                    self.failure = _failure(delta)
+                    scope.cancel()
+                    return
+                await handle(index, delta)
+        except EngineClosed as error:
+            self.failure = protocol.api_error(error)
+            scope.cancel()
+        except OSError:  # how ASGI 2.4 servers report a disconnected client
+            scope.cancel()
+        finally:
+            for watcher in watchers:
+                watcher.close()
+
+
+def _failure(delta: Delta) -> ApiError:
+    if delta.finish_reason == "cancelled":
+        return protocol.draining()
+    log.error("a generation failed: %s", delta.error)
+    return protocol.internal_error()
+
+
+async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+class EventStream(Response):
+    """A run as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run, reply: CompletionReply | ChatReply, include_usage: bool) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._run = run
+        self._reply = reply
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._run:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._send_events(receive, send)
+
+    async def _send_events(self, receive: Receive, send: Send) -> None:
+        async def body(chunk: bytes, more_body: bool = True) -> None:
+            await send({"type": "http.response.body", "body": chunk, "more_body": more_body})
+
+        async def handle(index: int, delta: Delta) -> None:
+            chunk = self._reply.chunk(index, delta)
+            if chunk is not None:
+                await body(protocol.event(chunk))
+
+        openings = [self._reply.opening(index) for index in range(len(self._run))]
+        await body(b"".join(protocol.event(chunk) for chunk in openings if chunk is not None))
+        if await self._run.follow(receive, handle):
+            usage = [protocol.event(self._reply.closing(self._run.usage))] if self._include_usage else []
+            await body(b"".join([*usage, protocol.DONE]), more_body=False)
+        elif self._run.failure is not None:
+            error = protocol.ErrorBody(self._run.failure.detail)
+            await body(protocol.event(error) + protocol.DONE, more_body=False)
