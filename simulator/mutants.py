@@ -451,9 +451,9 @@ NATIVE: tuple[Mutant, ...] = (
         _LEASES + "test_a_window_lock_goes_with_its_lease",
     ),
     _mutant(
-        "a lock at the border of a chunk does not hold what is copied", "here", _CORE + "residency/component.h",
-        "    const bool border = kind == Kind::chunked && position > 0",
-        "    const bool border = false && position > 0",
+        "a lock at the boundary of a chunk does not hold what is copied", "here", _CORE + "residency/component.h",
+        "    const bool boundary = kind == Kind::chunked && position > 0",
+        "    const bool boundary = false && position > 0",
         "tests/test_tiers_components.py::test_random_operations_leave_every_page_correct",
     ),
     _mutant(

@@ -418,8 +418,8 @@ class Residency:
     def first_locked(self, end: int) -> int:
         """Returns the first page that a lock keeps, which keeps the last page of a chunk, too."""
         assert self.local is not None
-        at_border = isinstance(self.local, Chunked) and end > 0 and end % self.local.tokens == 0
-        return (end - self.local.tokens) // self.size if at_border else self.first_needed(end)
+        at_boundary = isinstance(self.local, Chunked) and end > 0 and end % self.local.tokens == 0
+        return (end - self.local.tokens) // self.size if at_boundary else self.first_needed(end)
 
     def allows(self, prefix: tuple[int, ...]) -> bool:
         fronts = [prefix[:end] for end in range(self.size, len(prefix) + 1, self.size)]
@@ -579,7 +579,7 @@ def chunked(size: int = 1, chunk: int = 4) -> Tree:
     return Tree(page_size=size, components=(Full(), Chunked(chunk)))
 
 
-def test_a_match_that_ends_at_a_border_needs_no_page_of_a_chunk() -> None:
+def test_a_match_that_ends_at_a_boundary_needs_no_page_of_a_chunk() -> None:
     tree = chunked()
     tree.insert(range(8), [range(8), [-1] * 8])
     assert tree.match(range(8)).length == 8
@@ -590,13 +590,13 @@ def test_a_match_that_ends_at_a_border_needs_no_page_of_a_chunk() -> None:
 def test_a_match_inside_a_chunk_needs_its_pages_and_none_before() -> None:
     tree = chunked()
     tree.insert(range(10), [range(10), range(10, 20)])
-    assert freed(tree.evict(8, "chunked")) == [[], list(range(10, 18))], "what lies before the border goes first"
+    assert freed(tree.evict(8, "chunked")) == [[], list(range(10, 18))], "what lies before the boundary goes first"
     assert [tree.match(range(end)).length for end in (10, 9, 8, 7)] == [10, 9, 8, 4]
     tree.check()
 
 
 def test_a_lock_holds_the_chunk_of_the_last_page() -> None:
-    """At a border a match needs nothing; but who copies the pages of a prefix locks it, so its lock holds a chunk."""
+    """At a boundary a match needs nothing; but who copies the pages of a prefix locks it, so its lock holds a chunk."""
     for end, kept in ((10, [18, 19]), (8, [14, 15, 16, 17]), (7, [14, 15, 16])):
         tree = chunked()
         tree.insert(range(10), [range(10), range(10, 20)])
@@ -608,7 +608,7 @@ def test_a_lock_holds_the_chunk_of_the_last_page() -> None:
         tree.check()
 
 
-def test_pages_that_lie_across_a_border_are_kept() -> None:
+def test_pages_that_lie_across_a_boundary_are_kept() -> None:
     tree = chunked(size=2, chunk=3)  # page 1 has positions 2 and 3, and position 3 begins a chunk
     tree.insert(range(4), [range(2), [-1, 9]])
     assert tree.match(range(4)).length == 4
@@ -617,7 +617,7 @@ def test_pages_that_lie_across_a_border_are_kept() -> None:
     tree.check()
 
 
-def test_an_insertion_that_ends_at_a_border_needs_no_id() -> None:
+def test_an_insertion_that_ends_at_a_boundary_needs_no_id() -> None:
     tree = Tree(page_size=1, components=(Chunked(4),))
     nothing = tree.insert(range(8), [-1] * 8)
     assert (nothing.node, nothing.length, tree.stats().nodes) == (0, 0, 0), "and then there is nothing to keep"

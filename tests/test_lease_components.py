@@ -307,7 +307,7 @@ class World:
         for row in self.model.paged:
             table = self.table(run, row)
             pages = {run.model.published // self.size, *(page + 1 for page in run.model.own[row])}
-            if isinstance(self.model.rows[row], Chunked):  # at a border no page is left that is read
+            if isinstance(self.model.rows[row], Chunked):  # at a boundary no page is left that is read
                 pages.add(run.computed // self.size)
             assert len(table) == max(pages)
             for page in range(self.model.first_needed(row, run.computed), -(-run.computed // self.size)):

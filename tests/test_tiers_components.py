@@ -228,7 +228,7 @@ KINDS: dict[str, tuple[Component, ...]] = {
     "full window state": (Full(), Window(3), State()),
     "window state": (Window(2), State()),
     "full chunked": (Full(), Chunked(3)),
-    "full chunked at its border": (Full(), Chunked(4)),
+    "full chunked at its boundary": (Full(), Chunked(4)),
     "full window chunked state": (Full(), Window(3), Chunked(5), State()),
 }
 P = list(range(1, 9))

@@ -50,7 +50,7 @@ class Window:
 class Chunked:
     """Chunked local attention: a query at position p reads positions [p - p % tokens, p] only.
 
-    Pages before the last border may be absent. A match that ends at a border, a multiple of `tokens`, needs none.
+    Pages before the last boundary may be absent. A match that ends at a boundary, a multiple of `tokens`, needs none.
 
     Raises:
         BadArgument: `tokens` is below 1.

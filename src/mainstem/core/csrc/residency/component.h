@@ -47,7 +47,7 @@ struct Component {
   // The first position that is still read when `position` is computed.
   std::uint64_t first_read(std::uint64_t position) const {
     if (kind == Kind::full) return 0;
-    if (kind == Kind::chunked) return position - position % span;  // 0 1 2 3 | 4 5 6: nothing at the border
+    if (kind == Kind::chunked) return position - position % span;  // 0 1 2 3 | 4 5 6: nothing at the boundary
     return position - std::min<std::uint64_t>(span, position);
   }
   // The first page that a match ending after `end` pages needs; for one id per page.
@@ -57,11 +57,11 @@ struct Component {
   // The first page that a lock on a prefix of `end` pages holds: a lock holds the last page, needed or not.
   std::uint32_t first_locked(std::uint32_t end, std::uint32_t page_size) const {
     const std::uint64_t position = std::uint64_t{end} * page_size;
-    const bool border = kind == Kind::chunked && position > 0 && position % span == 0;
-    return border ? static_cast<std::uint32_t>((position - span) / page_size) : first_needed(end, page_size);
+    const bool boundary = kind == Kind::chunked && position > 0 && position % span == 0;
+    return boundary ? static_cast<std::uint32_t>((position - span) / page_size) : first_needed(end, page_size);
   }
   // How many pages lie between two page boundaries at which a chunk begins; 0: there are no chunks.
-  std::uint32_t border_pages(std::uint32_t page_size) const {
+  std::uint32_t boundary_pages(std::uint32_t page_size) const {
     return kind == Kind::chunked ? span / std::gcd(span, page_size) : 0;
   }
   // Whether a match ending after `end` pages needs an id at its end.

@@ -95,7 +95,7 @@ void Residency::copy_ids(Index node, std::size_t slot, std::uint32_t begin, std:
 //   full     every page from the root to here is present
 //   window   the last `window` symbols are present
 //   state    the position is the end of a node whose state is present
-//   chunk    the last chunk's beginning is present; a border needs nothing, even inside a node without this cell
+//   chunk    the last chunk's beginning is present; a boundary needs nothing, even inside a node without this cell
 Reach Residency::reach(const Walk& path) const {
   Reach reach;
   if (single_cell) {  // what the loop below finds when a match may end at any present page
@@ -124,7 +124,7 @@ Reach Residency::reach(const Walk& path) const {
         coverage.pass(rows[c], usable[c], end, step.pages == n.pages);
         all = all && coverage.allows(rows[c], end, nodes_.page_size);
       }
-      reach.best[tier] = all ? end : std::max(reach.best[tier], last_border(n.start, end, tier, usable, cover));
+      reach.best[tier] = all ? end : std::max(reach.best[tier], last_boundary(n.start, end, tier, usable, cover));
     }
     if (cover[0].allows(rows[0], end, nodes_.page_size)) reach.first = end;
     const std::uint32_t best = reach.best[tiers - 1];
@@ -143,11 +143,11 @@ Reach Residency::reach(const Walk& path) const {
 
 // Returns the last page boundary inside pages [start, end) of a node at which a chunk begins that is not usable there,
 // and at which every other component allows a match to end; 0 if there is none.
-std::uint32_t Residency::last_border(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
-                                     const Covers& cover) const {
+std::uint32_t Residency::last_boundary(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
+                                       const Covers& cover) const {
   std::uint32_t apart = 0;
   for (std::uint32_t c = 0; c < components(); ++c)
-    if (!usable[c]) apart = std::max(apart, rows[c].border_pages(nodes_.page_size));
+    if (!usable[c]) apart = std::max(apart, rows[c].boundary_pages(nodes_.page_size));
   if (apart == 0) return 0;
   const auto allows = [&](std::uint32_t at) {
     for (std::uint32_t c = 0; c < components(); ++c)

@@ -130,8 +130,8 @@ class Residency {
   using Covers = std::array<Coverage, kMaxComponents * kMaxTiers>;  // by slot
   using Usable = std::array<bool, kMaxComponents>;                  // by component, on a tier and those above
 
-  std::uint32_t last_border(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
-                            const Covers& cover) const;
+  std::uint32_t last_boundary(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
+                              const Covers& cover) const;
   void check_locks() const;
   void check_counts(std::size_t slot) const;
 
