@@ -15,7 +15,7 @@ from mainstem.identity import Identity
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import Policy
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.controller import HostTier
+from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.store import StorageConfig, Store
 

@@ -16,7 +16,10 @@ from mainstem.errors import BadArgument, BadTokens, OutOfPages, StaleHandle, Sto
 from mainstem.keys import BigramKeys, Image, TypedKeys
 from mainstem.pool import Pool
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.controller import HostTier, Load, Prefetch, Tiers
+from mainstem.tiers.controller import Tiers
+from mainstem.tiers.host import HostTier
+from mainstem.tiers.load import Load
+from mainstem.tiers.prefetch import Prefetch
 from mainstem.tiers.waits import LATE
 from mainstem.tree import Tree
 
