@@ -325,7 +325,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a stuck store occupies the host", "sglang#33862", _HOST,
         "            self._writes.drop_oldest()", "            return False",
-        "tests/test_tiers_write.py::test_a_stuck_store_does_not_occupy_the_host",
+        "tests/test_tiers_host.py::test_a_stuck_store_does_not_occupy_the_host",
     ),
     # ---------------------------------------------------------------- ranks
     _mutant(
