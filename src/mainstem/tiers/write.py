@@ -69,7 +69,7 @@ class Writes:
 
     def add(self, node: int, begin: int) -> None:
         """Queues the pages from `begin` to a node's end; drops them if the queue has no room."""
-        parent, keys = self.names.of(node, begin)  # whether they are queued or not: see `PageNames`
+        parent, keys = self.names.of(node, begin)  # queued or not: what follows derives its names from these
         if self._core.removed(node):
             return
         if self.queued and self.queued + len(keys) > self._store.config.queue_pages:
