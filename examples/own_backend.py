@@ -13,11 +13,11 @@ from typing import ClassVar, Self
 from tiers import PAGE_SIZE, NumpyMemory, run
 
 import mainstem
+from mainstem import HostTier
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
 from mainstem.storage import ABSENT, Backend, BackendStats, Capabilities, conformance, open_backend
 from mainstem.storage.base import check_options
-from mainstem.tiers.controller import HostTier
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tiers.workers import ThreadWorkers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import mainstem
-from mainstem.tiers.controller import HostTier
+from mainstem import HostTier
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 

@@ -17,7 +17,8 @@ from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import BUILT_IN
 from mainstem.pool import Pool
-from mainstem.tiers.controller import HostTier, Tiers, WritePolicy
+from mainstem.tiers.controller import Tiers
+from mainstem.tiers.host import HostTier, WritePolicy
 from mainstem.tiers.transfer import Move
 from mainstem.tree import Match, Tree
 from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt, state_of

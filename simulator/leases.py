@@ -18,7 +18,8 @@ from mainstem.cache import Lease
 from mainstem.components import Chunked, Full, Window
 from mainstem.errors import OutOfPages
 from mainstem.namespaces import Namespace
-from mainstem.tiers.controller import Load, Prefetch
+from mainstem.tiers.load import Load
+from mainstem.tiers.prefetch import Prefetch
 from simulator.ghost import POISON, fingerprints
 from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes, other_identity
 from simulator.storage import Disk

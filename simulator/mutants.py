@@ -69,7 +69,10 @@ def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cach
     return Mutant(name, like, file, ((old, new),), by)
 
 
-_PAGES, _STORE, _TIERS = "tiers/pages.py", "tiers/store.py", "tiers/controller.py"
+_PAGES, _STORE, _PENDING, _HOST = "tiers/pages.py", "tiers/store.py", "tiers/pending.py", "tiers/host.py"
+_BACKUP, _LOAD, _PREFETCH, _WRITE, _WARM = (
+    f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "write", "warm")
+)
 _SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
 
 # fmt: off
@@ -153,64 +156,62 @@ PYTHON: tuple[Mutant, ...] = (
         "        self._failures, self._trying = 0, False", "        self._trying = False",
     ),
     _mutant(
-        "the write queue is unbounded", "sglang#26670", _TIERS,
-        "if self._queued and self._queued + pages > self.store.config.queue_pages:", "if False:",
+        "the write queue is unbounded", "sglang#26670", _WRITE,
+        "if self.queued and self.queued + len(keys) > self._store.config.queue_pages:", "if False:",
     ),
     # ---------------------------------------------------------------- back up
     _mutant(
-        "a host page is served before its copy has ended", "vllm#45704", _TIERS,
-        "        if not self.ticket.done():\n            return 0\n        if self._above",
-        "        if self._above",
+        "a host page is served before its copy has ended", "vllm#45704", _BACKUP,
+        "        if not self.ticket.done():\n            return 0\n        if self.above",
+        "        if self.above",
     ),
     _mutant(
-        "a failed copy counts as complete", "LMCache-Ascend#270", _TIERS,
-        "return _FAILED if self._above is not None or self.ticket.error is not None else _ARRIVED",
-        "return _FAILED if self._above is not None else _ARRIVED",
+        "a failed copy counts as complete", "LMCache-Ascend#270", _BACKUP,
+        "return FAILED if self.above is not None or self.ticket.error is not None else ARRIVED",
+        "return FAILED if self.above is not None else ARRIVED",
     ),
     _mutant(
-        "a copy does not wait for its parent's", "sglang#31679", _TIERS,
+        "a copy does not wait for its parent's", "sglang#31679", _BACKUP,
         "above = self._flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
     ),
     _mutant(
-        "a failed copy is undone before the copies below it", "sglang#31679", _TIERS,
-        "        if self._below:\n            return\n", "",
+        "a failed copy is undone before the copies below it", "sglang#31679", _BACKUP,
+        "        if backup.below:\n            return\n", "",
     ),
     Mutant(
-        "a device page is not locked while it is backed up", "sglang#28468", _TIERS,
+        "a device page is not locked while it is backed up", "sglang#28468", _BACKUP,
         (
             ("                self._core.lock(at, DEVICE)\n", ""),
-            ("        self._core.unlock(node, DEVICE)\n", ""),
+            ("            self._core.unlock(node, DEVICE)\n", ""),
         ),
     ),
     _mutant(
-        "evicted host pages are not returned to the pool", "sglang#16067", _TIERS,
-        "        freed = self.tree.evict(missing, self.tree.components[row].name, HOST)\n"
-        "        for pool, ids in zip(self.host_pools, freed, strict=True):\n            pool.reclaim(ids)\n",
-        "        freed = self.tree.evict(missing, self.tree.components[row].name, HOST)\n",
+        "evicted host pages are not returned to the pool", "sglang#16067", _HOST,
+        "        self._reclaim(self._tree.evict(", "        list(self._tree.evict(",
     ),
     _mutant(
-        "a stale handle ends the scheduler", "-", _TIERS,
+        "a stale handle ends the scheduler", "-", _BACKUP,
         "            except StaleHandle:\n", "            except ZeroDivisionError:\n",
     ),
     _mutant(
-        "a node in flight is copied again", "here", _TIERS,
+        "a node in flight is copied again", "here", _BACKUP,
         "missing = list(takewhile(lambda at: at not in self._flights, lacking))", "missing = list(lacking)",
         "components",
     ),
     _mutant(
-        "a copy waits only for the copy above its first node", "here", _TIERS,
+        "a copy waits only for the copy above its first node", "here", _BACKUP,
         "self._core.in_flight_above(held[-1], HOST)", "self._core.in_flight_above(held[0], HOST)",
         "tests/test_tiers_components.py::test_a_copy_waits_for_every_copy_above_its_last_node",
     ),
     # ---------------------------------------------------------------- load
     _mutant(
-        "a load is published before it has arrived", "vllm#47282", _TIERS,
-        "        if not self.ticket.done():\n            return 0\n        return _ARRIVED if",
-        "        return _ARRIVED if",
+        "a load is published before it has arrived", "vllm#47282", _LOAD,
+        "        if not self.ticket.done():\n            return 0\n        return ARRIVED if",
+        "        return ARRIVED if",
     ),
     _mutant(
-        "a failed load counts as arrived", "vllm#49250", _TIERS,
-        "return _ARRIVED if self.ticket.error is None else _FAILED", "return _ARRIVED",
+        "a failed load counts as arrived", "vllm#49250", _LOAD,
+        "return ARRIVED if self.ticket.error is None else FAILED", "return ARRIVED",
     ),
     _mutant(
         "a layer is not waited for", "vllm#46278", _SEQUENCE,
@@ -239,13 +240,13 @@ PYTHON: tuple[Mutant, ...] = (
         "scheduler",
     ),
     _mutant(
-        "evicted states are not backed up", "-", _TIERS,
-        "if self.back_up(victim):", "if row == 0 and self.back_up(victim):",
+        "evicted states are not backed up", "-", _BACKUP,
+        "if self.begin(victim):", "if row == 0 and self.begin(victim):",
         "tests/test_tiers_leases.py::test_states_that_are_evicted_are_written_back",
     ),
     _mutant(
-        "where all layers slide, a load counts only the pages that it copies", "here", _TIERS,
-        "self._memory.up(moves), pages))", "self._memory.up(moves), len(pairs[0][0])))",
+        "where all layers slide, a load counts only the pages that it copies", "here", _LOAD,
+        "Load(ticket, pages, self._pending", "Load(ticket, len(pairs[0][0]), self._pending",
         "tests/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
     ),
     _mutant(
@@ -264,50 +265,50 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     # ---------------------------------------------------------------- prefetch
     _mutant(
-        "pages that fail verification are accepted", "LMCache#4467", _TIERS,
+        "pages that fail verification are accepted", "LMCache#4467", _PREFETCH,
         "return 1 + self.call.value if self.call.done() and self._prefetch.anchored else 0",
         "return 1 + len(self.page_ids) if self.call.done() and self._prefetch.anchored else 0",
     ),
     _mutant(
-        "every batch reads the keys of the first one", "sglang#5221", _TIERS,
+        "every batch reads the keys of the first one", "sglang#5221", _PREFETCH,
         "keys = self._keys[self._asked - self._first :][:n]", "keys = self._keys[:n]",
     ),
     _mutant(
-        "batches are added in the order of their arrival", "ATOM#1807", _TIERS,
+        "batches are added in the order of their arrival", "ATOM#1807", _PREFETCH,
         "        while self._reads and self._reads[0].ended:\n            read = self._reads.popleft()\n",
         "        while read := next((each for each in self._reads if each.ended), None):\n"
         "            self._reads.remove(read)\n",
     ),
     _mutant(
-        "pages after a miss are accepted", "sglang#39444", _TIERS,
+        "pages after a miss are accepted", "sglang#39444", _PREFETCH,
         "            self._cut = self._cut or kept < len(read.page_ids)\n", "",
     ),
     _mutant(
-        "a duplicate is freed twice", "sglang-jax#982", _TIERS,
-        "        pool.release(page_ids[~ours])\n", "        pool.release(page_ids[~ours])\n" * 2,
+        "a duplicate is freed twice", "sglang-jax#982", _PREFETCH,
+        "        self._host.release([page_ids[~ours]])\n", "        self._host.release([page_ids[~ours]])\n" * 2,
     ),
     _mutant(
-        "a duplicate is lost", "sglang#16067", _TIERS,
-        "        pool.release(page_ids[~ours])\n", "",
+        "a duplicate is lost", "sglang#16067", _PREFETCH,
+        "        self._host.release([page_ids[~ours]])\n", "",
     ),
     _mutant(
-        "duplicates count as pages of the tree", "mini-sglang#142", _TIERS,
+        "duplicates count as pages of the tree", "mini-sglang#142", _PREFETCH,
         "ours[:kept] = theirs[:kept] == page_ids[:kept]", "ours[:kept] = True",
     ),
     Mutant(
-        "host pages may be evicted while they are written to storage", "Mooncake#4239", _TIERS,
+        "host pages may be evicted while they are written to storage", "Mooncake#4239", _WRITE,
         (
-            ("        self._core.lock(node, HOST)\n        self._queued += pages", "        self._queued += pages"),
-            ("        tiers._core.unlock(self.node, HOST)\n\n\nclass _Asked", "\n\nclass _Asked"),
+            ("        self._core.lock(node, HOST)\n", ""),
+            ("add(write.node, 0)\n        self._core.unlock(write.node, HOST)\n", "add(write.node, 0)\n"),
         ),
     ),
     _mutant(
-        "with a limit of one prefetch nothing is warmed", "here", _TIERS,
-        "len(self._prefetches) < max(1, self.store.config.max_prefetches // 2)",
-        "len(self._prefetches) < self.store.config.max_prefetches // 2",
+        "with a limit of one prefetch nothing is warmed", "here", _WARM,
+        "len(self._prefetches) < max(1, self._store.config.max_prefetches // 2)",
+        "len(self._prefetches) < self._store.config.max_prefetches // 2",
     ),
     _mutant(
-        "a request waits for a stuck store", "LMCache#5047", _TIERS,
+        "a request waits for a stuck store", "LMCache#5047", _PREFETCH,
         "return int(self._prefetch.late())", "return int(self._prefetch.ended)",
     ),
     _mutant(
@@ -317,28 +318,28 @@ PYTHON: tuple[Mutant, ...] = (
         "test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage",
     ),
     _mutant(
-        "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _TIERS,
-        "if self._wanted(namespace, key)[0] in self._prefetches:", "if False:",
-        "tests/test_tiers_controller.py::test_a_conversation_is_warmed_whole_though_each_turn_adds_little",
+        "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _WARM,
+        "if self._prefetches.overlaps(namespace, key):", "if False:",
+        "tests/test_tiers_warm.py::test_a_conversation_is_warmed_whole_though_each_turn_adds_little",
     ),
     _mutant(
-        "a stuck store occupies the host", "sglang#33862", _TIERS,
-        "            self._writes.popleft().give_up()", "            return False",
-        "tests/test_tiers_controller.py::test_a_stuck_store_does_not_occupy_the_host",
+        "a stuck store occupies the host", "sglang#33862", _HOST,
+        "            self._writes.drop_oldest()", "            return False",
+        "tests/test_tiers_host.py::test_a_stuck_store_does_not_occupy_the_host",
     ),
     # ---------------------------------------------------------------- ranks
     _mutant(
-        "a rank uses its own votes", "sglang#31425", _TIERS,
-        "            votes = self.host.agree(votes)\n", "            self.host.agree(votes)\n",
+        "a rank uses its own votes", "sglang#31425", _PENDING,
+        "                votes = self._agree(votes)\n", "                self._agree(votes)\n",
         "ranks",
     ),
     _mutant(
-        "a rank uses its own gap in storage", "sglang#30760", _TIERS,
-        "        if outcome == _FAILED and tiers.names", "        if self._call.value.gap and tiers.names",
+        "a rank uses its own gap in storage", "sglang#30760", _WRITE,
+        "gap=outcome == FAILED", "gap=self.call.value.gap",
         "ranks",
     ),
     _mutant(
-        "a rank uses its own lookup", "sglang#22607", _TIERS,
+        "a rank uses its own lookup", "sglang#22607", _PREFETCH,
         "self._prefetch.looked_up(self._call.value[: outcome - 1])", "self._prefetch.looked_up(self._call.value)",
         "ranks",
     ),

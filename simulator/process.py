@@ -17,8 +17,10 @@ from mainstem.identity import Identity
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.policies import BUILT_IN, NodeStats, Policy, Rank
 from mainstem.pool import Pool
-from mainstem.tiers.controller import Agree, HostTier, Tiers, WritePolicy
+from mainstem.tiers.controller import Tiers
+from mainstem.tiers.host import HostTier, WritePolicy
 from mainstem.tiers.pages import Sealer
+from mainstem.tiers.pending import Agree
 from mainstem.tiers.store import PrefetchPolicy, StorageConfig, Store, StoreCall
 from mainstem.tree import Tree
 from simulator.ghost import Numbers, SimMemory, fingerprints, salt, state_of
@@ -218,10 +220,9 @@ class Process:
     def audit(self) -> None:
         """Checks every structure and limit, and every page in the tree on either tier."""
         self.cache.check()
-        if self.store is not None:
+        if self.store is not None and (writes := self.tiers.writes) is not None:
             queued, limit = self.tiers.stats().queued, self.store.config.queue_pages
-            alone = len(self.tiers._writes) + self.tiers._writing <= 1
-            require(queued <= limit or alone, "more pages wait to be written than allowed", queued, limit)
+            require(queued <= limit or len(writes) <= 1, "more pages wait to be written than allowed", queued, limit)
         read_tree(self.cache.tree, self.memory, lambda name, tokens: fingerprints(self._origins[name], tokens))
 
     def add_counts(self) -> None:
@@ -255,7 +256,7 @@ class Process:
             if not self.tiers.busy:
                 break
             self.world.pass_time(0.05)
-        require(not self.tiers.busy, "something under way never ends", [type(p).__name__ for p in self.tiers._pending])
+        require(not self.tiers.busy, "something under way never ends", [type(p).__name__ for p in self.tiers.pending])
         self.audit()
         if self.store is not None and self.tiers.host.agree is None and self.world.chance(0.3):
             self._fail_and_recover()

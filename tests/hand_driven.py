@@ -15,7 +15,8 @@ from mainstem.identity import Identity
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import Policy
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.controller import HostTier
+from mainstem.tiers.host import HostTier
+from mainstem.tiers.load import Load
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.store import StorageConfig, Store
 
@@ -324,3 +325,44 @@ class Rig:
         assert (self.tiers.stats().host_free, self.cache.pool.free) == (self.memory.pages, self.cache.pool.total)
         assert tree.stats().nodes == 0
         self.cache.check()
+
+
+# ---------------------------------------------------------------- what tests of several parts begin with
+
+
+A, B, C = prompt(4, 1), prompt(4, 2), prompt(4, 3)
+
+
+def begin_load(rig: Rig, tokens: Sequence[int]) -> tuple[Lease, Load]:
+    lease = rig.cache.lease(list(tokens))
+    load = rig.tiers.load(lease)
+    assert load is not None
+    return lease, load
+
+
+def only_on_host(rig: Rig, *prompts: Sequence[int]) -> None:
+    """Serves prompts, backs all of them up, and evicts them from the device."""
+    for tokens in prompts:
+        rig.serve(tokens)
+        rig.settle()
+    while len(freed := rig.cache.tree.flush()[0]):
+        rig.cache.pool.reclaim(freed)
+    assert [rig.on(0, tokens) for tokens in prompts] == [0] * len(prompts)
+    rig.verify()
+
+
+def stored(*prompts: Sequence[int]) -> FaultyBackend:
+    """Returns a store that another process has filled."""
+    backend = FaultyBackend()
+    for tokens in prompts:
+        rig = Rig(backend=backend)
+        rig.serve(tokens)
+        rig.settle()
+    return backend
+
+
+def stored_keys(tokens: Sequence[int]) -> list[bytes]:
+    """Returns the keys of a prompt's pages in storage."""
+    rig = Rig(backend=MemoryBackend())
+    assert rig.store is not None
+    return rig.store.sealer.keys(rig.store.sealer.root(b""), rig.cache.tree.keys.encode(tokens), 8)

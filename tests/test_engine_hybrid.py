@@ -21,7 +21,7 @@ from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion
 from mainstem.runtime.tiers import TierConfig
-from mainstem.tiers.controller import WritePolicy
+from mainstem.tiers.host import WritePolicy
 from mainstem.tiers.transfer import Move
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -90,7 +90,7 @@ NO_SINGLE_COUNT = {
     "core/reference.py:ReferenceTree._remove": "the same",
     "runtime/host.py:HostPool.__init__": "a count for each component",
     "runtime/host.py:_check": "the same, checked",
-    "tiers/controller.py:HostTier": "a count for each component",
+    "tiers/host.py:HostTier": "a count for each component",
 }
 
 RECORDED = re.compile(r"<!--= .*?<!--/-->|<!-- record -->.*?<!-- end of record -->", re.DOTALL)  # is as it was measured

@@ -21,8 +21,9 @@ from mainstem.runtime.request import Delta, Request, SamplingParams, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.scheduler import Limits, Scheduler
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.controller import HostTier, Prefetch
+from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.prefetch import Prefetch
 from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tiers.transfer import Move
 

@@ -17,7 +17,8 @@ from hand_driven import fingerprint
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import CorruptTree
 from mainstem.pool import Pool
-from mainstem.tiers.controller import HostTier, Tiers
+from mainstem.tiers.controller import Tiers
+from mainstem.tiers.host import HostTier
 from mainstem.tiers.transfer import Move
 from mainstem.tree import Inserted, Tree
 

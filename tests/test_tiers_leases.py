@@ -18,7 +18,8 @@ from hand_driven import fingerprint
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, OutOfPages
-from mainstem.tiers.controller import HostTier, Load
+from mainstem.tiers.host import HostTier
+from mainstem.tiers.load import Load
 
 DEVICE, HOST = 0, 1
 KINDS: dict[str, tuple[Component, ...]] = {

@@ -16,7 +16,7 @@ from hand_driven import FaultyBackend, Rig, prompt
 from machine import patience
 
 from mainstem.errors import OutOfPages, StorageError
-from mainstem.tiers.controller import Prefetch
+from mainstem.tiers.prefetch import Prefetch
 
 pytestmark = pytest.mark.deadline
 PATIENCE_S = patience(30)

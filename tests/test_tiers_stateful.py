@@ -22,7 +22,8 @@ from policy_models import InPython
 
 from mainstem.cache import Lease
 from mainstem.errors import OutOfPages, StorageError
-from mainstem.tiers.controller import Load, Prefetch
+from mainstem.tiers.load import Load
+from mainstem.tiers.prefetch import Prefetch
 
 Choose = Callable[[int], int]
 """Draws a number below another one, with `random` or hypothesis."""

@@ -33,8 +33,11 @@ from mainstem.keys import (
 from mainstem.namespaces import Namespace
 from mainstem.policies import NodeStats, Policy
 from mainstem.pool import Pool
-from mainstem.tiers.controller import HostTier, Load, Prefetch, Tiers, TierStats
+from mainstem.tiers.controller import Tiers, TierStats
+from mainstem.tiers.host import HostTier
+from mainstem.tiers.load import Load
 from mainstem.tiers.pages import Sealer
+from mainstem.tiers.prefetch import Prefetch
 from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tree import Inserted, Match, NodeView, Tree
 

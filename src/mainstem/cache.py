@@ -22,7 +22,8 @@ from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.keys import Encoded, KeyKind, Sequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
-from mainstem.tiers.controller import HostTier, Tiers
+from mainstem.tiers.controller import Tiers
+from mainstem.tiers.host import HostTier
 from mainstem.tiers.store import Store
 from mainstem.tree import Tree
 

@@ -27,6 +27,7 @@ from mainstem.policies import SLRU_PROTECTED_HITS, BuiltIn, NodeStats, Policy, R
 
 Ids = NDArray[np.int32]
 
+DEVICE, HOST = 0, 1  # tiers
 IN_FLIGHT = 1
 PRESENT = 2
 _EVERYTHING = 2**62
@@ -132,6 +133,7 @@ class Tree:
     ) -> None:
         self.keys = keys if keys is not None else TokenKeys()
         self.page_size = check_integer("page_size", page_size, 1, 2**20)
+        self.page_bytes = self.page_size * self.keys.symbol_bytes  # of a page's symbols
         self.components = tuple(components)
         self._rows = {component.name: row for row, component in enumerate(self.components)}
         if not self._rows or len(self._rows) < len(self.components):

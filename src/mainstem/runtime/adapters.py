@@ -95,11 +95,12 @@ class Adapter:
     Args:
         name: the name that clients use.
         digest: SHA-256 over configuration and weights, in hex.
+        places: where its layers take the place of the model's.
     """
 
     name: str
     digest: str
-    _places: tuple[_Place, ...] = field(repr=False)
+    places: tuple[_Place, ...] = field(repr=False)
 
     @property
     def namespace(self) -> str:
@@ -172,7 +173,7 @@ class Adapters:
     def select(self, adapter: Adapter | None) -> Iterator[None]:
         """Applies an adapter to the model inside the `with` block; None is the base model. Blocks do not nest."""
         assert self._selected is None, "an adapter is selected already"
-        places = () if adapter is None else adapter._places
+        places = () if adapter is None else adapter.places
         self._selected = adapter
         try:
             for place in places:

@@ -17,7 +17,8 @@ from mainstem.runtime.request import Request, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler
 from mainstem.runtime.text import Detokenizer
-from mainstem.tiers.controller import Load, Prefetch
+from mainstem.tiers.load import Load
+from mainstem.tiers.prefetch import Prefetch
 
 
 class Sequence:

@@ -20,7 +20,7 @@ from mainstem.runtime.host import HostPool, HostSize
 from mainstem.runtime.models import LoadedModel
 from mainstem.storage import Backend, open_backend
 from mainstem.tiers.codecs import find_codec
-from mainstem.tiers.controller import HostTier, WritePolicy, check_host_policy
+from mainstem.tiers.host import HostTier, WritePolicy, check_host_policy
 from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
 from mainstem.tiers.store import StorageConfig, Store
 from mainstem.tiers.workers import ThreadWorkers

@@ -330,13 +330,21 @@ class Vision:
             raise UnsupportedModel(
                 f"{loaded.name}: its processor makes different tokens when it processes an image alone"
             )
-        _Test(self, loaded, ours, inputs).run()
+        span = self._span(ours.images[0], self._encode(ours.images[0]))
+        _Test(self, loaded, ours, inputs, span).run()
 
 
 class _Test:
-    """Runs one prompt with changes; the model must not attend through pages yet."""
+    """Runs one prompt with changes; the model must not attend through pages yet. `span`: the image's embeddings."""
 
-    def __init__(self, vision: Vision, loaded: LoadedModel, prompt: PreparedPrompt, inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        vision: Vision,
+        loaded: LoadedModel,
+        prompt: PreparedPrompt,
+        inputs: Mapping[str, Any],
+        span: torch.Tensor,
+    ) -> None:
         self._vision = vision
         self._model: Any = loaded.model
         self._name = loaded.name
@@ -355,7 +363,7 @@ class _Test:
         with torch.inference_mode():
             tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
             self._rows = self._model.get_input_embeddings()(tokens).clone()
-            self._rows[self._image.start : self._image.end] = vision._span(self._image, vision._encode(self._image))
+            self._rows[self._image.start : self._image.end] = span
 
     def run(self) -> None:
         """Sets `both_ways` of the vision. Raises UnsupportedModel."""

@@ -168,8 +168,8 @@ class _Ended:
 class Note:
     """Watches the events of one generation and records it when it ends. Made by `Recorder.note`."""
 
-    def __init__(self, recorder: Recorder, prompt: _Prompt, text: bool) -> None:
-        self._recorder = recorder
+    def __init__(self, put: Callable[[_Ended], None], prompt: _Prompt, text: bool) -> None:
+        self._put = put
         self._prompt = prompt
         self._answer: list[str] | None = [] if text else None
         self._tokens = 0
@@ -190,7 +190,7 @@ class Note:
     def _end(self, finish: str, usage: Usage | None) -> None:
         if not self._ended:
             self._ended = True
-            self._recorder._put(_Ended(self._prompt, finish, self._tokens, usage, "".join(self._answer or ())))
+            self._put(_Ended(self._prompt, finish, self._tokens, usage, "".join(self._answer or ())))
 
 
 class Recorder:
@@ -264,7 +264,7 @@ class Recorder:
             scope=replace(scope, extra=(f"model:{self._model}", *owner, *scope.extra)),
             tenant=Namespace(salt=scope.salt, extra=owner),
         )
-        return Note(self, prompt, self._text)
+        return Note(self._put, prompt, self._text)
 
     def stats(self) -> RecordStats:
         """Returns the counts since the start."""

@@ -1,0 +1,216 @@
+"""Backups: what the device has is copied to the host.
+
+The host pages are in flight on their node until the copy is settled: then they are present, or freed if it failed. The
+nodes are locked on both tiers meanwhile. The host holds a connected prefix from the root, so a copy fails if the copy
+of its parents fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from mainstem._core import Pool
+from mainstem.errors import StaleHandle
+from mainstem.tiers.host import HostPages, HostTier
+from mainstem.tiers.pending import ARRIVED, FAILED, Pending, PendingList
+from mainstem.tiers.transfer import Move, Ticket
+from mainstem.tiers.write import Writes
+from mainstem.tree import DEVICE, HOST, IN_FLIGHT, PRESENT, Ids, Tree
+
+log = logging.getLogger(__name__)
+
+
+class _Backup(Pending):
+    """A copy of nodes, from the top, to `targets`: host pages by component."""
+
+    def __init__(
+        self, backups: Backups, nodes: list[int], begin: int, targets: list[Ids], ticket: Ticket, above: _Backup | None
+    ) -> None:
+        self.nodes, self.begin, self.targets = nodes, begin, targets
+        self.ticket = ticket
+        self.above = above  # the copy of the parents, until that has arrived
+        self.below: list[_Backup] = []  # the copies that it is `above` of
+        self.failed = False
+        self._backups = backups
+
+    def vote(self) -> int:
+        if not self.ticket.done():
+            return 0
+        if self.above is not None and not self.above.failed:
+            return 0  # not before its parents
+        return FAILED if self.above is not None or self.ticket.error is not None else ARRIVED
+
+    def settle(self, outcome: int) -> None:
+        self._backups.end(self, arrived=outcome == ARRIVED)
+
+
+class Backups:
+    """Begins and ends backups.
+
+    Args:
+        config: when pages are backed up, and the memory that copies them.
+        tree: the tree.
+        pools: the pools of device pages, by component.
+        host: the pages of the host.
+        writes: takes what has arrived; None without storage.
+        pending: the list of everything under way.
+
+    Attributes:
+        counts: `backed_up`, `backup_failed`, `backup_skipped`.
+    """
+
+    def __init__(
+        self,
+        config: HostTier,
+        tree: Tree,
+        pools: Sequence[Pool],
+        host: HostPages,
+        writes: Writes | None,
+        pending: PendingList,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._config, self._tree, self._core, self._pools = config, tree, tree.core, tuple(pools)
+        self._host, self._writes, self._pending = host, writes, pending
+        self._flights: dict[int, _Backup] = {}  # by node whose host pages are in flight
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a copy reads device pages."""
+        return bool(self._flights)
+
+    def begin(self, node: int, hits: int = 0) -> bool:
+        """See `Tiers.back_up`."""
+        held = self._hold(node, hits)
+        if not held:
+            return not self._core.lacking(node, DEVICE, HOST, hits)
+        above = self._flights.get(self._core.in_flight_above(held[-1], HOST))
+        needed = [sum(len(self._missing(at, row)) for at in held) for row in range(len(self._pools))]
+        targets = self._host.allocate(needed)
+        if targets is None:
+            self.counts["backup_skipped"] += needed[0]
+            self._unlock(held)
+            return False
+        moves = [self._attach(held, row, ids) for row, ids in enumerate(targets)]
+        ticket = self._config.memory.down([move for move in moves if len(move.source)])
+        begin = self._core.start(held[0])  # now: a split may move it
+        backup = self._pending.add(_Backup(self, held, begin, targets, ticket, above))
+        if above is not None:
+            above.below.append(backup)
+        self._flights.update(dict.fromkeys(held, backup))
+        return not self._core.lacking(node, DEVICE, HOST, hits)
+
+    def begin_touched(self, nodes: Sequence[int]) -> None:
+        """Begins the copies that the write policy asks for, of nodes that were matched or published."""
+        if self._config.write == "write_back":
+            return
+        hits = self._config.hits if self._config.write == "write_through_selective" else 0
+        for node in dict.fromkeys(nodes):
+            try:
+                self.begin(node, hits)
+            except StaleHandle:
+                continue  # evicted, or joined to the next node, which was touched too
+
+    def make_room(self, row: int, pages: int) -> None:
+        """See `Tiers.make_room`."""
+        component = self._tree.components[row].name
+        while pages > 0 and (victim := self._tree.next_victim(component)):
+            size = len(self._core.own_ids(victim, row, DEVICE))
+            self._tree.lock(victim, DEVICE)  # so that eviction on the host does not join this node to another
+            try:
+                if self.begin(victim):
+                    self._wait()
+            finally:
+                self._tree.unlock(victim, DEVICE)
+            freed = self._tree.evict(min(pages, size), component)
+            for pool, ids in zip(self._pools, freed, strict=True):
+                pool.reclaim(ids)
+            if not len(freed[row]):
+                return
+            pages -= len(freed[row])
+
+    def end(self, backup: _Backup, *, arrived: bool) -> None:
+        """Makes its pages present, and queues them for storage; or frees them."""
+        if not arrived:
+            backup.failed = True
+            self.counts["backup_failed"] += len(backup.targets[0])
+            if backup.ticket.error is not None:
+                log.warning("a copy to the host failed: %s", backup.ticket.error)
+            self._cancel(backup)
+            return
+        if self._writes is not None:  # before the commit: after it the node may be joined to what its name derives from
+            self._writes.add(backup.nodes[-1], backup.begin)
+        for node in backup.nodes:
+            self._core.commit(node, HOST)
+        self._host.publish(backup.targets)
+        self.counts["backed_up"] += len(backup.targets[0])
+        for below in backup.below:
+            below.above = None
+        self._release(backup)
+
+    def _wait(self) -> None:
+        """Waits until every backup has been settled."""
+        while backups := self._pending.of(_Backup):
+            for backup in backups:
+                backup.ticket.wait()
+            self._pending.settle(backups)
+
+    def _hold(self, node: int, hits: int) -> list[int]:
+        """Locks the nodes to copy, from the top, on both tiers. Repeats, since a lock may split where a window begins.
+
+        Stops before a node that is being copied: pages added to it since would be settled with that copy.
+        """
+        held: list[int] = []
+        while True:
+            lacking = self._core.lacking(node, DEVICE, HOST, hits)
+            missing = list(takewhile(lambda at: at not in self._flights, lacking))
+            new = [at for at in missing if at not in held]
+            if not new:
+                return missing
+            for at in new:
+                self._core.lock(at, DEVICE)
+                self._core.lock(at, HOST)
+            held += new
+
+    def _unlock(self, nodes: Sequence[int]) -> None:
+        for node in nodes:
+            self._core.unlock(node, DEVICE)
+            self._core.unlock(node, HOST)
+
+    def _missing(self, node: int, row: int) -> Ids:
+        """Returns the device pages of a node that the host lacks."""
+        if self._core.residency(node, row, HOST) in (PRESENT, IN_FLIGHT):
+            return np.empty(0, np.int32)
+        return self._core.own_ids(node, row, DEVICE)
+
+    def _attach(self, nodes: Sequence[int], row: int, ids: Ids) -> Move:
+        """Attaches host pages, in flight, to nodes for one component; returns the copy to make."""
+        sources, at = [np.empty(0, np.int32)], 0
+        for node in nodes:
+            source = self._missing(node, row)
+            if len(source):
+                self._core.attach(node, row, HOST, ids[at : at + len(source)], False)
+                sources.append(source)
+                at += len(source)
+        return Move(row, np.concatenate(sources), ids)
+
+    def _cancel(self, backup: _Backup) -> None:
+        """Frees what was in flight, once no copy below is under way."""
+        if backup.below:
+            return
+        for node in reversed(backup.nodes):
+            self._host.release(self._core.cancel(node, HOST))
+        self._release(backup)
+        if (above := backup.above) is not None:
+            above.below.remove(backup)
+            if above.failed:
+                self._cancel(above)
+
+    def _release(self, backup: _Backup) -> None:
+        for node in backup.nodes:
+            del self._flights[node]
+        self._unlock(backup.nodes)

@@ -1,0 +1,144 @@
+"""The host tier: its settings, `HostTier`, and its pages, `HostPages`: what is evicted when a part needs some.
+
+`HostPages` knows pools and the tree. Of the operations that ask for pages it knows only that waiting writes give way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mainstem._core import Pool
+from mainstem.errors import BadArgument, CorruptTree, check_integer
+from mainstem.tiers.pending import Agree
+from mainstem.tiers.transfer import HostMemory
+from mainstem.tiers.write import Writes
+from mainstem.tree import HOST, Ids, Tree
+
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+
+
+def check_host_policy(write: str, hits: int, load_min_tokens: int) -> None:
+    """Checks the fields of a `HostTier` that do not depend on the memory.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+    if write not in get_args(WritePolicy):
+        raise BadArgument("write", write, "one of " + ", ".join(get_args(WritePolicy)))
+    check_integer("hits", hits, 1, 2**31 - 1)
+    check_integer("load_min_tokens", load_min_tokens, 1, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """The host tier of a cache.
+
+    Args:
+        memory: the host pages and the copies to and from them.
+        write: when pages are backed up: "write_through": once they are published; "write_through_selective": once
+            they were hit `hits` times; "write_back": when they are evicted from the device.
+        hits: for "write_through_selective".
+        load_min_tokens: fewer tokens are computed rather than loaded.
+        pages: number of host pages of each component; None: `memory.pages` of the only one.
+        agree: all-reduce that takes the element-wise minimum of the votes of all ranks. Every rank calls it equally
+            often, with equally many votes. None: there is one rank.
+
+    Raises:
+        BadArgument: names the field and its range.
+    """
+
+    memory: HostMemory
+    write: WritePolicy = "write_through"
+    hits: int = 2
+    load_min_tokens: int = 32
+    pages: tuple[int, ...] | None = None
+    agree: Agree | None = None
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        check_host_policy(self.write, self.hits, self.load_min_tokens)
+
+
+class HostPages:
+    """The pages of the host.
+
+    Args:
+        tree: the tree.
+        memory: their contents.
+        pools: the pools, by component.
+        writes: the queue of writes to storage, whose pages are locked; None without storage.
+    """
+
+    def __init__(self, tree: Tree, memory: HostMemory, pools: Sequence[Pool], writes: Writes | None) -> None:
+        self.memory, self.pools = memory, tuple(pools)
+        self._tree, self._writes = tree, writes
+
+    def allocate(self, needed: Sequence[int]) -> list[Ids] | None:
+        """Allocates so many private pages of each component, evicting others for them; None without room."""
+        if not all(self._make_room(row, n) for row, n in enumerate(needed)):
+            return None
+        return [pool.allocate(n) for pool, n in zip(self.pools, needed, strict=True)]
+
+    def publish(self, page_ids: Sequence[Ids]) -> None:
+        """Hands private pages of each component to the tree."""
+        for pool, ids in zip(self.pools, page_ids, strict=True):
+            pool.publish(ids)
+
+    def release(self, page_ids: Sequence[Ids]) -> None:
+        """Frees private pages of each component."""
+        for pool, ids in zip(self.pools, page_ids, strict=True):
+            pool.release(ids)
+
+    def flush(self) -> int:
+        """Evicts every unlocked page; returns how many of the first component were freed."""
+        return self._reclaim(self._tree.flush(HOST))
+
+    def evict_removed(self) -> None:
+        """Frees the pages of prefixes that were removed, as far as they are no longer in use."""
+        self._reclaim(self._tree.evict_removed(HOST))
+
+    def check(self, prefetched: int) -> None:
+        """Verifies the pools, and that they agree with the tree; slow.
+
+        Args:
+            prefetched: pages that prefetches own.
+
+        Raises:
+            CorruptTree: names the rule that is broken.
+        """
+        for row, (component, pool) in enumerate(zip(self._tree.components, self.pools, strict=True)):
+            pool.check()
+            cells = [view.cells[component.name, HOST] for view in self._tree.nodes()]
+            present = [page for cell in cells if cell.present for page in cell.ids.tolist()]
+            in_flight = [page for cell in cells if cell.in_flight for page in cell.ids.tolist()]
+            for page_ids, owner, total in ((present, "cached", pool.cached), (in_flight, "private", None)):
+                wrong = [page for page in page_ids if pool.owner(page) != owner]
+                if wrong or total not in (None, len(page_ids)):
+                    raise CorruptTree(f"host pages of {component.name}: {wrong[:8]} are not {owner}, or {total} are")
+            if row == 0 and pool.private != len(in_flight) + prefetched:
+                raise CorruptTree(
+                    f"{pool.private} host pages private: {len(in_flight)} in flight, {prefetched} prefetched"
+                )
+
+    def _make_room(self, row: int, pages: int) -> bool:
+        """Evicts pages of a component until `pages` are free; evicts none if that is impossible."""
+        missing = pages - self.pools[row].free
+        if missing <= 0:
+            return True
+        while missing > (evictable := self._evictable(row)):
+            if self._writes is None or missing > evictable + self._writes.waiting_pages:
+                return False
+            self._writes.drop_oldest()  # so that a stuck store does not occupy the host
+        self._reclaim(self._tree.evict(missing, self._tree.components[row].name, HOST))
+        return self.pools[row].free >= pages
+
+    def _evictable(self, row: int) -> int:
+        present, locked, _ = self._tree.core.counts(row, HOST)
+        return present - locked
+
+    def _reclaim(self, freed: Sequence[Ids]) -> int:
+        for pool, ids in zip(self.pools, freed, strict=True):
+            pool.reclaim(ids)
+        return len(freed[0])

@@ -1,0 +1,130 @@
+"""Writes to storage, with completions and failures driven by hand, in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
+
+from mainstem.errors import StorageError
+
+
+def test_pages_on_the_host_are_written_to_storage() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend)
+    rig.serve(A)
+    rig.poll()
+    assert rig.tiers.stats().queued == 0
+    rig.end_copy()
+    rig.poll()
+    assert rig.tiers.stats().queued == 4 and len(rig.writers.waiting) == 1
+    rig.writers.run()
+    rig.poll()
+    assert (rig.tiers.stats().stored, rig.tiers.stats().queued) == (4, 0)
+    assert backend.stored_keys() == stored_keys(A)
+    rig.close_all()
+
+
+def test_only_new_pages_are_written() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend)
+    rig.serve(A)
+    rig.settle()
+    rig.serve(prompt(6, 1, 1, 1, 1, 2))
+    rig.poll()
+    rig.end_copy()
+    rig.poll()
+    assert rig.tiers.stats().queued == 2
+    rig.settle()
+    assert rig.tiers.stats().stored == 6 and len(backend.stored_keys()) == 6
+    assert backend.calls.count("put") == 2
+
+
+@pytest.mark.parametrize("queue_pages", [8, 11])
+def test_a_full_queue_drops_the_newest_and_counts_it(queue_pages: int) -> None:
+    rig = Rig(device=32, backend=FaultyBackend(), queue_pages=queue_pages, writes=1)
+    for tokens in (A, B, C):
+        rig.serve(tokens)
+        rig.poll()
+        rig.end_copy()
+        rig.poll()
+    assert (rig.tiers.stats().queued, rig.tiers.stats().write_dropped) == (8, 4)
+    assert len(rig.writers.waiting) == 1, "one at a time"
+    rig.settle()
+    assert (rig.tiers.stats().queued, rig.tiers.stats().stored) == (0, 8)
+    assert [rig.on(1, tokens) for tokens in (A, B, C)] == [4, 4, 4]
+    rig.close_all()
+
+
+def test_a_write_longer_than_the_queue_is_accepted_when_the_queue_is_empty() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend, queue_pages=3)
+    rig.serve(A)
+    rig.settle()
+    assert len(backend.stored_keys()) == 4
+    backend.clear()
+    rig.serve(prompt(6, 1, 1, 1, 1, 2))
+    rig.settle()
+    assert len(backend.stored_keys()) == 6, "the gap heals"
+    assert rig.tiers.stats().write_dropped == 0
+    rig.close_all()
+
+
+def test_a_gap_in_storage_heals_when_something_longer_is_written() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend)
+    rig.serve(A)
+    rig.settle()
+    backend.clear()
+    rig.serve(prompt(6, 1, 1, 1, 1, 2))
+    rig.settle()
+    assert sorted(backend.stored_keys()) == sorted(stored_keys(prompt(6, 1, 1, 1, 1, 2)))
+    rig.close_all()
+
+
+def test_a_stuck_store_never_blocks_and_holds_no_more_than_its_queue() -> None:
+    rig = Rig(device=64, host=64, backend=FaultyBackend(), queue_pages=8, writes=2, breaker_cooldown_s=1.0)
+    for mark in range(10):
+        rig.serve(prompt(4, mark))
+        rig.poll()
+        rig.end_copy()
+        rig.poll()
+        rig.clock.now_s += 10
+    stats = rig.tiers.stats()
+    assert stats.queued == 8 and stats.write_dropped == 32
+    assert stats.faults["timeout"] == 2
+    assert rig.tiers.flush() == 32, "all but the stuck writes"
+    rig.settle()
+    rig.close_all()
+
+
+@pytest.mark.parametrize("cause", StorageError.CAUSES)
+def test_a_failing_store_loses_the_write_and_nothing_else(cause: str) -> None:
+    backend = FaultyBackend()
+    backend.always = StorageError(cause, "on purpose")
+    rig = Rig(backend=backend)
+    rig.serve(A)
+    rig.settle()
+    assert rig.tiers.stats().faults == {cause: 1} and rig.tiers.stats().stored == 0
+    backend.always = None
+    rig.serve(prompt(5, 1, 1, 1, 1, 2))
+    rig.settle()
+    assert len(backend.stored_keys()) == 5, "the gap heals"
+    rig.close_all()
+
+
+def test_a_prefix_removed_while_its_write_waits_is_not_written() -> None:
+    backend = FaultyBackend()
+    rig = Rig(backend=backend, writes=1)
+    rig.serve(B)
+    rig.serve(A)
+    for _ in range(4):
+        rig.poll()
+        while rig.copies and not rig.copies[0].done():
+            rig.end_copy()
+    assert rig.tiers.stats().queued == 8
+    rig.cache.remove(A[:2])
+    rig.settle()
+    assert rig.tiers.stats().queued == 0
+    assert len(backend.stored_keys()) == 4
+    rig.verify()
+    rig.close_all()
