@@ -58,7 +58,7 @@ void bad_settings() {
   expect_bad("tiers", make(4, 1, 1, 0, "lru"));
   expect_bad("tiers", make(4, 1, 1, 4, "lru"));
   expect_bad("policy", make(4, 1, 1, 1, "random"));
-  make(16, 1u << 20, 8, 4, "external")();
+  make(16, 1u << 20, 8, 3, "external")();
 }
 
 void bad_keys() {
