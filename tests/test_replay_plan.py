@@ -23,7 +23,7 @@ from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan, waits
 from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
 from mainstem.replay.simulate.sweep import Setup, hit_blocks, replay
 from mainstem.replay.trace import Batch, Trace
-from mainstem.replay.units import parse_duration, parse_rate, parse_store, show_bytes, show_duration
+from mainstem.units import show_bytes
 
 # One layer: 8 numbers a token in bf16 are 16 bytes; 100 parameters; no cost of attention; logits of 2 x 4 x 5 FLOPs.
 SHAPE = ModelShape("tiny", (Layer(kv_numbers=8, parameters=100, active_parameters=100),), 4, 5, tied=True)
@@ -517,39 +517,6 @@ def test_devices_are_what_their_makers_say() -> None:
     assert find_device("a100-80gb").flops_per_s("fp8") == 312e12
     for device in DEVICES.values():
         assert device.source and device.fp8_flops_per_s in (None, pytest.approx(2 * device.bf16_flops_per_s, rel=0.02))
-
-
-def test_units() -> None:
-    assert parse_rate("storage", "7GB/s") == 7e9
-    assert parse_store("storage", "8TB@7GB/s") == (8 * 10**12, 7e9)
-    assert parse_store("storage", "1 TiB @ 512 MiB/s") == (1 << 40, float(1 << 29))
-    assert [parse_duration("slo", text) for text in ("500ms", "1.5s", "2", "3m", "250us")] == [
-        0.5,
-        1.5,
-        2,
-        180,
-        0.00025,
-    ]
-    assert [parse_duration("slo", text) for text in ("1.5h", "2d")] == [5400, 172800]
-    assert [show_bytes(size) for size in (0, 999, 131072, 1.5e12, 999.9e9)] == [
-        "0 B",
-        "999 B",
-        "131 KB",
-        "1.5 TB",
-        "1 TB",
-    ]
-    assert [show_duration(s) for s in (0, 0.0451, 1.234, 3600, 86400)] == [
-        "0 ms",
-        "45.1 ms",
-        "1.23 s",
-        "60 min",
-        "24 h",
-    ]
-    for parse, text in ((parse_rate, "7GB"), (parse_rate, "0GB/s"), (parse_store, "8TB"), (parse_duration, "soon")):
-        with pytest.raises(BadArgument, match="storage"):
-            parse("storage", text)
-    with pytest.raises(BadArgument, match="8TB@7GB"):
-        parse_store("storage", "8TB@7GB")
 
 
 def test_a_policy_that_does_not_exist_is_refused_before_the_trace_is_read(capsys: pytest.CaptureFixture[str]) -> None:

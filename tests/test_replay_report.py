@@ -22,7 +22,7 @@ from mainstem.replay.report.series import looks, marked
 from mainstem.replay.simulate.rows import Row, median_below
 from mainstem.replay.simulate.sweep import Setup, sweep
 from mainstem.replay.trace import Batch, Trace
-from mainstem.replay.units import show_duration
+from mainstem.units import show_seconds
 
 POLICIES = ["lru", "lfu", "opt"]
 CAPACITIES = [10, 40, 160]
@@ -122,7 +122,7 @@ def test_age_and_idle_time_are_shown(found: tuple[TraceInfo, list[Row]]) -> None
     assert {"median age", "median idle"} <= set(words)
     for row in found[1]:
         if idle := median_below(row.tiers[0].idle_s):
-            assert f"< {show_duration(idle)}" in words
+            assert f"< {show_seconds(idle)}" in words
 
 
 def test_the_numbers_are_shown_below_the_charts(found: tuple[TraceInfo, list[Row]]) -> None:

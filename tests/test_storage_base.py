@@ -13,7 +13,7 @@ import pytest
 
 from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError
 from mainstem.storage import base, open_backend
-from mainstem.storage.base import Backend, check_options, parse_bytes, parse_seconds
+from mainstem.storage.base import Backend, check_options
 from mainstem.storage.memory import MemoryBackend
 
 HERE = __name__
@@ -191,44 +191,6 @@ def test_every_scheme_names_a_class_in_a_file_of_its_own() -> None:
         module, _, name = path.partition(":")
         assert module in (f"mainstem.storage.{scheme}", f"mainstem.storage.vendors.{scheme}")
         assert name.endswith("Backend")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("0", 0),
-        ("17", 17),
-        ("17b", 17),
-        ("2 KB", 2000),
-        ("2KiB", 2048),
-        ("2kib", 2048),
-        ("1.5MiB", 3 << 19),
-        ("3G", 3 * 10**9),
-        ("3GiB", 3 << 30),
-        (" 1TB ", 10**12),
-        ("1Ti", 1 << 40),
-        ("2 PB", 2 * 10**15),
-    ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes("capacity", text) == size
-
-
-@pytest.mark.parametrize("text", ["", "-1", "1e9", "lots", "1 EB", "1" + 400 * "0", "KiB", "1,5MB", "0x10"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(BadArgument, match="capacity"):
-        parse_bytes("capacity", text)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0.25", 0.25), ("1e3", 1000.0)])
-def test_seconds(text: str, seconds: float) -> None:
-    assert parse_seconds("timeout", text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "inf", "nan", "soon", "1e9"])
-def test_what_are_no_seconds(text: str) -> None:
-    with pytest.raises(BadArgument, match="timeout"):
-        parse_seconds("timeout", text)
 
 
 def test_a_storage_error_says_its_cause_and_is_one_of_ours() -> None:

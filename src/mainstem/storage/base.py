@@ -252,38 +252,3 @@ def check_options(options: Mapping[str, str], allowed: Sequence[str]) -> None:
     for name in options:
         if name not in allowed:
             raise BadArgument("storage option", name, "one of " + ", ".join(allowed) if allowed else "none")
-
-
-_UNITS = {"": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("kmgtp", start=1)
-}
-_MAX_DIGITS = 30
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """Parses a size such as 500000000, 500MB or 2GiB.
-
-    Raises:
-        BadArgument: the text is not a size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtp]i?|)b?", text.strip().lower())
-    if not found or len(found[1]) > _MAX_DIGITS:
-        raise BadArgument(name, text, "bytes, or a number with KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB or PiB")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def parse_seconds(name: str, text: str) -> float:
-    """Parses a number of seconds above 0.
-
-    Raises:
-        BadArgument: the text is not such a number.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 1e9:
-        raise BadArgument(name, text, "a number of seconds above 0")
-    return seconds

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_bytes
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.units import parse_bytes
 
 
 class MemoryBackend(Backend):

@@ -11,8 +11,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from mainstem.replay.commands.trace import Json, TraceOptions, TracePath, bar, read_trace
-from mainstem.replay.units import parse_duration, parse_rate, parse_store
-from mainstem.storage.base import parse_bytes
+from mainstem.units import parse_bytes, parse_rate, parse_seconds, parse_store
 
 if TYPE_CHECKING:
     from mainstem.replay.plan.assumptions import Assumptions, Memory
@@ -111,7 +110,7 @@ class PlanOptions:
             bytes_per_token=self.bytes_per_token,
             write_policy=self.write_policy,
             policy=self.policy,
-            overhead_s=parse_duration("overhead", self.overhead),
+            overhead_s=parse_seconds("overhead", self.overhead),
             queue=self.queue,
             gain=self.gain,
             steps=self.steps,
@@ -166,7 +165,7 @@ def plan_trace(
 
     shape, device, memory = read_shape(model), find_device(gpu), _memory(host_memory, storage)
     given = options.assumptions()
-    limit_s = None if slo_ttft is None else parse_duration("slo_ttft", slo_ttft)
+    limit_s = None if slo_ttft is None else parse_seconds("slo_ttft", slo_ttft)
     requests = read_trace(path, reading)
     for note in requests.notes:
         print(note, file=sys.stderr)

@@ -101,9 +101,9 @@ class CacheOptions:
             BadArgument: a value is outside its range.
         """
         from mainstem.replay.simulate.sweep import Setup
-        from mainstem.replay.units import parse_duration
+        from mainstem.units import parse_seconds
 
-        ttl_s = None if self.ttl is None else parse_duration("ttl", self.ttl)
+        ttl_s = None if self.ttl is None else parse_seconds("ttl", self.ttl)
         return Setup(ttl_s=ttl_s, replicas=self.replicas, routing=self.routing)
 
     def caches(self, trace: Trace, bytes_per_token: float | None) -> tuple[list[int], Setup]:
@@ -351,7 +351,7 @@ def _tier_cells(row: Row, tier: TierRow) -> Iterator[tuple[str, str]]:
 
 
 def _moved(blocks: int, size: int | None) -> str:
-    from mainstem.replay.units import show_bytes
+    from mainstem.units import show_bytes
 
     return f"{blocks:,}" if size is None else show_bytes(size).replace(" ", "")
 

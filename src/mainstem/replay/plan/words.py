@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from mainstem.replay.plan.plan import Knee, Plan, PlanRow, everything
-from mainstem.replay.units import show_bytes, show_duration
+from mainstem.units import show_bytes, show_seconds
 
 
 class Stated(NamedTuple):
@@ -112,7 +112,7 @@ def _of_the_cache(plan: Plan) -> list[Stated]:
         Stated("lower tiers hold", given.write_policy, given.write_policy, "--write-policy", held),
         Stated("eviction", given.policy, given.policy, "--policy", "hits by tier are exact for lru"),
         Stated(
-            "overhead per request", given.overhead_s, show_duration(given.overhead_s), "--overhead", "added to the rest"
+            "overhead per request", given.overhead_s, show_seconds(given.overhead_s), "--overhead", "added to the rest"
         ),
         Stated("waiting for a replica", queue[0], *queue, "first come, first served"),
         Stated("price of memory", given.gain, price, "--gain", "a convention"),
@@ -138,9 +138,9 @@ def _buy(plan: Plan) -> str:
         return f"Buy: no memory below the device, which saves {alone.flops_saved_share:.1%} of prefill FLOPs by itself."
     return (
         f"Buy: {_tiers(best)}. It saves {best.flops_saved_share:.1%} of prefill FLOPs ({alone.flops_saved_share:.1%} "
-        f"with the device alone). The first token takes {show_duration(best.ttft_mean_s)} on average "
-        f"({show_duration(alone.ttft_mean_s)}), and {show_duration(best.ttft_p90_s)} at p90 "
-        f"({show_duration(alone.ttft_p90_s)})."
+        f"with the device alone). The first token takes {show_seconds(best.ttft_mean_s)} on average "
+        f"({show_seconds(alone.ttft_mean_s)}), and {show_seconds(best.ttft_p90_s)} at p90 "
+        f"({show_seconds(alone.ttft_p90_s)})."
     )
 
 
@@ -184,7 +184,7 @@ def _in_time(plan: Plan) -> Iterator[str]:
         return
     required, alone = f"required {plan.given.slo_share:.4g}", plan.rows[0]
     yield (
-        f"Within {show_duration(plan.slo_ttft_s)}: {plan.bare.slo_share or 0:.1%} of first tokens without a cache, "
+        f"Within {show_seconds(plan.slo_ttft_s)}: {plan.bare.slo_share or 0:.1%} of first tokens without a cache, "
         f"{alone.slo_share or 0:.1%} with the device alone, {plan.buy.slo_share or 0:.1%} with what to buy."
     )
     if met := [row for row in plan.rows if row.slo_met]:
@@ -240,7 +240,7 @@ def _slow_tiers(plan: Plan) -> Iterator[str]:
         loading = engine.token_bytes / rate if rate else 0.0
         if loading > computing:
             yield (
-                f"Loading a token from {tier} takes {show_duration(loading)}, computing it {show_duration(computing)}: "
+                f"Loading a token from {tier} takes {show_seconds(loading)}, computing it {show_seconds(computing)}: "
                 "hits there save FLOPs, but delay the first token."
             )
 
@@ -258,7 +258,7 @@ _HEAD = (
 
 def show_plan(plan: Plan) -> str:
     """Returns the whole plan as text for a terminal."""
-    span = f" in {show_duration(plan.span_s)}" if plan.span_s else ""
+    span = f" in {show_seconds(plan.span_s)}" if plan.span_s else ""
     head = (
         f"{plan.trace}: {plan.requests:,} requests{span}, {plan.input_tokens:,} prompt tokens\n"
         f"{plan.model.name} on {plan.engine.gpus * plan.given.replicas} x {plan.device.name}"
@@ -286,8 +286,8 @@ def _cells(row: PlanRow, gpus: int) -> tuple[str, ...]:
         show_bytes(row.host_bytes) if row.host_bytes else "-",
         show_bytes(row.storage_bytes) if row.storage_bytes else "-",
         *(f"{rate:.1%}" for rate in hits),
-        show_duration(row.ttft_mean_s),
-        show_duration(row.ttft_p90_s),
+        show_seconds(row.ttft_mean_s),
+        show_seconds(row.ttft_p90_s),
         "-" if row.slo_share is None else f"{row.slo_share:.1%}",
         f"{row.flops_saved_share:.1%}",
         f"{row.gpu_hours_saved:.3g}",

@@ -19,7 +19,7 @@ from mainstem.replay.report.series import Look, Measure, back_to_front, doubling
 from mainstem.replay.report.svg import Axis, Bar, Line, Tick, bar_chart, line_chart, linear, percents, sample
 from mainstem.replay.simulate import optimum
 from mainstem.replay.simulate.rows import Row, median_below
-from mainstem.replay.units import show_bytes, show_duration
+from mainstem.units import show_bytes, show_seconds
 
 _WIDE, _NARROW = 880, 400
 
@@ -70,7 +70,7 @@ def page(info: TraceInfo, rows: Sequence[Row]) -> str:
 def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
     first = rows[0]
     facts = {
-        "Requests": f"{info.requests:,} in {show_duration(info.span_s)}",
+        "Requests": f"{info.requests:,} in {show_seconds(info.span_s)}",
         "Prompts": f"{info.input_tokens:,} tokens, {info.prompt_tokens.mean:,.0f} on average",
         "Blocks": f"{info.blocks:,} of {info.block_size:,} tokens, {info.distinct_blocks:,} distinct",
         "Unlimited cache": f"hits {_percent(info.block_hit_rate)} of blocks",
@@ -79,7 +79,7 @@ def _facts(info: TraceInfo, rows: Sequence[Row]) -> Markup:
     if first.replicas > 1:
         facts["Replicas"] = f"{first.replicas:,} of each capacity, routing by {first.routing}"
     if first.ttl_s is not None:
-        facts["Time to live"] = show_duration(first.ttl_s)
+        facts["Time to live"] = show_seconds(first.ttl_s)
     if info.notes:
         facts["Notes"] = " ".join(info.notes)
     entries = (tag("div", tag("dt", name), tag("dd", text)) for name, text in facts.items())
@@ -188,7 +188,7 @@ def _over_time(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:
     timeline = series.merged(rows[0].timeline)
     unit_s, unit = series.time_unit(timeline.width_s * len(timeline.block_accesses))
     yield tag("h2", "Hits over time")
-    yield tag("p", f"Each point covers {show_duration(timeline.width_s)}. A cache starts empty.{_HINT}")
+    yield tag("p", f"Each point covers {show_seconds(timeline.width_s)}. A cache starts empty.{_HINT}")
     span = timeline.width_s * len(timeline.block_accesses) / unit_s
     x = linear(f"time since the trace began, {unit}", span, lambda at: f"{at:g}", max_ticks=8, nice=False)
     panels, looks = [], back_to_front(series.looks(rows))
@@ -295,7 +295,7 @@ def _tier_table(rows: Sequence[Row]) -> Markup:
 def _median(histogram: Sequence[int]) -> str:
     """Returns a bound below which the age or idle time of half of the evicted blocks was."""
     bound = median_below(histogram)
-    return "" if bound is None else f"< {show_duration(bound)}"
+    return "" if bound is None else f"< {show_seconds(bound)}"
 
 
 def _reuse(info: TraceInfo, rows: Sequence[Row]) -> Iterator[Markup]:

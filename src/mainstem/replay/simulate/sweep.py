@@ -30,8 +30,8 @@ from mainstem.policies import Policy, find_policy
 from mainstem.replay.simulate import optimum
 from mainstem.replay.simulate.rows import Flops, Row, Share, Tally, TierCounts, TierRow, Timeline
 from mainstem.replay.trace import Batch, Trace
-from mainstem.storage.base import parse_bytes
 from mainstem.tree import Tree
+from mainstem.units import parse_bytes
 
 __all__ = [
     "Flops",
@@ -369,16 +369,25 @@ def _blocks(name: str, text: str, trace: Trace, bytes_per_token: float | None) -
 
 
 def _exact_blocks(name: str, text: str, trace: Trace, bytes_per_token: float | None) -> Fraction:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:(%)|([kmg]?)(tok|tokens|blocks|)|[kmgt]i?b|b)", text.strip().lower())
-    if not found or (found[3] and not found[4]):  # of what, 10k?
+    lower = text.strip().lower()
+    if lower.endswith("b"):
+        return _blocks_of_bytes(name, text, trace, bytes_per_token)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:(%)|([kmg]?)(tok|tokens|blocks)|)", lower)
+    if not found:
         raise BadArgument(name, text, f"a capacity, such as {_EXAMPLES}")
     if found[2]:
         return Fraction(found[1]) * trace.distinct_blocks / 100
-    if found[4] is not None:
-        number = Fraction(found[1]) * _MULTIPLES[found[3]]
-        return number / trace.block_size if found[4].startswith("tok") else number
+    number = Fraction(found[1]) * _MULTIPLES[found[3] or ""]
+    return number / trace.block_size if (found[4] or "").startswith("tok") else number
+
+
+def _blocks_of_bytes(name: str, text: str, trace: Trace, bytes_per_token: float | None) -> Fraction:
+    try:
+        size = parse_bytes(name, text)
+    except BadArgument:
+        raise BadArgument(name, text, f"a capacity, such as {_EXAMPLES}") from None
     if bytes_per_token is None or not bytes_per_token > 0:
         raise BadArgument(
             name, text, "blocks, tokens or a percentage, unless --bytes-per-token gives the bytes of a token"
         )
-    return parse_bytes(name, text) / (Fraction(bytes_per_token) * trace.block_size)
+    return size / (Fraction(bytes_per_token) * trace.block_size)

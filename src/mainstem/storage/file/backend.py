@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options, parse_bytes
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options
 from mainstem.storage.file.catalog import Catalog
 from mainstem.storage.file.disk import FULL, FileSystem, Folder, Reserve
 from mainstem.storage.file.hashes import hashes
 from mainstem.storage.file.index import EMPTY, Index
 from mainstem.storage.file.space import GRAIN_BYTES, NOWHERE, Entry, Piece, rounded
 from mainstem.storage.file.values import Values
+from mainstem.units import parse_bytes
 
 STEP_BYTES = 64 << 20
 """`values` grows by this, or by the size of a batch."""

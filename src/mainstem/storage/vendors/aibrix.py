@@ -28,7 +28,8 @@ from typing import Any, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options, parse_seconds
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options
+from mainstem.units import parse_timeout
 
 T = TypeVar("T")
 _WORKERS = 4
@@ -79,7 +80,7 @@ class AIBrixBackend(Backend):
         check_options(options, ("path", "timeout", "namespace"))
         if not options.get("path"):
             raise BadArgument("storage option", "path", "the folder of the store")
-        timeout_s = parse_seconds("timeout", options.get("timeout", "5"))
+        timeout_s = parse_timeout("timeout", options.get("timeout", "5"))
         return cls(address, options["path"], namespace=options.get("namespace", "mainstem"), timeout_s=timeout_s)
 
     @property

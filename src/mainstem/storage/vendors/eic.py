@@ -22,17 +22,10 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import (
-    ABSENT,
-    Backend,
-    BackendStats,
-    Capabilities,
-    check_options,
-    parse_bytes,
-    parse_seconds,
-)
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
 from mainstem.storage.native import ClientThread, Frame, Frames
 from mainstem.storage.wrappers import Remembered
+from mainstem.units import parse_bytes, parse_timeout
 
 _Answer = TypeVar("_Answer")
 _NAMES_A_CALL = 1024
@@ -118,7 +111,7 @@ class EICBackend(Backend):
             options.get("flag_file"),
             _parse_integer("ttl", options.get("ttl", "-1")),
             parse_bytes("staging", options.get("staging", "64MiB")),
-            parse_seconds("timeout", options.get("timeout", "5")),
+            parse_timeout("timeout", options.get("timeout", "5")),
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:

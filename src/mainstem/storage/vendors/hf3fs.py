@@ -32,15 +32,8 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import (
-    ABSENT,
-    Backend,
-    BackendStats,
-    Capabilities,
-    check_options,
-    parse_bytes,
-    parse_seconds,
-)
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.units import parse_bytes, parse_timeout
 
 _MAGIC = b"MAINIDX1"
 _HEAD = struct.Struct("<8sQ")
@@ -114,7 +107,7 @@ class HF3FSBackend(Backend):
             parse_bytes("capacity", options.get("capacity", "64GiB")),
             parse_bytes("slot", options.get("slot", "2MiB")),
             int(entries),
-            parse_seconds("timeout", options.get("timeout", "5")),
+            parse_timeout("timeout", options.get("timeout", "5")),
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:

@@ -32,7 +32,8 @@ from typing import ClassVar, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_seconds
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.units import parse_timeout
 
 _PUT, _GET, _EXIST, _HEALTH = 1, 2, 3, 5
 _FOUND, _MISSING = 200, 400
@@ -90,7 +91,7 @@ class LMCacheBackend(Backend):
         return cls(
             host,
             port,
-            timeout_s=parse_seconds("timeout", options.get("timeout", "5")),
+            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
             prefix=options.get("prefix", "mainstem"),
         )
 

@@ -21,16 +21,9 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import (
-    ABSENT,
-    Backend,
-    BackendStats,
-    Capabilities,
-    check_options,
-    parse_bytes,
-    parse_seconds,
-)
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
 from mainstem.storage.native import Calls, Memory
+from mainstem.units import parse_bytes, parse_timeout
 
 DONE, FULL, BAD_LENGTH = 0, -200, -600
 MISSES = (-703, -704, -707)
@@ -129,7 +122,7 @@ class MooncakeBackend(Backend):
             address[2:],
             segment_bytes=parse_bytes("segment", options.get("segment", "512MiB")),
             staging_bytes=parse_bytes("local_buffer", options.get("local_buffer", "64MiB")),
-            timeout_s=parse_seconds("timeout", options.get("timeout", "5")),
+            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
             **texts,
         )
 

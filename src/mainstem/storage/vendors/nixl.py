@@ -24,18 +24,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import is_missing
-from mainstem.storage.base import (
-    ABSENT,
-    KEY_BYTES,
-    Backend,
-    BackendStats,
-    Capabilities,
-    check_options,
-    parse_bytes,
-    parse_seconds,
-)
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options
 from mainstem.storage.native import Calls, Memory
 from mainstem.storage.vendors.s3 import S3Backend
+from mainstem.units import parse_bytes, parse_timeout
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 """The first selects one of the others. Each of the others works alone, also on a machine without a GPU."""
@@ -270,7 +262,7 @@ class NixlBackend(Backend):
         if address == "obj":
             check_options(options, ("bucket", "prefix", "endpoint", "region", "timeout", "staging"))
             texts = {name: options[name] for name in ("prefix", "endpoint", "region") if name in options}
-            timeout_s = parse_seconds("timeout", options.get("timeout", "5"))
+            timeout_s = parse_timeout("timeout", options.get("timeout", "5"))
             return cls(Objects(_needed(options, "bucket"), **texts, timeout_s=timeout_s), staging_bytes=staging_bytes)
         raise BadArgument("storage address", address, "posix or obj")
 

@@ -25,7 +25,8 @@ from urllib.parse import urlsplit
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_seconds
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.units import parse_timeout
 
 if TYPE_CHECKING:
     import socket
@@ -148,8 +149,8 @@ class RedisBackend(Backend):
             tls=_parse_yes("tls", options.get("tls", "no")),
             ca_file=options.get("ca_file"),
             prefix=options.get("prefix", "mainstem"),
-            ttl_s=parse_seconds("ttl", options["ttl"]) if "ttl" in options else None,
-            timeout_s=parse_seconds("timeout", options.get("timeout", "5")),
+            ttl_s=parse_timeout("ttl", options["ttl"]) if "ttl" in options else None,
+            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:

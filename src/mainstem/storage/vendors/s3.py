@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options, parse_seconds
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.units import parse_timeout
 
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Store
@@ -120,7 +121,7 @@ class S3Backend(Backend):
             endpoint=options.get("endpoint"),
             region=options.get("region"),
             requests=int(requests) if re.fullmatch(r"[0-9]{1,4}", requests) else 0,
-            timeout_s=parse_seconds("timeout", options.get("timeout", "5")),
+            timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:

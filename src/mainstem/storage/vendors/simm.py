@@ -18,16 +18,9 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import (
-    ABSENT,
-    Backend,
-    BackendStats,
-    Capabilities,
-    check_options,
-    parse_bytes,
-    parse_seconds,
-)
+from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
 from mainstem.storage.wrappers import Remembered
+from mainstem.units import parse_bytes, parse_timeout
 
 LONGEST = 4 << 20
 """The limit for a value, in bytes. The client refuses a whole batch if one value is longer."""
@@ -119,7 +112,7 @@ class SiMMBackend(Backend):
             options.get("namespace", "mainstem"),
             parse_bytes("staging", options.get("staging", "64MiB")),
             int(threads),
-            parse_seconds("timeout", options.get("timeout", "5")),
+            parse_timeout("timeout", options.get("timeout", "5")),
         )
 
     def exists(self, keys: Sequence[bytes]) -> int:
