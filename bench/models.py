@@ -40,11 +40,12 @@ from bench.tiny_models import FAMILIES, HYBRIDS, REFUSED, STEPPED, VOCAB, WINDOW
 from mainstem.components import Component, State, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.namespaces import Namespace
-from mainstem.runtime.engine import Engine, EngineConfig
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel, load_model
-from mainstem.runtime.request import Completion, ImageInput, Request, SamplingParams
+from mainstem.runtime.request import Completion, ImageInput, Request
 from mainstem.runtime.runner import ModelRunner, Segment
 from mainstem.runtime.states import StatePool, StateShape, prove
+from mainstem.settings.engine import EngineConfig, SamplingParams
 
 TOLERANCE = 1e-4
 """Relative to the spread of the logits; float32. Some cases have their own tolerance."""

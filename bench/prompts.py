@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Request, SamplingParams
+from mainstem.runtime.request import Request
 from mainstem.runtime.stream import Stream
+from mainstem.settings.engine import SamplingParams
 
 
 class Prompts:

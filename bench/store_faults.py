@@ -38,11 +38,11 @@ from rich.table import Table
 from bench.prompts import Prompts, submit
 from bench.report import Report
 from mainstem.errors import BackendUnavailable, BadArgument
-from mainstem.runtime.engine import Engine, EngineConfig
-from mainstem.runtime.host import SLOT_ALIGNMENT, HostSize
+from mainstem.runtime.engine import Engine
+from mainstem.runtime.host import SLOT_ALIGNMENT
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.tiers import TierConfig
+from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
 from mainstem.storage.base import check_options
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.pages import HEADER_BYTES
@@ -252,7 +252,7 @@ def _config(settings: Settings, loaded: LoadedModel, spec: str | None) -> Engine
     whole = settings.tokens // PAGE_SIZE  # pages of a document that are copied and stored
     layout = Layout.of(loaded.model.config, loaded.max_context)
     page_bytes = layout.bytes_per_page(PAGE_SIZE, loaded.dtype)["full"] + SLOT_ALIGNMENT + HEADER_BYTES
-    host = HostSize(capacity_bytes=page_bytes * (whole + 1) * (settings.documents // 2 + 1))
+    host = HostSize(host_bytes=page_bytes * (whole + 1) * (settings.documents // 2 + 1))
     return EngineConfig(pages=whole + 6, page_size=PAGE_SIZE, tiers=TierConfig(host, storage=spec))
 
 

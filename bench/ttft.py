@@ -11,9 +11,10 @@ from rich.table import Table
 
 from bench.prompts import Prompts, submit
 from bench.report import Report
-from mainstem.runtime.engine import Engine, EngineConfig
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Usage
+from mainstem.settings.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ import mainstem
 from mainstem import HostTier
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
+from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.storage import ABSENT, Backend, BackendStats, Capabilities, conformance, open_backend
 from mainstem.storage.base import check_options
 from mainstem.tiers.pages import Sealer
-from mainstem.tiers.store import StorageConfig, Store
+from mainstem.tiers.store import Store
 from mainstem.tiers.workers import ThreadWorkers
 
 
@@ -107,7 +108,9 @@ def serve_once(spec: str, prompt: list[int]) -> str:
         writers=ThreadWorkers(1, "write"),
         clock=monotonic,
     )
-    cache = mainstem.PrefixCache(32, PAGE_SIZE, host=HostTier(memory, load_min_tokens=PAGE_SIZE), store=store)
+    cache = mainstem.PrefixCache(
+        32, PAGE_SIZE, host=HostTier(memory, HostPolicy(load_min_tokens=PAGE_SIZE)), store=store
+    )
     cache.tiers.prefetch(prompt)
     cache.tiers.drain(5)  # a scheduler would run other requests meanwhile
     where = run(cache, memory, prompt)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import mainstem
-from mainstem import HostTier
+from mainstem import HostPolicy, HostTier
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 
@@ -75,7 +75,7 @@ def run(cache: mainstem.PrefixCache, memory: NumpyMemory, prompt: list[int]) -> 
 
 def main() -> None:
     memory = NumpyMemory(device_pages=12, host_pages=64)
-    cache = mainstem.PrefixCache(12, PAGE_SIZE, host=HostTier(memory, load_min_tokens=PAGE_SIZE))
+    cache = mainstem.PrefixCache(12, PAGE_SIZE, host=HostTier(memory, HostPolicy(load_min_tokens=PAGE_SIZE)))
     prompts = {name: list(range(start, start + 41)) for name, start in (("A", 100), ("B", 200), ("C", 300))}
     for name in "AABCAB":
         print(f"{name}: {run(cache, memory, prompts[name])}")

@@ -17,8 +17,9 @@ from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import BUILT_IN
 from mainstem.pool import Pool
+from mainstem.settings.engine import HostPolicy, WritePolicy
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.host import HostTier, WritePolicy
+from mainstem.tiers.host import HostTier
 from mainstem.tiers.transfer import Move
 from mainstem.tree import Match, Tree
 from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt, state_of
@@ -67,7 +68,7 @@ class Components:
         self.tree = Tree(self.page_size, components=self.components, tiers=2, policy=random.choice(list(BUILT_IN)))
         self.pools = [Pool(pages) for pages in device]
         write = random.choice(get_args(WritePolicy))
-        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, write=write, pages=tuple(host)))
+        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, HostPolicy(write), pages=tuple(host)))
         self.prompts = Prompts(world, min(40, self.page_size * device[0]))
         self.reloads: list[Reload] = []
         self.locks: list[tuple[int, Ids, bytes, int]] = []  # node, tokens, namespace and length of matches
@@ -229,7 +230,7 @@ class Components:
 
     def _evict(self, pages: int, row: int) -> None:
         """Frees device pages; with "write_back" after a copy of them to the host."""
-        if row == 0 and self.tiers.host.write == "write_back":
+        if row == 0 and self.tiers.host.policy.write_policy == "write_back":
             self.tiers.make_room(0, pages)
             self.world.did("make room", pages)
             return

@@ -17,11 +17,12 @@ from mainstem.identity import Identity
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.policies import BUILT_IN, NodeStats, Policy, Rank
 from mainstem.pool import Pool
+from mainstem.settings.engine import HostPolicy, PrefetchPolicy, StorageConfig, WritePolicy
 from mainstem.tiers.controller import Tiers
-from mainstem.tiers.host import HostTier, WritePolicy
+from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.pending import Agree
-from mainstem.tiers.store import PrefetchPolicy, StorageConfig, Store, StoreCall
+from mainstem.tiers.store import Store, StoreCall
 from mainstem.tree import Tree
 from simulator.ghost import Numbers, SimMemory, fingerprints, salt, state_of
 from simulator.storage import Disk, SimBackend, SimWorkers
@@ -98,9 +99,7 @@ class Process:
         policies: list[str | Policy] = [*BUILT_IN, OwnPolicy()]
         host = HostTier(
             self.memory,
-            write=random.choice(get_args(WritePolicy)),
-            hits=random.randint(1, 2),
-            load_min_tokens=random.choice((1, 1, 4)),
+            HostPolicy(random.choice(get_args(WritePolicy)), random.randint(1, 2), random.choice((1, 1, 4))),
             pages=below,
             agree=agree,
         )
@@ -153,7 +152,7 @@ class Process:
         if config.prefetch == "wait_complete":
             return config.call_timeout_s * (1 + pages)
         cost_s = self.tiers.prefill.seconds(2 * pages * self.cache.page_size, 0)  # the lookup and the reads
-        return config.timeout_s + config.timeout_per_page_s * pages if cost_s is None else cost_s
+        return config.prefetch_timeout_s + config.prefetch_timeout_per_page_s * pages if cost_s is None else cost_s
 
     def poll(self) -> None:
         """Settles what has ended."""
@@ -194,7 +193,7 @@ class Process:
         """Evicts some pages of one component from one tier."""
         random = self.world.random
         tier, row, n = random.randrange(2), random.randrange(len(self.components)), random.choice((1, 2, 4, 99))
-        if tier == _DEVICE and self.tiers.host.write == "write_back":
+        if tier == _DEVICE and self.tiers.host.policy.write_policy == "write_back":
             self.tiers.make_room(row, n)
         else:
             freed = self.cache.tree.evict(n, self.components[row].name, tier)
@@ -351,12 +350,12 @@ def _storage_config(world: World) -> StorageConfig:
     return StorageConfig(
         prefetch=random.choice(get_args(PrefetchPolicy)),
         prefetch_min_tokens=random.choice((0, 1, 4)),
-        timeout_s=random.choice((0.02, 0.1)),
-        timeout_per_page_s=random.choice((0.0, 0.01)),
+        prefetch_timeout_s=random.choice((0.02, 0.1)),
+        prefetch_timeout_per_page_s=random.choice((0.0, 0.01)),
         max_prefetches=random.choice((1, 2, 8)),
         batch_pages=random.randint(1, 4),
         batches=random.randint(1, 3),
-        host_fraction=random.choice((0.3, 0.6, 1.0)),
+        prefetch_host_share=random.choice((0.3, 0.6, 1.0)),
         call_timeout_s=random.choice((0.1, 0.5)),
         queue_pages=random.choice((4, 40, 1000)),
         writes=random.randint(1, 2),

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from mainstem.components import Chunked, Component, Full, State, Window
-from mainstem.runtime.request import Delta, Request, SamplingParams
+from mainstem.runtime.request import Delta, Request
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Limits, Scheduler, window_pages
+from mainstem.runtime.scheduler import Scheduler, window_pages
+from mainstem.settings.engine import Limits, SamplingParams
 from simulator.ghost import POISON, fingerprints
 from simulator.leases import Prompts
 from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes, other_identity
@@ -107,7 +108,9 @@ class Server:
         self.process = process
         self.runner = GhostRunner(process)
         random, eos, clock = random_module.Random(0), frozenset([_EOS]), process.world.clock
-        self.scheduler = Scheduler(process.cache, self.runner, Letters(), limits, eos=eos, clock=clock, random=random)
+        self.scheduler = Scheduler(
+            process.cache, self.runner, Letters(), limits, max_context=1000, eos=eos, clock=clock, random=random
+        )
         self.runner.scheduler = self.scheduler
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
@@ -166,7 +169,12 @@ class Requests:
         self.pages = self._sizes()
         longest = min(40, self.page_size * self._first_pages() - 6)
         self.prompts = Prompts(world, max(longest, 1))
-        self.limits = Limits(1000, random.choice((2, 8, 100)), random.randint(1, 6), random.choice((0.1, 1.0, 30.0)))
+        self.limits = Limits(
+            token_budget=random.choice((2, 8, 100)),
+            max_running=random.randint(1, 6),
+            age_limit_s=random.choice((0.1, 1.0, 30.0)),
+            states_per_path=8,
+        )
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
         servers = random.randint(1, self.max_servers)
         self.identities = [replace(IDENTITY, page_size=self.page_size) for _ in range(servers)]

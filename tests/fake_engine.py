@@ -20,9 +20,10 @@ from jinja2 import TemplateError
 
 from mainstem.cache import CacheStats, PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
-from mainstem.runtime.request import Completion, Delta, Request, SamplingParams, TokenLogprob, Usage
+from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
 from mainstem.runtime.scheduler import Totals
 from mainstem.runtime.vision import VisionStats
+from mainstem.settings.engine import EngineConfig, SamplingParams
 from mainstem.tiers.controller import TierStats
 
 
@@ -49,13 +50,6 @@ class FakeTokenizer:
             if message["role"] == "system" and i > 0:
                 raise TemplateError("a system message comes first")
         return "".join(f"<{message['role']}>{message['content']}\n" for message in messages) + "<assistant>"
-
-
-@dataclass(frozen=True)
-class FakeConfig:
-    page_size: int = 16
-    token_budget: int = 512
-    tiers: None = None
 
 
 class FakeCounters(SimpleNamespace):
@@ -177,7 +171,7 @@ class FakeEngine:
         self.max_context = max_context
         self.max_waiting = max_waiting
         self.tokenizer = FakeTokenizer()
-        self.config = FakeConfig()
+        self.config = EngineConfig()
         self.streams: list[FakeStream] = []
         self.failure: BaseException | None = None
         self.closed = False

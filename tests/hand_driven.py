@@ -14,11 +14,12 @@ from mainstem.cache import Lease, PrefixCache
 from mainstem.identity import Identity
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import Policy
+from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.load import Load
 from mainstem.tiers.pages import Sealer
-from mainstem.tiers.store import StorageConfig, Store
+from mainstem.tiers.store import Store
 
 T = TypeVar("T")
 
@@ -208,12 +209,13 @@ class Rig:
         if backend is not None:
             self.store = make_store(backend, self.readers, self.clock, writers=self.writers, **config)
         options: dict[str, Any] = {"load_min_tokens": 1, **(host_options or {})}
+        agree = options.pop("agree", None)
         self.cache = PrefixCache(
             device,
             size,
             policy=policy,
             copy_page=self.copy_page if copies else None,
-            host=HostTier(self.memory, **options),
+            host=HostTier(self.memory, HostPolicy(**options), agree=agree),
             store=self.store,
         )
         assert self.cache.tiers is not None

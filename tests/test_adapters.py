@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from mainstem.errors import BadArgument, MainstemError, UnsupportedModel
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.adapters import Adapter, Adapters, read_adapter
-from mainstem.runtime.engine import Engine, EngineConfig
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Completion, Request, SamplingParams
+from mainstem.runtime.request import Completion, Request
+from mainstem.settings.engine import EngineConfig, SamplingParams
 
 pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -28,7 +28,8 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument, CorruptTree, UnsupportedModel
 from mainstem.namespaces import Namespace
-from mainstem.server.app import ServerConfig, create_app
+from mainstem.server.app import create_app
+from mainstem.settings.server import ServerConfig
 
 PROMPT = "A prompt that is longer than two pages of sixteen tokens each."
 
@@ -312,7 +313,7 @@ def test_what_is_over_the_limit_is_not_kept() -> None:
 
 def test_keys() -> None:
     engine = FakeEngine()
-    server = client(engine, api_keys=("first-key", "second-key"))
+    server = client(engine, api_key=("first-key", "second-key"))
     refusal = complete(server)
     assert error_of(refusal, 401)["code"] == "invalid_api_key"
     assert refusal.headers["www-authenticate"] == "Bearer"
@@ -334,7 +335,7 @@ def test_keys() -> None:
 def test_a_body_is_not_read_for_a_client_that_is_refused_anyway(
     key: str | None, admin: bool, draining: bool, status: int
 ) -> None:
-    app = create_app(FakeEngine(), ServerConfig(api_keys=("right",), admin_key="admin"))
+    app = create_app(FakeEngine(), ServerConfig(api_key=("right",), admin_key="admin"))
     app.state.service.draining = draining
     closed_to_them = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     for path in (
@@ -359,7 +360,7 @@ def test_a_body_is_not_read_for_a_client_that_is_refused_anyway(
 def test_namespaces_reveal_nothing_about_keys() -> None:
     def namespace() -> str:
         engine = FakeEngine()
-        complete(client(engine, api_keys=("first-key", "second-key")), headers={"Authorization": "Bearer first-key"})
+        complete(client(engine, api_key=("first-key", "second-key")), headers={"Authorization": "Bearer first-key"})
         return repr(engine.streams[0].request.namespace)
 
     one, other = namespace(), namespace()
@@ -374,7 +375,7 @@ ADAPTER_ROUTES = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
 
 @pytest.mark.parametrize(("method", "path"), [*CACHE_ROUTES, *(("POST", path) for path in ADAPTER_ROUTES)])
 @pytest.mark.parametrize(
-    ("api_keys", "admin_key", "shown", "status"),
+    ("api_key", "admin_key", "shown", "status"),
     [
         ((), None, None, 200),
         (("k",), None, None, 401),
@@ -392,9 +393,9 @@ ADAPTER_ROUTES = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     ],
 )
 def test_who_may_see_the_cache(
-    method: str, path: str, api_keys: tuple[str, ...], admin_key: str | None, shown: str | None, status: int
+    method: str, path: str, api_key: tuple[str, ...], admin_key: str | None, shown: str | None, status: int
 ) -> None:
-    server = client(api_keys=api_keys, admin_key=admin_key)
+    server = client(api_key=api_key, admin_key=admin_key)
     headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
     response = server.request(method, path, headers=headers)
     if path in (*ADAPTER_ROUTES, "/v1/cache/remove") and status == 200:
@@ -405,7 +406,7 @@ def test_who_may_see_the_cache(
 
 
 def test_the_admin_key_is_no_tenant() -> None:
-    server = client(api_keys=("k",), admin_key="root")
+    server = client(api_key=("k",), admin_key="root")
     assert complete(server, headers={"Authorization": "Bearer root"}).status_code == 401
 
 
@@ -420,7 +421,7 @@ def test_the_admin_key_is_no_tenant() -> None:
     ],
 )
 def test_the_other_routes_need_the_key_too(method: str, path: str) -> None:
-    server = client(api_keys=("k",))
+    server = client(api_key=("k",))
     assert server.request(method, path).status_code == 401
     assert server.request(method, path, headers={"Authorization": "Bearer k"}).status_code == 200
     assert server.get("/health").status_code == 200
@@ -428,7 +429,7 @@ def test_the_other_routes_need_the_key_too(method: str, path: str) -> None:
 
 def test_one_key_shares_with_itself_under_no_name() -> None:
     engine = FakeEngine()
-    complete(client(engine, api_keys=("k",)), headers={"Authorization": "Bearer k"})
+    complete(client(engine, api_key=("k",)), headers={"Authorization": "Bearer k"})
     assert engine.streams[0].request.namespace is None
 
 
@@ -487,7 +488,7 @@ def test_the_cache_routes() -> None:
 
 def test_a_prefix_is_removed_for_its_owner() -> None:
     engine = FakeEngine()
-    server = client(engine, api_keys=("k", "l"), admin_key="root")
+    server = client(engine, api_key=("k", "l"), admin_key="root")
 
     def remove(key: str | None, **body: Any) -> Any:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -599,8 +600,8 @@ def test_an_engine_that_fails_under_way() -> None:
         {"port": -1},
         {"max_body_bytes": 0},
         {"drain_timeout_s": -1},
-        {"api_keys": ("",)},
-        {"api_keys": ("a b",)},
+        {"api_key": ("",)},
+        {"api_key": ("a b",)},
         {"admin_key": ""},
         {"admin_key": "a b"},
     ],
@@ -611,7 +612,7 @@ def test_bad_settings_are_named(fields: dict[str, Any]) -> None:
 
 
 def test_keys_are_not_shown() -> None:
-    assert "secret" not in repr(ServerConfig(api_keys=("secret",), admin_key="secret"))
+    assert "secret" not in repr(ServerConfig(api_key=("secret",), admin_key="secret"))
 
 
 # --- clients that go, and the event loop --------------------------------------------------------------------------
@@ -721,7 +722,8 @@ SERVER = """
 import logging, sys
 from fake_engine import FakeEngine
 from mainstem.errors import EngineClosed
-from mainstem.server.app import ServerConfig, bind, serve
+from mainstem.server.app import bind, serve
+from mainstem.settings.server import ServerConfig
 
 class Mortal(FakeEngine):
     def submit(self, request, **options):
@@ -730,7 +732,7 @@ class Mortal(FakeEngine):
         return super().submit(request, **options)
 
 logging.basicConfig(level=logging.INFO)
-config = ServerConfig(port=0, api_keys=("key",), max_body_bytes=1 << 20)
+config = ServerConfig(port=0, api_key=("key",), max_body_bytes=1 << 20)
 try:
     serve(Mortal(step_s=float(sys.argv[1])), config, bind(config))
 except EngineClosed as error:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,8 @@ from fake_engine import FakeEngine
 from mainstem import cli
 from mainstem.errors import EngineClosed, ModelNotFound
 from mainstem.server import app as server_app
+from mainstem.settings.engine import EngineConfig
+from mainstem.settings.fields import Settings
 from mainstem.storage import open_backend
 
 
@@ -29,11 +32,10 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = FakeEngine(lambda prompt: f"[{prompt}]", max_context=20_000)
         self.loaded: list[tuple[Any, str]] = []
-        self.options: dict[str, Any] = {}
+        self.config = EngineConfig()
         self.failure: Exception | None = None
         engine, models = ModuleType("engine"), ModuleType("models")
         engine.Engine = self._open  # type: ignore[attr-defined]
-        engine.EngineConfig = self._config  # type: ignore[attr-defined]
         models.load_model = self._load  # type: ignore[attr-defined]
         models.DEFAULT_NAME = "the-default"  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "mainstem.runtime.engine", engine)
@@ -41,13 +43,11 @@ class Machine:
         monkeypatch.setattr("mainstem.runtime.engine", engine, raising=False)
         monkeypatch.setattr("mainstem.runtime.models", models, raising=False)
 
-    def _open(self, loaded: None, config: None, *, progress: Any) -> FakeEngine:
+    def _open(self, loaded: None, config: EngineConfig, *, progress: Any) -> FakeEngine:
         progress("test", 0, 1)
+        self.config = config
         self.engine.closed = False
         return self.engine
-
-    def _config(self, **options: Any) -> None:
-        self.options = options
 
     def _load(self, name: str | None, *, dtype: str, progress: Any) -> None:
         if self.failure is not None:
@@ -61,6 +61,12 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.delenv("MAINSTEM_DEBUG", raising=False)
     return Machine(monkeypatch)
+
+
+def changed(settings: Settings) -> dict[str, Any]:
+    """The settings that are not at their defaults."""
+    values = {field.name: (field.default, getattr(settings, field.name)) for field in fields(settings)}
+    return {name: value for name, (default, value) in values.items() if value != default}
 
 
 def run(*arguments: str) -> int:
@@ -132,7 +138,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "a\udcffb"], 2, "'\\udcff' at character 1: must be text that UTF-8 can encode"),
         (["generate", "--no-chat", "a\udcffb"], 2, "UTF-8"),
         (["generate", "--no-chat", ""], 2, "mainstem: prompt (empty): must be"),
-        (["serve", "--api-key", "a b"], 2, "mainstem: api_keys (not shown): must be"),
+        (["serve", "--api-key", "a b"], 2, "mainstem: --api-key (not shown): must be"),
         (["serve", "--admin-key", "a b"], 2, "--admin-key (not shown): must be"),
         (["demo", "--prefix-tokens", "0"], 2, "--prefix-tokens 0"),
         (["demo", "--json", "extra"], 2, "extra"),
@@ -282,11 +288,11 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
     assert engine is machine.engine
     assert engine.closed
     assert (config.host, config.port, config.max_body_bytes, config.drain_timeout_s) == ("0.0.0.0", 0, 2_000_000, 1.0)
-    assert config.api_keys == ("from-the-environment",)
-    assert (config.images.allow_http, config.images.max_images) == (("a.test", "b.test"), 2)
-    assert config.images.allow_files == tmp_path
+    assert config.api_key == ("from-the-environment",)
+    assert (config.images.image_host, config.images.max_images) == (("a.test", "b.test"), 2)
+    assert config.images.image_folder == tmp_path
     assert machine.loaded == [("a-model", "auto")]
-    assert machine.options == {
+    assert changed(machine.config) == {
         "kv_bytes": 3 << 29,
         "window_ratio": 0.25,
         "window_trace": ([1, 2],),
@@ -299,10 +305,9 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
         "max_waiting": 3,
         "policy": "lfu",
         "cache": False,
-        "tiers": None,
     }
     assert run("serve", "--port", "0", "--api-key", "one", "--api-key", "two") == 0
-    assert served[1][1].api_keys == ("one", "two")
+    assert served[1][1].api_key == ("one", "two")
     assert served[1][1].admin_key is None
 
 
@@ -407,7 +412,7 @@ def test_several_keys_in_the_environment(machine: Machine, monkeypatch: pytest.M
     monkeypatch.setenv("MAINSTEM_API_KEY", "one two")
     monkeypatch.setenv("MAINSTEM_ADMIN_KEY", "root")
     assert run("serve", "--port", "0") == 0
-    assert (served[0].api_keys, served[0].admin_key) == (("one", "two"), "root")
+    assert (served[0].api_key, served[0].admin_key) == (("one", "two"), "root")
 
 
 def test_demo_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mainstem import demo
 from mainstem.errors import BadArgument, MainstemError
-from mainstem.runtime.request import SamplingParams
+from mainstem.settings.engine import SamplingParams
 
 
 class TickingEngine(FakeEngine):

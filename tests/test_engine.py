@@ -22,13 +22,12 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.keys import TokenKeys
-from mainstem.runtime.engine import Engine, EngineConfig, _sizes
-from mainstem.runtime.host import HostSize
+from mainstem.runtime.engine import Engine, _sizes
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Request, SamplingParams
+from mainstem.runtime.request import Request
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.stream import Stream
-from mainstem.runtime.tiers import TierConfig
+from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams, TierConfig
 from mainstem.storage import open_backend
 
 WAIT_S = patience(20)
@@ -339,7 +338,7 @@ def test_the_engine_shows_what_it_runs(rig: Callable[..., Rig]) -> None:
 
 
 def test_the_engine_reports_the_stages_of_its_start() -> None:
-    for tiers, expected in ((None, ["test"]), (TierConfig(HostSize(ratio=1.0)), ["test", "tiers"])):
+    for tiers, expected in ((TierConfig(), ["test"]), (TierConfig(HostSize(host_ratio=1.0)), ["test", "tiers"])):
         stages: list[tuple[str, int, int]] = []
         loaded = replace(tiny_loaded(tiny("llama")), tokenizer=Tokenizer())
         with Engine(loaded, EngineConfig(pages=8, tiers=tiers), progress=lambda *stage, to=stages: to.append(stage)):
@@ -367,7 +366,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
 
     monkeypatch.setattr("mainstem.runtime.engine.PrefixCache", refuse)
     spec = f"file:{tmp_path}/kv?capacity=1MiB"
-    tiers = TierConfig(HostSize(ratio=1.0), storage=spec)
+    tiers = TierConfig(HostSize(host_ratio=1.0), storage=spec)
     loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict))
     with pytest.raises(BadArgument, match="policy"):
         Engine(loaded, EngineConfig(pages=8, tiers=tiers))

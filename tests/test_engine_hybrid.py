@@ -16,12 +16,11 @@ import pytest
 from test_exactness import Greedy, Tokenizer, ask, family_of_prompts, plain, same
 from tiny_models import HYBRIDS, VOCAB, WINDOWED, loaded, tiny
 
-from mainstem.runtime.engine import Engine, EngineConfig
-from mainstem.runtime.host import HostPool, HostSize
+from mainstem.runtime.engine import Engine
+from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion
-from mainstem.runtime.tiers import TierConfig
-from mainstem.tiers.host import WritePolicy
+from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, TierConfig, WritePolicy
 from mainstem.tiers.transfer import Move
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +49,7 @@ def pair(family: str) -> tuple[LoadedModel, tuple[Greedy, ...]]:
 
 @contextmanager
 def engine(family: str, *, pages: int = 400, slots: int = 60, write: WritePolicy | None = None) -> Iterator[Engine]:
-    tiers = None if write is None else TierConfig(HostSize(ratio=20.0), write, hits=1, load_min_tokens=4)
+    tiers = TierConfig() if write is None else TierConfig(HostSize(host_ratio=20.0), HostPolicy(write, 1, 4))
     states = slots if family in HYBRIDS else None
     config = EngineConfig(pages=pages, page_size=4, token_budget=16, state_slots=states, tiers=tiers)
     with Engine(pair(family)[0], config, random=random.Random(0)) as made:

@@ -18,9 +18,10 @@ import torch
 from machine import patience
 from tiny_models import FAMILIES, VOCAB, loaded, tiny
 
-from mainstem.runtime.engine import Engine, EngineConfig
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Completion, Request, SamplingParams
+from mainstem.runtime.request import Completion, Request
+from mainstem.settings.engine import EngineConfig, SamplingParams
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 LOGPROB_TOLERANCE = 1e-3

@@ -15,8 +15,9 @@ from machine import patience
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.runtime import copies
-from mainstem.runtime.host import SLOT_ALIGNMENT, HostPool, HostSize, Layout, Planes, free_memory_bytes, host_pages
+from mainstem.runtime.host import SLOT_ALIGNMENT, HostPool, Layout, Planes, free_memory_bytes, host_pages
 from mainstem.runtime.kv import KVPool, KVShape
+from mainstem.settings.engine import HostSize
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import HostMemory, Move
 
@@ -455,25 +456,24 @@ def test_auto_with_storage_needs_no_trial(kv: Planes) -> None:
 
 def test_sizes() -> None:
     kv, state = components("state", torch.float32)
-    assert host_pages(HostSize(ratio=2), [kv, state]) == [14, 8]
-    assert host_pages(HostSize(ratio=0.5), [kv, state]) == [3, 2]
-    assert host_pages(HostSize(capacity_bytes=10 * kv.slot_bytes), [kv]) == [10]
-    assert host_pages(HostSize(free_fraction=0.5), [kv], lambda: 10 * kv.slot_bytes) == [5]
+    assert host_pages(HostSize(host_ratio=2), [kv, state]) == [14, 8]
+    assert host_pages(HostSize(host_ratio=0.5), [kv, state]) == [3, 2]
+    assert host_pages(HostSize(host_bytes=10 * kv.slot_bytes), [kv]) == [10]
+    assert host_pages(HostSize(host_fraction=0.5), [kv], lambda: 10 * kv.slot_bytes) == [5]
     both = 7 * kv.slot_bytes + 4 * state.slot_bytes
-    assert host_pages(HostSize(capacity_bytes=3 * both), [kv, state]) == [21, 12]
+    assert host_pages(HostSize(host_bytes=3 * both), [kv, state]) == [21, 12]
 
 
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({}, "host size"),
-        ({"ratio": 1.0, "capacity_bytes": 5}, "host size"),
-        ({"capacity_bytes": 0}, "capacity_bytes"),
-        ({"ratio": 0.0}, "ratio"),
-        ({"ratio": float("inf")}, "ratio"),
-        ({"ratio": float("nan")}, "ratio"),
-        ({"free_fraction": 0.0}, "free_fraction"),
-        ({"free_fraction": 1.1}, "free_fraction"),
+        ({"host_ratio": 1.0, "host_bytes": 5}, "host size"),
+        ({"host_bytes": 0}, "host_bytes"),
+        ({"host_ratio": 0.0}, "host_ratio"),
+        ({"host_ratio": float("inf")}, "host_ratio"),
+        ({"host_ratio": float("nan")}, "host_ratio"),
+        ({"host_fraction": 0.0}, "host_fraction"),
+        ({"host_fraction": 1.1}, "host_fraction"),
     ],
 )
 def test_sizes_that_are_none_are_refused(given: dict[str, Any], name: str) -> None:
@@ -484,7 +484,7 @@ def test_sizes_that_are_none_are_refused(given: dict[str, Any], name: str) -> No
 
 def test_a_size_below_a_page_is_refused(kv: Planes) -> None:
     with pytest.raises(BadArgument, match="a page of each"):
-        host_pages(HostSize(capacity_bytes=kv.slot_bytes - 1), [kv])
+        host_pages(HostSize(host_bytes=kv.slot_bytes - 1), [kv])
 
 
 def test_free_memory_is_what_the_system_and_the_group_leave(tmp_path: Path) -> None:
@@ -506,5 +506,5 @@ def test_free_memory_is_what_the_system_and_the_group_leave(tmp_path: Path) -> N
 
 def test_a_fraction_of_unknown_free_memory_is_refused(kv: Planes, tmp_path: Path) -> None:
     with pytest.raises(BadArgument) as caught:
-        host_pages(HostSize(free_fraction=0.5), [kv], lambda: free_memory_bytes(tmp_path))
-    assert caught.value.name == "free_fraction"
+        host_pages(HostSize(host_fraction=0.5), [kv], lambda: free_memory_bytes(tmp_path))
+    assert caught.value.name == "host_fraction"

@@ -19,8 +19,9 @@ from machine import patience
 from PIL import Image
 
 from mainstem.errors import BadArgument
-from mainstem.server.images import ImagePolicy, Pictures
+from mainstem.server.images import Pictures
 from mainstem.server.protocol import ApiError
+from mainstem.settings.server import ImagePolicy
 
 AT = "messages[0].content[0].image_url.url"
 
@@ -77,13 +78,13 @@ def test_what_is_no_picture_is_refused(url: str, says: str) -> None:
 
 def test_too_many_bytes_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base64, "b64decode", lambda *_args, **_options: pytest.fail("decoded"))
-    assert refused(ImagePolicy(max_bytes=1000), f"data:;base64,{'A' * 1400}")[1] == "image_too_large"
+    assert refused(ImagePolicy(image_max_bytes=1000), f"data:;base64,{'A' * 1400}")[1] == "image_too_large"
 
 
 def test_a_picture_of_just_the_bytes_is_taken() -> None:
     data = png()
-    Pictures(ImagePolicy(max_bytes=len(data))).load(data_url(data), AT)
-    assert refused(ImagePolicy(max_bytes=len(data) - 1), data_url(data))[1] == "image_too_large"
+    Pictures(ImagePolicy(image_max_bytes=len(data))).load(data_url(data), AT)
+    assert refused(ImagePolicy(image_max_bytes=len(data) - 1), data_url(data))[1] == "image_too_large"
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -103,11 +104,11 @@ def test_a_bomb_is_refused_by_its_head(side: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_picture_of_just_the_pixels_is_taken() -> None:
-    Pictures(ImagePolicy(max_pixels=48)).load(data_url(png()), AT)
-    assert refused(ImagePolicy(max_pixels=47), data_url(png()))[1] == "image_too_large"
-    Pictures(ImagePolicy(max_pixels=96)).load(data_url(png()), AT, taken=48)
+    Pictures(ImagePolicy(image_max_pixels=48)).load(data_url(png()), AT)
+    assert refused(ImagePolicy(image_max_pixels=47), data_url(png()))[1] == "image_too_large"
+    Pictures(ImagePolicy(image_max_pixels=96)).load(data_url(png()), AT, taken=48)
     with pytest.raises(ApiError, match="a request may have at most 96, over all images"):
-        Pictures(ImagePolicy(max_pixels=96)).load(data_url(png()), AT, taken=49)
+        Pictures(ImagePolicy(image_max_pixels=96)).load(data_url(png()), AT, taken=49)
 
 
 def test_a_picture_is_turned_as_its_orientation_says() -> None:
@@ -134,7 +135,7 @@ def test_files_are_read_in_the_folder_that_is_allowed_only(tmp_path: Path) -> No
     for path in (inside, outside):
         path.write_bytes(png())
     (folder / "link.png").symlink_to(outside)
-    policy = ImagePolicy(allow_files=folder)
+    policy = ImagePolicy(image_folder=folder)
     assert Pictures(policy).load(inside.as_uri(), AT).size == (8, 6)
     for url in (
         outside.as_uri(),
@@ -148,7 +149,7 @@ def test_files_are_read_in_the_folder_that_is_allowed_only(tmp_path: Path) -> No
     ):
         assert refused(policy, url) == (f"{AT}: not a file that this server reads", "image_url_not_allowed")
     assert refused(ImagePolicy(), inside.as_uri())[1] == "image_url_not_allowed"
-    assert refused(ImagePolicy(allow_files=folder, max_bytes=10), inside.as_uri())[1] == "image_too_large"
+    assert refused(ImagePolicy(image_folder=folder, image_max_bytes=10), inside.as_uri())[1] == "image_too_large"
 
 
 # ---------------------------------------------------------------- http
@@ -212,7 +213,7 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-HERE = ImagePolicy(allow_http=("127.0.0.1", "here.test"), max_bytes=1 << 16, timeout_s=patience(5))
+HERE = ImagePolicy(image_host=("127.0.0.1", "here.test"), image_max_bytes=1 << 16, image_timeout_s=patience(5))
 
 
 def here(_host: str, _port: int) -> list[str]:
@@ -222,7 +223,7 @@ def here(_host: str, _port: int) -> list[str]:
 def test_http_is_refused_unless_it_is_allowed(port: int) -> None:
     url = f"http://127.0.0.1:{port}/cat.png?size=1"
     assert refused(ImagePolicy(), url)[1] == "image_url_not_allowed"
-    assert refused(ImagePolicy(allow_http=("elsewhere",)), url)[1] == "image_url_not_allowed"
+    assert refused(ImagePolicy(image_host=("elsewhere",)), url)[1] == "image_url_not_allowed"
     assert Pictures(HERE).load(url, AT).size == (8, 6)
 
 
@@ -242,7 +243,7 @@ def test_private_addresses_are_not_contacted_even_after_a_public_one(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "create_connection", lambda *_args: pytest.fail("connected"))
-    policy = ImagePolicy(allow_http=True)
+    policy = ImagePolicy(image_http=True)
     for found in ([address], ["93.184.216.34", address]):
         url = "http://site.test/cat.png"
         assert refused(policy, url, lambda _host, _port, found=found: found)[1] == "image_url_not_allowed"
@@ -258,7 +259,7 @@ def test_public_addresses_are_asked_as_they_were_checked(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "create_connection", connect)
     found = iter([["93.184.216.34"], ["127.0.0.1"]])  # a second look-up would give another
     assert (
-        refused(ImagePolicy(allow_http=True), "https://site.test/a", lambda *_: next(found))[1] == "image_not_fetched"
+        refused(ImagePolicy(image_http=True), "https://site.test/a", lambda *_: next(found))[1] == "image_not_fetched"
     )
     assert asked == [("93.184.216.34", 443)]
 
@@ -279,7 +280,7 @@ def test_answers_that_are_not_taken(port: int, path: str, code: str) -> None:
 
 @pytest.mark.deadline
 def test_a_site_that_sends_a_byte_now_and_then_runs_out_of_time(port: int) -> None:
-    policy = ImagePolicy(allow_http=("127.0.0.1",), timeout_s=0.3)
+    policy = ImagePolicy(image_host=("127.0.0.1",), image_timeout_s=0.3)
     assert refused(policy, f"http://127.0.0.1:{port}/slow")[1] == "image_not_fetched"
 
 
@@ -288,12 +289,19 @@ def test_a_site_that_sends_a_byte_now_and_then_runs_out_of_time(port: int) -> No
 )
 def test_urls_that_are_not_plain_are_refused(url: str) -> None:
     refused(HERE, url)
-    refused(ImagePolicy(allow_http=True), url, here)
+    refused(ImagePolicy(image_http=True), url, here)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_bytes", 0), ("max_pixels", 0), ("max_images", 0), ("timeout_s", 0), ("allow_files", Path("/none/such"))],
+    [
+        ("image_max_bytes", 0),
+        ("image_max_pixels", 0),
+        ("max_images", 0),
+        ("image_timeout_s", 0),
+        ("image_folder", Path("/none/such")),
+        ("image_host", ("",)),
+    ],
 )
 def test_a_policy_names_what_is_wrong_with_it(field: str, value: Any) -> None:
     with pytest.raises(BadArgument, match=f"^{field} = "):

@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "mainstem"
 LAYERS = [
     ("core", ["errors", "imports", "units", "_core", "core"]),
     ("rules", ["keys", "namespaces", "components", "policies", "pool", "identity"]),
+    ("settings", ["settings"]),
     ("tree", ["tree"]),
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),

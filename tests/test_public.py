@@ -14,7 +14,7 @@ import mainstem
 
 PUBLIC = [
     "BackendUnavailable", "BadArgument", "BadTokens", "BigramKeys", "CacheStats", "Chunked", "Component", "Coordinate",
-    "CorruptTree", "Full", "HashKeys", "HostTier", "Identity", "Image", "Inserted", "KeyKind", "Lease",
+    "CorruptTree", "Full", "HashKeys", "HostPolicy", "HostTier", "Identity", "Image", "Inserted", "KeyKind", "Lease",
     "LeaseClosed", "LeaseCounters", "Load", "MainstemError", "Match", "Namespace", "NodeStats", "NodeView", "NotLocked",
     "OutOfPages", "Policy", "Pool", "PoolStats", "Prefetch", "PrefixCache", "Sealer", "Size", "Spliced", "StaleHandle",
     "State", "StorageConfig", "StorageError", "Store", "Text", "TierStats", "Tiers", "TokenKeys", "Tree", "TreeStats",

@@ -23,13 +23,13 @@ from fake_engine import FakeEngine
 from machine import patience
 from starlette.testclient import TestClient
 
-from mainstem.cli import RecordOptions
 from mainstem.errors import BadArgument
 from mainstem.namespaces import Namespace
 from mainstem.replay.readers.open import open_trace
 from mainstem.runtime.request import Delta, ImageInput, Request, Usage
-from mainstem.server.app import ServerConfig, create_app
-from mainstem.server.recording import RecordConfig, Recorder, RecordStats
+from mainstem.server.app import create_app
+from mainstem.server.recording import Recorder, RecordStats
+from mainstem.settings.server import RecordConfig, ServerConfig
 
 SECRET = b"a secret of the tests"
 SYSTEM = "You are the assistant of a bank that is careful with names. " * 2
@@ -44,7 +44,7 @@ def decode(tokens: Any) -> str:
 
 def recorder(path: Path, secret: bytes | None = SECRET, **options: Any) -> Recorder:
     """A recorder with a clock that does not move."""
-    own = {name: options.pop(name) for name in ("text", "block_size") if name in options}
+    own = {f"record_{name}": options.pop(name) for name in ("text", "block_size") if name in options}
     return Recorder(RecordConfig(path, secret, **own), "base", decode, now=lambda: 1e9, **options)
 
 
@@ -168,7 +168,7 @@ def test_text_is_written_only_where_asked_for(tmp_path: Path) -> None:
     assert line == {**bare, "prompt": "Tell nobody.", "answer": "so be it"}
 
 
-@pytest.mark.parametrize("wrong", [{"secret": b"short"}, {"block_size": 0}])
+@pytest.mark.parametrize("wrong", [{"record_secret": b"short"}, {"record_block_size": 0}])
 def test_settings_out_of_range_are_refused_without_showing_a_secret(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadArgument) as error:
         RecordConfig(Path("r"), **wrong)
@@ -176,13 +176,11 @@ def test_settings_out_of_range_are_refused_without_showing_a_secret(wrong: dict[
     assert "a secret" not in repr(RecordConfig(Path("r"), SECRET))
 
 
-def test_options_of_the_command_line() -> None:
-    given = RecordOptions(record=Path("r"), record_secret=SECRET.decode(), record_text=True, record_block_size=8)
-    assert given.config() == RecordConfig(Path("r"), SECRET, True, 8)
-    assert RecordOptions(record_secret=SECRET.decode()).config() is None  # the environment may set it for all servers
-    for alone in (RecordOptions(record_text=True), RecordOptions(record_block_size=8)):
+def test_settings_without_a_file_are_refused() -> None:
+    assert RecordConfig(record_secret=SECRET).record is None  # the environment may set it for all servers
+    for alone in ({"record_text": True}, {"record_block_size": 8}):
         with pytest.raises(BadArgument, match="without --record"):
-            alone.config()
+            RecordConfig(**alone)
 
 
 # --- the file -----------------------------------------------------------------------------------------------------
@@ -336,7 +334,7 @@ def test_chats_share_in_the_recording_what_they_share(tmp_path: Path) -> None:
 
 def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     for _ in range(2):  # the second server resumes the file of the first
-        with recording(tmp_path / "r", api_keys=("swordfish", "herring")) as server:
+        with recording(tmp_path / "r", api_key=("swordfish", "herring")) as server:
             for key in ("swordfish", "herring"):
                 assert ask(server, "Who owes Ms. Featherstonehaugh?", key).status_code == 200
                 assert ask(server, "What is a loan?", key).status_code == 200
@@ -351,7 +349,7 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
 
 
 def test_no_prompt_no_token_no_key_and_no_salt_is_in_the_file(tmp_path: Path) -> None:
-    with recording(tmp_path / "r", api_keys=("swordfish", "herring")) as server:
+    with recording(tmp_path / "r", api_key=("swordfish", "herring")) as server:
         assert ask(server, "Who owes Ms. Featherstonehaugh?", "swordfish", cache_salt="pepper").status_code == 200
     text = (tmp_path / "r").read_text()
     for secret in ("Featherstonehaugh", "assistant", "Hello", "swordfish", "pepper", SECRET.decode()):
@@ -364,7 +362,7 @@ def test_no_prompt_no_token_no_key_and_no_salt_is_in_the_file(tmp_path: Path) ->
 
 def test_tenants_are_their_keys_on_every_server(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        with recording(tmp_path / name, api_keys=("swordfish", "herring")) as server:
+        with recording(tmp_path / name, api_key=("swordfish", "herring")) as server:
             for key in ("swordfish", "herring", "swordfish"):
                 assert ask(server, "Hi", key).status_code == 200
     one, two = lines(tmp_path / "a")[1], lines(tmp_path / "b")[1]
@@ -409,8 +407,8 @@ SERVER = """
 import logging, sys
 from pathlib import Path
 from fake_engine import FakeEngine
-from mainstem.server.app import ServerConfig, bind, serve
-from mainstem.server.recording import RecordConfig
+from mainstem.server.app import bind, serve
+from mainstem.settings.server import RecordConfig, ServerConfig
 
 logging.basicConfig(level=logging.INFO)
 config = ServerConfig(port=0, record=RecordConfig(Path(sys.argv[1])))

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.request import ImageInput, Request, SamplingParams
+from mainstem.runtime.request import ImageInput, Request
+from mainstem.settings.engine import SamplingParams
 
 
 @pytest.mark.parametrize(

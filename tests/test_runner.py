@@ -25,13 +25,14 @@ from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.adapters import Adapter
 from mainstem.runtime.attention import PAGED, BatchPlan, SdpaAttention
-from mainstem.runtime.host import HostPool, HostSize, Planes
+from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import ModelRunner, Segment
 from mainstem.runtime.vision import Vision
+from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import Move
 
 POSITIONS = 400
@@ -312,7 +313,7 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     page_ids, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
     kinds = [component.name for component in bench.runner.layout.components]
     ids = [(states, states) if kind == "state" else (table[:8], page_ids) for kind in kinds]
-    host = bench.runner.host_memory(HostSize(ratio=1.0), storage=False)
+    host = bench.runner.host_memory(HostSize(host_ratio=1.0), storage=False)
     host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
     for pool in bench.runner.pools.values():
         for tensor in (pool.k, pool.v) if isinstance(pool, KVPool) else pool.tensors:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mainstem.runtime.request import SamplingParams
 from mainstem.runtime.sampling import Sampler, probabilities, sample
+from mainstem.settings.engine import SamplingParams
 
 VOCAB = 50
 

@@ -11,9 +11,10 @@ from ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadTokens, RequestTooLong
 from mainstem.keys import TokenKeys
-from mainstem.runtime.request import Delta, Progress, Request, SamplingParams
+from mainstem.runtime.request import Delta, Progress, Request
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Limits, Scheduler
+from mainstem.runtime.scheduler import Scheduler
+from mainstem.settings.engine import Limits, SamplingParams
 
 
 class Bench:
@@ -37,12 +38,13 @@ class Bench:
         keys = TokenKeys(VOCAB)
         self.cache = PrefixCache(pages, page_size, keys=keys, enabled=cache, copy_page=copy_page)
         self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
-        limits = Limits(max_context, token_budget, max_running, age_limit_s)
+        limits = Limits(token_budget=token_budget, max_running=max_running, age_limit_s=age_limit_s)
         self.scheduler = Scheduler(
             self.cache,
             self.ghost,
             GhostTokenizer(),
             limits,
+            max_context=max_context,
             eos=frozenset({EOS}),
             clock=lambda: self.now_s,
             random=random.Random(0),

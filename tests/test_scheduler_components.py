@@ -16,9 +16,10 @@ from mainstem.cache import PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import RequestTooLong
 from mainstem.keys import TokenKeys, TypedKeys
-from mainstem.runtime.request import Delta, ImageInput, Progress, Request, SamplingParams
+from mainstem.runtime.request import Delta, ImageInput, Progress, Request
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Limits, Scheduler, window_pages
+from mainstem.runtime.scheduler import Scheduler, window_pages
+from mainstem.settings.engine import Limits, SamplingParams
 
 PAGE = 4
 
@@ -55,7 +56,8 @@ class Bench:
             self.cache,
             self.ghost,
             GhostTokenizer(),
-            Limits(max_context, token_budget, max_running, age_limit_s, checkpoint_tokens, checkpoints),
+            Limits(checkpoint_tokens, checkpoints, token_budget, max_running, age_limit_s),
+            max_context=max_context,
             eos=frozenset({EOS}),
             clock=lambda: self.now_s,
             random=random.Random(0),

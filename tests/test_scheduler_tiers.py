@@ -17,14 +17,15 @@ from mainstem.errors import StorageError
 from mainstem.identity import Identity
 from mainstem.keys import KeyKind, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike
-from mainstem.runtime.request import Delta, Request, SamplingParams, Usage
+from mainstem.runtime.request import Delta, Request, Usage
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Limits, Scheduler
+from mainstem.runtime.scheduler import Scheduler
+from mainstem.settings.engine import HostPolicy, Limits, SamplingParams, StorageConfig
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.prefetch import Prefetch
-from mainstem.tiers.store import StorageConfig, Store
+from mainstem.tiers.store import Store
 from mainstem.tiers.transfer import Move
 
 PAGE = 4
@@ -144,7 +145,7 @@ class Bench:
             self.backend, Sealer(identity), self.config, readers=self.workers, writers=self.workers,
             clock=lambda: self.now_s,
         )  # fmt: skip
-        tier = HostTier(self.host, load_min_tokens=PAGE)
+        tier = HostTier(self.host, HostPolicy(load_min_tokens=PAGE))
         self.cache = PrefixCache(
             pages, PAGE, keys=self.keys, copy_page=self.ghost.copy_page, host=tier,
             store=self.store if store else None, enabled=self.enabled,
@@ -153,7 +154,7 @@ class Bench:
         self.tiers = self.cache.tiers
         self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
         self.scheduler = Scheduler(
-            self.cache, self.ghost, GhostTokenizer(), Limits(self.context), eos=frozenset({EOS}),
+            self.cache, self.ghost, GhostTokenizer(), Limits(), max_context=self.context, eos=frozenset({EOS}),
             clock=lambda: self.now_s, random=random.Random(0),
         )  # fmt: skip
 
@@ -333,7 +334,7 @@ def test_a_cancelled_request_leaves_the_prefetch_to_others_that_share_it() -> No
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once_and_not_longer_than_configured() -> None:
-    bench = Bench(timeout_s=0.1, timeout_per_page_s=0.0)
+    bench = Bench(prefetch_timeout_s=0.1, prefetch_timeout_per_page_s=0.0)
     bench.workers.instant = False
     began_s = bench.now_s
     [usage] = bench.run(prompt(7, 20))
@@ -517,7 +518,7 @@ def test_a_prompt_is_encoded_once_however_long_it_waits(
     kind: type[CountingTokens | CountingTyped], leased: int
 ) -> None:
     """A lease on keys that are not plain ids encodes the prompt itself, and continues that encoding."""
-    bench = Bench(timeout_s=1.0)
+    bench = Bench(prefetch_timeout_s=1.0)
     bench.keys = keys = kind()
     bench.restart()
     bench.workers.instant = False
@@ -612,7 +613,7 @@ def test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_fr
 
 
 def test_without_a_measurement_the_limits_of_the_configuration_apply() -> None:
-    machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0, timeout_s=0.1, timeout_per_page_s=0.01)
+    machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0, prefetch_timeout_s=0.1, prefetch_timeout_per_page_s=0.01)
     [usage] = machine.run(machine.prompt, steps=4000)
     assert usage.storage_tokens == 0
     assert usage.queue_s == pytest.approx(0.1, abs=0.03)

@@ -14,10 +14,11 @@ from PIL import Image
 from starlette.testclient import TestClient
 from tiny_vision import FAMILIES, picture, save
 
-from mainstem.runtime.engine import Engine, EngineConfig
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
-from mainstem.server.app import ServerConfig, create_app
-from mainstem.server.images import ImagePolicy
+from mainstem.server.app import create_app
+from mainstem.settings.engine import EngineConfig
+from mainstem.settings.server import ImagePolicy, ServerConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,7 +140,7 @@ def error(response: Any) -> tuple[str, str]:
 
 def test_pixels_are_counted_over_all_images_of_a_request(engine: Engine) -> None:
     one, two = picture(1), picture(2)
-    policy = ImagePolicy(max_pixels=one.width * one.height + two.width * two.height - 1)
+    policy = ImagePolicy(image_max_pixels=one.width * one.height + two.width * two.height - 1)
     small = TestClient(create_app(engine, ServerConfig(images=policy)))
     answer(ask(small, engine.name, shown(one), shown(one)))  # the same URL is read once
     response = ask(small, engine.name, shown(one), shown(two))
@@ -168,7 +169,7 @@ def test_a_model_that_sees_nothing_says_so() -> None:
 
 
 def test_files_are_read_where_they_are_allowed(engine: Engine, tmp_path: Path) -> None:
-    server = TestClient(create_app(engine, ServerConfig(images=ImagePolicy(allow_files=tmp_path))))
+    server = TestClient(create_app(engine, ServerConfig(images=ImagePolicy(image_folder=tmp_path))))
     picture(11).save(tmp_path / "a.png")
     url = {"type": "image_url", "image_url": {"url": (tmp_path / "a.png").as_uri()}}
     again = answer(ask(server, engine.name, url, said("Hm?")))

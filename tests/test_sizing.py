@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, BadTokens
-from mainstem.runtime.sizing import RATIOS, Need, Shares, Trials, Use, best_window_ratio, read_trace, share_out
+from mainstem.runtime.sizing import RATIOS, Need, Trials, best_window_ratio, share_out
+from mainstem.settings.engine import Shares
+from mainstem.settings.window_trace import Use, read_window_trace
 
 NEED = Need(window_pages=4, context_pages=10, running=2)
 ALL = (Full(), Window(8), State())
@@ -132,7 +134,7 @@ def test_pools_never_exceed_the_memory_and_hold_what_one_request_needs(
     page_bytes = {name: size for name, size in (("full", full), ("window", window)) if name in names.split()}
     rows: dict[str, Component] = {"full": Full(), "window": Window(8), "state": State()}
     components = tuple(rows[name] for name in names.split())
-    shares = Shares(memory, None, ratio, share, slots)
+    shares = Shares(memory, ratio, share, state_slots=slots)
     need = Need(least, 100, 4)
     part = min(share, 1 - share) if slots is None else 1
     least_of_all = (max(slots or 0, 3) * slot + need.window_pages * window + full * (1 + ratio) + window * ratio) / part
@@ -259,7 +261,7 @@ def test_wrong_tokens_are_named() -> None:
 def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"tokens": [1, 2, 3]}\n\n{"length": 9, "like": 0, "shared": 2}\n')
-    assert read_trace(file) == ([1, 2, 3], Use(9, 0, 2))
+    assert read_window_trace(file) == ([1, 2, 3], Use(9, 0, 2))
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"tokens": 3}', '{"length": 3, "shares": 2}'])
@@ -267,6 +269,6 @@ def test_a_line_that_is_no_sequence_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"tokens": [1]}\n' + line)
     with pytest.raises(BadArgument, match=r"trace.jsonl:2.*tokens.*length"):
-        read_trace(file)
+        read_window_trace(file)
     with pytest.raises(BadArgument, match="window_trace"):
-        read_trace(tmp_path / "nothing")
+        read_window_trace(tmp_path / "nothing")

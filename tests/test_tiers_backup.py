@@ -42,7 +42,7 @@ def test_pages_on_the_host_are_not_copied_again() -> None:
 
 @pytest.mark.parametrize("hits", [1, 2, 3])
 def test_selective_backs_up_prefixes_with_enough_hits(hits: int) -> None:
-    rig = Rig(host_options={"write": "write_through_selective", "hits": hits})
+    rig = Rig(host_options={"write_policy": "write_through_selective", "write_hits": hits})
     for served in range(5):
         rig.serve(A)
         rig.settle()
@@ -51,7 +51,7 @@ def test_selective_backs_up_prefixes_with_enough_hits(hits: int) -> None:
 
 
 def test_selective_backs_up_the_shared_part() -> None:
-    rig = Rig(host_options={"write": "write_through_selective", "hits": 2})
+    rig = Rig(host_options={"write_policy": "write_through_selective", "write_hits": 2})
     one, two, three = (prompt(4, 7, 7, mark) for mark in (1, 2, 3))
     for tokens in (one, two, three):
         rig.serve(tokens)
@@ -60,7 +60,7 @@ def test_selective_backs_up_the_shared_part() -> None:
 
 
 def test_write_back_backs_up_when_the_device_is_full() -> None:
-    rig = Rig(device=10, host_options={"write": "write_back"})
+    rig = Rig(device=10, host_options={"write_policy": "write_back"})
     rig.serve(A)
     rig.serve(B)
     rig.poll()
@@ -73,7 +73,7 @@ def test_write_back_backs_up_when_the_device_is_full() -> None:
 
 
 def test_write_back_frees_device_pages_when_the_host_has_no_room() -> None:
-    rig = Rig(device=5, host=3, host_options={"write": "write_back"})
+    rig = Rig(device=5, host=3, host_options={"write_policy": "write_back"})
     for tokens in (A, B, C):
         rig.serve(tokens)
     assert rig.tiers.stats().backup_skipped > 0
@@ -81,7 +81,7 @@ def test_write_back_frees_device_pages_when_the_host_has_no_room() -> None:
 
 
 def test_write_back_frees_device_pages_when_the_copy_fails() -> None:
-    rig = Rig(device=5, host_options={"write": "write_back"})
+    rig = Rig(device=5, host_options={"write_policy": "write_back"})
     down = rig.memory.down
 
     def failing(moves: Any) -> Any:
@@ -98,7 +98,7 @@ def test_write_back_frees_device_pages_when_the_copy_fails() -> None:
 
 
 def test_write_back_moves_many_prompts_through_a_small_device() -> None:
-    rig = Rig(device=6, host=64, host_options={"write": "write_back"})
+    rig = Rig(device=6, host=64, host_options={"write_policy": "write_back"})
     prompts = [prompt(4, mark // 3, mark) for mark in range(12)]
     for tokens in prompts:
         rig.serve(tokens)

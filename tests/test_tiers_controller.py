@@ -12,6 +12,7 @@ from mainstem.cache import PrefixCache
 from mainstem.components import Full, State
 from mainstem.errors import BadArgument, StorageError
 from mainstem.pool import Pool
+from mainstem.settings.engine import HostPolicy
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
@@ -71,7 +72,7 @@ def test_copying_says_whether_a_transfer_holds_device_pages() -> None:
 
 def test_a_disabled_cache_does_not_use_its_tiers() -> None:
     memory = GhostMemory([8], [8], instant=False)
-    cache = PrefixCache(8, 2, enabled=False, host=HostTier(memory, load_min_tokens=1))
+    cache = PrefixCache(8, 2, enabled=False, host=HostTier(memory, HostPolicy(load_min_tokens=1)))
     assert cache.tiers is not None
     for _ in range(2):
         with cache.lease(A) as lease:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ghost_memory import GhostMemory
 from hand_driven import A, B, C, FaultyBackend, Rig, begin_load, only_on_host, prompt
 
 from mainstem.errors import BadArgument
+from mainstem.settings.engine import HostPolicy
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.host import HostTier
 
 
 def test_the_host_evicts_the_least_recently_used_prefix() -> None:
@@ -158,9 +157,15 @@ def test_a_stuck_store_does_not_occupy_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("write", "sometimes"), ("hits", 0), ("hits", 1.0), ("load_min_tokens", 0), ("load_min_tokens", None)],
+    [
+        ("write_policy", "sometimes"),
+        ("write_hits", 0),
+        ("write_hits", 1.0),
+        ("load_min_tokens", 0),
+        ("load_min_tokens", None),
+    ],
 )
 def test_an_option_outside_its_range_is_rejected_by_name(name: str, value: Any) -> None:
     with pytest.raises(BadArgument) as caught:
-        HostTier(GhostMemory([1], [1]), **{name: value})
+        HostPolicy(**{name: value})
     assert caught.value.name == name

@@ -54,8 +54,9 @@ def test_the_host_tier_works_without_storage() -> None:
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from ghost_memory import GhostMemory
 import mainstem
+from mainstem.settings.engine import HostPolicy
 from mainstem.tiers.host import HostTier
-cache = mainstem.PrefixCache(4, 2, host=HostTier(GhostMemory([4], [8]), load_min_tokens=1))
+cache = mainstem.PrefixCache(4, 2, host=HostTier(GhostMemory([4], [8]), HostPolicy(load_min_tokens=1)))
 for tokens in ([1, 1, 1, 1, 1], [2, 2, 2, 2, 2], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]):
     with cache.lease(tokens) as lease:
         load = cache.tiers.load(lease)

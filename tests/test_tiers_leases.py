@@ -18,6 +18,7 @@ from hand_driven import fingerprint
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, OutOfPages
+from mainstem.settings.engine import HostPolicy
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.load import Load
 
@@ -48,7 +49,7 @@ class Rig:
         self.names = [row.name for row in self.rows]
         sizes = {row: slots if isinstance(row, State) else device for row in self.rows}
         self.memory = GhostMemory([*sizes.values()], [host] * len(sizes), instant=False)
-        tier = HostTier(self.memory, write, load_min_tokens=1, pages=(host,) * len(sizes))  # type: ignore[arg-type]
+        tier = HostTier(self.memory, HostPolicy(write, load_min_tokens=1), pages=(host,) * len(sizes))  # type: ignore[arg-type]
         self.cache = PrefixCache(sizes, SIZE, copy_state=self.copy_state, host=tier)
         assert self.cache.tiers is not None
         self.tiers = self.cache.tiers
@@ -147,7 +148,7 @@ class Rig:
         """Evicts everything of the named components, or of all."""
         pools = tuple(self.cache.pools.values()) if tier == DEVICE else self.tiers.host_pools
         for name in names or self.names:
-            if tier == DEVICE and self.tiers.host.write == "write_back":
+            if tier == DEVICE and self.tiers.host.policy.write_policy == "write_back":
                 self.tiers.make_room(self.names.index(name), 99)
             else:
                 for pool, ids in zip(pools, self.cache.tree.evict(99, name, tier), strict=True):

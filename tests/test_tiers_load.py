@@ -9,6 +9,7 @@ from hand_driven import A, B, Rig, begin_load, only_on_host, prompt
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument
 from mainstem.keys import BigramKeys, Image, TypedKeys
+from mainstem.settings.engine import HostPolicy
 from mainstem.tiers.host import HostTier
 
 
@@ -214,7 +215,7 @@ def test_namespaces_share_nothing_on_the_host() -> None:
 def test_a_hit_never_ends_inside_an_image_whichever_tier_has_its_pages(device: int, host: int) -> None:
     memory = GhostMemory([8], [8])
     tokens = [1, 2, Image(bytes(16), 8), 3]
-    cache = PrefixCache(8, 2, keys=TypedKeys(), host=HostTier(memory, load_min_tokens=1))
+    cache = PrefixCache(8, 2, keys=TypedKeys(), host=HostTier(memory, HostPolicy(load_min_tokens=1)))
     assert cache.tiers is not None
     with cache.lease(tokens) as lease:
         lease.reserve(11)
@@ -238,7 +239,7 @@ def test_a_hit_never_ends_inside_an_image_whichever_tier_has_its_pages(device: i
 
 def test_bigrams_are_loaded_from_the_host() -> None:
     memory = GhostMemory([8], [8])
-    cache = PrefixCache(8, 2, keys=BigramKeys(), host=HostTier(memory, load_min_tokens=1))
+    cache = PrefixCache(8, 2, keys=BigramKeys(), host=HostTier(memory, HostPolicy(load_min_tokens=1)))
     assert cache.tiers is not None
     for hit in (0, 4):
         with cache.lease([1, 2, 3, 4, 5, 6]) as lease:

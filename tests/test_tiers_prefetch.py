@@ -106,7 +106,9 @@ def test_wait_complete_does_not_wait_for_a_stuck_call() -> None:
 
 
 def test_timeout_waits_longer_for_more_pages() -> None:
-    rig = Rig(backend=stored(A), prefetch="timeout", timeout_s=1.0, timeout_per_page_s=0.5, batch_pages=1)
+    rig = Rig(
+        backend=stored(A), prefetch="timeout", prefetch_timeout_s=1.0, prefetch_timeout_per_page_s=0.5, batch_pages=1
+    )
     prefetch = rig.tiers.prefetch(A)
     assert prefetch is not None
     rig.clock.now_s += 0.9
@@ -126,7 +128,7 @@ def test_timeout_waits_longer_for_more_pages() -> None:
 
 
 def test_after_an_unanswered_lookup_no_request_waits_until_storage_answers() -> None:
-    rig = Rig(backend=stored(A, B, C), prefetch="timeout", timeout_s=1.0, timeout_per_page_s=0.0)
+    rig = Rig(backend=stored(A, B, C), prefetch="timeout", prefetch_timeout_s=1.0, prefetch_timeout_per_page_s=0.0)
     first = rig.tiers.prefetch(A)
     rig.clock.now_s += 1.0
     rig.poll()
@@ -145,7 +147,7 @@ def test_after_an_unanswered_lookup_no_request_waits_until_storage_answers() -> 
 
 def test_a_prompt_that_takes_too_long_to_read_does_not_mark_the_store_as_slow() -> None:
     """Storage has answered the lookup; only an unanswered one marks it as slow."""
-    rig = Rig(backend=stored(A, B), timeout_s=0.1, timeout_per_page_s=0.01)
+    rig = Rig(backend=stored(A, B), prefetch_timeout_s=0.1, prefetch_timeout_per_page_s=0.01)
     one = rig.tiers.prefetch(A)
     rig.readers.run()
     rig.poll()
@@ -211,7 +213,7 @@ def test_the_number_of_prefetches_is_limited() -> None:
 
 
 def test_prefetches_hold_only_a_part_of_the_host() -> None:
-    rig = Rig(host=8, backend=stored(prompt(8, 1), B), host_fraction=0.5, batch_pages=1)
+    rig = Rig(host=8, backend=stored(prompt(8, 1), B), prefetch_host_share=0.5, batch_pages=1)
     prefetches = [rig.tiers.prefetch(tokens) for tokens in (prompt(8, 1), B)]
     peak = 0
     for _ in range(20):
@@ -227,7 +229,7 @@ def test_prefetches_hold_only_a_part_of_the_host() -> None:
 @pytest.mark.parametrize("batch_pages", [1, 2, 32])
 def test_a_prompt_longer_than_a_prefetch_may_hold_at_once_is_read_in_parts(batch_pages: int) -> None:
     """Pages being read when the room ends are kept, and make room for more; they were dropped once."""
-    rig = Rig(host=8, backend=stored(prompt(6, 1)), host_fraction=0.5, batch_pages=batch_pages)
+    rig = Rig(host=8, backend=stored(prompt(6, 1)), prefetch_host_share=0.5, batch_pages=batch_pages)
     prefetch = rig.tiers.prefetch(prompt(6, 1))
     assert prefetch is not None
     for _ in range(10):
@@ -428,7 +430,7 @@ def test_pages_that_arrive_after_pages_whose_copy_failed_are_dropped() -> None:
 @pytest.mark.parametrize("write", ["write_through_selective", "write_back"])
 def test_a_prefetch_backs_up_the_pages_before_it_whatever_the_policy(write: str) -> None:
     whole = prompt(6, 1, 1, 2)
-    rig = Rig(backend=stored(whole), host_options={"write": write, "hits": 9})
+    rig = Rig(backend=stored(whole), host_options={"write_policy": write, "write_hits": 9})
     rig.serve(prompt(2, 1))
     rig.settle()
     assert rig.on(1, whole) == 0
@@ -487,7 +489,9 @@ def test_pages_that_arrive_in_time_are_not_late() -> None:
 
 
 def test_pages_that_have_not_arrived_when_the_wait_ends_are_late_once() -> None:
-    rig = Rig(backend=stored(prompt(8, 1)), batch_pages=2, batches=1, timeout_s=1.0, timeout_per_page_s=0.0)
+    rig = Rig(
+        backend=stored(prompt(8, 1)), batch_pages=2, batches=1, prefetch_timeout_s=1.0, prefetch_timeout_per_page_s=0.0
+    )
     prefetch = rig.tiers.prefetch(prompt(8, 1))
     for _ in range(2):  # the lookup, and two pages
         rig.readers.run()
@@ -500,7 +504,7 @@ def test_pages_that_have_not_arrived_when_the_wait_ends_are_late_once() -> None:
 
 
 def test_if_the_store_does_not_answer_all_pages_of_the_lookup_are_late() -> None:
-    rig = Rig(backend=stored(A, B), timeout_s=1.0)
+    rig = Rig(backend=stored(A, B), prefetch_timeout_s=1.0)
     rig.tiers.prefetch(A)
     after(rig, 1.0)
     assert late(rig) == {"timeout": 4}
@@ -563,7 +567,7 @@ def test_pages_that_no_request_waits_for_are_not_late(how: str) -> None:
         before.settle()
         before.tiers.remember()
         before.settle()
-    rig = Rig(backend=backend, timeout_s=1.0)
+    rig = Rig(backend=backend, prefetch_timeout_s=1.0)
     if how == "warm":
         rig.tiers.warm()
         rig.readers.run()

@@ -192,10 +192,10 @@ def test_ranks_with_different_parts_of_a_store_have_equal_trees(size: int, write
     seed = f"{size} {write}"
     ranks = Ranks(size)
     backends = parts_of_a_store(size, PROMPTS, 0.9, seed)
-    limits = {"device": 14, "host": 20, "batch_pages": 2, "batches": 2, "queue_pages": 12, "timeout_s": 0.3}
+    limits = {"device": 14, "host": 20, "batch_pages": 2, "batches": 2, "queue_pages": 12, "prefetch_timeout_s": 0.3}
 
     def body(at: int) -> None:
-        rank = Rank(ranks, at, backends[at], seed, host_options={"write": write}, **limits)
+        rank = Rank(ranks, at, backends[at], seed, host_options={"write_policy": write}, **limits)
         serve_all(rank, seed, PROMPTS, 40)
 
     ranks.run(body)

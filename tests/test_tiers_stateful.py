@@ -62,7 +62,7 @@ class World:
             "copies": choose(3) == 0,
             "policy": POLICIES[choose(len(POLICIES))],
             "host_options": {
-                "write": ["write_through", "write_through", "write_through_selective", "write_back"][choose(4)],
+                "write_policy": ["write_through", "write_through", "write_through_selective", "write_back"][choose(4)],
                 "load_min_tokens": 1 + choose(2),
             },
         }
@@ -74,7 +74,7 @@ class World:
                 "max_prefetches": 1 + choose(3),
                 "queue_pages": 1 + choose(8),
                 "writes": 1 + choose(2),
-                "host_fraction": [0.5, 1.0][choose(2)],
+                "prefetch_host_share": [0.5, 1.0][choose(2)],
                 "call_timeout_s": 1.0,
                 "breaker_cooldown_s": 1.0,
             }

@@ -12,11 +12,12 @@ import pytest
 from hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
 from mainstem.errors import BadArgument, StorageError
+from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import ABSENT, Capabilities
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.codecs import CODECS
 from mainstem.tiers.pages import HEADER_BYTES
-from mainstem.tiers.store import Breaker, StorageConfig, Store, StoreCall, Written
+from mainstem.tiers.store import Breaker, Store, StoreCall, Written
 
 PAGE = 4  # bytes of symbols
 SYMBOLS = b"aaaabbbbccccdddd"
@@ -66,14 +67,14 @@ def fill(store: Store, symbols: bytes = SYMBOLS, begin: int = 0) -> Written:
         ("writes", True),
         ("breaker_failures", 0),
         ("prefetch_min_tokens", -1),
-        ("timeout_s", -0.1),
-        ("timeout_per_page_s", float("nan")),
+        ("prefetch_timeout_s", -0.1),
+        ("prefetch_timeout_per_page_s", float("nan")),
         ("call_timeout_s", float("inf")),
         ("breaker_cooldown_s", "5"),
-        ("host_fraction", 0),
-        ("host_fraction", 1.1),
-        ("host_fraction", float("nan")),
-        ("host_fraction", None),
+        ("prefetch_host_share", 0),
+        ("prefetch_host_share", 1.1),
+        ("prefetch_host_share", float("nan")),
+        ("prefetch_host_share", None),
     ],
 )
 def test_a_limit_outside_its_range_is_rejected_by_name(name: str, value: Any) -> None:
@@ -83,7 +84,13 @@ def test_a_limit_outside_its_range_is_rejected_by_name(name: str, value: Any) ->
 
 
 def test_limits_may_be_at_the_ends_of_their_ranges() -> None:
-    StorageConfig(prefetch_min_tokens=0, timeout_s=0, timeout_per_page_s=0, call_timeout_s=1e-9, host_fraction=1)
+    StorageConfig(
+        prefetch_min_tokens=0,
+        prefetch_timeout_s=0,
+        prefetch_timeout_per_page_s=0,
+        call_timeout_s=1e-9,
+        prefetch_host_share=1,
+    )
 
 
 # ---------------------------------------------------------------- the breaker

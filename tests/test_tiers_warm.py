@@ -27,7 +27,7 @@ def test_the_hottest_prefixes_are_warmed_after_a_restart() -> None:
         before.settle()
     before.tiers.remember()
     before.settle()
-    rig = restarted(backend, host=9, host_fraction=1.0, max_prefetches=2)
+    rig = restarted(backend, host=9, prefetch_host_share=1.0, max_prefetches=2)
     assert rig.on(1, C) + rig.on(1, B) + rig.on(1, A) > 4
     rig = restarted(backend, max_prefetches=4)
     assert [rig.on(1, tokens) for tokens in (A, B, C)] == [4, 4, 4]
@@ -72,7 +72,7 @@ def test_as_many_prefixes_are_warmed_as_the_host_has_room_for_hottest_first(room
     before.settle()
     before.tiers.remember()
     before.settle()
-    rig = restarted(backend, host=room, size=size, host_fraction=1.0)
+    rig = restarted(backend, host=room, size=size, prefetch_host_share=1.0)
     assert [rig.on(1, tokens) for tokens in prompts] == [1] * room + [0] * (20 - room)
 
 

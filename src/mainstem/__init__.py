@@ -33,12 +33,13 @@ from mainstem.keys import (
 from mainstem.namespaces import Namespace
 from mainstem.policies import NodeStats, Policy
 from mainstem.pool import Pool
+from mainstem.settings.engine import HostPolicy, StorageConfig
 from mainstem.tiers.controller import Tiers, TierStats
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.load import Load
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.prefetch import Prefetch
-from mainstem.tiers.store import StorageConfig, Store
+from mainstem.tiers.store import Store
 from mainstem.tree import Inserted, Match, NodeView, Tree
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "CorruptTree",
     "Full",
     "HashKeys",
+    "HostPolicy",
     "HostTier",
     "Identity",
     "Image",

@@ -127,7 +127,7 @@ class PrefixCache:
         if copy_state is not None:
             self._core.copy_state_with(copy_state)
         self.tiers = None if host is None else Tiers(self.tree, pools, host, store, self._core)
-        if self.tiers is not None and self.tiers.host.write == "write_back":
+        if self.tiers is not None and self.tiers.host.policy.write_policy == "write_back":
             self._core.evict_with(self.tiers.make_room)
         elif self.tree.ranks_outside:
             self._core.evict_with(partial(_evict_into, self.tree, pools))
@@ -175,7 +175,7 @@ class PrefixCache:
 
     def _copy_inside(self, lease: Lease) -> None:
         """Extends the hit by the beginning of a shared page, copied into a private one, if there is a page for it."""
-        if self.tiers is not None and lease.loadable >= self.tiers.host.load_min_tokens:
+        if self.tiers is not None and lease.loadable >= self.tiers.host.policy.load_min_tokens:
             return  # the host has more
         try:
             copy = lease.begin_copy()

@@ -12,11 +12,10 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +23,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import is_missing, needs
+from mainstem.settings.engine import EngineConfig, SamplingParams
+from mainstem.settings.server import ServerConfig
 
 try:
     with needs("cyclopts", "cyclopts is not installed: pip install 'mainstem[cli]'"):
         import cyclopts
         from cyclopts import Parameter
+
+        from mainstem.settings.flags import SEVERAL, takes_settings
 except MainstemError as missing:
     sys.exit(f"mainstem: {missing}")
 
@@ -41,12 +44,7 @@ if TYPE_CHECKING:
 
     from mainstem.runtime.engine import Engine
     from mainstem.runtime.prompts import Prompts
-    from mainstem.runtime.request import SamplingParams
     from mainstem.runtime.stream import Stream
-    from mainstem.runtime.tiers import TierConfig
-    from mainstem.server.app import ServerConfig
-    from mainstem.server.images import ImagePolicy
-    from mainstem.server.recording import RecordConfig
     from mainstem.storage import Backend
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -172,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain(error: Exception) -> tuple[str, int]:
     """Returns a message of one line for the user, and the exit code."""
     match error:
+        case cyclopts.CycloptsError() if isinstance(error.__cause__, BadArgument):
+            return _explain(error.__cause__)
         case cyclopts.CycloptsError():
             return f"{error} Try 'mainstem --help'.", 2
         case BadArgument():
@@ -183,21 +183,6 @@ def _explain(error: Exception) -> tuple[str, int]:
         case MainstemError() | OSError():
             return str(error), 1
     return f"internal error: {type(error).__name__}: {error} (MAINSTEM_DEBUG=1 shows where)", 1
-
-
-# Fields of the settings whose options have longer names.
-_FIELDS = {
-    "capacity_bytes": "host_bytes",
-    "ratio": "host_ratio",
-    "free_fraction": "host_fraction",
-    "write": "write_policy",
-    "hits": "write_hits",
-    "timeout_s": "prefetch_timeout_s",
-    "codec": "storage_codec",
-    "allow_files": "image_folder",
-    "max_bytes": "image_max_bytes",
-    "max_pixels": "image_max_pixels",
-}
 
 
 def _option(name: str) -> str:
@@ -213,327 +198,50 @@ def _missing_extra(error: ImportError) -> str | None:
     return next(extras, None)
 
 
-# --- options ------------------------------------------------------------------------------------------------------
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-
-
-def _size(type_: object, tokens: Sequence[cyclopts.Token]) -> int:
-    """Parses a size in bytes as users write it: 500000000, 500MB, 2GiB."""
-    text = tokens[0].value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", text.strip().lower())
-    if not found:
-        raise ValueError(f"{text!r} is not a size: use a number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _shown_size(size: int | None) -> str:
-    return "none" if size is None else f"{size >> 20}MiB"
-
-
-Size = Annotated[int, Parameter(converter=_size, accepts_keys=False, n_tokens=1, show_default=_shown_size)]
-Several = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How the engine uses memory and batches work.
-
-    Args:
-        kv_bytes: Memory for KV pages and recurrent states, cached and in use: bytes, or a size such as 500MB or 2GiB.
-        window_ratio: Pages of sliding-window layers for each page of full attention; above 0.
-        window_trace: File of expected sequences, one JSON object per line. The ratio that hits most replaces
-            --window-ratio. A line is {"tokens": [...]}, or {"length": n, "like": i, "shared": m}: the first m tokens
-            are those of line i, counted from 0.
-        state_share: Share of the memory for recurrent states; KV has the rest. Above 0 and below 1.
-        checkpoint_tokens: Approximate number of prompt tokens between checkpoints of a recurrent state.
-            Checkpoints are kept while slots are free. 0 keeps them only where prompts part and end.
-        states_per_path: Maximum number of checkpoints along one sequence; 1 or more.
-        page_size: Tokens per page, the unit of allocation and sharing; 1 or more.
-        token_budget: Maximum number of prompt tokens per step, over all requests; 1 or more.
-        max_running: Maximum number of requests that run at the same time; 1 or more.
-        max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
-        policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
-            See docs/policies.md.
-        cache: Reuse cached prefixes. --no-cache computes every prompt in full.
-    """
-
-    kv_bytes: Size = 1 << 30
-    window_ratio: float = 0.5
-    window_trace: Path | None = None
-    state_share: float = 0.5
-    checkpoint_tokens: int = 1024
-    states_per_path: int = 16
-    page_size: int = 16
-    token_budget: int = 512
-    max_running: int = 16
-    max_waiting: int = 1024
-    policy: str = "lru"
-    cache: bool = True
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class ImageOptions:
-    """Where images in chats may come from, besides data URLs, and how large they may be.
-
-    Args:
-        image_http: Fetch images from public addresses over HTTP and HTTPS.
-        image_host: Fetch images from this host, even at a private address. Repeat it for several hosts.
-        image_folder: Read images from file: URLs of files in this folder.
-        image_max_bytes: Maximum size of one encoded image.
-        image_max_pixels: Maximum number of pixels of a request, over all its images; 1 or more.
-        max_images: Maximum number of images in a request; 1 or more.
-    """
-
-    image_http: bool = False
-    image_host: Several = ()
-    image_folder: Path | None = None
-    image_max_bytes: Size = 20 << 20
-    image_max_pixels: int = 32 << 20
-    max_images: int = 32
-
-    def policy(self) -> ImagePolicy:
-        """Returns the same settings for the server.
-
-        Raises:
-            BadArgument: a value is outside its range.
-        """
-        from mainstem.server.images import ImagePolicy
-
-        if self.image_http and self.image_host:
-            raise BadArgument("image_host", self.image_host, "left out: --image-http allows all public hosts")
-        try:
-            return ImagePolicy(
-                self.image_host or self.image_http,
-                self.image_folder,
-                self.image_max_bytes,
-                self.image_max_pixels,
-                self.max_images,
-            )
-        except BadArgument as error:
-            raise BadArgument(_FIELDS.get(error.name, error.name), error.value, error.allowed) from None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """What is recorded of requests, for replay.
-
-    Args:
-        record: File to append a line per request to: times, token counts, and the prompt as hashes under a secret.
-        record_secret: Secret under which prompts and clients are hashed: at least 16 characters.
-            Recordings under the same secret can be joined. Default: a random one, which is not kept.
-        record_text: Also record prompts and answers as plain text.
-        record_block_size: Tokens per hash; 1 or more.
-    """
-
-    record: Path | None = None
-    record_secret: Annotated[str | None, Parameter(env_var="MAINSTEM_RECORD_SECRET")] = None
-    record_text: Annotated[bool, Parameter(negative="")] = False
-    record_block_size: int = 16
-
-    def config(self) -> RecordConfig | None:
-        """Returns the same settings for the server, or None to record nothing.
-
-        Raises:
-            BadArgument: a value is outside its range, or has no effect without a file.
-        """
-        if self.record is None:
-            for name in ("record_text", "record_block_size"):
-                if getattr(self, name) != getattr(RecordOptions(), name):
-                    raise BadArgument(name, getattr(self, name), "left out without --record")
-            return None
-        from mainstem.server.recording import RecordConfig
-
-        secret = None if self.record_secret is None else self.record_secret.encode("utf-8", "surrogateescape")
-        return RecordConfig(self.record, secret, self.record_text, self.record_block_size)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class TierOptions:
-    """What keeps prefixes beyond the device's memory.
-
-    Args:
-        host_bytes: Size of the host tier: bytes, or a size such as 8GiB.
-            Without --host-bytes, --host-ratio and --host-fraction: none, or the device's size with --storage.
-        host_ratio: Size of the host tier, as a multiple of the device's pages.
-        host_fraction: Size of the host tier, as a part of the memory that is free at the start; up to 1.
-        write_policy: When pages are backed up to the host.
-            write_through: once computed. write_through_selective: after --write-hits hits. write_back: when evicted.
-        write_hits: Hits before write_through_selective backs up a page; 1 or more.
-        load_min_tokens: Minimum number of tokens to load from the host; fewer are computed. 1 or more.
-        storage: Store that keeps pages beyond the host, such as file:/var/cache/mainstem?capacity=8GiB,
-            redis://127.0.0.1:6379/0, or package.module:Class of your own. See docs/storage.md.
-        storage_codec: Encoding of stored pages: unchanged (none), or 8 bits per number, with a loss of precision.
-        storage_secret: Secret that seals stored pages: at least 16 characters, the same for all servers of a store.
-        prefetch: How long a request waits for storage.
-            best_effort: not at all. wait_complete: until all is read. timeout: no longer than computing would take.
-        prefetch_min_tokens: Minimum number of tokens to read from storage; fewer are computed. 0 or more.
-        prefetch_timeout_s: Seconds that --prefetch timeout waits, plus 0.01 per page, while the cost of computing is
-            unknown; 0 or more.
-        warm: Prefetch the hottest stored prefixes into the host tier at the start.
-    """
-
-    host_bytes: Size | None = None
-    host_ratio: float | None = None
-    host_fraction: float | None = None
-    write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
-    write_hits: int = 2
-    load_min_tokens: int = 32
-    storage: str | None = None
-    storage_codec: Literal["none", "int8", "fp8"] = "none"
-    storage_secret: Annotated[str | None, Parameter(env_var="MAINSTEM_STORAGE_SECRET")] = None
-    prefetch: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
-    prefetch_min_tokens: int = 256
-    prefetch_timeout_s: float = 0.1
-    warm: bool = False
-
-    def config(self) -> TierConfig | None:
-        """Returns the same settings for the engine, or None for no tiers.
-
-        Raises:
-            BadArgument: a value is outside its range.
-        """
-        sizes = (self.host_bytes, self.host_ratio, self.host_fraction)
-        if self.storage is None:
-            self._refuse(
-                ("storage_codec", "prefetch", "prefetch_min_tokens", "prefetch_timeout_s", "warm"), "--storage"
-            )
-        if sizes == (None, None, None) and self.storage is None:
-            self._refuse(("write_policy", "write_hits", "load_min_tokens"), "a host tier")
-            return None
-        try:
-            return self._config(sizes)
-        except BadArgument as error:
-            raise BadArgument(_FIELDS.get(error.name, error.name), error.value, error.allowed) from None
-
-    def _refuse(self, names: tuple[str, ...], without: str) -> None:
-        for field in fields(self):
-            if field.name in names and getattr(self, field.name) != field.default:
-                raise BadArgument(field.name, getattr(self, field.name), f"left out without {without}")
-
-    def _config(self, sizes: tuple[int | None, float | None, float | None]) -> TierConfig:
-        from mainstem.runtime.host import HostSize
-        from mainstem.runtime.tiers import TierConfig
-        from mainstem.tiers.store import StorageConfig
-
-        limits = StorageConfig(
-            prefetch=self.prefetch,
-            prefetch_min_tokens=self.prefetch_min_tokens,
-            timeout_s=self.prefetch_timeout_s,
-        )
-        return TierConfig(
-            HostSize(ratio=1.0) if sizes == (None, None, None) else HostSize(*sizes),
-            self.write_policy,
-            self.write_hits,
-            self.load_min_tokens,
-            self.storage,
-            self.storage_codec,
-            limits,
-            None if self.storage_secret is None else self.storage_secret.encode("utf-8", "surrogateescape"),
-            self.warm,
-        )
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How tokens are chosen.
-
-    Args:
-        max_tokens: Maximum number of tokens to generate; 1 or more.
-        temperature: 0 always takes the most likely token; higher values vary more. 0 or more.
-        top_p: Choose among the most likely tokens that together have this probability. Above 0, up to 1.
-        top_k: Choose among the k most likely tokens; 0 turns this off.
-        min_p: Exclude tokens less likely than this fraction of the most likely one. 0 to 1.
-        seed: Make sampling repeatable. Default: a new one each time.
-        stop: Text that ends the answer. Repeat it for several texts.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: Several = ()
-
-    def params(self) -> SamplingParams:
-        """The same for the engine.
-
-        Raises:
-            BadArgument: a value is outside its range.
-        """
-        from mainstem.runtime.request import SamplingParams
-
-        return SamplingParams(**asdict(self))
-
-
 # --- commands -----------------------------------------------------------------------------------------------------
 
 
 @app.command(help_epilogue=_SERVE_EXAMPLES)
+@takes_settings
 def serve(
     model: str | None = None,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_key: Annotated[Several, Parameter(env_var="MAINSTEM_API_KEY")] = (),
-    admin_key: Annotated[str | None, Parameter(env_var="MAINSTEM_ADMIN_KEY")] = None,
     dtype: Dtype = "auto",
-    adapter: Several = (),
-    engine: EngineOptions = EngineOptions(),
-    tiers: TierOptions = TierOptions(),
-    images: ImageOptions = ImageOptions(),
-    record: RecordOptions = RecordOptions(),
-    max_body_bytes: Size = 16 << 20,
-    drain_timeout_s: float = 30.0,
+    adapter: Annotated[tuple[str, ...], SEVERAL] = (),
+    server: ServerConfig = ServerConfig(),
+    engine: EngineConfig = EngineConfig(),
 ) -> None:
     """Serve a model to OpenAI clients over HTTP.
 
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
-        host: Address to listen on. The default is reachable from this machine only, 0.0.0.0 from everywhere.
-        port: Port to listen on, 0 to 65535; 0 takes a free one.
-        api_key: Key that clients must send. Repeat it for several keys; no two keys share a cached prefix.
-            In MAINSTEM_API_KEY, separate keys by spaces. Default: no key is required.
-        admin_key: Key for the cache and adapter routes.
-            Without it, they accept the only API key, and are closed if there are several API keys.
         dtype: Number format of weights and KV; auto takes the fastest one on this machine.
         adapter: LoRA adapter as NAME=PATH, where PATH is a folder saved by PEFT. Clients select it as model NAME.
             Repeat it for several adapters.
-        max_body_bytes: Maximum size of a request body.
-        drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
     """
     import logging
 
-    from mainstem.server.app import ServerConfig
     from mainstem.server.app import serve as serve_http
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    config = ServerConfig(
-        host, port, api_key, admin_key, max_body_bytes, drain_timeout_s, images.policy(), record.config()
-    )
     adapters = [_adapter(text) for text in adapter]
     with ExitStack() as stack:
-        listener = stack.enter_context(_bound(config))
-        _say(f"starting to serve {_model_name(model)} at {host} port {listener.getsockname()[1]}")
+        listener = stack.enter_context(_bound(server))
+        _say(f"starting to serve {_model_name(model)} at {server.host} port {listener.getsockname()[1]}")
         bars = stack.enter_context(_Bars(lines=True))
-        running = stack.enter_context(_engine(model, dtype, engine, bars, tiers))
+        running = stack.enter_context(_engine(model, dtype, bars, engine))
         _load_adapters(running, adapters, bars)
         bars.close()
-        serve_http(running, config, listener)
+        serve_http(running, server, listener)
 
 
 @app.command(help_epilogue=_GENERATE_EXAMPLES)
+@takes_settings
 def generate(
     *prompt: str,
     model: str | None = None,
     file: Path | None = None,
-    sampling: SamplingOptions = SamplingOptions(),
+    sampling: SamplingParams = SamplingParams(),
     chat: bool | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
     dtype: Dtype = "auto",
@@ -548,10 +256,9 @@ def generate(
         json: Print one JSON object per prompt instead of the text alone.
         dtype: Number format of weights and KV; auto takes the fastest one on this machine.
     """
-    params = sampling.params()
     texts = _texts(prompt, file)
-    with _Bars() as bars, _engine(model, dtype, EngineOptions(), bars) as engine:
-        streams = _submit_all(engine, [text for _, text in texts], params, chat, bars)
+    with _Bars() as bars, _engine(model, dtype, bars) as engine:
+        streams = _submit_all(engine, [text for _, text in texts], sampling, chat, bars)
         for (name, _), stream in zip(texts, streams, strict=True):
             if json:
                 _print_json(name, engine, stream)
@@ -575,7 +282,7 @@ def demo(
         dtype: Number format of weights and KV; auto takes the fastest one on this machine.
         prefix_tokens: Length of the document in tokens, 1 up to what fits the model. Default: all of it, about 1,100.
     """
-    with _Bars() as bars, _engine(model, dtype, EngineOptions(), bars) as engine:
+    with _Bars() as bars, _engine(model, dtype, bars) as engine:
         import torch
 
         from mainstem import demo as demonstration
@@ -702,19 +409,12 @@ def _backend(spec: str) -> Iterator[Backend]:
 
 
 @contextmanager
-def _engine(
-    model: str | None, dtype: str, options: EngineOptions, bars: _Bars, tiers: TierOptions | None = None
-) -> Iterator[Engine]:
+def _engine(model: str | None, dtype: str, bars: _Bars, config: EngineConfig = EngineConfig()) -> Iterator[Engine]:
     bars.update("import", 0, 0)
-    from mainstem.runtime.engine import Engine, EngineConfig
+    from mainstem.runtime.engine import Engine
     from mainstem.runtime.models import load_model
-    from mainstem.runtime.sizing import read_trace
 
     bars.update("import", 1, 1)
-    settings = asdict(options)  # checked before the slow loading of the model
-    if options.window_trace is not None:
-        settings["window_trace"] = read_trace(options.window_trace)
-    config = EngineConfig(**settings, tiers=None if tiers is None else tiers.config())
     loaded = load_model(model, dtype=dtype, progress=bars.update)
     with Engine(loaded, config, progress=bars.update) as engine:
         yield engine

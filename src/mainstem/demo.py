@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.runtime.prompts import Prompts
-from mainstem.runtime.request import Delta, Request, SamplingParams
+from mainstem.runtime.request import Delta, Request
+from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -34,20 +34,20 @@ from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, UnsupportedModel
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
-from mainstem.policies import find_policy
 from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
-from mainstem.runtime.host import HostPool, HostSize
+from mainstem.runtime.host import HostPool
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Completion, Delta, Progress, Request, SamplingParams, Usage
+from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
 from mainstem.runtime.runner import ModelRunner
-from mainstem.runtime.sizing import Need, Shares, Use, best_window_ratio, share_out
+from mainstem.runtime.sizing import Need, best_window_ratio, share_out
 from mainstem.runtime.states import StateShape
 from mainstem.runtime.stream import Stream, closed_by
-from mainstem.runtime.tiers import TierConfig, build_tiers, close_tiers
+from mainstem.runtime.tiers import build_tiers, close_tiers
 from mainstem.runtime.vision import Vision, VisionStats
+from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams
 from mainstem.tiers.controller import TierStats
 
 log = logging.getLogger(__name__)
@@ -83,72 +83,6 @@ class Runner(scheduler.Runner, Protocol):
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
         """Allocates host pages; called only if there are tiers."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The settings of an engine.
-
-    Args:
-        pages: pages of the first pool; None: as many as `kv_bytes` holds.
-        kv_bytes: memory for KV and recurrent states.
-        window_ratio: pages of sliding-window layers for each page of full attention.
-        window_trace: sequences of typical use; the ratio with the most hits over them replaces `window_ratio`.
-        state_share: the fraction of the memory for recurrent states; the rest is for KV.
-        state_slots: the number of recurrent states, in place of `state_share`.
-        checkpoint_tokens: about the number of prompt tokens between two checkpoints of a recurrent state, which are
-            kept where a slot is free; 0: checkpoints only where prompts part and end.
-        states_per_path: the limit of checkpoints along one sequence.
-        page_size: positions per page, the unit of sharing.
-        token_budget: prompt tokens per step, all requests together.
-        max_running: requests in one forward.
-        max_waiting: the limit of waiting requests; more are rejected.
-        policy: the order of eviction, see `mainstem.policies.find_policy`.
-        cache: False: nothing is shared; all else is the same.
-        age_limit_s: a request that has waited longer is overtaken only by older, preempted or higher-priority ones.
-        tiers: the host tier and storage; None: device memory only.
-
-    Raises:
-        BadArgument: names the field and its range.
-    """
-
-    pages: int | None = None
-    kv_bytes: int = 1 << 30
-    window_ratio: float = 0.5
-    window_trace: tuple[TokenLike | Use, ...] | None = None
-    state_share: float = 0.5
-    state_slots: int | None = None
-    checkpoint_tokens: int = 1024
-    states_per_path: int = 16
-    page_size: int = 16
-    token_budget: int = 512
-    max_running: int = 16
-    max_waiting: int = 1024
-    policy: str = "lru"
-    cache: bool = True
-    age_limit_s: float = 30.0
-    tiers: TierConfig | None = None
-
-    def __post_init__(self) -> None:
-        """Checks every field, so that errors are raised before a model is loaded."""
-        for name in (
-            "pages", "kv_bytes", "page_size", "token_budget", "max_running", "max_waiting", "state_slots",
-            "states_per_path", "checkpoint_tokens",
-        ):  # fmt: skip
-            value, least = getattr(self, name), 0 if name == "checkpoint_tokens" else 1
-            optional = name in ("pages", "state_slots")
-            if (value is not None or not optional) and (type(value) is not int or value < least):
-                raise BadArgument(name, value, f"an integer >= {least}")
-        self.shares()
-        if self.tiers is not None and not self.cache:
-            raise BadArgument("cache", self.cache, "True if there is a host tier or storage")
-        if type(self.age_limit_s) not in (int, float) or not self.age_limit_s >= 0:
-            raise BadArgument("age_limit_s", self.age_limit_s, "a number >= 0")
-        find_policy(self.policy)
-
-    def shares(self) -> Shares:
-        """Returns how memory is divided among the pools."""
-        return Shares(self.kv_bytes, self.pages, self.window_ratio, self.state_share, self.state_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,20 +149,20 @@ class Engine:
         self.dtype: torch.dtype = loaded.dtype
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
-        if config.tiers is not None and config.tiers.storage is not None and tuple(sizes) != (Full(),):
+        if config.tiers.storage is not None and tuple(sizes) != (Full(),):
             raise BadArgument("storage", config.tiers.storage, "None: storage holds pages of full attention only")
         report("test", 0, 1)
         self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
         report("test", 1, 1)
         self.vision = model.vision
-        if config.tiers is not None:
+        if config.tiers.exist:
             report("tiers", 0, 1)
         self._cache = _cache(loaded, config, model, sizes, clock)
         self._tiers = self._cache.tiers
-        if config.tiers is not None:
+        if config.tiers.exist:
             report("tiers", 1, 1)
         self._remembered_s = clock()
-        if self._tiers is not None and config.tiers is not None and config.tiers.warm:
+        if self._tiers is not None and config.tiers.warm:
             self._tiers.warm()
         self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
         if self._tiers is not None and self._tiers.store is not None:
@@ -588,8 +522,7 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     )
     page_bytes = layout.bytes_per_page(size, loaded.dtype)
     slot_bytes = _slot_bytes(loaded) if layout.state_layers else 0
-    shares = config.shares()
-    sizes = share_out(layout.components, page_bytes, slot_bytes, shares, need)
+    sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
     if config.window_trace is not None and layout.window is not None and Full() in sizes:
         memory = sum(sizes.get(row, 0) * page_bytes[row.name] for row in (Full(), Window(layout.window)))
         found = best_window_ratio(
@@ -602,8 +535,8 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
             token_budget=chunk,
         )
         log.info("window ratio %g has the most hits on the trace, of %d tried", found.best.window_ratio, len(found.all))
-        shares = replace(shares, window_ratio=found.best.window_ratio)
-        sizes = share_out(layout.components, page_bytes, slot_bytes, shares, need)
+        best = replace(config, window_ratio=found.best.window_ratio)
+        sizes = share_out(layout.components, page_bytes, slot_bytes, best, need)
     return {
         State(most_on_path=config.states_per_path) if isinstance(row, State) else row: n for row, n in sizes.items()
     }
@@ -618,7 +551,7 @@ def _cache(
 ) -> PrefixCache:
     """Makes the cache over a runner's pools, with its tiers. If it fails, it releases the tiers."""
     host, store = (
-        (None, None) if config.tiers is None else build_tiers(config.tiers, model, loaded, config.page_size, clock)
+        build_tiers(config.tiers, model, loaded, config.page_size, clock) if config.tiers.exist else (None, None)
     )
     try:
         return PrefixCache(
@@ -646,16 +579,10 @@ def _scheduler(
     clock: Callable[[], float],
     random: random_module.Random,
 ) -> scheduler.Scheduler:
-    limits = scheduler.Limits(
-        loaded.max_context,
-        config.token_budget,
-        config.max_running,
-        config.age_limit_s,
-        config.checkpoint_tokens,
-        config.states_per_path,
+    context, ends = loaded.max_context, _eos_tokens(loaded)
+    return scheduler.Scheduler(
+        cache, model, loaded.tokenizer, config, max_context=context, eos=ends, clock=clock, random=random
     )
-    ends = _eos_tokens(loaded)
-    return scheduler.Scheduler(cache, model, loaded.tokenizer, limits, eos=ends, clock=clock, random=random)
 
 
 def _slot_bytes(loaded: LoadedModel) -> int:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.runtime.copies import ERRORS, Copier, Copy, CpuCopier, CudaCopier, Step, Transfer
+from mainstem.settings.engine import HostSize
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import LayerTicket, Move, Ticket
 
@@ -41,7 +42,6 @@ Run = Callable[[Callable[[], None]], object]
 SLOT_ALIGNMENT = 64
 """Slots begin at multiples of this many bytes."""
 
-_OPTIONS = {"capacity_bytes": "host_bytes", "ratio": "host_ratio", "free_fraction": "host_fraction"}
 _MEMORY_PAGE = 4096
 _TRIAL_BYTES = 16 << 20  # copied in each layout, to find the faster one
 
@@ -110,35 +110,6 @@ class Planes:
         return range(len(self.tensors[0])) if self.layers is None else self.layers
 
 
-@dataclass(frozen=True, slots=True)
-class HostSize:
-    """The size of host memory; exactly one argument is given.
-
-    Args:
-        capacity_bytes: of all components together, headers included; at least 1.
-        ratio: host pages for each page on the device; above 0.
-        free_fraction: of the memory that is free now; above 0, at most 1.
-
-    Raises:
-        BadArgument: none or several arguments are given, or one is out of range.
-    """
-
-    capacity_bytes: int | None = None
-    ratio: float | None = None
-    free_fraction: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [n for n in ("capacity_bytes", "ratio", "free_fraction") if getattr(self, n) is not None]
-        if len(given) != 1:
-            raise BadArgument("host size", " and ".join(given) or None, "one of capacity_bytes, ratio, free_fraction")
-        if self.capacity_bytes is not None and self.capacity_bytes < 1:
-            raise BadArgument("capacity_bytes", self.capacity_bytes, "at least 1")
-        if self.ratio is not None and not 0 < self.ratio < float("inf"):
-            raise BadArgument("ratio", self.ratio, "above 0, and finite")
-        if self.free_fraction is not None and not 0 < self.free_fraction <= 1:
-            raise BadArgument("free_fraction", self.free_fraction, "above 0, at most 1")
-
-
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Returns the memory that is available without swapping, within the limit of this process's control group.
 
@@ -167,24 +138,24 @@ def host_pages(
     Raises:
         BadArgument: there is no room for a page of each, or the system does not report its free memory.
     """
-    ratio = size.ratio
-    if ratio is None:
-        capacity = size.capacity_bytes if size.capacity_bytes is not None else _free_part(size, free_bytes)
+    capacity = size.host_bytes if size.host_fraction is None else _free_part(size.host_fraction, free_bytes)
+    if capacity is not None:
         ratio = capacity / sum(planes.pages * planes.slot_bytes for planes in components)
+    else:
+        ratio = 1.0 if size.host_ratio is None else size.host_ratio
     pages = [int(ratio * planes.pages) for planes in components]
     if min(pages) < 1:
         given = next(field.name for field in fields(size) if getattr(size, field.name) is not None)
-        raise BadArgument(_OPTIONS[given], getattr(size, given), "room for a page of each component")
+        raise BadArgument(given, getattr(size, given), "room for a page of each component")
     return pages
 
 
-def _free_part(size: HostSize, free_bytes: Callable[[], int]) -> int:
-    assert size.free_fraction is not None
+def _free_part(fraction: float, free_bytes: Callable[[], int]) -> int:
     try:
-        return int(free_bytes() * size.free_fraction)
+        return int(free_bytes() * fraction)
     except OSError as error:
-        allowed = f"capacity_bytes or ratio instead: the free memory is unknown ({error})"
-        raise BadArgument("free_fraction", size.free_fraction, allowed) from error
+        allowed = f"host_bytes or host_ratio instead: the free memory is unknown ({error})"
+        raise BadArgument("host_fraction", fraction, allowed) from error
 
 
 # ---------------------------------------------------------------- where pages are

@@ -5,7 +5,6 @@ Every layer of the runtime and the server uses these types. They do not know sch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,61 +15,14 @@ from numpy.typing import NDArray
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.keys import IMAGE_DIGEST_BYTES, IMAGE_MIN_LENGTH
 from mainstem.namespaces import Namespace, encode_namespace
+from mainstem.settings.engine import SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
     from mainstem.runtime.adapters import Adapter
 
-MAX_LOGPROBS = 20
 _INT32_MAX = 2**31 - 1
-# What torch.Generator.manual_seed accepts.
-_SEED_MIN, _SEED_END = -(2**63), 2**64
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the tokens of one request are chosen, and when they end.
-
-    Args:
-        max_tokens: the limit of generated tokens, >= 1.
-        temperature: 0 takes the most likely token; otherwise logits are divided by it. 0 .. finite.
-        top_p: keeps the smallest set of most likely tokens whose probabilities sum up to it, and tokens as likely as
-            the last of them. (0, 1].
-        top_k: keeps the k most likely tokens; 0 = off.
-        min_p: keeps tokens that are at least this likely relative to the most likely one. [0, 1].
-        seed: the same seed gives the same tokens, in any batch; None draws one.
-        stop: texts that end the request; they are not part of its output.
-        ignore_eos: whether to continue after the model's end-of-sequence tokens.
-        logprobs: None = none; k = each token's log-probability and the k best alternatives, 0 .. 20.
-
-    Raises:
-        BadArgument: names the field and its range.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        _require_integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
-        _require_integer("top_k", self.top_k, 0, _INT32_MAX)
-        _require("temperature", self.temperature, _is_real(self.temperature) and self.temperature >= 0, "a number >= 0")
-        _require("top_p", self.top_p, _is_real(self.top_p) and 0 < self.top_p <= 1, "a number > 0 and <= 1")
-        _require("min_p", self.min_p, _is_real(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1")
-        if self.seed is not None:
-            _require_integer("seed", self.seed, _SEED_MIN, _SEED_END - 1)
-        if self.logprobs is not None:
-            _require_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        stops = isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop)
-        _require("stop", self.stop, stops, "a tuple of non-empty strings")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,7 +241,3 @@ def _require(name: str, value: object, allowed: bool, range_: str) -> None:
 def _require_integer(name: str, value: object, low: int, high: int) -> None:
     fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     _require(name, value, fits, f"an integer from {low} to {high}")
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -36,13 +36,14 @@ from mainstem.runtime.attention import (
     plain_attention,
     plan_batch,
 )
-from mainstem.runtime.host import HostPool, HostSize, Planes, host_pages
+from mainstem.runtime.host import HostPool, Planes, host_pages
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 from mainstem.runtime.vision import Vision
+from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:

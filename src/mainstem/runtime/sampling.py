@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mainstem.runtime.request import SamplingParams, TokenLogprob
+from mainstem.runtime.request import TokenLogprob
+from mainstem.settings.engine import SamplingParams
 
 _FEW = 256
 

@@ -54,6 +54,7 @@ from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
 from mainstem.runtime.sequence import Sequence, spliced_images
 from mainstem.runtime.text import Detokenizer, Tokenizer
+from mainstem.settings.engine import Limits
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.prefill import PrefillCost
 
@@ -84,28 +85,6 @@ class Runner(Protocol):
 
     def embed(self, segment: Segment) -> None:
         """Encodes the images that a segment computes; called only for requests with images."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The bounds of a step.
-
-    Args:
-        max_context: positions of one request, prompt and completion.
-        token_budget: prompt tokens per step, all requests together.
-        max_running: requests in one forward.
-        age_limit_s: a request that has waited longer is overtaken only by older, preempted or higher-priority ones.
-        checkpoint_tokens: about the number of prompt tokens between two checkpoints of a recurrent state, which are
-            kept where a slot is free; 0: checkpoints only where prompts part and end.
-        checkpoints: the limit of checkpoints per prompt.
-    """
-
-    max_context: int
-    token_budget: int = 512
-    max_running: int = 16
-    age_limit_s: float = 30.0
-    checkpoint_tokens: int = 1024
-    checkpoints: int = 8
 
 
 @dataclass(slots=True)
@@ -147,6 +126,7 @@ class Scheduler:
         runner: runs the model.
         tokenizer: decodes tokens to text.
         limits: the bounds of a step.
+        max_context: positions of one request, prompt and completion.
         eos: tokens that end a request, unless it ignores them.
         clock: monotonic, in seconds.
         random: the source of seeds for requests without one.
@@ -159,6 +139,7 @@ class Scheduler:
         tokenizer: Tokenizer,
         limits: Limits,
         *,
+        max_context: int,
         eos: frozenset[int] = frozenset(),
         clock: abc.Callable[[], float],
         random: random_module.Random,
@@ -166,7 +147,7 @@ class Scheduler:
         self.totals = Totals()
         self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
         self._tiers: Tiers | None = cache.tiers
-        self._limits, self._eos = limits, eos
+        self._limits, self._max_context, self._eos = limits, max_context, eos
         self._clock, self._random = clock, random
         self._waiting: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}  # in order of admission
@@ -212,8 +193,8 @@ class Scheduler:
         prompt, new = len(request.tokens), request.params.max_tokens
         asked = f"{prompt} prompt tokens and max_tokens = {new}"
         longest = max((image.length for image in request.images), default=0)
-        if prompt + new > self._limits.max_context:
-            raise RequestTooLong(f"{asked} make {prompt + new} positions: the context has {self._limits.max_context}")
+        if prompt + new > self._max_context:
+            raise RequestTooLong(f"{asked} make {prompt + new} positions: the context has {self._max_context}")
         # The last token is never computed, so it needs no page.
         size, total = self._cache.page_size, self._cache.pool.total
         pages = -(-(prompt + new - 1) // size)
@@ -265,7 +246,7 @@ class Scheduler:
         Call it before the first request, and only if the cache holds full attention alone.
         """
         size, pool = self._cache.page_size, self._cache.pool
-        n = min(_MEASURED, self._limits.max_context, self._limits.token_budget, pool.free * size)
+        n = min(_MEASURED, self._max_context, self._limits.token_budget, pool.free * size)
         page_ids = pool.allocate(-(-n // size))
         try:
             for _ in range(_MEASUREMENTS):
@@ -419,7 +400,7 @@ class Scheduler:
         """Makes a running prefill keep its state where a waiting request parts from it."""
         wanted = self._plans_states and self._cache.enabled and sequence.id in self._waiting and running.prefilling
         if wanted and running.namespace == sequence.namespace:
-            running.add_checkpoint(self._shared(running, sequence), self._limits.checkpoints)
+            running.add_checkpoint(self._shared(running, sequence), self._limits.states_per_path)
 
     def _prefetch(self, sequence: Sequence) -> None:
         """Starts to prefetch what neither device nor host has of a prompt."""
@@ -486,7 +467,7 @@ class Scheduler:
             sequence.length,
             page,
             interval=limits.checkpoint_tokens,
-            limit=limits.checkpoints,
+            limit=limits.states_per_path,
             atomic=sequence.atomic,
         )
 

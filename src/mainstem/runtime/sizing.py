@@ -11,11 +11,9 @@ This module only computes numbers. It allocates no memory for pages.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,38 +22,11 @@ from mainstem.cache import PrefixCache
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, OutOfPages, check_integer
 from mainstem.keys import MAX_TOKEN, TokenLike
+from mainstem.settings.engine import Shares
+from mainstem.settings.window_trace import Use
 
 # Full pages of a model without attention take memory only in the tree, so there are as many as its states can need.
 _MAX_MARKS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """How to divide the memory.
-
-    Args:
-        memory: bytes for all pools together.
-        pages: pages of the first component, in place of `memory`; the others follow from the ratio and the slots.
-        window_ratio: window pages for each full page.
-        state_share: the fraction of the memory for states, in a model that also has KV.
-        state_slots: the number of slots, in place of `state_share`.
-
-    Raises:
-        BadArgument: names the field and its range.
-    """
-
-    memory: int
-    pages: int | None = None
-    window_ratio: float = 0.5
-    state_share: float = 0.5
-    state_slots: int | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the fractions; integers are checked where they are set."""
-        for name, end in (("window_ratio", math.inf), ("state_share", 1.0)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < end:
-                raise BadArgument(name, value, "a number above 0" + ("" if end == math.inf else f" and below {end}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +58,7 @@ def share_out(
         BadArgument: the memory does not hold a page of each, or the window of one request.
     """
     slots = _slots(components, page_bytes, slot_bytes, shares, need)
-    memory = shares.memory - (slots * slot_bytes if shares.pages is None else 0)
+    memory = shares.kv_bytes - (slots * slot_bytes if shares.pages is None else 0)
     sizes: dict[Component, int] = {}
     for component in components:
         if isinstance(component, State):
@@ -111,13 +82,13 @@ def _slots(
         slots = 4 * need.running
     else:
         part = shares.state_share if any(page_bytes.values()) else 1.0
-        slots = int(shares.memory * part) // slot_bytes
+        slots = int(shares.kv_bytes * part) // slot_bytes
     # One to compute with, one checkpoint of the lease, one that the tree keeps.
     if slots < 3 and shares.state_slots is not None:
         raise BadArgument("state_slots", slots, "at least 3")
-    if slots < 3 or (shares.pages is None and slots * slot_bytes > shares.memory):
+    if slots < 3 or (shares.pages is None and slots * slot_bytes > shares.kv_bytes):
         raise BadArgument(
-            "kv_bytes", shares.memory, f"enough for {max(slots, 3)} recurrent states of {slot_bytes} bytes"
+            "kv_bytes", shares.kv_bytes, f"enough for {max(slots, 3)} recurrent states of {slot_bytes} bytes"
         )
     return slots
 
@@ -139,8 +110,8 @@ def _full_pages(
     least = need.window_pages * page_bytes["window"] if slides else 0  # has precedence
     pages = min(int(memory / cost), (memory - least) // page_bytes["full"])
     if pages < 1:
-        one, states = max(math.ceil(cost), page_bytes["full"] + least), shares.memory - memory
-        raise BadArgument("kv_bytes", shares.memory, f"{one} or more" + f" plus {states} for states" * (states > 0))
+        one, states = max(math.ceil(cost), page_bytes["full"] + least), shares.kv_bytes - memory
+        raise BadArgument("kv_bytes", shares.kv_bytes, f"{one} or more" + f" plus {states} for states" * (states > 0))
     return pages
 
 
@@ -152,28 +123,13 @@ def _window_pages(full: int | None, page_bytes: int, memory: int, shares: Shares
         raise BadArgument("pages", pages, f"at least {need.window_pages}: the window and a chunk of one request")
     if pages < need.window_pages:
         least = f"enough for {need.window_pages} window pages of {page_bytes} bytes"
-        raise BadArgument("kv_bytes", shares.memory, least)
+        raise BadArgument("kv_bytes", shares.kv_bytes, least)
     return pages
 
 
 # ---- from a trace of use
 
 RATIOS = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A sequence of a trace without tokens.
-
-    Args:
-        length: positions of prompt and answer.
-        like: index of an earlier sequence of the trace.
-        shared: the length of the prefix that both have in common.
-    """
-
-    length: int
-    like: int = 0
-    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,35 +196,6 @@ def best_window_ratio(
         for shares, counts, rate in zip(candidates, sizes, rates, strict=True)
     )
     return Trials(max(trials, key=lambda trial: (trial.hit_rate, -trial.window_ratio)), trials)
-
-
-def read_trace(path: Path) -> tuple[TokenLike | Use, ...]:
-    """Reads a trace for `best_window_ratio` from a file, with one line of JSON for each sequence.
-
-        {"tokens": [1, 2, 3, ...]}
-        {"length": 1200, "like": 0, "shared": 800}
-
-    Raises:
-        BadArgument: the file cannot be read, or a line is neither; the message names the line.
-    """
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return tuple(_parsed(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadArgument("window_trace", str(path), f"a file of lines of JSON ({error})") from error
-
-
-def _parsed(line: str, place: str) -> TokenLike | Use:
-    allowed = 'either {"tokens": [...]} or {"length": ..., "like": ..., "shared": ...}'
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise BadArgument(place, line[:80], f"{allowed}: {error}") from error
-    if isinstance(found, dict) and isinstance(found.get("tokens"), list):
-        return found["tokens"]
-    if not isinstance(found, dict) or "length" not in found or not found.keys() <= {"length", "like", "shared"}:
-        raise BadArgument(place, line[:80], allowed)
-    return Use(**found)
 
 
 def _sequences(trace: Iterable[TokenLike | Use]) -> list[TokenLike]:

@@ -8,21 +8,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mainstem.errors import BadArgument
 from mainstem.identity import Identity
 from mainstem.imports import needs
-from mainstem.runtime.host import HostPool, HostSize
+from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
+from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage import Backend, open_backend
 from mainstem.tiers.codecs import find_codec
-from mainstem.tiers.host import HostTier, WritePolicy, check_host_policy
+from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
-from mainstem.tiers.store import StorageConfig, Store
+from mainstem.tiers.store import Store
 from mainstem.tiers.workers import ThreadWorkers
 
 if TYPE_CHECKING:
@@ -36,48 +35,6 @@ _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device to
 
 # Fields of a model's configuration that do not affect its results: its source, and the software that wrote it.
 _IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
-
-
-@dataclass(frozen=True, slots=True)
-class TierConfig:
-    """The tiers below the device.
-
-    Args:
-        host: the size of the host tier.
-        write: when pages are backed up to the host.
-        hits: for "write_through_selective".
-        load_min_tokens: fewer tokens than this are computed rather than loaded from the host.
-        storage: a back end's spec, see `mainstem.storage.open_backend`; None: no storage.
-        codec: how the numbers of stored pages are written: "none", "int8" or "fp8", see `mainstem.tiers.codecs`.
-        limits: the limits of storage.
-        secret: names and seals stored pages; at least 16 bytes, the same for all users of a store. None: pages are safe
-            from damage, not from forgery.
-        warm: whether the hottest prefixes are loaded to the host after a restart.
-
-    Raises:
-        BadArgument: a value is outside its range.
-    """
-
-    host: HostSize
-    write: WritePolicy = "write_through"
-    hits: int = 2
-    load_min_tokens: int = 32
-    storage: str | None = None
-    codec: str = "none"
-    limits: StorageConfig = field(default_factory=StorageConfig)
-    secret: bytes | None = field(default=None, repr=False)
-    warm: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks the fields that no other code checks before a model is loaded."""
-        if not isinstance(self.host, HostSize):
-            raise BadArgument("host", self.host, "a HostSize")
-        check_host_policy(self.write, self.hits, self.load_min_tokens)
-        if self.secret is not None and not (isinstance(self.secret, bytes) and len(self.secret) >= 16):
-            raise BadArgument("storage_secret", "(not shown)", "at least 16 bytes")
-        find_codec(self.codec)
-        if self.warm and self.storage is None:
-            raise BadArgument("warm", self.warm, "False without storage")
 
 
 class HasHostMemory(Protocol):
@@ -103,8 +60,8 @@ def build_tiers(
     backend = None if config.storage is None else open_backend(config.storage)
     memory = None
     try:
-        memory = runner.host_memory(config.host, backend is not None)
-        tier = HostTier(memory, config.write, config.hits, config.load_min_tokens, memory.sizes)
+        memory = runner.host_memory(config.size, backend is not None)
+        tier = HostTier(memory, config.host, memory.sizes)
         store = None if backend is None else _store(config, backend, loaded, page_size, memory.content, clock)
     except BaseException:
         if backend is not None:
@@ -162,18 +119,18 @@ def _store(
     content: str,
     clock: Callable[[], float],
 ) -> Store:
-    identity = identity_of(loaded, page_size, content, config.codec)
-    if config.secret is None:
+    identity = identity_of(loaded, page_size, content, config.storage_codec)
+    if config.storage_secret is None:
         log.warning("storage has no secret: stored pages are safe from damage, not from forgery")
     limits = config.limits
     return Store(
         backend,
-        Sealer(identity, PUBLIC_SECRET if config.secret is None else config.secret),
+        Sealer(identity, PUBLIC_SECRET if config.storage_secret is None else config.storage_secret),
         limits,
         readers=ThreadWorkers(min(limits.max_prefetches, _LOOKUP_THREADS) + limits.batches, "mainstem-read"),
         writers=ThreadWorkers(limits.writes, "mainstem-write"),
         clock=clock,
-        codec=find_codec(config.codec),
+        codec=find_codec(config.storage_codec),
         dtype=identity.dtype,
     )
 

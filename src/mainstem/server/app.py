@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +48,11 @@ from mainstem.runtime.request import Delta, PreparedPrompt, Request
 from mainstem.server import protocol
 from mainstem.server.access import Access
 from mainstem.server.generation import EventStream, Run, Watcher
-from mainstem.server.images import ImagePolicy, Pictures
+from mainstem.server.images import Pictures
 from mainstem.server.metrics import Metrics
 from mainstem.server.protocol import ApiError, ChatReply, ChatRequest, CompletionReply, CompletionRequest, Head
-from mainstem.server.recording import Kind, RecordConfig, Recorder
+from mainstem.server.recording import Kind, Recorder
+from mainstem.settings.server import RecordConfig, ServerConfig
 
 if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
@@ -63,47 +64,6 @@ _PARSING_THREADS = 4  # JSON, templates, tokenising; more would only contend for
 _IMAGE_THREADS = 8  # for requests with images, which may have to be fetched
 _GRACE_S = 5  # for the ends of responses, after the engine is drained
 _SAFE_ID = re.compile(r"[!-~]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """The settings of one server.
-
-    Args:
-        host: the address to listen on; the default is not reachable from other machines.
-        port: the port to listen on; 0 takes a free one.
-        api_keys: keys that clients must send as `Authorization: Bearer KEY`; empty: no key is required. With several
-            keys, no two share a cached prefix.
-        admin_key: the key for the cache and adapter routes, which show and change the data of all clients. None: they
-            accept the only API key (or require none), and are closed if there are several.
-        max_body_bytes: the maximum size of a body.
-        drain_timeout_s: how long running requests may take to finish after a signal to stop.
-        images: where images of requests may come from, and how large they may be.
-        record: what is recorded of requests; None: nothing.
-
-    Raises:
-        BadArgument: a value is outside its range.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    admin_key: str | None = field(default=None, repr=False)
-    max_body_bytes: int = 16 << 20
-    drain_timeout_s: float = 30.0
-    images: ImagePolicy = field(default_factory=ImagePolicy)
-    record: RecordConfig | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise BadArgument("port", self.port, "0 (any free port) to 65535")
-        if self.max_body_bytes < 1:
-            raise BadArgument("max_body_bytes", self.max_body_bytes, "at least 1")
-        if not 0 <= self.drain_timeout_s < float("inf"):
-            raise BadArgument("drain_timeout_s", self.drain_timeout_s, "0 or more seconds")
-        for name, keys in (("api_keys", self.api_keys), ("admin_key", (self.admin_key,))):
-            if not all(key is None or (key and key.isprintable() and " " not in key) for key in keys):
-                raise BadArgument(name, "(not shown)", "printable, without spaces, and not empty")
 
 
 def create_app(
@@ -140,10 +100,9 @@ def create_app(
 
 
 def _tenant_secret(engine: Engine) -> Callable[[int], bytes]:
-    tiers = engine.config.tiers
-    if tiers is None or tiers.secret is None:
+    known = engine.config.tiers.storage_secret
+    if known is None:
         return secrets.token_bytes
-    known = tiers.secret
     return lambda size: hashlib.blake2b(known, digest_size=size, person=b"mainstem tenant").digest()
 
 
@@ -185,8 +144,8 @@ def serve(engine: Engine, config: ServerConfig, listener: socket.socket) -> None
         raise EngineClosed(f"the engine failed: {type(engine.failure).__name__}: {engine.failure}")
 
 
-def _recorder(engine: Engine, config: RecordConfig | None) -> AbstractContextManager[Recorder | None]:
-    if config is None:
+def _recorder(engine: Engine, config: RecordConfig) -> AbstractContextManager[Recorder | None]:
+    if config.record is None:
         return nullcontext()
     return Recorder(config, engine.name, lambda tokens: str(engine.tokenizer.decode(list(tokens))))
 
@@ -211,7 +170,7 @@ def _described(engine: Engine) -> str:
     positions = engine.pages * engine.config.page_size
     tiers = engine.stats().tiers
     host = "" if tiers is None else f", {tiers.host_total} on the host"
-    store = "" if engine.config.tiers is None or engine.config.tiers.storage is None else ", with storage"
+    store = "" if engine.config.tiers.storage is None else ", with storage"
     return f"{dtype}, {torch.get_num_threads()} threads, {engine.pages} KV pages for {positions} tokens{host}{store}"
 
 
@@ -283,7 +242,7 @@ class _Service:
         self.draining = False
         self._engine = engine
         self._max_body_bytes = config.max_body_bytes
-        self._access = Access(config.api_keys, config.admin_key, secret(32))
+        self._access = Access(config.api_key, config.admin_key, secret(32))
         self._now = now
         self._started = int(now())
         self._prompts = Prompts(engine.tokenizer, engine.max_context)

@@ -27,13 +27,12 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from mainstem.errors import BadArgument
 from mainstem.server.protocol import ApiError
+from mainstem.settings.server import ImagePolicy
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,40 +47,6 @@ _BROKEN = (
     OSError, SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, MemoryError, struct.error,
     zlib.error,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ImagePolicy:
-    """Where images may come from, and how large they may be.
-
-    Args:
-        allow_http: False: no HTTP; True: from public addresses; host names: from these hosts, at any address.
-        allow_files: the folder from which `file:` URLs are read; None: no files.
-        max_bytes: maximum size of one encoded image.
-        max_pixels: maximum number of pixels of one request, over all its images.
-        max_images: maximum number of images in one request.
-        timeout_s: time to fetch one image over HTTP.
-
-    Raises:
-        BadArgument: names the field and its range.
-    """
-
-    allow_http: bool | tuple[str, ...] = False
-    allow_files: Path | None = None
-    max_bytes: int = 20 << 20
-    max_pixels: int = 32 << 20
-    max_images: int = 32
-    timeout_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        for name in ("max_bytes", "max_pixels", "max_images"):
-            if getattr(self, name) < 1:
-                raise BadArgument(name, getattr(self, name), "at least 1")
-        if not 0 < self.timeout_s < float("inf"):
-            raise BadArgument("timeout_s", self.timeout_s, "a number of seconds above 0")
-        if self.allow_files is not None and not self.allow_files.is_dir():
-            raise BadArgument("allow_files", str(self.allow_files), "a folder")
 
 
 class Pictures:
@@ -108,7 +73,7 @@ class Pictures:
             ApiError: 400; the message says what is wrong or not allowed.
         """
         try:
-            return self._decode(self._fetch(url), self._policy.max_pixels - taken)
+            return self._decode(self._fetch(url), self._policy.image_max_pixels - taken)
         except _Refused as error:
             raise ApiError(400, f"{at}: {error}", param=at, code=error.code) from error
 
@@ -140,7 +105,7 @@ class Pictures:
         return data
 
     def _from_file(self, parts: SplitResult) -> bytes:
-        folder = self._policy.allow_files
+        folder = self._policy.image_folder
         if folder is None:
             raise _Refused("this server does not read files", "image_url_not_allowed")
         try:
@@ -154,7 +119,7 @@ class Pictures:
         with file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _Refused("not a file that this server reads", "image_url_not_allowed")
-            data = file.read(self._policy.max_bytes + 1)
+            data = file.read(self._policy.image_max_bytes + 1)
         self._check_bytes(len(data))
         return data
 
@@ -170,8 +135,7 @@ class Pictures:
             raise _Refused(f"cannot be fetched from {host}: {type(error).__name__}", "image_not_fetched") from error
 
     def _check_host(self, host: str, parts: SplitResult) -> None:
-        allowed = self._policy.allow_http
-        if allowed is False or (isinstance(allowed, tuple) and host not in allowed):
+        if not self._policy.image_http and host not in self._policy.image_host:
             raise _Refused("this server does not fetch images from this host; send a data URL", "image_url_not_allowed")
         if not host or parts.username is not None or any(sign <= " " for sign in parts.path + parts.query):
             raise _Refused("must be a URL with a host, without a user name, blanks or control characters")
@@ -179,9 +143,9 @@ class Pictures:
     def _connect(self, scheme: str, host: str, port: int) -> socket.socket:
         """Connects to the checked address itself, because a second lookup could return another address."""
         addresses = self._resolve(host, port)
-        if self._policy.allow_http is True and not all(map(_is_public, addresses)):
+        if self._policy.image_http and not all(map(_is_public, addresses)):
             raise _Refused("this server does not fetch images from private addresses", "image_url_not_allowed")
-        link = socket.create_connection((addresses[0], port), self._policy.timeout_s)
+        link = socket.create_connection((addresses[0], port), self._policy.image_timeout_s)
         if scheme == "http":
             return link
         tls = ssl.create_default_context()
@@ -196,7 +160,7 @@ class Pictures:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
-        timer = threading.Timer(self._policy.timeout_s, end)
+        timer = threading.Timer(self._policy.image_timeout_s, end)
         timer.daemon = True
         timer.start()
         try:
@@ -229,8 +193,8 @@ class Pictures:
     # --- pixels -------------------------------------------------------------------------------------------------------
 
     def _check_bytes(self, size: int) -> None:
-        if size > self._policy.max_bytes:
-            raise _Refused(f"an image may have at most {self._policy.max_bytes} bytes", "image_too_large")
+        if size > self._policy.image_max_bytes:
+            raise _Refused(f"an image may have at most {self._policy.image_max_bytes} bytes", "image_too_large")
 
     def _decode(self, data: bytes, max_pixels: int) -> Image:
         from PIL import Image, ImageOps
@@ -249,7 +213,7 @@ class Pictures:
         """Checks the number of pixels and frames by the header of the file, before pixels are unpacked."""
         width, height = picture.size
         if width * height > max_pixels:
-            limit = self._policy.max_pixels
+            limit = self._policy.image_max_pixels
             message = f"the image has {width} x {height} pixels: a request may have at most {limit}, over all images"
             raise _Refused(message, "image_too_large")
         if getattr(picture, "is_animated", False):

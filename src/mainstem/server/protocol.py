@@ -28,7 +28,8 @@ from mainstem.errors import (
     RequestTooLong,
     UnsupportedModel,
 )
-from mainstem.runtime.request import Delta, SamplingParams, TokenLogprob, Usage
+from mainstem.runtime.request import Delta, TokenLogprob, Usage
+from mainstem.settings.engine import SamplingParams
 
 MAX_CHOICES = 128
 """Maximum number of choices of one HTTP request: prompts times `n`."""
@@ -243,8 +244,9 @@ class CompletionRequest(_Request, kw_only=True):
         Raises:
             BadArgument: a value is outside its range.
         """
-        max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._params(max_tokens, self.logprobs, choice)
+        return self._params(
+            COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs, choice
+        )
 
 
 class ImageUrl(Struct):

@@ -53,8 +53,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -62,10 +61,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mainstem
-from mainstem.errors import BadArgument, check_integer
-from mainstem.keys import MAX_TOKEN, Image
+from mainstem.errors import BadArgument
+from mainstem.keys import Image
 from mainstem.namespaces import Namespace
 from mainstem.runtime.request import Delta, Request, Usage
+from mainstem.settings.server import RecordConfig
 
 log = logging.getLogger(__name__)
 
@@ -73,39 +73,12 @@ FORMAT = "mainstem-recording"
 VERSION = 1
 HASH_BYTES = 8
 
-_SECRET_BYTES = 16  # minimum length of a given secret
 _QUEUED_TOKENS = 16 << 20  # at most 64 MiB of prompts
 _LINE_TOKENS = 256  # the cost of a queued line in addition to its tokens
 _CLOSING_S = 10.0  # how long `close` waits for the queue to be written
 _START = f'{{"format":"{FORMAT}"'.encode()
 
 Kind = Literal["chat", "completion"]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordConfig:
-    """What is recorded, and where.
-
-    Args:
-        path: a new file, which only its owner can read, or a recording to append to.
-        secret: the secret under which prompts and tenants are hashed, at least 16 bytes. Recordings under one secret
-            can be joined. None: a random one that is not kept, so that the file only reveals what is equal within it.
-        text: whether to write prompts and answers as plain text, too.
-        block_size: tokens per block; 1 or more.
-
-    Raises:
-        BadArgument: a value is outside its range.
-    """
-
-    path: Path
-    secret: bytes | None = field(default=None, repr=False)
-    text: bool = False
-    block_size: int = 16
-
-    def __post_init__(self) -> None:
-        check_integer("record_block_size", self.block_size, 1, MAX_TOKEN - 1)
-        if self.secret is not None and len(self.secret) < _SECRET_BYTES:
-            raise BadArgument("record_secret", "(not shown)", f"at least {_SECRET_BYTES} bytes")
 
 
 class _Header(msgspec.Struct):
@@ -199,7 +172,7 @@ class Recorder:
     Args:
         config: what is recorded, and where.
         model: name of the base model.
-        decode: returns the text of tokens, for `config.text`.
+        decode: returns the text of tokens, for `config.record_text`.
         now: returns seconds since the epoch.
         random: returns n random bytes, for the secret if none is given.
         queued_tokens: maximum number of prompt tokens that wait to be written; requests beyond it are dropped.
@@ -222,7 +195,7 @@ class Recorder:
         write: Callable[[int, bytes], int] = os.write,
     ) -> None:
         self._model = model
-        self._text = config.text
+        self._text = config.record_text
         self._now = now
         self._lines = _Lines(config, model, decode, random)
         self._room = queued_tokens
@@ -330,11 +303,11 @@ class _Lines:
         decode: Callable[[Sequence[int]], str],
         random: Callable[[int], bytes],
     ) -> None:
-        secret = random(32) if config.secret is None else config.secret
+        secret = random(32) if config.record_secret is None else config.record_secret
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"mainstem record").digest()
-        self._step = 4 * config.block_size
+        self._step = 4 * config.record_block_size
         self._model = model
-        self._decode = decode if config.text else None
+        self._decode = decode if config.record_text else None
 
     def header(self, started_s: float) -> bytes:
         name = self._keyed(b"name", b"", HASH_BYTES).hex()
@@ -397,8 +370,10 @@ class _File:
     """A file of whole lines, to which only this process appends."""
 
     def __init__(self, config: RecordConfig, write: Callable[[int, bytes], int]) -> None:
+        if config.record is None:
+            raise BadArgument("record", None, "the path of a file")
         self._write = write
-        self._fd = os.open(config.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(config.record, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with ExitStack() as undo:
             undo.callback(os.close, self._fd)
             _take_over(self._fd, config)
@@ -423,7 +398,7 @@ class _File:
 
 def _take_over(fd: int, config: RecordConfig) -> None:
     """Locks the file, and truncates a line that a killed server left unfinished."""
-    path = str(config.path)
+    path = str(config.record)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise BadArgument("record", path, "a regular file")
     try:
@@ -445,7 +420,7 @@ def _check_header(line: bytes, config: RecordConfig) -> None:
     try:
         header = msgspec.json.decode(line, type=_Header)
     except msgspec.MsgspecError:
-        raise BadArgument("record", str(config.path), "a new file, or a recording to append to") from None
-    if (header.version, header.block_size) != (VERSION, config.block_size):
+        raise BadArgument("record", str(config.record), "a new file, or a recording to append to") from None
+    if (header.version, header.block_size) != (VERSION, config.record_block_size):
         held = f"version {header.version} and blocks of {header.block_size} tokens"
-        raise BadArgument("record", str(config.path), f"a recording of this version and block size; it has {held}")
+        raise BadArgument("record", str(config.record), f"a recording of this version and block size; it has {held}")

@@ -106,9 +106,9 @@ class Backups:
 
     def begin_touched(self, nodes: Sequence[int]) -> None:
         """Begins the copies that the write policy asks for, of nodes that were matched or published."""
-        if self._config.write == "write_back":
+        if self._config.policy.write_policy == "write_back":
             return
-        hits = self._config.hits if self._config.write == "write_through_selective" else 0
+        hits = self._config.policy.write_hits if self._config.policy.write_policy == "write_through_selective" else 0
         for node in dict.fromkeys(nodes):
             try:
                 self.begin(node, hits)

@@ -131,7 +131,7 @@ class Tiers:
         self._core, self._sleep = core, sleep
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
         self._backups = Backups(host, tree, pools, self._pages, self.writes, self.pending)
-        self._loads = Loads(host.memory, self.pending, core, tree.page_size, host.load_min_tokens)
+        self._loads = Loads(host.memory, self.pending, core, tree.page_size, host.policy.load_min_tokens)
         self._prefetches: Prefetches | None = None
         self._warming: Warming | None = None
         if store is not None and self.writes is not None:

@@ -1,4 +1,4 @@
-"""The host tier: its settings, `HostTier`, and its pages, `HostPages`: what is evicted when a part needs some.
+"""The host tier: what it is made of, `HostTier`, and its pages, `HostPages`: what is evicted when a part needs some.
 
 `HostPages` knows pools and the tree. Of the operations that ask for pages it knows only that waiting writes give way.
 """
@@ -7,28 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from mainstem._core import Pool
-from mainstem.errors import BadArgument, CorruptTree, check_integer
+from mainstem.errors import CorruptTree
+from mainstem.settings.engine import HostPolicy
 from mainstem.tiers.pending import Agree
 from mainstem.tiers.transfer import HostMemory
 from mainstem.tiers.write import Writes
 from mainstem.tree import HOST, Ids, Tree
-
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-
-
-def check_host_policy(write: str, hits: int, load_min_tokens: int) -> None:
-    """Checks the fields of a `HostTier` that do not depend on the memory.
-
-    Raises:
-        BadArgument: names the field and its range.
-    """
-    if write not in get_args(WritePolicy):
-        raise BadArgument("write", write, "one of " + ", ".join(get_args(WritePolicy)))
-    check_integer("hits", hits, 1, 2**31 - 1)
-    check_integer("load_min_tokens", load_min_tokens, 1, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +23,16 @@ class HostTier:
 
     Args:
         memory: the host pages and the copies to and from them.
-        write: when pages are backed up: "write_through": once they are published; "write_through_selective": once
-            they were hit `hits` times; "write_back": when they are evicted from the device.
-        hits: for "write_through_selective".
-        load_min_tokens: fewer tokens are computed rather than loaded.
+        policy: what goes to the host, and what comes back.
         pages: number of host pages of each component; None: `memory.pages` of the only one.
         agree: all-reduce that takes the element-wise minimum of the votes of all ranks. Every rank calls it equally
             often, with equally many votes. None: there is one rank.
-
-    Raises:
-        BadArgument: names the field and its range.
     """
 
     memory: HostMemory
-    write: WritePolicy = "write_through"
-    hits: int = 2
-    load_min_tokens: int = 32
+    policy: HostPolicy = HostPolicy()
     pages: tuple[int, ...] | None = None
     agree: Agree | None = None
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        check_host_policy(self.write, self.hits, self.load_min_tokens)
 
 
 class HostPages:

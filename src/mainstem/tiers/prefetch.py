@@ -312,7 +312,7 @@ class Prefetches:
 
         Returns the private pages of the host that they are read into, and the call.
         """
-        limit = int(self.host.pools[0].total * self.store.config.host_fraction)
+        limit = int(self.host.pools[0].total * self.store.config.prefetch_host_share)
         n = min(len(keys), limit - self.private_pages())
         if n <= 0 or (allocated := self.host.allocate([n])) is None:
             return None

@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, TypeVar
 
-from mainstem.errors import BadArgument, StorageError, check_integer
+from mainstem.errors import BadArgument, StorageError
+from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import ABSENT, Backend
 from mainstem.tiers.codecs import CODECS, Codec
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
@@ -33,63 +34,6 @@ _MIN_CLOSE_S = 0.1  # enough for idle workers to end
 _MARK_BYTES = 32  # that hiding adds to a note
 
 T = TypeVar("T")
-
-PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
-
-
-@dataclass(frozen=True, slots=True)
-class StorageConfig:
-    """Limits and policies of a store.
-
-    Args:
-        prefetch: what a request waits for: "best_effort": nothing; "wait_complete": everything that was found;
-            "timeout": the same, but no longer than computing it would take.
-        prefetch_min_tokens: fewer tokens are computed rather than read.
-        timeout_s, timeout_per_page_s: for "timeout", before there is an estimate of what computing takes: seconds for
-            a prefetch, and for each page that was found.
-        max_prefetches: limit of prefetches at once; further ones are skipped.
-        batch_pages: pages per call.
-        batches: calls of one prefetch at once.
-        host_fraction: fraction of the host's pages that prefetches under way may hold.
-        call_timeout_s: deadline of a call, the wait for a worker included; above 0.
-        queue_pages: pages that may wait to be written; a write that does not fit is dropped unless the queue is empty.
-        writes: write calls at once.
-        breaker_failures: consecutive failed calls that open the breaker.
-        breaker_cooldown_s: how long the breaker stays open before one call is tried.
-
-    Raises:
-        BadArgument: names the field and its range.
-    """
-
-    prefetch: PrefetchPolicy = "timeout"
-    prefetch_min_tokens: int = 256
-    timeout_s: float = 0.1
-    timeout_per_page_s: float = 0.01
-    max_prefetches: int = 64
-    batch_pages: int = 32
-    batches: int = 4
-    host_fraction: float = 0.5
-    call_timeout_s: float = 5.0
-    queue_pages: int = 1024
-    writes: int = 2
-    breaker_failures: int = 3
-    breaker_cooldown_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        if self.prefetch not in get_args(PrefetchPolicy):
-            raise BadArgument("prefetch", self.prefetch, "one of " + ", ".join(get_args(PrefetchPolicy)))
-        for name in ("max_prefetches", "batch_pages", "batches", "queue_pages", "writes", "breaker_failures"):
-            check_integer(name, getattr(self, name), 1, 2**31 - 1)
-        check_integer("prefetch_min_tokens", self.prefetch_min_tokens, 0, 2**31 - 1)
-        for name in ("timeout_s", "timeout_per_page_s", "call_timeout_s", "breaker_cooldown_s"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < 1e9:
-                raise BadArgument(name, value, "seconds, 0 or more")
-        if self.call_timeout_s == 0:
-            raise BadArgument("call_timeout_s", self.call_timeout_s, "above 0")
-        if type(self.host_fraction) not in (int, float) or not 0 < self.host_fraction <= 1:
-            raise BadArgument("host_fraction", self.host_fraction, "above 0, up to 1")
 
 
 class Breaker:

@@ -66,5 +66,5 @@ class Wait:
             return config.call_timeout_s * (1 + found)
         cost_s = self._prefill.seconds(self._pages * self._page_size, self._have * self._page_size)
         if cost_s is None:
-            return config.timeout_s + config.timeout_per_page_s * found
+            return config.prefetch_timeout_s + config.prefetch_timeout_per_page_s * found
         return cost_s + (0.0 if self._answered_s is None else self._answered_s - self._began_s)

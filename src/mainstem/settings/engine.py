@@ -1,0 +1,253 @@
+"""The settings of an engine and its requests: pools, steps, tiers, sampling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mainstem.errors import BadArgument
+from mainstem.policies import find_policy
+from mainstem.settings.fields import (
+    INT32_MAX,
+    INT64_MAX,
+    SECRET,
+    Range,
+    Settings,
+    instance,
+    integer,
+    number,
+    one_of,
+    seconds,
+    secret_bytes,
+    setting,
+    switch,
+    texts,
+)
+from mainstem.settings.window_trace import WINDOW_TRACE, WindowTrace
+from mainstem.units import SIZE
+
+MAX_LOGPROBS = 20
+SECRET_BYTES = 16  # the least length of a secret
+
+Codec = Literal["none", "int8", "fp8"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+
+
+@dataclass(frozen=True)
+class SamplingParams(Settings):
+    """How the tokens of one request are chosen, and when they end.
+
+    Args:
+        max_tokens: Maximum number of tokens to generate; 1 or more.
+        temperature: 0 always takes the most likely token; higher values vary more. 0 or more.
+        top_p: Choose among the most likely tokens that together have this probability. Above 0, up to 1.
+        top_k: Choose among the k most likely tokens; 0 turns this off.
+        min_p: Exclude tokens less likely than this fraction of the most likely one. 0 to 1.
+        seed: Make sampling repeatable. Default: a new one each time.
+        stop: Text that ends the answer. Repeat it for several texts.
+        ignore_eos: Continue after the model's end-of-sequence tokens.
+        logprobs: None: none; k: each token's log-probability and the k best alternatives, 0 to 20.
+
+    A seed gives the same tokens in any batch. `top_p` keeps tokens as likely as the last one, too. Stop texts are not
+    part of the output.
+    """
+
+    max_tokens: int = setting(256, integer(1))
+    temperature: float = setting(0.0, number(0))
+    top_p: float = setting(1.0, number(0, 1, above=True))
+    top_k: int = setting(0, integer(0))
+    min_p: float = setting(0.0, number(0, 1))
+    seed: int | None = setting(None, integer(-(2**63), 2**64 - 1))  # what torch.Generator.manual_seed accepts
+    stop: tuple[str, ...] = setting((), texts("a tuple of non-empty strings", bool))
+    ignore_eos: bool = setting(False, switch(), flag=False)
+    logprobs: int | None = setting(None, integer(0, MAX_LOGPROBS), flag=False)
+
+
+@dataclass(frozen=True)
+class Shares(Settings):
+    """How memory is divided among the pools: KV pages, window pages, recurrent states.
+
+    Args:
+        kv_bytes: Memory for KV pages and recurrent states, cached and in use: bytes, or a size such as 500MB or 2GiB.
+        window_ratio: Pages of sliding-window layers for each page of full attention; above 0.
+        state_share: Share of the memory for recurrent states; KV has the rest. Above 0 and below 1.
+        pages: Pages of the first pool, in place of `kv_bytes`; the others follow from the ratio and the slots.
+        state_slots: Recurrent states, in place of `state_share`.
+    """
+
+    kv_bytes: int = setting(1 << 30, integer(1, INT64_MAX), unit=SIZE)
+    window_ratio: float = setting(0.5, number(0, above=True))
+    state_share: float = setting(0.5, number(0, 1, above=True, below=True))
+    pages: int | None = setting(None, integer(1), flag=False)
+    state_slots: int | None = setting(None, integer(1), flag=False)
+
+
+@dataclass(frozen=True)
+class Limits(Settings):
+    """The bounds of a scheduler's step.
+
+    Args:
+        checkpoint_tokens: Approximate number of prompt tokens between checkpoints of a recurrent state.
+            Checkpoints are kept while slots are free. 0 keeps them only where prompts part and end.
+        states_per_path: Maximum number of checkpoints along one sequence; 1 or more.
+        token_budget: Maximum number of prompt tokens per step, over all requests; 1 or more.
+        max_running: Maximum number of requests that run at the same time; 1 or more.
+        age_limit_s: A request that has waited longer is overtaken only by older, preempted or higher-priority ones.
+    """
+
+    checkpoint_tokens: int = setting(1024, integer(0))
+    states_per_path: int = setting(16, integer(1))
+    token_budget: int = setting(512, integer(1))
+    max_running: int = setting(16, integer(1))
+    age_limit_s: float = setting(
+        30.0, Range("a number, 0 or more", lambda value: value == math.inf or number(0).holds(value)), flag=False
+    )
+
+
+@dataclass(frozen=True)
+class HostSize(Settings):
+    """The size of host memory: at most one is given. Without any, the host has as many pages as the device.
+
+    Args:
+        host_bytes: Size of the host tier: bytes, or a size such as 8GiB.
+            Without --host-bytes, --host-ratio and --host-fraction: none, or the device's size with --storage.
+        host_ratio: Size of the host tier, as a multiple of the device's pages.
+        host_fraction: Size of the host tier, as a part of the memory that is free at the start; up to 1.
+    """
+
+    host_bytes: int | None = setting(None, integer(1, INT64_MAX), unit=SIZE)
+    host_ratio: float | None = setting(None, number(0, above=True))
+    host_fraction: float | None = setting(None, number(0, 1, above=True))
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that only one is given."""
+        super().__post_init__()
+        given = [name for name in ("host_bytes", "host_ratio", "host_fraction") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise BadArgument("host size", " and ".join(given), "one of host_bytes, host_ratio, host_fraction")
+
+
+@dataclass(frozen=True)
+class HostPolicy(Settings):
+    """What goes to the host, and what comes back.
+
+    Args:
+        write_policy: When pages are backed up to the host.
+            write_through: once computed. write_through_selective: after --write-hits hits. write_back: when evicted.
+        write_hits: Hits before write_through_selective backs up a page; 1 or more.
+        load_min_tokens: Minimum number of tokens to load from the host; fewer are computed. 1 or more.
+    """
+
+    write_policy: WritePolicy = setting("write_through", one_of(WritePolicy))
+    write_hits: int = setting(2, integer(1))
+    load_min_tokens: int = setting(32, integer(1))
+
+
+@dataclass(frozen=True)
+class StorageConfig(Settings):
+    """Limits and policies of a store.
+
+    Args:
+        prefetch: How long a request waits for storage.
+            best_effort: not at all. wait_complete: until all is read. timeout: no longer than computing would take.
+        prefetch_min_tokens: Minimum number of tokens to read from storage; fewer are computed. 0 or more.
+        prefetch_timeout_s: Seconds that --prefetch timeout waits, plus 0.01 per page, while the cost of computing is
+            unknown; 0 or more.
+        prefetch_timeout_per_page_s: Seconds of that for each page that was found.
+        prefetch_host_share: Fraction of the host's pages that prefetches under way may hold.
+        max_prefetches: Limit of prefetches at once; further ones are skipped.
+        batch_pages: Pages per call.
+        batches: Calls of one prefetch at once.
+        call_timeout_s: Deadline of a call, the wait for a worker included; above 0.
+        queue_pages: Pages that may wait to be written; a write that does not fit is dropped unless the queue is empty.
+        writes: Write calls at once.
+        breaker_failures: Consecutive failed calls that open the breaker.
+        breaker_cooldown_s: How long the breaker stays open before one call is tried.
+    """
+
+    prefetch: PrefetchPolicy = setting("timeout", one_of(PrefetchPolicy))
+    prefetch_min_tokens: int = setting(256, integer(0))
+    prefetch_timeout_s: float = setting(0.1, seconds())
+    prefetch_timeout_per_page_s: float = setting(0.01, seconds(), flag=False)
+    prefetch_host_share: float = setting(0.5, number(0, 1, above=True), flag=False)
+    max_prefetches: int = setting(64, integer(1), flag=False)
+    batch_pages: int = setting(32, integer(1), flag=False)
+    batches: int = setting(4, integer(1), flag=False)
+    call_timeout_s: float = setting(5.0, seconds(above=True), flag=False)
+    queue_pages: int = setting(1024, integer(1), flag=False)
+    writes: int = setting(2, integer(1), flag=False)
+    breaker_failures: int = setting(3, integer(1), flag=False)
+    breaker_cooldown_s: float = setting(5.0, seconds(), flag=False)
+
+
+@dataclass(frozen=True)
+class TierConfig(Settings):
+    """The tiers below the device; by default there are none.
+
+    Args:
+        size: The size of the host tier.
+        host: What goes to the host.
+        storage: Store that keeps pages beyond the host, such as file:/var/cache/mainstem?capacity=8GiB,
+            redis://127.0.0.1:6379/0, or package.module:Class of your own. See docs/storage.md.
+        storage_codec: Encoding of stored pages: unchanged (none), or 8 bits per number, with a loss of precision.
+        storage_secret: Secret that seals stored pages: at least 16 characters, the same for all servers of a store.
+        limits: What requests wait for, and the limits of storage.
+        warm: Prefetch the hottest stored prefixes into the host tier at the start.
+
+    Without a secret, stored pages are safe from damage, not from forgery.
+    """
+
+    size: HostSize = HostSize()
+    host: HostPolicy = HostPolicy()
+    storage: str | None = setting(None, instance(str, "a spec, see mainstem.storage.open_backend"))
+    storage_codec: Codec = setting("none", one_of(Codec))
+    storage_secret: bytes | None = setting(None, secret_bytes(SECRET_BYTES), unit=SECRET, secret=True)
+    limits: StorageConfig = StorageConfig()
+    warm: bool = setting(False, switch())
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that none is without effect."""
+        super().__post_init__()
+        if self.storage is None:
+            self.limits.refuse("storage")
+            self.refuse("storage")
+        if not self.exist:
+            self.host.refuse("a host tier")
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are any."""
+        return self.storage is not None or self.size != HostSize()
+
+
+@dataclass(frozen=True)
+class EngineConfig(Limits, Shares):
+    """The settings of an engine, besides those of its pools (`Shares`) and of its steps (`Limits`).
+
+    Args:
+        window_trace: File of expected sequences, one JSON object per line. The ratio that hits most replaces
+            --window-ratio. A line is {"tokens": [...]}, or {"length": n, "like": i, "shared": m}: the first m tokens
+            are those of line i, counted from 0.
+        page_size: Tokens per page, the unit of allocation and sharing; 1 or more.
+        max_waiting: Maximum number of waiting requests; more are refused with status 429. 1 or more.
+        policy: Eviction policy: lru, slru, slru:3, arc, gittins and others, or package.module:Class of your own.
+            See docs/policies.md.
+        cache: Reuse cached prefixes. --no-cache computes every prompt in full.
+        tiers: The host tier and storage.
+    """
+
+    window_trace: WindowTrace | None = setting(None, instance(tuple, "a tuple of sequences"), unit=WINDOW_TRACE)
+    page_size: int = setting(16, integer(1))
+    max_waiting: int = setting(1024, integer(1, INT32_MAX))
+    policy: str = setting("lru")  # `find_policy` checks it
+    cache: bool = setting(True, switch())
+    tiers: TierConfig = TierConfig()
+
+    def __post_init__(self) -> None:
+        """Checks every field before a model is loaded."""
+        super().__post_init__()
+        find_policy(self.policy)
+        if self.tiers.exist and not self.cache:
+            raise BadArgument("cache", self.cache, "True if there is a host tier or storage")

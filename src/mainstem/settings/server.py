@@ -1,0 +1,111 @@
+"""The settings of a server: where it listens, who may use it, images, recording."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mainstem.errors import BadArgument
+from mainstem.settings.engine import SECRET_BYTES
+from mainstem.settings.fields import (
+    INT64_MAX,
+    SECRET,
+    Range,
+    Settings,
+    instance,
+    integer,
+    seconds,
+    secret_bytes,
+    setting,
+    switch,
+    texts,
+)
+from mainstem.units import SIZE
+
+_KEY = "printable, without spaces, and not empty"
+
+
+def _is_key(text: object) -> bool:
+    return isinstance(text, str) and text.isprintable() and " " not in text and text != ""
+
+
+@dataclass(frozen=True)
+class ImagePolicy(Settings):
+    """Where images in chats may come from, besides data URLs, and how large they may be.
+
+    Args:
+        image_http: Fetch images from public addresses over HTTP and HTTPS.
+        image_host: Fetch images from this host, even at a private address. Repeat it for several hosts.
+        image_folder: Read images from file: URLs of files in this folder.
+        image_max_bytes: Maximum size of one encoded image.
+        image_max_pixels: Maximum number of pixels of a request, over all its images; 1 or more.
+        max_images: Maximum number of images in a request; 1 or more.
+        image_timeout_s: Time to fetch one image over HTTP.
+    """
+
+    image_http: bool = setting(False, switch())
+    image_host: tuple[str, ...] = setting((), texts("a tuple of host names", bool))
+    image_folder: Path | None = setting(None, Range("a folder", lambda path: isinstance(path, Path) and path.is_dir()))
+    image_max_bytes: int = setting(20 << 20, integer(1, INT64_MAX), unit=SIZE)
+    image_max_pixels: int = setting(32 << 20, integer(1, INT64_MAX))
+    max_images: int = setting(32, integer(1))
+    image_timeout_s: float = setting(10.0, seconds(above=True), flag=False)
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        super().__post_init__()
+        if self.image_http and self.image_host:
+            raise BadArgument("image_host", self.image_host, "left out: image_http allows all public hosts")
+
+
+@dataclass(frozen=True)
+class RecordConfig(Settings):
+    """What is recorded of requests, for replay; by default nothing.
+
+    Args:
+        record: File to append a line per request to: times, token counts, and the prompt as hashes under a secret.
+        record_secret: Secret under which prompts and clients are hashed: at least 16 characters.
+            Recordings under the same secret can be joined. Default: a random one, which is not kept.
+        record_text: Also record prompts and answers as plain text.
+        record_block_size: Tokens per hash; 1 or more.
+
+    A new file can be read by its owner only.
+    """
+
+    record: Path | None = setting(None, instance(Path, "the path of a file"))
+    record_secret: bytes | None = setting(None, secret_bytes(SECRET_BYTES), unit=SECRET, secret=True)
+    record_text: bool = setting(False, switch())
+    record_block_size: int = setting(16, integer(1))
+
+    def __post_init__(self) -> None:
+        """Checks every field, and that none is without effect."""
+        super().__post_init__()
+        if self.record is None:
+            self.refuse("--record")
+
+
+@dataclass(frozen=True)
+class ServerConfig(Settings):
+    """The settings of one server.
+
+    Args:
+        host: Address to listen on. The default is reachable from this machine only, 0.0.0.0 from everywhere.
+        port: Port to listen on, 0 to 65535; 0 takes a free one.
+        api_key: Key that clients must send. Repeat it for several keys; no two keys share a cached prefix.
+            In MAINSTEM_API_KEY, separate keys by spaces. Default: no key is required.
+        admin_key: Key for the cache and adapter routes.
+            Without it, they accept the only API key, and are closed if there are several API keys.
+        images: Where images of requests may come from, and how large they may be.
+        record: What is recorded of requests.
+        max_body_bytes: Maximum size of a request body.
+        drain_timeout_s: Seconds that running requests have to finish after SIGTERM; 0 or more.
+    """
+
+    host: str = setting("127.0.0.1", instance(str, "an address"))
+    port: int = setting(8000, Range("0 (any free port) to 65535", integer(0, 65535).holds))
+    api_key: tuple[str, ...] = setting((), texts(_KEY, _is_key), secret=True)
+    admin_key: str | None = setting(None, Range(_KEY, _is_key), secret=True)
+    images: ImagePolicy = ImagePolicy()
+    record: RecordConfig = RecordConfig()
+    max_body_bytes: int = setting(16 << 20, integer(1, INT64_MAX), unit=SIZE)
+    drain_timeout_s: float = setting(30.0, seconds())
