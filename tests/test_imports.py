@@ -14,6 +14,7 @@ from mainstem.identity import Identity
 from mainstem.imports import is_missing, load_object, needs
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.report.plot import check_plot
+from mainstem.settings.replay import TraceOptions
 from mainstem.storage import open_backend
 from mainstem.tiers.pages import Sealer
 
@@ -52,7 +53,7 @@ def read_zstd(folder: Path) -> None:
 def tokenize(folder: Path) -> None:
     path = folder / "trace"
     path.write_text('{"prompt": "a"}')
-    open_trace(path, tokenizer="any")
+    open_trace(path, TraceOptions(tokenizer="any"))
 
 
 USERS: list[tuple[str, Callable[[Path], object]]] = [

@@ -9,7 +9,8 @@ import pytest
 
 from mainstem.errors import BadArgument
 from mainstem.replay.plan.configs import read_shape
-from mainstem.replay.plan.costs import Layer, ModelShape, dtype_bytes
+from mainstem.replay.plan.costs import Layer, ModelShape
+from mainstem.units import dtype_bytes
 
 # Bytes in bf16: per token in layers without a window, and in layers with one; full windows; one checkpoint.
 BY_HAND = {

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import numpy as np
 import pytest
 
 from mainstem.errors import BadArgument
-from mainstem.replay.plan.assumptions import Assumptions, Memory
 from mainstem.replay.plan.configs import read_shape, well_known
 from mainstem.replay.plan.costs import Layer, ModelShape
 from mainstem.replay.plan.hardware import DEVICES, Device, find_device
 from mainstem.replay.plan.plan import Hits, Knee, Plan, PlanRow, plan, waits
 from mainstem.replay.plan.words import assumptions, notes, plan_as_dict, show_plan
-from mainstem.replay.simulate.sweep import Setup, hit_blocks, replay
+from mainstem.replay.simulate.sweep import hit_blocks, replay
 from mainstem.replay.trace import Batch, Trace
+from mainstem.settings.replay import Assumptions, Memory, Setup
 from mainstem.units import show_bytes
 
 # One layer: 8 numbers a token in bf16 are 16 bytes; 100 parameters; no cost of attention; logits of 2 x 4 x 5 FLOPs.
@@ -315,7 +316,7 @@ def test_every_assumption_has_its_effect() -> None:
     assert changed(gpus=2, kv_copies=2).engine.host_bytes_per_s == plain.engine.host_bytes_per_s
     assert (changed(most_busy=1.0).bare.replicas, changed(most_busy=0.25).bare.replicas) == (7, 26)
     assert [changed(slo_ttft_s=9.0, slo_share=share).rows[-1].slo_met for share in (0.001, 1.0)] == [True, False]
-    assert changed(overhead_s=5.0).bare.ttft_mean_s == pytest.approx(plain.bare.ttft_mean_s + 5)
+    assert changed(overhead=5.0).bare.ttft_mean_s == pytest.approx(plain.bare.ttft_mean_s + 5)
     assert changed(gain=1e9).knee.memory_bytes == 0
     assert len(changed(steps=5).rows) == 6
 
@@ -328,8 +329,8 @@ def test_the_text_agrees_with_the_numbers() -> None:
     for stated in assumptions(found):
         assert stated.what in text and stated.option in text and stated.shown in text
     options = {stated.option for stated in assumptions(found)}
-    fields = {name.removesuffix("_s") for name in Assumptions.__slots__} - {"link_share"}
-    assert {"--" + name.replace("_", "-") for name in fields} <= options
+    stated_fields = {field.name for field in fields(Assumptions)} - {"link_share"}
+    assert {"--" + name.replace("_", "-") for name in stated_fields} <= options
     assert "--link-share" in text
     assert any("Loading a token from storage takes" in note for note in notes(found))
     assert any(note.startswith("Knee: ") and " of storage" in note for note in notes(found))
@@ -467,7 +468,7 @@ def test_progress_is_reported_after_each_replay() -> None:
         ({"memory_share": -1.0}, "memory_share"),
         ({"flops": 0.0}, "flops"),
         ({"bandwidth_host": float("nan")}, "bandwidth_host"),
-        ({"overhead_s": -1.0}, "overhead_s"),
+        ({"overhead": -1.0}, "overhead"),
         ({"gain": float("inf")}, "gain"),
         ({"replicas": 0}, "replicas"),
         ({"gpus": 0}, "gpus"),
@@ -557,7 +558,7 @@ def test_the_command_prints_the_table_or_json(tmp_path: Path, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert json.loads(out)["requests"] == 3 and "line 4" in err, "standard output is JSON alone"
     for option, wrong in (("--storage", "8TB"), ("--gpu", "abacus"), ("--slo-ttft", "soon"), ("--model", "llama-0")):
-        with pytest.raises(BadArgument, match=option.strip("-").replace("-", "_")):
+        with pytest.raises((BadArgument, cyclopts.CoercionError), match=option.strip("-").replace("-", "_")):
             output({option: wrong})
 
 
@@ -594,6 +595,6 @@ def test_the_page_has_every_option_and_the_figures_of_the_code() -> None:
     for name in ("memory_share", "mfu", "link_share", "slo_share", "most_busy"):
         assert defaults[f"`--{name.replace('_', '-')}`"][0] == getattr(plain, name), name
     assert defaults["`--gain`, `--steps`"] == [plain.gain, plain.steps]
-    assert defaults["`--overhead`"] == [plain.overhead_s]
-    for field in Assumptions.__slots__:
-        assert f"--{field.removesuffix('_s').replace('_', '-')}" in page, field
+    assert defaults["`--overhead`"] == [plain.overhead]
+    for field in fields(Assumptions):
+        assert f"--{field.name.replace('_', '-')}" in page, field.name

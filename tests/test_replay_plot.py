@@ -14,8 +14,9 @@ from mainstem import cli
 from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.replay.info import info
 from mainstem.replay.report.plot import check_plot, write_plot
-from mainstem.replay.simulate.sweep import Setup, sweep
+from mainstem.replay.simulate.sweep import sweep
 from mainstem.replay.trace import Batch, Trace
+from mainstem.settings.replay import Setup
 
 BLOCKS = [[turn % 3, 10 + turn % 6, 100 + turn % 30] for turn in range(200)]
 

@@ -24,6 +24,7 @@ from mainstem.replay.readers import open as readers
 from mainstem.replay.readers.formats import FORMATS
 from mainstem.replay.readers.open import open_trace
 from mainstem.replay.trace import Batch, Trace, TraceError
+from mainstem.settings.replay import TraceOptions
 
 zstandard = pytest.importorskip("zstandard", reason="the package zstandard is not installed")
 
@@ -70,7 +71,7 @@ def test_mooncake(tmp_path: Path) -> None:
 
 def test_mooncake_of_other_blocks(tmp_path: Path) -> None:
     path = write(tmp_path / "t", {"timestamp": 0, "input_length": 40, "hash_ids": [1, 2, 3]})
-    assert open_trace(path, block_size=16).whole.tokens(16).tolist() == [16, 16, 8]
+    assert open_trace(path, TraceOptions(block_size=16)).whole.tokens(16).tolist() == [16, 16, 8]
 
 
 def test_the_whole_blocks_alone_are_enough(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_without_a_first_time_all_requests_arrive_at_once(tmp_path: Path) -> Non
 def test_tokens_in_blocks_are_cut_as_block_hashes_are(tmp_path: Path) -> None:
     random_ = random.Random(1)
     prompts = [[random_.randrange(3) for _ in range(random_.randrange(30))] for _ in range(60)]
-    trace = open_trace(write(tmp_path / "t", *({"tokens": prompt} for prompt in prompts)), block_size=4)
+    trace = open_trace(write(tmp_path / "t", *({"tokens": prompt} for prompt in prompts)), TraceOptions(block_size=4))
     paths = []
     for prompt in prompts:
         whole = hash_blocks(prompt, 4, 8)
@@ -196,7 +197,7 @@ def test_openai_with_a_tokenizer(tokenizer: str, tmp_path: Path) -> None:
         {"prompt": "you"},
         {"messages": [{"role": "user", "content": 5}]},
     ]
-    trace = open_trace(write(tmp_path / "t", *rows), tokenizer=tokenizer, on_bad="skip")
+    trace = open_trace(write(tmp_path / "t", *rows), TraceOptions(tokenizer=tokenizer, on_bad="skip"))
     assert trace.whole.input_tokens.tolist() == [3, 3, 1]
     assert same_paths(trace, [[1], [1], [2]])
     assert trace.notes[0] == f"Tokens are those of {tokenizer}."
@@ -212,24 +213,24 @@ def test_parts_of_text_are_one_text(tokenizer: str, tmp_path: Path) -> None:
     path = write(
         tmp_path / "t", row("Hello\nyou"), row(parts), row([*parts, image]), row([{"type": "text", "text": 5}])
     )
-    as_bytes = open_trace(path, on_bad="skip")
+    as_bytes = open_trace(path, TraceOptions(on_bad="skip"))
     one, same, other = (as_bytes.whole.slice(at, at + 1).blocks.tolist() for at in range(3))
     assert one == same and one[0] != other[0]
     assert "line 4: text is not a string: 5" in as_bytes.notes[-1]
-    tokens = open_trace(path, tokenizer=tokenizer, on_bad="skip")
+    tokens = open_trace(path, TraceOptions(tokenizer=tokenizer, on_bad="skip"))
     assert tokens.whole.input_tokens.tolist() == [3, 3]
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the package transformers is not installed")
     with pytest.raises(BadArgument, match="tokenizer"):
-        open_trace(write(tmp_path / "t", CHAT), tokenizer=str(tmp_path))
+        open_trace(write(tmp_path / "t", CHAT), TraceOptions(tokenizer=str(tmp_path)))
 
 
 def test_a_tokenizer_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(BackendUnavailable, match="transformers"):
-        open_trace(write(tmp_path / "t", CHAT), tokenizer="any")
+        open_trace(write(tmp_path / "t", CHAT), TraceOptions(tokenizer="any"))
 
 
 HEADER = {"format": "mainstem-recording", "version": 1, "block_size": 16, "server": "0.1.0", "model": "m", "key": "00"}
@@ -271,7 +272,7 @@ def test_a_recording_cannot_go_on_with_another_block_size_or_version(tmp_path: P
 def test_a_recording_needs_its_header(size: object, tmp_path: Path) -> None:
     for rows in ([recorded(1, [1])], [{**HEADER, "block_size": size}, recorded(1, [1])]):
         with pytest.raises(TraceError, match="header of a recording"):
-            open_trace(write(tmp_path / "t", *rows), format="recording")
+            open_trace(write(tmp_path / "t", *rows), TraceOptions(format="recording"))
 
 
 @pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
@@ -347,7 +348,7 @@ def test_compressed_data_that_is_cut_short_or_damaged_is_refused(
     for cut in (7, 20, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:cut])
         with pytest.raises(TraceError, match="damaged or cut short"):
-            open_trace(path, on_bad="skip")
+            open_trace(path, TraceOptions(on_bad="skip"))
     path.write_bytes(data[:50] + bytes(200) + data[250:])
     with pytest.raises(TraceError):
         open_trace(path)
@@ -467,13 +468,13 @@ def test_a_bad_line_is_named_and_stops_or_is_left_out(
     assert "line 3: " in message and why in message
     assert "Expected for " in message and " The line: " in message
     assert len(message) < 900
-    trace = open_trace(path, on_bad="skip")
+    trace = open_trace(path, TraceOptions(on_bad="skip"))
     assert len(trace) == 2
     assert f"Bad lines, left out: 1 (line 3: {why[:5]}" in trace.notes[-1] or why in trace.notes[-1]
 
 
 def test_all_bad_lines_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
-    trace = open_trace(write(tmp_path / "t", GOOD, *["?"] * 50), on_bad="skip")
+    trace = open_trace(write(tmp_path / "t", GOOD, *["?"] * 50), TraceOptions(on_bad="skip"))
     assert trace.notes[0].startswith("Bad lines, left out: 50 (line 2: not JSON")
     assert trace.notes[0].count("line ") == readers.SHOWN
     assert trace.notes[0].endswith(", and more).")
@@ -482,7 +483,7 @@ def test_all_bad_lines_are_counted_and_the_first_are_named(tmp_path: Path) -> No
 def test_a_line_that_is_too_long_is_bad_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (lines, readers):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
-    trace = open_trace(write(tmp_path / "t", GOOD, {**GOOD, "x": "y" * 1000}, GOOD), on_bad="skip")
+    trace = open_trace(write(tmp_path / "t", GOOD, {**GOOD, "x": "y" * 1000}, GOOD), TraceOptions(on_bad="skip"))
     assert len(trace) == 2
     assert trace.notes == ("Bad lines, left out: 1 (line 2: it is longer than 100 bytes).",)
 
@@ -516,22 +517,22 @@ def test_the_error_for_a_foreign_file_says_what_was_expected(
     path = tmp_path / "t"
     path.write_bytes(data)
     with pytest.raises(TraceError) as caught:
-        open_trace(path, on_bad=on_bad)
+        open_trace(path, TraceOptions(on_bad=on_bad))
     assert shown in str(caught.value)
     assert all(f"{row.name}: " in str(caught.value) for row in FORMATS)
 
 
 def test_a_trace_of_only_bad_lines_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="has no request"):
-        open_trace(write(tmp_path / "t", {**GOOD, "input_length": -1}), on_bad="skip")
+        open_trace(write(tmp_path / "t", {**GOOD, "input_length": -1}), TraceOptions(on_bad="skip"))
 
 
 def test_a_given_format_is_not_detected_from_the_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "t", TOKENS)
     with pytest.raises(TraceError, match="line 1: input_length is missing"):
-        open_trace(path, format="mooncake")
+        open_trace(path, TraceOptions(format="mooncake"))
     with pytest.raises(TraceError, match="begins with"):
-        open_trace(write(tmp_path / "t", *MOONCAKE), format="mstrace")
+        open_trace(write(tmp_path / "t", *MOONCAKE), TraceOptions(format="mstrace"))
 
 
 @pytest.mark.parametrize(
@@ -541,14 +542,14 @@ def test_a_given_format_is_not_detected_from_the_lines(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_arguments_are_checked(arguments: Any, name: str, tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match=name):
-        open_trace(write(tmp_path / "t", *MOONCAKE), **arguments)
+        open_trace(write(tmp_path / "t", *MOONCAKE), TraceOptions(**arguments))
 
 
 def test_a_ready_made_trace_has_its_blocks_and_no_text(tmp_path: Path) -> None:
     path = tmp_path / "t.mstrace"
     open_trace(write(tmp_path / "t", *MOONCAKE)).save(path)
-    assert len(open_trace(path, block_size=512)) == 3
+    assert len(open_trace(path, TraceOptions(block_size=512))) == 3
     with pytest.raises(BadArgument, match="block_size = 16: must be 512"):
-        open_trace(path, block_size=16)
+        open_trace(path, TraceOptions(block_size=16))
     with pytest.raises(BadArgument, match="tokenizer"):
-        open_trace(path, tokenizer="any")
+        open_trace(path, TraceOptions(tokenizer="any"))

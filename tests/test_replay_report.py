@@ -20,8 +20,9 @@ from mainstem.replay.info import TraceInfo, info
 from mainstem.replay.report.html import page, write_report
 from mainstem.replay.report.series import looks, marked
 from mainstem.replay.simulate.rows import Row, median_below
-from mainstem.replay.simulate.sweep import Setup, sweep
+from mainstem.replay.simulate.sweep import sweep
 from mainstem.replay.trace import Batch, Trace
+from mainstem.settings.replay import Setup
 from mainstem.units import show_seconds
 
 POLICIES = ["lru", "lfu", "opt"]
@@ -143,7 +144,7 @@ def test_a_bar_a_distance(found: tuple[TraceInfo, list[Row]]) -> None:
 
 def test_shares_of_tiers_are_all_blocks() -> None:
     trace = make_trace()
-    rows = sweep(trace, ["lru"], [20], setup=Setup(host_blocks=60, storage_blocks=100, replicas=2, ttl_s=600))
+    rows = sweep(trace, ["lru"], [20], setup=Setup(host_blocks=60, storage_blocks=100, replicas=2, ttl=600))
     read = Page(page(info(trace), rows))
     widths = [
         float(found[1])

@@ -9,8 +9,9 @@ import pytest
 from mainstem.replay.info import info
 from mainstem.replay.report import series
 from mainstem.replay.simulate.rows import Timeline
-from mainstem.replay.simulate.sweep import Setup, replay, sweep
+from mainstem.replay.simulate.sweep import replay, sweep
 from mainstem.replay.trace import Batch, Trace
+from mainstem.settings.replay import Setup
 
 BLOCKS = [[turn % 3, 10 + turn % 6, 100 + 30 * (turn * turn % 7) + turn % 30] for turn in range(300)]
 TRACE = Trace.of(Batch.of(BLOCKS, block_size=1), block_size=1, name="small")
@@ -37,7 +38,7 @@ def test_the_lru_curve_meets_the_replay() -> None:
         assert curve[row.capacity_blocks] == pytest.approx(row.block_hit_rate)
 
 
-@pytest.mark.parametrize("setup", [Setup(replicas=2), Setup(host_blocks=100), Setup(ttl_s=5.0)])
+@pytest.mark.parametrize("setup", [Setup(replicas=2), Setup(host_blocks=100), Setup(ttl=5.0)])
 def test_the_lru_curve_is_of_one_cache(setup: Setup) -> None:
     assert series.lru_curve(info(TRACE), [replay(TRACE, "lru", 10, setup=setup)]) == []
 

@@ -18,8 +18,9 @@ from mainstem.errors import BadArgument
 from mainstem.keys import HashKeys
 from mainstem.policies import BUILT_IN, NodeStats
 from mainstem.replay.simulate.rows import median_below
-from mainstem.replay.simulate.sweep import Row, Setup, hit_blocks, parse_capacities, parse_tiers, replay, sweep
+from mainstem.replay.simulate.sweep import Row, hit_blocks, parse_capacities, parse_tiers, replay, sweep, tiers_of
 from mainstem.replay.trace import Batch, Trace
+from mainstem.settings.replay import Setup
 from mainstem.tree import Tree
 
 Path = tuple[int, ...]
@@ -195,7 +196,7 @@ def test_time_to_live(policy: str, seed: int) -> None:
         model = Model(policy, sizes, ttl)
         for time, path in zip(times, paths, strict=True):
             model.serve(time, path)
-        row = replay(trace, policy, sizes[0], setup=Setup(*sizes[1:], ttl_s=ttl))
+        row = replay(trace, policy, sizes[0], setup=Setup(*sizes[1:], ttl=ttl))
         assert [tier.block_hits for tier in row.tiers] == model.hits, (ttl, sizes)
         assert [tier.expired_blocks for tier in row.tiers] == model.expired
         assert [tier.evicted_blocks for tier in row.tiers] == model.evicted
@@ -208,10 +209,10 @@ def test_every_policy_supports_a_time_to_live(policy: str) -> None:
     endless = Model("lru", [1000], 3.0)  # without evictions, all policies have the same hits
     for time, path in zip(times, paths, strict=True):
         endless.serve(time, path)
-    row = replay(trace, policy, 1000, setup=Setup(ttl_s=3.0))
+    row = replay(trace, policy, 1000, setup=Setup(ttl=3.0))
     assert (row.block_hits, row.tiers[0].expired_blocks) == (endless.hits[0], endless.expired[0])
     for ttl, sizes in ((0.0, (20,)), (3.0, (6,)), (2.0, (3, 9)), (9.0, (4, 9, 30))):
-        row = replay(trace, policy, sizes[0], setup=Setup(*sizes[1:], ttl_s=ttl, replicas=2, routing="hash"))
+        row = replay(trace, policy, sizes[0], setup=Setup(*sizes[1:], ttl=ttl, replicas=2, routing="hash"))
         for tier in row.tiers:
             stay = tier.written_blocks + tier.loaded_blocks - tier.evicted_blocks - tier.expired_blocks
             assert 0 <= stay <= 2 * tier.capacity_blocks
@@ -228,7 +229,7 @@ class Recent:
 
 def test_a_policy_in_python_is_used() -> None:
     trace, _, _ = some_trace(3)
-    for setup in (Setup(), Setup(host_blocks=9), Setup(ttl_s=3.0), Setup(replicas=2)):
+    for setup in (Setup(), Setup(host_blocks=9), Setup(ttl=3.0), Setup(replicas=2)):
         ours, built_in = replay(trace, Recent(), 5, setup=setup), replay(trace, "lru", 5, setup=setup)
         assert ours.policy == "recent"
         assert (ours.tiers, ours.replica_requests) == (built_in.tiers, built_in.replica_requests)
@@ -522,13 +523,13 @@ def test_memory_grows_with_distinct_blocks(new_blocks: int, at_most: float) -> N
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Setup(ttl_s=-1),
-        lambda: Setup(ttl_s=math.nan),
+        lambda: Setup(ttl=-1),
+        lambda: Setup(ttl=math.nan),
         lambda: Setup(replicas=0),
         lambda: Setup(routing="random"),  # type: ignore[arg-type]
         lambda: Setup(host_blocks=0),
-        lambda: Setup(host_blocks=5).tiers(6),
-        lambda: Setup(host_blocks=5, storage_blocks=4).tiers(3),
+        lambda: tiers_of(Setup(host_blocks=5), 6),
+        lambda: tiers_of(Setup(host_blocks=5, storage_blocks=4), 3),
     ],
 )
 def test_setups_out_of_range(make: Callable[[], object]) -> None:
@@ -547,7 +548,7 @@ def test_bad_replays() -> None:
         with pytest.raises(BadArgument):
             replay(trace, policy, capacity, setup=setup)
     with pytest.raises(BadArgument):
-        sweep(trace, ["opt"], [5], setup=Setup(ttl_s=4))
+        sweep(trace, ["opt"], [5], setup=Setup(ttl=4))
     with pytest.raises(BadArgument):
         sweep(trace, ["lru"], [5], workers=0)
 

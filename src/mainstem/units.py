@@ -1,4 +1,5 @@
-"""Sizes, rates and times as text: the one grammar of options, of the specs of stores, and of what is printed.
+"""Sizes, rates and times as text: the one grammar of options, of the specs of stores, and of what is printed;
+and the bytes of number types.
 
     number     digits with an optional fraction and exponent: 5, 1.5, .5, 1e3; never negative
     size       number [unit]; B, or K, M, G, T, P (powers of 1000) or Ki, Mi, Gi, Ti, Pi (powers of 1024), each with or
@@ -13,8 +14,9 @@ Upper and lower case mean the same. Blanks may surround every part.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mainstem.errors import BadArgument
@@ -134,6 +136,27 @@ def exact_bytes(size: float) -> str:
     return f"{size:.0f}"
 
 
+DTYPE_BYTES: Mapping[str, float] = MappingProxyType(
+    {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "mxfp4": 17 / 32}
+)
+"""Bytes per number. mxfp4 has one byte of scale for 32 numbers of half a byte (OCP Microscaling Formats 1.0)."""
+
+
+def dtype_bytes(name: str, dtype: str) -> float:
+    """Returns the bytes of one number of a type.
+
+    Args:
+        name: the argument that the error names.
+        dtype: see `DTYPE_BYTES`.
+
+    Raises:
+        BadArgument: there is no such type.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise BadArgument(name, dtype, f"one of {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
 class Unit(NamedTuple):
     """How the values of a setting are written: `parse(name, text)` and `show(value)`."""
 
@@ -143,4 +166,5 @@ class Unit(NamedTuple):
 
 SIZE = Unit(parse_bytes, exact_bytes)
 RATE = Unit(parse_rate, lambda rate: f"{exact_bytes(rate)}/s")
+STORE = Unit(parse_store)
 TIME = Unit(parse_seconds, lambda seconds: f"{seconds * 1000:g}ms")

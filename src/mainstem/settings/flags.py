@@ -26,8 +26,8 @@ def takes_settings(command: F) -> F:
     return command
 
 
-def as_flag(unit: Unit) -> Parameter:
-    """Returns how a flag with a unit is read and shown."""
+def _written(unit: Unit) -> Parameter:
+    """Returns how a flag with a unit is read, and how its default is shown."""
 
     def read(_: object, tokens: Sequence[cyclopts.Token]) -> Any:
         return unit.parse((tokens[0].keyword or "").lstrip("-").replace("-", "_"), tokens[0].value)
@@ -40,12 +40,14 @@ def as_flag(unit: Unit) -> Parameter:
 
 @cache
 def _flags(settings: type[Settings]) -> type[Settings]:
-    """Returns the same class with annotations for cyclopts."""
+    """Returns a class with annotations for cyclopts that makes instances of the class itself."""
     hints = get_type_hints(settings, include_extras=True)
-    notes = {field.name: _annotated(field, hints[field.name]) for field in fields(settings)}
-    return Parameter(name="*")(
-        type(settings.__name__, (settings,), {"__annotations__": notes, "__module__": settings.__module__})
-    )
+    content = {
+        "__annotations__": {field.name: _annotated(field, hints[field.name]) for field in fields(settings)},
+        "__module__": settings.__module__,
+        "__new__": lambda _, **values: settings(**values),
+    }
+    return Parameter(name="*")(type(settings.__name__, (settings,), content))
 
 
 def _annotated(field: Field[Any], hint: Any) -> Any:
@@ -53,7 +55,7 @@ def _annotated(field: Field[Any], hint: Any) -> Any:
     if rule is None or not rule.flag:
         return _flags(hint) if _has_settings(hint) else Annotated[hint, Parameter(parse=False)]
     if rule.unit is not None:  # the text is all that cyclopts sees
-        hint = Annotated[str, as_flag(rule.unit)]
+        hint = Annotated[str, _written(rule.unit)]
     if field.default is None or field.default == ():
         hint = Annotated[hint, SEVERAL]
     return Annotated[hint, _environment(field.name, rule)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import cyclopts
 from cyclopts import Parameter
@@ -16,7 +16,6 @@ from cyclopts import Parameter
 from mainstem.errors import BadArgument
 from mainstem.replay.commands.trace import (
     Json,
-    TraceOptions,
     TracePath,
     bar,
     check_output,
@@ -24,13 +23,16 @@ from mainstem.replay.commands.trace import (
     read_trace,
     results,
 )
+from mainstem.settings.fields import Settings, integer, number, setting
+from mainstem.settings.flags import takes_settings
+from mainstem.settings.replay import DTYPE, Setup, TraceOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from mainstem.replay.plan.costs import ModelShape
-    from mainstem.replay.simulate.sweep import Row, Setup, Share, TierRow
+    from mainstem.replay.simulate.sweep import Row, Share, TierRow
     from mainstem.replay.trace import Trace
 
 _EXAMPLES = """\
@@ -48,9 +50,8 @@ trace's distinct blocks (5%). "opt" is the offline optimum: no policy can hit mo
 _PERCENTS = (1, 5, 10, 25, 50)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
+@dataclass(frozen=True)
+class CacheOptions(Settings):
     """The caches to replay.
 
     Args:
@@ -58,53 +59,27 @@ class CacheOptions:
         policy: Eviction policy; several with commas: lru, slru:3 and so on, package.module:Class of your own, and opt,
             the offline optimum. Default: lru,opt, or only lru with tiers, replicas or a time to live.
         tiers: Lower tiers, which also hold everything above: host=20%,storage=8TB; device=5% replaces --capacity.
-        ttl: Blocks unused for longer than this expire: 300s, 5m.
-        replicas: Number of independent caches of this capacity; 1 or more.
-        routing: Which replica gets a request: each in turn (round-robin); the one with the longest prefix that is not
-            busy (prefix); or by its first block (hash).
+        setup: Time to live, replicas; the sizes of the lower tiers need a trace.
         model: Model for bytes and FLOPs: a folder with a config.json, such a file, or a name such as llama-3.1-8b.
         kv_dtype: Type of the model's KV: bf16, fp8, fp16, int8, fp32 and so on.
         bytes_per_token: Memory of a cached token, without --model or instead of the model's.
         workers: Threads. Default: one per CPU core.
     """
 
-    capacity: str | None = None
-    policy: str | None = None
-    tiers: str | None = None
-    ttl: str | None = None
-    replicas: int = 1
-    routing: Literal["round-robin", "prefix", "hash"] = "prefix"
-    model: str | None = None
-    kv_dtype: str = "bf16"
-    bytes_per_token: float | None = None
-    workers: int | None = None
+    capacity: str | None = setting(None)
+    policy: str | None = setting(None)
+    tiers: str | None = setting(None)
+    setup: Setup = Setup()
+    model: str | None = setting(None)
+    kv_dtype: str = setting("bf16", DTYPE)
+    bytes_per_token: float | None = setting(None, number(0, above=True))
+    workers: int | None = setting(None, integer(1, 1024))
 
     def token_bytes(self, shape: ModelShape | None) -> float | None:
-        """Returns the bytes of a cached token; None: unknown.
-
-        Raises:
-            BadArgument: the number is not above 0, or there is no such dtype.
-        """
-        from mainstem.replay.plan.costs import dtype_bytes
-
-        if self.bytes_per_token is not None and not 0 < self.bytes_per_token < float("inf"):
-            raise BadArgument("bytes_per_token", self.bytes_per_token, "above 0")
-        dtype_bytes("kv_dtype", self.kv_dtype)
+        """Returns the bytes of a cached token; None: unknown."""
         if self.bytes_per_token is not None or shape is None:
             return self.bytes_per_token
         return float(shape.kv_bytes_per_token(self.kv_dtype)) or None
-
-    def setup(self) -> Setup:
-        """Returns the setup without lower tiers, whose sizes need a trace.
-
-        Raises:
-            BadArgument: a value is outside its range.
-        """
-        from mainstem.replay.simulate.sweep import Setup
-        from mainstem.units import parse_seconds
-
-        ttl_s = None if self.ttl is None else parse_seconds("ttl", self.ttl)
-        return Setup(ttl_s=ttl_s, replicas=self.replicas, routing=self.routing)
 
     def caches(self, trace: Trace, bytes_per_token: float | None) -> tuple[list[int], Setup]:
         """Returns the capacities of the device in blocks, and the whole setup.
@@ -123,7 +98,7 @@ class CacheOptions:
             capacities = parse_capacities(self.capacity, trace, bytes_per_token)
         else:
             capacities = list(dict.fromkeys(max(1, trace.distinct_blocks * percent // 100) for percent in _PERCENTS))
-        return capacities, replace(self.setup(), host_blocks=tiers.get("host"), storage_blocks=tiers.get("storage"))
+        return capacities, replace(self.setup, host_blocks=tiers.get("host"), storage_blocks=tiers.get("storage"))
 
     def policies(self) -> list[str]:
         """Returns the names of the policies.
@@ -133,24 +108,24 @@ class CacheOptions:
         """
         from mainstem.replay.simulate.sweep import check_policy
 
-        alone = self.tiers is None and self.ttl is None and self.replicas == 1
+        alone = self.tiers is None and self.setup.ttl is None and self.setup.replicas == 1
         default = "lru,opt" if alone else "lru"
         names = [name.strip() for name in (default if self.policy is None else self.policy).split(",")]
         for name in names:
-            check_policy(name, self.setup())
+            check_policy(name, self.setup)
         return names
 
 
-_TRACE, _CACHES = TraceOptions(), CacheOptions()
 replay = cyclopts.App(name="replay", help_epilogue=_EXAMPLES, help_format="plaintext")
 
 
 @replay.default
+@takes_settings
 def replay_trace(
     path: TracePath,
     *,
-    caches: CacheOptions = _CACHES,
-    reading: TraceOptions = _TRACE,
+    caches: CacheOptions = CacheOptions(),
+    reading: TraceOptions = TraceOptions(),
     json: Json = False,
     csv: Annotated[Path | None, Parameter(negative="")] = None,
     report: Annotated[Path | None, Parameter(negative="")] = None,

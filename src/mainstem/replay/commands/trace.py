@@ -9,15 +9,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import cyclopts
 from cyclopts import Parameter
 
 from mainstem.errors import BadArgument
+from mainstem.settings.flags import takes_settings
+from mainstem.settings.replay import TraceOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,33 +70,12 @@ Json = Annotated[bool, Parameter(negative="")]
 TracePath = Annotated[str, Parameter(help="The trace; - is standard input.", allow_leading_hyphen=True)]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class TraceOptions:
-    """Options for reading a trace.
-
-    Args:
-        format: Format of the lines; auto detects it from the first lines.
-        block_size: Tokens per block. Default: 512 for mooncake, the recorded size for recordings, 16 for others.
-        on_bad: Stop at a bad line, or skip and count it.
-        tokenizer: Name or folder of a tokenizer, for requests as text. Without one, each byte counts as a token.
-    """
-
-    format: Literal["auto", "mooncake", "bailian", "tokens", "openai", "recording", "mstrace"] = "auto"
-    block_size: int | None = None
-    on_bad: Literal["stop", "skip"] = "stop"
-    tokenizer: str | None = None
-
-
-_DEFAULTS = TraceOptions()
-
-
-def read_trace(path: str, options: TraceOptions = _DEFAULTS) -> Trace:
+def read_trace(path: str, options: TraceOptions) -> Trace:
     """Opens a trace with a progress bar. Raises what `open_trace` raises."""
     from mainstem.replay.readers.open import open_trace
 
     with bar(f"reading {os.path.basename(path)}") as progress:
-        return open_trace(path, **asdict(options), progress=progress)
+        return open_trace(path, options, progress=progress)
 
 
 @contextmanager
@@ -148,7 +129,8 @@ trace = cyclopts.App(
 
 
 @trace.command(name="info", help_epilogue=_INFO_EXAMPLES)
-def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
+@takes_settings
+def trace_info(path: TracePath, *, options: TraceOptions = TraceOptions(), json: Json = False) -> None:
     """Summarize a trace: requests, blocks, the best possible hit rate, and how soon blocks are reused.
 
     Args:
@@ -164,7 +146,8 @@ def trace_info(path: TracePath, *, options: TraceOptions = _DEFAULTS, json: Json
 
 
 @trace.command(name="convert", help_epilogue=_CONVERT_EXAMPLES)
-def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = _DEFAULTS, json: Json = False) -> None:
+@takes_settings
+def trace_convert(path: TracePath, target: Path, *, options: TraceOptions = TraceOptions(), json: Json = False) -> None:
     """Convert a trace to the compact format, which opens instantly.
 
     Args:

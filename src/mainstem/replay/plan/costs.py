@@ -15,37 +15,15 @@ Knows no configuration files (`configs` reads them), no hardware, no traces.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mainstem.errors import BadArgument
+from mainstem.units import dtype_bytes
 
 Floats: TypeAlias = NDArray[np.float64]
-
-DTYPE_BYTES: Mapping[str, float] = MappingProxyType(
-    {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "mxfp4": 17 / 32}
-)
-"""Bytes per number. mxfp4 has one byte of scale for 32 numbers of half a byte (OCP Microscaling Formats 1.0)."""
-
-
-def dtype_bytes(name: str, dtype: str) -> float:
-    """Returns the bytes of one number of a type.
-
-    Args:
-        name: the argument that the error names.
-        dtype: see `DTYPE_BYTES`.
-
-    Raises:
-        BadArgument: there is no such type.
-    """
-    if dtype not in DTYPE_BYTES:
-        raise BadArgument(name, dtype, f"one of {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument
-from mainstem.replay.plan.assumptions import MAX_GPUS, Assumptions, Memory
-from mainstem.replay.plan.costs import Floats, ModelShape, dtype_bytes
+from mainstem.replay.plan.costs import Floats, ModelShape
 from mainstem.replay.plan.hardware import Device
 from mainstem.replay.trace import Trace
+from mainstem.settings.replay import MAX_GPUS, Assumptions, Memory
+from mainstem.units import dtype_bytes
 
 Int64s: TypeAlias = NDArray[np.int64]
 Hits: TypeAlias = Callable[[int], Int64s]
@@ -253,7 +254,8 @@ def _parts(given: Assumptions) -> int:
 
 
 def _replays(trace: Trace, given: Assumptions) -> Hits:
-    from mainstem.replay.simulate.sweep import ONE_CACHE, Setup, hit_blocks
+    from mainstem.replay.simulate.sweep import ONE_CACHE, hit_blocks
+    from mainstem.settings.replay import Setup
 
     if given.routing == "shared" or given.replicas == 1:
         setup = ONE_CACHE
@@ -479,7 +481,7 @@ class _Study:
         flops = self._flops(storage)
         computing = np.maximum(flops / self.engine.flops_per_s, self._weights_s(storage))
         stored = self._bytes(host, storage)
-        ttft = self.given.overhead_s + self._loading(device, host, storage) + computing
+        ttft = self.given.overhead + self._loading(device, host, storage) + computing
         if self.given.queue:
             ttft = ttft + waits(self.load.time_s, ttft, self.given.replicas)
         total, tokens = float(flops.sum()), float(self.load.tokens.sum())

@@ -111,9 +111,7 @@ def _of_the_cache(plan: Plan) -> list[Stated]:
         Stated("from storage", rate, f"{show_bytes(rate)}/s" if rate else "none", "--storage", "as given"),
         Stated("lower tiers hold", given.write_policy, given.write_policy, "--write-policy", held),
         Stated("eviction", given.policy, given.policy, "--policy", "hits by tier are exact for lru"),
-        Stated(
-            "overhead per request", given.overhead_s, show_seconds(given.overhead_s), "--overhead", "added to the rest"
-        ),
+        Stated("overhead per request", given.overhead, show_seconds(given.overhead), "--overhead", "added to the rest"),
         Stated("waiting for a replica", queue[0], *queue, "first come, first served"),
         Stated("price of memory", given.gain, price, "--gain", "a convention"),
         Stated("sizes tried", given.steps, f"{given.steps} of each tier", "--steps", "each half of the next"),

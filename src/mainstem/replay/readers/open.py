@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.errors import BadArgument, check_integer
+from mainstem.errors import BadArgument
 from mainstem.imports import is_missing
 from mainstem.replay.readers.formats import (
     FORMATS,
@@ -41,12 +41,12 @@ from mainstem.replay.readers.formats import (
 from mainstem.replay.readers.lines import MAX_LINE_BYTES, Progress, Source
 from mainstem.replay.readers.texts import Tokenizer, as_bytes
 from mainstem.replay.trace import MAGIC, Batch, Int64s, Trace, TraceError, Uint64s, mix
+from mainstem.settings.fields import INT32_MAX
+from mainstem.settings.replay import TraceOptions
 
-MAX_BLOCK_SIZE = 2**31 - 1
 SHOWN = 20
 """Number of bad lines to report; all are counted."""
 
-OnBad = Literal["stop", "skip"]
 
 _FIRST_LINES = 16  # to detect the format by
 _BATCH = 1 << 17  # requests and blocks in memory at once, approximately
@@ -68,21 +68,15 @@ _CODES = {  # type codes of columns for `array`
 
 def open_trace(
     path: str | os.PathLike[str],
+    options: TraceOptions = TraceOptions(),
     *,
-    format: str = "auto",
-    block_size: int | None = None,
-    on_bad: OnBad = "stop",
-    tokenizer: str | None = None,
     progress: Progress | None = None,
 ) -> Trace:
     """Opens a trace from a file of any format, compressed or not, or from standard input. Reads it once.
 
     Args:
         path: path of the file; "-" is standard input.
-        format: one of `FORMATS`, "mstrace", or "auto", which detects it from the first lines.
-        block_size: tokens per block; None: the format's own.
-        on_bad: "stop" raises on a bad line; "skip" skips it, counts it and reports it in `Trace.notes`.
-        tokenizer: name or folder of a `transformers` tokenizer, for requests as text; None: each byte is a token.
+        options: its format, and what to do with bad lines.
         progress: called with the bytes read and the bytes of the file (0: unknown).
 
     Raises:
@@ -91,24 +85,13 @@ def open_trace(
         BackendUnavailable: the package for a compression or a tokenizer is missing.
         OSError: the file cannot be read.
     """
-    _check(format, block_size, on_bad)
     with Source(path, progress) as source:
-        if format == "mstrace" or (format == "auto" and source.head == MAGIC):
-            return _ready_made(source, block_size, tokenizer)
-        return _Reader(source, format, block_size, on_bad, tokenizer).trace()
+        if options.format == "mstrace" or (options.format == "auto" and source.head == MAGIC):
+            return _ready_made(source, options)
+        return _Reader(source, options).trace()
 
 
-def _check(format: str, block_size: int | None, on_bad: str) -> None:
-    names = ["auto", *(row.name for row in FORMATS), "mstrace"]
-    if format not in names:
-        raise BadArgument("format", format, f"one of {', '.join(names)}")
-    if block_size is not None:
-        check_integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
-    if on_bad not in ("stop", "skip"):
-        raise BadArgument("on_bad", on_bad, "stop or skip")
-
-
-def _ready_made(source: Source, block_size: int | None, tokenizer: str | None) -> Trace:
+def _ready_made(source: Source, options: TraceOptions) -> Trace:
     with tempfile.TemporaryFile() as file:
         if source.plain:
             trace = Trace.open(source.name)
@@ -116,9 +99,9 @@ def _ready_made(source: Source, block_size: int | None, tokenizer: str | None) -
             source.copy(file)
             file.flush()
             trace = Trace.read(file, source.name)
-    if block_size not in (None, trace.block_size):
-        raise BadArgument("block_size", block_size, f"{trace.block_size}, as in the file, or left out")
-    _refuse_tokenizer(tokenizer, "mstrace")
+    if options.block_size not in (None, trace.block_size):
+        raise BadArgument("block_size", options.block_size, f"{trace.block_size}, as in the file, or left out")
+    _refuse_tokenizer(options.tokenizer, "mstrace")
     return trace
 
 
@@ -130,20 +113,20 @@ def _refuse_tokenizer(tokenizer: str | None, format: str) -> None:
 class _Reader:
     """Reads the lines of one source."""
 
-    def __init__(
-        self, source: Source, format: str, block_size: int | None, on_bad: OnBad, tokenizer: str | None
-    ) -> None:
+    def __init__(self, source: Source, options: TraceOptions) -> None:
         self._source = source
-        self._skips = on_bad == "skip"
+        self._skips = options.on_bad == "skip"
         self._decode = _decoder()
         self._lines = source.lines()
         self._first = list(islice(self._lines, _FIRST_LINES))
-        self._format = self._detect_format() if format == "auto" else next(row for row in FORMATS if row.name == format)
+        named = (row for row in FORMATS if row.name == options.format)
+        self._format = self._detect_format() if options.format == "auto" else next(named)
         self._notes: list[str] = []
         self._bad: list[str] = []
         self._bad_lines = 0
         self._reading = Reading(
-            block_size or self._format.block_size or self._recorded_block_size(), self._tokenizer(tokenizer)
+            options.block_size or self._format.block_size or self._recorded_block_size(),
+            self._tokenizer(options.tokenizer),
         )
 
     def trace(self) -> Trace:
@@ -221,7 +204,7 @@ class _Reader:
         """Returns the block size from the header of a recording."""
         header: Line = next(self._objects(), {})
         size = header.get("block_size")
-        if header.get("format") != RECORDING or type(size) is not int or not 1 <= size <= MAX_BLOCK_SIZE:
+        if header.get("format") != RECORDING or type(size) is not int or not 1 <= size <= INT32_MAX:
             raise TraceError(f"{self._source.name} does not begin with the header of a recording{self._instead()}", 1)
         return size
 

@@ -14,11 +14,11 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
 from threading import Event, Lock
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +30,13 @@ from mainstem.policies import Policy, find_policy
 from mainstem.replay.simulate import optimum
 from mainstem.replay.simulate.rows import Flops, Row, Share, Tally, TierCounts, TierRow, Timeline
 from mainstem.replay.trace import Batch, Trace
+from mainstem.settings.replay import MAX_BLOCKS, Setup
 from mainstem.tree import Tree
 from mainstem.units import parse_bytes
 
 __all__ = [
     "Flops",
     "Row",
-    "Setup",
     "Share",
     "TierRow",
     "Timeline",
@@ -45,68 +45,33 @@ __all__ = [
     "parse_tiers",
     "replay",
     "sweep",
+    "tiers_of",
 ]
 
-Routing = Literal["round-robin", "prefix", "hash"]
 Progress = Callable[[int, int], None]
 """Called with the number of requests served and their total."""
 
 TIERS = ("device", "host", "storage")
-_MAX_BLOCKS = 2**62
 _EXAMPLES = "5%, 1000 (blocks), 2Mtok or 10GB"
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Lower tiers, time to live and replicas, besides the cache on the device.
+ONE_CACHE = Setup()
 
-    Args:
-        host_blocks: capacity of the host tier; None: no such tier. It receives every block written to the device.
-            Blocks that only it has are loaded to the device when they are hit.
-        storage_blocks: the same for storage, below the host or directly below the device.
-        ttl_s: blocks unused for longer than this expire; None: never.
-        replicas: number of independent caches with the same capacities.
-        routing: which replica gets a request. "round-robin": each in turn. "hash": by its first block. "prefix": that
-            with its longest prefix, if any has half of it; of equals, the one with the fewest recent prompt tokens
-            (halved every 60 s). Skips replicas with more than 1.5 times the mean and 32 average requests above it.
+
+def tiers_of(setup: Setup, capacity_blocks: int) -> list[tuple[str, int]]:
+    """Returns the names and capacities of tiers, from the device down.
 
     Raises:
-        BadArgument: a value is outside its range.
+        BadArgument: a tier is smaller than the one above, whose blocks it must hold.
     """
-
-    host_blocks: int | None = None
-    storage_blocks: int | None = None
-    ttl_s: float | None = None
-    replicas: int = 1
-    routing: Routing = "prefix"
-
-    def __post_init__(self) -> None:
-        for name in ("host_blocks", "storage_blocks"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1, _MAX_BLOCKS)
-        if self.ttl_s is not None and not 0 <= self.ttl_s < math.inf:
-            raise BadArgument("ttl_s", self.ttl_s, "0 or more seconds")
-        check_integer("replicas", self.replicas, 1, 1024)
-        if self.routing not in get_args(Routing):
-            raise BadArgument("routing", self.routing, f"one of {', '.join(get_args(Routing))}")
-
-    def tiers(self, capacity_blocks: int) -> list[tuple[str, int]]:
-        """Returns names and capacities, from the device down.
-
-        Raises:
-            BadArgument: a tier is smaller than the one above, whose blocks it must hold.
-        """
-        check_integer("capacity_blocks", capacity_blocks, 1, _MAX_BLOCKS)
-        sizes = zip(TIERS, (capacity_blocks, self.host_blocks, self.storage_blocks), strict=True)
-        tiers = [(name, size) for name, size in sizes if size is not None]
-        for (above, larger), (name, size) in pairwise(tiers):
-            if size < larger:
-                raise BadArgument("tiers", f"{name}={size}", f"at least as many blocks as {above}: {larger}")
-        return tiers
-
-
-ONE_CACHE = Setup()
+    check_integer("capacity_blocks", capacity_blocks, 1, MAX_BLOCKS)
+    sizes = zip(TIERS, (capacity_blocks, setup.host_blocks, setup.storage_blocks), strict=True)
+    tiers = [(name, size) for name, size in sizes if size is not None]
+    for (above, larger), (name, size) in pairwise(tiers):
+        if size < larger:
+            raise BadArgument("tiers", f"{name}={size}", f"at least as many blocks as {above}: {larger}")
+    return tiers
 
 
 def replay(
@@ -145,7 +110,7 @@ def replay(
         if progress is not None:
             progress(len(trace), len(trace))
         return row
-    caches = _Caches(policy, setup.tiers(capacity_blocks), setup, trace.block_size)
+    caches = _Caches(policy, tiers_of(setup, capacity_blocks), setup, trace.block_size)
     tally = Tally(trace, caches.tiers, setup.replicas, flops)
     done = 0
     for batch in trace.batches():
@@ -157,7 +122,7 @@ def replay(
         caches.policy,
         caches.counts(),
         routing=setup.routing if setup.replicas > 1 else "",
-        ttl_s=setup.ttl_s,
+        ttl_s=setup.ttl,
         block_bytes=None if bytes_per_token is None else bytes_per_token * trace.block_size,
     )
 
@@ -169,7 +134,7 @@ def hit_blocks(
     check_policy(policy, setup)
     if policy == optimum.NAME:
         return optimum.Optimum(trace).hit_blocks(capacity_blocks)
-    caches = _Caches(policy, setup.tiers(capacity_blocks), setup, trace.block_size)
+    caches = _Caches(policy, tiers_of(setup, capacity_blocks), setup, trace.block_size)
     found = [caches.feed(batch)[0].sum(axis=1, dtype=np.int64) for batch in trace.batches()]
     return np.concatenate([np.empty(0, np.int64), *found])
 
@@ -199,7 +164,7 @@ def sweep(
     """
     workers = os.cpu_count() or 1 if workers is None else check_integer("workers", workers, 1, 1024)
     for capacity in capacities:
-        setup.tiers(capacity)
+        tiers_of(setup, capacity)
     for policy in policies:
         check_policy(policy, setup)
     best = optimum.Optimum(trace) if optimum.NAME in policies else None
@@ -275,7 +240,7 @@ class _Caches:
         self._core = _core.Replay(
             [tree.core for tree in trees],
             [capacity for _, capacity in tiers],
-            math.inf if setup.ttl_s is None else setup.ttl_s,
+            math.inf if setup.ttl is None else setup.ttl,
             setup.routing,
             [_evictor(tree) if tree.ranks_outside else None for tree in trees],
         )
@@ -362,7 +327,7 @@ def parse_tiers(text: str, trace: Trace, bytes_per_token: float | None = None) -
 
 def _blocks(name: str, text: str, trace: Trace, bytes_per_token: float | None) -> int:
     blocks = math.floor(_exact_blocks(name, text, trace, bytes_per_token))
-    if not 1 <= blocks <= _MAX_BLOCKS:
+    if not 1 <= blocks <= MAX_BLOCKS:
         distinct = f"the trace has {trace.distinct_blocks} of {trace.block_size} tokens"
         raise BadArgument(name, text, f"at least one block, and at most 2**62; {distinct}")
     return blocks
