@@ -1,0 +1,237 @@
+"""Settings: each is declared once, is checked when it is made, and is the flag of its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import cyclopts
+import pytest
+
+from mainstem import cli
+from mainstem.errors import BadArgument
+from mainstem.replay.readers.formats import FORMATS
+from mainstem.settings import engine, replay, server
+from mainstem.settings.fields import (
+    SECRET,
+    Settings,
+    declared,
+    integer,
+    number,
+    one_of,
+    seconds,
+    secret_bytes,
+    setting,
+    texts,
+)
+from mainstem.settings.flags import takes_settings
+from mainstem.tiers.codecs import CODECS
+from mainstem.units import SIZE, TIME
+
+CLASSES = [
+    kind
+    for module in (engine, server, replay)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Settings) and kind.__module__ == module.__name__
+]
+
+
+@dataclass(frozen=True)
+class Inner(Settings):
+    """What is inside.
+
+    Args:
+        word: One of two.
+        several: Repeat it.
+        inner_secret: Known to few.
+    """
+
+    word: Literal["a", "b"] = setting("a", one_of(Literal["a", "b"]))
+    several: tuple[str, ...] = setting((), texts("a tuple of words", bool))
+    inner_secret: bytes | None = setting(None, secret_bytes(4), unit=SECRET, secret=True)
+
+
+@dataclass(frozen=True)
+class Outer(Settings):
+    """What is outside.
+
+    Args:
+        size: How large.
+        wait: How long.
+        hidden: For programs.
+        inner: The rest.
+    """
+
+    size: int = setting(1 << 20, integer(1), unit=SIZE)
+    wait: float | None = setting(None, seconds(), unit=TIME)
+    hidden: int = setting(3, integer(0), flag=False)
+    inner: Inner = Inner()
+
+
+def given(*arguments: str) -> Outer:
+    """Returns what a command gets."""
+    app = cyclopts.App(help_format="plaintext")
+    found: list[Outer] = []
+
+    @app.default
+    @takes_settings
+    def command(*, outer: Outer = Outer()) -> None:
+        found.append(outer)
+
+    app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
+    return found[0] if found else Outer()
+
+
+# ---------------------------------------------------------------- checks
+
+
+def test_a_value_outside_its_range_is_named_with_the_range() -> None:
+    with pytest.raises(BadArgument, match=r"^size = 0: must be an integer from 1 to"):
+        Outer(size=0)
+    with pytest.raises(BadArgument, match=r"^word = 'c': must be one of a, b$"):
+        Inner(word="c")  # type: ignore[arg-type]
+
+
+def test_none_is_allowed_only_where_it_is_the_default() -> None:
+    assert Outer(wait=None).wait is None
+    with pytest.raises(BadArgument, match=r"^size = None"):
+        Outer(size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "inside", "outside"),
+    [
+        (integer(1, 9), (1, 9), (0, 10, 1.0, True, "1")),
+        (number(0, 1), (0, 0.5, 1), (-0.1, 1.1, float("nan"), float("inf"), True, "0")),
+        (number(0, 1, above=True, below=True), (0.5,), (0, 1)),
+        (number(0), (0, 1e30), (-1e-9, float("inf"))),
+        (seconds(), (0, 1.5), (-1, 2e9, "1")),
+        (seconds(above=True), (1e-9,), (0,)),
+        (one_of(Literal["a", "b"]), ("a", "b"), ("c", None, 1)),
+        (secret_bytes(2), (b"ab", b"abc"), (b"a", "ab")),
+        (texts("words", bool), ((), ("a",)), (("",), ["a"], "a", (1,))),
+    ],
+)
+def test_ranges(allowed: Any, inside: tuple[object, ...], outside: tuple[object, ...]) -> None:
+    assert all(allowed.holds(value) for value in inside)
+    assert not any(allowed.holds(value) for value in outside)
+
+
+def test_a_secret_is_never_shown() -> None:
+    assert "hunter2" not in repr(Inner(inner_secret=b"hunter2"))
+    with pytest.raises(BadArgument, match=r"^inner_secret = '\(not shown\)': must be at least 4 bytes$"):
+        Inner(inner_secret=b"abc")
+
+
+def test_flags_without_effect_are_refused_but_not_secrets_and_what_is_for_programs() -> None:
+    Outer(hidden=5).refuse("a cause")
+    Inner(inner_secret=b"hunter2").refuse("a cause")
+    with pytest.raises(BadArgument, match=r"^word = 'b': must be left out without a cause"):
+        Inner(word="b").refuse("a cause")
+
+
+# ---------------------------------------------------------------- flags
+
+
+def test_a_command_gets_the_settings_themselves() -> None:
+    found = given("--size", "2MiB", "--wait", "500ms", "--word", "b", "--several", "x", "--several", "y")
+    assert found == Outer(2 << 20, 0.5, inner=Inner("b", ("x", "y")))
+    assert type(found) is Outer and type(found.inner) is Inner
+    assert given() == Outer()
+
+
+def test_what_is_for_programs_is_no_flag() -> None:
+    with pytest.raises(cyclopts.UnknownOptionError):
+        given("--hidden", "4")
+
+
+def test_a_secret_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSTEM_INNER_SECRET", "a\udcff-words")
+    assert given().inner.inner_secret == b"a\xff-words"
+    assert given("--inner-secret", "given").inner.inner_secret == b"given"
+
+
+def test_a_flag_is_checked_as_its_setting() -> None:
+    with pytest.raises(BadArgument, match=r"^size = 0"):
+        given("--size", "0")
+    with pytest.raises(cyclopts.CoercionError, match="size = 'huge': must be bytes") as error:
+        given("--size", "huge")
+    assert isinstance(error.value.__cause__, BadArgument)
+
+
+def test_the_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    given("--help")
+    shown = capsys.readouterr().out
+    for words in (
+        r"--size STR +How large\. \[default: 1MiB\]",
+        r"--wait STR +How long\. +│",
+        r"--several STR\.\.\. +Repeat it\. +│",
+        r"--inner-secret STR +Known to few\. \[env var:",
+    ):
+        assert re.search(words, shown), words
+    assert "hidden" not in shown and "--inner " not in shown
+
+
+# ---------------------------------------------------------------- the settings of the program
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_defaults_are_within_their_ranges_and_every_setting_is_described(kind: type[Settings]) -> None:
+    kind()
+    text = "\n".join(base.__doc__ or "" for base in kind.__mro__ if base is not Settings)
+    for field in fields(kind):
+        assert re.search(rf"^        {field.name}: [A-Z0]", text, re.MULTILINE), field.name
+        assert declared(field) is not None or isinstance(field.default, Settings), f"{field.name} is not declared"
+
+
+def leaves(kind: type[Settings]) -> Iterator[str]:
+    for field in fields(kind):
+        if isinstance(field.default, Settings):
+            yield from leaves(type(field.default))
+        else:
+            yield field.name
+
+
+@pytest.mark.parametrize(
+    "kinds", [(engine.EngineConfig, server.ServerConfig), (replay.Assumptions, replay.TraceOptions)]
+)
+def test_a_command_has_no_two_settings_of_a_name(kinds: tuple[type[Settings], ...]) -> None:
+    names = [name for kind in kinds for name in leaves(kind)]
+    assert len(names) == len(set(names))
+
+
+def test_every_flag_of_serve_is_a_setting_of_the_same_name() -> None:
+    names = {name for kind in (engine.EngineConfig, server.ServerConfig) for name in leaves(kind)}
+    flags = {
+        argument.name.removeprefix("--").replace("-", "_")
+        for argument in cli.app["serve"].assemble_argument_collection()
+        if argument.show and argument.name.startswith("--")
+    }
+    assert flags - names == {"model", "dtype", "adapter"}
+
+
+def test_names_that_a_part_knows_are_those_that_its_setting_allows() -> None:
+    assert set(get_args(engine.Codec)) == set(CODECS)
+    assert set(get_args(replay.TraceFormat)) == {"auto", "mstrace", *(row.name for row in FORMATS)}
+    assert set(get_args(replay.PlanRouting)) == {"shared", *get_args(replay.Routing)}
+
+
+def test_tiers_exist_if_there_is_a_size_or_storage() -> None:
+    assert not engine.TierConfig().exist
+    assert engine.TierConfig(engine.HostSize(host_ratio=1.0)).exist
+    assert engine.TierConfig(storage="memory:").exist
+    with pytest.raises(BadArgument, match="write_hits = 3: must be left out without a host tier"):
+        engine.TierConfig(host=engine.HostPolicy(write_hits=3))
+    with pytest.raises(BadArgument, match="warm = True: must be left out without storage"):
+        engine.TierConfig(engine.HostSize(host_ratio=1.0), warm=True)
+    with pytest.raises(BadArgument, match="cache = False"):
+        engine.EngineConfig(cache=False, tiers=engine.TierConfig(storage="memory:"))
+
+
+def test_images_come_from_all_public_hosts_or_from_some(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match="image_host"):
+        server.ImagePolicy(image_http=True, image_host=("a.test",))
+    assert server.ImagePolicy(image_host=("a.test",), image_folder=tmp_path).image_folder == tmp_path
