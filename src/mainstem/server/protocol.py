@@ -37,7 +37,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 """Maximum number of stop strings of one request."""
 
-COMPLETION_MAX_TOKENS = 16
+COMPLETION_TOKENS = 16
 """Default of `max_tokens` of /v1/completions, as in the OpenAI reference."""
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; the value that the OpenAI API uses for "practically never"
@@ -244,9 +244,7 @@ class CompletionRequest(_Request, kw_only=True):
         Raises:
             BadArgument: a value is outside its range.
         """
-        return self._params(
-            COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs, choice
-        )
+        return self._params(COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs, choice)
 
 
 class ImageUrl(Struct):
