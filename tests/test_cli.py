@@ -128,7 +128,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["serve", "--port", "abc"], 2, "--port"),
         (["serve", "--port", "70000"], 2, "--port 70000: must be 0 (any free port) to 65535"),
-        (["serve", "--kv-bytes", "lots"], 2, "lots"),
+        (["serve", "--kv-bytes", "lots"], 2, "mainstem: --kv-bytes lots: must be bytes, or a number with KB,"),
+        (["plan", "t", "--model", "m", "--gpu", "cpu", "--storage", "8TB"], 2, "mainstem: --storage 8TB: must be"),
         (["serve", "--drain-timeout-s", "-1"], 2, "--drain-timeout-s"),
         (["serve", "a", "b"], 2, "b"),
         (["nonsense"], 2, "nonsense"),
