@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -143,6 +145,24 @@ def test_a_command_gets_the_settings_themselves() -> None:
     assert given() == Outer()
 
 
+def test_a_command_gets_them_where_pydantic_checks_what_cyclopts_makes() -> None:
+    with suppress(ImportError):
+        import_module("pydantic")  # cyclopts uses it wherever it is imported
+    assert given("--size", "2MiB", "--wait", "1s", "--word", "b") == Outer(2 << 20, 1.0, inner=Inner("b"))
+
+
+def test_a_class_of_settings_stays_what_it_was() -> None:
+    given("--size", "2MiB")
+
+    @dataclass(frozen=True)
+    class More(Outer):
+        more: int = setting(1, integer(1))
+
+    assert [field.name for field in fields(More)] == ["size", "wait", "hidden", "inner", "more"]
+    with pytest.raises(BadArgument, match="size"):
+        More(size=0)
+
+
 def test_what_is_for_programs_is_no_flag() -> None:
     with pytest.raises(cyclopts.UnknownOptionError):
         given("--hidden", "4")
@@ -166,7 +186,7 @@ def test_the_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     given("--help")
     shown = capsys.readouterr().out
     for words in (
-        r"--size STR +How large\. \[default: 1MiB\]",
+        r"--size INT +How large\. \[default: 1MiB\]",
         r"--wait STR +How long\. +│",
         r"--several STR\.\.\. +Repeat it\. +│",
         r"--inner-secret STR +Known to few\. \[env var:",
