@@ -300,7 +300,7 @@ def test_clients_that_go_away_disturb_no_other(serve: Serve, uncached: list[Answ
         wait_until(lambda: not server.http.get("/v1/cache/stats").json()["running"])
         stats = server.settle()
         assert stats["host_private"] == 0
-        assert server.http.get("/v1/cache/stats").json()["cache"]["locked_pages"] == 0
+        assert server.http.get("/v1/cache/stats").json()["cache"]["tree"]["locked_pages"] == 0
 
 
 def leave_early(server: Server, prompt: Prompt, after_s: float) -> None:
