@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mainstem import _core
 from mainstem.cache import Lease, PrefixCache
@@ -858,6 +861,41 @@ def test_a_removed_namespace_leaves_the_others() -> None:
     with pytest.raises(BadTokens):
         cache.remove([-1], "b")
     assert cache.peek([1, 2, 3], "b") == 2
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        list,
+        tuple,
+        lambda tokens: array("i", tokens),
+        lambda tokens: memoryview(array("l", tokens)),
+        lambda tokens: np.array(tokens, np.uint8),
+        lambda tokens: np.array(tokens, np.int32),
+        lambda tokens: np.array(tokens, np.int64),
+        lambda tokens: np.repeat(np.array(tokens, np.int64), 2)[::2],
+        lambda tokens: torch.tensor(tokens, dtype=torch.int32),
+        lambda tokens: torch.tensor(tokens, dtype=torch.int64),
+    ],
+    ids=["list", "tuple", "array", "memoryview", "uint8", "int32", "int64", "strided", "tensor32", "tensor64"],
+)
+def test_a_prefix_is_removed_whatever_holds_its_tokens(made: Callable[[list[int]], Any]) -> None:
+    cache = PrefixCache(pages=8, page_size=1, keys=TokenKeys(100))
+    serve(cache, [1, 2, 3, 4])
+    assert cache.remove(made([1, 2, 3])) == 2
+    with pytest.raises(BadTokens, match="100"):
+        cache.remove(made([100]))
+    assert cache.peek([1, 2, 3, 4]) == 2
+    assert cache.remove(made([])) == 2
+    assert cache.peek([1, 2, 3, 4]) == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("tokens", [np.arange(4), np.empty(0, np.int64), [], [0, 1, 2, 3]], ids=len)
+def test_a_prefix_of_typed_tokens_is_removed_too(tokens: Any) -> None:
+    cache = PrefixCache(pages=8, page_size=1, keys=TypedKeys(100))
+    serve(cache, range(4))
+    assert cache.remove(tokens) == (1 if len(tokens) else 4)
 
 
 def test_a_removed_namespace_with_states_is_sound_while_it_is_in_use() -> None:

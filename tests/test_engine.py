@@ -484,6 +484,33 @@ def test_a_crash_of_the_loop_reaches_every_stream_and_every_later_call(rig: Call
     made.engine.close()
 
 
+@pytest.mark.parametrize("made_of", [np.array, list])
+def test_a_removed_prefix_is_computed_again(rig: Callable[..., Rig], made_of: Callable[[Any], Any]) -> None:
+    made = rig()
+    asked = request(length=9)
+
+    def cached() -> int:
+        return made.engine.submit(asked).result(WAIT_S).usage.cached_tokens
+
+    assert [cached(), cached()] == [0, 8]
+    assert made.engine.remove(made_of(asked.tokens[:8])) > 0
+    assert [cached(), cached()] == [4, 8]
+    assert made.engine.remove(made_of(asked.tokens[:0])) > 0
+    assert cached() == 0
+
+
+def test_a_prefix_that_cannot_be_read_is_its_callers_error_alone(rig: Callable[..., Rig]) -> None:
+    class Unreadable(list[int]):
+        def __len__(self) -> int:
+            raise ZeroDivisionError
+
+    made = rig()
+    for tokens, error in (([-1], BadTokens), (3, BadTokens), (np.eye(2), BadTokens), (Unreadable(), ZeroDivisionError)):
+        with pytest.raises(error):
+            made.engine.remove(tokens)
+    assert made.submit().result(WAIT_S).finish_reason == "length"
+
+
 def test_an_interrupt_in_the_loop_is_a_crash_too(rig: Callable[..., Rig]) -> None:
     made = rig()
     made.crash()

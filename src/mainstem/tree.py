@@ -224,8 +224,7 @@ class Tree:
         Raises:
             BadTokens: see `KeyKind.encode`.
         """
-        key, limit = self.key_to_remove(tokens)
-        self.core.remove(encode_namespace(namespace), key, limit)
+        self.core.remove(encode_namespace(namespace), self.key_to_remove(tokens), 0)
         freed: list[list[Ids]] = []
         for tier in range(self.tiers):
             try:
@@ -236,19 +235,19 @@ class Tree:
                 freed.append([np.empty(0, np.int32) for _ in self.components])
         return freed
 
-    def key_to_remove(self, tokens: TokenLike) -> tuple[TokenLike, int]:
-        """Returns the key that the core removes: it is empty, for the whole namespace, only if no tokens are given.
+    def key_to_remove(self, tokens: TokenLike) -> bytes:
+        """Returns the symbols of a prefix: none, for the whole namespace, only if no tokens are given.
 
         Raises:
             BadTokens: see `KeyKind.encode`; or the tokens make no symbol yet.
         """
-        key, limit = self._key(tokens)
+        key = self.keys.encode(tokens)
         given = tokens.ids if isinstance(tokens, Spliced) else tokens
-        if key == b"" and len(cast("Items[object]", given)):
+        if not key and len(given):
             raise BadTokens(
                 f"{tokens!r} make no symbol: must make at least one, or be empty to remove the whole namespace"
             )
-        return key, limit
+        return key
 
     def evict_removed(self, tier: int = 0) -> list[Ids]:
         """Evicts what was removed and is no longer locked or in flight; returns its ids, one array per component.

@@ -321,6 +321,7 @@ class Engine:
             EngineClosed: the engine is closed or has failed.
         """
         named = self._name_weights(namespace)[0]
+        self._cache.tree.key_to_remove(tokens)  # here, because an error on the engine's thread may end it
         return self._ask(lambda: self._cache.remove(tokens, named))
 
     def tree(self) -> str:
