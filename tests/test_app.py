@@ -28,6 +28,7 @@ from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument, CorruptTree, UnsupportedModel
 from mainstem.namespaces import Namespace
+from mainstem.server import protocol
 from mainstem.server.app import create_app
 from mainstem.settings.server import ServerConfig
 
@@ -337,9 +338,11 @@ def test_a_body_is_not_read_for_a_client_that_is_refused_anyway(
 ) -> None:
     app = create_app(FakeEngine(), ServerConfig(api_key=("right",), admin_key="admin"))
     app.state.service.draining = draining
-    closed_to_them = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    closed_to_them = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/cache/remove"]
     for path in (
-        closed_to_them if admin else ["/v1/completions", "/v1/chat/completions", *closed_to_them[: status == 401]]
+        closed_to_them
+        if admin
+        else ["/v1/completions", "/v1/chat/completions", *(closed_to_them if status == 401 else [])]
     ):
         read: list[str] = []
         sent: list[Any] = []
@@ -370,10 +373,11 @@ def test_namespaces_reveal_nothing_about_keys() -> None:
 
 
 CACHE_ROUTES = [("POST", "/v1/cache/flush"), ("GET", "/v1/cache/stats"), ("GET", "/v1/cache/tree")]
-ADAPTER_ROUTES = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+REMOVAL = "/v1/cache/remove"
+WITH_A_BODY = [REMOVAL, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
 
 
-@pytest.mark.parametrize(("method", "path"), [*CACHE_ROUTES, *(("POST", path) for path in ADAPTER_ROUTES)])
+@pytest.mark.parametrize(("method", "path"), [*CACHE_ROUTES, *(("POST", path) for path in WITH_A_BODY)])
 @pytest.mark.parametrize(
     ("api_key", "admin_key", "shown", "status"),
     [
@@ -398,7 +402,9 @@ def test_who_may_see_the_cache(
     server = client(api_key=api_key, admin_key=admin_key)
     headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
     response = server.request(method, path, headers=headers)
-    if path in (*ADAPTER_ROUTES, "/v1/cache/remove") and status == 200:
+    if path == REMOVAL and len(api_key) > 1 and shown in api_key:
+        status = 200  # for what is its own
+    if path in WITH_A_BODY and status == 200:
         status = 400  # admitted, but the body is empty
     assert response.status_code == status, response.text
     if status == 403:
@@ -499,18 +505,73 @@ def test_a_prefix_is_removed_for_its_owner() -> None:
     assert engine.removed[0] == engine.removed[1] != ([1, 2], None)
     assert remove("l", prompt=[1, 2], cache_salt="s").status_code == 200
     assert engine.removed[2] != engine.removed[1]
-    assert remove("k").status_code == 200
+    assert remove("k", all=True).status_code == 200
     assert engine.removed[3][0] == []
     assert remove("k", prompt="some text").status_code == 200
     assert len(engine.removed[4][0]) > 0
     calls = len(engine.removed)
-    assert "api_key" in error_of(remove("k", api_key="l"), 400)["message"]
-    assert "api_key" in error_of(remove("root"), 400)["message"]
-    assert "api_key" in error_of(remove("root", api_key="nobody's"), 400)["message"]
+    assert "api_key" in error_of(remove("k", api_key="l", all=True), 400)["message"]
+    assert "api_key" in error_of(remove("root", all=True), 400)["message"]
+    assert "api_key" in error_of(remove("root", api_key="nobody's", all=True), 400)["message"]
     assert remove("k", prompt=3).status_code == 400
-    assert remove("k", model="nothing").status_code == 404
-    assert remove(None).status_code == 401
+    assert remove("k", all=True, model="nothing").status_code == 404
+    assert remove(None, all=True).status_code == 401
     assert len(engine.removed) == calls
+
+
+def test_one_key_removes_from_the_namespace_that_it_writes_to(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.load_adapter("french", tmp_path)
+    server = client(engine, api_key=("k",))
+    key = {"Authorization": "Bearer k"}
+    for fields in ({}, {"model": "fake"}, {"model": "french"}, {"model": "french", "cache_salt": "s"}):
+        complete(server, headers=key, **fields)
+        assert server.post(REMOVAL, json={"all": True, **fields}, headers=key).status_code == 200
+    spaces = [stream.request.namespace for stream in engine.streams]
+    assert spaces == [None, None, Namespace("french"), Namespace("french", "s")]
+    assert [namespace for _, namespace in engine.removed] == spaces
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"promt": "x"}, "promt: unknown field; this route has prompt, messages, all, model, cache_salt, api_key"),
+        ({"all": True, "salt": "x"}, "salt: unknown field"),
+        ({}, "exactly one of prompt, messages and all = true, got none"),
+        ({"all": False}, "got none"),
+        ({"prompt": None, "cache_salt": "s"}, "got none"),
+        ({"prompt": "x", "all": True}, "got prompt and all"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "got prompt and messages"),
+        ({"all": "yes"}, "all: expected `bool`"),
+        ({"messages": []}, "messages: expected `array` of length >= 1"),
+        ({"prompt": []}, "prompt: must have at least one token"),
+        ({"prompt": ""}, "at least one token"),
+    ],
+)
+def test_a_removal_that_does_not_say_plainly_what_removes_nothing(body: dict[str, Any], message: str) -> None:
+    engine = FakeEngine()
+    error = error_of(client(engine).post(REMOVAL, json=body), 400)
+    assert message in error["message"]
+    assert error["param"] in {*body, "prompt"}
+    assert engine.removed == []
+
+
+def test_a_chat_names_its_prefix_by_its_messages() -> None:
+    engine = FakeEngine()
+    server = client(engine)
+    said = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    assert server.post(REMOVAL, json={"messages": said}).status_code == 200
+    tokens, namespace = engine.removed[0]
+    assert (engine.tokenizer.decode(tokens), namespace) == ("<system>Be brief.\n<user>hi\n", None)
+    chat(server, "hi", messages=said)
+    assert engine.streams[0].request.tokens.tolist()[: len(tokens)] == tokens
+    said[1]["content"] = [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]
+    error = error_of(server.post(REMOVAL, json={"messages": said}), 400)
+    assert error["param"] == "messages[1].content[0].image_url.url"
+    assert len(engine.removed) == 1
 
 
 def test_an_adapter_is_a_model(tmp_path: Path) -> None:
@@ -649,27 +710,71 @@ def test_a_client_that_goes_cancels(stream: bool) -> None:
     assert 'mainstem_requests_total{outcome="cancelled"} 2.0' in TestClient(app).get("/metrics").text
 
 
+class Stuck:
+    """Wraps a function whose calls wait until they are released."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, threading.Semaphore(0)
+        self.released = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.release()
+        assert self.released.wait(patience(10))
+        return self.function(*args, **kwargs)
+
+    def wait(self, calls: int = 1) -> None:
+        assert all(self.calls.acquire(timeout=patience(10)) for _ in range(calls))
+
+
+TEXT: dict[str, Any] = {"prompt": "some text"}
+
+
 @pytest.mark.deadline
-def test_a_slow_tokenizer_does_not_hold_up_the_others() -> None:
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"model": "fake", **TEXT}), (REMOVAL, TEXT)])
+def test_a_slow_tokenizer_does_not_hold_up_the_others(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine()
-    release, entered = threading.Event(), threading.Event()
-    encode = engine.tokenizer.encode
+    engine.tokenizer.encode = stuck = Stuck(engine.tokenizer.encode)  # type: ignore[method-assign]
+    _serves_others(engine, stuck, path, body)
 
-    def slow(text: str, add_special_tokens: bool = True) -> list[int]:
-        entered.set()
-        assert release.wait(patience(10))
-        return encode(text)
 
-    engine.tokenizer.encode = slow  # type: ignore[method-assign]
+@pytest.mark.deadline
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", *WITH_A_BODY])
+def test_a_slow_parser_does_not_hold_up_the_others(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = Stuck(protocol.msgspec.json.decode)
+    monkeypatch.setattr(protocol.msgspec.json, "decode", stuck)
+    _serves_others(FakeEngine(), stuck, path, {})
+
+
+def _serves_others(engine: FakeEngine, stuck: Stuck, path: str, body: dict[str, Any]) -> None:
     with TestClient(create_app(engine)) as server:
-        worker = threading.Thread(target=complete, args=(server,))
+        worker = threading.Thread(target=server.post, args=(path,), kwargs={"json": body})
         worker.start()
-        assert entered.wait(patience(10))
+        stuck.wait()
         started = time.monotonic()
         assert server.get("/health").status_code == 200
         assert time.monotonic() - started < patience(5)
-        release.set()
+        stuck.released.set()
         worker.join()
+
+
+@pytest.mark.deadline
+def test_removals_that_wait_for_the_engine_do_not_hold_up_the_others() -> None:
+    engine = FakeEngine()
+    engine.remove = stuck = Stuck(engine.remove)  # type: ignore[method-assign]
+    answers: list[Any] = []
+    with TestClient(create_app(engine)) as server:
+        removals = [threading.Thread(target=server.post, args=(REMOVAL,), kwargs={"json": TEXT}) for _ in range(4)]
+        other = threading.Thread(target=lambda: answers.append(complete(server)))
+        for removal in removals:
+            removal.start()
+        stuck.wait(calls=4)
+        other.start()
+        other.join(patience(5))
+        answered = len(answers)
+        stuck.released.set()
+        for thread in (*removals, other):
+            thread.join()
+    assert answered == 1
 
 
 # --- a real server ------------------------------------------------------------------------------------------------

@@ -99,10 +99,11 @@ def test_an_empty_text_is_refused() -> None:
     assert caught.value.name == "prompt"
 
 
-def test_a_conversation_ends_where_the_answer_begins() -> None:
-    tokenizer = FakeTokenizer()
-    ids = Prompts(tokenizer, 100).conversation([{"role": "user", "content": "hi"}])
-    assert tokenizer.decode(ids) == "<user>hi\n<assistant>"
+def test_a_conversation_ends_where_the_answer_begins_or_as_a_prefix_where_the_messages_end() -> None:
+    tokenizer, said = FakeTokenizer(), [{"role": "user", "content": "hi"}]
+    assert tokenizer.decode(Prompts(tokenizer, 100).conversation(said)) == "<user>hi\n<assistant>"
+    prefix = Prompts(tokenizer, 100).conversation(said, generation_prompt=False)
+    assert tokenizer.decode(prefix) == "<user>hi\n"
 
 
 def test_a_template_that_refuses() -> None:

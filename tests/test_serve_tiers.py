@@ -193,7 +193,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny("llama", vocab_size=VOCAB, max_position_embeddings=1024, eos_token_id=None).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    template = (
+        "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
+    )
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template).save_pretrained(folder)
     return folder
 
 
@@ -301,6 +304,30 @@ def test_clients_that_go_away_disturb_no_other(serve: Serve, uncached: list[Answ
         stats = server.settle()
         assert stats["host_private"] == 0
         assert server.http.get("/v1/cache/stats").json()["cache"]["tree"]["locked_pages"] == 0
+
+
+def test_a_removed_prefix_is_computed_again_and_the_server_goes_on(serve: Serve, uncached: list[Answer]) -> None:
+    text = " ".join(f"w{token}" for token in document(0)[:STORED])
+    begin = (
+        {"prompt": document(0)[: 2 * PAGE]},
+        {"messages": [{"role": "user", "content": text[: text.index(" ", 90)]}]},
+    )
+    with serve({}) as server:
+
+        def remove(**body: Any) -> Any:
+            return server.http.post("/v1/cache/remove", json=body)
+
+        for body in (*begin, {"prompt": text}, {"all": True}):
+            server.ask(document(0))
+            assert server.ask(document(0)).device == STORED
+            assert remove(**body).json()["freed_pages"] > 0
+            again = server.ask(document(0))
+            assert again == uncached[0]
+            assert again.device < STORED
+        assert again.device == 0
+        for body in ({}, {"promt": "w2"}, {"prompt": [VOCAB]}):
+            assert remove(**body).status_code == 400
+        assert server.ask(document(0)).device == STORED
 
 
 def leave_early(server: Server, prompt: Prompt, after_s: float) -> None:

@@ -179,9 +179,12 @@ def test_an_identical_image_is_processed_once_per_prompt(llava: Vision) -> None:
 
 
 def test_a_conversation_without_images_is_a_prompt_like_any_other(loaded: LoadedModel) -> None:
-    prompt = Vision(loaded).prepare([{"role": "user", "content": "hi"}])
+    said = [{"role": "user", "content": "hi"}]
+    prompt = Vision(loaded).prepare(said)
     assert (prompt.images, prompt.positions) == ((), None)
     assert tokenizer().decode(prompt.tokens) == "<bos><turn>user:hi<turn>assistant:"
+    prefix = Vision(loaded).prepare(said, generation_prompt=False)
+    assert tokenizer().decode(prefix.tokens) == "<bos><turn>user:hi"
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])

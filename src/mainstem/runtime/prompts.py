@@ -61,11 +61,14 @@ class Prompts:
             raise BadTokens("prompt: must have at least one token")
         return self._fitting(ids, "prompt")
 
-    def conversation(self, messages: Sequence[Mapping[str, str]]) -> NDArray[np.int32]:
+    def conversation(
+        self, messages: Sequence[Mapping[str, str]], *, generation_prompt: bool = True
+    ) -> NDArray[np.int32]:
         """Encodes a conversation, up to where the assistant's answer begins.
 
         Args:
             messages: `role` and `content` of each, as chat templates take them.
+            generation_prompt: False: only up to the end of the messages, for the prefix of a longer conversation.
 
         Returns:
             int32 [n], n >= 1.
@@ -80,7 +83,7 @@ class Prompts:
         self.check_size([message["content"] for message in messages], "messages")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt
             )
         except (TemplateError, ValueError, TypeError) as error:
             given = [message["role"] for message in messages]

@@ -141,12 +141,13 @@ class Vision:
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             raise UnsupportedModel(f"{loaded.name} cannot run with images: its own code says: {error}") from error
 
-    def prepare(self, messages: Sequence[Mapping[str, Any]]) -> PreparedPrompt:
+    def prepare(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True) -> PreparedPrompt:
         """Makes a prompt of a conversation, up to where the assistant's answer begins.
 
         Args:
             messages: `role` and `content` of each; content is text or a list of parts, `{"type": "text", "text": ...}`
                 or `{"type": "image", "image": a decoded PIL image}`.
+            generation_prompt: see `Prompts.conversation`.
 
         Raises:
             BadArgument: the chat template rejects it, a text holds the model's own marker of images, or the processor
@@ -159,7 +160,7 @@ class Vision:
                 [{"role": message["role"], "content": _template_parts(message)} for message in messages],
                 chat_template=_template(self._processor),
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=generation_prompt,
             )
         except (TemplateError, ValueError, TypeError) as error:
             roles = [message["role"] for message in messages]

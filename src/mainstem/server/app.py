@@ -23,12 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
 import uvicorn
+from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -45,7 +47,7 @@ from mainstem.errors import BadArgument, EngineClosed, MainstemError
 from mainstem.namespaces import Namespace
 from mainstem.runtime.prompts import Prompts
 from mainstem.runtime.request import Delta, PreparedPrompt, Request
-from mainstem.server import protocol
+from mainstem.server import management, protocol
 from mainstem.server.access import Access
 from mainstem.server.generation import EventStream, Run, Watcher
 from mainstem.server.images import Pictures
@@ -211,6 +213,8 @@ class _DrainingServer(uvicorn.Server):
 # --- one request --------------------------------------------------------------------------------------------------
 
 Ask = CompletionRequest | ChatRequest
+Tokens = NDArray[np.int32]
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +312,7 @@ class _Service:
             return [meter]
         vision = self._engine.vision
         shaping = request.images if vision is not None and vision.first_token_sees_image else ()
-        adapter = None if ask.model == self._engine.name else ask.model
-        scope = Namespace(adapter, ask.cache_salt, tuple(image.identity.hex() for image in shaping))
+        scope = Namespace(self._adapter(ask.model), ask.cache_salt, tuple(image.identity.hex() for image in shaping))
         return [meter, self._recorder.note(request, kind.name, scope, self._access.api_key(tenant))]
 
     async def _body(self, http: HttpRequest) -> bytes:
@@ -334,35 +337,41 @@ class _Service:
             raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
         return b"".join(chunks)
 
+    async def _parsed(self, http: HttpRequest, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """Reads the body, and parses it on a thread."""
+        body = await self._body(http)
+        return await anyio.to_thread.run_sync(parse, body, limiter=self._parsing)
+
     def _prepare(self, ask: Ask, tenant: bytes | None) -> tuple[Ask, list[Request]]:
         """Returns the engine's requests; the choices of a prompt are adjacent."""
         self._check_model(ask.model)
-        adapter = None if ask.model == self._engine.name else ask.model
-        namespace = _namespace(adapter, ask.cache_salt, tenant if self._access.separates else None)
+        tenant = tenant if self._access.separates else None
+        namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
         return ask, [request for prompt in self._read(ask) for request in self._choices(ask, prompt, namespace)]
 
     def _read(self, ask: Ask) -> list[PreparedPrompt]:
         if isinstance(ask, ChatRequest):
-            return [self._conversation(ask)]
+            return [self._conversation(ask.conversation())]
         prompts = ask.prompts()
         if len(prompts) * ask.choices > protocol.MAX_CHOICES:
             raise ApiError(400, f"n: at most {protocol.MAX_CHOICES} choices over all prompts", param="n")
-        ids = [self._prompts.text(p) if isinstance(p, str) else self._prompts.tokens(p) for p in prompts]
-        return [PreparedPrompt(tokens) for tokens in ids]
+        return [PreparedPrompt(self._tokens(prompt)) for prompt in prompts]
 
-    def _conversation(self, ask: ChatRequest) -> PreparedPrompt:
-        messages, vision = ask.conversation(), self._engine.vision
-        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-        images = [part for part in parts if part["type"] == "image"]
+    def _tokens(self, prompt: str | list[int]) -> Tokens:
+        return self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
+
+    def _conversation(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> PreparedPrompt:
+        vision = self._engine.vision
+        images = protocol.parts(messages, "image")
         if vision is None:
             if images:
                 raise protocol.text_only(images[0]["at"])
-            return PreparedPrompt(self._prompts.conversation(messages))
+            return PreparedPrompt(self._prompts.conversation(messages, generation_prompt=generation_prompt))
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         self._prompts.check_length(len(messages), "messages")
-        self._prompts.check_size(texts + [part["text"] for part in parts if part["type"] == "text"], "messages")
+        self._prompts.check_size(texts + [part["text"] for part in protocol.parts(messages, "text")], "messages")
         self._load(images)
-        prompt = vision.prepare(messages)
+        prompt = vision.prepare(messages, generation_prompt=generation_prompt)
         self._prompts.check_length(len(prompt.tokens), "messages")
         return prompt
 
@@ -408,6 +417,10 @@ class _Service:
             message = f"The model {name!r} does not exist; this server has {', '.join(map(repr, known))}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def _adapter(self, model: str | None) -> str | None:
+        """Returns the adapter that a model's name stands for; None for the model itself."""
+        return None if model == self._engine.name else model
+
     async def _models(self, http: HttpRequest) -> Response:
         self._access.tenant(http.headers)
         names = [self._engine.name, *self._engine.adapters]
@@ -424,29 +437,35 @@ class _Service:
 
     async def _load_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        ask = protocol.parse_load_adapter(await self._body(http))
+        ask = await self._parsed(http, management.parse_load_adapter)
         with _lora_fields():
             await anyio.to_thread.run_sync(self._engine.load_adapter, ask.lora_name, ask.lora_path)
         return _json(self._described(ask.lora_name))
 
     async def _unload_adapter(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
-        ask = protocol.parse_unload_adapter(await self._body(http))
+        ask = await self._parsed(http, management.parse_unload_adapter)
         if ask.lora_name not in self._engine.adapters:
             message = f"The adapter {ask.lora_name!r} is not loaded."
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         with _lora_fields():
             await anyio.to_thread.run_sync(self._engine.unload_adapter, ask.lora_name)
-        return _json(protocol.Unloaded(ask.lora_name))
+        return _json(management.Unloaded(ask.lora_name))
 
     async def _flush(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)
         pages = await anyio.to_thread.run_sync(self._engine.flush)
-        return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
+        return _json(management.Flushed(pages, pages * self._engine.config.page_size))
 
     async def _remove(self, http: HttpRequest) -> Response:
         tenant, is_admin = self._access.remover(http.headers)
-        ask = protocol.parse_remove(await self._body(http))
+        tokens, namespace = await self._parsed(http, lambda body: self._named(body, tenant, is_admin))
+        pages = await anyio.to_thread.run_sync(self._engine.remove, tokens, namespace)
+        return _json(management.Flushed(pages, pages * self._engine.config.page_size))
+
+    def _named(self, body: bytes, tenant: bytes | None, is_admin: bool) -> tuple[Tokens, Namespace | None]:
+        """Returns the prefix that a body names, without tokens for a whole namespace, and its namespace."""
+        ask = management.parse_remove(body)
         if ask.model is not None:
             self._check_model(ask.model)
         if is_admin and self._access.separates:
@@ -455,18 +474,10 @@ class _Service:
                 raise ApiError(400, "api_key: must be one of the server's API keys", param="api_key")
         elif ask.api_key is not None:
             raise ApiError(400, "api_key: only the admin of a server with several API keys may set it", param="api_key")
-        adapter = None if ask.model == self._engine.name else ask.model
-        namespace = _namespace(adapter, ask.cache_salt, tenant)
-
-        def remove() -> int:
-            if ask.prompt is None:
-                return self._engine.remove([], namespace)
-            prompt = ask.prompt
-            tokens = self._prompts.text(prompt) if isinstance(prompt, str) else self._prompts.tokens(prompt)
-            return self._engine.remove(tokens, namespace)
-
-        pages = await anyio.to_thread.run_sync(remove, limiter=self._parsing)
-        return _json(protocol.Flushed(pages, pages * self._engine.config.page_size))
+        namespace = _namespace(self._adapter(ask.model), ask.cache_salt, tenant)
+        if ask.messages is not None:
+            return self._conversation(ask.conversation(), generation_prompt=False).tokens, namespace
+        return self._tokens(ask.prompt) if ask.prompt is not None else np.empty(0, np.int32), namespace
 
     async def _stats(self, http: HttpRequest) -> Response:
         self._access.require_admin(http.headers)

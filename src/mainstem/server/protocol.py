@@ -293,6 +293,20 @@ class Message(Struct):
         return {"role": role, "content": parts}
 
 
+Messages = Annotated[list[Message], Meta(min_length=1)]
+
+
+def template_input(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Converts the messages of a request for a chat template; see `Message.template_input`."""
+    return [message.template_input(f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def parts(messages: Sequence[dict[str, Any]], type: str) -> list[dict[str, Any]]:
+    """Returns the parts of one type of a conversation with images, as `Message.template_input` makes them, in order."""
+    lists = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [part for parts in lists for part in parts if part["type"] == type]
+
+
 def _part(part: ContentPart, at: str) -> dict[str, str]:
     if part.type == "image_url":
         return _image_part(part, at)
@@ -317,7 +331,7 @@ def _image_part(part: ContentPart, at: str) -> dict[str, str]:
 class ChatRequest(_Request, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -337,7 +351,7 @@ class ChatRequest(_Request, kw_only=True):
         Raises:
             ApiError: 400; a part is neither text nor an image, or there are tool calls.
         """
-        return [message.template_input(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return template_input(self.messages)
 
     def params(self, room: int, choice: int) -> SamplingParams:
         """Returns the sampling parameters of one choice, which may use all `room` in the context by default.
@@ -359,7 +373,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
     """
-    request = _decode(body, CompletionRequest)
+    request = decode(body, CompletionRequest)
     if request.best_of not in (None, request.choices):
         raise ApiError(400, f"best_of: not supported unless it equals n, got {request.best_of}", param="best_of")
     return request
@@ -371,67 +385,19 @@ def parse_chat(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
     """
-    return _decode(body, ChatRequest)
+    return decode(body, ChatRequest)
 
 
-class LoadAdapter(Struct):
-    """The body of POST /v1/load_lora_adapter."""
-
-    lora_name: str
-    lora_path: str
-
-
-class UnloadAdapter(Struct):
-    """The body of POST /v1/unload_lora_adapter."""
-
-    lora_name: str
-
-
-class RemoveRequest(Struct, kw_only=True):
-    """The body of POST /v1/cache/remove.
-
-    `prompt`: text or token ids of a prefix; default: the whole namespace. `model`: the adapter whose KV to remove;
-    default: the base model. `api_key`: the tenant whose KV to remove, set by the admin if there are several API keys.
-    """
-
-    prompt: str | list[TokenId] | None = None
-    model: str | None = None
-    cache_salt: str | None = None
-    api_key: str | None = None
-
-
-def parse_remove(body: bytes) -> RemoveRequest:
-    """Parses the request in a body.
+def decode(body: bytes, kind: type[Decoded]) -> Decoded:
+    """Parses a body of any kind.
 
     Raises:
-        ApiError: 400; malformed JSON or a wrong type.
+        ApiError: 400; malformed JSON, a wrong type or value, or an unsupported field.
     """
-    return _decode(body, RemoveRequest)
-
-
-def parse_load_adapter(body: bytes) -> LoadAdapter:
-    """Parses the request in a body.
-
-    Raises:
-        ApiError: 400; malformed JSON or a wrong type.
-    """
-    return _decode(body, LoadAdapter)
-
-
-def parse_unload_adapter(body: bytes) -> UnloadAdapter:
-    """Parses the request in a body.
-
-    Raises:
-        ApiError: 400; malformed JSON or a wrong type.
-    """
-    return _decode(body, UnloadAdapter)
-
-
-def _decode(body: bytes, kind: type[Decoded]) -> Decoded:
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), kind.__struct_fields__) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
@@ -440,7 +406,7 @@ def _decode(body: bytes, kind: type[Decoded]) -> Decoded:
     return request
 
 
-def _field_error(message: str) -> ApiError:
+def _field_error(message: str, fields: Sequence[str]) -> ApiError:
     """Splits msgspec's `Expected ... - at `$.messages[0].role``, because clients want the path in `param`."""
     problem, _, path = message.partition(" - at ")
     at = path.strip("`").removeprefix("$").lstrip(".")
@@ -448,6 +414,9 @@ def _field_error(message: str) -> ApiError:
     if missing:
         at = f"{at}.{missing[1]}".lstrip(".")
         problem = "this field is required"
+    unknown = re.search(r"unknown field `(.*)`", problem)
+    if unknown:
+        at, problem = unknown[1], f"unknown field; this route has {', '.join(fields)}"
     return ApiError(400, f"{at or 'body'}: {problem[0].lower()}{problem[1:]}", param=at or None)
 
 
@@ -523,21 +492,6 @@ class ModelList(Struct):
 
     data: list[Model]
     object: str = "list"
-
-
-class Unloaded(Struct):
-    """The response body of POST /v1/unload_lora_adapter."""
-
-    id: str
-    deleted: bool = True
-    object: str = "model"
-
-
-class Flushed(Struct):
-    """The response body of POST /v1/cache/flush and /v1/cache/remove: what was freed on the device."""
-
-    freed_pages: int
-    freed_tokens: int
 
 
 class Alternative(Struct):
