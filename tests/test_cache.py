@@ -14,7 +14,7 @@ import torch
 
 from mainstem import _core
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Full, State, Window
+from mainstem.components import Component, Full, State, Window
 from mainstem.errors import BadArgument, BadTokens, LeaseClosed, OutOfPages
 from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
 from mainstem.namespaces import Namespace
@@ -921,3 +921,64 @@ def test_pages_of_a_removed_prefix_serve_others_after_the_lease() -> None:
     with cache.lease(range(100, 116)) as lease:
         lease.reserve(16)
     cache.check()
+
+
+def test_the_pages_of_a_dropped_lease_are_removed_with_its_prefix() -> None:
+    cache = PrefixCache(pages=8, page_size=1)
+    lease = run(cache, [1, 2, 3])
+    del lease
+    gc.collect()
+    assert cache.remove([2]) == 0
+    lease = run(cache, [1, 2, 3])
+    del lease
+    gc.collect()
+    assert cache.remove([1]) == 3
+
+
+# ---------------------------------------------------------------- flush
+
+
+class FailsAfter:
+    """A policy that ranks some nodes and then fails."""
+
+    name = "fails"
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def rank(self, node: Any) -> tuple[float, float]:
+        self.ranks -= 1
+        if self.ranks < 0:
+            raise ZeroDivisionError
+        return 0, 0
+
+
+@pytest.mark.parametrize("sizes", [{Full(): 8}, {Full(): 8, Window(2): 8}], ids=["full", "full window"])
+def test_a_flush_whose_policy_fails_says_so_and_loses_nothing(sizes: dict[Component, int]) -> None:
+    policy = FailsAfter(10)
+    cache = PrefixCache(sizes, 1, policy=policy)
+    for tokens in ([1, 2, 3], [1, 2, 4]):
+        with cache.lease(tokens) as lease:
+            lease.reserve(lease.length - lease.reserved)
+            for at in range(lease.hit, 3):
+                lease.slide(at, at + 1)
+            lease.finish(3)
+    policy.ranks = 2
+    with pytest.raises(ZeroDivisionError):
+        cache.flush()
+    cache.check()
+    assert cache.pool.free == 6, "the two leaves"
+    policy.ranks = 10
+    assert cache.flush() == 2
+    assert all(pool.free == pool.total for pool in cache.pools.values())
+
+
+def test_locked_pages_are_counted_for_each_component() -> None:
+    cache = PrefixCache({Full(): 8, Window(2): 8}, 1)
+    with cache.lease([1, 2, 3, 4, 5]) as lease:
+        lease.reserve(5)
+        for at in range(5):
+            lease.slide(at, at + 1)
+        lease.finish(5)
+    with cache.lease([1, 2, 3, 4, 9]):
+        assert {name: pool.locked for name, pool in cache.stats().pools.items()} == {"full": 4, "window": 2}

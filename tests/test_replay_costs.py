@@ -250,6 +250,7 @@ def test_more_tokens_meet_more_experts() -> None:
 def test_tensor_parallelism_repeats_kv_beyond_the_number_of_its_heads() -> None:
     for name, devices, copies in (
         ("llama-3.1-70b", 8, 1),
+        ("llama-3.1-70b", 12, 2),  # eight KV heads, four of them twice
         ("llama-3.1-70b", 16, 2),
         ("qwen3-235b-a22b", 8, 2),  # four KV heads
         ("deepseek-v3", 8, 8),  # one latent

@@ -119,6 +119,30 @@ def test_the_least_recently_used_is_evicted_first_and_the_last_of_a_batch() -> N
     store.close()
 
 
+def test_the_last_of_values_put_again_unchanged_is_evicted_first() -> None:
+    store = small(Disk(), 4)
+    for at in (3, 2, 1, 0):
+        store.put(KEYS[at : at + 1], [value_of(at, 4096)])
+    store.put(KEYS[:4], [value_of(at, 4096) for at in range(4)])
+    for at in (4, 5):
+        store.put(KEYS[at : at + 1], [value_of(at, 4096)])
+    assert [store.exists([key]) for key in KEYS[:6]] == [1, 1, 0, 0, 1, 1]
+    store.close()
+
+
+def test_a_large_value_takes_the_place_of_the_oldest_and_of_those_after_it_in_the_file() -> None:
+    store = small(Disk(), 8)
+    for at in range(8):
+        store.put(KEYS[at : at + 1], [value_of(at, 4096)])
+    for at in (0, 2, 5, 7, 1, 3, 4, 6):  # the order of last use
+        read(store, KEYS[at])
+    assert store.put(KEYS[8:9], [value_of(8, 2 * 4096)]) == [True]
+    # 0 and 2 leave enough room, but not in one place; 5 is next, and 6 lies after it
+    assert [store.exists([key]) for key in KEYS[:9]] == [0, 1, 0, 1, 1, 0, 0, 1, 1]
+    store.check()
+    store.close()
+
+
 def test_the_last_of_values_read_together_is_evicted_first() -> None:
     store = small(Disk(), 4)
     for at in (3, 2, 1, 0):

@@ -177,6 +177,17 @@ def test_too_few_tokens_are_computed_rather_than_loaded(minimum: int, loads: boo
     rig.close_all()
 
 
+@pytest.mark.parametrize(("minimum", "hit"), [(4, 2), (5, 3)])
+def test_a_page_is_copied_in_part_only_if_too_few_tokens_are_loaded(minimum: int, hit: int) -> None:
+    asked, other = [1, 1, 2, 2, 3, 3, 999], [1, 1, 2, 7, 999]
+    rig = Rig(host_options={"load_min_tokens": minimum}, copies=True)
+    only_on_host(rig, asked)
+    rig.serve(other)
+    with rig.cache.lease(asked) as lease:
+        assert (lease.loadable, lease.hit) == (4, hit)
+    rig.close_all()
+
+
 def test_without_room_on_the_device_nothing_is_loaded() -> None:
     rig = Rig(device=6)
     only_on_host(rig, A)

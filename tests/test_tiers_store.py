@@ -501,6 +501,20 @@ def test_a_call_over_its_deadline_has_failed_but_keeps_its_slots() -> None:
     assert not store.breaker.open
 
 
+@pytest.mark.parametrize("waits_s", [(1.0, 5.0), (5.0, 1.0)])
+def test_a_store_is_slow_until_a_call_is_faster_than_every_wait_in_vain(waits_s: tuple[float, float]) -> None:
+    store = make_store(MemoryBackend())
+    for waited_s in waits_s:
+        store.gave_up(waited_s)
+    store.took(1.1)
+    assert store.slow
+    store.took(1.0)
+    assert not store.slow
+    store.gave_up(5.0)  # what was before no longer counts
+    store.took(4.0)
+    assert not store.slow
+
+
 def test_done_detects_that_a_call_is_overdue() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)

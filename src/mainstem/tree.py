@@ -372,7 +372,14 @@ class Tree:
     def flush(self, tier: int = 0) -> list[Ids]:
         """Evicts everything on a tier that is neither locked nor in flight; returns one array of ids per component."""
         tier = self._tier(tier)
-        parts = [self.evict(_EVERYTHING, component, tier) for component in self._rows]
+        parts: list[list[Ids]] = []
+        for component in self._rows:
+            try:
+                parts.append(self.evict(_EVERYTHING, component, tier))
+            except Exception:  # as in `evict_removed`
+                if not any(len(ids) for part in parts for ids in part):
+                    raise
+                break
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def page_ids(self, node: int, component: str = "full", tier: int = 0) -> Ids:
