@@ -45,6 +45,7 @@ class Machine:
 
     def _open(self, loaded: None, config: EngineConfig, *, progress: Any) -> FakeEngine:
         progress("test", 0, 1)
+        progress("measure", 0, 1)  # as with storage
         self.config = config
         self.engine.closed = False
         return self.engine
@@ -324,6 +325,7 @@ def test_serve_says_what_it_is_doing(
         "mainstem: importing PyTorch and transformers",
         "mainstem: loading the model",
         "mainstem: allocating memory for KV, testing the model over it",
+        "mainstem: measuring how fast the model computes, to compare with storage",
         "mainstem: loading adapters",
         "serving",
     ]

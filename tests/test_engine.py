@@ -337,10 +337,15 @@ def test_the_engine_shows_what_it_runs(rig: Callable[..., Rig]) -> None:
     assert engine.config.page_size == 4 and isinstance(engine.tokenizer, Tokenizer)
 
 
-def test_the_engine_reports_the_stages_of_its_start() -> None:
-    for tiers, expected in ((TierConfig(), ["test"]), (TierConfig(HostSize(host_ratio=1.0)), ["test", "tiers"])):
+def test_the_engine_reports_the_stages_of_its_start(tmp_path: Path) -> None:
+    storage = f"file:{tmp_path}/kv?capacity=1MiB"
+    for tiers, expected in (
+        (TierConfig(), ["test"]),
+        (TierConfig(HostSize(host_ratio=1.0)), ["test", "tiers"]),
+        (TierConfig(HostSize(host_ratio=1.0), storage=storage), ["test", "tiers", "measure"]),
+    ):
         stages: list[tuple[str, int, int]] = []
-        loaded = replace(tiny_loaded(tiny("llama")), tokenizer=Tokenizer())
+        loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict, eos_token_id=EOS))
         with Engine(loaded, EngineConfig(pages=8, tiers=tiers), progress=lambda *stage, to=stages: to.append(stage)):
             assert stages == [(stage, done, 1) for stage in expected for done in (0, 1)]
 

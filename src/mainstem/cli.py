@@ -494,6 +494,7 @@ _STAGES = {
     "load": "loading the model",
     "test": "allocating memory for KV, testing the model over it",
     "tiers": "allocating host memory, opening storage",
+    "measure": "measuring how fast the model computes, to compare with storage",
     "adapters": "loading adapters",
 }
 """Descriptions of the stages of a start; a stage that is not here is shown by its name."""

@@ -116,7 +116,8 @@ class Engine:
         clock: monotonic, in seconds.
         random: the source of seeds for requests without one.
         runner: makes the runner from the model, the pages or slots of each component by its name, and the page size.
-        progress: called as `progress(stage, done, total)`; stages "test", for memory and the self-test, and "tiers".
+        progress: called as `progress(stage, done, total)`; stages "test", for memory and the self-test, "tiers", and
+            "measure", for what computing a prompt takes.
 
     Attributes:
         name, tokenizer, dtype: of the model.
@@ -166,7 +167,9 @@ class Engine:
             self._tiers.warm()
         self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
         if self._tiers is not None and self._tiers.store is not None:
+            report("measure", 0, 1)
             self._scheduler.measure()
+            report("measure", 1, 1)
         self._ids = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Guards the attributes up to the next comment; `drain` waits on it.
