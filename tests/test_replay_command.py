@@ -69,6 +69,19 @@ def test_a_custom_policy_in_the_working_directory_is_replayed(
         assert f"mainstem: --policy {wrong}: must be" in shown and says in shown and shown.count("\n") == 1
 
 
+def test_a_custom_policy_that_fails_is_named_with_its_method(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "policy_that_fails.py").write_text(
+        "class Misspelled:\n    name = 'mine'\n    def rank(self, node):\n        return node.last_acess, 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["replay", str(trace), "--capacity", "30", "--policy", "policy_that_fails:Misspelled"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("mainstem: --policy mine: must be able to rank every leaf: Misspelled.rank raised Attri")
+    assert "'last_acess'" in shown and shown.count("\n") == 1
+
+
 def test_without_options(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, trace)
     assert [row["policy"] for row in rows] == ["lru"] * 5 + ["opt"] * 5

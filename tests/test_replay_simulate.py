@@ -263,9 +263,9 @@ def test_the_error_of_a_policy_is_raised() -> None:
             raise ZeroDivisionError
 
     trace, _, _ = some_trace(1)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(BadArgument, match=r"Broken\.rank raised ZeroDivisionError"):
         replay(trace, Broken(), 5)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(BadArgument, match=r"Broken\.rank raised ZeroDivisionError"):
         sweep(trace, ["lru", Broken()], [5, 6])
 
 

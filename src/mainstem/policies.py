@@ -43,7 +43,10 @@ class Policy(Protocol):
         """The name of the policy, for messages."""
 
     def rank(self, node: NodeStats) -> Rank:
-        """Returns the rank of a leaf, two finite numbers; the lowest rank is evicted first."""
+        """Returns the rank of a leaf, two finite numbers; the lowest rank is evicted first.
+
+        Anything else, and any exception, is raised as a BadArgument where pages are evicted.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -482,7 +482,12 @@ class Tree:
 
 
 def _rank(policy: Policy, stats: NodeStats) -> Rank:
-    rank = policy.rank(stats)
+    method = f"{type(policy).__qualname__}.rank"
+    try:
+        rank = policy.rank(stats)
+    except Exception as error:
+        why = f"{method} raised {type(error).__name__}: {error}"
+        raise BadArgument("policy", policy.name, f"able to rank every leaf: {why}") from error
     try:
         major, minor = rank
         finite = math.isfinite(major) and math.isfinite(minor)
