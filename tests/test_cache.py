@@ -15,7 +15,7 @@ import torch
 from mainstem import _core
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Component, Full, State, Window
-from mainstem.errors import BadArgument, BadTokens, LeaseClosed, OutOfPages
+from mainstem.errors import BadArgument, BadTokens, CorruptTree, LeaseClosed, OutOfPages
 from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
 from mainstem.namespaces import Namespace
 
@@ -982,3 +982,21 @@ def test_locked_pages_are_counted_for_each_component() -> None:
         lease.finish(5)
     with cache.lease([1, 2, 3, 4, 9]):
         assert {name: pool.locked for name, pool in cache.stats().pools.items()} == {"full": 4, "window": 2}
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_a_tree_with_a_page_that_the_pool_does_not_count_as_cached_is_corrupt() -> None:
+    cache = PrefixCache(8, 1)
+    cache.tree.insert([1, 2], [3, 4])
+    with pytest.raises(CorruptTree, match=r"ids \[3, 4\] of full are in the tree, but not cached in the pool"):
+        cache.check()
+
+
+def test_a_page_that_neither_the_tree_nor_a_lease_has_is_corrupt() -> None:
+    cache = PrefixCache(8, 1)
+    serve(cache, [1, 2])
+    cache.tree.flush()
+    with pytest.raises(CorruptTree, match="the tree holds 0 of full, but the pool has 2 cached"):
+        cache.check()

@@ -183,6 +183,7 @@ def test_a_page_is_copied_in_part_only_if_too_few_tokens_are_loaded(minimum: int
     rig = Rig(host_options={"load_min_tokens": minimum}, copies=True)
     only_on_host(rig, asked)
     rig.serve(other)
+    assert rig.cache.peek(asked) == 6, "a page is loaded or copied in part, never both"
     with rig.cache.lease(asked) as lease:
         assert (lease.loadable, lease.hit) == (4, hit)
     rig.close_all()

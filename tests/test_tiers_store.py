@@ -515,6 +515,25 @@ def test_a_store_is_slow_until_a_call_is_faster_than_every_wait_in_vain(waits_s:
     assert not store.slow
 
 
+def test_only_a_page_that_is_there_and_damaged_is_deleted_when_it_is_read() -> None:
+    class Recording(FaultyBackend):
+        deleted = 0
+
+        def delete(self, keys: Sequence[bytes]) -> None:
+            self.deleted += len(keys)
+            super().delete(keys)
+
+    backend = Recording()
+    store = make_store(backend)
+    fill(store, SYMBOLS[:PAGE])
+    keys = keys_of(store)
+    assert store.read(keys, new_slots(4)).done()
+    assert (store.faults, backend.deleted) == ({"absent": 1}, 0)
+    backend.set_value(keys[0], bytes(SLOT))
+    assert store.read(keys, new_slots(4)).done()
+    assert backend.deleted == 1
+
+
 def test_done_detects_that_a_call_is_overdue() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0)
