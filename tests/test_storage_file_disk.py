@@ -246,6 +246,18 @@ def test_space_allocated_since_the_query_counts(tiny_steps: None) -> None:
     store.close()
 
 
+def test_space_returned_since_the_query_is_not_returned_again(tiny_steps: None) -> None:
+    disk, now = Disk(), [0.0]
+    store = small(disk, 16, min_free=MIN_FREE, clock=lambda: now[0])
+    store.put(KEYS[:16], [value_of(at, 4096) for at in range(16)])
+    leave(disk, MIN_FREE - 3 * GRAIN_BYTES)
+    now[0] += 60  # the next put queries the disk, those after it do not
+    for _ in range(3):
+        store.put(KEYS[:1], [value_of(0, 4096)])
+        assert len(disk.files["values"].live) == 13 * GRAIN_BYTES
+    store.close()
+
+
 def test_a_failed_query_of_the_free_space_fails_only_the_put() -> None:
     state = SimpleNamespace(broken=False)
 
