@@ -386,7 +386,9 @@ class AgainstADict(RuleBasedStateMachine):
     )
     def put(self, keys: list[bytes], sizes: list[int], same: bool) -> None:
         self.turn += not same
-        values = [bytes(value_of(self.turn * 8 + at, size)) for at, size in enumerate(sizes[: len(keys)])]
+        # No value begins with another: one that replaces its own beginning in place does not destroy it.
+        seeds = [(self.turn * 8 + at << 16) + size for at, size in enumerate(sizes)]
+        values = [bytes(value_of(seed, size)) for seed, size in zip(seeds, sizes[: len(keys)], strict=False)]
         stored = self.store.put(keys, [memoryview(value) for value in values])
         for key, value, kept in zip(keys, values, stored, strict=True):
             if kept:

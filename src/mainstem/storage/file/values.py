@@ -74,7 +74,10 @@ class Values:
         return corrupt, unread
 
     def write(self, pieces: Iterable[Piece], doomed: Iterable[Entry]) -> None:
-        """Writes values. Destroys the doomed ones that none of them overwrites from the first byte on."""
+        """Writes values. Destroys the doomed ones that none of them overwrites from the first byte on.
+
+        A new value that begins with the doomed one does not destroy it. Only an index that lost records leads there.
+        """
         pieces = sorted(pieces, key=lambda piece: piece.entry.offset)
         starts = {entry.offset for _, entry, _ in pieces}
         for entry in doomed:
