@@ -39,7 +39,7 @@ from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 
 sys.path.append(str(ROOT / "tests"))  # uses the servers of the tests
-import servers
+from rigs import servers
 
 MEMCPY, SYNCED, UNSYNCED = "memcpy", "plain file, fdatasync", "plain file, no sync"
 HOST: dict[Layout, str] = {"page_first": "host, page_first", "layer_first": "host, layer_first"}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, tiny
 from transformers import PreTrainedModel
 
+from bench.tiny_models import VOCAB, tiny
 from mainstem.errors import BadArgument, MainstemError, UnsupportedModel
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.adapters import Adapter, Adapters, read_adapter

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from fake_engine import FakeEngine
 from machine import patience
+from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument, CorruptTree, UnsupportedModel
@@ -825,7 +825,7 @@ def test_the_server_over_the_real_engine(smollm2: Any) -> None:
 
 SERVER = """
 import logging, sys
-from fake_engine import FakeEngine
+from rigs.fake_engine import FakeEngine
 from mainstem.errors import EngineClosed
 from mainstem.server.app import bind, serve
 from mainstem.settings.server import ServerConfig

@@ -20,25 +20,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ghost import EOS, VOCAB, GhostTokenizer
+from rigs.ghost import EOS, VOCAB, GhostTokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench import __main__ as command
+from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, tiers, ttft
+from bench.block_dict import BlockCache
+from bench.entries import SYSTEMS, Entry
+from bench.python_radix import RadixCache
+from bench.report import Report
+from bench.scenarios import SCENARIOS, Sizes
+from bench.systems import MainstemTree, Make, System
+from bench.workers import Worker
+from bench.workload import Chats, Documents, digest
+from mainstem import Tree
+from mainstem.runtime.models import LoadedModel
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # bench/ is not part of the package
-
-from bench import __main__ as command  # noqa: E402
-from bench import child, clock, goals, index, install_peers, replay, scenarios, tables, throughput, tiers, ttft  # noqa: E402
-from bench.block_dict import BlockCache  # noqa: E402
-from bench.entries import SYSTEMS, Entry  # noqa: E402
-from bench.python_radix import RadixCache  # noqa: E402
-from bench.report import Report  # noqa: E402
-from bench.scenarios import SCENARIOS, Sizes  # noqa: E402
-from bench.systems import MainstemTree, Make, System  # noqa: E402
-from bench.workers import Worker  # noqa: E402
-from bench.workload import Chats, Documents, digest  # noqa: E402
-from mainstem import Tree  # noqa: E402
-from mainstem.runtime.models import LoadedModel  # noqa: E402
-
 TINY = Chats(chats=6, turns=3, open_chats=3, systems=2, system_length=64, question_lengths=(3, 30), answer_length=8)
 TINY_DOCUMENTS = Documents(documents=4, requests=30, lengths=(1, 2))
 TINY_SIZES = Sizes(

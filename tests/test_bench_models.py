@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench import __main__ as command
+from bench import models
+from bench.models import CASES, QUICK, Case, Settings, markdown, run
+from bench.report import Report
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # bench/ is not part of the package
-
-from bench import __main__ as command  # noqa: E402
-from bench import models  # noqa: E402
-from bench.models import CASES, QUICK, Case, Settings, markdown, run  # noqa: E402
-from bench.report import Report  # noqa: E402
-
 RECORD = ROOT / "bench" / "results" / "recorded-models.json"
 PAGE = ROOT / "docs" / "models.md"
 

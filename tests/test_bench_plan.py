@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import count
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # bench/ is not part of the package
-
-from bench import plan  # noqa: E402
-from bench.report import Report  # noqa: E402
+from bench import plan
+from bench.report import Report
 
 
 def test_each_prefill_is_compared_with_its_estimate() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the package
 
 from bench import policies, random_shapes, shapes
 from bench.report import Report

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
+from rigs.fake_engine import FakeEngine
 
 from mainstem import cli
 from mainstem.errors import EngineClosed, ModelNotFound

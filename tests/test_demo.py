@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
 from rich.console import Console
+from rigs.fake_engine import FakeEngine
 
 from mainstem import demo
 from mainstem.errors import BadArgument, MainstemError

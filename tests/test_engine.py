@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
 from machine import patience
-from tiny_models import loaded as tiny_loaded
-from tiny_models import tiny
+from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
 from transformers import Gemma3TextConfig, LlamaConfig
 
+from bench.tiny_models import loaded as tiny_loaded
+from bench.tiny_models import tiny
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
 from mainstem.keys import TokenKeys
 from mainstem.runtime.engine import Engine, _sizes

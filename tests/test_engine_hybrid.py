@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from test_exactness import Greedy, Tokenizer, ask, family_of_prompts, plain, same
-from tiny_models import HYBRIDS, VOCAB, WINDOWED, loaded, tiny
 
+from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED, loaded, tiny
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from machine import patience
-from tiny_models import FAMILIES, VOCAB, loaded, tiny
 
+from bench.tiny_models import FAMILIES, VOCAB, loaded, tiny
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Request

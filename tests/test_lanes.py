@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/lanes.py is also a command, from the root
 
 from tests import lanes
 from tests.lanes import LANES, Lane, changed, check, digests, run

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lease_model import LeaseModel, ModelLease, Names
+from rigs.lease_model import LeaseModel, ModelLease, Names
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window

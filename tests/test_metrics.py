@@ -11,8 +11,8 @@ from types import NoneType, SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
+from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.runtime.engine import EngineStats

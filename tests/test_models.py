@@ -350,7 +350,7 @@ def test_smollm2_answers(smollm2: LoadedModel) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
 def test_a_model_that_takes_images_comes_with_its_processor(family: str, tmp_path: Path) -> None:
-    import tiny_vision
+    from bench import tiny_vision
 
     made = load_model(str(tiny_vision.save(family, tmp_path / family)), dtype="float32")
     assert hasattr(made.model, "get_image_features")
@@ -364,7 +364,7 @@ def test_a_model_of_text_has_no_processor(folder: Path) -> None:
 
 
 def test_images_without_pillow_are_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tiny_vision
+    from bench import tiny_vision
 
     saved = tiny_vision.save("llava", tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -373,7 +373,7 @@ def test_images_without_pillow_are_refused_with_its_name(tmp_path: Path, monkeyp
 
 
 def test_a_failed_import_inside_transformers_keeps_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tiny_vision
+    from bench import tiny_vision
 
     saved = tiny_vision.save("llava", tmp_path)
     broken = ImportError("\nLlavaProcessor cannot be imported: libjpeg.so.8 is missing")

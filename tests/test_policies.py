@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from policy_models import MODELS, InPython
+from rigs.policy_models import MODELS, InPython
 
 from mainstem.cache import PrefixCache
 from mainstem.components import Component, Full, State, Window

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import platform
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/ is not part of the package
 
 from bench import random_shapes
 from bench.policies import Settings, measure, workloads

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from fake_engine import FakeTokenizer
+from rigs.fake_engine import FakeTokenizer
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.prompts import Prompts

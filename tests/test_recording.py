@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
 from machine import patience
+from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from mainstem.errors import BadArgument
@@ -406,7 +406,7 @@ def test_counts_are_in_the_metrics(tmp_path: Path) -> None:
 SERVER = """
 import logging, sys
 from pathlib import Path
-from fake_engine import FakeEngine
+from rigs.fake_engine import FakeEngine
 from mainstem.server.app import bind, serve
 from mainstem.settings.server import RecordConfig, ServerConfig
 

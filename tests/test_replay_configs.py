@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 
+from bench import tiny_models
 from mainstem.errors import BadArgument
 from mainstem.replay.plan import configs
 from mainstem.replay.plan.configs import read_shape, well_known

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny
-from tiny_vision import picture
-from tiny_vision import save as save_with_images
 from transformers import PreTrainedModel
 
+from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_vision import picture
+from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.adapters import Adapter

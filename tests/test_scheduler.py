@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
+from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
 
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadTokens, RequestTooLong

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
+from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
 
 from mainstem.cache import PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window

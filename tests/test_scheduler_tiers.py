@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
-from ghost_memory import GhostTicket
+from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
+from rigs.ghost_memory import GhostTicket
 
 from mainstem.cache import PrefixCache
 from mainstem.errors import StorageError

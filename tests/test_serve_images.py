@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
 from PIL import Image
+from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
-from tiny_vision import FAMILIES, picture, save
 
+from bench.tiny_vision import FAMILIES, picture, save
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
 from mainstem.server.app import create_app

@@ -24,8 +24,9 @@ from typing import Any
 import httpx
 import pytest
 from machine import patience
-from servers import free_port
-from tiny_models import tiny
+from rigs.servers import free_port
+
+from bench.tiny_models import tiny
 
 PAGE = 16
 VOCAB = 200

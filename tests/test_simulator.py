@@ -16,14 +16,12 @@ import pytest
 from machine import patience
 
 from mainstem.tiers.transfer import Move
+from simulator.campaign import PROFILES, Record, run_seed
+from simulator.ghost import SimMemory, fingerprints, salt
+from simulator.mutants import NATIVE, PYTHON, Mutant, judge
+from simulator.world import World, WrongError
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # simulator/ is not part of the package
-
-from simulator.campaign import PROFILES, Record, run_seed  # noqa: E402
-from simulator.ghost import SimMemory, fingerprints, salt  # noqa: E402
-from simulator.mutants import NATIVE, PYTHON, Mutant, judge  # noqa: E402
-from simulator.world import World, WrongError  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from policy_models import InPython
+from rigs.policy_models import InPython
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.core.reference import POLICIES, Page, ReferenceCache, ReferenceLease, ReferenceTree

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import HYBRIDS, STEPPED, VOCAB, tiny
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from bench.tiny_models import HYBRIDS, STEPPED, VOCAB, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 

@@ -18,7 +18,7 @@ from file_store import KEYS, read, small, value_of
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from machine import patience
-from simulated_disk import Disk, Faulty
+from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import open_backend

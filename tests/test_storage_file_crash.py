@@ -13,7 +13,7 @@ from collections import Counter
 from itertools import count
 
 import pytest
-from simulated_disk import Disk, Faulty
+from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.storage.base import ABSENT
 from mainstem.storage.file import FileBackend, backend, index

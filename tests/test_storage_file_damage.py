@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from file_store import KEYS, read, small, value_of
-from simulated_disk import Disk, Faulty
+from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import StorageError
 from mainstem.storage.base import ABSENT

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from file_store import KEYS, MIN_FREE, read, small, value_of
 from machine import patience
-from simulated_disk import Disk, Faulty
+from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, StorageError
 from mainstem.storage import open_backend

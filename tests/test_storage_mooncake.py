@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from machine import patience
-from servers import free_port, freeze, mooncake_master, stop
+from rigs.servers import free_port, freeze, mooncake_master, stop
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend

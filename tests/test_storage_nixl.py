@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from servers import S3_CREDENTIALS, free_port, rclone_s3
+from rigs.servers import S3_CREDENTIALS, free_port, rclone_s3
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, Backend, open_backend

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from servers import free_port, freeze, patiently, valkey
+from rigs.servers import free_port, freeze, patiently, valkey
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend

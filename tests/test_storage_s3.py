@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from servers import S3_CREDENTIALS, free_port, freeze, patiently, rclone_s3
+from rigs.servers import S3_CREDENTIALS, free_port, freeze, patiently, rclone_s3
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hand_driven import A, B, C, Rig, prompt
+from rigs.hand_driven import A, B, C, Rig, prompt
 
 from mainstem.errors import OutOfPages, StaleHandle
 from mainstem.storage.memory import MemoryBackend

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ghost_memory import GhostMemory
-from hand_driven import fingerprint
+from rigs.ghost_memory import GhostMemory
+from rigs.hand_driven import fingerprint
 
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import CorruptTree

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from ghost_memory import GhostMemory
-from hand_driven import A, B, C, FaultyBackend, HandWorkers, Rig, begin_load, make_store, prompt, stored
+from rigs.ghost_memory import GhostMemory
+from rigs.hand_driven import A, B, C, FaultyBackend, HandWorkers, Rig, begin_load, make_store, prompt, stored
 
 from mainstem.cache import PrefixCache
 from mainstem.components import Full, State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hand_driven import A, B, C, FaultyBackend, Rig, begin_load, only_on_host, prompt
+from rigs.hand_driven import A, B, C, FaultyBackend, Rig, begin_load, only_on_host, prompt
 
 from mainstem.errors import BadArgument
 from mainstem.settings.engine import HostPolicy

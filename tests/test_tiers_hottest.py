@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.hottest import PIECE_BYTES, Finding, Keeping, PathSpan, Prefixes, decode, encode

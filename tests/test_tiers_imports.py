@@ -52,7 +52,7 @@ except BackendUnavailable as error:
 def test_the_host_tier_works_without_storage() -> None:
     code = f"""
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from ghost_memory import GhostMemory
+from rigs.ghost_memory import GhostMemory
 import mainstem
 from mainstem.settings.engine import HostPolicy
 from mainstem.tiers.host import HostTier

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ghost_memory import GhostMemory, GhostTicket
-from hand_driven import fingerprint
+from rigs.ghost_memory import GhostMemory, GhostTicket
+from rigs.hand_driven import fingerprint
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window

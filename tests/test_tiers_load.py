@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ghost_memory import GhostMemory
-from hand_driven import A, B, Rig, begin_load, only_on_host, prompt
+from rigs.ghost_memory import GhostMemory
+from rigs.hand_driven import A, B, Rig, begin_load, only_on_host, prompt
 
 from mainstem.cache import PrefixCache
 from mainstem.errors import BadArgument

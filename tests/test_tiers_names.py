@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hand_driven import FaultyBackend, Rig, make_store
+from rigs.hand_driven import FaultyBackend, Rig, make_store
 
 from mainstem.errors import StaleHandle
 from mainstem.storage.memory import MemoryBackend

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hand_driven import IDENTITY, SECRET
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rigs.hand_driven import IDENTITY, SECRET
 
 from mainstem.errors import BadArgument
 from mainstem.identity import Identity

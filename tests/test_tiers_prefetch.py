@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hand_driven import A, B, C, Rig, begin_load, only_on_host, prompt, stored, stored_keys
+from rigs.hand_driven import A, B, C, Rig, begin_load, only_on_host, prompt, stored, stored_keys
 
 from mainstem.errors import BadTokens, StorageError
 from mainstem.tiers.prefetch import Prefetch

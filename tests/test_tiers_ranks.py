@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hand_driven import FaultyBackend, Rig, prompt
 from machine import patience
+from rigs.hand_driven import FaultyBackend, Rig, prompt
 
 from mainstem.errors import OutOfPages, StorageError
 from mainstem.tiers.prefetch import Prefetch

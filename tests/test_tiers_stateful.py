@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hand_driven import FaultyBackend, Rig
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from policy_models import InPython
+from rigs.hand_driven import FaultyBackend, Rig
+from rigs.policy_models import InPython
 
 from mainstem.cache import Lease
 from mainstem.errors import OutOfPages, StorageError

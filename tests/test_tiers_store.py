@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_driven import Clock, FaultyBackend, HandWorkers, make_store
+from rigs.hand_driven import Clock, FaultyBackend, HandWorkers, make_store
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig

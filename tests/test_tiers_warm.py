@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
+from rigs.hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
 
 from mainstem.errors import StorageError
 from mainstem.storage.memory import MemoryBackend

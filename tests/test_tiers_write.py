@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
+from rigs.hand_driven import A, B, C, FaultyBackend, Rig, prompt, stored_keys
 
 from mainstem.errors import StorageError
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_vision import FAMILIES, picture, save, tokenizer
 from transformers import AutoModelForImageTextToText, PaliGemmaConfig
 
+from bench.tiny_vision import FAMILIES, picture, save, tokenizer
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.namespaces import Namespace
 from mainstem.runtime import vision as vision_module

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
-from ghost_memory import GhostMemory, GhostTicket
+from rigs.ghost_memory import GhostMemory, GhostTicket
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.identity import Identity
