@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from machine import patience
-from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
+from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete, prompt
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from bench.tiny_models import loaded as tiny_loaded
@@ -53,13 +53,9 @@ class Gate(Ghost):
         return super().forward(segments)
 
 
-class Tokenizer(GhostTokenizer):
-    eos_token_id = EOS
-
-
 def _loaded(max_context: int = 256, model: object = None) -> LoadedModel:
     model = model or SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=[EOS]))
-    return LoadedModel(model, Tokenizer(), "ghost", torch.float32, max_context)  # type: ignore[arg-type]
+    return LoadedModel(model, GhostTokenizer(), "ghost", torch.float32, max_context)  # type: ignore[arg-type]
 
 
 class Rig:
@@ -103,8 +99,7 @@ def rig() -> Iterator[Callable[..., Rig]]:
 
 
 def request(seed: int = 1, length: int = 8, **params: Any) -> Request:
-    tokens = random.Random(seed).choices(range(VOCAB), k=length)
-    return Request(np.array(tokens), SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params}))
+    return Request(np.array(prompt(seed, length)), SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params}))
 
 
 def _until(condition: Callable[[], object]) -> None:
@@ -215,10 +210,10 @@ def test_many_threads_submit_cancel_flush_and_read_at_once(rig: Callable[..., Ri
 
 def test_generate_takes_text_and_tokens_and_keeps_their_order(rig: Callable[..., Rig]) -> None:
     made = rig(max_waiting=2, max_running=2)
-    prompts = ["ABCD", [3, 4, 5], *(random.Random(i).choices(range(VOCAB), k=5) for i in range(10))]
+    prompts = ["ABCD", [3, 4, 5], *(prompt(i, 5) for i in range(10))]
     params = SamplingParams(max_tokens=4)
     results = made.engine.generate(prompts, params)
-    tokens = [np.array(Tokenizer().encode(p) if isinstance(p, str) else p) for p in prompts]
+    tokens = [np.array(GhostTokenizer().encode(p) if isinstance(p, str) else p) for p in prompts]
     assert [r.tokens for r in results] == [complete(Request(t, params))[0] for t in tokens]
 
 
@@ -334,7 +329,7 @@ def test_the_pool_is_sized_from_bytes() -> None:
 def test_the_engine_shows_what_it_runs(rig: Callable[..., Rig]) -> None:
     engine = rig(pages=1000).engine
     assert (engine.name, engine.dtype, engine.pages, engine.max_context) == ("ghost", torch.float32, 1000, 256)
-    assert engine.config.page_size == 4 and isinstance(engine.tokenizer, Tokenizer)
+    assert engine.config.page_size == 4 and isinstance(engine.tokenizer, GhostTokenizer)
 
 
 def test_the_engine_reports_the_stages_of_its_start(tmp_path: Path) -> None:

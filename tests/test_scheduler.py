@@ -1,115 +1,17 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
-from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
+from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete, prompt
+from rigs.scheduler import Bench
 
-from mainstem.cache import PrefixCache
 from mainstem.errors import BadTokens, RequestTooLong
-from mainstem.keys import TokenKeys
-from mainstem.runtime.request import Delta, Progress, Request
+from mainstem.runtime.request import Progress, Request
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Scheduler
-from mainstem.settings.engine import Limits, SamplingParams
-
-
-class Bench:
-    """A scheduler over a ghost, checked after every step, and its output."""
-
-    def __init__(
-        self,
-        pages: int = 64,
-        page_size: int = 4,
-        *,
-        partial: bool = True,
-        cache: bool = True,
-        max_context: int = 256,
-        token_budget: int = 512,
-        max_running: int = 16,
-        age_limit_s: float = 30.0,
-    ) -> None:
-        self.now_s = 0.0
-        self.ghost = Ghost(pages, page_size)
-        copy_page = self.ghost.copy_page if partial else None
-        keys = TokenKeys(VOCAB)
-        self.cache = PrefixCache(pages, page_size, keys=keys, enabled=cache, copy_page=copy_page)
-        self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
-        limits = Limits(token_budget=token_budget, max_running=max_running, age_limit_s=age_limit_s)
-        self.scheduler = Scheduler(
-            self.cache,
-            self.ghost,
-            GhostTokenizer(),
-            limits,
-            max_context=max_context,
-            eos=frozenset({EOS}),
-            clock=lambda: self.now_s,
-            random=random.Random(0),
-        )
-        self.requests: dict[str, Request] = {}
-        self.deltas: dict[str, list[Delta]] = defaultdict(list)
-        self.progress: dict[str, list[Progress]] = defaultdict(list)
-
-    def add(self, tokens: list[int], *, namespace: str | None = None, priority: int = 0, **params: object) -> str:
-        id = f"r{len(self.requests)}"
-        request = Request(np.array(tokens), SamplingParams(**params), namespace, priority)
-        self.scheduler.add(id, request)
-        self.requests[id] = request
-        return id
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.now_s += 1.0
-            for id, what in self.scheduler.step():
-                if isinstance(what, Progress):
-                    self.progress[id].append(what)
-                else:
-                    assert not self.ended(id), "an event after the last"
-                    self.deltas[id].append(what)
-            self.check()
-
-    def run(self, limit: int = 3000) -> None:
-        for _ in range(limit):
-            if not self.scheduler.busy:
-                break
-            self.step()
-        assert not self.scheduler.busy, "it never ends"
-        self.check_at_rest()
-
-    def check(self) -> None:
-        self.cache.check()
-        pool = self.cache.pool
-        assert pool.free + pool.cached + pool.private == pool.total
-
-    def check_at_rest(self) -> None:
-        pool = self.cache.pool
-        assert pool.private == 0
-        self.cache.flush()
-        assert pool.free == pool.total, "something is still locked"
-
-    def ended(self, id: str) -> bool:
-        return bool(self.deltas[id]) and self.deltas[id][-1].finish_reason is not None
-
-    def last(self, id: str) -> Delta:
-        assert self.ended(id)
-        return self.deltas[id][-1]
-
-    def output(self, id: str) -> tuple[tuple[int, ...], str, str | None]:
-        deltas = self.deltas[id]
-        tokens = tuple(token for delta in deltas for token in delta.tokens)
-        return tokens, "".join(delta.text for delta in deltas), deltas[-1].finish_reason
-
-    def assert_complete(self, *ids: str) -> None:
-        for id in ids or self.requests:
-            assert self.output(id) == complete(self.requests[id]), id
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=length)
-
+from mainstem.settings.engine import SamplingParams
 
 # Output
 
@@ -151,7 +53,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, page_si
             cancelled |= {victim} - {i for i in bench.requests if bench.ended(i)}
             bench.scheduler.cancel(victim)
             bench.check()
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete(*(set(bench.requests) - cancelled))
     for id in cancelled:
         tokens, text, _ = complete(bench.requests[id])
@@ -173,7 +75,7 @@ def test_requests_end_by_eos_by_stop_string_and_by_length() -> None:
     past_eos = bench.add(prompt(seed, 6), max_tokens=9, ignore_eos=True)
     letters = complete(Request(prompt(seed, 6), SamplingParams(max_tokens=9, ignore_eos=True)))[1]
     by_text = bench.add(prompt(seed, 6), max_tokens=9, ignore_eos=True, stop=(letters[1:3],))
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
     assert bench.output(by_eos)[2] == "stop" and bench.output(by_eos)[0][-1] == EOS
     assert bench.output(past_eos)[2] == "length" and len(bench.output(past_eos)[0]) == 9
@@ -183,7 +85,7 @@ def test_requests_end_by_eos_by_stop_string_and_by_length() -> None:
 def test_logprobs_come_with_their_tokens() -> None:
     bench = Bench()
     plain, asked = bench.add(prompt(1, 5), max_tokens=4), bench.add(prompt(1, 5), max_tokens=4, logprobs=2)
-    bench.run()
+    bench.run_and_flush()
     assert all(delta.logprobs == () for delta in bench.deltas[plain])
     assert [delta.logprobs[0].token for delta in bench.deltas[asked]] == list(bench.output(asked)[0])
     assert all(len(delta.logprobs[0].top) == 2 for delta in bench.deltas[asked])
@@ -215,7 +117,7 @@ def test_every_running_request_gets_a_token_in_every_step_beside_a_long_prompt()
     assert bench.ghost.forwards[1:] == [[1, 1, 8]] * 7 + [[1, 1, 4]]
     assert all(len(bench.deltas[id]) == 9 for id in decoding)
     assert bench.ended(long)
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
 
 
@@ -223,7 +125,7 @@ def test_prompts_share_the_chunk_in_order_of_admission() -> None:
     bench = Bench(token_budget=10)
     for i, length in enumerate((7, 7, 7)):
         bench.add(prompt(i, length), max_tokens=1)
-    bench.run()
+    bench.run_and_flush()
     assert bench.ghost.forwards == [[7, 3], [4, 6], [1]]
 
 
@@ -241,13 +143,13 @@ def test_no_more_run_than_allowed() -> None:
 def test_progress_of_a_prompt_is_reported_from_the_hit_to_the_end() -> None:
     bench = Bench(token_budget=8)
     first = bench.add(prompt(1, 20), max_tokens=1)
-    bench.run()
+    bench.run_and_flush()
     assert bench.progress[first] == [Progress(n, 20) for n in (0, 8, 16, 20)]
     bench = Bench(token_budget=8)
     bench.add(prompt(1, 12), max_tokens=1)
     bench.step(3)
     again = bench.add(prompt(1, 12) + [1] * 10, max_tokens=1)
-    bench.run()
+    bench.run_and_flush()
     assert bench.progress[again] == [Progress(n, 22) for n in (12, 20, 22)]
 
 
@@ -259,7 +161,7 @@ def test_a_prefix_that_several_wait_for_is_computed_once(token_budget: int) -> N
     bench = Bench(token_budget=token_budget)
     shared = prompt(1, 16)
     ids = [bench.add(shared + [i] * 5, max_tokens=3, ignore_eos=True) for i in range(6)]
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
     assert len(bench.ghost.computed) == len(set(bench.ghost.computed)) == 16 + 6 * (5 + 2)
     assert [bench.last(id).usage.cached_tokens for id in ids] == [0] + [16] * 5
@@ -270,7 +172,7 @@ def test_nested_shared_prefixes_are_each_computed_once() -> None:
     trunk, left, right = prompt(1, 8), prompt(2, 12), prompt(3, 4)
     for tail in ([], left, left + [1] * 4, right, right + [2] * 4, left + [3] * 8):
         bench.add(trunk + tail + [9], max_tokens=1)
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
     assert len(bench.ghost.computed) == len(set(bench.ghost.computed))
 
@@ -315,7 +217,7 @@ def test_nothing_is_waited_for_that_would_not_come() -> None:
         bench.add(prompt(1, 16) + [2], max_tokens=1, **settings)
         bench.step()
         assert bench.ghost.forwards == [[17, 17]], settings
-        bench.run()
+        bench.run_and_flush()
         bench.assert_complete()
 
 
@@ -325,7 +227,7 @@ def test_a_deferred_request_goes_on_when_the_one_that_computes_its_prefix_ends()
     follower = bench.add(prompt(1, 40) + [3], max_tokens=1)
     bench.step(3)
     bench.scheduler.cancel(maker)
-    bench.run()
+    bench.run_and_flush()
     assert bench.last(maker).finish_reason == "cancelled"
     bench.assert_complete(follower)
     assert bench.last(follower).usage.cached_tokens == 12
@@ -338,7 +240,7 @@ def test_the_next_turn_hits_prompt_and_answer() -> None:
     while not bench.ended(first):
         bench.step()
     second = bench.add(prompt(1, 10) + list(bench.output(first)[0]) + [1, 2], max_tokens=2)
-    bench.run()
+    bench.run_and_flush()
     assert bench.last(second).usage.cached_tokens == 16  # all but the last token, which no forward has seen
     bench.assert_complete()
 
@@ -350,7 +252,7 @@ def test_a_hit_may_end_inside_a_page() -> None:
         while not bench.ended(first):
             bench.step()
         second = bench.add([*prompt(1, 14), (prompt(1, 20)[14] + 1) % VOCAB, 3], max_tokens=5)
-        bench.run()
+        bench.run_and_flush()
         assert bench.last(second).usage.cached_tokens == cached
         bench.assert_complete()
 
@@ -432,7 +334,7 @@ def test_nothing_passes_a_request_that_waits_for_pages() -> None:
     assert bench.scheduler.waiting == 2
     bench.step()
     assert bench.deltas[large]
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
     assert bench.last(small).usage.queue_s >= 9
 
@@ -450,7 +352,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
         bench.add([1, VOCAB], max_tokens=1)
     assert not bench.scheduler.busy
     just_fits = bench.add(prompt(1, 10), max_tokens=7, ignore_eos=True)
-    bench.run()
+    bench.run_and_flush()
     assert len(bench.output(just_fits)[0]) == 7
 
 
@@ -460,7 +362,7 @@ def test_what_does_not_fit_now_waits() -> None:
     waits = bench.add(prompt(2, 10), max_tokens=4, ignore_eos=True)
     bench.step(4)
     assert (bench.scheduler.running, bench.scheduler.waiting) == (0, 1)
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
     assert bench.last(waits).usage.queue_s == 5.0
 
@@ -473,7 +375,7 @@ def test_a_preempted_request_gives_the_same_output(page_size: int, partial: bool
         bench = Bench(pages, page_size, partial=partial)
         for i in range(5):
             bench.add(prompt(i, 4), max_tokens=20, ignore_eos=True, temperature=0.8 * (i % 2), seed=i, stop=("ABC",))
-        bench.run()
+        bench.run_and_flush()
         bench.assert_complete()
         outputs.append([bench.output(id) for id in bench.requests])
         assert (bench.scheduler.totals.preemptions > 0) == (pages < 1000)
@@ -489,7 +391,7 @@ def test_the_newest_is_preempted_and_resumed_from_the_cache() -> None:
     before = len(bench.ghost.forwards)
     late = bench.add(prompt(3, 4), max_tokens=1)
     assert (len(bench.output(older)[0]), len(bench.output(newer)[0])) == (6, 5)
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
     assert bench.scheduler.totals.preemptions == 1
     recomputed = len(bench.ghost.computed) - (13 + 19 + 4)
@@ -510,7 +412,7 @@ def test_generated_tokens_that_were_evicted_are_computed_again_in_chunks() -> No
     while bench.scheduler.running:
         bench.step()
     before = len(bench.ghost.forwards)
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete()
     assert known == 11 and bench.ghost.forwards[before:] == [[4], [4], [3]] + [[1]] * 8
 
@@ -526,7 +428,7 @@ def test_a_preempted_request_goes_before_all_others_of_its_priority() -> None:
         bench.step()
     bench.step(2)
     assert not bench.deltas[old], "it is past the age limit, and there are pages for it"
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete(old, preempted)
 
 
@@ -560,7 +462,7 @@ def test_cancelling_at_any_moment_frees_everything(when: int) -> None:
         bench.check()
     assert bench.scheduler.running == bench.scheduler.waiting == 0
     assert bench.cache.pool.private == 0
-    bench.run()
+    bench.run_and_flush()
     assert [id for id in ids if bench.output(id)[2] == "cancelled"] == alive
     bench.scheduler.cancel(ids[0])
     bench.scheduler.cancel("unknown")
@@ -577,7 +479,7 @@ def test_a_failed_forward_ends_its_requests_and_no_others() -> None:
     assert [bench.output(id)[2] for id in doomed] == ["error", "error"]
     assert bench.last(doomed[0]).error == "OutOfMemoryError: no memory"
     assert bench.cache.pool.private == 0
-    bench.run()
+    bench.run_and_flush()
     bench.assert_complete(spared)
     assert bench.scheduler.totals.errors == 2
 
@@ -596,7 +498,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
     bench.ghost.forward = broken  # type: ignore[method-assign]
     bench.step()
     bench.ghost.forward = forward  # type: ignore[method-assign]
-    bench.run()
+    bench.run_and_flush()
     assert bench.output(lost)[2] == "error"
     bench.assert_complete(spared)
 
@@ -615,7 +517,7 @@ def test_nothing_of_a_failed_step_is_published() -> None:
     assert bench.cache.pool.free == bench.cache.pool.total
     bench.ghost.forward = forward  # type: ignore[method-assign]
     again = bench.add(prompt(1, 20), max_tokens=2)
-    bench.run()
+    bench.run_and_flush()
     assert bench.last(again).usage.cached_tokens == 0
     bench.assert_complete(again)
 
@@ -624,7 +526,7 @@ def test_usage_counts_tokens_and_times() -> None:
     bench = Bench(max_running=1, token_budget=8)
     first = bench.add(prompt(1, 16), max_tokens=3, ignore_eos=True)
     second = bench.add(prompt(1, 12) + [1, 2], max_tokens=1, ignore_eos=True)
-    bench.run()
+    bench.run_and_flush()
     used = bench.last(first).usage
     assert used is not None
     assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (16, 0, 3)
@@ -636,7 +538,7 @@ def test_usage_counts_tokens_and_times() -> None:
     waiting = bench.add(prompt(1, 16), max_tokens=1)
     bench.now_s += 7.0
     bench.scheduler.cancel(waiting)
-    bench.run()
+    bench.run_and_flush()
     used = bench.last(waiting).usage
     assert used is not None and (used.completion_tokens, used.ttft_s) == (0, 0.0)
     assert (used.queue_s, used.duration_s) == (7.0, 7.0)
@@ -663,7 +565,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request_alone(monkeypatch: pyte
         return decode(self, token_ids)
 
     monkeypatch.setattr(GhostTokenizer, "decode", fails)
-    bench.run()
+    bench.run_and_flush()
     assert bench.last(bad).finish_reason == "error"
     assert "no such token" in str(bench.last(bad).error)
     assert bench.last(good).finish_reason == "length"

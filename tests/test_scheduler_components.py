@@ -10,129 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, WrongKVError, complete
+from rigs.ghost import Ghost, WrongKVError, complete, prompt
+from rigs.scheduler import PAGE, Bench
 
-from mainstem.cache import PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import RequestTooLong
-from mainstem.keys import TokenKeys, TypedKeys
-from mainstem.runtime.request import Delta, ImageInput, Progress, Request
+from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Scheduler, window_pages
-from mainstem.settings.engine import Limits, SamplingParams
-
-PAGE = 4
-
-
-class Bench:
-    """A scheduler over a ghost with any components, checked after every step, and its output."""
-
-    def __init__(
-        self,
-        sizes: dict[Component, int],
-        page_size: int = PAGE,
-        *,
-        cache: bool = True,
-        images: bool = False,
-        max_context: int = 1024,
-        token_budget: int = 512,
-        max_running: int = 16,
-        age_limit_s: float = 1e9,
-        checkpoint_tokens: int = 0,
-        checkpoints: int = 8,
-    ) -> None:
-        self.now_s = 0.0
-        self.ghost = Ghost(sizes, page_size)
-        self.cache = PrefixCache(
-            sizes,
-            page_size,
-            keys=TypedKeys(VOCAB) if images else TokenKeys(VOCAB),
-            enabled=cache,
-            copy_page=self.ghost.copy_page,
-            copy_state=self.ghost.copy_state,
-        )
-        self.ghost.guard(self.cache.pools)
-        self.scheduler = Scheduler(
-            self.cache,
-            self.ghost,
-            GhostTokenizer(),
-            Limits(checkpoint_tokens, checkpoints, token_budget, max_running, age_limit_s),
-            max_context=max_context,
-            eos=frozenset({EOS}),
-            clock=lambda: self.now_s,
-            random=random.Random(0),
-        )
-        self.requests: dict[str, Request] = {}
-        self.deltas: dict[str, list[Delta]] = defaultdict(list)
-
-    def add(
-        self, tokens: Sequence[int], images: tuple[ImageInput, ...] = (), namespace: str | None = None, **params: object
-    ) -> str:
-        id = f"r{len(self.requests)}"
-        request = Request(np.array(tokens), SamplingParams(**params), namespace, images=images)
-        self.scheduler.add(id, request)
-        self.requests[id] = request
-        return id
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.now_s += 1.0
-            for id, what in self.scheduler.step():
-                if not isinstance(what, Progress):
-                    assert not self.ended(id), "an event after the last"
-                    self.deltas[id].append(what)
-            self.check()
-
-    def run(self, limit: int = 6000) -> None:
-        for _ in range(limit):
-            if not self.scheduler.busy:
-                break
-            self.step()
-        assert not self.scheduler.busy, "it never ends"
-        assert all(pool.private == 0 for pool in self.cache.pools.values())
-
-    def one(self, tokens: Sequence[int], images: tuple[ImageInput, ...] = (), **params: object) -> str:
-        """Runs a request to its end, and checks its output."""
-        id = self.add(tokens, images, **({"max_tokens": 1, "ignore_eos": True} | params))
-        self.run()
-        self.assert_complete(id)
-        return id
-
-    def check(self) -> None:
-        self.cache.check()
-        for name, pool in self.cache.pools.items():
-            assert pool.free + pool.cached + pool.private == pool.total, name
-
-    def check_at_rest(self) -> None:
-        assert self.cache.stats().leases.open == 0
-        self.cache.flush()
-        for name, pool in self.cache.pools.items():
-            assert (pool.private, pool.free) == (0, pool.total), f"{name}: something is still locked"
-
-    def ended(self, id: str) -> bool:
-        return bool(self.deltas[id]) and self.deltas[id][-1].finish_reason is not None
-
-    def last(self, id: str) -> Delta:
-        assert self.ended(id)
-        return self.deltas[id][-1]
-
-    def hit(self, id: str) -> int:
-        usage = self.last(id).usage
-        assert usage is not None
-        return usage.cached_tokens
-
-    def output(self, id: str) -> tuple[tuple[int, ...], str, str | None]:
-        deltas = self.deltas[id]
-        tokens = tuple(token for delta in deltas for token in delta.tokens)
-        return tokens, "".join(delta.text for delta in deltas), deltas[-1].finish_reason
-
-    def assert_complete(self, *ids: str) -> None:
-        for id in ids or self.requests:
-            assert self.output(id) == complete(self.requests[id]), (id, self.last(id).error)
-
-
-def prompt(seed: object, length: int) -> list[int]:
-    return random.Random(str(seed)).choices(range(VOCAB), k=length)
+from mainstem.runtime.scheduler import window_pages
+from mainstem.settings.engine import SamplingParams
 
 
 def image(start: int, length: int, name: str, splits: bool = False) -> ImageInput:
@@ -226,7 +112,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, kind: s
         max_running=rng.choice([1, 2, 5, 12]),
         age_limit_s=rng.choice([0.0, 5.0, 1e9]),
         checkpoint_tokens=rng.choice([0, 0, page_size, 3 * page_size]),
-        checkpoints=rng.choice([1, 3, 8]),
+        states_per_path=rng.choice([1, 3, 8]),
     )
     stems = [prompt(rng.random(), rng.randint(1, 34)) for _ in range(3)]
     cancelled = set()

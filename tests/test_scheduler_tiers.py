@@ -9,60 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete
+from rigs.ghost import VOCAB, Ghost, prompt
 from rigs.ghost_memory import GhostTicket
+from rigs.hand_driven import HandWorkers
+from rigs.scheduler import PAGE, Bench
 
 from mainstem.cache import PrefixCache
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
 from mainstem.keys import KeyKind, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import NamespaceLike
-from mainstem.runtime.request import Delta, Request, Usage
+from mainstem.runtime.request import Usage
 from mainstem.runtime.runner import Segment
-from mainstem.runtime.scheduler import Scheduler
-from mainstem.settings.engine import HostPolicy, Limits, SamplingParams, StorageConfig
+from mainstem.settings.engine import HostPolicy, Limits, StorageConfig
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.prefetch import Prefetch
 from mainstem.tiers.store import Store
 from mainstem.tiers.transfer import Move
-
-PAGE = 4
-
-
-class HandWorkers:
-    """Runs calls when `run` is called, or at once."""
-
-    def __init__(self) -> None:
-        self.instant = True
-        self._calls: list[HandCall] = []
-
-    def submit(self, function: Callable[[], object]) -> HandCall:
-        call = HandCall(function)
-        self._calls.append(call)
-        if self.instant:
-            self.run()
-        return call
-
-    def run(self) -> None:
-        calls, self._calls = self._calls, []
-        for call in calls:
-            call.value, call.ended = call.function(), True
-
-    def close(self, timeout_s: float) -> bool:
-        return True
-
-
-class HandCall:
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.function, self.value, self.ended = function, None, False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def result(self) -> object:
-        return self.value
 
 
 class GhostHost:
@@ -124,7 +89,11 @@ class LayeredGhost(Ghost):
         return torch.stack([next(rows) if well else garbage for well in asked]) if asked else torch.empty(0, VOCAB)
 
 
-class Bench:
+class TieredBench(Bench):
+    """The same over a host tier and a store, which outlive the cache."""
+
+    step_s = 0.01
+
     def __init__(
         self, pages: int = 12, host_pages: int = 64, store: bool = True, enabled: bool = True, **config: object
     ) -> None:
@@ -133,7 +102,7 @@ class Bench:
         self.ghost = LayeredGhost(pages, PAGE)
         self.host = GhostHost(self.ghost, host_pages)
         self.backend = MemoryBackend()
-        self.workers = HandWorkers()
+        self.workers = HandWorkers(instant=True)
         self.context = 256
         self.keys: KeyKind = TokenKeys(VOCAB)
         self.config = StorageConfig(**({"prefetch_min_tokens": PAGE} | config))  # type: ignore[arg-type]
@@ -146,54 +115,32 @@ class Bench:
             clock=lambda: self.now_s,
         )  # fmt: skip
         tier = HostTier(self.host, HostPolicy(load_min_tokens=PAGE))
-        self.cache = PrefixCache(
+        cache = PrefixCache(
             pages, PAGE, keys=self.keys, copy_page=self.ghost.copy_page, host=tier,
             store=self.store if store else None, enabled=self.enabled,
         )  # fmt: skip
-        assert self.cache.tiers is not None
-        self.tiers = self.cache.tiers
-        self.ghost.is_private = lambda page: self.cache.pool.owner(page) == "private"
-        self.scheduler = Scheduler(
-            self.cache, self.ghost, GhostTokenizer(), Limits(), max_context=self.context, eos=frozenset({EOS}),
-            clock=lambda: self.now_s, random=random.Random(0),
-        )  # fmt: skip
+        assert cache.tiers is not None
+        self.tiers = cache.tiers
+        self.schedule(cache, Limits(), self.context)
 
-    def run(self, *prompts: list[int], steps: int = 400) -> list[Usage]:
+    def serve(self, *prompts: list[int]) -> list[Usage]:
         """Runs prompts together, checks every answer, and returns the usage of each."""
-        requests = {str(n): Request(np.array(tokens), SamplingParams(max_tokens=4)) for n, tokens in enumerate(prompts)}
-        deltas: dict[str, list[Delta]] = {id: [] for id in requests}
-        for id, request in requests.items():
-            self.scheduler.add(id, request)
-        for _ in range(steps):
-            if not self.scheduler.busy:
-                break
-            self.step(deltas)
-        assert not self.scheduler.busy, "it never ends"
-        for id, request in requests.items():
-            tokens = tuple(token for delta in deltas[id] for token in delta.tokens)
-            assert (tokens, deltas[id][-1].finish_reason) == (complete(request)[0], complete(request)[2])
-        usages = [deltas[id][-1].usage for id in requests]
-        assert all(usages)
-        return usages  # type: ignore[return-value]
+        ids = [self.add(tokens, max_tokens=4) for tokens in prompts]
+        self.run()
+        self.assert_complete(*ids)
+        return [self.usage(id) for id in ids]
 
-    def step(self, deltas: dict[str, list[Delta]] | None = None) -> None:
-        self.now_s += 0.01
-        under_way = list(self.host.tickets)
-        for id, what in self.scheduler.step():
-            if isinstance(what, Delta) and deltas is not None:
-                deltas[id].append(what)
-        self.cache.check()
-        for ticket in under_way:  # copies go on by themselves
-            ticket.step()
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            under_way = list(self.host.tickets)
+            super().step()
+            for ticket in under_way:  # copies go on by themselves
+                ticket.step()
 
     def forget_device(self) -> None:
         for _ in range(5):
             self.tiers.poll()
         self.cache.pool.reclaim(self.cache.tree.flush()[0])
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=length)
 
 
 def tiers_of(usage: Usage) -> tuple[int, int, int]:
@@ -202,195 +149,188 @@ def tiers_of(usage: Usage) -> tuple[int, int, int]:
 
 
 def test_each_tier_is_found_and_named() -> None:
-    bench = Bench()
+    bench = TieredBench()
     tokens = prompt(1, 22)
-    assert tiers_of(*bench.run(tokens)) == (0, 0, 0)
-    assert tiers_of(*bench.run(tokens)) == (21, 0, 0)  # on the device, the last page by copying its beginning
+    assert tiers_of(*bench.serve(tokens)) == (0, 0, 0)
+    assert tiers_of(*bench.serve(tokens)) == (21, 0, 0)  # on the device, the last page by copying its beginning
     bench.forget_device()
-    assert tiers_of(*bench.run(tokens)) == (0, 20, 0)
+    assert tiers_of(*bench.serve(tokens)) == (0, 20, 0)
     bench.forget_device()
     bench.restart()
-    assert tiers_of(*bench.run(tokens)) == (0, 0, 20)
+    assert tiers_of(*bench.serve(tokens)) == (0, 0, 20)
     totals = bench.scheduler.totals
     assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (20, 0, 20)
 
 
 @pytest.mark.parametrize("where", ["on the host", "in storage"])
 def test_a_load_that_fails_is_computed_and_does_not_count(where: str) -> None:
-    bench = Bench()
+    bench = TieredBench()
     tokens = prompt(2, 22)
-    bench.run(tokens)
+    bench.serve(tokens)
     bench.forget_device()
     if where == "in storage":
         bench.restart()
     bench.host.fail_up = RuntimeError("the copy engine is gone")
-    assert tiers_of(*bench.run(tokens)) == (0, 0, 0)
+    assert tiers_of(*bench.serve(tokens)) == (0, 0, 0)
     assert bench.tiers.stats().load_failed == 5
     totals = bench.scheduler.totals
     assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (0, 0, 0)
     bench.host.fail_up = None
-    assert tiers_of(*bench.run(tokens)) == (21, 0, 0)
+    assert tiers_of(*bench.serve(tokens)) == (21, 0, 0)
 
 
 def test_what_the_device_has_still_counts_when_a_load_fails() -> None:
-    bench = Bench(pages=40)
+    bench = TieredBench(pages=40)
     tokens = prompt(12, 22)
-    bench.run(tokens)
+    bench.serve(tokens)
     bench.forget_device()
     bench.restart(40)
-    bench.run(tokens[:10])  # the device has its two pages now, and storage all five
+    bench.serve(tokens[:10])  # the device has its two pages now, and storage all five
     assert bench.scheduler.totals.storage_tokens == 8
     bench.host.fail_up = RuntimeError("the copy engine is gone")
-    assert tiers_of(*bench.run(tokens)) == (8, 0, 0)
+    assert tiers_of(*bench.serve(tokens)) == (8, 0, 0)
     totals = bench.scheduler.totals
     assert (totals.cached_tokens, totals.host_tokens, totals.storage_tokens) == (16, 0, 8)
 
 
 def test_a_failed_load_affects_no_other_request() -> None:
-    bench = Bench(pages=40)
+    bench = TieredBench(pages=40)
     first, second = prompt(3, 22), prompt(4, 18)
-    bench.run(first)
+    bench.serve(first)
     bench.forget_device()
     bench.host.fail_up = RuntimeError("gone")
-    usages = bench.run(first, second)
+    usages = bench.serve(first, second)
     assert [tiers_of(usage) for usage in usages] == [(0, 0, 0), (0, 0, 0)]
 
 
 def test_two_that_want_the_same_host_pages_load_them_once() -> None:
-    bench = Bench(pages=40)
+    bench = TieredBench(pages=40)
     shared = prompt(5, 20)
-    bench.run(shared + [1, 2])
+    bench.serve(shared + [1, 2])
     bench.forget_device()
-    first, second = bench.run(shared + [3, 4], shared + [5, 6])
+    first, second = bench.serve(shared + [3, 4], shared + [5, 6])
     assert bench.host.ups == 1
     assert (tiers_of(first), tiers_of(second)) == ((0, 20, 0), (20, 0, 0))
 
 
 @pytest.mark.parametrize("when", ["waiting for storage", "loading"])
 def test_a_request_is_cancelled_on_its_way_up(when: str) -> None:
-    bench = Bench()
+    bench = TieredBench()
     tokens = prompt(6, 22)
-    bench.run(tokens)
+    bench.serve(tokens)
     bench.forget_device()
     if when == "waiting for storage":
         bench.restart()
         bench.workers.instant = False
-    bench.scheduler.add("gone", Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    gone = bench.add(tokens, max_tokens=4)
     if when == "loading":
         bench.ghost.fail_next = RuntimeError("the forward fails while a load is under way")
     bench.step()
-    bench.scheduler.cancel("gone")
+    bench.scheduler.cancel(gone)
     bench.workers.instant = True
-    bench.workers.run()
-    for _ in range(8):
-        bench.step()
+    bench.workers.run_all()
+    bench.step(8)
     assert not bench.scheduler.busy
     assert bench.cache.pool.private == 0
-    assert bench.run(tokens)[0].cached_tokens >= 20
+    assert bench.serve(tokens)[0].cached_tokens >= 20
     bench.tiers.drain(1.0)
     bench.cache.flush()
     assert bench.cache.pool.free == bench.cache.pool.total
 
 
 def test_storage_is_not_asked_for_the_rest_of_a_prompt_whose_request_was_cancelled() -> None:
-    bench = Bench(batch_pages=1, batches=1)
+    bench = TieredBench(batch_pages=1, batches=1)
     tokens = prompt(13, 22)
-    bench.run(tokens)
+    bench.serve(tokens)
     bench.forget_device()
     bench.restart()
     bench.workers.instant = False
-    bench.scheduler.add("gone", Request(np.array(tokens), SamplingParams(max_tokens=4)))
-    bench.workers.run()
+    gone = bench.add(tokens, max_tokens=4)
+    bench.workers.run_all()
     bench.step()  # all five pages were found, and the first one is asked for
-    bench.scheduler.cancel("gone")
+    bench.scheduler.cancel(gone)
     bench.workers.instant = True
-    bench.workers.run()
-    for _ in range(8):
-        bench.step()
+    bench.workers.run_all()
+    bench.step(8)
     assert not bench.tiers.busy
     assert bench.tiers.stats().prefetched == 1
 
 
 def test_a_cancelled_request_leaves_the_prefetch_to_others_that_share_it() -> None:
-    bench = Bench(batch_pages=1, batches=1)
+    bench = TieredBench(batch_pages=1, batches=1)
     tokens = prompt(14, 22)
-    bench.run(tokens)
+    bench.serve(tokens)
     bench.forget_device()
     bench.restart()
     bench.workers.instant = False
-    for id in ("gone", "stays"):
-        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
-    bench.workers.run()
+    gone, stays = (bench.add(tokens, max_tokens=4) for _ in range(2))
+    bench.workers.run_all()
     bench.step()
-    bench.scheduler.cancel("gone")
+    bench.scheduler.cancel(gone)
     bench.workers.instant = True
-    bench.workers.run()
-    deltas: dict[str, list[Delta]] = {"gone": [], "stays": []}
-    for _ in range(40):
-        bench.step(deltas)
-    assert deltas["gone"][-1].finish_reason == "cancelled"
-    assert deltas["stays"][-1].usage is not None
-    assert tiers_of(deltas["stays"][-1].usage) == (0, 0, 20)
+    bench.workers.run_all()
+    bench.step(40)
+    assert bench.last(gone).finish_reason == "cancelled"
+    assert tiers_of(bench.usage(stays)) == (0, 0, 20)
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once_and_not_longer_than_configured() -> None:
-    bench = Bench(prefetch_timeout_s=0.1, prefetch_timeout_per_page_s=0.0)
+    bench = TieredBench(prefetch_timeout_s=0.1, prefetch_timeout_per_page_s=0.0)
     bench.workers.instant = False
     began_s = bench.now_s
-    [usage] = bench.run(prompt(7, 20))
+    [usage] = bench.serve(prompt(7, 20))
     assert 0.1 <= usage.queue_s <= 0.13
-    assert bench.run(prompt(8, 20))[0].queue_s <= 0.02  # the store is known to be slow
+    assert bench.serve(prompt(8, 20))[0].queue_s <= 0.02  # the store is known to be slow
     assert bench.now_s - began_s < 0.5
 
 
 def test_best_effort_waits_for_nothing() -> None:
-    bench = Bench(prefetch="best_effort")
+    bench = TieredBench(prefetch="best_effort")
     tokens = prompt(9, 20)
-    bench.run(tokens)
+    bench.serve(tokens)
     bench.forget_device()
     bench.restart()
     bench.workers.instant = False
-    assert bench.run(tokens)[0].cached_tokens == 0
+    assert bench.serve(tokens)[0].cached_tokens == 0
 
 
 def test_it_polls_soon_while_a_request_waits_for_storage() -> None:
-    bench = Bench()
+    bench = TieredBench()
     bench.workers.instant = False
-    bench.scheduler.add("waits", Request(np.array(prompt(15, 22)), SamplingParams(max_tokens=4)))
+    bench.add(prompt(15, 22), max_tokens=4)
     assert bench.scheduler.idle_s == 0.0, "it has not scheduled the request yet"
     bench.step()
     assert bench.scheduler.idle_s is not None
     assert 0 < bench.scheduler.idle_s <= 0.01
-    bench.scheduler.add("comes", Request(np.array([3]), SamplingParams(max_tokens=4)))
+    bench.add([3], max_tokens=4)
     assert bench.scheduler.idle_s == 0.0
 
 
 def test_it_polls_until_transfers_after_the_last_request_have_ended() -> None:
-    bench = Bench()
+    bench = TieredBench()
     bench.workers.instant = False
-    bench.scheduler.add("ends", Request(np.array(prompt(16, 22)), SamplingParams(max_tokens=4)))
-    bench.workers.run()
+    bench.add(prompt(16, 22), max_tokens=4)
+    bench.workers.run_all()
     while bench.scheduler.busy:
         bench.step()
     assert bench.tiers.busy, "pages are being written to storage"
     assert bench.scheduler.idle_s is not None
     assert 0 < bench.scheduler.idle_s <= 0.1
     bench.workers.instant = True
-    bench.workers.run()
-    for _ in range(5):
-        bench.step()
+    bench.workers.run_all()
+    bench.step(5)
     assert not bench.tiers.busy
     assert bench.scheduler.idle_s is None, "only a new request can bring work"
 
 
 def test_without_a_cache_storage_is_not_asked() -> None:
-    bench = Bench(enabled=False)
-    bench.run(prompt(17, 22))
+    bench = TieredBench(enabled=False)
+    bench.serve(prompt(17, 22))
     assert bench.tiers.stats().prefetches == 0
 
 
 def test_storage_is_queried_a_few_times_for_one_request_however_long_it_waits() -> None:
-    bench = Bench(pages=8, prefetch_min_tokens=64)  # so each time there is too little to find
+    bench = TieredBench(pages=8, prefetch_min_tokens=64)  # so each time there is too little to find
     asked: list[object] = []
     prefetch = bench.tiers.prefetch
 
@@ -399,83 +339,70 @@ def test_storage_is_queried_a_few_times_for_one_request_however_long_it_waits() 
         return prefetch(tokens, namespace)
 
     bench.tiers.prefetch = counted  # type: ignore[method-assign]
-    bench.scheduler.add("runs", Request(np.array(prompt(18, 20)), SamplingParams(max_tokens=12, ignore_eos=True)))
-    for _ in range(3):
-        bench.step()
+    bench.add(prompt(18, 20), max_tokens=12, ignore_eos=True)
+    bench.step(3)
     assert bench.scheduler.running == 1
-    bench.scheduler.add("waits", Request(np.array(prompt(19, 18)), SamplingParams(max_tokens=2)))
+    bench.add(prompt(19, 18), max_tokens=2)
     asked.clear()
-    for _ in range(8):
-        bench.step()
+    bench.step(8)
     assert bench.scheduler.waiting == 1, "there are no pages for it"
     assert 1 < len(asked) <= 4
 
 
 def test_a_request_that_came_during_too_many_lookups_is_looked_up_later() -> None:
-    bench = Bench(max_prefetches=1)
+    bench = TieredBench(max_prefetches=1)
     first, second = prompt(22, 22), prompt(23, 22)
     for tokens in (first, second):
-        bench.run(tokens)
+        bench.serve(tokens)
         bench.forget_device()
     bench.restart()
-    bench.scheduler.add("runs", Request(np.array(prompt(24, 28)), SamplingParams(max_tokens=12, ignore_eos=True)))
-    for _ in range(3):
-        bench.step()
+    bench.add(prompt(24, 28), max_tokens=12, ignore_eos=True)
+    bench.step(3)
     assert bench.scheduler.running == 1
-    deltas: dict[str, list[Delta]] = {"runs": [], "first": [], "second": []}
-    for id, tokens in (("first", first), ("second", second)):
-        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
+    ids = [bench.add(tokens, max_tokens=4) for tokens in (first, second)]
     assert bench.tiers.stats().prefetch_skipped == 1
-    for _ in range(60):
-        bench.step(deltas)
-    for id in ("first", "second"):
-        usage = deltas[id][-1].usage
-        assert usage is not None
-        assert tiers_of(usage) == (0, 0, 20)
+    bench.step(60)
+    for id in ids:
+        assert tiers_of(bench.usage(id)) == (0, 0, 20)
 
 
 def test_what_two_prefetches_loaded_for_one_request_adds_up() -> None:
     """The first was begun for a prompt that parts from this one, and whose request has ended."""
-    bench = Bench(pages=16)
+    bench = TieredBench(pages=16)
     shared = prompt(25, 12)
     first, second = shared + prompt(26, 10), shared + prompt(27, 10)
     for tokens in (first, second):
-        bench.run(tokens)
+        bench.serve(tokens)
         bench.forget_device()
     bench.restart(16)
     bench.workers.instant = False
-    for id, tokens in (("gone", first), ("stays", second)):
-        bench.scheduler.add(id, Request(np.array(tokens), SamplingParams(max_tokens=4)))
-    bench.workers.run()
+    gone, stays = (bench.add(tokens, max_tokens=4) for tokens in (first, second))
+    bench.workers.run_all()
     bench.step()
-    bench.scheduler.cancel("gone")
+    bench.scheduler.cancel(gone)
     bench.workers.instant = True
-    bench.workers.run()
-    deltas: dict[str, list[Delta]] = {"gone": [], "stays": []}
-    for _ in range(40):
-        bench.step(deltas)
+    bench.workers.run_all()
+    bench.step(40)
     assert bench.tiers.stats().prefetches == 2
-    usage = deltas["stays"][-1].usage
-    assert usage is not None
-    assert tiers_of(usage) == (0, 0, 20)
+    assert tiers_of(bench.usage(stays)) == (0, 0, 20)
 
 
 def test_a_prefetch_for_two_that_found_nothing_is_not_begun_again() -> None:
-    bench = Bench(pages=40)
+    bench = TieredBench(pages=40)
     shared = prompt(21, 20)
-    bench.run(shared + [1], shared + [2])
+    bench.serve(shared + [1], shared + [2])
     assert bench.tiers.stats().prefetches == 1
 
 
 def test_a_broken_store_changes_no_answer() -> None:
-    bench = Bench()
+    bench = TieredBench()
 
     def broken(*_: object) -> int:
         raise StorageError("unreachable", "nobody there")
 
     bench.backend.exists = broken  # type: ignore[method-assign,assignment]
     for seed in range(12):
-        bench.run(prompt(20 + seed % 4, 20))
+        bench.serve(prompt(20 + seed % 4, 20))
     stats = bench.tiers.stats()
     assert stats.breaker_open
     assert stats.faults["unreachable"] >= 3
@@ -483,11 +410,11 @@ def test_a_broken_store_changes_no_answer() -> None:
 
 
 def test_a_workload_larger_than_the_device_is_answered_as_without_a_cache() -> None:
-    bench = Bench(pages=12, host_pages=20)
+    bench = TieredBench(pages=12, host_pages=20)
     rng = random.Random(3)
     documents = [prompt(40 + n, rng.randrange(8, 24)) for n in range(12)]
     for _ in range(25):
-        bench.run(*([*rng.choice(documents), rng.randrange(VOCAB)] for _ in range(rng.randrange(1, 4))))
+        bench.serve(*([*rng.choice(documents), rng.randrange(VOCAB)] for _ in range(rng.randrange(1, 4))))
     totals, stats = bench.scheduler.totals, bench.tiers.stats()
     assert totals.storage_tokens > 0 and totals.host_tokens > 0
     assert stats.loaded > 0 and stats.prefetched > 0 and stats.stored > 0
@@ -518,19 +445,17 @@ def test_a_prompt_is_encoded_once_however_long_it_waits(
     kind: type[CountingTokens | CountingTyped], leased: int
 ) -> None:
     """A lease on keys that are not plain ids encodes the prompt itself, and continues that encoding."""
-    bench = Bench(prefetch_timeout_s=1.0)
+    bench = TieredBench(prefetch_timeout_s=1.0)
     bench.keys = keys = kind()
     bench.restart()
     bench.workers.instant = False
-    bench.scheduler.add("one", Request(np.array(prompt(1, 22)), SamplingParams(max_tokens=4)))
+    bench.add(prompt(1, 22), max_tokens=4)
     assert keys.encoded == [22], "checked, looked for in storage"
-    for _ in range(20):
-        bench.step()
+    bench.step(20)
     assert keys.encoded == [22], "looked for in the cache at every step"
     bench.workers.instant = True
-    bench.workers.run()
-    for _ in range(20):
-        bench.step()
+    bench.workers.run_all()
+    bench.step(20)
     assert not bench.scheduler.busy
     assert keys.encoded[: 1 + leased] == [22] * (1 + leased)
     assert set(keys.encoded[1 + leased :]) <= {1}, "what was generated"
@@ -539,7 +464,7 @@ def test_a_prompt_is_encoded_once_however_long_it_waits(
 # ---------------------------------------------------------------- in virtual time
 
 
-class Machine(Bench):
+class Machine(TieredBench):
     """A machine on which computing and storage take virtual time; storage runs one call after another."""
 
     def __init__(self, token_s: float, look_s: float = 0.0, batch_s: float = 0.0, **config: object) -> None:
@@ -566,7 +491,7 @@ class Machine(Bench):
         self.backend.exists, self.backend.get = slow_exists, slow_get  # type: ignore[method-assign]
         self.restart(300)
         self.prompt = prompt(1, 1001)
-        self.run(self.prompt)
+        self.serve(self.prompt)
         self.forget_device()
         self.token_s, self.look_s, self.batch_s = token_s, look_s, batch_s
         self.restart(300)
@@ -606,7 +531,7 @@ SLOW_S = 10 * 0.01 / PAGE
 def test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0)
     machine.scheduler.measure()
-    [usage] = machine.run(machine.prompt, steps=4000)
+    [usage] = machine.serve(machine.prompt)
     assert usage.storage_tokens == 1000
     assert usage.queue_s == pytest.approx(1.0 + 8 * 1.0, abs=0.1)
     assert machine.late == {}
@@ -614,7 +539,7 @@ def test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_fr
 
 def test_without_a_measurement_the_limits_of_the_configuration_apply() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=1.0, prefetch_timeout_s=0.1, prefetch_timeout_per_page_s=0.01)
-    [usage] = machine.run(machine.prompt, steps=4000)
+    [usage] = machine.serve(machine.prompt)
     assert usage.storage_tokens == 0
     assert usage.queue_s == pytest.approx(0.1, abs=0.03)
     assert machine.late == {"timeout": 250}
@@ -623,7 +548,7 @@ def test_without_a_measurement_the_limits_of_the_configuration_apply() -> None:
 def test_a_store_that_is_slower_than_computing_is_waited_for_as_long_as_computing_takes() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=1.2, batch_pages=8)
     machine.scheduler.measure()
-    [usage] = machine.run(machine.prompt, steps=4000)
+    [usage] = machine.serve(machine.prompt)
     assert usage.queue_s == pytest.approx(1.0 + 25.0, rel=0.02)
     assert usage.storage_tokens == 20 * 8 * PAGE, "what had arrived by then"
     assert machine.late == {"timeout": 250 - 20 * 8}
@@ -632,7 +557,7 @@ def test_a_store_that_is_slower_than_computing_is_waited_for_as_long_as_computin
 def test_on_a_fast_machine_a_slow_store_is_hardly_waited_for() -> None:
     machine = Machine(1e-5, look_s=0.09, batch_s=0.09)
     machine.scheduler.measure()
-    [usage] = machine.run(machine.prompt, steps=4000)
+    [usage] = machine.serve(machine.prompt)
     assert usage.storage_tokens == 0
     assert usage.queue_s <= 0.03
     assert machine.late == {"timeout": 250}
@@ -641,9 +566,9 @@ def test_on_a_fast_machine_a_slow_store_is_hardly_waited_for() -> None:
 def test_a_store_that_never_answers_delays_one_request_only_however_slow_the_machine_is() -> None:
     machine = Machine(SLOW_S, look_s=1000.0, call_timeout_s=5.0)
     machine.scheduler.measure()
-    [usage] = machine.run(machine.prompt, steps=4000)
+    [usage] = machine.serve(machine.prompt)
     assert usage.queue_s == pytest.approx(5.0, abs=0.05)
-    [usage] = machine.run(prompt(2, 1001), steps=4000)
+    [usage] = machine.serve(prompt(2, 1001))
     assert usage.queue_s <= 0.03
     assert machine.late == {"timeout": 250, "slow": 250}
 
@@ -651,22 +576,21 @@ def test_a_store_that_never_answers_delays_one_request_only_however_slow_the_mac
 def test_a_store_that_was_too_slow_for_an_assumed_machine_is_waited_for_on_the_real_one() -> None:
     machine = Machine(SLOW_S, look_s=1.0, batch_s=0.1)
     for seed in range(4):
-        machine.run(prompt(seed + 5, 401), steps=4000)
-        for _ in range(200):
-            machine.step()  # it answers
+        machine.serve(prompt(seed + 5, 401))
+        machine.step(200)  # it answers
         assert machine.store.slow == (seed < 2), "three forwards measure what computing takes"
-    assert machine.run(machine.prompt, steps=4000)[0].storage_tokens == 1000
+    assert machine.serve(machine.prompt)[0].storage_tokens == 1000
 
 
 def test_the_scheduler_says_what_forwards_take_if_they_hold_prefills_and_wait_for_nothing() -> None:
     machine = Machine(SLOW_S)
     assert machine.tiers.prefill.seconds(100, 0) is None
     for seed in range(3):
-        machine.run(prompt(seed + 5, 401), steps=4000)
+        machine.serve(prompt(seed + 5, 401))
     assert machine.tiers.prefill.seconds(100, 0) == pytest.approx(100 * SLOW_S, rel=0.01)
     seen = []
     machine.tiers.prefill.observe = lambda parts, seconds: seen.append((parts, seconds))  # type: ignore[method-assign]
     machine.forget_device()
-    machine.run(prompt(5, 401), steps=4000)
+    machine.serve(prompt(5, 401))
     assert machine.host.ups == 1
     assert all(not parts for parts, _ in seen), "one forward waited for the host, the others were decodes"

@@ -253,6 +253,8 @@ def logits(hash_: np.uint64) -> torch.Tensor:
 class GhostTokenizer:
     """Every token is one letter, except EOS, which is special and decodes to nothing."""
 
+    eos_token_id = EOS
+
     def encode(self, text: str) -> list[int]:
         return [_LETTERS.index(letter) for letter in text]
 
@@ -261,6 +263,11 @@ class GhostTokenizer:
 
 
 _LETTERS = "".join(chr(ord("A") + i) for i in range(VOCAB))
+
+
+def prompt(seed: int | float | str, length: int) -> list[int]:
+    """Draws tokens of a ghost."""
+    return random.Random(seed).choices(range(VOCAB), k=length)
 
 
 def complete(request: Request) -> tuple[tuple[int, ...], str, str]:
