@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rigs.letters import Letters
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -346,18 +347,9 @@ def test_a_model_with_an_adapter_of_its_own(saved: dict[str, Path]) -> None:
 # --- over the cache -----------------------------------------------------------------------------------------------
 
 
-class Tokenizer:
-    """One letter per token."""
-
-    eos_token_id = 1
-
-    def decode(self, tokens: Sequence[int], **options: bool) -> str:
-        return "".join(chr(0x4E00 + token) for token in tokens)
-
-
 @pytest.fixture
 def engine(model: PreTrainedModel) -> Iterator[Engine]:
-    loaded = LoadedModel(model, Tokenizer(), "base", torch.float32, 128)  # type: ignore[arg-type]
+    loaded = LoadedModel(model, Letters(eos_token_id=1), "base", torch.float32, 128)  # type: ignore[arg-type]
     with Engine(loaded, EngineConfig(pages=64, page_size=4)) as running:
         yield running
 

@@ -49,10 +49,6 @@ OURS = ("mainstem", "mainstem-tree", "python", "dict")
 FIELDS = {"name", "date", "quick", "seconds", "commit", "machine", "versions", "settings", "rows", "notes"}
 
 
-class Tokenizer(GhostTokenizer):
-    eos_token_id = EOS
-
-
 @pytest.fixture
 def tiny_model() -> Iterator[LoadedModel]:
     """Random weights, on one thread: threads that wait for a busy core cost more than they gain."""
@@ -63,7 +59,7 @@ def tiny_model() -> Iterator[LoadedModel]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     model = LlamaForCausalLM(config).eval()
-    yield LoadedModel(model, Tokenizer(), "tiny", torch.float32, 128)  # type: ignore[arg-type]
+    yield LoadedModel(model, GhostTokenizer(), "tiny", torch.float32, 128)  # type: ignore[arg-type]
     torch.set_num_threads(before)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from machine import patience
+from rigs.letters import Letters
 
 from bench.tiny_models import FAMILIES, VOCAB, loaded, tiny
 from mainstem.runtime.engine import Engine
@@ -30,15 +31,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 Greedy = list[tuple[int, float]]
 """Tokens, and their logprobs."""
-
-
-class Tokenizer:
-    """A letter for each token."""
-
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: object) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def plain(model: Any) -> Callable[[Sequence[int], int], Greedy]:
@@ -79,7 +71,7 @@ def same(completion: Completion, expected: Greedy) -> None:
 def tiny_pair(family: str) -> tuple[LoadedModel, Callable[[Sequence[int], int], Greedy]]:
     model = tiny(family, **FAMILIES[family])
     made = loaded(model)
-    return LoadedModel(made.model, Tokenizer(), family, made.dtype, made.max_context), plain(copy.deepcopy(model))  # type: ignore[arg-type]
+    return LoadedModel(made.model, Letters(), family, made.dtype, made.max_context), plain(copy.deepcopy(model))  # type: ignore[arg-type]
 
 
 def family_of_prompts(vocab: int, shared: int, suffixes: Sequence[int], seed: int = 0) -> list[list[int]]:

@@ -47,7 +47,7 @@ ATOL = 2e-4
 Plain = Callable[[Sequence[int]], torch.Tensor]
 
 
-class Bench(NamedTuple):
+class RunnerRig(NamedTuple):
     """A runner, its page size, and plain logits [tokens, vocab] of a whole sequence."""
 
     runner: ModelRunner
@@ -113,7 +113,7 @@ def smollm2() -> tuple[LoadedModel, Plain] | str:
 
 
 @functools.cache
-def make_bench(family: str, page_size: int) -> Bench:
+def make_rig(family: str, page_size: int) -> RunnerRig:
     pair = smollm2() if family == "SmolLM2" else tiny_pair(family)
     if isinstance(pair, str):
         pytest.skip(pair)
@@ -121,7 +121,7 @@ def make_bench(family: str, page_size: int) -> Bench:
     order = np.random.default_rng(7).permutation(pages).astype(np.int32)
     components = Layout.of(pair[0].model.config, CONTEXT).components
     counts = {component.name: SLOTS if component.name == "state" else pages for component in components}
-    return Bench(ModelRunner(pair[0], counts, page_size), pair[1], page_size, order)
+    return RunnerRig(ModelRunner(pair[0], counts, page_size), pair[1], page_size, order)
 
 
 @pytest.fixture(
@@ -137,87 +137,87 @@ def make_bench(family: str, page_size: int) -> Bench:
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return make_bench(*request.param)
+def rig(request: pytest.FixtureRequest) -> RunnerRig:
+    return make_rig(*request.param)
 
 
-def prompt(seed: int, length: int) -> NDArray[np.int32]:
+def tokens_of(seed: int, length: int) -> NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
 
 
-def test_whole_prompt(bench: Bench) -> None:
-    tokens = prompt(1, 40)
-    rows = bench.runner.forward([bench.segment(tokens, 0, bench.tables(1, 40)[0], True)])
+def test_whole_prompt(rig: RunnerRig) -> None:
+    tokens = tokens_of(1, 40)
+    rows = rig.runner.forward([rig.segment(tokens, 0, rig.tables(1, 40)[0], True)])
     assert rows.dtype == torch.float32
-    assert rows.shape == (1, bench.runner.vocab_size)
-    bench.close(rows[0], tokens)
+    assert rows.shape == (1, rig.runner.vocab_size)
+    rig.close(rows[0], tokens)
 
 
-def test_chunked_prefill(bench: Bench) -> None:
-    tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
+def test_chunked_prefill(rig: RunnerRig) -> None:
+    tokens, (table,) = tokens_of(1, 40), rig.tables(1, 40)
     for start, end in ((0, 7), (7, 23), (23, 24), (24, 40)):
-        rows = bench.runner.forward([bench.segment(tokens[start:end], start, table, True)])
-        bench.close(rows[0], tokens[:end])
+        rows = rig.runner.forward([rig.segment(tokens[start:end], start, table, True)])
+        rig.close(rows[0], tokens[:end])
 
 
-def test_append_prefill_after_pages_of_another_request(bench: Bench) -> None:
+def test_append_prefill_after_pages_of_another_request(rig: RunnerRig) -> None:
     """A prefix of 35 positions: whole pages are shared, the tail inside a page is copied."""
-    first, second = prompt(1, 40), np.concatenate([prompt(1, 40)[:35], prompt(2, 9)])
-    theirs, others = bench.tables(2, 44)
-    bench.runner.forward([bench.segment(first, 0, theirs, False)])
-    shared, tail = divmod(35, bench.page_size)
+    first, second = tokens_of(1, 40), np.concatenate([tokens_of(1, 40)[:35], tokens_of(2, 9)])
+    theirs, others = rig.tables(2, 44)
+    rig.runner.forward([rig.segment(first, 0, theirs, False)])
+    shared, tail = divmod(35, rig.page_size)
     ours = np.concatenate([theirs[:shared], others[shared:]])
     if tail:
-        bench.copy_page(int(theirs[shared]), int(ours[shared]), tail)
-    rows = bench.runner.forward([bench.segment(second[35:], 35, ours, True)])
-    bench.close(rows[0], second)
-    again = bench.runner.forward([bench.segment(first[39:], 39, theirs, True)])
-    bench.close(again[0], first)
+        rig.copy_page(int(theirs[shared]), int(ours[shared]), tail)
+    rows = rig.runner.forward([rig.segment(second[35:], 35, ours, True)])
+    rig.close(rows[0], second)
+    again = rig.runner.forward([rig.segment(first[39:], 39, theirs, True)])
+    rig.close(again[0], first)
 
 
-def test_packed_with_other_requests(bench: Bench) -> None:
+def test_packed_with_other_requests(rig: RunnerRig) -> None:
     """A chunk, a whole prompt, a decode step and a chunk without logits, in one forward."""
-    a, b, c, d = prompt(1, 40), prompt(2, 17), prompt(3, 30), prompt(4, 12)
-    tables = bench.tables(4, 40)
-    bench.runner.forward([bench.segment(a[:25], 0, tables[0], False), bench.segment(c[:29], 0, tables[2], False)])
-    rows = bench.runner.forward(
+    a, b, c, d = tokens_of(1, 40), tokens_of(2, 17), tokens_of(3, 30), tokens_of(4, 12)
+    tables = rig.tables(4, 40)
+    rig.runner.forward([rig.segment(a[:25], 0, tables[0], False), rig.segment(c[:29], 0, tables[2], False)])
+    rows = rig.runner.forward(
         [
-            bench.segment(d[:5], 0, tables[3], False),
-            bench.segment(a[25:], 25, tables[0], True),
-            bench.segment(b, 0, tables[1], True),
-            bench.segment(c[29:], 29, tables[2], True),
+            rig.segment(d[:5], 0, tables[3], False),
+            rig.segment(a[25:], 25, tables[0], True),
+            rig.segment(b, 0, tables[1], True),
+            rig.segment(c[29:], 29, tables[2], True),
         ]
     )
-    assert rows.shape == (3, bench.runner.vocab_size)
+    assert rows.shape == (3, rig.runner.vocab_size)
     for row, tokens in zip(rows, (a, b, c), strict=True):
-        bench.close(row, tokens)
-    bench.close(bench.runner.forward([bench.segment(d[5:], 5, tables[3], True)])[0], d)
+        rig.close(row, tokens)
+    rig.close(rig.runner.forward([rig.segment(d[5:], 5, tables[3], True)])[0], d)
 
 
-def test_decode_steps_of_two_requests(bench: Bench) -> None:
-    sequences = [list(prompt(1, 21)), list(prompt(2, 8))]
-    tables = bench.tables(2, 30)
+def test_decode_steps_of_two_requests(rig: RunnerRig) -> None:
+    sequences = [list(tokens_of(1, 21)), list(tokens_of(2, 8))]
+    tables = rig.tables(2, 30)
     starts = [0, 0]
     for _ in range(4):
         segments = [
-            bench.segment(np.array(tokens[start:], dtype=np.int32), start, table, True)
+            rig.segment(np.array(tokens[start:], dtype=np.int32), start, table, True)
             for tokens, start, table in zip(sequences, starts, tables, strict=True)
         ]
-        rows = bench.runner.forward(segments)
+        rows = rig.runner.forward(segments)
         starts = [len(tokens) for tokens in sequences]
         for row, tokens in zip(rows, sequences, strict=True):
-            bench.close(row, tokens)
+            rig.close(row, tokens)
             tokens.append(int(row.argmax()))
 
 
 def test_no_rows_when_no_logits_are_wanted() -> None:
-    bench = make_bench("llama", 16)
-    rows = bench.runner.forward([Segment(prompt(1, 5), 0, (bench.tables(1, 5)[0],), False)])
+    rig = make_rig("llama", 16)
+    rows = rig.runner.forward([Segment(tokens_of(1, 5), 0, (rig.tables(1, 5)[0],), False)])
     assert rows.shape == (0, VOCAB)
 
 
 def test_a_page_of_the_pool_is_as_large_as_it_says() -> None:
-    runner = make_bench("llama", 3).runner
+    runner = make_rig("llama", 3).runner
     assert runner.vocab_size == VOCAB
     pool = full_pool(runner)
     assert runner.layout.bytes_per_page(3, torch.float32) == {"full": 2 * 3 * 3 * 2 * 16 * 4}
@@ -234,19 +234,19 @@ def full_pool(runner: ModelRunner) -> KVPool:
 
 
 @pytest.fixture(params=[*HYBRIDS, *STEPPED])
-def hybrid(request: pytest.FixtureRequest) -> Bench:
-    return make_bench(request.param, 4)
+def hybrid(request: pytest.FixtureRequest) -> RunnerRig:
+    return make_rig(request.param, 4)
 
 
-def test_states_go_on_where_the_last_chunk_ended(hybrid: Bench) -> None:
-    tokens, (table,) = prompt(1, 40), hybrid.tables(1, 40)
+def test_states_go_on_where_the_last_chunk_ended(hybrid: RunnerRig) -> None:
+    tokens, (table,) = tokens_of(1, 40), hybrid.tables(1, 40)
     for start, end in ((0, 7), (7, 23), (23, 24), (24, 40)):
         rows = hybrid.runner.forward([Segment(tokens[start:end], start, (table,), True, state=3)])
         hybrid.close(rows[0], tokens[:end])
 
 
-def test_chunks_prompts_and_steps_of_many_states_in_one_call(hybrid: Bench) -> None:
-    a, b, c, d = prompt(1, 40), prompt(2, 17), prompt(3, 30), prompt(4, 12)
+def test_chunks_prompts_and_steps_of_many_states_in_one_call(hybrid: RunnerRig) -> None:
+    a, b, c, d = tokens_of(1, 40), tokens_of(2, 17), tokens_of(3, 30), tokens_of(4, 12)
     tables = hybrid.tables(4, 44)
     forward = hybrid.runner.forward
     forward([Segment(a[:25], 0, (tables[0],), False, state=0), Segment(c[:29], 0, (tables[2],), False, state=2)])
@@ -270,9 +270,9 @@ def test_chunks_prompts_and_steps_of_many_states_in_one_call(hybrid: Bench) -> N
         hybrid.close(row, tokens)
 
 
-def test_a_copied_state_is_a_start_for_another_request(hybrid: Bench) -> None:
+def test_a_copied_state_is_a_start_for_another_request(hybrid: RunnerRig) -> None:
     """A prefix of 24 positions whose pages are shared and whose state was copied."""
-    first, second = prompt(1, 40), np.concatenate([prompt(1, 24), prompt(2, 9)])
+    first, second = tokens_of(1, 40), np.concatenate([tokens_of(1, 24), tokens_of(2, 9)])
     theirs, others = hybrid.tables(2, 44)
     hybrid.runner.forward([Segment(first[:24], 0, (theirs,), False, state=0)])
     hybrid.runner.copy_state(0, 6)
@@ -290,38 +290,38 @@ def test_a_copied_state_is_a_start_for_another_request(hybrid: Bench) -> None:
     ("states", "name"), [((8, 1), "segments[0].state"), ((0, -1), "segments[1].state"), ((2, 2), "segments")]
 )
 def test_slots_that_do_not_exist_or_are_another_s_are_refused(states: tuple[int, int], name: str) -> None:
-    bench = make_bench("lfm2", 4)
-    tables = bench.tables(2, 8)
-    segments = [Segment(prompt(1, 5), 0, (t,), True, state=state) for t, state in zip(tables, states, strict=True)]
+    rig = make_rig("lfm2", 4)
+    tables = rig.tables(2, 8)
+    segments = [Segment(tokens_of(1, 5), 0, (t,), True, state=state) for t, state in zip(tables, states, strict=True)]
     with pytest.raises(BadArgument) as caught:
-        bench.runner.forward(segments)
+        rig.runner.forward(segments)
     assert caught.value.name == name
 
 
 def test_a_model_without_states_copies_none() -> None:
     with pytest.raises(BadArgument, match="a model that keeps one"):
-        make_bench("llama", 16).runner.copy_state(0, 1)
+        make_rig("llama", 16).runner.copy_state(0, 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss windowed", "mistral windowed", "falcon_h1", "mamba2"])
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
-    bench = make_bench.__wrapped__(family, 4)
-    tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
-    segment = bench.segment(tokens[32:], 32, table, True)
-    bench.runner.forward([replace(bench.segment(tokens[:32], 0, table, False), state=3)])
-    count = len(bench.runner.layout.components)
+    rig = make_rig.__wrapped__(family, 4)
+    tokens, (table,) = tokens_of(1, 40), rig.tables(1, 40)
+    segment = rig.segment(tokens[32:], 32, table, True)
+    rig.runner.forward([replace(rig.segment(tokens[:32], 0, table, False), state=3)])
+    count = len(rig.runner.layout.components)
     page_ids, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
-    kinds = [component.name for component in bench.runner.layout.components]
+    kinds = [component.name for component in rig.runner.layout.components]
     ids = [(states, states) if kind == "state" else (table[:8], page_ids) for kind in kinds]
-    host = bench.runner.host_memory(HostSize(host_ratio=1.0), storage=False)
+    host = rig.runner.host_memory(HostSize(host_ratio=1.0), storage=False)
     host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
-    for pool in bench.runner.pools.values():
+    for pool in rig.runner.pools.values():
         for tensor in (pool.k, pool.v) if isinstance(pool, KVPool) else pool.tensors:
             tensor.fill_(torch.nan)
     ticket = host.up([Move(i, there, device) for i, (device, there) in enumerate(ids)])
-    rows = bench.runner.forward([replace(segment, arriving=ticket, state=3)])
-    bench.close(rows[0], tokens)
-    assert count == len(bench.runner.pools)
+    rows = rig.runner.forward([replace(segment, arriving=ticket, state=3)])
+    rig.close(rows[0], tokens)
+    assert count == len(rig.runner.pools)
     host.close()
 
 
@@ -331,7 +331,7 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
 class Album(NamedTuple):
     """A model that takes images, a prompt with two, and plain logits of the whole prompt and two more tokens."""
 
-    bench: Bench
+    rig: RunnerRig
     tokens: NDArray[np.int32]
     images: tuple[ImageInput, ...]
     positions: NDArray[np.int64] | None
@@ -339,7 +339,7 @@ class Album(NamedTuple):
 
     def segment(self, begin: int, end: int, table: NDArray[np.int32]) -> Segment:
         positions = None if self.positions is None else self.positions[:, begin:end]
-        segment = self.bench.segment(self.tokens[begin:end], begin, table, True)
+        segment = self.rig.segment(self.tokens[begin:end], begin, table, True)
         return replace(segment, images=self.images, positions=positions)
 
 
@@ -360,8 +360,8 @@ def make_album(family: str, window: int) -> Album:
     counts = {c.name: 40 for c in Layout.of(model.model.config, model.max_context).components}
     runner = ModelRunner(model, counts, 4)
     order = np.random.default_rng(7).permutation(40).astype(np.int32)
-    bench = Bench(runner, lambda tokens: plain, 4, order)
-    return Album(bench, tokens, prepared.images, request.positions_of(0, len(tokens)), plain)
+    rig = RunnerRig(runner, lambda tokens: plain, 4, order)
+    return Album(rig, tokens, prepared.images, request.positions_of(0, len(tokens)), plain)
 
 
 def with_pixels(model: LoadedModel, pictures: list[Any], parts: list[dict[str, Any]]) -> torch.Tensor:
@@ -391,40 +391,40 @@ def album(request: pytest.FixtureRequest) -> Album:
 
 def test_a_prompt_with_images_in_one_piece_in_chunks_and_in_steps(album: Album) -> None:
     end, (first, second) = len(album.tokens) - 2, album.images
-    tables = album.bench.tables(2, len(album.tokens))
+    tables = album.rig.tables(2, len(album.tokens))
     cuts = [0, first.start, first.end, second.start - 1, second.end + 2, end]
-    if album.bench.runner.vision is not None and not album.bench.runner.vision.both_ways:
+    if album.rig.runner.vision is not None and not album.rig.runner.vision.both_ways:
         cuts = [0, first.start + 2, first.end - 1, second.start + 3, end]
     steps = [(0, end), (end, end + 1), (end + 1, end + 2)]
     for table, spans in zip(tables, (steps, [*itertools.pairwise(cuts), *steps[1:]]), strict=True):
         for begin, stop in spans:
-            row = album.bench.runner.forward([album.segment(begin, stop, table)])[0]
+            row = album.rig.runner.forward([album.segment(begin, stop, table)])[0]
             torch.testing.assert_close(row, album.plain[stop - 1], atol=ATOL, rtol=0)
 
 
 def test_images_together_with_requests_without(album: Album) -> None:
-    tokens, (ours, theirs) = prompt(3, 30) + 8, album.bench.tables(2, len(album.tokens))
-    alone = album.bench.runner.forward([album.bench.segment(tokens, 0, theirs, True)])[0]
+    tokens, (ours, theirs) = tokens_of(3, 30) + 8, album.rig.tables(2, len(album.tokens))
+    alone = album.rig.runner.forward([album.rig.segment(tokens, 0, theirs, True)])[0]
     begin, end = album.images[1].start, len(album.tokens) - 2
-    album.bench.runner.forward([album.segment(0, begin, ours)])
-    rows = album.bench.runner.forward([album.bench.segment(tokens, 0, theirs, True), album.segment(begin, end, ours)])
+    album.rig.runner.forward([album.segment(0, begin, ours)])
+    rows = album.rig.runner.forward([album.rig.segment(tokens, 0, theirs, True), album.segment(begin, end, ours)])
     torch.testing.assert_close(rows[0], alone, atol=ATOL, rtol=0)
     torch.testing.assert_close(rows[1], album.plain[end - 1], atol=ATOL, rtol=0)
 
 
 def test_an_image_that_is_attended_both_ways_is_never_cut() -> None:
     album = make_album("gemma3", 0)
-    (table,) = album.bench.tables(1, len(album.tokens))
+    (table,) = album.rig.tables(1, len(album.tokens))
     for begin, end in ((0, album.images[0].start + 3), (album.images[0].start + 3, len(album.tokens))):
         with pytest.raises(BadArgument) as caught:
-            album.bench.runner.forward([album.segment(begin, end, table)])
+            album.rig.runner.forward([album.segment(begin, end, table)])
         assert caught.value.name == "segments[0].images"
 
 
 def test_a_model_without_vision_refuses_images() -> None:
     image = ImageInput(0, 5, b"0123456789abcdef", {})
     with pytest.raises(BadArgument, match="reads no images"):
-        make_bench("llama", 16).runner.forward([replace(GOOD, images=(image,))])
+        make_rig("llama", 16).runner.forward([replace(GOOD, images=(image,))])
 
 
 class _Negating:
@@ -442,12 +442,12 @@ class _Negating:
 
 
 def test_adapters_compute_apart_and_rows_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make_bench.__wrapped__("llama", 4)
-    runner, tables = bench.runner, bench.tables(3, 20)
+    rig = make_rig.__wrapped__("llama", 4)
+    runner, tables = rig.runner, rig.tables(3, 20)
     weight = tiny_pair("llama")[0].model.get_decoder().layers[1].mlp.up_proj.weight.data
     monkeypatch.setattr(runner, "adapters", _Negating(weight))
     adapter = Adapter("negating", "0" * 64, ())
-    segments = [Segment(prompt(i, 12), 0, (table,), True) for i, table in enumerate(tables)]
+    segments = [Segment(tokens_of(i, 12), 0, (table,), True) for i, table in enumerate(tables)]
     plain = runner.forward(segments)
     alone = runner.forward([replace(segments[1], adapter=adapter)])
     rows = runner.forward([segments[0], replace(segments[1], adapter=adapter), segments[2]])
@@ -505,11 +505,11 @@ def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.Monk
     """Two requests whose prefix arrives layer by layer, and one without: each layer is awaited, then read."""
     attention = _Recorded()
     monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: attention)
-    bench = make_bench.__wrapped__("llama", 3)
-    tokens, other = prompt(1, 40), prompt(2, 9)
-    tables = bench.tables(3, 40)
-    bench.runner.forward([Segment(tokens[:33], 0, (tables[0],), False)])
-    pool, page_ids = full_pool(bench.runner), torch.from_numpy(tables[0][:11])
+    rig = make_rig.__wrapped__("llama", 3)
+    tokens, other = tokens_of(1, 40), tokens_of(2, 9)
+    tables = rig.tables(3, 40)
+    rig.runner.forward([Segment(tokens[:33], 0, (tables[0],), False)])
+    pool, page_ids = full_pool(rig.runner), torch.from_numpy(tables[0][:11])
     kept = [(keys[page_ids].clone(), values[page_ids].clone()) for keys, values in map(pool.layer, range(3))]
     attention.log.clear()
     pool.k[:, page_ids], pool.v[:, page_ids] = torch.nan, torch.nan
@@ -520,7 +520,7 @@ def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.Monk
 
     ticket = _Arriving(attention.log, arrive)
     follower = np.concatenate([tables[0][:11], tables[1][:5]])
-    rows = bench.runner.forward(
+    rows = rig.runner.forward(
         [
             Segment(other, 0, (tables[2],), True),
             Segment(tokens[33:], 33, (tables[0],), True, ticket),
@@ -529,54 +529,54 @@ def test_layers_are_computed_while_the_next_ones_arrive(monkeypatch: pytest.Monk
     )
     assert attention.log == [(what, layer) for layer in range(3) for what in ("arrived", "computed")]
     for row, sequence in zip(rows, (other, tokens, tokens[:38]), strict=True):
-        bench.close(row, sequence)
+        rig.close(row, sequence)
 
 
 def test_what_comes_up_from_the_host_is_waited_for() -> None:
     """With the real copies, on their own thread."""
-    bench = make_bench("llama", 16)
-    tokens, (table,) = prompt(1, 40), bench.tables(1, 40)
-    bench.runner.forward([Segment(tokens[:32], 0, (table,), False)])
-    pool, slots = full_pool(bench.runner), np.arange(2, dtype=np.int32)
+    rig = make_rig("llama", 16)
+    tokens, (table,) = tokens_of(1, 40), rig.tables(1, 40)
+    rig.runner.forward([Segment(tokens[:32], 0, (table,), False)])
+    pool, slots = full_pool(rig.runner), np.arange(2, dtype=np.int32)
     host = HostPool([Planes((pool.k, pool.v))], [2])
     host.down([Move(0, table[:2], slots)]).wait()
     for _ in range(5):
         pool.k.fill_(torch.nan)
         pool.v.fill_(torch.nan)
         ticket = host.up([Move(0, slots, table[:2])])
-        bench.close(bench.runner.forward([Segment(tokens[32:], 32, (table,), True, ticket)])[0], tokens)
+        rig.close(rig.runner.forward([Segment(tokens[32:], 32, (table,), True, ticket)])[0], tokens)
         assert ticket.done()
         assert ticket.error is None
     host.close()
 
 
 TABLE = np.arange(4, dtype=np.int32)
-GOOD = Segment(prompt(1, 5), 0, (TABLE,), True)
+GOOD = Segment(tokens_of(1, 5), 0, (TABLE,), True)
 
 
 @pytest.mark.parametrize(
     ("segments", "name"),
     [
         ([], "segments"),
-        ([Segment(prompt(1, 0), 0, (TABLE,), True)], "segments[0].tokens"),
+        ([Segment(tokens_of(1, 0), 0, (TABLE,), True)], "segments[0].tokens"),
         ([GOOD, Segment(np.array([3, VOCAB], dtype=np.int32), 0, (TABLE + 4,), True)], "segments[1].tokens"),
         ([Segment(np.array([-1], dtype=np.int32), 0, (TABLE,), True)], "segments[0].tokens"),
-        ([Segment(prompt(1, 5), -1, (TABLE,), True)], "segments[0].start"),
-        ([Segment(prompt(1, 5), CONTEXT - 4, (np.arange(20, dtype=np.int32),), True)], "segments[0].start"),
-        ([Segment(prompt(1, 5), 60, (TABLE,), True)], "segments[0].tables[0]"),
-        ([Segment(prompt(1, 5), 0, (np.array([25], dtype=np.int32),), True)], "segments[0].tables[0]"),
-        ([Segment(prompt(1, 5), 0, (np.array([-1], dtype=np.int32),), True)], "segments[0].tables[0]"),
-        ([GOOD, Segment(prompt(1, 5), 0, (TABLE,), True)], "segments"),
+        ([Segment(tokens_of(1, 5), -1, (TABLE,), True)], "segments[0].start"),
+        ([Segment(tokens_of(1, 5), CONTEXT - 4, (np.arange(20, dtype=np.int32),), True)], "segments[0].start"),
+        ([Segment(tokens_of(1, 5), 60, (TABLE,), True)], "segments[0].tables[0]"),
+        ([Segment(tokens_of(1, 5), 0, (np.array([25], dtype=np.int32),), True)], "segments[0].tables[0]"),
+        ([Segment(tokens_of(1, 5), 0, (np.array([-1], dtype=np.int32),), True)], "segments[0].tables[0]"),
+        ([GOOD, Segment(tokens_of(1, 5), 0, (TABLE,), True)], "segments"),
     ],
 )
 def test_bad_segments_are_refused_and_write_nothing(segments: list[Segment], name: str) -> None:
-    bench = make_bench("llama", 16)
-    bench.runner.forward([Segment(prompt(9, 10), 0, (TABLE,), False)])
+    rig = make_rig("llama", 16)
+    rig.runner.forward([Segment(tokens_of(9, 10), 0, (TABLE,), False)])
     with pytest.raises(BadArgument) as caught:
-        bench.runner.forward(segments)
+        rig.runner.forward(segments)
     assert caught.value.name == name
-    tokens = np.append(prompt(9, 10), np.int32(5))
-    bench.close(bench.runner.forward([Segment(tokens[10:], 10, (TABLE,), True)])[0], tokens)
+    tokens = np.append(tokens_of(9, 10), np.int32(5))
+    rig.close(rig.runner.forward([Segment(tokens[10:], 10, (TABLE,), True)])[0], tokens)
 
 
 ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
@@ -628,28 +628,28 @@ WINDOW = np.array([-1, -1, 3, 1], dtype=np.int32)
     ],
 )
 def test_the_window_s_pages_must_be_there_but_no_others(table: NDArray[np.int32], start: int, refused: bool) -> None:
-    bench = make_bench("gpt_oss windowed", 4)
-    segment = Segment(prompt(1, 1), start, (TABLE, table), True)
+    rig = make_rig("gpt_oss windowed", 4)
+    segment = Segment(tokens_of(1, 1), start, (TABLE, table), True)
     if not refused:
-        assert bench.runner.forward([segment]).shape == (1, VOCAB)
+        assert rig.runner.forward([segment]).shape == (1, VOCAB)
         return
     with pytest.raises(BadArgument) as caught:
-        bench.runner.forward([segment])
+        rig.runner.forward([segment])
     assert caught.value.name == "segments[0].tables[1]"
 
 
 def test_a_segment_has_a_table_for_each_component() -> None:
-    bench = make_bench("gpt_oss windowed", 4)
+    rig = make_rig("gpt_oss windowed", 4)
     with pytest.raises(BadArgument, match="one for each of full, window") as caught:
-        bench.runner.forward([Segment(prompt(1, 5), 0, (TABLE,), True)])
+        rig.runner.forward([Segment(tokens_of(1, 5), 0, (TABLE,), True)])
     assert caught.value.name == "segments[0].tables"
 
 
 def test_two_requests_never_write_to_one_window_page() -> None:
-    bench = make_bench("gpt_oss windowed", 4)
-    segments = [Segment(prompt(1, 5), 0, (TABLE + shift, TABLE), True) for shift in (0, 4)]
+    rig = make_rig("gpt_oss windowed", 4)
+    segments = [Segment(tokens_of(1, 5), 0, (TABLE + shift, TABLE), True) for shift in (0, 4)]
     with pytest.raises(BadArgument, match="twice"):
-        bench.runner.forward(segments)
+        rig.runner.forward(segments)
 
 
 class _Deaf(SdpaAttention):
@@ -709,7 +709,7 @@ def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 def test_half_precision_passes_the_self_test(dtype: torch.dtype) -> None:
     model = tiny("llama").to(dtype)  # type: ignore[call-arg, arg-type]
     runner = ModelRunner(LoadedModel(model, None, "tiny", dtype, CONTEXT), 8, 16)  # type: ignore[arg-type]
-    rows = runner.forward([Segment(prompt(1, 5), 0, (TABLE,), True)])
+    rows = runner.forward([Segment(tokens_of(1, 5), 0, (TABLE,), True)])
     assert rows.dtype == torch.float32
     assert rows.isfinite().all()
 

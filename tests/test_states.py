@@ -39,7 +39,7 @@ def whole(family: str) -> torch.Tensor:
         return torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits for row in TOKENS])
 
 
-class Bench:
+class StatesRig:
     """A model with states in slots; a plain attention function keeps its keys and values by sequence."""
 
     def __init__(self, family: str) -> None:
@@ -139,58 +139,58 @@ def close(logits: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_a_cut_sequence_is_as_the_whole(family: str, cuts: tuple[int, ...]) -> None:
-    bench = Bench(family)
+    rig = StatesRig(family)
     tokens, expected = TOKENS[0], whole(family)[0]
-    close(bench.start(tokens[: cuts[1]], 2, "a"), expected[: cuts[1]])
+    close(rig.start(tokens[: cuts[1]], 2, "a"), expected[: cuts[1]])
     for begin, end in itertools.pairwise(cuts[1:]):
-        close(bench.go_on(tokens[None, begin:end], [begin], [2], ["a"])[0], expected[begin:end])
+        close(rig.go_on(tokens[None, begin:end], [begin], [2], ["a"])[0], expected[begin:end])
 
 
 def test_one_token_is_a_start_too(family: str) -> None:
-    bench = Bench(family)
-    close(bench.start(TOKENS[0, :1], 0, "a"), whole(family)[0, :1])
-    close(bench.go_on(TOKENS[:1, 1:2], [1], [0], ["a"])[0], whole(family)[0, 1:2])
+    rig = StatesRig(family)
+    close(rig.start(TOKENS[0, :1], 0, "a"), whole(family)[0, :1])
+    close(rig.go_on(TOKENS[:1, 1:2], [1], [0], ["a"])[0], whole(family)[0, 1:2])
 
 
 def test_a_restored_state_goes_on_as_the_first_did_and_its_source_stays(family: str, cuts: tuple[int, ...]) -> None:
-    bench = Bench(family)
+    rig = StatesRig(family)
     tokens, begin = TOKENS[0], cuts[-4]
-    bench.start(tokens[:begin], 0, "a")
-    bench.pool.copy(0, 5)
-    bench.fork("a", "b")
-    aside = bench.slot(5)
+    rig.start(tokens[:begin], 0, "a")
+    rig.pool.copy(0, 5)
+    rig.fork("a", "b")
+    aside = rig.slot(5)
     ran = []
     for slot, name in ((0, "a"), (1, "b")):
         if slot == 1:
-            bench.pool.copy(5, 1)
-        logits = [bench.go_on(tokens[None, b:e], [b], [slot], [name]) for b, e in itertools.pairwise(cuts[-4:])]
-        ran.append((torch.cat(logits, dim=1), bench.slot(slot)))
+            rig.pool.copy(5, 1)
+        logits = [rig.go_on(tokens[None, b:e], [b], [slot], [name]) for b, e in itertools.pairwise(cuts[-4:])]
+        ran.append((torch.cat(logits, dim=1), rig.slot(slot)))
     assert torch.equal(ran[0][0], ran[1][0])
     assert all(torch.equal(one, other) for one, other in zip(ran[0][1], ran[1][1], strict=True))
-    assert all(torch.equal(now, then) for now, then in zip(bench.slot(5), aside, strict=True))
-    assert not any(torch.equal(now, then) for now, then in zip(bench.slot(0), aside, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(rig.slot(5), aside, strict=True))
+    assert not any(torch.equal(now, then) for now, then in zip(rig.slot(0), aside, strict=True))
 
 
 def test_a_forward_touches_no_slot_before_it_is_stored(family: str) -> None:
-    bench = Bench(family)
-    bench.start(TOKENS[0, :9], 3, "a")
-    before = [tensor.clone() for tensor in bench.pool.tensors]
-    bench.cache.load([3])
-    bench.cache.store = lambda slots: None  # type: ignore[method-assign]
-    bench._run(TOKENS[:1, 9:10], [9], [3], ["a"])
-    bench.start(TOKENS[1, :5], 3, "b")
-    assert all(torch.equal(now, then) for now, then in zip(bench.pool.tensors, before, strict=True))
+    rig = StatesRig(family)
+    rig.start(TOKENS[0, :9], 3, "a")
+    before = [tensor.clone() for tensor in rig.pool.tensors]
+    rig.cache.load([3])
+    rig.cache.store = lambda slots: None  # type: ignore[method-assign]
+    rig._run(TOKENS[:1, 9:10], [9], [3], ["a"])
+    rig.start(TOKENS[1, :5], 3, "b")
+    assert all(torch.equal(now, then) for now, then in zip(rig.pool.tensors, before, strict=True))
 
 
 def test_stacked_sequences_of_any_length_are_as_each_alone(family: str) -> None:
-    bench = Bench(family)
+    rig = StatesRig(family)
     slots, starts = [4, 0, 3], [40, 9, 23]
     for row in range(3):
-        bench.start(TOKENS[row, : starts[row]], slots[row], row)
+        rig.start(TOKENS[row, : starts[row]], slots[row], row)
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 2]):
         at = [starts[row] for row in order]
         new = torch.stack([TOKENS[row, starts[row] : starts[row] + 1] for row in order])
-        logits = bench.go_on(new, at, [slots[row] for row in order], order)
+        logits = rig.go_on(new, at, [slots[row] for row in order], order)
         close(logits[:, 0], torch.stack([whole(family)[row, start] for row, start in zip(order, at, strict=True)]))
         for row in order:
             starts[row] += 1
@@ -199,12 +199,12 @@ def test_stacked_sequences_of_any_length_are_as_each_alone(family: str) -> None:
 def test_nothing_of_a_sequence_is_in_the_slot_of_another(family: str) -> None:
     after = []
     for beside in (1, 2):
-        bench = Bench(family)
-        bench.start(TOKENS[0, :11], 0, "a")
-        bench.start(TOKENS[beside, :17], 1, "b")
+        rig = StatesRig(family)
+        rig.start(TOKENS[0, :11], 0, "a")
+        rig.start(TOKENS[beside, :17], 1, "b")
         new = torch.stack([TOKENS[0, 11:12], TOKENS[beside, 17:18]])
-        bench.go_on(new, [11, 17], [0, 1], ["a", "b"])
-        after.append((bench.slot(0), bench.slot(1)))
+        rig.go_on(new, [11, 17], [0, 1], ["a", "b"])
+        after.append((rig.slot(0), rig.slot(1)))
     for one, other in zip(after[0][0], after[1][0], strict=True):
         close(one, other)
     assert not any(torch.equal(one, other) for one, other in zip(after[0][1], after[1][1], strict=True))
@@ -228,8 +228,8 @@ def test_low_precision_hides_no_scan_that_starts_again(family: str) -> None:
 
 
 def test_slots_cost_what_the_tensors_take(family: str) -> None:
-    bench = Bench(family)
-    assert bench.pool.bytes_per_slot * 6 == sum(tensor.nbytes for tensor in bench.pool.tensors)
+    rig = StatesRig(family)
+    assert rig.pool.bytes_per_slot * 6 == sum(tensor.nbytes for tensor in rig.pool.tensors)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("falcon_h1", (0, 1, 2)), ("lfm2", (0, 2)), ("nemotron_h", (0,))])
@@ -332,39 +332,39 @@ def broken_lfm2(breakage: Any) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench("lfm2")
+def rig() -> StatesRig:
+    return StatesRig("lfm2")
 
 
 @pytest.mark.parametrize(("source", "target", "name"), [(-1, 0, "source"), (6, 0, "source"), (0, 6, "target")])
-def test_copies_of_what_does_not_exist_are_refused(bench: Bench, source: int, target: int, name: str) -> None:
+def test_copies_of_what_does_not_exist_are_refused(rig: StatesRig, source: int, target: int, name: str) -> None:
     with pytest.raises(BadArgument) as caught:
-        bench.pool.copy(source, target)
+        rig.pool.copy(source, target)
     assert caught.value.name == name
 
 
 @pytest.mark.parametrize("slots", [[], [6], [-1], [0, 0]])
-def test_only_different_slots_that_exist_are_stored_to(bench: Bench, slots: list[int]) -> None:
-    bench.cache.start(max(len(slots), 1))
-    before = [tensor.clone() for tensor in bench.pool.tensors]
+def test_only_different_slots_that_exist_are_stored_to(rig: StatesRig, slots: list[int]) -> None:
+    rig.cache.start(max(len(slots), 1))
+    before = [tensor.clone() for tensor in rig.pool.tensors]
     with pytest.raises(BadArgument):
-        bench.cache.store(slots)
-    assert all(torch.equal(now, then) for now, then in zip(bench.pool.tensors, before, strict=True))
+        rig.cache.store(slots)
+    assert all(torch.equal(now, then) for now, then in zip(rig.pool.tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("slots", [[], [6], [-1]])
-def test_only_slots_that_exist_are_loaded(bench: Bench, slots: list[int]) -> None:
+def test_only_slots_that_exist_are_loaded(rig: StatesRig, slots: list[int]) -> None:
     with pytest.raises(BadArgument):
-        bench.cache.load(slots)
+        rig.cache.load(slots)
 
 
-def test_a_forward_has_rows_and_a_pool_has_slots(bench: Bench) -> None:
+def test_a_forward_has_rows_and_a_pool_has_slots(rig: StatesRig) -> None:
     with pytest.raises(BadArgument):
-        bench.cache.start(0)
+        rig.cache.start(0)
     with pytest.raises(BadArgument):
-        StatePool(bench.shape, 0)
+        StatePool(rig.shape, 0)
 
 
-def test_more_memory_than_there_is_is_refused(bench: Bench) -> None:
+def test_more_memory_than_there_is_is_refused(rig: StatesRig) -> None:
     with pytest.raises(BadArgument, match="state_bytes"):
-        StatePool(bench.shape, 2**50)
+        StatePool(rig.shape, 2**50)
