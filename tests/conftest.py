@@ -16,6 +16,8 @@ from skips import Skips
 
 from mainstem.errors import ModelNotFound
 
+pytest.register_assert_rewrite("rigs")  # a check of a rig that fails shows its values, as in a test
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,3 +58,14 @@ def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(index, "SLACK_RECORDS", 6)
     monkeypatch.setattr(backend, "STEP_BYTES", 4 * GRAIN_BYTES)
+
+
+@pytest.fixture(scope="module")
+def s3_credentials() -> Iterator[None]:
+    """Sets the credentials of S3 clients, which they find in the environment."""
+    from rigs.servers import S3_CREDENTIALS
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in S3_CREDENTIALS.items():
+            patch.setenv(name, value)
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -28,18 +27,11 @@ from mainstem.runtime.attention import (
 )
 from mainstem.runtime.kv import KVPool, KVShape
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 LAYER = 1
 SCALE = 0.3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Runs on one thread: tiny tensors gain nothing from threads, and waiting for a busy core costs minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_pool(pages: int, page_size: int) -> KVPool:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,11 @@ from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime import models
 from mainstem.runtime.models import LoadedModel, load_model, quicker_dtype
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 64, 4, 2, 2
 WORDS = ["<unk>", "<s>", "</s>", *"abcdefgh", "ab", "cd"]
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Runs on one thread: tiny tensors gain nothing from threads, and waiting for a busy core costs minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 from machine import patience
+from rigs.stores import cause_of
 
-from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.storage.base import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, Pool, make_value, run
 from mainstem.storage.vendors.aibrix import AIBrixBackend
@@ -35,12 +36,6 @@ both = pytest.mark.parametrize("connector", ["shfs", "rocksdb"])
 
 def values(size: int, version: int = 0) -> list[memoryview]:
     return [make_value(key, size, version) for key in KEYS]
-
-
-def expect_error(cause: str, call: Callable[[], object]) -> None:
-    with pytest.raises(StorageError) as raised:
-        call()
-    assert raised.value.cause == cause
 
 
 def file_of(folder: Path, key: bytes) -> Path:
@@ -143,7 +138,7 @@ def test_a_frozen_file_system_costs_the_timeout_and_no_more(tmp_path: Path) -> N
     backend = AIBrixBackend("shfs", tmp_path, timeout_s=patience(0.3))
     value = values(1000)[0]
     with write_blocked(tmp_path, KEYS[0]) as free:
-        expect_error("timeout", lambda: backend.put(KEYS[:1], [value]))
+        assert cause_of(lambda: backend.put(KEYS[:1], [value])) == "timeout"
         value[:] = bytes(1000)  # the buffer belongs to the caller again
         assert backend.put(KEYS[1:], values(1000)[1:]) == [True] * 7
         assert free() == values(1000)[0]
@@ -171,7 +166,7 @@ def test_close_ends_calls_that_wait(tmp_path: Path) -> None:
     ended = threading.Event()
 
     def put() -> None:
-        expect_error("closed", lambda: backend.put(KEYS[:1], values(1000)[:1]))
+        assert cause_of(lambda: backend.put(KEYS[:1], values(1000)[:1])) == "closed"
         ended.set()
 
     with write_blocked(tmp_path, KEYS[0]):
@@ -195,7 +190,7 @@ def test_a_value_that_cannot_be_read_does_not_affect_others(tmp_path: Path) -> N
     pool = Pool([1000] * 5 + [broken.stat().st_size] + [1000] * 2)
     assert backend.get(KEYS, pool.buffers) == [5 if at == 2 else ABSENT if at == 5 else 1000 for at in range(8)]
     assert pool.buffers[7] == values(1000)[7]
-    expect_error("io", lambda: backend.get(KEYS[5:6], pool.buffers[5:6]))
+    assert cause_of(lambda: backend.get(KEYS[5:6], pool.buffers[5:6])) == "io"
     backend.close()
 
 
@@ -204,7 +199,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     backend = AIBrixBackend("shfs", tmp_path / "store", timeout_s=TIMEOUT_S)
     (tmp_path / "store").mkdir(exist_ok=True)
     (tmp_path / "store" / "mainstem").write_text("a file in the way")
-    expect_error("io", lambda: backend.put(KEYS, values(10)))
+    assert cause_of(lambda: backend.put(KEYS, values(10))) == "io"
     backend.close()
     with pytest.raises(BackendUnavailable, match="could not open"):
         AIBrixBackend("rocksdb", tmp_path / "store" / "mainstem")

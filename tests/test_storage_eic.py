@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,45 +9,31 @@ from collections.abc import Iterator
 import pytest
 from doubles import eic as double
 from machine import patience
+from rigs.stores import Values
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
-from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
+from mainstem.storage.conformance import CASES, Case, make_value, run
 from mainstem.storage.vendors.eic import EICBackend
 
 pytestmark = pytest.mark.deadline
-KEYS = make_keys(random.Random(3), 40)
-SIZE = 10_000
+VALUES = Values(10_000)
+KEYS, SIZE = VALUES.keys, VALUES.size
+name, put, read = VALUES.name, VALUES.put, VALUES.read
 ROOM = 200_000
 
 
 @pytest.fixture(autouse=True)
-def world(monkeypatch: pytest.MonkeyPatch) -> double.World:
+def instance(monkeypatch: pytest.MonkeyPatch) -> double.Instance:
     monkeypatch.setitem(sys.modules, "eic", double)
     return double.reset()
 
 
 @pytest.fixture
-def store(world: double.World) -> Iterator[EICBackend]:
+def store(instance: double.Instance) -> Iterator[EICBackend]:
     opened = EICBackend("10.0.0.1:7000", "kv-1", staging_bytes=ROOM, timeout_s=patience(0.2))
     yield opened
     opened.close()
-
-
-def name(number: int) -> str:
-    return f"mainstem/{KEYS[number].hex()}"
-
-
-def put(store: EICBackend, *numbers: int) -> list[bool]:
-    return store.put([KEYS[number] for number in numbers], [make_value(KEYS[number], SIZE) for number in numbers])
-
-
-def read(store: EICBackend, *numbers: int) -> list[int]:
-    buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
-    lengths = store.get([KEYS[number] for number in numbers], buffers)
-    for number, length, buffer in zip(numbers, lengths, buffers, strict=True):
-        assert length != SIZE or buffer == make_value(KEYS[number], SIZE), f"value {number} is another one's"
-    return lengths
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -57,42 +42,44 @@ def test_conformance(case: Case) -> None:
     assert result.passed, result.reason
 
 
-def test_names_namespace_lifetime_and_memory(store: EICBackend, world: double.World) -> None:
+def test_names_namespace_lifetime_and_memory(store: EICBackend, instance: double.Instance) -> None:
     put(store, 0)
-    assert list(world.values) == [("mainstem", name(0))]
-    assert world.ttl == {-1} and [size for _, size in world.regions] == [ROOM]
+    assert list(instance.values) == [("mainstem", name(0))]
+    assert instance.ttl == {-1} and [size for _, size in instance.regions] == [ROOM]
     assert store.stats() == BackendStats()
 
 
-def test_a_miss_in_the_middle_shifts_nothing(store: EICBackend, world: double.World) -> None:
+def test_a_miss_in_the_middle_shifts_nothing(store: EICBackend, instance: double.Instance) -> None:
     put(store, 0, 1, 3, 4, 6)
-    world.codes = {name(3): double.StatusCode.RPC_ERROR}
+    instance.codes = {name(3): double.StatusCode.RPC_ERROR}
     assert read(store, *range(7)) == [SIZE, SIZE, ABSENT, ABSENT, SIZE, ABSENT, SIZE]
-    world.codes = {}
+    instance.codes = {}
     assert read(store, 5, 7) == [ABSENT, ABSENT] and read(store, 5) == [ABSENT]
     assert store.exists(KEYS) == 2 and store.exists(KEYS[5:]) == 0
 
 
-def test_a_call_without_statuses_of_values_counts_as_a_whole(store: EICBackend, world: double.World) -> None:
+def test_a_call_without_statuses_of_values_counts_as_a_whole(store: EICBackend, instance: double.Instance) -> None:
     put(store, 0, 1)
-    world.terse = True
+    instance.terse = True
     assert put(store, 2) == [True] and read(store, 0, 1) == [SIZE, SIZE] and store.exists(KEYS[:3]) == 3
     with pytest.raises(StorageError, match="PARTIAL_FAILED"):
         read(store, 0, 9)
 
 
-def test_one_value_without_room_is_refused_and_the_others_are_stored(store: EICBackend, world: double.World) -> None:
-    world.codes = {name(1): double.StatusCode.NO_SPACE}
+def test_one_value_without_room_is_refused_and_the_others_are_stored(
+    store: EICBackend, instance: double.Instance
+) -> None:
+    instance.codes = {name(1): double.StatusCode.NO_SPACE}
     assert put(store, 0, 1, 2) == [True, False, True]
     assert read(store, 0, 1, 2) == [SIZE, ABSENT, SIZE]
 
 
-def test_a_value_longer_than_the_staging_memory_is_refused(store: EICBackend, world: double.World) -> None:
+def test_a_value_longer_than_the_staging_memory_is_refused(store: EICBackend, instance: double.Instance) -> None:
     stored = store.put(KEYS[:2], [memoryview(bytearray(ROOM)), make_value(KEYS[1], SIZE)])
     assert stored == [False, True]
     numbers = list(range(40))
     assert all(put(store, *numbers)) and read(store, *numbers) == [SIZE] * 40
-    assert max(world.batches) * SIZE < ROOM
+    assert max(instance.batches) * SIZE < ROOM
 
 
 def test_a_shorter_value_says_its_length(store: EICBackend) -> None:
@@ -101,7 +88,7 @@ def test_a_shorter_value_says_its_length(store: EICBackend) -> None:
 
 
 def test_old_content_of_the_staging_memory_is_no_value(
-    store: EICBackend, world: double.World, monkeypatch: pytest.MonkeyPatch
+    store: EICBackend, instance: double.Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, 0, 1)
     done = (double.StatusCode.SUCCESS, None, double.Outcome([double.StatusCode.SUCCESS] * 2))
@@ -110,58 +97,58 @@ def test_old_content_of_the_staging_memory_is_no_value(
 
 
 def test_a_stuck_service_is_a_timeout_and_a_late_end_does_not_touch_the_caller(
-    store: EICBackend, world: double.World
+    store: EICBackend, instance: double.Instance
 ) -> None:
     put(store, 0)
-    world.frozen = release = threading.Event()
+    instance.frozen = release = threading.Event()
     buffer = memoryview(bytearray(SIZE))
     for call in (lambda: store.get([KEYS[0]], [buffer]), lambda: put(store, 1), lambda: store.exists(KEYS)):
         with pytest.raises(StorageError, match="timeout: EIC: no answer in"):
             call()
-    world.frozen = None
+    instance.frozen = None
     release.set()
     assert read(store, 0) == [SIZE]
     assert buffer == bytes(SIZE)
 
 
-def test_a_service_that_died_is_found_again_when_it_is_back(store: EICBackend, world: double.World) -> None:
+def test_a_service_that_died_is_found_again_when_it_is_back(store: EICBackend, instance: double.Instance) -> None:
     put(store, 0)
-    world.down = True
+    instance.down = True
     with pytest.raises(StorageError, match=r"mget of 1 values: StatusCode\.RPC_ERROR"):
         read(store, 0)
     for call in (lambda: put(store, 1), lambda: store.exists(KEYS), lambda: store.delete(KEYS), store.clear):
         with pytest.raises(StorageError, match="unreachable: EIC: init of kv-1"):
             call()
-    world.down = False
+    instance.down = False
     assert read(store, 0) == [SIZE]
 
 
-def test_delete_says_when_a_value_is_still_there(store: EICBackend, world: double.World) -> None:
+def test_delete_says_when_a_value_is_still_there(store: EICBackend, instance: double.Instance) -> None:
     put(store, 0, 1)
-    world.deletes = False
+    instance.deletes = False
     with pytest.raises(StorageError, match="still has 2 of 3"):
         store.delete([*KEYS[:2], KEYS[9]])
-    world.deletes = True
+    instance.deletes = True
     store.clear()
-    assert not world.values
+    assert not instance.values
 
 
-def test_clear_leaves_what_others_put(store: EICBackend, world: double.World) -> None:
-    world.values["other", name(0)] = world.values["mainstem", name(9)] = b"x"
+def test_clear_leaves_what_others_put(store: EICBackend, instance: double.Instance) -> None:
+    instance.values["other", name(0)] = instance.values["mainstem", name(9)] = b"x"
     put(store, 0, 1)
     store.clear()
-    assert set(world.values) == {("other", name(0)), ("mainstem", name(9))}
+    assert set(instance.values) == {("other", name(0)), ("mainstem", name(9))}
 
 
-def test_spec(world: double.World) -> None:
+def test_spec(instance: double.Instance) -> None:
     opened = open_backend(
         "eic://10.0.0.9:77?instance=i&namespace=n&transport=1&log_dir=/logs&flag_file=/f&ttl=60&staging=1MiB&timeout=1"
     )
     opened.put([KEYS[0]], [make_value(KEYS[0], 100)])
-    instance, endpoint, option = world.inits[0]
-    assert (instance, endpoint, option.log_dir, option.flag_file) == ("i", "10.0.0.9:77", "/logs", "/f")
+    opened_as, endpoint, option = instance.inits[0]
+    assert (opened_as, endpoint, option.log_dir, option.flag_file) == ("i", "10.0.0.9:77", "/logs", "/f")
     assert option.transport_type is double.TransportType.TRANSPORT_TCP
-    assert world.ttl == {60} and next(iter(world.values))[0] == "n"
+    assert instance.ttl == {60} and next(iter(instance.values))[0] == "n"
     opened.close()
     opened.close()
     for bad in (
@@ -175,11 +162,11 @@ def test_spec(world: double.World) -> None:
             open_backend(bad)
 
 
-def test_what_the_client_cannot_do_is_named(world: double.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.registers = False
+def test_what_the_client_cannot_do_is_named(instance: double.Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance.registers = False
     with pytest.raises(BackendUnavailable, match="cannot register 67108864 bytes"):
         open_backend("eic://h:1?instance=i")
-    world.down = True
+    instance.down = True
     with pytest.raises(BackendUnavailable, match="code -1"):
         open_backend("eic://h:1?instance=i")
     monkeypatch.setitem(sys.modules, "eic", None)

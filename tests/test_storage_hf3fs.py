@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,19 +13,21 @@ from types import ModuleType
 import pytest
 from doubles import hf3fs_fuse_io
 from machine import patience
+from rigs.stores import Values
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, open_backend
-from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
+from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.vendors.hf3fs import HF3FSBackend
 
 pytestmark = pytest.mark.deadline
-KEYS = make_keys(random.Random(3), 40)
-SIZE = 5000
+VALUES = Values(5000)
+KEYS, SIZE = VALUES.keys, VALUES.size
+value, put = VALUES.value, VALUES.put
 
 
 @pytest.fixture(autouse=True)
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hf3fs_fuse_io.World]:
+def mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hf3fs_fuse_io.Mount]:
     monkeypatch.setitem(sys.modules, "hf3fs_fuse", ModuleType("hf3fs_fuse"))
     monkeypatch.setitem(sys.modules, "hf3fs_fuse.io", hf3fs_fuse_io)
     return hf3fs_fuse_io.reset(str(tmp_path))
@@ -45,14 +46,6 @@ def open_one(tmp_path: Path) -> Iterator[Callable[..., HF3FSBackend]]:
         store.close()
 
 
-def value(number: int, size: int = SIZE, version: int = 0) -> memoryview:
-    return make_value(KEYS[number], size, version)
-
-
-def put(store: HF3FSBackend, *numbers: int) -> list[bool]:
-    return store.put([KEYS[number] for number in numbers], [value(number) for number in numbers])
-
-
 def read(store: HF3FSBackend, *numbers: int) -> list[bool]:
     """Returns whether each value is present. Fails on a wrong value."""
     buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
@@ -69,12 +62,12 @@ def test_conformance(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_ring_never_gets_more_than_its_entries(
-    open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
+    open_one: Callable[..., HF3FSBackend], mount: hf3fs_fuse_io.Mount
 ) -> None:
     store = open_one(slots=16, entries=4)
     put(store, *range(10))
     read(store, *range(10))
-    assert world.batches == [4, 4, 2, 4, 4, 2] and world.rings == 2
+    assert mount.batches == [4, 4, 2, 4, 4, 2] and mount.rings == 2
 
 
 def test_a_miss_in_the_middle_shifts_nothing(open_one: Callable[..., HF3FSBackend]) -> None:
@@ -84,21 +77,21 @@ def test_a_miss_in_the_middle_shifts_nothing(open_one: Callable[..., HF3FSBacken
 
 
 def test_a_failed_piece_is_a_miss_and_its_neighbours_are_not(
-    open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
+    open_one: Callable[..., HF3FSBackend], mount: hf3fs_fuse_io.Mount
 ) -> None:
     store = open_one()
     put(store, *range(8))
-    world.fail = {world.pieces + 1: -errno.EIO, world.pieces + 3: 100, world.pieces + 4: 0}
+    mount.fail = {mount.pieces + 1: -errno.EIO, mount.pieces + 3: 100, mount.pieces + 4: 0}
     assert read(store, *range(8)) == [True, False, True, False, False, True, True, True]
     assert all(read(store, *range(8)))
 
 
 def test_a_value_that_was_not_written_whole_is_not_in_the_index(
-    open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
+    open_one: Callable[..., HF3FSBackend], mount: hf3fs_fuse_io.Mount
 ) -> None:
     store = open_one(slots=4)
     put(store, 0)
-    world.fail = {world.pieces: -errno.ENOSPC, world.pieces + 2: 10}
+    mount.fail = {mount.pieces: -errno.ENOSPC, mount.pieces + 2: 10}
     assert put(store, 1, 2, 3) == [False, True, False]
     assert read(store, 0, 1, 2, 3) == [True, False, True, False]
     assert put(store, 1, 3) == [True, True], "their slots were freed"
@@ -110,11 +103,11 @@ def test_a_value_that_was_not_written_whole_is_not_in_the_index(
     [(errno.EIO, "io"), (errno.ENOTCONN, "unreachable"), (errno.ENOSPC, "full"), (errno.EDQUOT, "full")],
 )
 def test_when_all_pieces_fail_the_call_fails_with_their_cause(
-    open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World, code: int, cause: str
+    open_one: Callable[..., HF3FSBackend], mount: hf3fs_fuse_io.Mount, code: int, cause: str
 ) -> None:
     store = open_one()
     put(store, 0, 1)
-    world.fail = dict.fromkeys(range(world.pieces, world.pieces + 2), -code)
+    mount.fail = dict.fromkeys(range(mount.pieces, mount.pieces + 2), -code)
     with pytest.raises(StorageError) as caught:
         read(store, 0, 1)
     assert caught.value.cause == cause
@@ -122,21 +115,21 @@ def test_when_all_pieces_fail_the_call_fails_with_their_cause(
 
 
 def test_a_stuck_ring_is_abandoned_with_its_memory_and_its_slots(
-    open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
+    open_one: Callable[..., HF3FSBackend], mount: hf3fs_fuse_io.Mount
 ) -> None:
     store = open_one(slots=8)
     put(store, 0, 1)
-    world.frozen = True
+    mount.frozen = True
     for call in (lambda: put(store, 2, 3), lambda: read(store, 0, 1)):
         with pytest.raises(StorageError, match="timeout: 3FS"):
             call()
-    world.frozen = False
-    rings = world.rings
-    late = [offset for _, file, offset, _ in world.late[:2]]
+    mount.frozen = False
+    rings = mount.rings
+    late = [offset for _, file, offset, _ in mount.late[:2]]
     assert all(put(store, *range(4, 10)))
     for offset in late:  # the stuck writes end now and overwrite the slots
-        os.pwrite(next(iter(world.registered)), b"\xee" * SIZE, offset)
-    assert world.rings == rings + 1, "the old ring is not reused"
+        os.pwrite(next(iter(mount.registered)), b"\xee" * SIZE, offset)
+    assert mount.rings == rings + 1, "the old ring is not reused"
     assert sum(read(store, *range(10))) == 6, "eight slots, two of them lost until the file is reopened"
     store.close()
     again = open_one(slots=8)
@@ -268,12 +261,12 @@ def test_a_file_that_cannot_be_registered_is_closed(
 
 
 def test_the_file_is_deregistered_before_it_is_closed(
-    open_one: Callable[..., HF3FSBackend], world: hf3fs_fuse_io.World
+    open_one: Callable[..., HF3FSBackend], mount: hf3fs_fuse_io.Mount
 ) -> None:
     store = open_one()
-    assert len(world.registered) == 1
+    assert len(mount.registered) == 1
     store.close()
-    assert not world.registered
+    assert not mount.registered
 
 
 def test_spec(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,47 +9,33 @@ from collections.abc import Iterator
 import pytest
 from doubles import infinistore as double
 from machine import patience
+from rigs.stores import Values
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
-from mainstem.storage.conformance import CASES, Case, make_keys, make_value, run
+from mainstem.storage.conformance import CASES, Case, make_value, run
 from mainstem.storage.native import ClientThread, Frames
 from mainstem.storage.vendors.infinistore import InfiniStoreBackend
 
 pytestmark = pytest.mark.deadline
-KEYS = make_keys(random.Random(3), 40)
-SIZE = 10_000
+VALUES = Values(10_000)
+KEYS, SIZE = VALUES.keys, VALUES.size
+name, put, read = VALUES.name, VALUES.put, VALUES.read
 ROOM = 200_000
 
 
 @pytest.fixture(autouse=True)
-def world(monkeypatch: pytest.MonkeyPatch) -> double.World:
+def server(monkeypatch: pytest.MonkeyPatch) -> double.Server:
     monkeypatch.setitem(sys.modules, "infinistore", double)
     return double.reset()
 
 
 @pytest.fixture
-def store(world: double.World) -> Iterator[InfiniStoreBackend]:
+def store(server: double.Server) -> Iterator[InfiniStoreBackend]:
     opened = InfiniStoreBackend("10.0.0.1", 12345, staging_bytes=ROOM, timeout_s=patience(0.2))
     yield opened
-    world.down, world.frozen = False, None
+    server.down, server.frozen = False, None
     opened.close()
-
-
-def name(number: int) -> str:
-    return f"mainstem/{KEYS[number].hex()}"
-
-
-def put(store: InfiniStoreBackend, *numbers: int) -> list[bool]:
-    return store.put([KEYS[number] for number in numbers], [make_value(KEYS[number], SIZE) for number in numbers])
-
-
-def read(store: InfiniStoreBackend, *numbers: int) -> list[int]:
-    buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
-    lengths = store.get([KEYS[number] for number in numbers], buffers)
-    for number, length, buffer in zip(numbers, lengths, buffers, strict=True):
-        assert length != SIZE or buffer == make_value(KEYS[number], SIZE), f"value {number} is another one's"
-    return lengths
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -59,31 +44,33 @@ def test_conformance(case: Case) -> None:
     assert result.passed, result.reason
 
 
-def test_one_registered_region_and_names_in_hex(store: InfiniStoreBackend, world: double.World) -> None:
+def test_one_registered_region_and_names_in_hex(store: InfiniStoreBackend, server: double.Server) -> None:
     put(store, 0)
-    assert len(world.registered) == 1 and world.registered[0][1] == ROOM
-    assert list(world.values) == [name(0)] and len(world.values[name(0)]) == 8 + SIZE
+    assert len(server.registered) == 1 and server.registered[0][1] == ROOM
+    assert list(server.values) == [name(0)] and len(server.values[name(0)]) == 8 + SIZE
     assert store.stats() == BackendStats()
 
 
-def test_values_of_one_length_move_together(store: InfiniStoreBackend, world: double.World) -> None:
+def test_values_of_one_length_move_together(store: InfiniStoreBackend, server: double.Server) -> None:
     put(store, *range(10))
     read(store, *range(10))
-    assert world.blocks == [10, 10]
+    assert server.blocks == [10, 10]
     put(store, *range(40))
-    assert max(world.blocks) * SIZE < ROOM
+    assert max(server.blocks) * SIZE < ROOM
 
 
 def test_a_miss_in_the_middle_shifts_nothing_and_costs_single_reads(
-    store: InfiniStoreBackend, world: double.World
+    store: InfiniStoreBackend, server: double.Server
 ) -> None:
     put(store, 0, 1, 3, 4, 6)
-    world.blocks.clear()
+    server.blocks.clear()
     assert read(store, *range(7)) == [SIZE, SIZE, ABSENT, SIZE, SIZE, ABSENT, SIZE]
-    assert world.blocks == [7] + [1] * 7
+    assert server.blocks == [7] + [1] * 7
 
 
-def test_exists_sees_a_gap_that_the_search_of_the_server_misses(store: InfiniStoreBackend, world: double.World) -> None:
+def test_exists_sees_a_gap_that_the_search_of_the_server_misses(
+    store: InfiniStoreBackend, server: double.Server
+) -> None:
     put(store, 0, 2, 3, 4, 5, 6)
     names = [name(number) for number in range(7)]
     connection = double.InfinityConnection(double.ClientConfig(connection_type="RDMA", host_addr="a", service_port=1))
@@ -97,9 +84,9 @@ def test_a_shorter_value_brings_no_bytes_after_it(store: InfiniStoreBackend) -> 
     assert store.get(KEYS[:2], buffers) == [100, SIZE + 100]
 
 
-def test_a_foreign_value_under_a_name_is_no_value(store: InfiniStoreBackend, world: double.World) -> None:
-    world.values[name(0)] = bytes(8 + SIZE)
-    world.values[name(1)] = b"\xff" * 20
+def test_a_foreign_value_under_a_name_is_no_value(store: InfiniStoreBackend, server: double.Server) -> None:
+    server.values[name(0)] = bytes(8 + SIZE)
+    server.values[name(1)] = b"\xff" * 20
     assert SIZE not in read(store, 0, 1)
 
 
@@ -114,8 +101,8 @@ def test_old_content_of_the_staging_memory_is_no_value(
     assert read(store, 0, 1) == [ABSENT, ABSENT]
 
 
-def test_a_full_server_refuses_and_keeps_what_it_has(store: InfiniStoreBackend, world: double.World) -> None:
-    world.capacity = 3 * SIZE
+def test_a_full_server_refuses_and_keeps_what_it_has(store: InfiniStoreBackend, server: double.Server) -> None:
+    server.capacity = 3 * SIZE
     assert put(store, 0, 1) == [True, True]
     assert put(store, 2, 3) == [False, False]
     assert store.put([KEYS[4], KEYS[5]], [make_value(KEYS[4], 50), make_value(KEYS[5], SIZE)]) == [True, False]
@@ -130,24 +117,24 @@ def test_a_value_longer_than_the_staging_memory_is_refused(store: InfiniStoreBac
 
 
 def test_a_stuck_server_is_a_timeout_and_a_late_end_does_not_touch_the_caller(
-    store: InfiniStoreBackend, world: double.World
+    store: InfiniStoreBackend, server: double.Server
 ) -> None:
     put(store, 0)
-    world.frozen = release = threading.Event()
+    server.frozen = release = threading.Event()
     buffer = memoryview(bytearray(SIZE))
     for call in (lambda: store.get([KEYS[0]], [buffer]), lambda: put(store, 1), lambda: store.exists(KEYS)):
         with pytest.raises(StorageError, match="timeout: InfiniStore: no answer in"):
             call()
-    world.frozen = None
+    server.frozen = None
     release.set()
-    connections = world.connections
-    assert read(store, 0) == [SIZE] and world.connections >= connections
+    connections = server.connections
+    assert read(store, 0) == [SIZE] and server.connections >= connections
     assert buffer == bytes(SIZE)
 
 
-def test_a_server_that_died_is_found_again_when_it_is_back(store: InfiniStoreBackend, world: double.World) -> None:
+def test_a_server_that_died_is_found_again_when_it_is_back(store: InfiniStoreBackend, server: double.Server) -> None:
     put(store, 0)
-    world.down = True
+    server.down = True
     with pytest.raises(StorageError, match="unreachable") as caught:
         store.exists(KEYS)
     assert caught.value.cause == "unreachable"
@@ -155,27 +142,27 @@ def test_a_server_that_died_is_found_again_when_it_is_back(store: InfiniStoreBac
         read(store, 0)
     with pytest.raises(StorageError):
         store.delete(KEYS[:1])
-    world.down = False
-    assert read(store, 0) == [SIZE] and world.connections == 2
+    server.down = False
+    assert read(store, 0) == [SIZE] and server.connections == 2
 
 
-def test_another_code_is_an_error(store: InfiniStoreBackend, world: double.World) -> None:
+def test_another_code_is_an_error(store: InfiniStoreBackend, server: double.Server) -> None:
     put(store, 0)
-    world.code = 503
+    server.code = 503
     with pytest.raises(StorageError, match="ret = 503"):
         read(store, 0)
 
 
-def test_clear_leaves_what_others_put(store: InfiniStoreBackend, world: double.World) -> None:
-    world.values["other/name"] = b"x"
+def test_clear_leaves_what_others_put(store: InfiniStoreBackend, server: double.Server) -> None:
+    server.values["other/name"] = b"x"
     put(store, 0, 1)
     store.clear()
-    assert list(world.values) == ["other/name"]
+    assert list(server.values) == ["other/name"]
 
 
-def test_spec(world: double.World) -> None:
+def test_spec(server: double.Server) -> None:
     opened = open_backend("infinistore://10.0.0.9:77?device=mlx5_3&link=IB&namespace=n&staging=1MiB&timeout=1")
-    assert world.registered[0][1] == 1 << 20
+    assert server.registered[0][1] == 1 << 20
     opened.close()
     opened.close()
     for bad in ("", "//host", "//h:1?dev=1", "//h:1?link=USB", "//h:1?staging=1"):
@@ -183,8 +170,8 @@ def test_spec(world: double.World) -> None:
             open_backend("infinistore:" + bad)
 
 
-def test_nobody_there_and_a_missing_client_are_named(world: double.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.down = True
+def test_nobody_there_and_a_missing_client_are_named(server: double.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.down = True
     with pytest.raises(BackendUnavailable, match=r"10\.0\.0\.9:77.*Failed to initialize"):
         open_backend("infinistore://10.0.0.9:77")
     monkeypatch.setitem(sys.modules, "infinistore", None)

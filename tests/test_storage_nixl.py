@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from rigs.servers import S3_CREDENTIALS, free_port, rclone_s3
+from rigs.servers import free_port, rclone_s3
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, Backend, open_backend
@@ -187,15 +187,7 @@ def test_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def _credentials() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in S3_CREDENTIALS.items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
-def buckets(tmp_path_factory: pytest.TempPathFactory, _credentials: None) -> Path:
+def buckets(tmp_path_factory: pytest.TempPathFactory, s3_credentials: None) -> Path:
     if not importlib.util.find_spec("obstore"):
         pytest.skip("the package obstore is not installed")
     folder = tmp_path_factory.mktemp("s3")

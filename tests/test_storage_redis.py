@@ -11,15 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from machine import patience
 from rigs.servers import free_port, freeze, patiently, valkey
+from rigs.stores import cause_of
 
-from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.errors import BackendUnavailable, BadArgument
 from mainstem.storage import ABSENT, open_backend
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.vendors.redis import RedisBackend
@@ -414,9 +415,3 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(BackendUnavailable, match=r"mainstem\[redis\]"):
         RedisBackend()
-
-
-def cause_of(call: Callable[[], object]) -> str:
-    with pytest.raises(StorageError) as error:
-        call()
-    return error.value.cause

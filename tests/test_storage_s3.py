@@ -10,14 +10,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from machine import patience
-from rigs.servers import S3_CREDENTIALS, free_port, freeze, patiently, rclone_s3
+from rigs.servers import free_port, freeze, patiently, rclone_s3
+from rigs.stores import cause_of
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
@@ -27,7 +28,7 @@ from mainstem.storage.vendors.s3 import S3Backend
 if not importlib.util.find_spec("obstore"):
     pytest.skip("the package obstore is not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.deadline
+pytestmark = [pytest.mark.deadline, pytest.mark.usefixtures("s3_credentials")]
 TIMEOUT_S = patience(5)
 """The timeout of calls that must succeed."""
 KEYS = [bytes([number]) * 32 for number in range(100)]
@@ -35,14 +36,6 @@ KEYS = [bytes([number]) * 32 for number in range(100)]
 
 def page(number: int, size: int = 100_000) -> memoryview:
     return memoryview(bytearray([number]) * size)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _credentials() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in S3_CREDENTIALS.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -378,9 +371,3 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BackendUnavailable, match=re.escape("mainstem[s3]")):
         S3Backend("bucket")
-
-
-def cause_of(call: Callable[[], object]) -> str:
-    with pytest.raises(StorageError) as error:
-        call()
-    return error.value.cause

@@ -2,7 +2,7 @@
 
 From SGLang's and AIBrix's back ends: vectors of names and of (address, length, registered); options with a namespace; a
 status for the call and one for each value; memory marked as registered must be registered; a value longer than its
-place is an error of that value. Tests change `world`.
+place is an error of that value. Tests change `instance`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MemoryType(Enum):
 
 
 @dataclass
-class World:
+class Instance:
     """One instance and its faults."""
 
     values: dict[tuple[str, str], bytes] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class World:
     ttl: set[int] = field(default_factory=set)
 
 
-world = World()
+instance = Instance()
 
 
-def reset() -> World:
-    world.__dict__.update(World().__dict__)
-    return world
+def reset() -> Instance:
+    instance.__dict__.update(Instance().__dict__)
+    return instance
 
 
 class StringVector(list[str]):
@@ -113,7 +113,7 @@ class MemoryInfo:
 
 class Outcome:
     def __init__(self, codes: list[StatusCode]) -> None:
-        self.status_codes = [] if world.terse else codes
+        self.status_codes = [] if instance.terse else codes
 
 
 class Client:
@@ -124,47 +124,47 @@ class Client:
         assert isinstance(option.log_level, LogLevel) and isinstance(option.transport_type, TransportType)
         assert option.log_dir
         self._wait()
-        world.inits.append((instance_id, endpoint, option))
-        return -1 if world.down else 0
+        instance.inits.append((instance_id, endpoint, option))
+        return -1 if instance.down else 0
 
     def register_memory(self, buffers: IOBuffers, info: MemoryInfo) -> bool:
         assert info.type in MemoryType
-        if world.registers:
+        if instance.registers:
             self.regions += [(address, length) for address, length, _ in buffers.places]
-            world.regions += self.regions
-        return world.registers
+            instance.regions += self.regions
+        return instance.registers
 
     def mexist(self, keys: StringVector, option: ExistOption) -> tuple[StatusCode, Outcome]:
         found = {True: StatusCode.SUCCESS, False: StatusCode.OBJECT_NOT_FOUND}
-        return self._outcome(keys, [found[(option.ns, key) in world.values] for key in keys])
+        return self._outcome(keys, [found[(option.ns, key) in instance.values] for key in keys])
 
     def mset(self, keys: StringVector, values: IOBuffers, option: SetOption) -> tuple[StatusCode, Outcome]:
-        world.ttl.add(option.ttl_second)
+        instance.ttl.add(option.ttl_second)
         codes = []
         for key, place in zip(keys, values.places, strict=True):
-            code = world.codes.get(key, StatusCode.SUCCESS) if self._known(place) else StatusCode.INVALID_ARGUMENT
-            if sum(map(len, world.values.values())) + place[1] > world.capacity:
+            code = instance.codes.get(key, StatusCode.SUCCESS) if self._known(place) else StatusCode.INVALID_ARGUMENT
+            if sum(map(len, instance.values.values())) + place[1] > instance.capacity:
                 code = StatusCode.NO_SPACE
-            if code is StatusCode.SUCCESS and not world.down:
-                world.values[option.ns, key] = ctypes.string_at(place[0], place[1])
+            if code is StatusCode.SUCCESS and not instance.down:
+                instance.values[option.ns, key] = ctypes.string_at(place[0], place[1])
             codes.append(code)
         return self._outcome(keys, codes)
 
     def mget(self, keys: StringVector, option: GetOption, values: IOBuffers) -> tuple[StatusCode, IOBuffers, Outcome]:
         codes = []
         for key, place in zip(keys, values.places, strict=True):
-            value = world.values.get((option.ns, key))
-            code = world.codes.get(key, StatusCode.SUCCESS if value is not None else StatusCode.OBJECT_NOT_FOUND)
+            value = instance.values.get((option.ns, key))
+            code = instance.codes.get(key, StatusCode.SUCCESS if value is not None else StatusCode.OBJECT_NOT_FOUND)
             if not self._known(place) or (value is not None and len(value) > place[1]):
                 code = StatusCode.INVALID_ARGUMENT
-            if code is StatusCode.SUCCESS and not world.down and value is not None:
+            if code is StatusCode.SUCCESS and not instance.down and value is not None:
                 ctypes.memmove(place[0], value, len(value))
             codes.append(code)
         status, outcome = self._outcome(keys, codes)
         return status, values, outcome
 
     def mdel(self, keys: StringVector, option: DelOption) -> tuple[StatusCode, Outcome]:
-        gone = [world.deletes and world.values.pop((option.ns, key), None) is not None for key in keys]
+        gone = [instance.deletes and instance.values.pop((option.ns, key), None) is not None for key in keys]
         return self._outcome(keys, [StatusCode.SUCCESS if was else StatusCode.OBJECT_NOT_FOUND for was in gone])
 
     def _known(self, place: tuple[int, int, bool]) -> bool:
@@ -174,8 +174,8 @@ class Client:
 
     def _outcome(self, keys: StringVector, codes: list[StatusCode]) -> tuple[StatusCode, Outcome]:
         self._wait()
-        world.batches.append(len(keys))
-        if world.down:
+        instance.batches.append(len(keys))
+        if instance.down:
             return StatusCode.RPC_ERROR, Outcome([StatusCode.RPC_ERROR] * len(keys))
         different = set(codes)
         if different <= {StatusCode.SUCCESS}:
@@ -184,5 +184,5 @@ class Client:
 
     @staticmethod
     def _wait() -> None:
-        if world.frozen:
-            world.frozen.wait()
+        if instance.frozen:
+            instance.frozen.wait()

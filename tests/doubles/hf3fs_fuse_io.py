@@ -3,7 +3,7 @@
 As in the real one (https://github.com/deepseek-ai/3FS, hf3fs_fuse/io.py and src/lib/py/usrbio_binding.cc): a file must
 be registered, and only once; memory must be an iovec over shared memory on this mount; a ring accepts as many pieces
 as it has entries, in one direction; `wait` returns them in any order, and fewer than requested after the timeout; a
-result is a number of bytes or -errno. Tests change `world`.
+result is a number of bytes or -errno. Tests change `mount`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 
 @dataclass
-class World:
+class Mount:
     """One mount and its faults."""
 
-    mount: str = "/nowhere"
+    path: str = "/nowhere"
     registered: set[int] = field(default_factory=set)
     rings: int = 0
     batches: list[int] = field(default_factory=list)
@@ -35,12 +35,12 @@ class World:
     pieces: int = 0
 
 
-world = World()
+mount = Mount()
 
 
-def reset(mount: str) -> World:
-    world.__dict__.update(World(mount=mount).__dict__)
-    return world
+def reset(path: str) -> Mount:
+    mount.__dict__.update(Mount(path=path).__dict__)
+    return mount
 
 
 class _Iovec:
@@ -64,7 +64,7 @@ class _Ring:
     def prepare(self, iov: _Iovec, read: bool, fd: int, off: int, userdata: Any = None) -> _Ring:
         if not isinstance(iov, _Iovec):
             raise TypeError("prepare(): incompatible function arguments")
-        if read != self.for_read or fd not in world.registered:
+        if read != self.for_read or fd not in mount.registered:
             raise OSError(errno.EINVAL if read != self.for_read else errno.EBADF, "hf3fs_prep_io")
         if len(self.prepared) + len(self.running) >= self.entries:
             raise OSError(errno.EAGAIN, "hf3fs_prep_io")
@@ -73,26 +73,26 @@ class _Ring:
 
     def submit(self) -> _Ring:
         self.running += self.prepared
-        world.batches.append(len(self.prepared))
+        mount.batches.append(len(self.prepared))
         self.prepared = []
         return self
 
     def wait(self, *, max_results: int = 0, min_results: int = 0, timeout: timedelta | None = None) -> list[_Iovec]:
-        if world.frozen:
+        if mount.frozen:
             assert timeout is not None, "this would never return"
-            world.late += self.running
+            mount.late += self.running
             self.running = []
             return []
         done = [self._run(*piece) for piece in self.running]
         self.running = []
-        world.order.shuffle(done)
+        mount.order.shuffle(done)
         return done
 
     def _run(self, iov: _Iovec, fd: int, off: int, userdata: Any) -> _Iovec:
         iov.userdata = userdata
         memory = iov.memory[iov.start : iov.stop]
-        result = world.fail.pop(world.pieces, None)
-        world.pieces += 1
+        result = mount.fail.pop(mount.pieces, None)
+        mount.pieces += 1
         if result is None or result > 0:
             part = memory[:result]
             result = os.preadv(fd, [part], off) if self.for_read else os.pwritev(fd, [part], off)
@@ -101,23 +101,23 @@ class _Ring:
 
 
 def extract_mount_point(path: str) -> str | None:
-    return world.mount if os.path.abspath(path).startswith(world.mount + "/") else None
+    return mount.path if os.path.abspath(path).startswith(mount.path + "/") else None
 
 
 def register_fd(fd: int, flags: int = 0) -> None:
-    if fd in world.registered:
+    if fd in mount.registered:
         raise OSError(errno.EINVAL, "registered already")
     os.fstat(fd)
-    world.registered.add(fd)
+    mount.registered.add(fd)
 
 
 def deregister_fd(fd: int) -> None:
     os.fstat(fd)  # it must still be open
-    world.registered.discard(fd)
+    mount.registered.discard(fd)
 
 
 def make_iovec(shm: SharedMemory, hf3fs_mount_point: str, block_size: int = 0, numa: int = -1) -> _Iovec:
-    if hf3fs_mount_point != world.mount or not os.path.exists(f"/dev/shm/{shm.name}"):
+    if hf3fs_mount_point != mount.path or not os.path.exists(f"/dev/shm/{shm.name}"):
         raise OSError(errno.ENOENT, "iovec")
     assert shm.buf is not None
     return _Iovec(shm.buf, 0, len(shm.buf))
@@ -133,7 +133,7 @@ def make_ioring(
     numa: int = -1,
     flags: int = 0,
 ) -> _Ring:
-    if hf3fs_mount_point != world.mount:
+    if hf3fs_mount_point != mount.path:
         raise OSError(errno.ENOENT, "ioring")
-    world.rings += 1
+    mount.rings += 1
     return _Ring(entries, for_read)

@@ -3,7 +3,7 @@
 As in the real one (PyPI infinistore 0.2.35, lib.py; https://github.com/bytedance/InfiniStore, src/infinistore.cpp):
 memory is identified by the exact address that was registered; the caller sets the length of a block, regardless of the
 value; one missing name fails the whole read; a write replaces; the search for the end of a prefix is a binary search.
-Tests change `world`.
+Tests change `server`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class InfiniStoreKeyNotFound(InfiniStoreException):
 
 
 @dataclass
-class World:
+class Server:
     """One server and its faults."""
 
     values: dict[str, bytes] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class World:
     """The number of blocks in each read and write."""
 
 
-world = World()
+server = Server()
 
 
-def reset() -> World:
-    world.__dict__.update(World().__dict__)
-    return world
+def reset() -> Server:
+    server.__dict__.update(Server().__dict__)
+    return server
 
 
 class ClientConfig:
@@ -81,7 +81,7 @@ class InfinityConnection:
             raise Exception("Already connected to remote instance")
         self._answer("Failed to initialize remote connection")
         self.rdma_connected = True
-        world.connections += 1
+        server.connections += 1
 
     def close(self) -> None:
         self.rdma_connected = False
@@ -90,46 +90,46 @@ class InfinityConnection:
         if not self.rdma_connected:
             raise Exception("this function is only valid for connected rdma")
         self.memory[ptr] = size
-        world.registered.append((ptr, size))
+        server.registered.append((ptr, size))
         return 0
 
     def check_exist(self, key: str) -> bool:
         self._answer("Failed to check if this key exists")
-        return key in world.values
+        return key in server.values
 
     def get_match_last_index(self, keys: list[str]) -> int:
         left, right = 0, len(keys)
         while left < right:
             middle = (left + right) // 2
-            left, right = (middle + 1, right) if keys[middle] in world.values else (left, middle)
+            left, right = (middle + 1, right) if keys[middle] in server.values else (left, middle)
         if left == 0:
             raise Exception("can't find a match")
         return left - 1
 
     def delete_keys(self, keys: list[str]) -> int:
         self._answer("somethings are wrong, not all the specified keys were deleted")
-        return sum(world.values.pop(key, None) is not None for key in keys)
+        return sum(server.values.pop(key, None) is not None for key in keys)
 
     async def rdma_write_cache_async(self, blocks: list[tuple[str, int]], block_size: int, ptr: int) -> int:
         self._check(blocks, block_size, ptr, "write to")
         async with self.semaphore:
             await self._complete("write to")
-            used = sum(map(len, world.values.values()))
-            if used + block_size * len(blocks) > world.capacity:
+            used = sum(map(len, server.values.values()))
+            if used + block_size * len(blocks) > server.capacity:
                 raise Exception("Failed to write to infinistore, ret = 507")
             for key, offset in blocks:
-                world.values[key] = ctypes.string_at(ptr + offset, block_size)
+                server.values[key] = ctypes.string_at(ptr + offset, block_size)
         return 200
 
     async def rdma_read_cache_async(self, blocks: list[tuple[str, int]], block_size: int, ptr: int) -> int:
         self._check(blocks, block_size, ptr, "read to")
         async with self.semaphore:
             await self._complete("read to")
-            if any(key not in world.values for key, _ in blocks):
+            if any(key not in server.values for key, _ in blocks):
                 raise InfiniStoreKeyNotFound("some keys not found")
             for key, offset in blocks:
                 after = b"\xdb" * block_size  # the server memory after the value
-                ctypes.memmove(ptr + offset, (world.values[key] + after)[:block_size], block_size)
+                ctypes.memmove(ptr + offset, (server.values[key] + after)[:block_size], block_size)
         return 200
 
     def _check(self, blocks: list[tuple[str, int]], block_size: int, ptr: int, what: str) -> None:
@@ -142,16 +142,16 @@ class InfinityConnection:
         assert all(offset >= 0 and offset + block_size <= self.memory[ptr] for _, offset in blocks), (
             "outside the region"
         )
-        world.blocks.append(len(blocks))
+        server.blocks.append(len(blocks))
 
     async def _complete(self, what: str) -> None:
-        while world.down or (world.frozen and not world.frozen.is_set()):
+        while server.down or (server.frozen and not server.frozen.is_set()):
             await asyncio.sleep(0.005)  # a completion that never comes
-        if world.code != 200:
-            raise Exception(f"Failed to {what} infinistore, ret = {world.code}")
+        if server.code != 200:
+            raise Exception(f"Failed to {what} infinistore, ret = {server.code}")
 
     def _answer(self, error: str) -> None:
-        if world.frozen:
-            world.frozen.wait()
-        if world.down:
+        if server.frozen:
+            server.frozen.wait()
+        if server.down:
             raise Exception(error)

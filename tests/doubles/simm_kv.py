@@ -3,7 +3,7 @@
 As in the real one (https://github.com/scitix/SiMM, python/simm/kv and src/client): names of up to 256 bytes and values
 of up to 4 MiB, or the whole batch is refused; every piece must be in a registered region; a value is written to the
 start of its piece, even past the end of the piece, up to the end of the region; a batch put does not overwrite; codes
-are negative numbers, and only a wrong type raises; the oldest value is evicted first. Tests change `world`.
+are negative numbers, and only a wrong type raises; the oldest value is evicted first. Tests change `cluster`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 KEY_BYTES, VALUE_BYTES = 256, 4 << 20
 INVALID, NOT_FOUND, EXISTS, GET_FAILED, PUT_FAILED = -1000, -4003, -4005, -2101, -2100
 
-__all__ = ["BlockView", "MrExt", "Store", "deregister_mr", "register_mr", "reset", "set_flag", "world"]
+__all__ = ["BlockView", "MrExt", "Store", "cluster", "deregister_mr", "register_mr", "reset", "set_flag"]
 
 
 @dataclass
-class World:
+class Cluster:
     """One cluster and its faults."""
 
     values: dict[str, bytes] = field(default_factory=dict)
@@ -40,19 +40,19 @@ class World:
     batches: list[int] = field(default_factory=list)
 
 
-world = World()
+cluster = Cluster()
 
 
-def reset() -> World:
-    world.__dict__.update(World().__dict__)
-    return world
+def reset() -> Cluster:
+    cluster.__dict__.update(Cluster().__dict__)
+    return cluster
 
 
 def set_flag(name: str, value: str) -> bool:
     if not isinstance(value, str):
         raise TypeError("set_flag(): incompatible function arguments")
-    world.flags[name] = value
-    return name in world.known_flags
+    cluster.flags[name] = value
+    return name in cluster.known_flags
 
 
 class MrExt:
@@ -62,10 +62,10 @@ class MrExt:
 
 def register_mr(tensor: Any) -> MrExt | None:
     size = tensor.numel() * tensor.element_size()
-    if size > world.lock_limit:
+    if size > cluster.lock_limit:
         return None
-    world.regions.append(MrExt(tensor.data_ptr(), size))
-    return world.regions[-1]
+    cluster.regions.append(MrExt(tensor.data_ptr(), size))
+    return cluster.regions[-1]
 
 
 def deregister_mr(mr_ext: MrExt) -> bool:
@@ -91,30 +91,30 @@ class BlockView:
 
 class Store:
     def __init__(self) -> None:
-        if "cm_primary_node_ip" not in world.flags:
+        if "cm_primary_node_ip" not in cluster.flags:
             raise RuntimeError("Init client messenger failed")
 
     def mexists(self, keys: list[str]) -> list[bool]:
         return [self.exists(key) for key in keys]
 
     def exists(self, key: str) -> bool:
-        return not self._fault(key) and key in world.values
+        return not self._fault(key) and key in cluster.values
 
     def delete(self, key: str) -> int:
         if self._fault(key):
             return self._fault(key)
-        return NOT_FOUND if world.values.pop(key, None) is None else 0
+        return NOT_FOUND if cluster.values.pop(key, None) is None else 0
 
     def mput(self, keys: list[str], blocks: list[BlockView]) -> list[int]:
         if not self._fit(keys, blocks) or any(block.size > VALUE_BYTES for block in blocks):
             return [INVALID] * len(keys)
-        world.batches.append(len(keys))
+        cluster.batches.append(len(keys))
         return [self._put(key, block) for key, block in zip(keys, blocks, strict=True)]
 
     def mget(self, keys: list[str], blocks: list[BlockView]) -> list[int]:
         if not self._fit(keys, blocks):
             return [INVALID] * len(keys)
-        world.batches.append(len(keys))
+        cluster.batches.append(len(keys))
         codes = {at: self._get(keys[at], blocks[at]) for at in reversed(range(len(keys)))}  # concurrently, in no order
         return [codes[at] for at in range(len(keys))]
 
@@ -123,13 +123,13 @@ class Store:
             return INVALID
         if self._fault(key):
             return self._fault(key)
-        if key in world.values:
+        if key in cluster.values:
             return EXISTS
-        if block.size > world.capacity:
+        if block.size > cluster.capacity:
             return PUT_FAILED
-        while sum(map(len, world.values.values())) + block.size > world.capacity:
-            del world.values[next(iter(world.values))]
-        world.values[key] = ctypes.string_at(block.start, block.size)
+        while sum(map(len, cluster.values.values())) + block.size > cluster.capacity:
+            del cluster.values[next(iter(cluster.values))]
+        cluster.values[key] = ctypes.string_at(block.start, block.size)
         return 0
 
     def _get(self, key: str, block: BlockView) -> int:
@@ -137,7 +137,7 @@ class Store:
             return INVALID
         if self._fault(key):
             return self._fault(key)
-        value = world.values.get(key)
+        value = cluster.values.get(key)
         if value is None or block.start + len(value) > block.region.end:
             return GET_FAILED
         ctypes.memmove(block.start, value, len(value))
@@ -145,7 +145,7 @@ class Store:
 
     @staticmethod
     def _fault(key: str) -> int:
-        return world.down or world.codes.get(key, 0)
+        return cluster.down or cluster.codes.get(key, 0)
 
     @staticmethod
     def _fit(keys: list[str], blocks: list[BlockView]) -> bool:

@@ -1,0 +1,45 @@
+"""What tests of storage back ends put and read, and how their calls fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from mainstem.errors import StorageError
+from mainstem.storage.base import Backend
+from mainstem.storage.conformance import make_keys, make_value
+
+
+class Values:
+    """Forty values of one size, by number, each with a key of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.keys = make_keys(random.Random(3), 40)
+
+    def name(self, number: int) -> str:
+        """Returns the name of a key in the namespace `mainstem`, as hex."""
+        return f"mainstem/{self.keys[number].hex()}"
+
+    def value(self, number: int, size: int | None = None, version: int = 0) -> memoryview:
+        return make_value(self.keys[number], size or self.size, version)
+
+    def put(self, store: Backend, *numbers: int) -> list[bool]:
+        return store.put([self.keys[number] for number in numbers], [self.value(number) for number in numbers])
+
+    def read(self, store: Backend, *numbers: int) -> list[int]:
+        """Returns the lengths. Fails on a value of this size that is another one's."""
+        buffers = [memoryview(bytearray(self.size)) for _ in numbers]
+        lengths = store.get([self.keys[number] for number in numbers], buffers)
+        for number, length, buffer in zip(numbers, lengths, buffers, strict=True):
+            assert length != self.size or buffer == self.value(number), f"value {number} is another one's"
+        return lengths
+
+
+def cause_of(call: Callable[[], object]) -> str:
+    """Returns the cause of the StorageError that a call must raise."""
+    with pytest.raises(StorageError) as error:
+        call()
+    return error.value.cause
