@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from functools import cache
 
 REFERENCE_S = 0.014
@@ -22,6 +23,14 @@ def patience(seconds: float) -> float:
     """Returns a deadline of `seconds`, or longer while this machine is slower than the reference machine."""
     wall_s, cpu_s = _measured()
     return seconds * slowness(wall_s, cpu_s, os.getloadavg()[0], os.cpu_count() or 1)
+
+
+def eventually(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    """Waits until a condition is true; fails if it is not within `patience(within_s)`."""
+    end_s = time.monotonic() + patience(within_s)
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come true in time"
+        time.sleep(0.005)
 
 
 def slowness(wall_s: float, cpu_s: float, load: float, cores: int) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rigs.cache import owners, prefill
 
 from mainstem import _core
 from mainstem.cache import Lease, PrefixCache
@@ -20,25 +21,9 @@ from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
 from mainstem.namespaces import Namespace
 
 
-def owners(cache: PrefixCache) -> tuple[int, int, int]:
-    """Returns the numbers of free, cached and private pages, which add up to the total."""
-    cache.check()
-    pool = cache.pool
-    assert pool.free + pool.cached + pool.private == pool.total
-    return pool.free, pool.cached, pool.private
-
-
-def run(cache: PrefixCache, tokens: Any, namespace: Any = None) -> Lease:
-    """Computes and publishes a prompt; returns its lease, which is still open."""
-    lease = cache.lease(tokens, namespace)
-    lease.reserve(lease.length - lease.reserved)
-    lease.publish(lease.length)
-    return lease
-
-
 def serve(cache: PrefixCache, tokens: Any, namespace: Any = None) -> int:
     """Runs a prompt from lease to finish; returns its hit."""
-    lease = run(cache, tokens, namespace)
+    lease = prefill(cache, tokens, namespace)
     lease.finish()
     return lease.hit
 
@@ -57,7 +42,7 @@ def test_a_first_request_hits_nothing() -> None:
 
 def test_a_second_request_hits_the_pages_of_the_first() -> None:
     cache = PrefixCache(8, 4)
-    first = run(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    first = prefill(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     second = cache.lease([1, 2, 3, 4, 5, 6, 7, 8, 0])
     assert (second.hit, second.reserved, second.published) == (8, 8, 8)
     assert second.page_table.tolist() == first.page_table.tolist()[:2]
@@ -143,7 +128,7 @@ def copying(pages: int, size: int, **options: Any) -> tuple[PrefixCache, Copies]
 
 def test_a_hit_inside_a_page_copies_its_tail_into_a_private_page() -> None:
     cache, copies = copying(8, 4)
-    first = run(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    first = prefill(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     second = cache.lease([1, 2, 3, 4, 5, 6, 9])
     assert (second.hit, second.reserved, second.published) == (6, 6, 4)
     shared, own = second.page_table.tolist()
@@ -180,7 +165,7 @@ def test_a_hit_at_a_page_boundary_copies_nothing() -> None:
 
 def test_without_a_page_for_the_tail_the_hit_ends_at_the_page_boundary() -> None:
     cache, copies = copying(2, 4)
-    first = run(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    first = prefill(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     second = cache.lease([1, 2, 3, 4, 5, 6, 9])
     assert (second.hit, len(second.page_table)) == (4, 1)
     assert copies.done == []
@@ -307,7 +292,7 @@ def test_reserve_evicts_what_nobody_holds() -> None:
 
 def test_out_of_pages_changes_nothing() -> None:
     cache = PrefixCache(6, 1)
-    held = run(cache, [1, 2])
+    held = prefill(cache, [1, 2])
     serve(cache, [3, 4])
     lease = cache.lease([5, 6, 7, 8, 9])
     table, before = lease.page_table.tolist(), owners(cache)
@@ -373,7 +358,7 @@ def test_a_duplicate_is_freed_and_the_page_table_shows_the_tree() -> None:
 
 def test_what_a_lease_holds_is_not_evicted() -> None:
     cache = PrefixCache(4, 1)
-    first = run(cache, [1, 2, 3])
+    first = prefill(cache, [1, 2, 3])
     assert cache.flush() == 0
     page_ids = first.page_table.tolist()
     first.abort()
@@ -385,7 +370,7 @@ def test_what_a_lease_holds_is_not_evicted() -> None:
 
 def test_leases_share_a_lock_and_the_last_gives_it_up() -> None:
     cache = PrefixCache(8, 1)
-    first = run(cache, [1, 2, 3])
+    first = prefill(cache, [1, 2, 3])
     second = cache.lease([1, 2, 3, 4])
     first.finish()
     assert cache.flush() == 0
@@ -398,7 +383,7 @@ def test_leases_share_a_lock_and_the_last_gives_it_up() -> None:
 
 def test_appended_tokens_are_published_less_the_last() -> None:
     cache = PrefixCache(16, 1)
-    lease = run(cache, [1, 2, 3])
+    lease = prefill(cache, [1, 2, 3])
     for token in (4, 5, 6):
         lease.append([token])
         lease.reserve(1)
@@ -437,7 +422,7 @@ def test_abort_publishes_nothing_more() -> None:
 def test_a_second_end_does_nothing_and_other_calls_are_refused() -> None:
     cache = PrefixCache(8, 1)
     for end in ("finish", "abort"):
-        lease = run(cache, [1, 2, 3])
+        lease = prefill(cache, [1, 2, 3])
         getattr(lease, end)()
         before = owners(cache)
         lease.finish()
@@ -458,7 +443,7 @@ def test_a_lease_left_by_an_exception_aborts() -> None:
 
 def test_a_lease_that_was_forgotten_is_named_and_taken_back() -> None:
     cache = PrefixCache(8, 1)
-    lease = run(cache, [1, 2, 3])
+    lease = prefill(cache, [1, 2, 3])
     lease.append([4])
     lease.reserve(1)
     with pytest.warns(ResourceWarning, match="lease"):  # noqa: PT031
@@ -483,7 +468,7 @@ def test_a_lease_left_quietly_leaves_nothing_private_or_locked() -> None:
 
 def test_a_disabled_cache_forgets() -> None:
     cache = PrefixCache(8, 2, enabled=False)
-    first = run(cache, [1, 2, 3, 4])
+    first = prefill(cache, [1, 2, 3, 4])
     assert owners(cache) == (6, 0, 2)
     assert cache.peek([1, 2, 3, 4, 5]) == 0
     second = cache.lease([1, 2, 3, 4])
@@ -502,7 +487,7 @@ def test_a_disabled_cache_forgets() -> None:
 def test_flush_returns_how_many_pages_it_freed() -> None:
     cache = PrefixCache(8, 1)
     serve(cache, [1, 2, 3])
-    held = run(cache, [1, 5])
+    held = prefill(cache, [1, 5])
     assert cache.flush() == 2
     assert owners(cache) == (6, 2, 0)
     held.abort()

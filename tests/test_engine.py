@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from machine import patience
+from machine import eventually, patience
 from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete, prompt
 from transformers import Gemma3TextConfig, LlamaConfig
 
@@ -100,13 +100,6 @@ def rig() -> Iterator[Callable[..., Rig]]:
 
 def request(seed: int = 1, length: int = 8, **params: Any) -> Request:
     return Request(np.array(prompt(seed, length)), SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params}))
-
-
-def _until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.001)
 
 
 # Output
@@ -467,7 +460,7 @@ def test_a_crash_of_the_loop_reaches_every_stream_and_every_later_call(rig: Call
     made.engine._commands.put(crash)
     asking = threading.Thread(target=ask)
     asking.start()
-    _until(lambda: made.engine._commands.qsize() >= 2)
+    eventually(lambda: made.engine._commands.qsize() >= 2)
     made.gate.open.set()
     for read in (list, lambda stream: stream.result(WAIT_S), _read_in_a_loop):
         for stream in streams:

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rigs.fake_engine import FakeEngine
+from rigs.hand_driven import Clock
 from starlette.testclient import TestClient
 
 from mainstem.runtime.engine import EngineStats
@@ -35,16 +36,6 @@ NOT_EXPORTED = {
     "engine.vision": {"images"},
 }  # fmt: skip
 """Numbers that `/metrics` does not show as they are; a counter that is added is exported or named here."""
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def samples(text: bytes | str) -> dict[str, float]:
@@ -240,7 +231,7 @@ def test_every_name_is_ours() -> None:
 
 
 def test_the_latencies_of_one_generation() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     metrics = Metrics(FakeEngine(), clock)  # type: ignore[arg-type]
     meter = metrics.meter()
     for now_s, tokens in ((1.0, (1,)), (1.5, (2,)), (2.5, (3, 4)), (2.6, ())):

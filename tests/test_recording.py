@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import patience
+from machine import eventually, patience
 from rigs.fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
@@ -288,10 +287,7 @@ def test_what_is_written_makes_room(tmp_path: Path) -> None:
 
 def _until(record: Recorder, count: int) -> None:
     """Waits until `count` lines were written or failed."""
-    end_s = time.monotonic() + patience(10)
-    while (stats := record.stats()).written + stats.failed != count:
-        assert time.monotonic() < end_s, stats
-        time.sleep(0.01)
+    eventually(lambda: record.stats().written + record.stats().failed == count)
 
 
 # --- a server -----------------------------------------------------------------------------------------------------

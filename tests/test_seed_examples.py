@@ -7,12 +7,12 @@ image requests, "demo" the small tree that is printed step by step, "block hashe
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
+from rigs.cache import owners, prefill
 
-from mainstem.cache import Lease, PrefixCache
+from mainstem.cache import PrefixCache
 from mainstem.errors import NotLocked, OutOfPages
 from mainstem.keys import BigramKeys, Coordinate, HashKeys, Image, Text, TokenKeys, TypedKeys, hash_blocks
 from mainstem.namespaces import Namespace
@@ -24,22 +24,6 @@ PHOTO = Image(bytes(range(16)), 729)
 
 def ids(start: int, end: int) -> np.ndarray:
     return np.arange(start, end, dtype=np.int32)
-
-
-def conserved(cache: PrefixCache) -> tuple[int, int, int]:
-    """Returns the numbers of free, cached and private pages; every page counts once."""
-    cache.check()
-    pool = cache.pool
-    assert pool.free + pool.cached + pool.private == pool.total
-    return pool.free, pool.cached, pool.private
-
-
-def prefill(cache: PrefixCache, prompt: Any, namespace: Any = None) -> Lease:
-    """Returns a lease whose prompt is computed and published."""
-    lease = cache.lease(prompt, namespace)
-    lease.reserve(lease.length - lease.reserved)
-    lease.publish(lease.length)
-    return lease
 
 
 # ---------------------------------------------------------------- the tree
@@ -168,9 +152,9 @@ def test_a_prompt_that_was_computed_stays_cached_until_it_is_evicted() -> None:
     lease = prefill(cache, list(range(10)))
     assert lease.published == 10
     lease.finish()
-    assert conserved(cache) == (90, 10, 0)
+    assert owners(cache) == (90, 10, 0)
     cache.flush()
-    assert conserved(cache) == (100, 0, 0)
+    assert owners(cache) == (100, 0, 0)
 
 
 def test_the_rest_of_a_partly_known_prompt_is_cached_with_it() -> None:
@@ -180,10 +164,10 @@ def test_the_rest_of_a_partly_known_prompt_is_cached_with_it() -> None:
     lease = cache.lease(list(range(10)))
     assert lease.hit == 5
     lease.reserve(5)
-    assert conserved(cache) == (90, 5, 5)
+    assert owners(cache) == (90, 5, 5)
     lease.publish(10)
     lease.finish()
-    assert conserved(cache) == (90, 10, 0)
+    assert owners(cache) == (90, 10, 0)
 
 
 def test_a_prompt_that_is_known_whole_still_leaves_its_last_token() -> None:
@@ -198,7 +182,7 @@ def test_a_prompt_that_is_known_whole_still_leaves_its_last_token() -> None:
     lease.publish(3)
     assert cache.pool.owner(last) == "free"
     lease.finish()
-    assert conserved(cache) == (97, 3, 0)
+    assert owners(cache) == (97, 3, 0)
 
 
 def test_two_sequences_share_a_prefix_and_write_to_pages_of_their_own() -> None:
@@ -218,34 +202,34 @@ def test_two_sequences_share_a_prefix_and_write_to_pages_of_their_own() -> None:
     assert {cache.pool.owner(int(page)) for page in second.page_table[730:]} == {"private"}
     first.finish()
     second.finish()
-    conserved(cache)
+    owners(cache)
 
 
 def test_a_prompt_known_whole_takes_one_private_page_and_frees_it() -> None:
     """Test plan 10."""
     cache = PrefixCache(100, 1)
     prefill(cache, [BOS, 1, 2, 3]).finish()
-    before = conserved(cache)
+    before = owners(cache)
     lease = cache.lease([BOS, 1, 2, 3])
     assert (lease.hit, len(lease.page_table)) == (3, 3)
     lease.reserve(1)
-    assert conserved(cache) == (95, 4, 1)
+    assert owners(cache) == (95, 4, 1)
     assert cache.pool.owner(int(lease.page_table[3])) == "private"
     lease.abort()
-    assert conserved(cache) == before
+    assert owners(cache) == before
 
 
 def test_a_hit_of_one_token_leaks_nothing() -> None:
     """Test plan 11."""
     cache = PrefixCache(99, 1)
     prefill(cache, [BOS, *range(2, 11)]).finish()
-    assert conserved(cache) == (89, 10, 0)
+    assert owners(cache) == (89, 10, 0)
     lease = prefill(cache, [BOS, 100, 101])
     assert (lease.hit, lease.published) == (1, 3)
     lease.finish()
-    assert conserved(cache) == (87, 12, 0)
+    assert owners(cache) == (87, 12, 0)
     assert cache.flush() == 12
-    assert conserved(cache) == (99, 0, 0)
+    assert owners(cache) == (99, 0, 0)
 
 
 @pytest.mark.parametrize("how", ["no cache", "first", "append"])
@@ -260,7 +244,7 @@ def test_every_way_to_a_prompt_reads_one_page_for_each_position(how: str) -> Non
     lease.reserve(lease.length - lease.hit)
     assert (lease.reserved, len(lease.page_table), len(set(lease.page_table.tolist()))) == (30, 8, 8)
     lease.finish()
-    conserved(cache)
+    owners(cache)
 
 
 def test_locked_prefixes_are_not_evicted_for_room() -> None:
@@ -271,11 +255,11 @@ def test_locked_prefixes_are_not_evicted_for_room() -> None:
     with pytest.raises(OutOfPages) as refused:
         waiting.reserve(10)
     assert (refused.value.free, refused.value.evictable) == (0, 0)
-    assert conserved(cache) == (0, 100, 0)
+    assert owners(cache) == (0, 100, 0)
     for lease in leases[:50]:
         lease.finish()
     waiting.reserve(10)
-    assert conserved(cache) == (0, 90, 10)
+    assert owners(cache) == (0, 90, 10)
     waiting.abort()
 
 
@@ -291,7 +275,7 @@ def test_no_page_is_owned_twice_after_a_thousand_sequences() -> None:
                 lease.reserve(1)
             if rng.random() < 0.8:
                 lease.finish()
-        assert conserved(cache)[2] == 0
+        assert owners(cache)[2] == 0
 
 
 def test_pages_are_conserved_over_misses_whole_hits_and_part_hits() -> None:
@@ -302,13 +286,13 @@ def test_pages_are_conserved_over_misses_whole_hits_and_part_hits() -> None:
         lease = prefill(cache, prompt)
         hits.append(lease.hit)
         lease.finish()
-        assert conserved(cache)[2] == 0
+        assert owners(cache)[2] == 0
     assert hits == [0, 2, 2]
     for number in range(50):
         prefill(cache, [BOS, *range(number % 10 + 1)]).finish()
-        assert conserved(cache)[2] == 0
+        assert owners(cache)[2] == 0
     cache.flush()
-    assert conserved(cache) == (99, 0, 0)
+    assert owners(cache) == (99, 0, 0)
 
 
 def test_a_prefix_that_was_computed_twice_is_kept_once() -> None:
@@ -319,10 +303,10 @@ def test_a_prefix_that_was_computed_twice_is_kept_once() -> None:
     prefill(cache, [BOS]).finish()
     late.reserve(3)
     late.publish(3)
-    assert conserved(cache) == (7, 3, 0)
+    assert owners(cache) == (7, 3, 0)
     assert {cache.pool.owner(int(page)) for page in late.page_table} == {"cached"}
     late.finish()
-    assert conserved(cache) == (7, 3, 0)
+    assert owners(cache) == (7, 3, 0)
 
 
 # ---------------------------------------------------------------- adapters, typed tokens
@@ -419,16 +403,16 @@ def test_the_same_prompt_catches_up_while_the_first_runs() -> None:
     assert third.page_table[:96].tolist() == first.page_table[:96].tolist()
     first.finish()
     third.finish()
-    assert conserved(cache) == (172, 128, 0)
+    assert owners(cache) == (172, 128, 0)
 
 
 def test_a_finished_request_keeps_whole_pages_and_frees_the_rest() -> None:
     """Life of a request: duplicates and the tail that fills no page are freed, the rest stays for the next turn."""
     cache = PrefixCache(20, 16)
     lease = prefill(cache, list(range(40)))
-    assert conserved(cache) == (17, 2, 1)
+    assert owners(cache) == (17, 2, 1)
     lease.finish()
-    assert conserved(cache) == (18, 2, 0)
+    assert owners(cache) == (18, 2, 0)
     assert cache.peek(list(range(60))) == 32
 
 

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
-from machine import patience
+from machine import eventually, patience
 from rigs.servers import free_port
 
 from bench.tiny_models import tiny
@@ -79,7 +78,7 @@ class Server:
         self.process, self.model, self.log = process, model, log
         self.used: Counter[str] = Counter()
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
-        wait_until(self._is_up)
+        eventually(self._is_up, 60.0)
 
     def ask(self, prompt: Prompt, key: str = "", tokens: int = NEW_TOKENS) -> Answer:
         """Requests a greedy completion, whose usage must add up."""
@@ -100,7 +99,7 @@ class Server:
 
     def settle(self, key: str = "") -> Any:
         """Waits until nothing moves between tiers, and returns the counts of the tiers."""
-        wait_until(lambda: not self.stats(key)["under_way"])
+        eventually(lambda: not self.stats(key)["under_way"], 60.0)
         return self.stats(key)
 
     def flush(self) -> None:
@@ -136,14 +135,6 @@ class Server:
             return self.http.get("/health").status_code == 200
         except httpx.TransportError:
             return False
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Polls until `is_so()` is true."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end_s, "the condition did not become true in time"
-        time.sleep(0.01)
 
 
 def _bearer(key: str) -> dict[str, str]:
@@ -301,7 +292,7 @@ def test_clients_that_go_away_disturb_no_other(serve: Serve, uncached: list[Answ
             leave_early(server, document(number % 8), after_s=0.002 * (number % 12))
         for number in reversed(range(8)):
             assert server.ask(document(number)) == uncached[number]
-        wait_until(lambda: not server.http.get("/v1/cache/stats").json()["running"])
+        eventually(lambda: not server.http.get("/v1/cache/stats").json()["running"], 60.0)
         stats = server.settle()
         assert stats["host_private"] == 0
         assert server.http.get("/v1/cache/stats").json()["cache"]["tree"]["locked_pages"] == 0
@@ -365,7 +356,7 @@ def test_killed_in_the_middle_of_traffic_the_first_request_after_it_hits_storage
         server.settle()
         asking = threading.Thread(target=_ask_until_it_fails, args=(server,))
         asking.start()
-        wait_until(lambda: server.stats()["stored"] > 60)
+        eventually(lambda: server.stats()["stored"] > 60, 60.0)
         server.kill()
         asking.join()
     with serve(options) as server:
@@ -412,7 +403,7 @@ def test_what_runs_when_a_server_stops_ends_and_is_stored(serve: Serve, uncached
         answers: list[Answer] = []
         asking = threading.Thread(target=lambda: answers.append(server.ask(document(0), tokens=120)))
         asking.start()
-        wait_until(lambda: server.http.get("/v1/cache/stats").json()["running"] == 1)
+        eventually(lambda: server.http.get("/v1/cache/stats").json()["running"] == 1, 60.0)
         server.process.terminate()
         asking.join(PATIENCE_S)
         assert server.stop() == 0
@@ -428,7 +419,7 @@ def test_a_warm_start_has_the_hottest_on_the_host_before_the_first_request(
     serve: Serve, stored: Options, uncached: list[Answer]
 ) -> None:
     with serve({**stored, "warm": []}) as server:
-        wait_until(lambda: server.stats()["host_cached"] >= 4 * STORED // PAGE)
+        eventually(lambda: server.stats()["host_cached"] >= 4 * STORED // PAGE, 60.0)
         for number in range(4):
             answer = server.ask(document(number))
             assert answer == uncached[number]

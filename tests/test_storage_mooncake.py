@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import patience
+from machine import eventually, patience
 from rigs.servers import free_port, freeze, mooncake_master, stop
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
@@ -70,13 +70,6 @@ def store_node(port: int, segment: str = "32MiB") -> Iterator[subprocess.Popen[b
         yield node
     finally:
         stop(node, 2.0)
-
-
-def eventually(what: Any, within_s: float = 15.0) -> None:
-    end = time.monotonic() + patience(within_s)
-    while not what():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
 
 
 # ---------------------------------------------------------------- the interface

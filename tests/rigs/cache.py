@@ -1,0 +1,23 @@
+"""What tests of the cache do with every prompt, and what they count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mainstem.cache import Lease, PrefixCache
+
+
+def owners(cache: PrefixCache) -> tuple[int, int, int]:
+    """Returns the numbers of free, cached and private pages, which add up to the total."""
+    cache.check()
+    pool = cache.pool
+    assert pool.free + pool.cached + pool.private == pool.total
+    return pool.free, pool.cached, pool.private
+
+
+def prefill(cache: PrefixCache, prompt: Any, namespace: Any = None) -> Lease:
+    """Computes and publishes a prompt; returns its lease, which is still open."""
+    lease = cache.lease(prompt, namespace)
+    lease.reserve(lease.length - lease.reserved)
+    lease.publish(lease.length)
+    return lease
