@@ -444,7 +444,7 @@ class Residency:
         return {prefix}
 
 
-class World:
+class ComponentWorld:
     """A tree with several components, and a model of what is in it."""
 
     def __init__(self, size: int, local: Window | Chunked | None, state: bool) -> None:
@@ -526,7 +526,7 @@ class World:
     ids=str,
 )
 def test_a_match_ends_where_every_component_allows_it(size: int, local: Window | Chunked | None, state: bool) -> None:
-    world, rng = World(size, local, state), random.Random(f"{size} {local} {state}")
+    world, rng = ComponentWorld(size, local, state), random.Random(f"{size} {local} {state}")
     for _ in range(600):
         world.step(rng)
     for node, _ in world.locked:

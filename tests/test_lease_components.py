@@ -15,14 +15,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from rigs.cache import some_tokens
 from rigs.lease_model import LeaseModel, ModelLease, Names
+from rigs.policy_models import InPython
 
 from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, LeaseClosed, OutOfPages
 from mainstem.keys import Image, TypedKeys
 from mainstem.namespaces import encode_namespace
-from mainstem.policies import NodeStats, Policy
+from mainstem.policies import Policy
 
 KINDS = [
     "full", "full window", "full state", "full window state", "window", "full capped", "window state",
@@ -44,23 +46,6 @@ def rows_of(kind: str, window: int, full: int = 24, windows: int = 14, states: i
     return dict(rows[name] for name in kind.split())
 
 
-class Youngest:
-    """A policy in Python, so that the tree calls Python for each rank."""
-
-    name = "youngest"
-
-    def rank(self, node: NodeStats) -> tuple[float, float]:
-        return -node.created, 0
-
-
-def some_tokens(rng: random.Random, size: int, pages: int = 6) -> list[int]:
-    """Draws tokens whose prefixes often meet others and branch: few kinds of page, sometimes one odd token."""
-    tokens = [token for _ in range(pages) for token in [int(rng.random() < 0.2)] * size]
-    if rng.random() < 0.3:
-        tokens[rng.randrange(len(tokens))] = 2
-    return tokens[: rng.randint(1, pages * size)]
-
-
 # ---------------------------------------------------------------- a cache whose ids have contents
 
 
@@ -73,7 +58,7 @@ class Run:
     computed: int
 
 
-class World:
+class LeaseWorld:
     """A cache and its model, driven together. Every operation ends with checks."""
 
     def __init__(self, size: int, rows: dict[Component, int], policy: str | Policy = "lru") -> None:
@@ -360,13 +345,13 @@ class World:
 class Chance:
     """Draws operations on a world."""
 
-    def __init__(self, world: World, rng: random.Random) -> None:
+    def __init__(self, world: LeaseWorld, rng: random.Random) -> None:
         self.world, self.rng = world, rng
 
     def step(self) -> None:
         world, rng, roll = self.world, self.rng, self.rng.random()
         if not world.runs or (roll < 0.2 and len(world.runs) < 5):
-            world.lease(some_tokens(rng, world.size), rng.choice(SPACES))
+            world.lease(some_tokens(rng, world.size) or [0], rng.choice(SPACES))
         elif roll < 0.25:
             world.evict(rng.choice(list(world.model.rows)), rng.randrange(7))
         elif roll < 0.255:
@@ -419,7 +404,7 @@ class Chance:
 
 SETTINGS = [
     (1, "lru", {}),
-    pytest.param(2, Youngest(), {"full": 50, "windows": 30, "states": 12}, marks=pytest.mark.slow),
+    pytest.param(2, InPython("filo"), {"full": 50, "windows": 30, "states": 12}, marks=pytest.mark.slow),
     (4, "slru", {"full": 16, "windows": 9, "states": 5}),
 ]
 
@@ -428,7 +413,7 @@ SETTINGS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_leases_do_as_the_model(kind: str, size: int, policy: str | Policy, ids: dict[str, int]) -> None:
     rng = random.Random(f"{kind} {size}")
-    world = World(size, rows_of(kind, rng.choice([1, 2 * size + 1, 3 * size]), **ids), policy)
+    world = LeaseWorld(size, rows_of(kind, rng.choice([1, 2 * size + 1, 3 * size]), **ids), policy)
     chance = Chance(world, rng)
     for step in range(3600):
         chance.step()
@@ -457,7 +442,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @initialize(size=st.integers(1, 3), rows=st.sampled_from(SMALL))
     def begin(self, size: int, rows: dict[Component, int]) -> None:
-        self.world = World(size, rows)
+        self.world = LeaseWorld(size, rows)
 
     @rule(tokens=TOKENS, space=st.sampled_from(SPACES))
     def lease(self, tokens: list[int], space: str | None) -> None:
@@ -514,7 +499,7 @@ TestLeaseMachine = LeaseMachine.TestCase
 # ---------------------------------------------------------------- each rule by name
 
 
-def advance(world: World, run: Run, upto: int, mark: bool = False) -> None:
+def advance(world: LeaseWorld, run: Run, upto: int, mark: bool = False) -> None:
     """Computes and publishes up to a position, with a checkpoint there if `mark`."""
     world.reserve(run, max(0, upto - run.real.reserved))
     world.compute(run, upto - run.computed)
@@ -525,7 +510,7 @@ def advance(world: World, run: Run, upto: int, mark: bool = False) -> None:
     world.verify()
 
 
-def serve(world: World, tokens: list[int], *marks: int) -> tuple[int, int]:
+def serve(world: LeaseWorld, tokens: list[int], *marks: int) -> tuple[int, int]:
     """Serves one request from beginning to end; returns its hit and its reach."""
     run = world.lease(tokens)
     assert run is not None
@@ -541,7 +526,7 @@ def serve(world: World, tokens: list[int], *marks: int) -> tuple[int, int]:
 
 
 def test_a_split_leaves_the_state_with_the_lower_half() -> None:
-    world = World(2, rows_of("full state", window=1))
+    world = LeaseWorld(2, rows_of("full state", window=1))
     serve(world, [1, 1, 2, 2, 3, 3, 4, 4, 5], 8)
     assert serve(world, [1, 1, 2, 2, 7, 7]) == (0, 4)
     assert serve(world, [1, 1, 2, 2, 8, 8]) == (0, 4)
@@ -550,7 +535,7 @@ def test_a_split_leaves_the_state_with_the_lower_half() -> None:
 
 def test_a_lease_that_runs_long_holds_a_window_of_pages() -> None:
     size, window = 4, 10
-    world = World(size, {Full(): 60, Window(window): 8})
+    world = LeaseWorld(size, {Full(): 60, Window(window): 8})
     run = world.lease([token % 7 for token in range(200)])
     assert run is not None
     for end in range(6, 200, 6):  # 50 pages long, with 8 window pages in the pool
@@ -567,7 +552,7 @@ def test_a_lease_that_runs_long_holds_a_window_of_pages() -> None:
 
 
 def test_a_window_lock_goes_with_its_lease() -> None:
-    world = World(1, {Full(): 20, Window(3): 20})
+    world = LeaseWorld(1, {Full(): 20, Window(3): 20})
     serve(world, list(range(9)))
     first, second = world.lease(list(range(10))), world.lease([*range(5), 99])
     assert first is not None
@@ -584,7 +569,7 @@ def test_a_window_lock_goes_with_its_lease() -> None:
 
 
 def test_a_lease_computes_with_a_copy_of_the_state() -> None:
-    world = World(1, rows_of("full state", window=1))
+    world = LeaseWorld(1, rows_of("full state", window=1))
     serve(world, [1, 2, 3], 2)
     (slot,) = world.model.held["state"].values()
     runs = [world.lease([1, 2, token]) for token in (3, 4, 5)]
@@ -599,7 +584,7 @@ def test_a_lease_computes_with_a_copy_of_the_state() -> None:
 
 
 def test_the_state_of_a_lease_advances_while_its_checkpoint_waits() -> None:
-    world = World(1, rows_of("full state", window=1))
+    world = LeaseWorld(1, rows_of("full state", window=1))
     run = world.lease([1, 2, 3, 4, 5])
     assert run is not None
     world.reserve(run, 5)
@@ -614,7 +599,7 @@ def test_the_state_of_a_lease_advances_while_its_checkpoint_waits() -> None:
 
 
 def test_a_later_checkpoint_replaces_one_that_was_not_published() -> None:
-    world = World(1, rows_of("full state", window=1))
+    world = LeaseWorld(1, rows_of("full state", window=1))
     run = world.lease([1, 2, 3, 4, 5])
     assert run is not None
     world.reserve(run, 5)
@@ -629,7 +614,7 @@ def test_a_later_checkpoint_replaces_one_that_was_not_published() -> None:
 
 
 def test_a_checkpoint_without_room_evicts_no_other_state() -> None:
-    world = World(1, rows_of("full state", window=1, states=2))
+    world = LeaseWorld(1, rows_of("full state", window=1, states=2))
     serve(world, [1, 2, 3], 2)
     run = world.lease([7, 8, 9])
     assert run is not None
@@ -646,7 +631,7 @@ def test_a_checkpoint_without_room_evicts_no_other_state() -> None:
 
 
 def test_a_lease_without_a_slot_leaves_nothing_locked() -> None:
-    world = World(1, rows_of("full window state", window=2, states=2))
+    world = LeaseWorld(1, rows_of("full window state", window=2, states=2))
     serve(world, [1, 2, 3], 2)
     first = world.lease([1, 2, 3])  # locks the tree's slot and has the other one for itself
     assert first is not None
@@ -660,7 +645,7 @@ def test_a_lease_without_a_slot_leaves_nothing_locked() -> None:
 
 @pytest.mark.parametrize("row", ["window", "state"])
 def test_a_tombstone_keeps_its_kv_and_is_filled_again(row: str) -> None:
-    world = World(2, rows_of(f"full {row}", window=4))
+    world = LeaseWorld(2, rows_of(f"full {row}", window=4))
     prompt = [1, 1, 2, 2, 3, 3, 4, 4, 5]
     marks = [8] if row == "state" else []
     serve(world, prompt, *marks)
@@ -673,7 +658,7 @@ def test_a_tombstone_keeps_its_kv_and_is_filled_again(row: str) -> None:
 
 
 def test_a_tombstone_in_the_middle_shortens_no_later_hit() -> None:
-    world = World(1, rows_of("full state", window=1))
+    world = LeaseWorld(1, rows_of("full state", window=1))
     serve(world, [1, 2, 3, 4, 5], 2, 4)
     held = world.model.held["state"]
     deep = world.lease([1, 2, 3, 4, 6])  # its lock keeps the deeper state
@@ -688,7 +673,7 @@ def test_a_tombstone_in_the_middle_shortens_no_later_hit() -> None:
 
 @pytest.mark.parametrize("kind", ["full state", "full window state"])
 def test_the_second_request_adds_the_checkpoint_that_the_third_hits(kind: str) -> None:
-    world = World(2, rows_of(kind, window=3))
+    world = LeaseWorld(2, rows_of(kind, window=3))
     shared = [1, 1, 2, 2, 3, 3]
     assert serve(world, [*shared, 4, 4, 5], 8) == (0, 0)
     hit, reach = serve(world, [*shared, 6, 6, 5], 6)
@@ -699,7 +684,7 @@ def test_the_second_request_adds_the_checkpoint_that_the_third_hits(kind: str) -
 
 def test_a_window_kept_at_a_fork_is_hit_by_the_next_request() -> None:
     """Full attention reaches the fork, but the window there was evicted."""
-    world = World(1, {Full(): 30, Window(2): 30})
+    world = LeaseWorld(1, {Full(): 30, Window(2): 30})
     serve(world, list(range(8)))
     last = world.lease(list(range(9)))
     assert last is not None
@@ -711,7 +696,7 @@ def test_a_window_kept_at_a_fork_is_hit_by_the_next_request() -> None:
 
 
 def test_a_path_keeps_no_more_states_than_it_may() -> None:
-    world = World(1, {Full(): 30, State(most_on_path=2): 9})
+    world = LeaseWorld(1, {Full(): 30, State(most_on_path=2): 9})
     serve(world, list(range(9)), 2, 4, 6, 8)
     assert len(world.model.held["state"]) == 2
     assert world.cache.peek(list(range(9))) == 8
@@ -721,7 +706,7 @@ def test_a_path_keeps_no_more_states_than_it_may() -> None:
 
 
 def test_where_all_layers_slide_there_is_no_full_page() -> None:
-    world = World(2, {Window(4): 6})
+    world = LeaseWorld(2, {Window(4): 6})
     run = world.lease([token % 5 for token in range(40)])
     assert run is not None
     assert run.real.window_table is None
@@ -735,7 +720,7 @@ def test_where_all_layers_slide_there_is_no_full_page() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "full window", "window"])
 def test_without_states_there_is_no_slot(kind: str) -> None:
-    world = World(1, rows_of(kind, window=2))
+    world = LeaseWorld(1, rows_of(kind, window=2))
     run = world.lease([1, 2, 3])
     assert run is not None
     assert run.real.state == -1
@@ -744,7 +729,7 @@ def test_without_states_there_is_no_slot(kind: str) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 3, 6])
 def test_a_checkpoint_is_at_a_page_boundary_that_is_reserved_and_not_published(position: int) -> None:
-    world = World(2, rows_of("full state", window=1))
+    world = LeaseWorld(2, rows_of("full state", window=1))
     run = world.lease([1, 2, 3, 4, 5, 6, 7])
     assert run is not None
     advance(world, run, 5)
@@ -821,7 +806,7 @@ def test_a_hit_ends_at_no_state_inside_an_image() -> None:
 
 
 def test_a_window_slides_over_what_is_reserved_and_leaves_no_gap() -> None:
-    world = World(2, rows_of("full window", window=2))
+    world = LeaseWorld(2, rows_of("full window", window=2))
     run = world.lease([1, 2, 3, 4, 5, 6])
     assert run is not None
     world.reserve(run, 4)
@@ -833,7 +818,7 @@ def test_a_window_slides_over_what_is_reserved_and_leaves_no_gap() -> None:
 
 
 def test_a_lease_that_has_ended_shows_no_window_and_no_state() -> None:
-    world = World(1, rows_of("full window state", window=2))
+    world = LeaseWorld(1, rows_of("full window state", window=2))
     run = world.lease([1, 2, 3])
     assert run is not None
     real = run.real

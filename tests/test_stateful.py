@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from rigs.cache import some_tokens
 from rigs.policy_models import InPython
 
 from mainstem.cache import Lease, PrefixCache
@@ -30,14 +31,6 @@ SPACES = [None, None, None, "a", "b"]
 
 def policy_of(name: str, python: bool) -> Any:
     return InPython(name) if python else name
-
-
-def some_tokens(rng: random.Random, size: int, pages: int = 5) -> list[int]:
-    """Draws tokens whose prefixes often meet others at any page size: few kinds of page, sometimes one odd token."""
-    tokens = [token for _ in range(pages) for token in [int(rng.random() < 0.3)] * size]
-    if rng.random() < 0.5:
-        tokens[rng.randrange(len(tokens))] = 2
-    return tokens[: rng.randrange(pages * size + 1)]
 
 
 # ---------------------------------------------------------------- the tree

@@ -50,7 +50,7 @@ class Run:
         self.hit = self.lease.hit
 
 
-class World:
+class TiersWorld:
     """A cache with its tiers, its requests and its faults."""
 
     def __init__(self, choose: Choose) -> None:
@@ -307,10 +307,10 @@ class World:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_no_step_corrupts_or_loses_a_page(seed: int) -> None:
-    world = World(random.Random(f"world {seed}").randrange)
+    world = TiersWorld(random.Random(f"world {seed}").randrange)
     rng = random.Random(seed)
     for _ in range(800):
-        getattr(world, rng.choice(World.OPERATIONS))(rng.randrange)
+        getattr(world, rng.choice(TiersWorld.OPERATIONS))(rng.randrange)
         world.verify()
     world.finish()
 
@@ -318,13 +318,13 @@ def test_no_step_corrupts_or_loses_a_page(seed: int) -> None:
 class TiersMachine(RuleBasedStateMachine):
     """The same operations, shrunk on failure."""
 
-    world: World | None = None
+    world: TiersWorld | None = None
 
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        self.world = World(lambda n: data.draw(st.integers(0, n - 1)))
+        self.world = TiersWorld(lambda n: data.draw(st.integers(0, n - 1)))
 
-    @rule(name=st.sampled_from(sorted(set(World.OPERATIONS), key=World.OPERATIONS.index)), data=st.data())
+    @rule(name=st.sampled_from(sorted(set(TiersWorld.OPERATIONS), key=TiersWorld.OPERATIONS.index)), data=st.data())
     def step(self, name: str, data: st.DataObject) -> None:
         assert self.world is not None
         getattr(self.world, name)(lambda n: data.draw(st.integers(0, n - 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from mainstem.cache import Lease, PrefixCache
@@ -21,3 +22,11 @@ def prefill(cache: PrefixCache, prompt: Any, namespace: Any = None) -> Lease:
     lease.reserve(lease.length - lease.reserved)
     lease.publish(lease.length)
     return lease
+
+
+def some_tokens(rng: random.Random, size: int, pages: int = 5) -> list[int]:
+    """Draws tokens whose prefixes often meet others at any page size: few kinds of page, sometimes one odd token."""
+    tokens = [token for _ in range(pages) for token in [int(rng.random() < 0.3)] * size]
+    if rng.random() < 0.5:
+        tokens[rng.randrange(len(tokens))] = 2
+    return tokens[: rng.randrange(pages * size + 1)]
