@@ -6,9 +6,8 @@
 #include <optional>
 #include <set>
 
-#include "lease/lease.h"
 #include "random_operations.h"
-#include "support.h"
+#include "worlds.h"
 
 namespace mainstem {
 
@@ -31,10 +30,11 @@ struct Holder {
   bool appended = false;
 };
 
-class World {
+class CacheWorld : Paging {
  public:
-  World(const Shape& shape, std::uint64_t seed)
-      : choose_(seed),
+  CacheWorld(const Shape& shape, std::uint64_t seed)
+      : Paging{kSymbolBytes, shape.page_size},
+        choose_(seed),
         shape_(shape),
         tree_(kSymbolBytes, shape.page_size, kRows, 1, shape.policy, seed),
         pool_(shape.pages),
@@ -70,10 +70,6 @@ class World {
   }
 
  private:
-  std::uint64_t page_bytes() const { return std::uint64_t{shape_.page_size} * kSymbolBytes; }
-  std::uint64_t pages(std::uint64_t positions) const { return (positions + shape_.page_size - 1) / shape_.page_size; }
-  Path front(const Holder& h, std::uint64_t pages) const { return {h.ns, h.key.substr(0, pages * page_bytes())}; }
-
   void evict(std::uint64_t pages) {
     // Sometimes evicts fewer than requested: the cache has to call again.
     if (pages > 1 && choose_.one_in(3)) pages = 1;
@@ -96,34 +92,15 @@ class World {
     expect_equal(pool_.owned(Owner::cached), held.size(), "cached pages");
     expect_equal(tree_.counts(0, 0).present, held.size(), "pages that the tree counts");
     for (const Holder& holder : open_)
-      compare_lease(holder, held, &owned);
+      compare_lease(*this, holder, held, pool_, &owned);
     expect_equal(pool_.owned(Owner::privately), owned.size() - held.size() + dropped_, "private pages");
     expect_equal(pool_.owned(Owner::free), shape_.pages - owned.size() - dropped_, "free pages");
     expect_equal(tree_.counts(0, 0).locked, locked(), "pages locked");
   }
-  void compare_lease(const Holder& h, const Contents& held, std::set<std::int32_t>* owned) const {
-    const Lease& lease = *h.lease;
-    expect_equal(lease.length(), h.key.size() / kSymbolBytes, "the length of a lease");
-    expect_equal(lease.reserved(), h.reserved, "positions reserved");
-    expect_equal(lease.published(), h.published, "positions published");
-    expect_equal(lease.hit(), h.hit, "the hit of a lease");
-    const Table& table = lease.table();
-    expect_equal(table.size(), pages(h.reserved), "pages in a table");
-    const std::uint64_t shared = h.published / shape_.page_size;
-    for (std::uint64_t page = 0; page < table.size(); ++page) {
-      const std::int32_t id = table.memory()[static_cast<std::ptrdiff_t>(page)];
-      if (page < shared) {
-        const auto found = held.find(front(h, page + 1));
-        expect(found != held.end() && found->second[0].id == id, "a published page is the tree's own");
-      } else {
-        expect(owned->insert(id).second && pool_.owner(id) == std::string("private"), "a private page is this lease's");
-      }
-    }
-  }
   std::uint64_t locked() const {
     std::set<Path> paths;
     for (const Holder& holder : open_)
-      for (std::uint64_t page = 0; page < holder.published / shape_.page_size; ++page)
+      for (std::uint64_t page = 0; page < holder.published / page_size; ++page)
         paths.insert(front(holder, page + 1));
     paths.insert(left_.begin(), left_.end());
     return paths.size();
@@ -133,22 +110,22 @@ class World {
 
   void open() {
     const std::string ns = choose_.one_in(4) ? "a" : "";
-    const std::string key = some_key(choose_, kSymbolBytes, shape_.page_size, 7);
+    const std::string key = some_key(choose_, kSymbolBytes, page_size, 7);
     const std::uint64_t length = key.size() / kSymbolBytes;
     const std::uint64_t limit = length == 0 ? 0 : length - choose_.below(2);
     const bool inside = choose_.one_in(2);
     const Contents held = contents_of(tree_, kRows, 1);
     Holder h{nullptr, ns, key, 0, 0, 0};
-    while (shape_.enabled && (h.hit + shape_.page_size) <= limit &&
-           held.contains(front(h, h.hit / shape_.page_size + 1)))
-      h.hit += shape_.page_size;
+    while (shape_.enabled && (h.hit + page_size) <= limit && held.contains(front(h, h.hit / page_size + 1)))
+      h.hit += page_size;
     h.published = h.hit;
     std::uint64_t known = ~std::uint64_t{0};
     h.lease = std::make_unique<Lease>(cache_, ns, choose_.below(3), bytes_of(key), limit, inside,
                                       [&](std::size_t symbols) { known = symbols; });
     collected();
     expect_equal(known, h.hit, "the symbols known to the tree");
-    const std::uint64_t agreeing = inside ? agreement(held, h, limit) : 0;
+    const std::string_view rest = std::string_view(key).substr(0, limit * kSymbolBytes).substr(h.hit * kSymbolBytes);
+    const std::uint64_t agreeing = inside ? agreement(*this, held, front(h, h.hit / page_size), rest) : 0;
     const std::uint64_t missed = cache_.counters.partial_missed;
     const std::optional<PageCopy> copy = h.lease->begin_copy();
     if (copy) {
@@ -166,19 +143,6 @@ class World {
     h.reserved = h.hit;
     open_.push_back(std::move(h));
   }
-  std::uint64_t agreement(const Contents& held, const Holder& h, std::uint64_t limit) const {
-    const std::string_view rest = std::string_view(h.key).substr(0, limit * kSymbolBytes).substr(h.hit * kSymbolBytes);
-    const Path above = front(h, h.hit / shape_.page_size);
-    std::uint64_t best = 0;
-    for (auto at = held.lower_bound(above); at != held.end() && begins_with(at->first, above); ++at) {
-      if (at->first.second.size() != above.second.size() + page_bytes()) continue;
-      const std::string_view page = std::string_view(at->first.second).substr(above.second.size());
-      const auto parted = std::mismatch(rest.begin(), rest.end(), page.begin(), page.end()).first;
-      best = std::max<std::uint64_t>(best, (parted - rest.begin()) / kSymbolBytes);
-    }
-    return best;
-  }
-
   void use(Holder& h) {
     switch (choose_.below(8)) {
       case 0:
@@ -203,7 +167,7 @@ class World {
 
   void reserve(Holder& h) {
     const std::uint64_t length = h.key.size() / kSymbolBytes;
-    std::uint64_t n = choose_.below(3 * shape_.page_size + 2);
+    std::uint64_t n = choose_.below(3 * page_size + 2);
     if (length > h.reserved && choose_.one_in(2)) n = length - h.reserved;
     const std::uint64_t table = pages(h.reserved);
     const std::uint64_t missing = pages(h.reserved + n) - table;
@@ -236,16 +200,16 @@ class World {
     note_published(h, some);
   }
   void write(const Holder& h, std::uint64_t upto) {
-    for (std::uint64_t page = h.published / shape_.page_size; page < upto / shape_.page_size; ++page)
+    for (std::uint64_t page = h.published / page_size; page < upto / page_size; ++page)
       written_[static_cast<std::size_t>(h.lease->table().memory()[static_cast<std::ptrdiff_t>(page)])] =
           front(h, page + 1);
   }
   void note_published(Holder& h, std::uint64_t upto) const {
-    if (shape_.enabled) h.published = std::max(h.published, upto / shape_.page_size * shape_.page_size);
+    if (shape_.enabled) h.published = std::max(h.published, upto / page_size * page_size);
   }
 
   void append(Holder& h) {
-    const std::string more = some_key(choose_, kSymbolBytes, shape_.page_size, 2);
+    const std::string more = some_key(choose_, kSymbolBytes, page_size, 2);
     h.lease->append(bytes_of(more));
     h.key += more;
     h.appended = h.appended || !more.empty();
@@ -281,10 +245,10 @@ class World {
 
   // The cache's next call frees the pages and the lock of a dropped lease.
   void drop(Holder& h) {
-    const std::uint64_t privately = pages(h.reserved) - h.published / shape_.page_size;
+    const std::uint64_t privately = pages(h.reserved) - h.published / page_size;
     h.lease.reset();
     dropped_ += privately;
-    for (std::uint64_t page = 0; page < h.published / shape_.page_size; ++page)
+    for (std::uint64_t page = 0; page < h.published / page_size; ++page)
       left_.insert(front(h, page + 1));
   }
   // The pages that reserve() will find in the pool before it evicts anything.
@@ -318,23 +282,11 @@ void random_cache(std::uint64_t seed, std::uint32_t operations) {
       shapes.push_back({choose.of<std::uint32_t>({1, 2, 4}), choose.of<std::uint32_t>({12, 24, 60}), !choose.one_in(7),
                         choose.one_in(2), std::string(policy.name)});
   for (const Shape& shape : shapes) {
-    World world(shape, seed);
-    std::uint32_t done = 0;
-    const auto where = [&] {
-      return "cache, seed " + std::to_string(seed) + ", " + shape.policy + ", page " + std::to_string(shape.page_size) +
-             ", " + std::to_string(shape.pages) + " pages, operation " + std::to_string(done) + ": ";
-    };
-    try {
-      for (; done < operations; ++done)
-        world.step();
-      world.finish();
-    } catch (const Failure& failure) {
-      throw Failure{where() + failure.what};
-    } catch (const Corrupt& error) {
-      throw Failure{where() + "check: " + error.message};
-    } catch (const WrongOwner& error) {
-      throw Failure{where() + error.message};
-    }
+    CacheWorld world(shape, seed);
+    drive(world,
+          "cache, " + shape.policy + ", page " + std::to_string(shape.page_size) + ", " + std::to_string(shape.pages) +
+              " pages",
+          seed, operations);
   }
 }
 

@@ -8,9 +8,8 @@
 #include <optional>
 #include <set>
 
-#include "lease/lease.h"
 #include "random_operations.h"
-#include "support.h"
+#include "worlds.h"
 
 namespace mainstem {
 
@@ -34,10 +33,11 @@ struct Holder {
   std::optional<std::uint64_t> mark = {};  // pages before a state that waits to be published
 };
 
-class World {
+class ComponentWorld : Paging {
  public:
-  World(const Shape& shape, std::uint64_t seed)
-      : choose_(seed),
+  ComponentWorld(const Shape& shape, std::uint64_t seed)
+      : Paging{kSymbolBytes, shape.page_size},
+        choose_(seed),
         shape_(shape),
         rows_(shape.rows),
         tree_(kSymbolBytes, shape.page_size, shape.rows, 1, "lru", seed),
@@ -86,11 +86,8 @@ class World {
   }
 
  private:
-  std::uint64_t page_bytes() const { return std::uint64_t{shape_.page_size} * kSymbolBytes; }
-  std::uint64_t pages(std::uint64_t positions) const { return (positions + shape_.page_size - 1) / shape_.page_size; }
   bool keeps_states() const { return !rows_.back().per_page(); }
   std::uint32_t states() const { return static_cast<std::uint32_t>(rows_.size() - 1); }
-  Path front(const Holder& h, std::uint64_t pages) const { return {h.ns, h.key.substr(0, pages * page_bytes())}; }
   Path& written(std::uint32_t c, std::int32_t id) { return written_[c][static_cast<std::size_t>(id)]; }
   const Path& written(std::uint32_t c, std::int32_t id) const { return written_[c][static_cast<std::size_t>(id)]; }
   Contents contents() const { return contents_of(tree_, rows_, 1); }
@@ -198,7 +195,7 @@ class World {
         expect(owned->insert(id).second && pools_[c]->owner(id) == std::string("private"), "a page is this lease's");
         ++own;
       }
-      if ((page + 1) * shape_.page_size <= h.computed)
+      if ((page + 1) * page_size <= h.computed)
         expect(written(c, id) == front(h, page + 1), "a page holds the symbols that lead to it");
     }
     return own;
@@ -218,7 +215,7 @@ class World {
       const auto same = static_cast<std::size_t>(
           std::mismatch(key.begin(), key.begin() + std::min(key.size(), h.key.size()), h.key.begin()).first -
           key.begin());
-      const std::uint64_t pages = same / kSymbolBytes / shape_.page_size;
+      const std::uint64_t pages = same / kSymbolBytes / page_size;
       return other.first == h.ns && same < key.size() && end <= pages && pages < next;
     });
   }
@@ -243,13 +240,13 @@ class World {
 
   void open() {
     const std::string ns = choose_.one_in(4) ? "a" : "";
-    const std::string key = some_key(choose_, kSymbolBytes, shape_.page_size, 7);
+    const std::string key = some_key(choose_, kSymbolBytes, page_size, 7);
     const std::uint64_t length = key.size() / kSymbolBytes;
     const std::uint64_t limit = length == 0 ? 0 : length - choose_.below(2);
     const Bytes known = bytes_of(key).first(limit * kSymbolBytes);
     Holder h{nullptr, ns, key};
     h.published = shape_.enabled ? tree_.peek(ns, known, false).pages : 0;
-    h.computed = h.published * shape_.page_size;
+    h.computed = h.published * page_size;
     const Contents before = contents();
     if (h.published) credit(before, front(h, h.published));
     left_.insert(front(h, h.published));  // while it is not in `open_` yet
@@ -274,8 +271,8 @@ class World {
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
       if (!rows_[c].begins_late()) continue;
       const std::uint64_t back = rows_[c].kind == Kind::chunked ? computed % rows_[c].span : rows_[c].span;
-      const std::uint64_t seen = (computed - std::min(back, computed)) / shape_.page_size;
-      const std::uint32_t needed = rows_[c].first_needed(static_cast<std::uint32_t>(published), shape_.page_size);
+      const std::uint64_t seen = (computed - std::min(back, computed)) / page_size;
+      const std::uint32_t needed = rows_[c].first_needed(static_cast<std::uint32_t>(published), page_size);
       h.fronts[c] = std::max({h.fronts[c], static_cast<std::uint32_t>(seen), needed});
     }
   }
@@ -311,7 +308,7 @@ class World {
     const std::uint64_t left = h.key.size() / kSymbolBytes - h.computed;
     if (left == 0) return;
     std::uint64_t n = choose_.below(static_cast<std::uint32_t>(left)) + 1;
-    if (choose_.one_in(2)) n = std::min<std::uint64_t>(left, shape_.page_size * (1 + choose_.below(2)));
+    if (choose_.one_in(2)) n = std::min<std::uint64_t>(left, page_size * (1 + choose_.below(2)));
     const std::uint64_t end = h.computed + n;
     try {
       if (end > h.lease->reserved()) h.lease->reserve(end - h.lease->reserved());
@@ -328,7 +325,7 @@ class World {
     }
     take_back();  // unless making room did it
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
-      for (std::uint64_t page = h.computed / shape_.page_size; rows_[c].per_page() && page < pages(end); ++page)
+      for (std::uint64_t page = h.computed / page_size; rows_[c].per_page() && page < pages(end); ++page)
         written(c, *h.lease->table(c).from(page).data()) = front(h, page + 1);
     h.computed = end;
     if (keeps_states()) written(states(), h.lease->state()) = {h.ns, h.key.substr(0, end * kSymbolBytes)};
@@ -340,7 +337,7 @@ class World {
   }
 
   void checkpoint(Holder& h) {
-    if (h.computed % shape_.page_size || h.computed == 0 || h.computed < h.published * shape_.page_size) return;
+    if (h.computed % page_size || h.computed == 0 || h.computed < h.published * page_size) return;
     if (h.computed > h.lease->publishable()) return;
     const bool room = choose_.one_in(2);
     const std::uint64_t free = keeps_states() ? pools_[states()]->owned(Owner::free) : 0;
@@ -355,7 +352,7 @@ class World {
     expect(done || !had, "a checkpoint replaces the previous one");
     if (!room) expect_equal(done, had || free > 0, "whether a checkpoint was taken");
     expect_equal(cache_->counters.checkpoints_missed, missed + !done, "checkpoints missed");
-    if (done) h.mark = h.computed / shape_.page_size;
+    if (done) h.mark = h.computed / page_size;
   }
 
   void publish(Holder& h) {
@@ -366,7 +363,7 @@ class World {
   // Computes first what the call publishes: a waiting state, then what follows it.
   template <class Call>
   void publish(Holder& h, std::uint64_t upto, Call call) {
-    const std::uint64_t end = upto / shape_.page_size;
+    const std::uint64_t end = upto / page_size;
     const bool keeps_mark = shape_.enabled && h.mark && *h.mark <= end;
     const Contents before = contents();
     const std::uint64_t checkpoints = cache_->counters.checkpoints;
@@ -385,12 +382,12 @@ class World {
       call(upto);
     }
     if (h.lease->closed()) return;
-    expect_equal(h.lease->published(), h.published * shape_.page_size, "positions published");
+    expect_equal(h.lease->published(), h.published * page_size, "positions published");
     if (shape_.enabled) move_fronts(h, 0, h.published);
   }
 
   void append(Holder& h) {
-    const std::string more = some_key(choose_, kSymbolBytes, shape_.page_size, 2);
+    const std::string more = some_key(choose_, kSymbolBytes, page_size, 2);
     h.lease->append(bytes_of(more));
     h.key += more;
   }
@@ -402,7 +399,7 @@ class World {
     else
       publish(h, upto, [&](std::uint64_t positions) { h.lease->finish(positions); });
     thrown<Closed>("sliding", [&] { h.lease->slide(0, 0); });
-    thrown<Closed>("a checkpoint", [&] { h.lease->checkpoint(shape_.page_size, true); });
+    thrown<Closed>("a checkpoint", [&] { h.lease->checkpoint(page_size, true); });
     thrown<Closed>("the state", [&] { h.lease->state(); });
   }
 
@@ -461,26 +458,12 @@ std::vector<Shape> some_shapes(Choices& choose) {
 void random_components(std::uint64_t seed, std::uint32_t operations) {
   Choices choose(seed);
   for (const Shape& shape : some_shapes(choose)) {
-    World world(shape, seed);
-    std::uint32_t done = 0;
-    const auto where = [&] {
-      std::string kinds;
-      for (const Component& row : shape.rows)
-        kinds += std::string(kKindNames[static_cast<std::size_t>(row.kind)]) + " ";
-      return kinds + "cache, seed " + std::to_string(seed) + ", page " + std::to_string(shape.page_size) + ", " +
-             std::to_string(shape.ids) + " ids, operation " + std::to_string(done) + ": ";
-    };
-    try {
-      for (; done < operations; ++done)
-        world.step();
-      world.finish();
-    } catch (const Failure& failure) {
-      throw Failure{where() + failure.what};
-    } catch (const Corrupt& error) {
-      throw Failure{where() + "check: " + error.message};
-    } catch (const WrongOwner& error) {
-      throw Failure{where() + error.message};
-    }
+    ComponentWorld world(shape, seed);
+    std::string kinds;
+    for (const Component& row : shape.rows)
+      kinds += std::string(kKindNames[static_cast<std::size_t>(row.kind)]) + " ";
+    drive(world, kinds + "cache, page " + std::to_string(shape.page_size) + ", " + std::to_string(shape.ids) + " ids",
+          seed, operations);
   }
 }
 

@@ -9,9 +9,8 @@
 #include <set>
 #include <tuple>
 
-#include "lease/lease.h"
 #include "random_operations.h"
-#include "support.h"
+#include "worlds.h"
 
 namespace mainstem {
 
@@ -61,10 +60,11 @@ struct Copy {
   const Copy* above = nullptr;  // a copy above that is not complete
 };
 
-class World {
+class TiersWorld : Paging {
  public:
-  World(const Shape& shape, std::uint64_t seed)
-      : choose_(seed),
+  TiersWorld(const Shape& shape, std::uint64_t seed)
+      : Paging{kSymbolBytes, shape.page_size},
+        choose_(seed),
         shape_(shape),
         tree_(kSymbolBytes, shape.page_size, kRows, kTiers, shape.policy, seed),
         pool_(shape.pages),
@@ -109,28 +109,13 @@ class World {
   const std::string& doing() const { return doing_; }
 
  private:
-  std::uint64_t page_bytes() const { return std::uint64_t{shape_.page_size} * kSymbolBytes; }
-  std::uint64_t pages(std::uint64_t positions) const { return (positions + shape_.page_size - 1) / shape_.page_size; }
-  std::uint64_t pages(const Path& path) const { return path.second.size() / page_bytes(); }
-  Path front(const Path& path, std::uint64_t pages) const {
-    return {path.first, path.second.substr(0, pages * page_bytes())};
-  }
-  Path front(const Holder& h, std::uint64_t pages) const { return front(Path{h.ns, h.key}, pages); }
-  Path shared(const Holder& h) const { return front(h, h.published / shape_.page_size); }
+  Path shared(const Holder& h) const { return front(h, h.published / page_size); }
   Path& content(std::uint32_t tier, std::int32_t page) { return written_[tier][static_cast<std::size_t>(page)]; }
   Pool& pool(std::uint32_t tier) { return tier == kDevice ? pool_ : host_; }
 
-  PageCell cell(const Path& path, std::uint32_t tier) const {
-    const auto found = model_.find(path);
-    return found == model_.end() ? PageCell{} : found->second[tier];
-  }
+  PageCell cell(const Path& path, std::uint32_t tier) const { return cell_of(model_, path, tier); }
   bool has(const Path& path, std::uint32_t tier) const { return cell(path, tier).presence == Presence::present; }
-  void put(const Path& path, std::uint32_t tier, PageCell cell) {
-    std::vector<PageCell>& cells = model_[path];
-    cells.resize(kTiers);
-    cells[tier] = cell;
-    if (cells[kDevice] == PageCell{} && cells[kHost] == PageCell{}) model_.erase(path);
-  }
+  void put(const Path& path, std::uint32_t tier, PageCell cell) { put_cell(&model_, path, kTiers, tier, cell); }
 
   // ---------------------------------------------------------------- invariants
 
@@ -162,8 +147,12 @@ class World {
     compare_copies(coming);
     expect_equal(host_.owned(Owner::privately), coming.size(), "private host pages");
     std::uint64_t privately = 0;
-    for (const Holder& h : open_)
-      privately += compare_lease(h, &owned[kDevice]);
+    for (const Holder& h : open_) {
+      privately += compare_lease(*this, h, model_, pool_, &owned[kDevice]);
+      expect_equal(h.lease->loadable(), h.loadable, "positions that can be loaded");
+      const std::uint64_t upto = h.load ? h.published : std::min(h.reserved, h.lease->length());
+      expect_equal(h.lease->publishable(), upto, "positions that may be published");
+    }
     for (const Left& left : left_)
       privately += left.pages;
     expect_equal(pool_.owned(Owner::privately), privately, "private pages");
@@ -182,30 +171,6 @@ class World {
         }
     expect(coming.empty(), "every page in flight is being copied");
   }
-  // Checks a lease. Returns the number of its private pages.
-  std::uint64_t compare_lease(const Holder& h, std::set<std::int32_t>* owned) const {
-    const Lease& lease = *h.lease;
-    expect_equal(lease.length(), h.key.size() / kSymbolBytes, "the length of a lease");
-    expect_equal(lease.reserved(), h.reserved, "positions reserved");
-    expect_equal(lease.published(), h.published, "positions published");
-    expect_equal(lease.hit(), h.hit, "the hit of a lease");
-    expect_equal(lease.loadable(), h.loadable, "positions that can be loaded");
-    const std::uint64_t upto = h.load ? h.published : std::min(h.reserved, lease.length());
-    expect_equal(lease.publishable(), upto, "positions that may be published");
-    const Table& table = lease.table();
-    expect_equal(table.size(), pages(h.reserved), "pages in a table");
-    const std::uint64_t shared = h.published / shape_.page_size;
-    for (std::uint64_t page = 0; page < table.size(); ++page) {
-      const std::int32_t id = table.memory()[static_cast<std::ptrdiff_t>(page)];
-      if (page < shared) {
-        expect(cell(front(h, page + 1), kDevice) == PageCell{Presence::present, id}, "a published page is the tree's");
-      } else {
-        expect(owned->insert(id).second && pool_.owner(id) == std::string("private"), "a private page is this lease's");
-      }
-    }
-    return table.size() - shared;
-  }
-
   std::set<Path> locked(std::uint32_t tier) const {
     std::set<Path> ends;
     for (const Holder& h : open_)
@@ -309,18 +274,18 @@ class World {
     const std::uint64_t length = h.key.size() / kSymbolBytes;
     const std::uint64_t limit = length == 0 ? 0 : length - choose_.below(2);
     std::uint64_t found = 0;
-    for (; (found + 1) * shape_.page_size <= limit; ++found) {
+    for (; (found + 1) * page_size <= limit; ++found) {
       const Path next = front(h, found + 1);
       if (!has(next, kDevice) && !has(next, kHost)) break;
-      if (h.hit == found * shape_.page_size && has(next, kDevice)) h.hit += shape_.page_size;
+      if (h.hit == found * page_size && has(next, kDevice)) h.hit += page_size;
     }
     h.published = h.reserved = h.hit;
-    h.loadable = found * shape_.page_size - h.hit;
+    h.loadable = found * page_size - h.hit;
     if (h.loadable) h.host = front(h, found);
     const Bytes key = bytes_of(h.key);
     const PeekResult peeked = tree_.peek(h.ns, key.first(limit * kSymbolBytes), false);
-    expect_equal(peeked.pages * shape_.page_size, h.hit, "positions peeked");
-    expect_equal(peeked.host_pages * shape_.page_size, h.loadable, "positions peeked on the host");
+    expect_equal(peeked.pages * page_size, h.hit, "positions peeked");
+    expect_equal(peeked.host_pages * page_size, h.loadable, "positions peeked on the host");
     h.lease = std::make_unique<Lease>(cache_, h.ns, choose_.below(3), key, limit, choose_.one_in(2), CheckRest());
     taken_back();
     expect_touched(found ? std::vector<Path>{front(h, found)} : std::vector<Path>{});
@@ -333,10 +298,10 @@ class World {
   Path some_path() {
     if (!known_.empty() && !choose_.one_in(4)) {
       Path path = choose_.of(known_);
-      if (choose_.one_in(2)) path.second += some_key(choose_, kSymbolBytes, shape_.page_size, 3);
+      if (choose_.one_in(2)) path.second += some_key(choose_, kSymbolBytes, page_size, 3);
       return path;
     }
-    return {choose_.one_in(4) ? "a" : "", some_key(choose_, kSymbolBytes, shape_.page_size, 7)};
+    return {choose_.one_in(4) ? "a" : "", some_key(choose_, kSymbolBytes, page_size, 7)};
   }
 
   void use(Holder& h) {
@@ -363,7 +328,7 @@ class World {
   void reserve(Holder& h) {
     doing_ = "reserve";
     const std::uint64_t length = h.key.size() / kSymbolBytes;
-    std::uint64_t n = choose_.below(3 * shape_.page_size + 2);
+    std::uint64_t n = choose_.below(3 * page_size + 2);
     if (length > h.reserved && choose_.one_in(2)) n = length - h.reserved;
     const std::uint64_t missing = pages(h.reserved + n) - pages(h.reserved);
     if (missing <= pool_.owned(Owner::free))
@@ -396,7 +361,7 @@ class World {
 
   void append(Holder& h) {
     doing_ = "append";
-    const std::string more = some_key(choose_, kSymbolBytes, shape_.page_size, 2);
+    const std::string more = some_key(choose_, kSymbolBytes, page_size, 2);
     h.lease->append(bytes_of(more));
     h.key += more;
     h.appended = h.appended || !more.empty();
@@ -413,7 +378,7 @@ class World {
   }
   // Writes what this lease computes into its private pages.
   void write(const Holder& h, std::uint64_t upto) {
-    for (std::uint64_t page = h.published / shape_.page_size; page < upto / shape_.page_size; ++page)
+    for (std::uint64_t page = h.published / page_size; page < upto / page_size; ++page)
       content(kDevice, h.lease->table().memory()[static_cast<std::ptrdiff_t>(page)]) = front(h, page + 1);
   }
   static Ids table_of(const Holder& h) {
@@ -422,10 +387,10 @@ class World {
   }
   // The pages of this table up to a position are now the tree's, unless it has its own.
   void published(Holder& h, std::uint64_t upto, const Ids& table) {
-    const std::uint64_t before = h.published / shape_.page_size, end = upto / shape_.page_size;
+    const std::uint64_t before = h.published / page_size, end = upto / page_size;
     for (std::uint64_t page = before; page < end; ++page)
       if (!has(front(h, page + 1), kDevice)) put(front(h, page + 1), kDevice, {Presence::present, table[page]});
-    h.published = std::max(before, end) * shape_.page_size;
+    h.published = std::max(before, end) * page_size;
     if (before < end) known_.push_back(front(h, end));
     if (known_.size() > 4) known_.erase(known_.begin());
     expect_touched(before < end ? std::vector<Path>{front(h, end)} : std::vector<Path>{});
@@ -441,13 +406,13 @@ class World {
       thrown<BadValue>("a load too late", begin);
       return;
     }
-    if (!try_room(h.loadable / shape_.page_size, begin)) return;
+    if (!try_room(h.loadable / page_size, begin)) return;
     const Load& load = *h.load;
     expect(load.page_load.id > last_load_, "a load has a number of its own");
     last_load_ = load.page_load.id;
     h.reserved += h.loadable;
-    const std::uint64_t first = h.hit / shape_.page_size;
-    expect_equal(load.page_load.source[0].size(), h.loadable / shape_.page_size, "pages to load");
+    const std::uint64_t first = h.hit / page_size;
+    expect_equal(load.page_load.source[0].size(), h.loadable / page_size, "pages to load");
     for (std::size_t i = 0; i < load.page_load.source[0].size(); ++i) {
       const PageCell there = cell(front(h, first + i + 1), kHost);
       expect(there == PageCell{Presence::present, load.page_load.source[0][i]}, "a page to load from the host");
@@ -505,9 +470,7 @@ class World {
     leave(h);
     h.lease.reset();
   }
-  void leave(Holder& h) {
-    left_.push_back({shared(h), h.host, h.load, pages(h.reserved) - h.published / shape_.page_size});
-  }
+  void leave(Holder& h) { left_.push_back({shared(h), h.host, h.load, pages(h.reserved) - h.published / page_size}); }
 
   // ---------------------------------------------------------------- the controller
 
@@ -725,29 +688,12 @@ void random_tiers(std::uint64_t seed, std::uint32_t operations) {
                         choose.of<Room>({Room::by_order, Room::by_hook, Room::by_hook_after_copy}),
                         std::string(policy.name)});
   for (const Shape& shape : shapes) {
-    World world(shape, seed);
-    std::uint32_t done = 0;
-    const auto where = [&] {
-      return "tiers, seed " + std::to_string(seed) + ", " + shape.policy + ", page " + std::to_string(shape.page_size) +
-             ", " + std::to_string(shape.pages) + " and " + std::to_string(shape.host_pages) + " pages, room " +
-             std::to_string(static_cast<int>(shape.room)) + ", operation " + std::to_string(done) + ", " +
-             world.doing() + ": ";
-    };
-    try {
-      for (; done < operations; ++done)
-        world.step();
-      world.finish();
-    } catch (const Failure& failure) {
-      throw Failure{where() + failure.what};
-    } catch (const Corrupt& error) {
-      throw Failure{where() + "check: " + error.message};
-    } catch (const WrongOwner& error) {
-      throw Failure{where() + error.message};
-    } catch (const StaleHandle& error) {
-      throw Failure{where() + "StaleHandle: " + std::to_string(error.handle)};
-    } catch (const BadValue& error) {
-      throw Failure{where() + "BadValue: " + error.name + " " + error.value + ", allowed: " + error.allowed};
-    }
+    TiersWorld world(shape, seed);
+    drive(world,
+          "tiers, " + shape.policy + ", page " + std::to_string(shape.page_size) + ", " + std::to_string(shape.pages) +
+              " and " + std::to_string(shape.host_pages) + " pages, room " +
+              std::to_string(static_cast<int>(shape.room)),
+          seed, operations);
   }
 }
 

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "random_operations.h"
-#include "support.h"
+#include "worlds.h"
 
 namespace mainstem {
 
@@ -56,10 +56,11 @@ std::vector<Shape> shapes(Choices& choose) {
   return all;
 }
 
-class World {
+class TreeWorld : Paging {
  public:
-  World(const Shape& shape, std::uint64_t seed)
-      : choose_(seed),
+  TreeWorld(const Shape& shape, std::uint64_t seed)
+      : Paging{shape.symbol_bytes, shape.page_size},
+        choose_(seed),
         shape_(shape),
         rows_(shape.rows),
         tiers_(shape.tiers),
@@ -135,25 +136,12 @@ class World {
 
  private:
   std::size_t slot(std::uint32_t component, std::uint32_t tier) const { return component * tiers_ + tier; }
-  std::uint32_t pages_of(std::string_view key) const { return static_cast<std::uint32_t>(key.size() / bytes()); }
-  std::uint32_t bytes() const { return tree_.page_bytes(); }
-  Path front(const Path& path, std::uint32_t pages) const {
-    return {path.first, path.second.substr(0, std::size_t{pages} * bytes())};
-  }
-  PageCell cell(const Path& path, std::size_t slot) const {
-    const auto found = model_.find(path);
-    return found == model_.end() ? PageCell{} : found->second[slot];
-  }
-  void put(const Path& path, std::size_t slot, PageCell cell) {
-    std::vector<PageCell>& cells = model_[path];
-    cells.resize(slots_);
-    cells[slot] = cell;
-    const auto empty = [](const PageCell& c) { return c.presence == Presence::absent; };
-    if (std::all_of(cells.begin(), cells.end(), empty)) model_.erase(path);
-  }
+  std::uint32_t pages_of(std::string_view key) const { return static_cast<std::uint32_t>(key.size() / page_bytes()); }
+  PageCell cell(const Path& path, std::size_t slot) const { return cell_of(model_, path, slot); }
+  void put(const Path& path, std::size_t slot, PageCell cell) { put_cell(&model_, path, slots_, slot, cell); }
   Path some_path() {
     const std::vector<std::string> spaces{"", "", "", "a", "a namespace with a longer name"};
-    return {choose_.of(spaces), some_key(choose_, shape_.symbol_bytes, shape_.page_size, 6)};
+    return {choose_.of(spaces), some_key(choose_, symbol_bytes, page_size, 6)};
   }
   Ids new_ids(std::size_t n) {
     Ids ids(n);
@@ -184,10 +172,10 @@ class World {
     };
     for (std::uint32_t c = 0; c < rows; ++c) {
       if (rows_[c].kind == Kind::state && !usable(c, pages)) return false;
-      const std::uint32_t end = pages * shape_.page_size;
+      const std::uint32_t end = pages * page_size;
       std::uint32_t first = rows_[c].kind == Kind::full ? 0 : pages;
-      if (rows_[c].kind == Kind::window) first = (end - std::min(kWindow, end)) / shape_.page_size;
-      if (rows_[c].kind == Kind::chunked) first = end / kChunk * kChunk / shape_.page_size;
+      if (rows_[c].kind == Kind::window) first = (end - std::min(kWindow, end)) / page_size;
+      if (rows_[c].kind == Kind::chunked) first = end / kChunk * kChunk / page_size;
       for (std::uint32_t page = first; page < pages; ++page)
         if (!usable(c, page + 1)) return false;
     }
@@ -200,19 +188,10 @@ class World {
     return pages;
   }
   // Symbols of the page after the match that some page of the tree agrees with.
-  std::uint32_t agreement(const Path& path, std::uint32_t pages) const {
+  std::uint32_t agreement_after(const Path& path, std::uint32_t pages) const {
     if (rows_.size() > 1) return 0;
-    const std::string_view tail = std::string_view(path.second).substr(std::size_t{pages} * bytes()).substr(0, bytes());
-    std::uint32_t best = 0;
-    const Path above = front(path, pages);
-    for (auto at = model_.lower_bound(above); at != model_.end() && begins_with(at->first, above); ++at) {
-      if (at->first.second.size() != above.second.size() + bytes()) continue;
-      if (at->second[0].presence != Presence::present) continue;
-      const std::string_view page = std::string_view(at->first.second).substr(above.second.size());
-      const auto parted = std::mismatch(tail.begin(), tail.end(), page.begin(), page.end()).first;
-      best = std::max(best, static_cast<std::uint32_t>((parted - tail.begin()) / shape_.symbol_bytes));
-    }
-    return best;
+    const std::string_view tail = std::string_view(path.second).substr(pages * page_bytes());
+    return static_cast<std::uint32_t>(agreement(*this, model_, front(path, pages), tail));
   }
   bool exists(const Path& path) const {
     const auto at = model_.lower_bound(path);
@@ -223,12 +202,12 @@ class World {
   // Whether a lock of the prefix `lock` holds a page of a component.
   bool held_by(const Path& lock, const Path& page, std::uint32_t component) const {
     if (!begins_with(lock, page)) return false;
-    const std::uint32_t end = pages_of(lock.second) * shape_.page_size;
+    const std::uint32_t end = pages_of(lock.second) * page_size;
     const std::uint32_t at = pages_of(page.second) - 1;
     if (rows_[component].kind == Kind::full) return true;
-    if (rows_[component].kind == Kind::state) return (at + 1) * shape_.page_size == end;
-    if (rows_[component].kind == Kind::chunked) return at >= (end - 1) / kChunk * kChunk / shape_.page_size;
-    return at >= (end - std::min(kWindow, end)) / shape_.page_size;
+    if (rows_[component].kind == Kind::state) return (at + 1) * page_size == end;
+    if (rows_[component].kind == Kind::chunked) return at >= (end - 1) / kChunk * kChunk / page_size;
+    return at >= (end - std::min(kWindow, end)) / page_size;
   }
   bool is_held(const Path& page, std::uint32_t component, std::uint32_t tier) const {
     for (const Hold& hold : holds_)
@@ -405,7 +384,7 @@ class World {
     const std::uint32_t all_tiers = longest(path, tiers_ - 1, rows_.size());
     const bool partial = choose_.one_in(2);
     doing("match", path, partial);
-    const std::uint32_t inside = partial ? agreement(path, pages) : 0;
+    const std::uint32_t inside = partial ? agreement_after(path, pages) : 0;
     const PeekResult peeked = tree_.peek(path.first, key, partial);
     expect_equal(peeked.pages, pages, "pages peeked");
     expect_equal(peeked.host_pages, all_tiers - pages, "pages peeked on other tiers");
@@ -428,11 +407,11 @@ class World {
     expect_equal(found.host_pages, all_tiers - pages, "pages matched on other tiers");
     expect_equal(found.partial, inside, "symbols matched inside a page");
     expect_equal(found.reach_pages, longest(path, 0, 1), "the reach of the first component");
-    if (noted) expect(known >= std::size_t{all_tiers} * shape_.page_size, "the symbols known");
-    if (noted) expect(known * shape_.symbol_bytes <= path.second.size(), "not more symbols known than asked");
+    if (noted) expect(known >= std::size_t{all_tiers} * page_size, "the symbols known");
+    if (noted) expect(known * symbol_bytes <= path.second.size(), "not more symbols known than asked");
     if (rows_.back().kind != Kind::state) compare_pending(path, all_tiers, found.pending_pages);
     if (inside) {
-      const Path donor{path.first, path.second.substr(0, std::size_t{pages} * bytes() + inside * shape_.symbol_bytes)};
+      const Path donor{path.first, path.second.substr(0, std::size_t{pages} * page_bytes() + inside * symbol_bytes)};
       expect(begins_with(path_of(found.partial_id), donor), "the page that a match ends in");
       Ids ids(tree_.end(found.partial_node));
       tree_.copy_ids(found.partial_node, 0, 0, 0, ids.data());
@@ -443,8 +422,8 @@ class World {
     remember(found.host_node, front(path, all_tiers));
     const TreeStats after = tree_.stats();
     expect_equal(after.match_calls, before.match_calls + 1, "matches counted");
-    expect_equal(after.queried_symbols, before.queried_symbols + path.second.size() / shape_.symbol_bytes, "queried");
-    expect_equal(after.hit_symbols, before.hit_symbols + std::uint64_t{pages} * shape_.page_size, "hit");
+    expect_equal(after.queried_symbols, before.queried_symbols + path.second.size() / symbol_bytes, "queried");
+    expect_equal(after.hit_symbols, before.hit_symbols + std::uint64_t{pages} * page_size, "hit");
   }
   Path path_of(std::int32_t id) const {
     for (const auto& [path, cells] : model_)
@@ -859,26 +838,14 @@ class World {
 void random_tree(std::uint64_t seed, std::uint32_t operations) {
   Choices choose(seed);
   for (const Shape& shape : shapes(choose)) {
-    World world(shape, seed);
-    std::uint32_t done = 0;
-    const auto where = [&] {
-      std::string text = "tree, seed " + std::to_string(seed) + ", " + shape.policy + ", page " +
-                         std::to_string(shape.page_size) + ", tiers " + std::to_string(shape.tiers) + ", rows";
-      for (const Component& row : shape.rows)
-        text += " " + std::to_string(static_cast<int>(row.kind));
-      return text + ", operation " + std::to_string(done) + ", " + world.doing() + ": ";
-    };
-    try {
-      for (; done < operations; ++done)
-        world.step();
-      world.finish();
-    } catch (const Failure& failure) {
-      throw Failure{where() + failure.what};
-    } catch (const Corrupt& error) {
-      throw Failure{where() + "check: " + error.message};
-    } catch (const BadValue& error) {
-      throw Failure{where() + "BadValue: " + error.name + " " + error.value + ", allowed: " + error.allowed};
-    }
+    TreeWorld world(shape, seed);
+    std::string rows;
+    for (const Component& row : shape.rows)
+      rows += " " + std::to_string(static_cast<int>(row.kind));
+    drive(world,
+          "tree, " + shape.policy + ", page " + std::to_string(shape.page_size) + ", tiers " +
+              std::to_string(shape.tiers) + ", rows" + rows,
+          seed, operations);
   }
 }
 
