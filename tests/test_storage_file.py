@@ -14,10 +14,10 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from file_store import KEYS, read, small, value_of
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from machine import patience
+from rigs.file_store import KEYS, read, small, value_of
 from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError

@@ -7,7 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from file_store import KEYS, read, small, value_of
+from rigs.file_store import KEYS, read, small, value_of
 from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import StorageError

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from file_store import KEYS, MIN_FREE, read, small, value_of
 from machine import patience
+from rigs.file_store import KEYS, MIN_FREE, read, small, value_of
 from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, StorageError

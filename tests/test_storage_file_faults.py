@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from file_store import KEYS, MIN_FREE, read, small, value_of
+from rigs.file_store import KEYS, MIN_FREE, read, small, value_of
 from rigs.simulated_disk import Disk, Faulty
 
 from mainstem.errors import BackendUnavailable, StorageError
