@@ -5,7 +5,6 @@ The answers are those of plain transformers, computed without a cache: equal gre
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from collections.abc import Iterator, Sequence
@@ -13,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from test_exactness import Greedy, Tokenizer, ask, family_of_prompts, plain, same
+from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
 
-from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
@@ -40,11 +39,8 @@ PROMPTS = [prompt for pair in PAIRS for prompt in pair]  # each takes the memory
 @functools.cache
 def pair(family: str) -> tuple[LoadedModel, tuple[Greedy, ...]]:
     """A model, and its answer to each prompt without a cache."""
-    model = tiny(family, **KINDS[family])
-    made = loaded(model)
-    greedy = plain(copy.deepcopy(model))
-    expected = tuple(greedy(prompt, NEW) for prompt in PROMPTS)
-    return LoadedModel(made.model, Tokenizer(), family, made.dtype, made.max_context), expected  # type: ignore[arg-type]
+    model, greedy = pair_of(family, KINDS[family])
+    return model, tuple(greedy(prompt, NEW) for prompt in PROMPTS)
 
 
 @contextmanager

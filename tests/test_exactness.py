@@ -8,76 +8,24 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from machine import patience
-from rigs.letters import Letters
+from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, plain, same
 
-from bench.tiny_models import FAMILIES, VOCAB, loaded, tiny
+from bench.tiny_models import FAMILIES, VOCAB
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Completion, Request
-from mainstem.settings.engine import EngineConfig, SamplingParams
+from mainstem.settings.engine import EngineConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-LOGPROB_TOLERANCE = 1e-3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-Greedy = list[tuple[int, float]]
-"""Tokens, and their logprobs."""
-
-
-def plain(model: Any) -> Callable[[Sequence[int], int], Greedy]:
-    """Greedy decoding by whole forwards: nothing is ever reused."""
-    model.set_attn_implementation("eager")
-
-    @functools.cache
-    def next_token(tokens: tuple[int, ...]) -> tuple[int, float]:
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
-        best = int(logits.argmax())
-        return best, float(torch.log_softmax(logits, dim=-1)[best])
-
-    def greedy(prompt: Sequence[int], new: int) -> Greedy:
-        tokens, made = tuple(prompt), []
-        for _ in range(new):
-            made.append(next_token(tokens))
-            tokens += (made[-1][0],)
-        return made
-
-    return greedy
-
-
-def ask(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[Completion]:
-    """Runs all prompts at once."""
-    params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0)
-    streams = [engine.submit(Request(np.array(prompt), params)) for prompt in prompts]
-    return [stream.result(timeout_s=patience(120)) for stream in streams]
-
-
-def same(completion: Completion, expected: Greedy) -> None:
-    assert list(completion.tokens) == [token for token, _ in expected]
-    for got, (_, logprob) in zip(completion.logprobs, expected, strict=True):
-        assert abs(got.logprob - logprob) < LOGPROB_TOLERANCE
 
 
 @functools.cache
 def tiny_pair(family: str) -> tuple[LoadedModel, Callable[[Sequence[int], int], Greedy]]:
-    model = tiny(family, **FAMILIES[family])
-    made = loaded(model)
-    return LoadedModel(made.model, Letters(), family, made.dtype, made.max_context), plain(copy.deepcopy(model))  # type: ignore[arg-type]
-
-
-def family_of_prompts(vocab: int, shared: int, suffixes: Sequence[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    prefix = [rng.randrange(vocab) for _ in range(shared)]
-    return [prefix + [rng.randrange(vocab) for _ in range(n)] for n in suffixes]
+    return pair_of(family, FAMILIES[family])
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
