@@ -910,11 +910,11 @@ def test_pages_of_a_removed_prefix_serve_others_after_the_lease() -> None:
 
 def test_the_pages_of_a_dropped_lease_are_removed_with_its_prefix() -> None:
     cache = PrefixCache(pages=8, page_size=1)
-    lease = run(cache, [1, 2, 3])
+    lease = prefill(cache, [1, 2, 3])
     del lease
     gc.collect()
     assert cache.remove([2]) == 0
-    lease = run(cache, [1, 2, 3])
+    lease = prefill(cache, [1, 2, 3])
     del lease
     gc.collect()
     assert cache.remove([1]) == 3
