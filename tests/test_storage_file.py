@@ -381,12 +381,12 @@ class AgainstADict(RuleBasedStateMachine):
 
     @rule(
         keys=some,
-        sizes=st.lists(st.sampled_from([1, 700, 4096, 4097, 30_000]), min_size=5, max_size=5),
+        sizes=st.lists(st.sampled_from([16, 700, 4096, 4097, 30_000]), min_size=5, max_size=5),
         same=st.booleans(),
     )
     def put(self, keys: list[bytes], sizes: list[int], same: bool) -> None:
         self.turn += not same
-        # No value begins with another: one that replaces its own beginning in place does not destroy it.
+        # No value begins with another, and none is so short that what destroys it may equal it: see Values.write.
         seeds = [(self.turn * 8 + at << 16) + size for at, size in enumerate(sizes)]
         values = [bytes(value_of(seed, size)) for seed, size in zip(seeds, sizes[: len(keys)], strict=False)]
         stored = self.store.put(keys, [memoryview(value) for value in values])
