@@ -172,7 +172,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a copy does not wait for its parent's", "sglang#31679", _BACKUP,
-        "above = self._flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
+        "above = self.flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
     ),
     _mutant(
         "a failed copy is undone before the copies below it", "sglang#31679", _BACKUP,
@@ -195,7 +195,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a node in flight is copied again", "here", _BACKUP,
-        "missing = list(takewhile(lambda at: at not in self._flights, lacking))", "missing = list(lacking)",
+        "missing = list(takewhile(lambda at: at not in self.flights, lacking))", "missing = list(lacking)",
         "components",
     ),
     _mutant(

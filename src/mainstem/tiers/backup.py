@@ -16,7 +16,8 @@ import numpy as np
 
 from mainstem._core import Pool
 from mainstem.errors import StaleHandle
-from mainstem.tiers.host import HostPages, HostTier
+from mainstem.settings.engine import HostPolicy
+from mainstem.tiers.host import HostPages
 from mainstem.tiers.pending import ARRIVED, FAILED, PendingList
 from mainstem.tiers.transfer import Move, Ticket
 from mainstem.tiers.write import Writes
@@ -53,31 +54,29 @@ class Backups:
     """Begins and ends backups.
 
     Args:
-        config: when pages are backed up, and the memory that copies them.
+        policy: when pages are backed up.
         pools: the pools of device pages, by component.
         host: the pages of the host.
         writes: takes what has arrived; None without storage.
         pending: the list of everything under way.
+
+    Attributes:
+        flights: the copies that read device pages, by node whose host pages are in flight.
     """
 
     def __init__(
-        self, config: HostTier, pools: Sequence[Pool], host: HostPages, writes: Writes | None, pending: PendingList
+        self, policy: HostPolicy, pools: Sequence[Pool], host: HostPages, writes: Writes | None, pending: PendingList
     ) -> None:
-        self._config, self._tree, self._core, self._pools = config, host.tree, host.tree.core, tuple(pools)
+        self._policy, self._tree, self._core, self._pools = policy, host.tree, host.tree.core, tuple(pools)
         self._host, self._writes, self._pending = host, writes, pending
-        self._flights: dict[int, _Backup] = {}  # by node whose host pages are in flight
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a copy reads device pages."""
-        return bool(self._flights)
+        self.flights: dict[int, _Backup] = {}
 
     def begin(self, node: int, hits: int = 0) -> bool:
         """See `Tiers.back_up`."""
         held = self._hold(node, hits)
         if not held:
             return not self._core.lacking(node, DEVICE, HOST, hits)
-        above = self._flights.get(self._core.in_flight_above(held[-1], HOST))
+        above = self.flights.get(self._core.in_flight_above(held[-1], HOST))
         sources = [self._missing(held, row) for row in range(len(self._pools))]
         needed = [sum(map(len, by_node.values())) for by_node in sources]
         targets = self._host.allocate(needed)
@@ -91,14 +90,14 @@ class Backups:
         backup = self._pending.add(_Backup(self, held, begin, targets, ticket, above))
         if above is not None:
             above.below.append(backup)
-        self._flights.update(dict.fromkeys(held, backup))
+        self.flights.update(dict.fromkeys(held, backup))
         return not self._core.lacking(node, DEVICE, HOST, hits)
 
     def begin_touched(self, nodes: Sequence[int]) -> None:
         """Begins the copies that the write policy asks for, of nodes that were matched or published."""
-        if self._config.policy.write_policy == "write_back":
+        if self._policy.write_policy == "write_back":
             return
-        hits = self._config.policy.write_hits if self._config.policy.write_policy == "write_through_selective" else 0
+        hits = self._policy.write_hits if self._policy.write_policy == "write_through_selective" else 0
         for node in dict.fromkeys(nodes):
             try:
                 self.begin(node, hits)
@@ -157,7 +156,7 @@ class Backups:
         held: list[int] = []
         while True:
             lacking = self._core.lacking(node, DEVICE, HOST, hits)
-            missing = list(takewhile(lambda at: at not in self._flights, lacking))
+            missing = list(takewhile(lambda at: at not in self.flights, lacking))
             new = [at for at in missing if at not in held]
             if not new:
                 return missing
@@ -194,6 +193,6 @@ class Backups:
 
     def _release(self, nodes: Sequence[int]) -> None:
         for node in nodes:
-            self._flights.pop(node, None)
+            self.flights.pop(node, None)
             self._core.unlock(node, DEVICE)
             self._core.unlock(node, HOST)

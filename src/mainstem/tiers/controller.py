@@ -130,7 +130,7 @@ class Tiers:
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
-        self._backups = Backups(host, pools, self._pages, self.writes, self.pending)
+        self._backups = Backups(host.policy, pools, self._pages, self.writes, self.pending)
         self._prefetches: Prefetches | None = None
         self._warming: Warming | None = None
         if store is not None and self.writes is not None:
@@ -144,7 +144,7 @@ class Tiers:
     @property
     def busy(self) -> bool:
         """Whether anything is under way that `poll` will settle."""
-        return bool(self.pending) or (self._warming is not None and self._warming.under_way)
+        return bool(self.pending) or (self._warming is not None and bool(self._warming.left))
 
     @property
     def can_prefetch(self) -> bool:
@@ -154,7 +154,7 @@ class Tiers:
     @property
     def copying(self) -> bool:
         """Whether a transfer holds device pages, which it releases when it ends."""
-        return self._backups.under_way or bool(self.pending.of(Load))
+        return bool(self._backups.flights or self.pending.of(Load))
 
     def poll(self) -> None:
         """Settles what has ended and begins what is due. Does not block."""

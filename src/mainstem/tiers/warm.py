@@ -30,17 +30,15 @@ class Warming:
         store: the store.
         prefetches: prefetches.
         pending: the list of everything under way.
+
+    Attributes:
+        left: the prefixes left to prefetch.
     """
 
     def __init__(self, host: HostPages, store: Store, prefetches: Prefetches, pending: PendingList) -> None:
         self._core, self._page_bytes, self._pool = host.tree.core, host.tree.page_bytes, host.pools[0]
         self._store, self._prefetches, self._pending = store, prefetches, pending
-        self._left = hottest.Prefixes()
-
-    @property
-    def under_way(self) -> bool:
-        """Whether prefixes are left to prefetch."""
-        return bool(self._left)
+        self.left = hottest.Prefixes()
 
     def remember(self) -> None:
         """See `Tiers.remember`."""
@@ -57,14 +55,14 @@ class Warming:
 
     def go_on(self) -> None:
         """Prefetches the listed prefixes, few at a time, after those that requests ask for."""
-        while self._left and len(self._prefetches) < max(1, self._store.config.max_prefetches // 2):
+        while self.left and len(self._prefetches) < max(1, self._store.config.max_prefetches // 2):
             if not self._pool.free:
-                self._left = hottest.Prefixes()  # the pages on the host are hotter than the rest of the list
+                self.left = hottest.Prefixes()  # the pages on the host are hotter than the rest of the list
                 return
-            namespace, key = self._left.first
+            namespace, key = self.left.first
             if self._prefetches.overlaps(namespace, key):
                 return  # a prefetch of a shared part must end first
-            self._left.drop()
+            self.left.drop()
             self._prefetches.begin(namespace, key, min_pages=1)
 
     def _compare(self, finding: hottest.Finding, lowest: int) -> None:
@@ -72,6 +70,6 @@ class Warming:
 
         def take(outcome: int) -> None:
             if outcome == _MARKS - lowest:
-                self._left = hottest.decode(finding.value, self._page_bytes, self._pool.total)
+                self.left = hottest.decode(finding.value, self._page_bytes, self._pool.total)
 
         self._pending.add(Polled(lambda: _MARKS - finding.mark, take))
