@@ -172,7 +172,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a copy does not wait for its parent's", "sglang#31679", _BACKUP,
-        "above = self._flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
+        "above = self.flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
     ),
     _mutant(
         "a failed copy is undone before the copies below it", "sglang#31679", _BACKUP,
@@ -187,7 +187,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "evicted host pages are not returned to the pool", "sglang#16067", _HOST,
-        "        self._reclaim(self._tree.evict(", "        list(self._tree.evict(",
+        "        self._reclaim(self.tree.evict(", "        list(self.tree.evict(",
     ),
     _mutant(
         "a stale handle ends the scheduler", "-", _BACKUP,
@@ -195,7 +195,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a node in flight is copied again", "here", _BACKUP,
-        "missing = list(takewhile(lambda at: at not in self._flights, lacking))", "missing = list(lacking)",
+        "missing = list(takewhile(lambda at: at not in self.flights, lacking))", "missing = list(lacking)",
         "components",
     ),
     _mutant(
@@ -246,7 +246,8 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "where all layers slide, a load counts only the pages that it copies", "here", _LOAD,
-        "Load(ticket, pages, self._pending", "Load(ticket, len(pairs[0][0]), self._pending",
+        "        self._number, pairs = lease.begin_load()\n",
+        "        self._number, pairs = lease.begin_load()\n        self.pages = len(pairs[0][0])\n",
         "tests/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
     ),
     _mutant(
@@ -266,12 +267,11 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- prefetch
     _mutant(
         "pages that fail verification are accepted", "LMCache#4467", _PREFETCH,
-        "return 1 + self.call.value if self.call.done() and self._prefetch.anchored else 0",
-        "return 1 + len(self.page_ids) if self.call.done() and self._prefetch.anchored else 0",
+        "return 1 + read.call.value if read.call.done()", "return 1 + len(read.page_ids) if read.call.done()",
     ),
     _mutant(
         "every batch reads the keys of the first one", "sglang#5221", _PREFETCH,
-        "keys = self._keys[self._asked - self._first :][:n]", "keys = self._keys[:n]",
+        "keys = self._keys[self._asked - self._first :][: len(page_ids)]", "keys = self._keys[: len(page_ids)]",
     ),
     _mutant(
         "batches are added in the order of their arrival", "ATOM#1807", _PREFETCH,
@@ -309,7 +309,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a request waits for a stuck store", "LMCache#5047", _PREFETCH,
-        "return int(self._prefetch.late())", "return int(self._prefetch.ended)",
+        "Polled(self._late, self._expire)", "Polled(lambda: self.ended, self._expire)",
     ),
     _mutant(
         "the wait ignores the speed of the machine", "here", "tiers/waits.py",
@@ -335,12 +335,12 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a rank uses its own gap in storage", "sglang#30760", _WRITE,
-        "gap=outcome == FAILED", "gap=self.call.value.gap",
+        "if outcome == FAILED:", "if write.call.value.gap:",
         "ranks",
     ),
     _mutant(
         "a rank uses its own lookup", "sglang#22607", _PREFETCH,
-        "self._prefetch.looked_up(self._call.value[: outcome - 1])", "self._prefetch.looked_up(self._call.value)",
+        "keys = self._lookup.value[: outcome - 1]", "keys = self._lookup.value",
         "ranks",
     ),
     # ---------------------------------------------------------------- images and adapters

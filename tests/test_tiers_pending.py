@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mainstem.tiers.pending import ARRIVED, FAILED, Pending, PendingList, Unused
+from mainstem.tiers.pending import ARRIVED, FAILED, Pending, PendingList, Polled
 
 
 class Step(Pending):
@@ -105,9 +105,18 @@ def test_what_is_under_way_is_found_by_its_kind() -> None:
     assert pending.of(Other) == [other] and len(pending.of(Step)) == 4
 
 
+def test_what_is_under_way_may_be_two_functions_and_its_vote_is_always_a_number() -> None:
+    asked: list[Sequence[int]] = []
+    outcomes: list[int] = []
+    pending = PendingList(lambda votes: asked.append(votes) or votes)
+    pending.add(Polled(lambda: True, outcomes.append))
+    pending.settle()
+    assert outcomes == [FAILED] and [type(vote) for (vote,) in asked] == [int]
+
+
 def test_what_nothing_depends_on_stays_under_way_until_it_has_ended() -> None:
     pending, ended = PendingList(), list[bool]()
-    pending.add(Unused(lambda: bool(ended)))
+    pending.add(Polled(lambda: bool(ended)))
     pending.settle()
     assert len(pending) == 1
     ended.append(True)

@@ -8,35 +8,36 @@ of its parents fails.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 
 from mainstem._core import Pool
 from mainstem.errors import StaleHandle
-from mainstem.tiers.host import HostPages, HostTier
-from mainstem.tiers.pending import ARRIVED, FAILED, Pending, PendingList
+from mainstem.settings.engine import HostPolicy
+from mainstem.tiers.host import HostPages
+from mainstem.tiers.pending import ARRIVED, FAILED, PendingList
 from mainstem.tiers.transfer import Move, Ticket
 from mainstem.tiers.write import Writes
-from mainstem.tree import DEVICE, HOST, IN_FLIGHT, PRESENT, Ids, Tree
+from mainstem.tree import DEVICE, HOST, IN_FLIGHT, PRESENT, Ids
 
 log = logging.getLogger(__name__)
 
 
-class _Backup(Pending):
+@dataclass(eq=False)
+class _Backup:
     """A copy of nodes, from the top, to `targets`: host pages by component."""
 
-    def __init__(
-        self, backups: Backups, nodes: list[int], begin: int, targets: list[Ids], ticket: Ticket, above: _Backup | None
-    ) -> None:
-        self.nodes, self.begin, self.targets = nodes, begin, targets
-        self.ticket = ticket
-        self.above = above  # the copy of the parents, until that has arrived
-        self.below: list[_Backup] = []  # the copies that it is `above` of
-        self.failed = False
-        self._backups = backups
+    backups: Backups
+    nodes: list[int]
+    begin: int
+    targets: list[Ids]
+    ticket: Ticket
+    above: _Backup | None  # the copy of the parents, until that has arrived
+    below: list[_Backup] = field(default_factory=list)  # the copies that it is `above` of
+    failed: bool = False
 
     def vote(self) -> int:
         if not self.ticket.done():
@@ -46,69 +47,57 @@ class _Backup(Pending):
         return FAILED if self.above is not None or self.ticket.error is not None else ARRIVED
 
     def settle(self, outcome: int) -> None:
-        self._backups.end(self, arrived=outcome == ARRIVED)
+        self.backups.end(self, outcome)
 
 
 class Backups:
     """Begins and ends backups.
 
     Args:
-        config: when pages are backed up, and the memory that copies them.
-        tree: the tree.
+        policy: when pages are backed up.
         pools: the pools of device pages, by component.
         host: the pages of the host.
         writes: takes what has arrived; None without storage.
         pending: the list of everything under way.
 
     Attributes:
-        counts: `backed_up`, `backup_failed`, `backup_skipped`.
+        flights: the copies that read device pages, by node whose host pages are in flight.
     """
 
     def __init__(
-        self,
-        config: HostTier,
-        tree: Tree,
-        pools: Sequence[Pool],
-        host: HostPages,
-        writes: Writes | None,
-        pending: PendingList,
+        self, policy: HostPolicy, pools: Sequence[Pool], host: HostPages, writes: Writes | None, pending: PendingList
     ) -> None:
-        self.counts: Counter[str] = Counter()
-        self._config, self._tree, self._core, self._pools = config, tree, tree.core, tuple(pools)
+        self._policy, self._tree, self._core, self._pools = policy, host.tree, host.tree.core, tuple(pools)
         self._host, self._writes, self._pending = host, writes, pending
-        self._flights: dict[int, _Backup] = {}  # by node whose host pages are in flight
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a copy reads device pages."""
-        return bool(self._flights)
+        self.flights: dict[int, _Backup] = {}
 
     def begin(self, node: int, hits: int = 0) -> bool:
         """See `Tiers.back_up`."""
         held = self._hold(node, hits)
         if not held:
             return not self._core.lacking(node, DEVICE, HOST, hits)
-        above = self._flights.get(self._core.in_flight_above(held[-1], HOST))
-        needed = [sum(len(self._missing(at, row)) for at in held) for row in range(len(self._pools))]
+        above = self.flights.get(self._core.in_flight_above(held[-1], HOST))
+        sources = [self._missing(held, row) for row in range(len(self._pools))]
+        needed = [sum(map(len, by_node.values())) for by_node in sources]
         targets = self._host.allocate(needed)
         if targets is None:
-            self.counts["backup_skipped"] += needed[0]
-            self._unlock(held)
+            self._pending.counts["backup_skipped"] += needed[0]
+            self._release(held)
             return False
-        moves = [self._attach(held, row, ids) for row, ids in enumerate(targets)]
-        ticket = self._config.memory.down([move for move in moves if len(move.source)])
+        moves = [self._attach(row, sources[row], ids) for row, ids in enumerate(targets) if sources[row]]
+        ticket = self._host.memory.down(moves)
         begin = self._core.start(held[0])  # now: a split may move it
         backup = self._pending.add(_Backup(self, held, begin, targets, ticket, above))
         if above is not None:
             above.below.append(backup)
-        self._flights.update(dict.fromkeys(held, backup))
+        self.flights.update(dict.fromkeys(held, backup))
         return not self._core.lacking(node, DEVICE, HOST, hits)
 
     def begin_touched(self, nodes: Sequence[int]) -> None:
         """Begins the copies that the write policy asks for, of nodes that were matched or published."""
-        if self._config.policy.write_policy == "write_back":
+        if self._policy.write_policy == "write_back":
             return
-        hits = self._config.policy.write_hits if self._config.policy.write_policy == "write_through_selective" else 0
+        hits = self._policy.write_hits if self._policy.write_policy == "write_through_selective" else 0
         for node in dict.fromkeys(nodes):
             try:
                 self.begin(node, hits)
@@ -133,11 +122,11 @@ class Backups:
                 return
             pages -= len(freed[row])
 
-    def end(self, backup: _Backup, *, arrived: bool) -> None:
+    def end(self, backup: _Backup, outcome: int) -> None:
         """Makes its pages present, and queues them for storage; or frees them."""
-        if not arrived:
+        if outcome == FAILED:
             backup.failed = True
-            self.counts["backup_failed"] += len(backup.targets[0])
+            self._pending.counts["backup_failed"] += len(backup.targets[0])
             if backup.ticket.error is not None:
                 log.warning("a copy to the host failed: %s", backup.ticket.error)
             self._cancel(backup)
@@ -147,10 +136,10 @@ class Backups:
         for node in backup.nodes:
             self._core.commit(node, HOST)
         self._host.publish(backup.targets)
-        self.counts["backed_up"] += len(backup.targets[0])
+        self._pending.counts["backed_up"] += len(backup.targets[0])
         for below in backup.below:
             below.above = None
-        self._release(backup)
+        self._release(backup.nodes)
 
     def _wait(self) -> None:
         """Waits until every backup has been settled."""
@@ -167,7 +156,7 @@ class Backups:
         held: list[int] = []
         while True:
             lacking = self._core.lacking(node, DEVICE, HOST, hits)
-            missing = list(takewhile(lambda at: at not in self._flights, lacking))
+            missing = list(takewhile(lambda at: at not in self.flights, lacking))
             new = [at for at in missing if at not in held]
             if not new:
                 return missing
@@ -176,27 +165,19 @@ class Backups:
                 self._core.lock(at, HOST)
             held += new
 
-    def _unlock(self, nodes: Sequence[int]) -> None:
-        for node in nodes:
-            self._core.unlock(node, DEVICE)
-            self._core.unlock(node, HOST)
+    def _missing(self, nodes: Sequence[int], row: int) -> dict[int, Ids]:
+        """Returns the device pages of one component that the host lacks, by node."""
+        lacking = [node for node in nodes if self._core.residency(node, row, HOST) not in (PRESENT, IN_FLIGHT)]
+        own = {node: self._core.own_ids(node, row, DEVICE) for node in lacking}
+        return {node: ids for node, ids in own.items() if len(ids)}
 
-    def _missing(self, node: int, row: int) -> Ids:
-        """Returns the device pages of a node that the host lacks."""
-        if self._core.residency(node, row, HOST) in (PRESENT, IN_FLIGHT):
-            return np.empty(0, np.int32)
-        return self._core.own_ids(node, row, DEVICE)
-
-    def _attach(self, nodes: Sequence[int], row: int, ids: Ids) -> Move:
+    def _attach(self, row: int, sources: dict[int, Ids], target: Ids) -> Move:
         """Attaches host pages, in flight, to nodes for one component; returns the copy to make."""
-        sources, at = [np.empty(0, np.int32)], 0
-        for node in nodes:
-            source = self._missing(node, row)
-            if len(source):
-                self._core.attach(node, row, HOST, ids[at : at + len(source)], False)
-                sources.append(source)
-                at += len(source)
-        return Move(row, np.concatenate(sources), ids)
+        at = 0
+        for node, source in sources.items():
+            self._core.attach(node, row, HOST, target[at : at + len(source)], False)
+            at += len(source)
+        return Move(row, np.concatenate(list(sources.values())), target)
 
     def _cancel(self, backup: _Backup) -> None:
         """Frees what was in flight, once no copy below is under way."""
@@ -204,13 +185,14 @@ class Backups:
             return
         for node in reversed(backup.nodes):
             self._host.release(self._core.cancel(node, HOST))
-        self._release(backup)
+        self._release(backup.nodes)
         if (above := backup.above) is not None:
             above.below.remove(backup)
             if above.failed:
                 self._cancel(above)
 
-    def _release(self, backup: _Backup) -> None:
-        for node in backup.nodes:
-            del self._flights[node]
-        self._unlock(backup.nodes)
+    def _release(self, nodes: Sequence[int]) -> None:
+        for node in nodes:
+            self.flights.pop(node, None)
+            self._core.unlock(node, DEVICE)
+            self._core.unlock(node, HOST)

@@ -4,10 +4,10 @@
        ^                   |  ^                |
        +------- load ------+  +--- prefetch ---+
 
-Every part (`backup`, `load`, `write`, `prefetch`, `warm`) has its own state, limits and counts, and adds what it begins
-to one list (`pending`). `poll` settles what has ended, then asks the parts for what is due. So every change of the tree
-happens at a `poll`, in the same order on every rank. A transfer locks the pages that it reads, and owns those that it
-writes until it is settled.
+Every part (`backup`, `load`, `write`, `prefetch`, `warm`) has its own state and limits, and adds what it begins to one
+list (`pending`), which has the counts of all. `poll` settles what has ended, then asks the parts for what is due. So
+every change of the tree happens at a `poll`, in the same order on every rank. A transfer locks the pages that it reads,
+and owns those that it writes until it is settled.
 
 A part knows the parts that it uses: warming prefetches, a prefetch backs up what is before it, a backup takes room on
 the host (`host`) and is written, and a waiting write gives its room up. The tiers handle ids and bytes, no tensors, and
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 from mainstem import _core
 from mainstem._core import Lease, Pool
-from mainstem.errors import BadArgument
+from mainstem.errors import BadArgument, OutOfPages
 from mainstem.keys import Encoded, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.tiers.backup import Backups
 from mainstem.tiers.host import HostPages, HostTier
-from mainstem.tiers.load import Load, Loads
+from mainstem.tiers.load import Load
 from mainstem.tiers.pending import PendingList
 from mainstem.tiers.prefetch import Prefetch, Prefetches
 from mainstem.tiers.prefill import PrefillCost
@@ -41,7 +41,7 @@ from mainstem.tree import Tree
 _DRAIN_POLL_S = 0.005
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
     """Counts of the tiers, in pages unless stated otherwise.
 
@@ -63,18 +63,18 @@ class TierStats:
     host_free: int
     host_cached: int
     host_private: int
-    backed_up: int
-    backup_failed: int
-    backup_skipped: int
-    loaded: int
-    load_failed: int
-    load_skipped: int
-    prefetches: int
-    prefetch_skipped: int
-    prefetched: int
-    prefetch_dropped: int
-    stored: int
-    write_dropped: int
+    backed_up: int = 0
+    backup_failed: int = 0
+    backup_skipped: int = 0
+    loaded: int = 0
+    load_failed: int = 0
+    load_skipped: int = 0
+    prefetches: int = 0
+    prefetch_skipped: int = 0
+    prefetched: int = 0
+    prefetch_dropped: int = 0
+    stored: int = 0
+    write_dropped: int = 0
     queued: int
     late: dict[str, int]
     faults: dict[str, int]
@@ -130,14 +130,13 @@ class Tiers:
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
-        self._backups = Backups(host, tree, pools, self._pages, self.writes, self.pending)
-        self._loads = Loads(host.memory, self.pending, core, tree.page_size, host.policy.load_min_tokens)
+        self._backups = Backups(host.policy, pools, self._pages, self.writes, self.pending)
         self._prefetches: Prefetches | None = None
         self._warming: Warming | None = None
         if store is not None and self.writes is not None:
             names = self.writes.names
-            self._prefetches = Prefetches(tree, self._pages, self._backups, store, names, self.prefill, self.pending)
-            self._warming = Warming(tree, self.host_pools[0], store, self._prefetches, self.pending)
+            self._prefetches = Prefetches(self._pages, self._backups, store, names, self.prefill, self.pending)
+            self._warming = Warming(self._pages, store, self._prefetches, self.pending)
             store.register(host.memory.regions())
 
     # ---------------------------------------------------------------- what a scheduler calls
@@ -145,7 +144,7 @@ class Tiers:
     @property
     def busy(self) -> bool:
         """Whether anything is under way that `poll` will settle."""
-        return bool(self.pending) or (self._warming is not None and self._warming.under_way)
+        return bool(self.pending) or (self._warming is not None and bool(self._warming.left))
 
     @property
     def can_prefetch(self) -> bool:
@@ -155,7 +154,7 @@ class Tiers:
     @property
     def copying(self) -> bool:
         """Whether a transfer holds device pages, which it releases when it ends."""
-        return self._backups.under_way or self._loads.under_way
+        return bool(self._backups.flights or self.pending.of(Load))
 
     def poll(self) -> None:
         """Settles what has ended and begins what is due. Does not block."""
@@ -176,7 +175,13 @@ class Tiers:
             BadArgument: the lease has reserved pages already.
             LeaseClosed: the lease has ended.
         """
-        return self._loads.begin(lease)
+        if lease.loadable < self.host.policy.load_min_tokens:
+            return None
+        try:
+            return self.pending.add(Load(lease, self._core, self.host.memory, self.tree.page_size, self.pending))
+        except OutOfPages:
+            self.pending.counts["load_skipped"] += lease.loadable // self.tree.page_size
+            return None
 
     def prefetch(self, tokens: TokenLike | Encoded, namespace: NamespaceLike = None) -> Prefetch | None:
         """Starts to look up in storage what neither device nor host has of a prompt.
@@ -247,35 +252,23 @@ class Tiers:
     @property
     def counts(self) -> Counter[str]:
         """What the parts have counted, without zeros."""
-        parts = (self._backups, self._loads, self.writes, self._prefetches)
-        return sum((part.counts for part in parts if part is not None), Counter())
+        return +self.pending.counts
 
     def stats(self) -> TierStats:
         """Returns counts; all are maintained incrementally."""
-        pool, counts, store = self.host_pools[0], self.counts, self.store
+        pool, store = self.host_pools[0], self.store
         return TierStats(
             host_total=pool.total,
             host_free=pool.free,
             host_cached=pool.cached,
             host_private=pool.private,
-            backed_up=counts["backed_up"],
-            backup_failed=counts["backup_failed"],
-            backup_skipped=counts["backup_skipped"],
-            loaded=counts["loaded"],
-            load_failed=counts["load_failed"],
-            load_skipped=counts["load_skipped"],
-            prefetches=counts["prefetches"],
-            prefetch_skipped=counts["prefetch_skipped"],
-            prefetched=counts["prefetched"],
-            prefetch_dropped=counts["prefetch_dropped"],
-            stored=counts["stored"],
-            write_dropped=counts["write_dropped"],
             queued=0 if self.writes is None else self.writes.queued,
             late={cause: 0 if self._prefetches is None else self._prefetches.late[cause] for cause in LATE},
             faults={} if store is None else dict(store.faults),
             breaker_open=store is not None and store.breaker.open,
             breaker_openings=0 if store is None else store.breaker.openings,
             under_way=len(self.pending),
+            **self.counts,
         )
 
     def check(self) -> None:

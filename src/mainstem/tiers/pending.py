@@ -1,4 +1,4 @@
-"""Everything under way: `Pending`s in one list, in the order in which they began.
+"""Everything under way: `Pending`s in one list, in the order in which they began, and the counts of how it went.
 
 A poll asks each for its vote, agrees on the votes with the other ranks, and settles what has ended on all of them. So
 completions may come in any order, while what follows from them happens in the same order on every rank.
@@ -8,9 +8,10 @@ The list knows nothing of what is under way.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 Agree = Callable[[Sequence[int]], Sequence[int]]
 
@@ -19,30 +20,26 @@ FAILED = 1
 ARRIVED = 2
 
 
-class Pending(ABC):
+class Pending(Protocol):
     """Something under way. It ends once."""
 
-    @abstractmethod
     def vote(self) -> int:
         """Returns 0 until it has ended on this rank; then 1 or more, higher for a better outcome."""
 
-    @abstractmethod
-    def settle(self, outcome: int) -> None:
+    def settle(self, outcome: int) -> object:
         """Applies the outcome once it has ended on every rank; `outcome` is the lowest of their votes."""
 
 
-class Unused(Pending):
-    """Something whose result nothing depends on; `done` says whether it has ended."""
+def _ignore(outcome: int) -> None:
+    """Does nothing."""
 
-    def __init__(self, done: Callable[[], bool]) -> None:
-        self._done = done
 
-    def vote(self) -> int:
-        """Votes once it has ended."""
-        return int(self._done())
+@dataclass(frozen=True, eq=False)
+class Polled:
+    """A `Pending` of two functions; by default nothing depends on its outcome."""
 
-    def settle(self, outcome: int) -> None:
-        """Does nothing."""
+    vote: Callable[[], int]
+    settle: Callable[[int], object] = _ignore
 
 
 P = TypeVar("P", bound=Pending)
@@ -53,9 +50,13 @@ class PendingList:
 
     Args:
         agree: all-reduce that takes the element-wise minimum of the votes of all ranks; None: there is one rank.
+
+    Attributes:
+        counts: what the parts count, by the names of `TierStats`.
     """
 
     def __init__(self, agree: Agree | None = None) -> None:
+        self.counts: Counter[str] = Counter()
         self._agree = agree
         self._items: list[Pending] = []
 
@@ -78,14 +79,13 @@ class PendingList:
         """Settles what has ended on every rank, among some items or all. What that begins is not settled yet."""
         left = self._items if some is None else some
         while left:
-            votes: Sequence[int] = [item.vote() for item in left]
+            votes: Sequence[int] = [int(item.vote()) for item in left]
             if self._agree is not None:
                 votes = self._agree(votes)
-            ended = [(item, vote) for item, vote in zip(left, votes, strict=True) if vote]
+            ended = {item: vote for item, vote in zip(left, votes, strict=True) if vote}
             if not ended:
                 return
-            gone = {id(item) for item, _ in ended}
-            self._items = [item for item in self._items if id(item) not in gone]
-            for item, vote in ended:
+            self._items = [item for item in self._items if item not in ended]
+            for item, vote in ended.items():
                 item.settle(vote)
-            left = [item for item in left if id(item) not in gone]
+            left = [item for item in left if item not in ended]

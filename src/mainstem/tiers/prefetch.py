@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from mainstem.tiers.backup import Backups
 from mainstem.tiers.host import HostPages
 from mainstem.tiers.names import PageNames
-from mainstem.tiers.pending import Pending, PendingList
+from mainstem.tiers.pending import PendingList, Polled
 from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.store import Store, StoreCall
 from mainstem.tiers.waits import Cause, Wait
-from mainstem.tree import HOST, IN_FLIGHT, PRESENT, Ids, Tree
+from mainstem.tree import HOST, IN_FLIGHT, PRESENT, Ids
 
 Wanted = tuple[bytes, bytes]
 """A namespace, and the symbols up to the end of the first page that neither device nor host has."""
@@ -30,7 +32,6 @@ class Anchor:
     """The node that a prefetch's next pages follow, locked on the host.
 
     Args:
-        tree: the tree.
         host: the pages of the host.
         names: the names of the tree's pages.
         namespace, key: the prompt.
@@ -41,21 +42,17 @@ class Anchor:
         pages: pages of the prompt up to the node's end.
     """
 
-    def __init__(self, tree: Tree, host: HostPages, names: PageNames, namespace: bytes, key: bytes, pages: int) -> None:
-        self._tree, self._core, self._host, self._names = tree, tree.core, host, names
+    def __init__(self, host: HostPages, names: PageNames, namespace: bytes, key: bytes, pages: int) -> None:
+        self._tree, self._core, self._host, self._names = host.tree, host.tree.core, host, names
         self._namespace, self._key = namespace, key
         self.node, self.pages = self._core.locate(namespace, key, pages) if pages else 0, pages
         self._core.lock(self.node, HOST)
 
-    @property
-    def name(self) -> bytes:
-        """The name of the node's last page."""
-        return self._names.last(self._namespace, self.node)
-
-    @property
-    def key(self) -> bytes:
-        """The symbols of the prompt after the node."""
-        return self._key[self.pages * self._tree.page_bytes :]
+    def look_up(self, store: Store) -> StoreCall[list[bytes]]:
+        """Looks up the pages of the prompt after the node."""
+        page_bytes = self._tree.page_bytes
+        name = self._names.last(self._namespace, self.node)
+        return store.look_up(name, self._key[self.pages * page_bytes :], page_bytes)
 
     @property
     def in_flight(self) -> bool:
@@ -67,9 +64,7 @@ class Anchor:
 
         Returns how many of the pages are in the tree then, and how many of those are the given ones; others are freed.
         """
-        if not len(page_ids):
-            return 0, 0
-        if self.node and self._core.residency(self.node, 0, HOST) != PRESENT:
+        if not len(page_ids) or (self.node and self._core.residency(self.node, 0, HOST) != PRESENT):
             self._host.release([page_ids])
             return 0, 0
         end = self.pages + len(page_ids)
@@ -95,6 +90,16 @@ class Anchor:
         self._core.unlock(self.node, HOST)
 
 
+@dataclass(eq=False)
+class _Read:
+    """A batch of pages being read from storage into private host pages."""
+
+    page_ids: Ids
+    call: StoreCall[int]
+    good: int = 0  # pages that arrived intact, from the first
+    ended: bool = False
+
+
 class Prefetch:
     """A copy of a prompt's pages from storage to the host. Created by `Tiers.prefetch`.
 
@@ -103,41 +108,42 @@ class Prefetch:
         users: number of requests that want it.
         shared: whether there was ever more than one.
         wanted: whether a request asked for it; no request waits for a prefetch of `warm`.
+        ended: whether no more pages will arrive.
     """
 
     def __init__(
         self, prefetches: Prefetches, name: Wanted, anchor: Anchor, wait: Wait, pages: int, min_pages: int
     ) -> None:
-        self.users, self.loaded, self.shared, self.wanted = 1, 0, False, False
+        self.users, self.loaded = 1, 0
+        self.shared = self.wanted = self.ended = False
         self._prefetches, self._name, self._anchor, self._wait = prefetches, name, anchor, wait
         self._store, self._pages, self._min_pages = prefetches.store, pages, min_pages
         self._first = self._asked = anchor.pages  # pages in the tree at the start, and pages in the tree or being read
         self._keys: list[bytes] = []  # of the pages that storage has, after the first ones
         self._reads: deque[_Read] = deque()
-        self._looked_up = self._cut = self._ended = self._expired = False
-        self._lookup = self._store.look_up(anchor.name, anchor.key, prefetches.tree.page_bytes)
-        prefetches.pending.add(_Lookup(self, self._lookup))
-        prefetches.pending.add(_Expiry(self))
+        self._looked_up = self._cut = self._expired = False
+        self._lookup = lookup = anchor.look_up(self._store)
+        prefetches.pending.add(Polled(lambda: 1 + len(lookup.value) if lookup.done() else 0, self._found))
+        prefetches.pending.add(Polled(self._late, self._expire))
 
     @property
     def waiting(self) -> bool:
         """Whether the request should wait for more."""
-        return not (self._ended or self._expired or self._store.config.prefetch == "best_effort")
-
-    @property
-    def ended(self) -> bool:
-        """Whether no more pages will arrive."""
-        return self._ended
+        return not (self.ended or self._expired or self._store.config.prefetch == "best_effort")
 
     def revoke(self) -> None:
         """Withdraws one request. With none left, no more reads begin; pages being read are still kept."""
         self.users -= 1
 
-    def late(self) -> bool:
-        """Whether a request should stop waiting, as this rank sees it."""
-        return self._ended or self._wait.over or self._overdue()
+    def private_pages(self) -> int:
+        """Returns the number of host pages that are being read into and not in the tree yet."""
+        return sum(len(read.page_ids) for read in self._reads)
 
-    def expire(self) -> None:
+    def _late(self) -> bool:
+        """Whether a request should stop waiting, as this rank sees it."""
+        return self.ended or self._wait.over or self._overdue()
+
+    def _expire(self, outcome: int) -> None:
         """Ends the wait of its requests. If storage has not answered the lookup, it is marked as slow."""
         self._expired = True
         if self.wanted and self.users > 0:
@@ -146,32 +152,29 @@ class Prefetch:
         if self.wanted and not self._looked_up:
             self._store.gave_up(self._wait.waited_s)
 
-    def looked_up(self, keys: list[bytes]) -> None:
+    def _found(self, outcome: int) -> None:
         """Takes the result of the lookup: the keys of the pages that storage has."""
+        keys = self._lookup.value[: outcome - 1]
         self._looked_up = True
         self._wait.answered(len(keys), self._lookup.took_s)
         if len(keys) >= self._min_pages:
             self._keys = keys
         self._go_on()
 
-    @property
-    def anchored(self) -> bool:
-        """Whether pages can be added to the tree now."""
-        return not self._anchor.in_flight
-
-    def arrived(self) -> None:
+    def _arrived(self, read: _Read, outcome: int) -> None:
         """Adds the pages that were read to the tree, in order, and begins more reads."""
+        host, counts = self._prefetches.host, self._prefetches.pending.counts
+        read.good, read.ended = outcome - 1, True
         while self._reads and self._reads[0].ended:
             read = self._reads.popleft()
             good = read.good if not self._cut else 0
-            kept = self._add(read.page_ids[:good])
+            kept, ours = self._anchor.extend(read.page_ids[:good], self._keys[self._anchor.pages - self._first :])
+            counts["prefetched"] += ours
+            counts["prefetch_dropped"] += good - ours
+            self.loaded += ours * host.tree.page_size
             self._cut = self._cut or kept < len(read.page_ids)
-            self._prefetches.host.release([read.page_ids[good:]])
+            host.release([read.page_ids[good:]])
         self._go_on()
-
-    def private_pages(self) -> int:
-        """Returns the number of host pages that are being read into and not in the tree yet."""
-        return sum(len(read.page_ids) for read in self._reads)
 
     def _overdue(self) -> bool:
         return self._lookup.overdue() or any(read.call.overdue() for read in self._reads)
@@ -188,7 +191,9 @@ class Prefetch:
         end = self._first + len(self._keys)
         config = self._store.config
         while self.users > 0 and not self._cut and self._asked < end and len(self._reads) < config.batches:
-            if self._read(min(config.batch_pages, end - self._asked)):
+            page_ids = self._prefetches.allocate(min(config.batch_pages, end - self._asked))
+            if len(page_ids):
+                self._read(page_ids)
                 continue
             if self._reads:
                 break  # a read under way may make room
@@ -197,65 +202,45 @@ class Prefetch:
             end = self._asked
             self._keys = self._keys[: end - self._first]
         if not self._reads and self._looked_up and (self._cut or self.users <= 0 or self._asked >= end):
-            self._end()
-
-    def _read(self, n: int) -> bool:
-        keys = self._keys[self._asked - self._first :][:n]
-        begun = self._prefetches.read(keys)
-        if begun is None:
-            return False
-        read = self._prefetches.pending.add(_Read(self, *begun))
-        self._reads.append(read)
-        self._asked += len(read.page_ids)
-        return True
-
-    def _add(self, page_ids: Ids) -> int:
-        """Adds intact pages to the tree; returns how many are in the tree then."""
-        kept, ours = self._anchor.extend(page_ids, self._keys[self._anchor.pages - self._first :])
-        self._prefetches.counts["prefetched"] += ours
-        self._prefetches.counts["prefetch_dropped"] += len(page_ids) - ours
-        self.loaded += ours * self._prefetches.tree.page_size
-        return kept
-
-    def _end(self) -> None:
-        if not self._ended:
-            self._ended = True
+            self.ended = True
             self._anchor.release()
             self._prefetches.end(self._name)
+
+    def _read(self, page_ids: Ids) -> None:
+        """Begins to read the next pages into these."""
+        keys = self._keys[self._asked - self._first :][: len(page_ids)]
+        read = _Read(page_ids, self._store.read(keys, self._prefetches.host.memory.slots(page_ids.tolist())))
+        self._reads.append(read)
+        self._prefetches.pending.add(Polled(partial(self._vote, read), partial(self._arrived, read)))
+        self._asked += len(keys)
+
+    def _vote(self, read: _Read) -> int:
+        """Votes once a batch has been read and its pages can be added to the tree."""
+        return 1 + read.call.value if read.call.done() and not self._anchor.in_flight else 0
 
 
 class Prefetches:
     """Begins prefetches, limits their number and the host pages that they hold.
 
     Args:
-        tree: the tree.
         host: the pages of the host.
         backups: copies the pages before those that are read.
         store: the store.
         names: the names of the tree's pages.
-        prefill: the estimate of what computing takes.
+        cost: the estimate of what computing takes.
         pending: the list of everything under way.
 
     Attributes:
-        counts: `prefetches`, `prefetch_skipped`, `prefetched`, `prefetch_dropped`.
         late: pages that were computed although storage has them, or may have them, by cause.
-        tree, host, store, pending: as given, for its prefetches.
+        host, store, pending: as given, for its prefetches.
     """
 
     def __init__(
-        self,
-        tree: Tree,
-        host: HostPages,
-        backups: Backups,
-        store: Store,
-        names: PageNames,
-        prefill: PrefillCost,
-        pending: PendingList,
+        self, host: HostPages, backups: Backups, store: Store, names: PageNames, cost: PrefillCost, pending: PendingList
     ) -> None:
-        self.counts: Counter[str] = Counter()
         self.late: Counter[Cause] = Counter()
-        self.tree, self.host, self.store, self.pending = tree, host, store, pending
-        self._backups, self._names, self._prefill = backups, names, prefill
+        self.host, self.store, self.pending = host, store, pending
+        self._tree, self._backups, self._names, self._cost = host.tree, backups, names, cost
         self._under_way: dict[Wanted, Prefetch] = {}
 
     def __len__(self) -> int:
@@ -268,9 +253,9 @@ class Prefetches:
 
     def ask(self, namespace: bytes, key: bytes) -> Prefetch | None:
         """Begins a prefetch for a request, or returns one under way; see `Tiers.prefetch`."""
-        page_bytes = self.tree.page_bytes
-        pages = max(len(key) - self.tree.keys.symbol_bytes, 0) // page_bytes  # one token is always computed
-        min_pages = max(1, -(-self.store.config.prefetch_min_tokens // self.tree.page_size))
+        page_bytes = self._tree.page_bytes
+        pages = max(len(key) - self._tree.keys.symbol_bytes, 0) // page_bytes  # one token is always computed
+        min_pages = max(1, -(-self.store.config.prefetch_min_tokens // self._tree.page_size))
         prefetch = self.begin(namespace, key[: pages * page_bytes], min_pages)
         if prefetch is not None:
             prefetch.wanted = True
@@ -279,7 +264,7 @@ class Prefetches:
     def begin(self, namespace: bytes, key: bytes, min_pages: int) -> Prefetch | None:
         """Begins a prefetch of whole pages. With fewer than `min_pages` missing or found, nothing is read."""
         name, have = self._missing(namespace, key)
-        pages = len(key) // self.tree.page_bytes
+        pages = len(key) // self._tree.page_bytes
         if pages - have < min_pages:
             return None
         # A prefetch of the same missing page serves both.
@@ -288,14 +273,14 @@ class Prefetches:
             same.shared = True
             return same
         if self.full:
-            self.counts["prefetch_skipped"] += 1
+            self.pending.counts["prefetch_skipped"] += 1
             self.late["limit"] += pages - have
             return None
-        anchor = Anchor(self.tree, self.host, self._names, namespace, key, have)
+        anchor = Anchor(self.host, self._names, namespace, key, have)
         if anchor.node:
             self._backups.begin(anchor.node)
-        self.counts["prefetches"] += 1
-        wait = Wait(self.store, self._prefill, self.tree.page_size, have, pages)
+        self.pending.counts["prefetches"] += 1
+        wait = Wait(self.store, self._cost, self._tree.page_size, have, pages)
         self._under_way[name] = prefetch = Prefetch(self, name, anchor, wait, pages, min_pages)
         return prefetch
 
@@ -307,17 +292,11 @@ class Prefetches:
         """Returns the number of host pages that prefetches own."""
         return sum(prefetch.private_pages() for prefetch in self._under_way.values())
 
-    def read(self, keys: Sequence[bytes]) -> tuple[Ids, StoreCall[int]] | None:
-        """Begins to read the first of some pages, as many as prefetches may hold; None without room for any.
-
-        Returns the private pages of the host that they are read into, and the call.
-        """
+    def allocate(self, n: int) -> Ids:
+        """Allocates private pages of the host, at most n and as many as prefetches may hold; none without room."""
         limit = int(self.host.pools[0].total * self.store.config.prefetch_host_share)
-        n = min(len(keys), limit - self.private_pages())
-        if n <= 0 or (allocated := self.host.allocate([n])) is None:
-            return None
-        (page_ids,) = allocated
-        return page_ids, self.store.read(keys[:n], self.host.memory.slots(page_ids.tolist()))
+        allocated = self.host.allocate([max(0, min(n, limit - self.private_pages()))])
+        return np.empty(0, np.int32) if allocated is None else allocated[0]
 
     def end(self, name: Wanted) -> None:
         """Notes that a prefetch has ended."""
@@ -325,44 +304,6 @@ class Prefetches:
 
     def _missing(self, namespace: bytes, key: bytes) -> tuple[Wanted, int]:
         """Returns the first page of a prefix that neither device nor host has, and the number of pages before it."""
-        here, _, below = self.tree.core.peek(namespace, key, 0, False)
-        have = (here + below) // self.tree.page_size
-        return (namespace, key[: (have + 1) * self.tree.page_bytes]), have
-
-
-class _Lookup(Pending):
-    def __init__(self, prefetch: Prefetch, call: StoreCall[list[bytes]]) -> None:
-        self._prefetch, self._call = prefetch, call
-
-    def vote(self) -> int:
-        return 1 + len(self._call.value) if self._call.done() else 0
-
-    def settle(self, outcome: int) -> None:
-        self._prefetch.looked_up(self._call.value[: outcome - 1])
-
-
-class _Read(Pending):
-    """A batch of pages being read from storage into private host pages."""
-
-    def __init__(self, prefetch: Prefetch, page_ids: Ids, call: StoreCall[int]) -> None:
-        self.page_ids, self.call = page_ids, call
-        self.good, self.ended = 0, False
-        self._prefetch = prefetch
-
-    def vote(self) -> int:
-        return 1 + self.call.value if self.call.done() and self._prefetch.anchored else 0
-
-    def settle(self, outcome: int) -> None:
-        self.good, self.ended = outcome - 1, True
-        self._prefetch.arrived()
-
-
-class _Expiry(Pending):
-    def __init__(self, prefetch: Prefetch) -> None:
-        self._prefetch = prefetch
-
-    def vote(self) -> int:
-        return int(self._prefetch.late())
-
-    def settle(self, outcome: int) -> None:
-        self._prefetch.expire()
+        here, _, below = self._tree.core.peek(namespace, key, 0, False)
+        have = (here + below) // self._tree.page_size
+        return (namespace, key[: (have + 1) * self._tree.page_bytes]), have

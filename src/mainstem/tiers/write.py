@@ -6,34 +6,27 @@ the queue is full, when a copy needs its room before it has begun, or when its p
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
 
 from mainstem.tiers.names import PageNames
-from mainstem.tiers.pending import ARRIVED, FAILED, Pending, PendingList, Unused
+from mainstem.tiers.pending import ARRIVED, FAILED, PendingList, Polled
 from mainstem.tiers.store import Store, StoreCall, Written
 from mainstem.tiers.transfer import HostMemory
 from mainstem.tree import HOST, Tree
 
 
-class _Write(Pending):
+@dataclass(eq=False)
+class _Write:
     """A write of the pages from `begin` to a node's end."""
 
-    def __init__(self, writes: Writes, node: int, begin: int, parent: bytes | None, keys: list[bytes]) -> None:
-        self.node, self.begin, self.parent, self.keys = node, begin, parent, keys
-        self.call: StoreCall[Written] | None = None  # once it has begun
-        self.dropped = False
-        self._writes = writes
-
-    def vote(self) -> int:
-        if self.dropped:
-            return ARRIVED
-        if self.call is None or not self.call.done():
-            return 0
-        return FAILED if self.call.value.gap else ARRIVED
-
-    def settle(self, outcome: int) -> None:
-        if not self.dropped:
-            self._writes.end(self, gap=outcome == FAILED)
+    node: int
+    begin: int
+    parent: bytes | None
+    keys: list[bytes]
+    call: StoreCall[Written] | None = None  # once it has begun
+    dropped: bool = False
 
 
 class Writes:
@@ -46,13 +39,11 @@ class Writes:
         pending: the list of everything under way.
 
     Attributes:
-        counts: `stored`, `write_dropped`.
         queued: pages that wait or are being written.
         names: the names of the tree's pages.
     """
 
     def __init__(self, tree: Tree, memory: HostMemory, store: Store, pending: PendingList) -> None:
-        self.counts: Counter[str] = Counter()
         self.queued = 0
         self.names = PageNames(tree.core, store.sealer, tree.page_bytes)
         self._core, self._memory, self._store, self._pending = tree.core, memory, store, pending
@@ -73,11 +64,13 @@ class Writes:
         if self._core.removed(node):
             return
         if self.queued and self.queued + len(keys) > self._store.config.queue_pages:
-            self.counts["write_dropped"] += len(keys)
+            self._pending.counts["write_dropped"] += len(keys)
             return
         self._core.lock(node, HOST)
         self.queued += len(keys)
-        self._waiting.append(self._pending.add(_Write(self, node, begin, parent if begin else None, keys)))
+        write = _Write(node, begin, parent if begin else None, keys)
+        self._waiting.append(write)
+        self._pending.add(Polled(partial(self._vote, write), partial(self._end, write)))
 
     def begin(self, *, everything: bool = False) -> None:
         """Begins as many waiting writes as may run at once, or all."""
@@ -101,20 +94,28 @@ class Writes:
             if removed:
                 keys += self.names.of(node, start)[1]
         if keys:
-            self._pending.add(Unused(self._store.delete(keys).done))
+            self._pending.add(Polled(self._store.delete(keys).done))
 
-    def end(self, write: _Write, *, gap: bool) -> None:
+    def _vote(self, write: _Write) -> int:
+        if write.dropped:
+            return ARRIVED
+        if write.call is None or not write.call.done():
+            return 0
+        return FAILED if write.call.value.gap else ARRIVED
+
+    def _end(self, write: _Write, outcome: int) -> None:
         """Ends a write; if storage lacks the page before, queues the whole path."""
-        assert write.call is not None
+        if write.call is None:
+            return  # it was dropped
         self._running -= 1
         self.queued -= len(write.keys)
-        self.counts["stored"] += write.call.value.pages
-        if gap:
+        self._pending.counts["stored"] += write.call.value.pages
+        if outcome == FAILED:
             self.add(write.node, 0)
         self._core.unlock(write.node, HOST)
 
     def _drop(self, write: _Write) -> None:
         write.dropped = True
         self.queued -= len(write.keys)
-        self.counts["write_dropped"] += len(write.keys)
+        self._pending.counts["write_dropped"] += len(write.keys)
         self._core.unlock(write.node, HOST)

@@ -128,19 +128,18 @@ class FileBackend(Backend):
     def exists(self, keys: Sequence[bytes]) -> int:
         """Counts the keys that are present before the first missing one."""
         with self._reading():
-            return self._catalog.prefix(keys)
+            return [*self._catalog.find(keys), None].index(None)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads values directly into the buffers and verifies the content of the buffers."""
         with self._reading():
             entries = self._catalog.find(keys)
-            corrupt, unread = self._values.read(
-                [
-                    Piece(key, entry, buffer)
-                    for key, entry, buffer in zip(keys, entries, buffers, strict=True)
-                    if entry is not None and entry.length == len(buffer)
-                ]
-            )
+            pieces = [
+                Piece(key, entry, buffer)
+                for key, entry, buffer in zip(keys, entries, buffers, strict=True)
+                if entry is not None and entry.length == len(buffer)
+            ]
+            corrupt, unread = self._values.read(pieces)
             self._catalog.drop_corrupt(corrupt)
             self._catalog.touch(keys)
         lost = {piece.key for piece in corrupt + unread}

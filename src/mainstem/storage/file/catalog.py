@@ -76,11 +76,6 @@ class Catalog:
         with self._lock:
             return list(self._entries.items())
 
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are present before the first missing one."""
-        with self._lock:
-            return next((at for at, key in enumerate(keys) if key not in self._entries), len(keys))
-
     def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """Returns where the values of these keys are."""
         with self._lock:

@@ -132,11 +132,9 @@ class Folder:
 
     def read(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
         """Reads until the buffers are full or the file ends. Returns the number of bytes."""
-        done = self._io.preadv(self._fds[name], buffers, offset)
-        rest = list(buffers)
-        part = done
-        while part and (rest := _after(rest, part)):
-            part = self._io.preadv(self._fds[name], rest, offset + done)
+        done = 0
+        while buffers and (part := self._io.preadv(self._fds[name], buffers, offset + done)):
+            buffers = _after(buffers, part)
             done += part
         return done
 
