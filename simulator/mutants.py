@@ -613,7 +613,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "nothing is known of what was evicted", "-", _POLICIES + "gittins.h",
-        "    if (keep(entry)) evicted_.add(entry, kEvicted * capacity(), keep);\n", "",
+        "      evicted_.add(entry, limit);\n", "",
         _GITTINS + "test_it_is_never_far_below_lru",
     ),
 )

@@ -102,6 +102,11 @@ struct Mark {
   bool operator==(const Mark&) const = default;
 };
 
+struct Numbered : Mark {
+  std::uint64_t number = 0;  // of a policy's events, in order
+  bool operator==(const Numbered&) const = default;
+};
+
 template <class Record>
 class Remembering : public Replacement {
  public:

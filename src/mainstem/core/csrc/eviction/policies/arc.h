@@ -2,7 +2,7 @@
 // its queue's share. Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
 #pragma once
 
-#include "eviction/ghost.h"
+#include "eviction/policies/recall.h"
 #include "eviction/replacement.h"
 
 namespace mainstem {
@@ -27,7 +27,7 @@ class Arc final : public Remembering<Mark> {
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
     Ghost& ghost = queue(index) ? again_ : once_;
-    around_.each_page(index, pages, [&](std::uint64_t page) { ghost.add(page, 2 * capacity()); });
+    around_.each_page(index, pages, [&](std::uint64_t page) { ghost.add({page}, 2 * capacity()); });
   }
 
   std::uint32_t choose(const Queues& queues) override {

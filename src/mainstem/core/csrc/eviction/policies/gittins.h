@@ -65,6 +65,8 @@ class Gittins final : public Remembering<GittinsRecord> {
   std::uint64_t at_once(Index victim) const override { return records_[victim].tail ? 1 : kAtOnce; }
 
  private:
+  using Recall = mainstem::Recall<std::uint32_t>;
+
   // How much is remembered, in capacities. One page in kFollowed is followed, chosen by its content.
   static constexpr std::uint64_t kEvicted = 2, kFollowing = 2, kLeastFollowing = 512;  // the last one in pages
   static constexpr std::uint64_t kFollowed = 16;
@@ -307,11 +309,15 @@ inline void Gittins::gone(Index index, std::uint32_t pages) noexcept {
   shadow_.evicted(when(record.last), pages);
   std::uint32_t depth = n.end(), last = record.last;
   bool speaks = !record.covered;
+  const std::uint64_t limit = kEvicted * capacity();
   const auto keep = [this](const Recall::Entry& entry) { return worth_keeping(entry); };
   around_.each_page(index, pages, [&](std::uint64_t page) {
     const bool marks = speaks || depth % kMark == 0;
     const Recall::Entry entry{page, last, static_cast<std::uint8_t>(record.reuses | (marks ? kSpeaks : 0))};
-    if (keep(entry)) evicted_.add(entry, kEvicted * capacity(), keep);
+    if (keep(entry)) {
+      evicted_.weed(limit, keep);
+      evicted_.add(entry, limit);
+    }
     speaks = record.tail && depth == n.end();
     --depth;
     ++last;
@@ -344,14 +350,12 @@ inline void Gittins::follow(Index index) noexcept {
 
 inline void Gittins::follow(std::uint64_t page, int kind) noexcept {
   Recall::Entry entry;
-  if (followed_.find(page, &entry)) {
+  if (followed_.remove(page, &entry)) {
     note_life(entry);
     index_.reused(entry.note, now() - entry.time);
-    followed_.remove(page);
   }
-  followed_.add(
-      {page, now(), static_cast<std::uint8_t>(kind)}, std::max(kLeastFollowing, kFollowing * capacity()),
-      [](const Recall::Entry&) { return true; }, [this](const Recall::Entry& gone) { note_life(gone); });
+  followed_.add({page, now(), static_cast<std::uint8_t>(kind)}, std::max(kLeastFollowing, kFollowing * capacity()),
+                [this](const Recall::Entry& gone) { note_life(gone); });
 }
 
 // Counts the time of a followed page since its last use or, if that is shorter, since the last lesson.

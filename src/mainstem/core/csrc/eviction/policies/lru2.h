@@ -3,7 +3,7 @@
 // algorithm for database disk buffering", SIGMOD 1993, without a correlated reference period.
 #pragma once
 
-#include "eviction/ghost.h"
+#include "eviction/policies/recall.h"
 #include "eviction/replacement.h"
 
 namespace mainstem {
@@ -21,9 +21,9 @@ class Lru2 final : public Remembering<Lru2Record> {
   bool remembers(std::uint64_t page) const override { return history_.contains(page); }
 
   void came(Index index) noexcept override {
-    std::uint64_t before = 0;
-    around_.each_page(index, node(index).pages, [&](std::uint64_t page) { history_.remove(page, &before); });
-    enter(index, {{}, around_.tick, before});
+    Ghost::Entry past{};
+    around_.each_page(index, node(index).pages, [&](std::uint64_t page) { history_.remove(page, &past); });
+    enter(index, {{}, around_.tick, past.time});
   }
   void used(Index index) noexcept override {
     records_[index].before = std::exchange(records_[index].last, around_.tick);
@@ -31,7 +31,7 @@ class Lru2 final : public Remembering<Lru2Record> {
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
     const std::uint64_t last = records_[index].last;
-    around_.each_page(index, pages, [&](std::uint64_t page) { history_.add(page, kKept * capacity(), last); });
+    around_.each_page(index, pages, [&](std::uint64_t page) { history_.add({page, last}, kKept * capacity()); });
   }
 
  private:

@@ -1,5 +1,5 @@
 // Recall: pages by identity, each with a time and a small number, in the order in which they were added. It forgets the
-// oldest, and what it has no memory for. It uses 22 to 26 bytes per entry.
+// oldest, and what it has no memory for. It uses 22 to 26 bytes per entry, 4 more with times of 8 bytes.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,25 @@
 
 namespace mainstem {
 
+template <class Time>
 class Recall {
  public:
   struct Entry {
     std::uint64_t page;
-    std::uint32_t time;
-    std::uint8_t note;
+    Time time = 0;
+    std::uint8_t note = 0;
+  };
+  struct Ignore {
+    void operator()(const Entry&) const {}
   };
 
   std::size_t size() const { return size_; }
   std::size_t bytes() const {
-    return pages_.capacity() * (sizeof(std::uint64_t) + 2 * sizeof(std::uint32_t) + 1) +
+    return pages_.capacity() * (sizeof(std::uint64_t) + sizeof(Time) + sizeof(std::uint32_t) + 1) +
            table_.capacity() * sizeof(std::uint32_t);
   }
 
+  bool contains(std::uint64_t page) const { return place(page) != kNowhere; }
   bool find(std::uint64_t page, Entry* entry) const noexcept {
     const std::uint32_t at = place(page);
     if (at == kNowhere) return false;
@@ -35,25 +40,33 @@ class Recall {
   void expect(std::uint64_t page) const {
     if (!table_.empty()) __builtin_prefetch(&table_[page * 0x9E3779B97F4A7C15ull >> shift_]);
   }
-  bool remove(std::uint64_t page) noexcept {
+  // Removes a page. Returns whether it was present, and sets `entry` to what was known of it.
+  bool remove(std::uint64_t page, Entry* entry = nullptr) noexcept {
     const std::uint32_t at = place(page);
-    if (at != kNowhere) erase(at);
-    return at != kNowhere;
+    if (at == kNowhere) return false;
+    if (entry) *entry = entry_at(at);
+    erase(at);
+    return true;
   }
-  // Adds a page that is not present. Beyond `limit` entries, drops those not worth keeping (checked now and then), or
-  // the oldest, which it passes to `forgotten`.
-  template <class Keep, class Forgotten>
-  void add(Entry entry, std::size_t limit, Keep keep, Forgotten forgotten) noexcept {
+  // Adds a page as the newest. Beyond `limit` entries, drops the oldest, which it passes to `forgotten`.
+  template <class Forgotten = Ignore>
+  void add(Entry entry, std::size_t limit, Forgotten forgotten = {}) noexcept {
+    remove(entry.page);
     if (limit == 0) return clear(forgotten);
-    if (size_ >= limit && added_ >= limit / 4) pack(pages_.size(), keep);
     if (used_ == pages_.size()) make_room(limit);
     while (size_ && (size_ >= limit || used_ == pages_.size()))
       forget_oldest(forgotten);
     if (used_ < pages_.size()) append(entry);
   }
+  // Drops what is not worth keeping, if there are `limit` entries; looks now and then.
   template <class Keep>
-  void add(Entry entry, std::size_t limit, Keep keep) noexcept {
-    add(entry, limit, keep, [](const Entry&) {});
+  void weed(std::size_t limit, Keep keep) noexcept {
+    if (size_ && size_ >= limit && added_ >= limit / 4) pack(pages_.size(), keep);
+  }
+  void bound(std::size_t limit) noexcept {
+    if (limit == 0) return clear(Ignore());
+    while (size_ > limit)
+      forget_oldest(Ignore());
   }
   // Visits all entries, the oldest first.
   template <class Each>
@@ -141,7 +154,7 @@ class Recall {
   }
 
   std::vector<std::uint64_t> pages_;  // a ring, like the next three
-  std::vector<std::uint32_t> times_;
+  std::vector<Time> times_;
   std::vector<std::uint8_t> notes_;
   std::vector<std::uint32_t> next_;   // in its bucket
   std::vector<std::uint32_t> table_;  // the first entry of each bucket
@@ -149,5 +162,8 @@ class Recall {
   std::size_t size_ = 0, added_ = 0;  // entries; added since the last pack
   int shift_ = 63;
 };
+
+// Evicted pages, for policies that count time in ticks.
+using Ghost = Recall<std::uint64_t>;
 
 }  // namespace mainstem

@@ -3,7 +3,7 @@
 // SOSP 2023: the small queue has 10 %, the ghost as many pages as are present.
 #pragma once
 
-#include "eviction/ghost.h"
+#include "eviction/policies/recall.h"
 #include "eviction/replacement.h"
 
 namespace mainstem {
@@ -33,7 +33,7 @@ class S3Fifo final : public Remembering<S3FifoRecord> {
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
     if (queue(index)) return;
-    around_.each_page(index, pages, [&](std::uint64_t page) { ghost_.add(page, capacity()); });
+    around_.each_page(index, pages, [&](std::uint64_t page) { ghost_.add({page}, capacity()); });
   }
 
   std::uint32_t choose(const Queues& queues) override { return either(queues, 10 * settled() >= capacity() ? 0 : 1); }

@@ -3,23 +3,19 @@
 // algorithm", VLDB 1994, the full version with Kin = 25 % and Kout = 50 %.
 #pragma once
 
-#include "eviction/ghost.h"
+#include "eviction/policies/recall.h"
 #include "eviction/replacement.h"
 
 namespace mainstem {
 
-struct TwoQueuesRecord : Mark {
-  std::uint64_t number = 0;  // order of arrival
-  bool operator==(const TwoQueuesRecord&) const = default;
-};
-
-class TwoQueues final : public Remembering<TwoQueuesRecord> {
+// Numbered by arrival.
+class TwoQueues final : public Remembering<Numbered> {
  public:
   using Remembering::Remembering;
   std::uint32_t queues() const override { return 2; }
   std::size_t bytes() const override { return Remembering::bytes() + out_.bytes(); }
   Place place(Index index) const override {
-    const TwoQueuesRecord& record = records_[index];
+    const Numbered& record = records_[index];
     return {{number(record.queue ? node(index).accessed : record.number), 0}, record.queue};
   }
   bool remembers(std::uint64_t page) const override { return out_.contains(page); }
@@ -33,7 +29,7 @@ class TwoQueues final : public Remembering<TwoQueuesRecord> {
   void gone(Index index, std::uint32_t pages) noexcept override {
     Remembering::gone(index, pages);
     if (queue(index)) return;
-    around_.each_page(index, pages, [&](std::uint64_t page) { out_.add(page, capacity() / 2); });
+    around_.each_page(index, pages, [&](std::uint64_t page) { out_.add({page}, capacity() / 2); });
   }
 
   std::uint32_t choose(const Queues& queues) override { return either(queues, settled() > capacity() / 4 ? 0 : 1); }

@@ -9,12 +9,8 @@
 
 namespace mainstem {
 
-struct WTinyLfuRecord : Mark {
-  std::uint64_t number = 0;  // order of joining the queue, or of the last use in it
-  bool operator==(const WTinyLfuRecord&) const = default;
-};
-
-class WTinyLfu final : public Remembering<WTinyLfuRecord> {
+// Numbered when a node joins its queue, or is used in it.
+class WTinyLfu final : public Remembering<Numbered> {
  public:
   using Remembering::Remembering;
   std::uint32_t queues() const override { return 3; }
