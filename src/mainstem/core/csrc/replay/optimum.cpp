@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "eviction/order.h"
-#include "structure/children.h"
 #include "tree/tree.h"
 
 namespace mainstem {
@@ -56,15 +55,7 @@ class Cached {
   std::size_t size_ = 0;
 };
 
-std::size_t place(Index parent, std::uint64_t block) {
-  return static_cast<std::size_t>(fold(block ^ 0x9E3779B97F4A7C15ull, std::uint64_t{parent} << 32 | 0xA0761D65u));
-}
-
 }  // namespace
-
-Optimum::Optimum() : parents_(1), blocks_(1) {
-  table_.resize(16);
-}
 
 void Optimum::add(std::span<const std::uint64_t> blocks) {
   require(ends_.size() < kNever - 1, "requests", ends_.size(), "fewer than 2**32 - 2");
@@ -75,29 +66,16 @@ void Optimum::add(std::span<const std::uint64_t> blocks) {
 }
 
 Index Optimum::child(Index parent, std::uint64_t block) {
-  const std::size_t mask = table_.size() - 1;
-  std::size_t at = place(parent, block) & mask;
-  for (; table_[at] != kNone; at = (at + 1) & mask)
-    if (parents_[table_[at]] == parent && blocks_[table_[at]] == block) return table_[at];
+  const std::uint64_t mixed = fold(block ^ 0x9E3779B97F4A7C15ull, std::uint64_t{parent} << 32 | 0xA0761D65u);
+  const auto hash = static_cast<std::uint32_t>(mixed >> 32 ^ mixed);
+  const auto same = [&](Index node) { return parents_[node] == parent && blocks_[node] == block; };
+  if (const Index known = table_.find(hash, same)) return known;
   const auto node = static_cast<Index>(parents_.size());
   parents_.push_back(parent);
   blocks_.push_back(block);
-  table_[at] = node;
-  if (parents_.size() * 4 > table_.size() * 3) grow();
+  table_.reserve(1);
+  table_.insert(hash, node);
   return node;
-}
-
-void Optimum::grow() {
-  Array<Index> larger;
-  larger.resize(table_.size() * 2);
-  larger.swap(table_);
-  const std::size_t mask = table_.size() - 1;
-  for (Index node = 1; node < parents_.size(); ++node) {
-    std::size_t at = place(parents_[node], blocks_[node]) & mask;
-    while (table_[at] != kNone)
-      at = (at + 1) & mask;
-    table_[at] = node;
-  }
 }
 
 std::span<const Index> Optimum::path(std::size_t request) const {

@@ -11,15 +11,13 @@
 #include <span>
 #include <vector>
 
-#include "structure/memory.h"
+#include "structure/children.h"
 #include "structure/node.h"
 
 namespace mainstem {
 
 class Optimum {
  public:
-  Optimum();
-
   void add(std::span<const std::uint64_t> blocks);  // the next request
   void finish();                                    // no more requests
   // Writes the blocks that each request hits at this capacity to `hits`. Returns how many blocks were evicted.
@@ -32,16 +30,15 @@ class Optimum {
   static constexpr std::uint32_t kNever = std::numeric_limits<std::uint32_t>::max();
 
   Index child(Index parent, std::uint64_t block);
-  void grow();
   std::span<const Index> path(std::size_t request) const;
 
   std::vector<Index> accesses_;  // of all requests in order: nodes of the tree of all blocks
   std::vector<std::size_t> ends_;
   std::vector<std::uint32_t> next_uses_;  // for each access: the next request with this node
-  // By node; 0 is the root. The table finds the child of a node by its block.
-  std::vector<Index> parents_;
-  std::vector<std::uint64_t> blocks_;
-  Array<Index> table_;
+  // By node; 0 is the root.
+  std::vector<Index> parents_{kNone};
+  std::vector<std::uint64_t> blocks_{0};
+  ChildTable table_;  // by parent and block
 };
 
 }  // namespace mainstem

@@ -99,7 +99,7 @@ void Replica::store(const MatchResult& match, Blocks blocks, std::uint32_t t) {
   Tier& tier = tiers_[t];
   const auto visit = static_cast<std::uint32_t>(visits_.size() - 1);
   for (std::uint32_t i = 0; i < tier.held; ++i)
-    tier.stamps[static_cast<std::size_t>(tier.path[i])].used = visit;
+    tier.stamp(tier.path[i]).used = visit;
   for (std::size_t i = tier.held; i < blocks.size(); ++i)
     tier.path[i] = take(&tier);
   if (tier.held < blocks.size()) {
@@ -131,7 +131,7 @@ void Replica::trim(std::uint32_t t) {
   const Ids freed = evict_(present - tier.capacity, t);
   require(freed.size() == present - tier.capacity, "pages evicted", freed.size(), "as many as requested");
   for (const std::int32_t page : freed) {
-    const Stamp& stamp = tier.stamps[static_cast<std::size_t>(page)];
+    const Stamp& stamp = tier.stamp(page);
     const Visit &born = visits_[stamp.born], &used = visits_[stamp.used];
     tier.totals.age.add(now_ - born.at);
     tier.totals.idle.add(now_ - used.at);
@@ -150,18 +150,15 @@ std::int32_t Replica::take(Tier* tier) const {
   }
   const std::int32_t page = tier->free.back();
   tier->free.pop_back();
-  tier->stamps[static_cast<std::size_t>(page)] = {visit, visit};
+  tier->stamp(page) = {visit, visit};
   return page;
 }
 
 void Replica::retire(Tier* tier, std::int32_t page) {
   tier->free.push_back(page);
   if (tier->links.empty()) return;
-  auto link = [&](std::int32_t at) -> Link& { return tier->links[static_cast<std::size_t>(at + 1)]; };
-  Link& gone = link(page);
-  link(gone.newer).older = gone.older;
-  link(gone.older).newer = gone.newer;
-  gone.newer = gone.older = page;
+  tier->unlink(page);
+  tier->link(page).newer = tier->link(page).older = page;
 }
 
 std::size_t Replica::bytes() const {
@@ -181,20 +178,18 @@ void Replica::note_use(Tier* tier, Blocks blocks) const {
     const auto page = static_cast<std::int32_t>(i) - 1;
     tier->links.push_back({0, -1, page, page});
   }
-  auto link = [&](std::int32_t at) -> Link& { return tier->links[static_cast<std::size_t>(at + 1)]; };
+  Link& ends = tier->link(-1);
   for (std::size_t i = blocks.size(); i-- > 0;) {
     const std::int32_t page = tier->path[i];
-    Link& used = link(page);
-    link(used.newer).older = used.older;
-    link(used.older).newer = used.newer;
-    used = {blocks[i], i ? tier->path[i - 1] : -1, -1, link(-1).older};
-    link(used.older).newer = page;
-    link(-1).older = page;
+    tier->unlink(page);
+    tier->link(page) = {blocks[i], i ? tier->path[i - 1] : -1, -1, ends.older};
+    tier->link(ends.older).newer = page;
+    ends.older = page;
   }
 }
 
-bool Replica::expired(const Tier& tier, std::int32_t page) const {
-  return page >= 0 && now_ - visits_[tier.stamps[static_cast<std::size_t>(page)].used].at >= now_ - expired_at_;
+bool Replica::expired(Tier& tier, std::int32_t page) const {
+  return page >= 0 && now_ - visits_[tier.stamp(page).used].at >= now_ - expired_at_;
 }
 
 void Replica::expire(double now_s) {
@@ -212,15 +207,15 @@ void Replica::expire(double now_s) {
 // Expires the leaf that was used least recently, together with the expired pages above it.
 void Replica::expire_run(std::uint32_t t) {
   Tier& tier = tiers_[t];
-  auto link = [&](std::int32_t at) -> const Link& { return tier.links[static_cast<std::size_t>(at + 1)]; };
-  const std::int32_t leaf = link(-1).newer;
+  const std::int32_t leaf = tier.link(-1).newer;
   std::vector<std::uint64_t> blocks;
-  for (std::int32_t page = leaf; page >= 0; page = link(page).parent)
-    blocks.push_back(link(page).block);
+  for (std::int32_t page = leaf; page >= 0; page = tier.link(page).parent)
+    blocks.push_back(tier.link(page).block);
   std::reverse(blocks.begin(), blocks.end());
   std::uint64_t run = 1;
-  for (std::int32_t page = leaf; link(page).newer == link(page).parent && expired(tier, link(page).parent); ++run)
-    page = link(page).parent;
+  for (std::int32_t page = leaf;
+       tier.link(page).newer == tier.link(page).parent && expired(tier, tier.link(page).parent); ++run)
+    page = tier.link(page).parent;
 
   auto depth = static_cast<std::uint32_t>(blocks.size());
   while (run > 0) {

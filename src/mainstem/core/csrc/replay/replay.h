@@ -76,6 +76,13 @@ class Replica {
     Ids free;
     Ids path;  // page ids of the current request
     std::uint32_t held = 0;
+
+    Stamp& stamp(std::int32_t page) { return stamps[static_cast<std::size_t>(page)]; }
+    Link& link(std::int32_t page) { return links[static_cast<std::size_t>(page + 1)]; }
+    void unlink(std::int32_t page) {
+      link(link(page).newer).older = link(page).older;
+      link(link(page).older).newer = link(page).newer;
+    }
   };
 
   void note_visit();
@@ -87,7 +94,7 @@ class Replica {
   std::int32_t take(Tier* tier) const;
   void retire(Tier* tier, std::int32_t page);
   void note_use(Tier* tier, Blocks blocks) const;
-  bool expired(const Tier& tier, std::int32_t page) const;
+  bool expired(Tier& tier, std::int32_t page) const;
   void expire_run(std::uint32_t tier);
 
   Tree* tree_;
