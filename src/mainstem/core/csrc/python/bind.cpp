@@ -1,12 +1,17 @@
-// The Python bindings of the core. Signatures are spelled out for the type stub; tree.h and pool.h define the rules.
+// The Python bindings of the core; tree.h and pool.h define the rules. A signature is spelled out for the type stub
+// where an argument of any type, None included, is checked here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "lease/lease.h"
 #include "lease/pool.h"
@@ -23,15 +28,15 @@ namespace {
 constexpr std::int64_t kEverything = std::int64_t{1} << 62;
 constexpr std::size_t kLongKey = 1 << 16;  // bytes; hashing at least this much releases the GIL
 
-nb::list to_list(const std::vector<Ids>& by_component) {
-  nb::list arrays;
+std::vector<IdArray> to_arrays(const std::vector<Ids>& by_component) {
+  std::vector<IdArray> arrays;
   for (const Ids& ids : by_component)
-    arrays.append(to_array(ids));
+    arrays.push_back(to_array(ids));
   return arrays;
 }
 
-nb::tuple to_tuple(const NodeStats& s) {
-  return nb::make_tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
+auto to_tuple(const NodeStats& s) {
+  return std::tuple(s.node, s.created, s.accessed, s.hits, s.priority, s.start, s.pages);
 }
 
 // Each hash covers the previous hash and the tokens of its block.
@@ -68,11 +73,10 @@ nb::bytes hash_blocks(nb::handle tokens, std::size_t block_tokens, std::size_t w
   return nb::borrow<nb::bytes>(hashes);
 }
 
-nb::list hot_spans(const Tree& tree, std::uint32_t tier) {
-  nb::list out;
+auto hot_spans(const Tree& tree, std::uint32_t tier) {
+  std::vector<std::tuple<std::int64_t, std::uint32_t, nb::bytes, nb::bytes>> out;
   for (const PathSpan& s : tree.hot_spans(tier))
-    out.append(nb::make_tuple(s.from, s.at, nb::bytes(s.ns.data(), s.ns.size()),
-                              nb::bytes(s.symbols.data(), s.symbols.size())));
+    out.emplace_back(s.from, s.at, to_bytes(s.ns), to_bytes(s.symbols));
   return out;
 }
 
@@ -132,8 +136,7 @@ nb::list nodes(const Tree& tree, const nb::bytes& ns) {
     nb::list cells;
     for (const CellView& c : n.cells)
       cells.append(nb::make_tuple(static_cast<int>(c.presence), c.locks, to_array(c.ids)));
-    out.append(nb::make_tuple(to_tuple(n.stats), n.parent, n.children, n.removed, nb::bytes(n.key.data(), n.key.size()),
-                              cells));
+    out.append(nb::make_tuple(to_tuple(n.stats), n.parent, n.children, n.removed, to_bytes(n.key), cells));
   }
   return out;
 }
@@ -184,21 +187,17 @@ NB_MODULE(_core, m) {
   nb::class_<Tree>(m, "Tree", "The radix tree over bytes; see src/mainstem/core/csrc/tree/tree.h.")
       .def(
           "__init__",
-          [](Tree* self, std::uint32_t symbol_bytes, std::uint32_t page_size, nb::sequence components,
-             std::uint32_t tiers, std::string_view policy, std::uint64_t hash_seed, double symbol_tokens,
-             std::uint32_t protected_hits) {
+          [](Tree* self, std::uint32_t symbol_bytes, std::uint32_t page_size,
+             const std::vector<std::tuple<std::string, std::uint32_t, bool>>& components, std::uint32_t tiers,
+             std::string_view policy, std::uint64_t hash_seed, double symbol_tokens, std::uint32_t protected_hits) {
             std::vector<Component> rows;
-            for (nb::handle row : components)
-              rows.push_back(Component::named(nb::cast<std::string>(row[0]), nb::cast<std::uint32_t>(row[1]),
-                                              nb::cast<bool>(row[2])));
+            for (const auto& [kind, number, weighs] : components)
+              rows.push_back(Component::named(kind, number, weighs));
             new (self)
                 Tree(symbol_bytes, page_size, std::move(rows), tiers, policy, hash_seed, symbol_tokens, protected_hits);
           },
           "symbol_bytes"_a, "page_size"_a, "components"_a, "tiers"_a, "policy"_a, "hash_seed"_a,
-          "symbol_tokens"_a = 1.0, "protected_hits"_a = kSlruProtectedHits,
-          nb::sig("def __init__(self, symbol_bytes: int, page_size: int, components: "
-                  "collections.abc.Sequence[tuple[str, int, bool]], tiers: int, "
-                  "policy: str, hash_seed: int, symbol_tokens: float = 1.0, protected_hits: int = 2) -> None"))
+          "symbol_tokens"_a = 1.0, "protected_hits"_a = kSlruProtectedHits)
       .def("match", &match, "ns"_a, "tokens"_a.none(), "limit"_a, "partial"_a,
            nb::sig("def match(self, ns: bytes, tokens: object, limit: int, partial: bool) -> "
                    "tuple[int, int, numpy.typing.NDArray[numpy.int32], int, int, int, int, int, int, int]"),
@@ -226,42 +225,37 @@ NB_MODULE(_core, m) {
           nb::sig("def remove(self, ns: bytes, tokens: object, limit: int) -> int"),
           "Removes the page that a key ends in, and everything after it. Returns the number of pages removed.")
       .def(
-          "evict_removed", [](Tree& t, std::uint32_t tier) { return to_list(t.evict_removed(tier)); }, "tier"_a,
-          nb::sig("def evict_removed(self, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"),
+          "evict_removed", [](Tree& t, std::uint32_t tier) { return to_arrays(t.evict_removed(tier)); }, "tier"_a,
           "Evicts removed nodes that are neither locked nor in flight; their ids, by component.")
       .def("removed", &Tree::removed, "node"_a, "Whether a node was removed.")
       .def("lock", &Tree::lock, "node"_a, "tier"_a)
       .def("unlock", &Tree::unlock, "node"_a, "tier"_a)
       .def(
           "attach",
-          [](Tree& t, Handle node, std::uint32_t component, std::uint32_t tier, nb::handle ids, bool ready) {
+          [](Tree& t, Handle node, std::uint32_t component, std::uint32_t tier, IdArray ids, bool ready) {
             t.attach(node, component, tier, View(ids).ids(), ready);
           },
-          "node"_a, "component"_a, "tier"_a, "ids"_a, "ready"_a,
-          nb::sig("def attach(self, node: int, component: int, tier: int, ids: numpy.typing.NDArray[numpy.int32], "
-                  "ready: bool) -> None"))
+          "node"_a, "component"_a, "tier"_a, "ids"_a, "ready"_a)
       .def("commit", &Tree::commit, "node"_a, "tier"_a)
       .def(
-          "cancel", [](Tree& t, Handle node, std::uint32_t tier) { return to_list(t.cancel(node, tier)); }, "node"_a,
-          "tier"_a, nb::sig("def cancel(self, node: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
+          "cancel", [](Tree& t, Handle node, std::uint32_t tier) { return to_arrays(t.cancel(node, tier)); }, "node"_a,
+          "tier"_a)
       .def(
           "evict",
           [](Tree& t, nb::handle ids, std::uint32_t component, nb::handle tier) {
             const auto want = static_cast<std::uint64_t>(integer(ids, "pages", 0, kEverything));
             const auto from = static_cast<std::uint32_t>(integer(tier, "tier", 0, t.tiers() - 1));
-            return to_list(t.evict(want, component, from));
+            return to_arrays(t.evict(want, component, from));
           },
           "ids"_a.none(), "component"_a, "tier"_a.none(),
           nb::sig("def evict(self, ids: int, component: int, tier: int) -> list[numpy.typing.NDArray[numpy.int32]]"))
       .def(
           "waiting",
-          [](const Tree& t, std::uint32_t c, std::uint32_t tier) -> nb::object {
+          [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
             NodeStats stats;
-            if (!t.waiting(c, tier, &stats)) return nb::none();
-            return to_tuple(stats);
+            return t.waiting(c, tier, &stats) ? std::optional(to_tuple(stats)) : std::nullopt;
           },
           "component"_a, "tier"_a,
-          nb::sig("def waiting(self, component: int, tier: int) -> tuple[int, int, int, int, int, int, int] | None"),
           "The first candidate without a rank: node, created, accessed, hits, priority, start and number of pages.")
       .def(
           "rank",
@@ -272,18 +266,9 @@ NB_MODULE(_core, m) {
       .def("end", &Tree::end, "node"_a, "Pages from the root to the node's end.")
       .def("start", &Tree::start, "node"_a, "Pages from the root to the node's beginning.")
       .def("parent", &Tree::parent, "node"_a, "The parent of a node; 0: the root.")
-      .def(
-          "lacking",
-          [](const Tree& t, Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) {
-            nb::list handles;
-            for (const Handle at : t.lacking(node, from, to, hits))
-              handles.append(at);
-            return handles;
-          },
-          "node"_a, "above"_a, "below"_a, "hits"_a,
-          nb::sig("def lacking(self, node: int, above: int, below: int, hits: int) -> list[int]"),
-          "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks. Stops where "
-          "`below` would get a gap, or at such a node with fewer than `hits` hits.")
+      .def("lacking", &Tree::lacking, "node"_a, "above"_a, "below"_a, "hits"_a,
+           "From the top, the nodes on a path that hold something on tier `above` that tier `below` lacks. Stops where "
+           "`below` would get a gap, or at such a node with fewer than `hits` hits.")
       .def(
           "locate",
           [](Tree& t, const nb::bytes& ns, const nb::bytes& key, std::uint32_t pages) {
@@ -299,7 +284,6 @@ NB_MODULE(_core, m) {
           },
           "node"_a, "component"_a, "tier"_a, "0: absent, 1: in flight, 2: present.")
       .def("hot_spans", &hot_spans, "tier"_a,
-           nb::sig("def hot_spans(self, tier: int) -> list[tuple[int, int, bytes, bytes]]"),
            "Everything present on a tier, each page once, the hottest first; see PathSpan in tree.h.")
       .def("in_flight_above", &Tree::in_flight_above, "node"_a, "tier"_a,
            "The node that names the transfer of the nearest pages in flight above a node; 0: none.")
@@ -308,38 +292,32 @@ NB_MODULE(_core, m) {
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
             return to_array(t.own_ids(node, component, tier));
           },
-          "node"_a, "component"_a, "tier"_a,
-          nb::sig("def own_ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]"),
-          "The node's own ids; empty unless present.")
+          "node"_a, "component"_a, "tier"_a, "The node's own ids; empty unless present.")
       .def("next_victim", &Tree::next_victim, "component"_a, "tier"_a, "The node that evict() takes first, or 0.")
       .def(
           "path_key",
           [](const Tree& t, Handle node, std::uint32_t begin) {
             const auto [ns, key] = t.path_key(node, begin);
-            return nb::make_tuple(nb::bytes(ns.data(), ns.size()), nb::bytes(key.data(), key.size()));
+            return std::tuple(to_bytes(ns), to_bytes(key));
           },
-          "node"_a, "begin"_a = 0, nb::sig("def path_key(self, node: int, begin: int = 0) -> tuple[bytes, bytes]"),
+          "node"_a, "begin"_a = 0,
           "The name of a node's namespace, and the symbols from page `begin` to the node's end.")
       .def(
           "ids",
           [](const Tree& t, Handle node, std::uint32_t component, std::uint32_t tier) {
             std::int32_t* data = nullptr;
-            nb::object array = new_ids(t.end(node), &data);
+            IdArray array = new_ids(t.end(node), &data);
             t.copy_ids(node, component, tier, 0, data);
             return array;
           },
-          "node"_a, "component"_a, "tier"_a,
-          nb::sig("def ids(self, node: int, component: int, tier: int) -> numpy.typing.NDArray[numpy.int32]"),
-          "Ids from the root to the node's end; -1 where the cell is absent.")
-      .def(
-          "namespaces",
-          [](const Tree& t) {
-            nb::list names;
-            for (const std::string& name : t.namespaces())
-              names.append(nb::bytes(name.data(), name.size()));
-            return names;
-          },
-          nb::sig("def namespaces(self) -> list[bytes]"))
+          "node"_a, "component"_a, "tier"_a, "Ids from the root to the node's end; -1 where the cell is absent.")
+      .def("namespaces",
+           [](const Tree& t) {
+             std::vector<nb::bytes> names;
+             for (const std::string& name : t.namespaces())
+               names.push_back(to_bytes(name));
+             return names;
+           })
       .def("nodes", &nodes, "ns"_a,
            nb::sig("def nodes(self, ns: bytes) -> list[tuple[tuple[int, int, int, int, int, int, int], int, int, bool, "
                    "bytes, list[tuple[int, int, numpy.typing.NDArray[numpy.int32]]]]]"),
@@ -349,10 +327,9 @@ NB_MODULE(_core, m) {
           "counts",
           [](const Tree& t, std::uint32_t c, std::uint32_t tier) {
             const CellCounts counts = t.counts(c, tier);
-            return nb::make_tuple(counts.present, counts.locked, counts.in_flight);
+            return std::tuple(counts.present, counts.locked, counts.in_flight);
           },
-          "component"_a, "tier"_a, nb::sig("def counts(self, component: int, tier: int) -> tuple[int, int, int]"),
-          "Ids present, locked (of those present), and in flight.")
+          "component"_a, "tier"_a, "Ids present, locked (of those present), and in flight.")
       .def(
           "stats", [](const Tree& t) { return t.stats(); }, "The counts, which are kept up to date.")
       .def("bytes", &Tree::bytes, "Memory used, in bytes; reads every node.")
@@ -374,23 +351,19 @@ NB_MODULE(_core, m) {
             const auto n = static_cast<std::uint64_t>(asked);
             if (n > pool.owned(Owner::free)) throw NoPages{n, pool.owned(Owner::free), 0, pool.total()};
             std::int32_t* data = nullptr;
-            nb::object array = new_ids(n, &data);
+            IdArray array = new_ids(n, &data);
             pool.allocate(n, data);
             return array;
           },
-          "n"_a, nb::sig("def allocate(self, n: int) -> numpy.typing.NDArray[numpy.int32]"),
-          "free -> private. Raises OutOfPages.")
+          "n"_a, "free -> private. Raises OutOfPages.")
       .def(
-          "publish", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::privately, Owner::cached); }, "ids"_a,
-          nb::sig("def publish(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"),
+          "publish", [](Pool& p, IdArray ids) { p.move(View(ids).ids(), Owner::privately, Owner::cached); }, "ids"_a,
           "private -> cached. Raises WrongOwner.")
       .def(
-          "release", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::privately, Owner::free); }, "ids"_a,
-          nb::sig("def release(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"),
+          "release", [](Pool& p, IdArray ids) { p.move(View(ids).ids(), Owner::privately, Owner::free); }, "ids"_a,
           "private -> free. Raises WrongOwner.")
       .def(
-          "reclaim", [](Pool& p, nb::handle ids) { p.move(View(ids).ids(), Owner::cached, Owner::free); }, "ids"_a,
-          nb::sig("def reclaim(self, ids: numpy.typing.NDArray[numpy.int32]) -> None"),
+          "reclaim", [](Pool& p, IdArray ids) { p.move(View(ids).ids(), Owner::cached, Owner::free); }, "ids"_a,
           "cached -> free. Raises WrongOwner.")
       .def("owner", &Pool::owner, "page"_a, "'free', 'cached' or 'private'. Raises WrongOwner outside the pool.")
       .def(

@@ -33,6 +33,10 @@ inline std::string_view view(const nb::bytes& bytes) {
   return {bytes.c_str(), bytes.size()};
 }
 
+inline nb::bytes to_bytes(std::string_view bytes) {
+  return nb::bytes(bytes.data(), bytes.size());
+}
+
 // Binds a struct of counters (structure/counters.h). Python gets a copy, which it cannot change.
 template <class Counters>
 void bind_counters(nb::module_& m, const char* name, const char* text) {

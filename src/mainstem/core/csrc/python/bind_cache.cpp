@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <limits>
@@ -83,16 +84,21 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 
 PyType_Slot kPagesSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)}, {0, nullptr}};
 
-class PyLease {
+// The cache of a lease: a base of it, so that it outlives the lease.
+struct KeptAlive {
+  nb::object cache;
+};
+
+class PyLease : public KeptAlive, public Lease {
  public:
   PyLease(nb::handle owner, PyCache& cache, std::string_view ns, const Key& key, std::int32_t priority,
           std::uint64_t limit, bool inside)
-      : owner_(nb::borrow(owner)),
-        cache_(cache),
-        lease(cache.cache, ns, priority, key.bytes(), limit, inside, [&](std::size_t from) { key.check(from); }) {}
+      : KeptAlive{nb::borrow(owner)},
+        Lease(cache.cache, ns, priority, key.bytes(), limit, inside, [&](std::size_t from) { key.check(from); }),
+        cache_(cache) {}
   // The garbage collector may run this on any thread, at any point: the cache frees the pages at its next call.
   ~PyLease() {
-    if (lease.closed()) return;
+    if (closed()) return;
     nb::error_scope pending;
     if (PyErr_WarnEx(PyExc_ResourceWarning, "a lease was neither finished nor aborted", 1) != 0)
       PyErr_WriteUnraisable(nullptr);
@@ -100,16 +106,15 @@ class PyLease {
   PyLease(const PyLease&) = delete;
   PyLease& operator=(const PyLease&) = delete;
 
-  nb::handle owner() const { return owner_; }
   std::size_t components() const { return cache_.cache.pools.size(); }
 
   void append(nb::handle tokens) {
     const Key more(tokens, cache_.token_limit);
     more.check(0);
-    lease.append(more.bytes());
+    Lease::append(more.bytes());
   }
 
-  nb::object table(std::uint32_t component) { return view_of(lease.table(component), &views_[component]); }
+  IdArray table(std::uint32_t component) { return view_of(Lease::table(component), &views_[component]); }
   nb::tuple tables() {
     nb::list all;
     for (std::uint32_t c = 0; c < components(); ++c)
@@ -117,21 +122,21 @@ class PyLease {
     return nb::tuple(all);
   }
   // The first one besides the first component's.
-  nb::object window_table() {
-    nb::object first = table(0);  // the lease must be open
+  std::optional<IdArray> window_table() {
+    require_open();
     for (std::uint32_t c = 1; c < components(); ++c)
       if (cache_.cache.row(c).per_page()) return table(c);
-    return nb::none();
+    return {};
   }
 
  private:
   struct View {
-    nb::object array;
+    IdArray array;
     const std::int32_t* memory = nullptr;
     std::size_t pages = 0;
   };
   // Returns the same array while the table is the same.
-  static nb::object view_of(const Table& table, View* view) {
+  static IdArray view_of(const Table& table, View* view) {
     if (!view->array.is_valid() || view->memory != table.memory().get() || view->pages != table.size()) {
       view->array = table.size() ? array_over(nb::cast(Pages{table.memory(), table.size()})) : to_array({});
       view->memory = table.memory().get();
@@ -140,17 +145,13 @@ class PyLease {
     return view->array;
   }
 
-  nb::object owner_;  // before the lease: it must live longer
   PyCache& cache_;
   std::array<View, kMaxComponents> views_;
-
- public:
-  Lease lease;
 };
 
 int traverse_lease(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PyLease>(self)->owner().ptr());
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PyLease>(self)->KeptAlive::cache.ptr());
   return 0;
 }
 
@@ -206,14 +207,7 @@ void bind_cache(nb::module_& m) {
       .def(
           "counters", [](const PyCache& self) { return self.cache.counters; }, "What its leases have counted, by now.")
       .def(
-          "take_touched",
-          [](PyCache& self) {
-            nb::list handles;
-            for (const Handle node : self.cache.take_touched())
-              handles.append(node);
-            return handles;
-          },
-          nb::sig("def take_touched(self) -> list[int]"),
+          "take_touched", [](PyCache& self) { return self.cache.take_touched(); },
           "Ends of the prefixes matched and published since the last call, if there is more than one tier.")
       .def(
           "end_load", [](PyCache& self, std::uint64_t load) { self.cache.end_load(load); }, "load"_a,
@@ -228,22 +222,12 @@ void bind_cache(nb::module_& m) {
            "inside"_a = false,
            nb::sig("def __init__(self, cache: Cache, ns: bytes, tokens: object, priority: int, "
                    "most: int | None = None, inside: bool = False) -> None"))
-      .def_prop_ro(
-          "hit", [](const PyLease& self) { return self.lease.hit(); },
-          "Positions that need no compute; less than the length of the prompt.")
-      .def_prop_ro(
-          "hit_tokens", [](const PyLease& self) { return self.lease.hit(); }, "The same in tokens of the key kind.")
-      .def_prop_ro(
-          "loadable", [](const PyLease& self) { return self.lease.loadable(); },
-          "Positions after the hit that the host tier has.")
-      .def_prop_ro(
-          "reserved", [](const PyLease& self) { return self.lease.reserved(); }, "Positions that have a page.")
-      .def_prop_ro(
-          "length", [](const PyLease& self) { return self.lease.length(); },
-          "Positions of the sequence: the prompt and the appended tokens.")
-      .def_prop_ro(
-          "published", [](const PyLease& self) { return self.lease.published(); },
-          "Positions of this sequence that are known to be in the tree.")
+      .def_prop_ro("hit", &Lease::hit, "Positions that need no compute; less than the length of the prompt.")
+      .def_prop_ro("hit_tokens", &Lease::hit, "The same in tokens of the key kind.")
+      .def_prop_ro("loadable", &Lease::loadable, "Positions after the hit that the host tier has.")
+      .def_prop_ro("reserved", &Lease::reserved, "Positions that have a page.")
+      .def_prop_ro("length", &Lease::length, "Positions of the sequence: the prompt and the appended tokens.")
+      .def_prop_ro("published", &Lease::published, "Positions of this sequence that are known to be in the tree.")
       .def_prop_ro("tables", &PyLease::tables,
                    nb::sig("def tables(self) -> tuple[numpy.typing.NDArray[numpy.int32], ...]"),
                    "For each component, the page ids of the sequence, int32 [pages], the tree's first. Of a component "
@@ -253,29 +237,27 @@ void bind_cache(nb::module_& m) {
                    "    LeaseClosed: the lease has ended; others may own its pages by now.")
       .def_prop_ro(
           "page_table", [](PyLease& self) { return self.table(0); },
-          nb::sig("def page_table(self) -> numpy.typing.NDArray[numpy.int32]"),
           "The first component's table.\n\n"
           "Raises:\n"
           "    LeaseClosed: the lease has ended.")
       .def_prop_ro("window_table", &PyLease::window_table,
-                   nb::sig("def window_table(self) -> numpy.typing.NDArray[numpy.int32] | None"),
                    "The next component's table, if it has one.\n\n"
                    "Raises:\n"
                    "    LeaseClosed: the lease has ended.")
       .def_prop_ro(
-          "state", [](const PyLease& self) { return self.lease.state(); },
+          "state", &Lease::state,
           "The slot of the recurrent state that this sequence computes with; -1 if there are no states. It starts as a "
           "copy of the tree's state at the hit; without a hit it holds garbage.\n\n"
           "Raises:\n"
           "    LeaseClosed: the lease has ended.")
       .def_prop_ro(
-          "reach", [](const PyLease& self) { return self.lease.reach(); },
+          "reach", &Lease::reach,
           "Positions that the first component alone matched; if they exceed the hit, a checkpoint there pays off.")
       .def(
           "slide",
           [](PyLease& self, nb::handle begin, nb::handle end) {
-            self.lease.require_open();
-            self.lease.slide(position(begin, "begin", kMaxPositions), position(end, "end", kMaxPositions));
+            self.require_open();
+            self.slide(position(begin, "begin", kMaxPositions), position(end, "end", kMaxPositions));
           },
           "begin"_a.none(), "end"_a.none(), nb::sig("def slide(self, begin: int, end: int) -> None"),
           "Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the "
@@ -287,8 +269,8 @@ void bind_cache(nb::module_& m) {
       .def(
           "checkpoint",
           [](PyLease& self, nb::handle at, bool room) {
-            self.lease.require_open();
-            return self.lease.checkpoint(position(at, "position", kMaxPositions), room);
+            self.require_open();
+            return self.checkpoint(position(at, "position", kMaxPositions), room);
           },
           "position"_a.none(), "room"_a = true,
           nb::sig("def checkpoint(self, position: int, room: bool = True) -> bool"),
@@ -304,8 +286,8 @@ void bind_cache(nb::module_& m) {
       .def(
           "reserve",
           [](PyLease& self, nb::handle n) {
-            self.lease.require_open();
-            self.lease.reserve(position(n, "n", kMaxPositions));
+            self.require_open();
+            self.reserve(position(n, "n", kMaxPositions));
           },
           "n"_a.none(), nb::sig("def reserve(self, n: int) -> None"),
           "Allocates pages for n more positions, and evicts if it must. `slide` allocates those of a window.\n\n"
@@ -321,8 +303,8 @@ void bind_cache(nb::module_& m) {
       .def(
           "publish",
           [](PyLease& self, nb::handle upto) {
-            self.lease.require_open();
-            self.lease.publish(position(upto, "upto", self.lease.publishable()));
+            self.require_open();
+            self.publish(position(upto, "upto", self.publishable()));
           },
           "upto"_a.none(), nb::sig("def publish(self, upto: int) -> None"),
           "Publishes the whole pages of positions [0, upto), which are computed: others can find them now.\n\n"
@@ -335,11 +317,11 @@ void bind_cache(nb::module_& m) {
       .def(
           "finish",
           [](PyLease& self, nb::handle upto) {
-            if (self.lease.closed()) return;
+            if (self.closed()) return;
             if (upto.is_none())
-              self.lease.finish({});
+              self.finish({});
             else
-              self.lease.finish(position(upto, "upto", self.lease.publishable()));
+              self.finish(position(upto, "upto", self.publishable()));
           },
           "upto"_a = nb::none(), nb::sig("def finish(self, upto: int | None = None) -> None"),
           "Publishes [0, upto), unlocks, and frees every private page. A second call does nothing.\n\n"
@@ -348,42 +330,35 @@ void bind_cache(nb::module_& m) {
           "appended, since no forward has computed the KV of a token that was just sampled.\n\n"
           "Raises:\n"
           "    BadArgument: see `publish`; the lease stays open.")
-      .def(
-          "abort", [](PyLease& self) { self.lease.abort(); },
-          "Unlocks and frees every private page; published pages stay. A second call does nothing.")
+      .def("abort", &Lease::abort,
+           "Unlocks and frees every private page; published pages stay. A second call does nothing.")
       .def(
           "begin_copy",
           [](PyLease& self) -> std::optional<std::tuple<std::int32_t, std::int32_t, std::uint32_t>> {
-            const std::optional<PageCopy> copy = self.lease.begin_copy();
+            const std::optional<PageCopy> copy = self.begin_copy();
             if (!copy) return {};
             return std::tuple(copy->source, copy->target, copy->positions);
           },
           "Source page, target page and positions of a copy that would extend the hit; for `PrefixCache`.")
-      .def(
-          "end_copy", [](PyLease& self, bool copied) { self.lease.end_copy(copied); }, "copied"_a,
-          "Ends the copy that `begin_copy` started.")
+      .def("end_copy", &Lease::end_copy, "copied"_a, "Ends the copy that `begin_copy` started.")
       .def(
           "begin_load",
           [](PyLease& self) {
-            const PageLoad load = self.lease.begin_load();
-            nb::list moves;
+            const PageLoad load = self.begin_load();
+            std::vector<std::tuple<IdArray, IdArray>> moves;
             for (std::size_t c = 0; c < self.components(); ++c)
-              moves.append(nb::make_tuple(to_array(load.source[c]), to_array(load.target[c])));
-            return nb::make_tuple(load.id, moves);
+              moves.emplace_back(to_array(load.source[c]), to_array(load.target[c]));
+            return std::tuple(load.id, moves);
           },
-          nb::sig("def begin_load(self) -> tuple[int, list[tuple[numpy.typing.NDArray[numpy.int32], "
-                  "numpy.typing.NDArray[numpy.int32]]]]"),
           "The number of the load, and for each component the host's ids and the private ids to copy them to; for the "
           "tiers.")
-      .def(
-          "end_load", [](PyLease& self, bool arrived) { self.lease.end_load(arrived); }, "arrived"_a,
-          "Ends the load that `begin_load` started; if it arrived, publishes it and adds it to the hit.")
-      .def_prop_ro(
-          "closed", [](const PyLease& self) { return self.lease.closed(); }, "Whether the lease has ended.")
+      .def("end_load", &Lease::end_load, "arrived"_a,
+           "Ends the load that `begin_load` started; if it arrived, publishes it and adds it to the hit.")
+      .def_prop_ro("closed", &Lease::closed, "Whether the lease has ended.")
       .def(
           "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> typing.Self"))
       .def(
-          "__exit__", [](PyLease& self, nb::args) { self.lease.abort(); },
+          "__exit__", [](PyLease& self, nb::args) { self.abort(); },
           nb::sig("def __exit__(self, *error: object) -> None"));
 }
 

@@ -2,6 +2,7 @@
 // policies written in Python take it, to choose what to evict.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -89,13 +90,13 @@ class PyReplay {
     return nb::make_tuple(hit_ids, replica_ids);
   }
 
-  nb::tuple totals(std::size_t replica, std::uint32_t tier) const {
+  auto totals(std::size_t replica, std::uint32_t tier) const {
     require(replica < replay_.replicas().size(), "replica", replica, "the index of a replica");
     const Replica& one = replay_.replicas()[replica];
     require(tier < one.tiers(), "tier", tier, "the index of a tier");
     const TierTotals& t = one.totals(tier);
-    return nb::make_tuple(t.hits, t.loaded, t.written, t.evicted, t.expired, to_list(t.age), to_list(t.idle),
-                          to_list(t.age_s), to_list(t.idle_s));
+    return std::tuple(t.hits, t.loaded, t.written, t.evicted, t.expired, shown(t.age), shown(t.idle), shown(t.age_s),
+                      shown(t.idle_s));
   }
 
   std::size_t bytes() const {
@@ -125,13 +126,10 @@ class PyReplay {
     if (name == "hash") return Routing::hash;
     throw BadValue{"routing", name, "round-robin, prefix or hash"};
   }
-  static nb::list to_list(const Histogram& histogram) {
-    nb::list counts;
-    std::size_t n = histogram.counts.size();
-    while (n > 0 && histogram.counts[n - 1] == 0)
-      --n;
-    for (std::size_t i = 0; i < n; ++i)
-      counts.append(histogram.counts[i]);
+  static std::vector<std::uint64_t> shown(const Histogram& histogram) {  // without the zeros at the end
+    std::vector<std::uint64_t> counts(histogram.counts.begin(), histogram.counts.end());
+    while (!counts.empty() && counts.back() == 0)
+      counts.pop_back();
     return counts;
   }
 
@@ -147,15 +145,15 @@ void add(Optimum& optimum, nb::handle offsets, nb::handle blocks) {
     optimum.add(requests.of(i));
 }
 
-nb::tuple run(const Optimum& optimum, std::uint64_t capacity) {
+auto run(const Optimum& optimum, std::uint64_t capacity) {
   std::int32_t* hits = nullptr;
-  nb::object hit_ids = new_ids(optimum.requests(), &hits);
+  IdArray hit_ids = new_ids(optimum.requests(), &hits);
   std::uint64_t evicted = 0;
   {
     const nb::gil_scoped_release unlocked;
     evicted = optimum.run(capacity, hits);
   }
-  return nb::make_tuple(hit_ids, evicted);
+  return std::tuple(hit_ids, evicted);
 }
 
 }  // namespace
@@ -179,8 +177,6 @@ void bind_replay(nb::module_& m) {
                    "numpy.typing.NDArray[numpy.int32]]"),
            "Serves requests. Returns the blocks that each hit, [requests * tiers], and the replica that served it.")
       .def("totals", &PyReplay::totals, "replica"_a, "tier"_a,
-           nb::sig("def totals(self, replica: int, tier: int) -> tuple[int, int, int, int, int, list[int], list[int], "
-                   "list[int], list[int]]"),
            "Blocks hit, loaded, written, evicted and expired; age and idle time of evicted blocks, in accesses and in "
            "seconds: [0] counts zeros, [i] counts numbers in [2**(i-1), 2**i).")
       .def("bytes", &PyReplay::bytes, "Memory used in addition to the trees, in bytes.");
@@ -192,9 +188,7 @@ void bind_replay(nb::module_& m) {
                    "numpy.typing.NDArray[numpy.uint64]) -> None"),
            "Adds the next requests.")
       .def("finish", &Optimum::finish, "Ends the trace: `run` may be called now, from several threads.")
-      .def("run", &run, "capacity"_a,
-           nb::sig("def run(self, capacity: int) -> tuple[numpy.typing.NDArray[numpy.int32], int]"),
-           "Returns the blocks that each request hits, and the number of blocks evicted.");
+      .def("run", &run, "capacity"_a, "Returns the blocks that each request hits, and the number of blocks evicted.");
 }
 
 }  // namespace mainstem

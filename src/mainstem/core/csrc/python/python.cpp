@@ -1,5 +1,7 @@
 #include "python/python.h"
 
+#include <nanobind/stl/string.h>
+
 #include <bit>
 #include <cstring>
 #include <type_traits>
@@ -169,6 +171,20 @@ std::string name_of_type(nb::dlpack::dtype type) {
   return name + std::to_string(type.bits) + (type.lanes == 1 ? "" : "x" + std::to_string(type.lanes));
 }
 
+// Never destroyed, so that interpreter shutdown cannot free it too early.
+PyObject* numpy(const char* name) {
+  return nb::module_::import_("numpy").attr(name).inc_ref().ptr();
+}
+
+// Calls a function of NumPy with an argument and the type int32.
+IdArray call_for_ids(PyObject* function, PyObject* argument) {
+  static PyObject* dtype = nb::module_::import_("numpy").attr("dtype")("int32").inc_ref().ptr();
+  PyObject* arguments[] = {argument, dtype};
+  PyObject* array = PyObject_Vectorcall(function, arguments, 2, nullptr);
+  if (!array) throw nb::python_error();
+  return nb::steal<IdArray>(array);
+}
+
 }  // namespace
 
 void raise_error(const char* name, nb::handle arguments) {
@@ -176,15 +192,10 @@ void raise_error(const char* name, nb::handle arguments) {
   PyErr_SetObject(type.ptr(), arguments.ptr());
 }
 
-nb::object new_ids(std::size_t n, std::int32_t** data) {
-  // Never destroyed, so that interpreter shutdown cannot free them too early.
-  static PyObject* empty = nb::module_::import_("numpy").attr("empty").inc_ref().ptr();
-  static PyObject* dtype = nb::module_::import_("numpy").attr("dtype")("int32").inc_ref().ptr();
-  PyObject* size = PyLong_FromSize_t(n);
-  PyObject* arguments[] = {size, dtype};
-  const nb::object array = nb::steal(PyObject_Vectorcall(empty, arguments, 2, nullptr));
-  Py_XDECREF(size);
-  if (!array.is_valid()) throw nb::python_error();
+IdArray new_ids(std::size_t n, std::int32_t** data) {
+  static PyObject* empty = numpy("empty");
+  const nb::object size = nb::steal(PyLong_FromSize_t(n));
+  const IdArray array = call_for_ids(empty, size.ptr());
   Py_buffer view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE) != 0) throw nb::python_error();
   *data = static_cast<std::int32_t*>(view.buf);
@@ -192,18 +203,14 @@ nb::object new_ids(std::size_t n, std::int32_t** data) {
   return array;
 }
 
-nb::object array_over(nb::handle buffer) {
-  static PyObject* frombuffer = nb::module_::import_("numpy").attr("frombuffer").inc_ref().ptr();
-  static PyObject* dtype = nb::module_::import_("numpy").attr("dtype")("int32").inc_ref().ptr();
-  PyObject* arguments[] = {buffer.ptr(), dtype};
-  const nb::object array = nb::steal(PyObject_Vectorcall(frombuffer, arguments, 2, nullptr));
-  if (!array.is_valid()) throw nb::python_error();
-  return array;
+IdArray array_over(nb::handle buffer) {
+  static PyObject* frombuffer = numpy("frombuffer");
+  return call_for_ids(frombuffer, buffer.ptr());
 }
 
-nb::object to_array(std::span<const std::int32_t> ids) {
+IdArray to_array(std::span<const std::int32_t> ids) {
   std::int32_t* data = nullptr;
-  nb::object array = new_ids(ids.size(), &data);
+  IdArray array = new_ids(ids.size(), &data);
   if (!ids.empty()) std::memcpy(data, ids.data(), ids.size_bytes());
   return array;
 }
@@ -308,26 +315,18 @@ void Tokens::read_items(const Items& items) {
     signed_ = items.is_signed;
     return read_symbols(items.data, items.n * kSymbol);
   }
-  switch (static_cast<int>(items.item_bytes) * (items.is_signed ? -1 : 1)) {
-    case -1:
-      return convert<std::int8_t>(items);
-    case -2:
-      return convert<std::int16_t>(items);
-    case -4:
-      return convert<std::int32_t>(items);
-    case -8:
-      return convert<std::int64_t>(items);
-    case 1:
-      return convert<std::uint8_t>(items);
-    case 2:
-      return convert<std::uint16_t>(items);
-    case 4:
-      return convert<std::uint32_t>(items);
-    case 8:
-      return convert<std::uint64_t>(items);
-    default:
-      throw BadTokens{"tokens have items of an unknown size"};
-  }
+  if (!convert_if_one_of<std::int8_t, std::int16_t, std::int32_t, std::int64_t>(items) &&
+      !convert_if_one_of<std::uint8_t, std::uint16_t, std::uint32_t, std::uint64_t>(items))
+    throw BadTokens{"tokens have items of an unknown size"};
+}
+
+// Converts items of one of these types. Returns whether they are.
+template <class... T>
+bool Tokens::convert_if_one_of(const Items& items) {
+  const auto is = [&](std::size_t bytes, bool is_signed) {
+    return items.item_bytes == bytes && items.is_signed == is_signed;
+  };
+  return ((is(sizeof(T), std::is_signed_v<T>) && (convert<T>(items), true)) || ...);
 }
 
 template <class T>

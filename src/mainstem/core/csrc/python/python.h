@@ -45,11 +45,17 @@ class View {
 // Raises the error of that name in mainstem.errors with these arguments.
 void raise_error(const char* name, nb::handle arguments);
 
+// A NumPy array of int32 in signatures; an argument may be any object, which View checks.
+class IdArray : public nb::object {
+  static bool any(PyObject*) { return true; }
+  NB_OBJECT_DEFAULT(IdArray, nb::object, "numpy.typing.NDArray[numpy.int32]", any)
+};
+
 // Returns numpy.empty(n, int32), and sets `data` to its memory.
-nb::object new_ids(std::size_t n, std::int32_t** data);
+IdArray new_ids(std::size_t n, std::int32_t** data);
 // Returns an int32 view of a non-empty object with the buffer protocol.
-nb::object array_over(nb::handle buffer);
-nb::object to_array(std::span<const std::int32_t> ids);
+IdArray array_over(nb::handle buffer);
+IdArray to_array(std::span<const std::int32_t> ids);
 
 // The symbols of a sequence of token ids, 4 little-endian bytes each, for the duration of one call.
 //
@@ -84,6 +90,8 @@ class Tokens {
   void read_symbols(const void* data, std::size_t size);
   void read_view_of_bytes();
   void read_items(const Items& items);
+  template <class... T>
+  bool convert_if_one_of(const Items& items);
   template <class T>
   void convert(const Items& items);
   std::uint32_t* allocate(std::size_t n);
