@@ -146,9 +146,11 @@ void Eviction::made(Index node, std::int32_t priority) noexcept {
     n.priority = priority;
     n.created = n.accessed = tick_;
   }
-  if (!remembers_) return;
-  names_[node] =
-      n.root() ? root_name(text(n.key)) : Identity::of(names_[n.parent], n.key.data(), n.pages, nodes_.page_bytes);
+  if (remembers_) names_[node] = name_of(n);
+}
+
+std::uint64_t Eviction::name_of(const Node& n) const {
+  return n.root() ? root_name(text(n.key)) : Identity::of(names_[n.parent], n.key.data(), n.pages, nodes_.page_bytes);
 }
 
 void Eviction::renew(Index node, std::int32_t priority) noexcept {
@@ -449,10 +451,7 @@ void Eviction::check_node(Index node) const {
     if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }
-  if (!remembers_) return;
-  const std::uint64_t name =
-      n.root() ? root_name(text(n.key)) : Identity::of(names_[n.parent], n.key.data(), n.pages, nodes_.page_bytes);
-  if (names_[node] != name) broken(node, "a node has the name of its last page");
+  if (remembers_ && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");
 }
 
 }  // namespace mainstem

@@ -96,6 +96,7 @@ class Eviction {
  private:
   friend struct Probe;
 
+  std::uint64_t name_of(const Node& node) const;  // from the one above
   Rank rank_of(Index node, std::size_t slot) const;
   Rank rank_by_standing(Index node, std::size_t slot) const;
   Place place_of(Index node, std::size_t slot) const;

@@ -62,6 +62,10 @@ class Cache {
   void free(std::uint32_t component, IdSpan private_ids);  // ignores leading -1
   // Publishes a private id, or frees it if the tree has another in its place.
   void publish(std::uint32_t component, std::int32_t id, bool duplicate);
+  void publish_page(std::uint32_t component, std::int32_t ours, std::int32_t theirs) {
+    publish(component, ours, ours != theirs);
+    counters.duplicate_pages += ours != theirs;
+  }
   void end(Handle node, Holdings& held, std::size_t owned);  // of a lease
   void expect_lease() {                                      // makes abandon() unable to fail
     if (abandoned_.capacity() <= counters.open) abandoned_.reserve(2 * counters.open + 1);

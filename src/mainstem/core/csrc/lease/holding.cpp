@@ -27,11 +27,8 @@ void Paged::adopt(Cache& cache, const Adoption& a) {
   const std::int32_t* ours = before.get();
   std::int32_t* theirs = table.memory().get() + a.owned;
   cache.tree.copy_ids(a.node, component, kDevice, a.owned, theirs);
-  for (std::size_t page = a.owned; page < a.end; ++page, ++theirs) {
-    const bool duplicate = ours[page] != *theirs;
-    cache.publish(component, ours[page], duplicate);
-    cache.counters.duplicate_pages += duplicate;
-  }
+  for (std::size_t page = a.owned; page < a.end; ++page, ++theirs)
+    cache.publish_page(component, ours[page], *theirs);
 }
 
 std::uint32_t Paged::load_from(const Cache& cache, std::uint32_t owned, std::uint32_t end) const {
@@ -77,9 +74,7 @@ void Sliding::adopt(Cache& cache, const Adoption& a) {
   for (std::uint32_t page = a.owned; page < a.end; ++page) {
     if (ours[page] < 0) continue;  // pages before the window may be unlocked
     const std::int32_t theirs = found[page - a.owned];
-    const bool duplicate = ours[page] != theirs;
-    cache.publish(component, ours[page], duplicate);
-    cache.counters.duplicate_pages += duplicate;
+    cache.publish_page(component, ours[page], theirs);
     ours[page] = theirs;
   }
   drop_before_end(cache, a.end);

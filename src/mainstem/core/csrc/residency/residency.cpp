@@ -168,26 +168,14 @@ void Residency::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, In
   assert(c.absent());
   c.ids = std::move(ids);
   c.transfer = transfer == kNone ? kHere : transfer;
-  const std::uint64_t n = c.ids.size();
-  if (c.in_flight()) {
-    counts_[slot].in_flight += n;
-  } else {
-    counts_[slot].present += n;
-    if (c.locks) counts_[slot].locked += n;
-  }
+  counts_[slot].add(c, +1);
   ++cell(nodes_[node].parent, slot).holders;
 }
 
 Run<std::int32_t> Residency::vacate(Index node, std::size_t slot) noexcept {
   Cell& c = cell(node, slot);
-  assert(!c.absent());
-  const std::uint64_t n = c.ids.size();
-  if (c.in_flight()) {
-    counts_[slot].in_flight -= n;
-  } else {
-    counts_[slot].present -= n;
-    assert(c.locks == 0);
-  }
+  assert(!c.absent() && (c.in_flight() || c.locks == 0));
+  counts_[slot].add(c, -1);
   c.transfer = kNone;
   --cell(nodes_[node].parent, slot).holders;
   return std::move(c.ids);
@@ -195,11 +183,9 @@ Run<std::int32_t> Residency::vacate(Index node, std::size_t slot) noexcept {
 
 void Residency::settle(Index node, std::size_t slot) noexcept {
   Cell& c = cell(node, slot);
-  const std::uint64_t n = c.ids.size();
-  counts_[slot].in_flight -= n;
-  counts_[slot].present += n;
-  if (c.locks) counts_[slot].locked += n;
+  counts_[slot].add(c, -1);
   c.transfer = kHere;
+  counts_[slot].add(c, +1);
 }
 
 void Residency::drop_back(Index node, std::size_t slot, std::uint32_t pages, Ids* freed) {
@@ -391,15 +377,11 @@ void Residency::check_counts(std::size_t slot) const {
   std::unordered_set<std::int32_t> seen;
   for (Index node = 1; node < nodes_.nodes().size(); ++node) {
     const Cell& c = cell(node, slot);
-    if (c.in_flight()) sum.in_flight += c.ids.size();
-    if (c.present()) sum.present += c.ids.size();
-    if (c.present() && c.locks) sum.locked += c.ids.size();
+    sum.add(c, +1);
     for (std::size_t i = 0; i < c.ids.size(); ++i)
       if (!seen.insert(c.ids[i]).second) broken(node, "page " + std::to_string(c.ids[i]) + " has one owner");
   }
-  const CellCounts& kept = counts_[slot];
-  if (sum.present != kept.present || sum.locked != kept.locked || sum.in_flight != kept.in_flight)
-    broken(kNone, "pages are counted");
+  if (sum != counts_[slot]) broken(kNone, "pages are counted");
 }
 
 }  // namespace mainstem

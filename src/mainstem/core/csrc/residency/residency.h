@@ -26,6 +26,16 @@ constexpr std::uint32_t kDevice = 0, kHost = 1;  // the third is storage, in a r
 
 struct CellCounts {  // in ids
   std::uint64_t present = 0, locked = 0, in_flight = 0;
+  bool operator==(const CellCounts&) const = default;
+
+  // Counts the ids of a cell as what they are now: in (+1) or out (-1).
+  void add(const Cell& cell, int by) {
+    const std::uint64_t ids = static_cast<std::uint64_t>(by) * cell.ids.size();
+    if (cell.in_flight()) in_flight += ids;
+    if (!cell.present()) return;
+    present += ids;
+    if (cell.locks) locked += ids;
+  }
 };
 
 struct Reach {                                  // in pages
