@@ -535,9 +535,9 @@ void paths() {
   expect(tree.lacking(lower, 0, 1, 1).empty(), "nothing was hit");
   tree.match("", bytes_of(key_of({1, 2})), false);
   expect(tree.lacking(lower, 0, 1, 1) == std::vector<Handle>({upper}), "the upper node was hit");
-  expect_equal(tree.hottest(1, 0).front(), upper, "the hottest node");
-  expect_equal(tree.hottest(9, 0).back(), lower, "the coolest node");
-  expect(tree.hottest(9, 1).empty(), "nothing is on the host");
+  expect_equal(tree.hottest(0).front(), upper, "the hottest node");
+  expect_equal(tree.hottest(0).back(), lower, "the coolest node");
+  expect(tree.hottest(1).empty(), "nothing is on the host");
   expect_equal(tree.parent(lower), upper, "the parent of a node");
   expect_equal(tree.parent(upper), 0, "the root has no handle");
   const std::vector<PathSpan> spans = tree.hot_spans(0);
@@ -560,7 +560,7 @@ void paths() {
     expect_bad("tier", [&] { tree.lacking(lower, tier, 0, 0); });
     expect_bad("tier", [&] { tree.in_flight_above(lower, tier); });
     expect_bad("tier", [&] { tree.presence(lower, 0, tier); });
-    expect_bad("tier", [&] { tree.hottest(1, tier); });
+    expect_bad("tier", [&] { tree.hottest(tier); });
     expect_bad("tier", [&] { tree.hot_spans(tier); });
     expect_bad("tier", [&] { tree.own_ids(lower, 0, tier); });
     expect_bad("tier", [&] { tree.next_victim(0, tier); });

@@ -178,7 +178,7 @@ const std::vector<Operation> kOperations{
      }},
     {"look for the hottest", nothing,
      [](Forest& f) {
-       for (const Handle node : f.tree.hottest(10, 0))
+       for (const Handle node : f.tree.hottest(0))
          f.tree.path_key(node);
        f.tree.hot_spans(0);
      }},

@@ -548,7 +548,8 @@ class TiersWorld : Paging {
 
   // A node that was touched, and may be gone by now; or a hot one.
   Handle wanted() {
-    if (choose_.one_in(2)) wanted_ = tree_.hottest(8, kDevice);
+    if (choose_.one_in(2)) wanted_ = tree_.hottest(kDevice);
+    if (wanted_.size() > 8) wanted_.resize(8);
     if (wanted_.empty()) return 0;
     const std::size_t at = choose_.below(static_cast<std::uint32_t>(wanted_.size()));
     const Handle node = wanted_[at];

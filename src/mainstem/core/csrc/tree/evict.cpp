@@ -88,10 +88,6 @@ std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::u
   return freed;
 }
 
-Handle Tree::next_victim(std::uint32_t component, std::uint32_t tier) {
-  return nodes_.handle(eviction_.victim(cells_.find_slot(component, tier)));
-}
-
 Ids Tree::drop(Handle handle, std::uint64_t pages, std::uint32_t tier) {
   cells_.require_tier(tier);
   const Index node = nodes_.resolve(handle);
@@ -137,10 +133,6 @@ bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) 
   if (node == kNone) return false;
   *out = stats(node);
   return true;
-}
-
-void Tree::rank(Handle handle, std::uint32_t component, std::uint32_t tier, Rank rank) {
-  eviction_.rank(nodes_.resolve(handle), cells_.find_slot(component, tier), rank);
 }
 
 }  // namespace mainstem

@@ -240,10 +240,6 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   return result;
 }
 
-bool Tree::lies_on(std::string_view ns, Bytes key, Handle handle) const {
-  return nodes_.lies_on(ns, key, nodes_.resolve(handle));
-}
-
 bool Tree::knows(std::string_view ns, Handle after, Bytes key) const {
   const Index from = nodes_.resolve(after) ? nodes_.resolve(after) : nodes_.find_root(ns);
   return from != kNone && key.size() >= nodes_.page_bytes && nodes_.step_down(from, key.data(), 1).node != kNone;

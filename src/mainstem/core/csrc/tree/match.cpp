@@ -52,19 +52,16 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   const Index root = nodes_.find_root(ns);
   nodes_.walk(root, key, pages, &path_, check_rest);
 
-  MatchResult result;
   eviction_.advance();
   ++counters_.match_calls;
   counters_.queried_symbols += key.size() / nodes_.symbol_bytes;
   if (root == kNone) {
     if (eviction_.remembers()) eviction_.asked(ns, path_, key);
-    return result;
+    return {};
   }
   const Reach reach = cells_.reach(path_);
   const bool parts = eviction_.has_standings() && parts_from_another(pages);
-  result.pages = reach.best[kDevice];
-  result.host_pages = reach.best[cells_.tiers - 1] - result.pages;
-  result.reach_pages = reach.first;
+  MatchResult result{PeekResult(reach, cells_.tiers)};
   result.pending_pages = reach.pending;
   const Index deepest = cut(&path_, result.pages + result.host_pages);
   if (eviction_.remembers()) eviction_.asked(ns, path_, key);
@@ -73,8 +70,8 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   if (parts && node != kNone) nodes_[node].forked = true;
   for (std::size_t s = 0; eviction_.has_standings() && s < cells_.slots; ++s)
     eviction_.ended(cells_.tier_of(s) == kDevice ? node : deepest, s, kMatched);
-  result.host_node = deepest ? nodes_.handle(deepest) : 0;
-  result.node = node ? nodes_.handle(node) : 0;
+  result.host_node = nodes_.handle(deepest);
+  result.node = nodes_.handle(node);
   counters_.hit_symbols += std::uint64_t{result.pages} * nodes_.page_size;
 
   if (partial && divides_pages()) {
@@ -93,8 +90,7 @@ Handle Tree::locate(std::string_view ns, Bytes key, std::uint32_t pages) {
   const Index root = nodes_.find_root(ns);
   nodes_.walk(root, key, std::min(pages, nodes_.whole_pages(key)), &path_, {});
   if (path_.empty() || nodes_[path_.back().node].start + path_.back().pages < pages) return 0;
-  const Index node = cut(&path_, pages);
-  return node ? nodes_.handle(node) : 0;
+  return nodes_.handle(cut(&path_, pages));
 }
 
 PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {
@@ -102,18 +98,16 @@ PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckR
   Walk path;
   nodes_.walk(root, key, nodes_.whole_pages(key), &path, check_rest);
   if (root == kNone) return {};
-  const Reach reach = cells_.reach(path);
-  const std::uint32_t end = reach.best[kDevice];
-  const std::uint32_t host = reach.best[cells_.tiers - 1] - end;
-  if (!partial || !divides_pages()) return {end, host, 0, reach.first};
+  PeekResult result(cells_.reach(path), cells_.tiers);
+  if (!partial || !divides_pages()) return result;
+  const std::uint32_t end = result.pages;
   while (!path.empty() && nodes_[path.back().node].start >= end)
     path.pop_back();
   const Index node = path.empty() ? root : path.back().node;
   const Bytes tail = key.subspan(std::size_t{end} * nodes_.page_bytes);
   const bool within = end < nodes_[node].end();
-  const std::uint32_t inside =
-      within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols;
-  return {end, host, inside, reach.first};
+  result.partial = within ? agreement(node, end - nodes_[node].start, tail) : look_inside(node, tail).symbols;
+  return result;
 }
 
 }  // namespace mainstem

@@ -39,10 +39,6 @@ std::uint64_t Tree::remove(std::string_view ns, Bytes key) {
   return detach(going);
 }
 
-bool Tree::removed(Handle node) const {
-  return nodes_[nodes_.resolve(node)].removed;
-}
-
 // Removed nodes come first in their order, so this stops at the first other one.
 std::vector<Ids> Tree::evict_removed(std::uint32_t tier) {
   cells_.require_tier(tier);

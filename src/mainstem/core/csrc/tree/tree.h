@@ -17,23 +17,23 @@
 
 namespace mainstem {
 
-struct MatchResult {
+// How much of a key can be used.
+struct PeekResult {
+  PeekResult() = default;
+  explicit PeekResult(const Reach& reach, std::uint32_t tiers)
+      : pages(reach.best[kDevice]), host_pages(reach.best[tiers - 1] - pages), reach_pages(reach.first) {}
+
+  std::uint32_t pages = 0;
+  std::uint32_t host_pages = 0;   // further pages when every tier counts
+  std::uint32_t reach_pages = 0;  // match length of the first component alone, on tier 0
+  std::uint32_t partial = 0;      // symbols of the next page that agree
+};
+struct MatchResult : PeekResult {
   Handle node = 0;       // end of the match on tier 0; 0: nothing matched
   Handle host_node = 0;  // end of the match over all tiers
-  std::uint32_t pages = 0;
-  std::uint32_t host_pages = 0;   // further pages when every tier counts
-  std::uint32_t reach_pages = 0;  // match length of the first component alone, on tier 0
   std::uint32_t pending_pages = 0;
-  std::uint32_t partial = 0;  // symbols of the next page that agree
   std::int32_t partial_id = -1;
   Handle partial_node = 0;  // its first page is partial_id
-};
-
-struct PeekResult {
-  std::uint32_t pages = 0;
-  std::uint32_t host_pages = 0;   // further pages when every tier counts
-  std::uint32_t partial = 0;      // symbols of the next page that agree
-  std::uint32_t reach_pages = 0;  // match length of the first component alone, on tier 0
 };
 
 struct InsertResult {
@@ -107,7 +107,9 @@ class Tree : private TreeShape {
   // Returns the node that ends after the first `pages` pages of a key, and splits one if needed; 0 if they are absent.
   Handle locate(std::string_view ns, Bytes key, std::uint32_t pages);
   bool knows(std::string_view ns, Handle after, Bytes key) const;  // has the first page of a tail
-  bool lies_on(std::string_view ns, Bytes key, Handle node) const;
+  bool lies_on(std::string_view ns, Bytes key, Handle node) const {
+    return nodes_.lies_on(ns, key, nodes_.resolve(node));
+  }
 
   // Refreshes the recency of a locked prefix that was in use until now. This does not count as a hit, and policies that
   // remember are not notified.
@@ -127,7 +129,7 @@ class Tree : private TreeShape {
   // first. Returns the number of pages removed.
   std::uint64_t remove(std::string_view ns, Bytes key);
   std::vector<Ids> evict_removed(std::uint32_t tier);  // all removed nodes that can be evicted now, as by evict()
-  bool removed(Handle node) const;
+  bool removed(Handle node) const { return nodes_[nodes_.resolve(node)].removed; }
   // Evicts the last pages of the first component of one candidate, whatever its rank. The policy does not take this as
   // a sign of the capacity.
   Ids drop(Handle node, std::uint64_t pages, std::uint32_t tier);
@@ -137,36 +139,49 @@ class Tree : private TreeShape {
 
   // Policy "external": finds a candidate without a rank, if there is one; sets its rank.
   bool waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const;
-  void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank);
+  void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank) {
+    eviction_.rank(nodes_.resolve(node), cells_.find_slot(component, tier), rank);
+  }
 
-  std::uint32_t end(Handle node) const;
-  std::uint32_t start(Handle node) const;
-  Handle parent(Handle node) const;  // 0: the root
+  std::uint32_t end(Handle node) const { return nodes_[nodes_.resolve(node)].end(); }
+  std::uint32_t start(Handle node) const { return nodes_[nodes_.resolve(node)].start; }
+  Handle parent(Handle node) const { return nodes_.handle(nodes_[nodes_.resolve(node)].parent); }  // 0: the root
   // Returns, from the top, the nodes on the path to `node` that hold something on tier `from` that tier `to` lacks.
   // Stops where `to` would get a gap, or at such a node with fewer than `hits` hits.
   std::vector<Handle> lacking(Handle node, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const;
   // The node that names the transfer of the nearest in-flight pages of the first component above a node; 0: none.
   Handle in_flight_above(Handle node, std::uint32_t tier) const;
-  Presence presence(Handle node, std::uint32_t component, std::uint32_t tier) const;
+  Presence presence(Handle node, std::uint32_t component, std::uint32_t tier) const {
+    return cell(node, component, tier).presence();
+  }
   // Nodes present on a tier: most hits first, then most recently used, then latest end.
-  std::vector<Handle> hottest(std::size_t limit, std::uint32_t tier) const;
+  std::vector<Handle> hottest(std::uint32_t tier) const;
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // the node's own, where present
   // The node that evict() takes first, or 0. The policy gives the second chances that come before it.
-  Handle next_victim(std::uint32_t component, std::uint32_t tier);
+  Handle next_victim(std::uint32_t component, std::uint32_t tier) {
+    return nodes_.handle(eviction_.victim(cells_.find_slot(component, tier)));
+  }
   // Everything present on a tier, each page once, in the order of `hottest`; the pages above a node come with it.
   std::vector<PathSpan> hot_spans(std::uint32_t tier) const;
   // The name of the node's namespace, and the symbols from page `begin` to the node's end.
   std::pair<std::string, std::string> path_key(Handle node, std::uint32_t begin = 0) const;
   // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
-  bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const;
+  bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const {
+    return cells_.has(nodes_.resolve(node), cells_.find_slot(component, tier), begin);
+  }
   // Ids of pages [begin, end of the node); -1 where they are absent.
-  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
+  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
+                std::int32_t* out) const {
+    cells_.copy_ids(nodes_.resolve(node), cells_.find_slot(component, tier), begin, out);
+  }
   std::vector<std::string> namespaces() const;
   std::vector<NodeView> nodes(std::string_view ns) const;
   void check() const;
 
   TreeStats stats() const;
-  CellCounts counts(std::uint32_t component, std::uint32_t tier) const;
+  CellCounts counts(std::uint32_t component, std::uint32_t tier) const {
+    return cells_.counts(cells_.find_slot(component, tier));
+  }
   std::size_t size() const { return nodes_.size(); }
   std::size_t bytes() const { return nodes_.bytes() + cells_.bytes() + eviction_.bytes(); }
 
@@ -194,6 +209,9 @@ class Tree : private TreeShape {
   };
   struct Insertion;
 
+  const Cell& cell(Handle node, std::uint32_t component, std::uint32_t tier) const {
+    return cells_.cell(nodes_.resolve(node), cells_.find_slot(component, tier));
+  }
   Index cut(Walk* path, std::uint32_t pages);
   bool parts_from_another(std::uint32_t pages) const;
   std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;

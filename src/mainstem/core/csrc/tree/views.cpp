@@ -6,23 +6,17 @@
 
 namespace mainstem {
 
+namespace {
+
+Ids ids_of(const Cell& cell) {
+  return {cell.ids.data(), cell.ids.data() + cell.ids.size()};
+}
+
+}  // namespace
+
 NodeStats Tree::stats(Index node) const {
   const Node& n = nodes_[node];
   return {nodes_.handle(node), n.created, n.accessed, n.hits, n.start, n.pages, n.priority};
-}
-
-std::uint32_t Tree::end(Handle node) const {
-  return nodes_[nodes_.resolve(node)].end();
-}
-
-std::uint32_t Tree::start(Handle node) const {
-  return nodes_[nodes_.resolve(node)].start;
-}
-
-Handle Tree::parent(Handle node) const {
-  const Index at = nodes_.resolve(node);
-  if (at == kNone || nodes_[at].root() || nodes_[nodes_[at].parent].root()) return 0;
-  return nodes_.handle(nodes_[at].parent);
 }
 
 std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint32_t to, std::uint32_t hits) const {
@@ -31,7 +25,7 @@ std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint3
   std::vector<Index> path;
   const Index node = nodes_.resolve(handle_);
   if (nodes_[node].removed) return {};  // removed nodes are not worth a copy
-  for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent)
+  for (Index at = node; !nodes_[at].root(); at = nodes_[at].parent)
     path.push_back(at);
   std::vector<Handle> found;
   for (auto at = path.rbegin(); at != path.rend(); ++at) {
@@ -51,7 +45,7 @@ std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint3
 Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
   cells_.require_tier(tier);
   Index at = nodes_.resolve(node);
-  while (at != kNone && !nodes_[at].root()) {
+  while (!nodes_[at].root()) {
     at = nodes_[at].parent;
     const Cell& above = cells_.cell(at, cells_.slot(0, tier));
     if (above.in_flight()) return nodes_.handle(above.transfer);
@@ -59,39 +53,33 @@ Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
   return 0;
 }
 
-Presence Tree::presence(Handle node, std::uint32_t component, std::uint32_t tier) const {
-  return cells_.cell(nodes_.resolve(node), cells_.find_slot(component, tier)).presence();
-}
-
-std::vector<Handle> Tree::hottest(std::size_t limit, std::uint32_t tier) const {
+std::vector<Handle> Tree::hottest(std::uint32_t tier) const {
   cells_.require_tier(tier);
   std::vector<Index> found;
   for (Index node = 1; node < nodes_.nodes().size(); ++node)
     if (nodes_[node].live && !nodes_[node].root() && !nodes_[node].removed &&
         cells_.cell(node, cells_.slot(0, tier)).present())
       found.push_back(node);
-  limit = std::min(limit, found.size());
-  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(limit), found.end(),
-                    [&](Index a, Index b) {
-                      const Node &one = nodes_[a], &two = nodes_[b];
-                      return std::tuple(two.hits, std::uint64_t{two.accessed}, two.end(), a) <
-                             std::tuple(one.hits, std::uint64_t{one.accessed}, one.end(), b);
-                    });
+  std::sort(found.begin(), found.end(), [&](Index a, Index b) {
+    const Node &one = nodes_[a], &two = nodes_[b];
+    return std::tuple(two.hits, std::uint64_t{two.accessed}, two.end(), a) <
+           std::tuple(one.hits, std::uint64_t{one.accessed}, one.end(), b);
+  });
   std::vector<Handle> handles;
-  for (std::size_t at = 0; at < limit; ++at)
-    handles.push_back(nodes_.handle(found[at]));
+  for (const Index node : found)
+    handles.push_back(nodes_.handle(node));
   return handles;
 }
 
 Ids Tree::own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const {
-  const Cell& c = cells_.cell(nodes_.resolve(node), cells_.find_slot(component, tier));
-  return c.present() ? Ids(c.ids.data(), c.ids.data() + c.ids.size()) : Ids{};
+  const Cell& c = cell(node, component, tier);
+  return c.present() ? ids_of(c) : Ids{};
 }
 
 std::vector<PathSpan> Tree::hot_spans(std::uint32_t tier) const {
   std::vector<PathSpan> spans;
   std::vector<std::int64_t> number(nodes_.nodes().size(), -1);  // index of the span that a node is in
-  for (const Handle hot : hottest(nodes_.nodes().size(), tier)) {
+  for (const Handle hot : hottest(tier)) {
     const Index node = nodes_.resolve(hot);
     Index above = node;
     while (number[above] < 0 && !nodes_[above].root())
@@ -117,15 +105,6 @@ std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t
           nodes_.symbols(node, std::min(begin, nodes_[node].end()))};
 }
 
-bool Tree::has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const {
-  return cells_.has(nodes_.resolve(node), cells_.find_slot(component, tier), begin);
-}
-
-void Tree::copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
-                    std::int32_t* out) const {
-  cells_.copy_ids(nodes_.resolve(node), cells_.find_slot(component, tier), begin, out);
-}
-
 TreeStats Tree::stats() const {
   const CellCounts pages = counts(0, kDevice);
   TreeStats stats{counters_};
@@ -136,10 +115,6 @@ TreeStats Tree::stats() const {
   stats.nodes = nodes_.size();
   stats.namespaces = nodes_.roots();
   return stats;
-}
-
-CellCounts Tree::counts(std::uint32_t component, std::uint32_t tier) const {
-  return cells_.counts(cells_.find_slot(component, tier));
 }
 
 std::vector<std::string> Tree::namespaces() const {
@@ -156,7 +131,7 @@ NodeView Tree::view(Index node) const {
   view.key = text(n.key);
   for (std::size_t s = 0; s < cells_.slots; ++s) {
     const Cell& c = cells_.cell(node, s);
-    view.cells.push_back({c.presence(), c.locks, Ids(c.ids.data(), c.ids.data() + c.ids.size())});
+    view.cells.push_back({c.presence(), c.locks, ids_of(c)});
   }
   return view;
 }
