@@ -28,13 +28,15 @@ struct CellCounts {  // in ids
   std::uint64_t present = 0, locked = 0, in_flight = 0;
   bool operator==(const CellCounts&) const = default;
 
-  // Counts the ids of a cell as what they are now: in (+1) or out (-1).
+  // Counts the ids of a cell as what they are now: in (+1) or out (-1). An absent cell has none.
   void add(const Cell& cell, int by) {
     const std::uint64_t ids = static_cast<std::uint64_t>(by) * cell.ids.size();
-    if (cell.in_flight()) in_flight += ids;
-    if (!cell.present()) return;
-    present += ids;
-    if (cell.locks) locked += ids;
+    if (cell.in_flight()) {
+      in_flight += ids;
+    } else {
+      present += ids;
+      if (cell.locks) locked += ids;
+    }
   }
 };
 

@@ -170,10 +170,7 @@ class Tree : private TreeShape {
     return cells_.has(nodes_.resolve(node), cells_.find_slot(component, tier), begin);
   }
   // Ids of pages [begin, end of the node); -1 where they are absent.
-  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
-                std::int32_t* out) const {
-    cells_.copy_ids(nodes_.resolve(node), cells_.find_slot(component, tier), begin, out);
-  }
+  void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
   std::vector<std::string> namespaces() const;
   std::vector<NodeView> nodes(std::string_view ns) const;
   void check() const;

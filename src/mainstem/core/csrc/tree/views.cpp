@@ -105,6 +105,11 @@ std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t
           nodes_.symbols(node, std::min(begin, nodes_[node].end()))};
 }
 
+void Tree::copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
+                    std::int32_t* out) const {
+  cells_.copy_ids(nodes_.resolve(node), cells_.find_slot(component, tier), begin, out);
+}
+
 TreeStats Tree::stats() const {
   const CellCounts pages = counts(0, kDevice);
   TreeStats stats{counters_};
