@@ -32,6 +32,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_a_block_of_the_documentation_runs_and_leaves_nothing_open(code: str) -> None:
+    gc.collect()  # what earlier tests left
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         exec(compile(code, "<documentation>", "exec"), {"__name__": "documentation"})

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -205,7 +205,9 @@ def serve(processes: ForkServerContext, model: Path, tmp_path_factory: pytest.Te
         process = processes.Process(target=_serve, args=([str(model), *_spelled(given)], str(log)))
         process.start()
         try:
-            yield Server(process, port, model.name, log)
+            server = Server(process, port, model.name, log)
+            with closing(server.http):
+                yield server
         finally:
             process.kill()
             process.join()
@@ -545,7 +547,9 @@ def _real(options: Options) -> Iterator[Server]:
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield Server(process, port, "SmolLM2-135M-Instruct", Path(os.devnull))
+        server = Server(process, port, "SmolLM2-135M-Instruct", Path(os.devnull))
+        with closing(server.http):
+            yield server
     finally:
         process.kill()
         process.wait()

@@ -539,7 +539,7 @@ class TreeWorld : Paging {
     expect_equal(next != 0, victim >= 0, "whether there is a victim");
     if (next) {
       const Ids own = tree_.own_ids(next, c, tier);
-      const std::int32_t first = rows_[c].from_tail() ? own.back() : own.front();
+      const std::int32_t first = rows_[c].leaf_only() ? own.back() : own.front();
       // Windows and states are ranked by their own use, which a node does not show; a policy that remembers uses more
       // than a rank.
       if (!rows_[c].leaf_only() || (remembers() && c == 0)) victim = first;
