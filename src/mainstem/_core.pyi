@@ -101,7 +101,7 @@ class Tree:
         The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.
         """
 
-    def remove(self, ns: bytes, tokens: object, limit: int) -> int:
+    def remove(self, ns: bytes, symbols: bytes) -> int:
         """
         Removes the page that a key ends in, and everything after it. Returns the number of pages removed.
         """

@@ -232,7 +232,7 @@ class PrefixCache:
         name, key = encode_namespace(namespace), self.tree.key_to_remove(tokens)
         self._core.take_back()
         before = self.pool.free
-        if self.tree.core.remove(name, key, 0) and self.tiers is not None:
+        if self.tree.core.remove(name, key) and self.tiers is not None:
             self.tiers.forget(name)
         for pool, ids in zip(self.pools.values(), self.tree.evict_removed(), strict=True):
             pool.reclaim(ids)

@@ -224,7 +224,7 @@ class Tree:
         Raises:
             BadTokens: see `KeyKind.encode`.
         """
-        self.core.remove(encode_namespace(namespace), self.key_to_remove(tokens), 0)
+        self.core.remove(encode_namespace(namespace), self.key_to_remove(tokens))
         freed: list[list[Ids]] = []
         for tier in range(self.tiers):
             try:

@@ -33,7 +33,7 @@ Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view po
       remembers_(policy_.make && cells.rows[0].per_page()),
       has_standings_(!std::all_of(cells.rows.begin(), cells.rows.end(), std::mem_fn(&Component::leaf_only))) {
   replacements_.resize(cells.slots);
-  const auto is_state = [](const Component& row) { return !row.divides(); };
+  const auto is_state = [](const Component& row) { return !row.per_page(); };
   const bool has_states = std::any_of(cells.rows.begin(), cells.rows.end(), is_state);
   const Surroundings around{nodes.nodes(), names_, tick_, nodes.page_bytes, symbol_tokens * nodes.page_size,
                             has_states};
@@ -167,7 +167,7 @@ void Eviction::cut(Index upper, Index lower) noexcept {
   const Node& n = nodes_[lower];
   if (remembers_) names_[upper] = Identity::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
   for (std::size_t s = 0; s < cells_.slots; ++s) {
-    if (cells_.row(s).divides()) {
+    if (cells_.row(s).per_page()) {
       if (has_standings_) {
         standing(upper, s) = standing(lower, s);
         if (cells_.first_needed(lower, s) >= nodes_[upper].end()) standing(upper, s).worth = 0;
@@ -202,7 +202,7 @@ void Eviction::join(Index upper, Index lower) noexcept {
   nodes_[lower].accessed = std::max<std::uint64_t>(nodes_[upper].accessed, nodes_[lower].accessed);
   for (std::size_t s = 0; s < cells_.slots; ++s) {
     drop(upper, s);
-    if (cells_.row(s).divides()) {
+    if (cells_.row(s).per_page()) {
       if (cells_.cell(upper, s).present() && replacement(s)) replacement(s)->joined(upper, lower);
       if (has_standings_) standing(lower, s).used = std::max<std::uint64_t>(used(upper, s), used(lower, s));
     }

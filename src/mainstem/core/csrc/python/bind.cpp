@@ -216,13 +216,10 @@ NB_MODULE(_core, m) {
            "The fields of mainstem.Inserted. Stops before pages in flight; with `past_flights` continues past them.")
       .def(
           "remove",
-          [](Tree& t, const nb::bytes& ns, nb::handle tokens, std::int64_t limit) {
-            const Key key(tokens, limit);
-            key.check(0);
-            return t.remove(view(ns), key.bytes());
+          [](Tree& t, const nb::bytes& ns, const nb::bytes& symbols) {
+            return t.remove(view(ns), View(symbols).bytes());
           },
-          "ns"_a, "tokens"_a.none(), "limit"_a,
-          nb::sig("def remove(self, ns: bytes, tokens: object, limit: int) -> int"),
+          "ns"_a, "symbols"_a,
           "Removes the page that a key ends in, and everything after it. Returns the number of pages removed.")
       .def(
           "evict_removed", [](Tree& t, std::uint32_t tier) { return to_arrays(t.evict_removed(tier)); }, "tier"_a,

@@ -35,12 +35,12 @@ struct Component {
 
   const char* ids_name() const { return kIdNames[static_cast<std::size_t>(kind)]; }
 
-  bool per_page() const { return kind != Kind::state; }  // one id per page; otherwise one, at the node's end
-  bool leaf_only() const { return kind == Kind::full; }  // evicted only where no child holds the cell
-  bool from_tail() const { return kind == Kind::full; }  // evicted from the end; otherwise from the front
-  bool begins_late() const { return span > 0; }          // may lack the first pages of a prefix
-  bool locks_to_root() const { return kind == Kind::full; }
-  bool divides() const { return kind != Kind::state; }  // on split both halves get ids
+  // One id per page, of which both halves of a split get theirs; otherwise one, at the node's end.
+  bool per_page() const { return kind != Kind::state; }
+  // A prefix needs all of it: it is evicted from the end, where no child holds the cell, and locked up to the root.
+  bool leaf_only() const { return kind == Kind::full; }
+  // May lack the first pages of a prefix.
+  bool begins_late() const { return span > 0; }
 
   std::size_t ids(std::size_t pages) const { return per_page() ? pages : 1; }
 

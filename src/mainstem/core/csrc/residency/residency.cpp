@@ -251,7 +251,7 @@ void Residency::free(Index node) noexcept {
 
 void Residency::make_room_to_cut(Index node, std::uint32_t pages) {
   for (std::size_t s = 0; s < slots; ++s)
-    if (row(s).divides() && !cell(node, s).absent()) rooms_[s] = cell(node, s).ids.room(pages);
+    if (row(s).per_page() && !cell(node, s).absent()) rooms_[s] = cell(node, s).ids.room(pages);
 }
 
 // What a cut does to each cell, on every tier:
@@ -264,7 +264,7 @@ void Residency::cut(Index upper, Index lower) noexcept {
     Cell& low = cell(lower, s);
     Cell& up = cell(upper, s);
     up.holders = low.absent() ? 0 : 1;
-    if (row(s).divides()) {
+    if (row(s).per_page()) {
       up.locks = low.locks;
       up.transfer = low.transfer;
       if (!low.absent()) up.ids = low.ids.take_front(nodes_[upper].pages, std::move(rooms_[s]));
@@ -281,7 +281,7 @@ bool Residency::may_join(Index upper, Index lower) const {
   for (std::size_t s = 0; s < slots; ++s) {
     const Cell& up = cell(upper, s);
     const Cell& low = cell(lower, s);
-    if (row(s).divides() ? up.in_flight() || up.transfer != low.transfer || up.locks != low.locks : !up.absent())
+    if (row(s).per_page() ? up.in_flight() || up.transfer != low.transfer || up.locks != low.locks : !up.absent())
       return false;
   }
   return true;
@@ -297,7 +297,7 @@ void Residency::join(Index upper, Index lower) noexcept {
   for (std::size_t s = 0; s < slots; ++s) {
     Cell& up = cell(upper, s);
     Cell& low = cell(lower, s);
-    if (row(s).divides()) {
+    if (row(s).per_page()) {
       up.ids.append(low.ids, std::move(rooms_[s]));
       low.ids = std::move(up.ids);
     } else if (!low.absent()) {

@@ -40,7 +40,7 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   const std::size_t s = cells_.slot(component, tier);
   const std::uint32_t pages = nodes_[node].pages;
   reserve_freed(node, freed);
-  if (!row.from_tail()) {
+  if (!row.leaf_only()) {
     if (row.per_page()) want = std::min<std::uint64_t>(want, eviction_.cut_before(node, s));
     if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
     vacate_into(node, s, &(*freed)[component]);

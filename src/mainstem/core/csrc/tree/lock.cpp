@@ -39,7 +39,7 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
     split_at_window(to, cells_.slot(c, tier));
   for (std::uint32_t c = 0; c < cells_.components(); ++c) {
     const std::size_t s = cells_.slot(c, tier);
-    if (cells_.row(s).locks_to_root()) {
+    if (cells_.row(s).leaf_only()) {
       lock_path(to, from, s, +1);  // nodes above `from` keep their count
     } else {
       lock_path(to, kNone, s, +1);
