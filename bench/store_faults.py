@@ -95,7 +95,7 @@ class Faulty(MemoryBackend):
         check_options(options, ("fault",))
         return cls(options.get("fault", ""))
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         self._block()
         return super().exists(keys)
 

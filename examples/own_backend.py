@@ -42,10 +42,9 @@ class SqliteBackend(Backend):
         check_options(options, ("path",))
         return cls(options.get("path", "pages.db"))
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         with self._using() as db:
-            there = (db.execute("SELECT 1 FROM pages WHERE key = ?", [key]).fetchone() for key in keys)
-            return next((at for at, found in enumerate(there) if not found), len(keys))
+            return [db.execute("SELECT 1 FROM pages WHERE key = ?", [key]).fetchone() is not None for key in keys]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         lengths = []

@@ -101,15 +101,20 @@ class SimBackend(Backend):
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         raise NotImplementedError
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        kind = self._begin("exists", "lies: too many", "lies: too few", "raises")
-        n = next((at for at, key in enumerate(keys) if key not in self.disk.values), len(keys))
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        kind = self._begin("exists", *_EXISTS_LIES, "raises")
+        there = [key in self.disk.values for key in keys]
+        random = self.world.random
         if kind == "exists lies: too many":
-            n = self.world.random.randint(n, len(keys) + 2)
+            there = [found or random.random() < 0.5 for found in there]
         elif kind == "exists lies: too few":
-            n = self.world.random.randint(-1, n)
-        self.world.did("exists", len(keys), n)
-        return n
+            there = [found and random.random() < 0.5 for found in there]
+        elif kind == "exists lies: wrong key":
+            random.shuffle(there)
+        elif kind == "exists lies: wrong length":
+            there = there[: random.randrange(len(keys))] if keys and random.random() < 0.5 else [*there, True]
+        self.world.did("exists", len(keys), there)
+        return there
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         kind = self._begin("get", *_GET_LIES, "raises", "raises in the middle", "answers too few")
@@ -243,6 +248,7 @@ class SimBackend(Backend):
             buffer[HEADER_BYTES - 32 : HEADER_BYTES] = tag
 
 
+_EXISTS_LIES = ("lies: too many", "lies: too few", "lies: wrong key", "lies: wrong length")
 _GET_LIES = tuple(
     f"lies: {lie}"
     for lie in ("absent", "altered", "short", "long", "cut", "forged", "misdirected", "stale", "nothing filled")

@@ -397,7 +397,7 @@ def test_a_prefetch_for_two_that_found_nothing_is_not_begun_again() -> None:
 def test_a_broken_store_changes_no_answer() -> None:
     bench = TieredBench()
 
-    def broken(*_: object) -> int:
+    def broken(*_: object) -> list[bool]:
         raise StorageError("unreachable", "nobody there")
 
     bench.backend.exists = broken  # type: ignore[method-assign,assignment]
@@ -479,7 +479,7 @@ class Machine(TieredBench):
             self.now_s += self.token_s * sum(len(segment.tokens) for segment in segments)
             return forward(segments)
 
-        def slow_exists(keys: Sequence[bytes]) -> int:
+        def slow_exists(keys: Sequence[bytes]) -> list[bool]:
             self.now_s += self.look_s
             return exists(keys)
 

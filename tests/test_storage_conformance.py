@@ -17,16 +17,24 @@ class ShiftsAtMisses(MemoryBackend):
     """Reads the keys that are present into the first buffers of the batch."""
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        there = [key for key in keys if self.exists([key])]
+        there = [key for key in keys if key in self._values]
         super().get(there, buffers[: len(there)])
         return [len(buffer) if key in there else ABSENT for key, buffer in zip(keys, buffers, strict=True)]
 
 
-class CountsWithGaps(MemoryBackend):
-    """Counts all keys that are present, not only those before the first gap."""
+class StopsAtGap(MemoryBackend):
+    """Asks for a prefix: whatever comes after the first missing key is missing to it."""
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        return sum(super(CountsWithGaps, self).exists([key]) for key in keys)
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [*super().exists(keys), False].index(False)
+        return [at < found for at in range(len(keys))]
+
+
+class AnswersByCount(MemoryBackend):
+    """Reports the right number of keys, but as if the present ones came first."""
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return sorted(super().exists(keys), reverse=True)
 
 
 class KeepsBuffers(MemoryBackend):
@@ -63,7 +71,7 @@ class KeepsFirst(MemoryBackend):
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         for key, buffer in zip(keys, buffers, strict=True):
-            if not self.exists([key]):
+            if key not in self._values:
                 super().put([key], [buffer])
         return [True] * len(keys)
 
@@ -168,8 +176,8 @@ class RaisesItsOwn(MemoryBackend):
         super().close()
         self._values = None  # type: ignore[assignment]
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        return sum(key in self._values for key in keys)
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._values for key in keys]
 
 
 class CountsNothing(MemoryBackend):
@@ -181,7 +189,8 @@ class CountsNothing(MemoryBackend):
 
 BROKEN: list[tuple[type[MemoryBackend], str]] = [
     (ShiftsAtMisses, "get_with_gaps"),
-    (CountsWithGaps, "exists_prefix"),
+    (StopsAtGap, "exists_each"),
+    (AnswersByCount, "exists_each"),
     (KeepsBuffers, "put_copies"),
     (SaysShortIsWhole, "wrong_length"),
     (Overflows, "wrong_length"),
@@ -229,8 +238,8 @@ def test_every_case_but_the_simplest_catches_some_broken_store() -> None:
 class Full(MemoryBackend):
     """Reports every key as present."""
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        return len(keys)
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [True] * len(keys)
 
 
 class ShiftsByOne(MemoryBackend):
@@ -270,7 +279,7 @@ def test_a_call_that_never_returns_fails_its_case_and_ends_no_other() -> None:
     release = threading.Event()
 
     class Stuck(MemoryBackend):
-        def exists(self, keys: Sequence[bytes]) -> int:
+        def exists(self, keys: Sequence[bytes]) -> list[bool]:
             release.wait()
             return super().exists(keys)
 

@@ -55,13 +55,13 @@ def test_a_miss_in_the_middle_shifts_nothing(store: EICBackend, instance: double
     assert read(store, *range(7)) == [SIZE, SIZE, ABSENT, ABSENT, SIZE, ABSENT, SIZE]
     instance.codes = {}
     assert read(store, 5, 7) == [ABSENT, ABSENT] and read(store, 5) == [ABSENT]
-    assert store.exists(KEYS) == 2 and store.exists(KEYS[5:]) == 0
+    assert store.exists(KEYS) == [at in (0, 1, 3, 4, 6) for at in range(len(KEYS))]
 
 
 def test_a_call_without_statuses_of_values_counts_as_a_whole(store: EICBackend, instance: double.Instance) -> None:
     put(store, 0, 1)
     instance.terse = True
-    assert put(store, 2) == [True] and read(store, 0, 1) == [SIZE, SIZE] and store.exists(KEYS[:3]) == 3
+    assert put(store, 2) == [True] and read(store, 0, 1) == [SIZE, SIZE] and all(store.exists(KEYS[:3]))
     with pytest.raises(StorageError, match="PARTIAL_FAILED"):
         read(store, 0, 9)
 

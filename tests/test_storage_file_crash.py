@@ -100,7 +100,8 @@ class Workload:
     def cut(self, name: str) -> None:
         """Cuts the power, then reads and writes what survived."""
         self.seen[name] += 1
-        resident = {key for key in self.keys if self.store and self.store.exists([key]) and key not in self.during}
+        there = self.store.exists(self.keys) if self.store else [False] * len(self.keys)
+        resident = {key for key, found in zip(self.keys, there, strict=True) if found and key not in self.during}
         for _ in range(self.cuts):
             disk = self.disk.after_power_loss(self.rng)
             store = self.open(disk)

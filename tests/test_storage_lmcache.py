@@ -82,16 +82,16 @@ def test_replies_in_pieces_are_put_together(piece_bytes: int) -> None:
         assert backend.get(KEYS, pool.buffers) == [700] * 8
         assert pool.buffers[:7] == values(700)[:7]
         pool.check_guards()
-        assert backend.exists(KEYS) == 8
+        assert backend.exists(KEYS) == [True] * 8
         backend.close()
 
 
 def test_a_batch_longer_than_the_pipeline(backend: LMCacheBackend) -> None:
     keys = [number.to_bytes(32, "big") for number in range(300)]
     backend.put(keys, [memoryview(bytearray(key)) for key in keys])
-    assert backend.exists(keys) == 300
+    assert backend.exists(keys) == [True] * 300
     backend.delete([keys[64], keys[190]])
-    assert (backend.exists(keys), backend.exists(keys[65:])) == (64, 125)
+    assert backend.exists(keys) == [at not in (64, 190) for at in range(300)]
     pool = Pool([32] * 300)
     assert [at for at, length in enumerate(backend.get(keys, pool.buffers)) if length == ABSENT] == [64, 190]
     assert pool.buffers[299] == keys[299]
@@ -137,7 +137,8 @@ def test_a_writer_that_ended_within_a_value_costs_only_that_value(server: LMCach
     pool = Pool([1000] * 8)
     assert backend.get(KEYS, pool.buffers) == [ABSENT if at in (2, 3, 7) else 1000 for at in range(8)]
     assert all(pool.buffers[at] == values(1000)[at] for at in (0, 1, 4, 5, 6))
-    assert backend.exists(KEYS) == 2  # the broken values are deleted, so that they are written again
+    # the broken values are deleted, so that they are written again
+    assert backend.exists(KEYS) == [at not in (2, 3, 7) for at in range(8)]
     backend.put(KEYS, values(1000, 2))
     assert backend.get(KEYS, pool.buffers) == [1000] * 8
     backend.close()
@@ -175,7 +176,7 @@ def test_a_dead_server_is_unreachable_and_a_new_one_is_found() -> None:
     for call in every_call(backend):
         expect_error("unreachable", call)
     with LMCacheServer(port=server.port):
-        assert backend.exists(KEYS) == 0
+        assert not any(backend.exists(KEYS))
         assert backend.put(KEYS, values(1000)) == [True] * 8
     backend.close()
 
@@ -185,7 +186,7 @@ def test_a_server_that_started_again_between_two_calls_is_not_noticed() -> None:
         backend = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
         backend.put(KEYS, values(1000))
     with LMCacheServer(port=server.port):
-        assert backend.exists(KEYS) == 0
+        assert not any(backend.exists(KEYS))
     backend.close()
 
 
@@ -199,15 +200,15 @@ def test_clients_see_each_other_and_prefixes_keep_them_apart(server: LMCacheServ
     same = LMCacheBackend("127.0.0.1", server.port, timeout_s=TIMEOUT_S)
     other = LMCacheBackend("127.0.0.1", server.port, prefix="other")
     backend.put(KEYS, values(1000))
-    assert (same.exists(KEYS), other.exists(KEYS)) == (8, 0)
+    assert (same.exists(KEYS), other.exists(KEYS)) == ([True] * 8, [False] * 8)
     other.put(KEYS, values(500))
     same.delete(KEYS[5:])
-    assert backend.exists(KEYS) == 5
+    assert backend.exists(KEYS) == [at < 5 for at in range(8)]
     same.clear()
-    assert (backend.exists(KEYS), same.exists(KEYS), other.exists(KEYS)) == (0, 0, 8)
+    assert not any(backend.exists(KEYS)) and not any(same.exists(KEYS)) and all(other.exists(KEYS))
     assert backend.get(KEYS, values(1000)) == [ABSENT] * 8
     backend.put(KEYS[:1], values(1000)[:1])
-    assert same.exists(KEYS) == 1
+    assert same.exists(KEYS) == [at == 0 for at in range(8)]
     same.close()
     other.close()
 
@@ -229,7 +230,7 @@ def test_what_the_protocol_cannot_hold_is_refused(backend: LMCacheBackend) -> No
 
     expect_error("refused", lambda: backend.put(KEYS[:1], [Long()]))  # type: ignore[list-item]
     assert backend.put(KEYS[:2], [memoryview(bytearray()), values(9)[1]]) == [False, True]
-    assert backend.exists(KEYS[1:]) == 1
+    assert backend.exists(KEYS) == [at == 1 for at in range(8)]
 
 
 def test_specs(server: LMCacheServer) -> None:
@@ -331,7 +332,7 @@ def test_real_server_and_a_writer_that_ended_within_a_value(real: RealServer) ->
     pool = Pool([1000] * 8)
     assert backend.get(KEYS, pool.buffers) == [ABSENT if at == 2 else 1000 for at in range(8)]
     assert pool.buffers[7] == values(1000)[7]
-    assert backend.exists(KEYS) == 2
+    assert backend.exists(KEYS) == [at != 2 for at in range(8)]
     backend.close()
 
 
@@ -362,7 +363,7 @@ def test_real_server_frozen_killed_and_started_again(real: RealServer) -> None:
     for call in every_call(backend):
         expect_error("unreachable", call)
     real.start()
-    assert backend.exists(KEYS) == 0
+    assert not any(backend.exists(KEYS))
     assert backend.put(KEYS, values(1000)) == [True] * 8
     backend.close()
 
@@ -378,5 +379,5 @@ def test_real_server_without_memory_drops_the_connection_and_goes_on(real: RealS
     expect_error("unreachable", lambda: backend.put(KEYS[:1], [large]))
     resource.prlimit(real.process.pid, resource.RLIMIT_AS, limit)
     assert backend.put(KEYS, values(1000)) == [True] * 8
-    assert backend.exists(KEYS) == 8
+    assert all(backend.exists(KEYS))
     backend.close()

@@ -20,7 +20,7 @@ def test_the_least_recently_used_goes_first_and_a_read_is_a_use() -> None:
     store.put(KEYS[:3], [value(0), value(1), value(2)])
     store.get(KEYS[:1], [value(9)])
     assert store.put([KEYS[3]], [value(3)]) == [True]
-    assert [store.exists([key]) for key in KEYS] == [1, 0, 1, 1, 0, 0]
+    assert store.exists(KEYS) == [True, False, True, True, False, False]
     assert store.stats() == BackendStats(entries=3, used_bytes=300, capacity_bytes=300, evicted=1)
 
 
@@ -29,14 +29,14 @@ def test_exists_does_not_count_as_a_use() -> None:
     store.put(KEYS[:2], [value(0), value(1)])
     store.exists(KEYS[:1])
     store.put([KEYS[2]], [value(2)])
-    assert store.exists(KEYS[:1]) == 0
+    assert store.exists(KEYS[:1]) == [False]
 
 
 def test_a_value_larger_than_the_store_is_refused_and_drops_nothing() -> None:
     store = MemoryBackend(capacity_bytes=250)
     store.put(KEYS[:2], [value(0), value(1)])
     assert store.put(KEYS[1:4], [value(1, 251), value(2, 251), value(3, 50)]) == [False, False, True]
-    assert store.exists(KEYS[:2]) == 2
+    assert store.exists(KEYS[:2]) == [True, True]
     assert store.stats() == BackendStats(entries=3, used_bytes=250, capacity_bytes=250, evicted=0)
 
 

@@ -278,7 +278,7 @@ def test_a_damaged_page_is_deleted_so_that_an_intact_one_can_be_stored(how: str)
     good = backend.value(keys[2])
     damage(backend, keys[2], how, keys[0])
     done(store.read(keys, new_slots(4, 100)))
-    assert backend.exists(keys) == 2
+    assert backend.exists(keys) == [True, True, False, True]
     assert fill(store).pages > 0
     assert backend.value(keys[2]) == good
     assert done(store.read(keys, new_slots(4, 100))) == 4
@@ -444,23 +444,26 @@ def test_a_wrong_number_of_results_makes_the_write_fail(results: Any) -> None:
     assert store.faults == {"crashed": 1}
 
 
-@pytest.mark.parametrize(("count", "found"), [(-1, 0), (0, 0), (2, 2), (4, 4), (5, 4), (10**9, 4)])
-def test_no_more_pages_are_found_than_were_asked_for(count: int, found: int) -> None:
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [([False] * 4, 0), ([False, True, True, True], 0), ([True, True, False, True], 2), ([True] * 4, 4)],
+)
+def test_pages_are_found_up_to_the_first_that_is_absent(there: list[bool], found: int) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
-    backend.instead["exists"] = lambda keys: count
+    backend.instead["exists"] = lambda keys: there
     assert done(look_up(store)) == keys_of(store)[:found]
     assert fill(store) == Written(4 - found, gap=False)
 
 
-@pytest.mark.parametrize("count", [None, "4", 1.5, [True] * 4])
-def test_a_count_that_is_not_an_integer_is_a_miss(count: Any) -> None:
+@pytest.mark.parametrize("answer", [None, 4, 1.5, "4", "four", [], [True] * 3, [True] * 5], ids=repr)
+def test_an_answer_that_is_not_one_for_each_page_is_a_miss(answer: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
-    backend.instead["exists"] = lambda keys: count
+    backend.instead["exists"] = lambda keys: answer
     assert done(look_up(store)) == []
     assert fill(store) == Written(0, gap=False)
-    assert store.faults == {"crashed": 2}
+    assert store.faults == {"protocol": 2}
 
 
 def test_each_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -131,7 +131,7 @@ class FaultyBackend(MemoryBackend):
             raise fault
         return real(*arguments) if fault is None else fault(*arguments)
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         return self._turn("exists", super().exists, keys)  # type: ignore[no-any-return]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:

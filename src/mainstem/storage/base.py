@@ -1,6 +1,6 @@
 """The interface of a storage back end: byte values under 32-byte keys, in batches, through buffers of the caller.
 
-    exists(keys) -> n        the number of keys that are present before the first missing one
+    exists(keys)             which keys are present, one answer a key
     get(keys, buffers)       reads values into buffers; put(keys, buffers) writes buffers as values
     delete(keys)  clear()  stats()  close()
 
@@ -97,11 +97,14 @@ class Backend(ABC):
         del buffers
 
     @abstractmethod
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are present before the first missing one.
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Asks which keys are present, in as few round trips as the store allows.
+
+        Returns:
+            For each key whether it has a value. False where the back end cannot determine it for this key.
 
         Raises:
-            StorageError: the back end cannot determine it.
+            StorageError: the back end cannot determine the result for any key.
         """
 
     @abstractmethod

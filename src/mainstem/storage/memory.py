@@ -45,10 +45,10 @@ class MemoryBackend(Backend):
         capacity = options.get("capacity")
         return cls(None if capacity is None else parse_bytes("capacity", capacity))
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are present before the first missing one."""
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Looks keys up."""
         with self._open():
-            return next((at for at, key in enumerate(keys) if key not in self._values), len(keys))
+            return [key in self._values for key in keys]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Copies values out."""

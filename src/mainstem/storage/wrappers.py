@@ -13,7 +13,7 @@ import hashlib
 import importlib
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, cast
@@ -51,7 +51,7 @@ class _Wrapper(Backend):
         """Registers the memory with the inner back end."""
         self._inner.register(buffers)
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend`."""
         return self._inner.exists(keys)
 
@@ -194,7 +194,7 @@ class Prefix(_Wrapper):
         self._hash = hashlib.blake2b(digest_size=KEY_BYTES, key=secret, person=b"mainstem.prefix")
         self._put = Remembered(remembered)
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Like the inner back end, for the keys of this name."""
         return self._inner.exists(self._keys(keys))
 
@@ -321,7 +321,7 @@ class Tee(Backend):
     """Two stores: writes go to both, reads try the first one first.
 
     - `put` returns True if either store has the value. `get` reads from the second store what the first one lacks or
-      has with another length. `exists` counts keys that are in either store; it alternates between them at each gap.
+      has with another length. `exists` asks the second store about the keys that the first one lacks.
     - If one store fails, the other continues. The failure is counted, and logged once until that store answers again. A
       call raises if both stores fail. `delete` and `clear` raise if either store fails, after the other one is done: a
       value that is left in one store still exists.
@@ -364,21 +364,17 @@ class Tee(Backend):
         """Registers the memory with both stores."""
         self._either([partial(store.register, buffers) for store in self._stores])
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are in either store, before the first that is in neither."""
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Asks the first store about all keys, then the second about those that the first one lacks."""
         errors: list[StorageError] = []
-        asked = deque((0, 1))
-        at = idle = 0
-        while at < len(keys) and idle < len(asked):
-            count = self._try(asked[0], partial(self._stores[asked[0]].exists, keys[at:]), errors)
-            if count is None:
-                asked.popleft()
-                continue
-            at += count
-            idle = 1 if count else idle + 1  # this store has a gap here: only the other one can continue
-            asked.rotate()
+        there = list(self._try(0, partial(self._stores[0].exists, keys), errors) or [False] * len(keys))
+        rest = [at for at, found in enumerate(there) if not found]
+        if rest:
+            call = partial(self._stores[1].exists, [keys[at] for at in rest])
+            for at, found in zip(rest, self._try(1, call, errors) or [False] * len(rest), strict=True):
+                there[at] = found
         self._raise_if_all(errors)
-        return at
+        return there
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads from the first store, then from the second what is missing or has another length."""

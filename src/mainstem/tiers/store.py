@@ -189,7 +189,7 @@ class Store:
 
         def look_up(causes: Counter[str]) -> list[bytes]:
             keys = self.sealer.keys(parent, symbols, page_bytes)
-            return keys[: max(0, min(self.backend.exists(keys), len(keys)))]
+            return keys[: self._present(keys)]
 
         return self._submit(self._readers, look_up, [])
 
@@ -219,9 +219,9 @@ class Store:
 
         def write(causes: Counter[str]) -> Written:
             # A page after a gap would never be found.
-            if parent is not None and not self.backend.exists([parent]):
+            if parent is not None and not self._present([parent]):
                 return Written(0, gap=True)
-            there = max(0, min(self.backend.exists(keys), len(slots)))
+            there = self._present(keys)
             stored = 0
             for at in range(there, len(slots), self.config.batch_pages):
                 batch = slice(at, min(at + self.config.batch_pages, len(slots)))
@@ -306,6 +306,17 @@ class Store:
             self.backend.close()
         else:
             log.warning("storage: calls have not returned after %s s; the back end is not closed", timeout_s)
+
+    def _present(self, keys: Sequence[bytes]) -> int:
+        """Counts the keys that are stored, up to the first that is not.
+
+        Raises:
+            StorageError: the back end did not answer once for each key.
+        """
+        there = self.backend.exists(keys)
+        if not isinstance(there, list) or len(there) != len(keys):
+            raise StorageError("protocol", f"not an answer for each of {len(keys)} keys: {there!r:.100}")
+        return next((at for at, found in enumerate(there) if not found), len(keys))
 
     def _room(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
         """Returns buffers for encoded pages: the slots themselves if the codec is "none"."""

@@ -125,10 +125,10 @@ class FileBackend(Backend):
 
     # ------------------------------------------------------------ the interface
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are present before the first missing one."""
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Looks keys up in the catalog, in memory."""
         with self._reading():
-            return [*self._catalog.find(keys), None].index(None)
+            return [entry is not None for entry in self._catalog.find(keys)]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads values directly into the buffers and verifies the content of the buffers."""

@@ -88,11 +88,11 @@ class AIBrixBackend(Backend):
         """Those of the connector."""
         return self._kind.capabilities
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Checks all keys at once."""
         statuses = self._call(lambda: [self._connector.exists(key) for key in keys])
         self._raise_if_all_failed(statuses)
-        return next((at for at, status in enumerate(statuses) if not status.is_ok()), len(keys))
+        return [status.is_ok() for status in statuses]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads all values at once, each through connector memory. A value that cannot be read counts as absent."""

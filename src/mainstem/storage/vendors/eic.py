@@ -114,16 +114,14 @@ class EICBackend(Backend):
             parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Makes one batch call for each 1,024 keys, up to the first gap."""
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Makes one batch call for each 1,024 keys."""
+        there: list[bool] = []
         with self._lock:
-            for start in range(0, len(keys), _NAMES_A_CALL):
-                there = self._run(partial(self._exists, keys=keys[start : start + _NAMES_A_CALL]))
-                gap = next((at for at, found in enumerate(there) if not found), None)
-                if gap is not None:
-                    return start + gap
             self._check_open()
-            return len(keys)
+            for start in range(0, len(keys), _NAMES_A_CALL):
+                there += self._run(partial(self._exists, keys=keys[start : start + _NAMES_A_CALL]))
+        return there
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads rounds of frames, each value into its own buffer."""

@@ -110,10 +110,10 @@ class HF3FSBackend(Backend):
             parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Looks keys up in the index in memory."""
         with self._open():
-            return next((at for at, key in enumerate(keys) if key not in self._index.places), len(keys))
+            return [key in self._index.places for key in keys]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads the values that have the length of their buffers. Missing values do not shift the others."""

@@ -39,8 +39,9 @@ _Answer = TypeVar("_Answer")
 class InfiniStoreBackend(Backend):
     """Values in an InfiniStore server.
 
-    `exists` checks one key after the other, because the prefix search of the server is a binary search, which can miss
-    a gap. Names cannot be listed: `clear` deletes only what was put through this object.
+    The only batched query of the server is how long a prefix of the names it has. That does not answer for each name,
+    and its binary search can miss a gap. So `exists` queries one name after the other. Names cannot be listed: `clear`
+    deletes only what was put through this object.
 
     Args:
         host: IPv4 address of the server.
@@ -105,8 +106,8 @@ class InfiniStoreBackend(Backend):
             parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Makes one call for each key, up to the first gap."""
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Makes one call for each key."""
         with self._lock:
             return self._run(self._open().exists([self._name(key) for key in keys]))
 
@@ -199,8 +200,8 @@ class _Link:
         self._connection.connect()
         self._connection.register_mr(self.frames.address, len(self.frames.memory))
 
-    async def exists(self, names: Sequence[str]) -> int:
-        return next((at for at, name in enumerate(names) if not self._connection.check_exist(name)), len(names))
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        return [bool(self._connection.check_exist(name)) for name in names]
 
     async def delete(self, names: Sequence[str]) -> None:
         self._connection.delete_keys(names)

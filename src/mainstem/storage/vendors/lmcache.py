@@ -95,18 +95,12 @@ class LMCacheBackend(Backend):
             prefix=options.get("prefix", "mainstem"),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Reads marks, pipelined, until one is missing."""
-        found = 0
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Reads marks, pipelined."""
         with self._session() as connection:
             epoch = self._epoch(connection)
-            while found < len(keys):
-                names = [_mark_name(epoch, key) for key in keys[found : found + _AHEAD]]
-                there = [reply.shape > 0 for reply in connection.ask([_request(_GET, name) for name in names])]
-                found += there.index(False) if False in there else len(there)
-                if False in there:
-                    break
-        return found
+            replies = connection.ask([_request(_GET, _mark_name(epoch, key)) for key in keys])
+            return [reply.shape > 0 for reply in replies]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Pipelines the requests and receives into the buffers.

@@ -136,13 +136,12 @@ class MooncakeBackend(Backend):
         with self._calls.call():
             self._memory.register(buffers)
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Asks only the master. It may still count a value whose node has just died."""
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Asks only the master, once. It may still report a value whose node has just died."""
         with self._calls.call():
-            found = self._store.batch_is_exist(self._names(keys))
-        if found and found[0] < 0:
-            raise _error(found[0])
-        return next((at for at, one in enumerate(found) if one != 1), len(found))
+            codes = self._store.batch_is_exist(self._names(keys))
+        _check(codes, ())
+        return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads into the buffers. If a value is longer than its buffer, the result is the buffer length plus 1."""

@@ -78,9 +78,9 @@ class Files:
         except OSError as error:
             raise BackendUnavailable(f"nixl: no folder for values: {error}") from error
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Backend.exists`."""
-        return next((at for at, key in enumerate(keys) if not self._path(key).exists()), len(keys))
+        return [self._path(key).exists() for key in keys]
 
     @contextmanager
     def readable(self, keys: Sequence[bytes]) -> Iterator[list[Spot]]:
@@ -276,7 +276,7 @@ class NixlBackend(Backend):
         with self._call():
             self._memory.register(buffers)
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Works without the agent."""
         with self._call():
             return self._place.exists(keys)

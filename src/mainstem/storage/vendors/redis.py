@@ -153,10 +153,9 @@ class RedisBackend(Backend):
             timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Sends one EXISTS for each key, pipelined."""
-        replies = self._ask([(b"EXISTS", self._key(key)) for key in keys])
-        return next((at for at, reply in enumerate(replies) if reply != 1), len(keys))
+        return [reply == 1 for reply in self._ask([(b"EXISTS", self._key(key)) for key in keys])]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Sends one GET for each key. A key of another type counts as absent."""

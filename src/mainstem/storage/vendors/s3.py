@@ -124,25 +124,13 @@ class S3Backend(Backend):
             timeout_s=parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Sends one HEAD for each key, but none past a known gap."""
-        gap = len(keys)
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Sends one HEAD for each key."""
 
         def head(at: int) -> bool:
-            nonlocal gap
-            if at > gap:
-                return False
-            found = self._found(lambda: self._store.head(self._path(keys[at]))) is not None
-            if not found:
-                gap = min(gap, at)
-            return found
+            return self._found(lambda: self._store.head(self._path(keys[at]))) is not None
 
-        for at, found in enumerate(self._each(head, len(keys))):
-            if isinstance(found, StorageError):
-                raise found
-            if not found:
-                return at
-        return len(keys)
+        return _answers(self._each(head, len(keys)), False)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Sends one GET for each key, and stops it if the length differs."""

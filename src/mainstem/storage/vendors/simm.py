@@ -44,7 +44,7 @@ class SiMMBackend(Backend):
     """Values in a SiMM cluster.
 
     `put` keeps the first value of a name, because the batch call of the client does not overwrite. For `exists`, the
-    client does not distinguish an absent key from an unreachable server, so `exists` returns 0 for a dead cluster;
+    client does not distinguish an absent key from an unreachable server, so in a dead cluster every key is absent;
     `get` and `put` raise. Names cannot be listed: `clear` deletes only what was put through this object.
 
     Args:
@@ -115,13 +115,10 @@ class SiMMBackend(Backend):
             parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Makes one batch call."""
         with self._open():
-            if not keys:
-                return 0
-            there = self._store.mexists([self._name(key) for key in keys])
-            return next((at for at, found in enumerate(there) if not found), len(keys))
+            return [bool(found) for found in self._store.mexists([self._name(key) for key in keys])] if keys else []
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
         """Reads batches that fit the staging memory, each value into its own buffer."""
