@@ -55,23 +55,23 @@ std::size_t Eviction::bytes() const {
 
 // ---------------------------------------------------------------- orders
 
-inline Rank Eviction::rank_of(Index node, std::size_t slot) const {
+inline Rank Eviction::rank_of(Index node, std::size_t slot, std::uint64_t accessed) const {
   const Node& n = nodes_[node];
   if (n.removed || !cells_.row(slot).leaf_only()) [[unlikely]]
-    return rank_by_standing(node, slot);
-  return policy_.rank ? policy_.rank(n, n.accessed, protected_hits_) : Rank{kUnranked, 0};
+    return rank_by_standing(node, slot, accessed);
+  return policy_.rank ? policy_.rank(n, accessed, protected_hits_) : Rank{kUnranked, 0};
 }
 
-[[gnu::noinline]] Rank Eviction::rank_by_standing(Index node, std::size_t slot) const {
-  const std::uint64_t used = this->used(node, slot);
+[[gnu::noinline]] Rank Eviction::rank_by_standing(Index node, std::size_t slot, std::uint64_t accessed) const {
+  const std::uint64_t used = cells_.row(slot).leaf_only() ? accessed : standing(node, slot).used;
   if (goes_first(node, slot)) return {std::numeric_limits<double>::lowest(), number(used)};
   if (cells_.row(slot).weighs) return {standing(node, slot).worth, number(used)};
   return policy_.rank ? policy_.rank(nodes_[node], used, protected_hits_) : Rank{kUnranked, 0};
 }
 
-Place Eviction::place_of(Index node, std::size_t slot) const {
+Place Eviction::place_of(Index node, std::size_t slot, std::uint64_t accessed) const {
   const Replacement* const at = replacement(slot);
-  return at && !goes_first(node, slot) ? at->place(node) : Place{rank_of(node, slot)};
+  return at && !goes_first(node, slot) ? at->place(node, accessed) : Place{rank_of(node, slot, accessed)};
 }
 
 std::uint64_t Eviction::used(Index node, std::size_t slot) const {
@@ -94,7 +94,7 @@ inline void Eviction::put(Index node, std::size_t slot) {
   if (remembers_) [[unlikely]]
     put_in_queue(node, slot);
   else
-    orders_[slot].put(node, rank_of(node, slot), nodes_[node].start);
+    orders_[slot].put(node, rank_of(node, slot, nodes_[node].accessed), nodes_[node].start);
 }
 
 inline void Eviction::drop(Index node, std::size_t slot) {
@@ -105,13 +105,18 @@ inline void Eviction::drop(Index node, std::size_t slot) {
 }
 
 [[gnu::noinline]] void Eviction::put_in_queue(Index node, std::size_t slot) {
-  queues(slot).put(node, place_of(node, slot), nodes_[node].start);
+  const Node& n = nodes_[node];
+  const Place place = place_of(node, slot, n.accessed);
+  const std::uint32_t before = queues(slot).queue(node);
+  if (before < queue_count_ && before != place.queue) order(slot, before).remove(node);
+  order(slot, place.queue).put(node, place.rank, n.start);
   if (replacement(slot)) replacement(slot)->offered(node);
 }
 
 [[gnu::noinline]] void Eviction::drop_from_queue(Index node, std::size_t slot) {
-  if (!queues(slot).contains(node)) return;
-  queues(slot).remove(node);
+  const std::uint32_t queue = queues(slot).queue(node);
+  if (queue == queue_count_) return;
+  order(slot, queue).remove(node);
   if (replacement(slot)) replacement(slot)->withdrawn(node);
 }
 
@@ -181,7 +186,7 @@ void Eviction::cut(Index upper, Index lower) noexcept {
 
 // Two nodes may be joined if the order cannot tell: they have the same rank, and no window that counts lies in them.
 bool Eviction::may_join(Index upper, Index lower) const {
-  Node& u = nodes_[upper];
+  const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
   if (!ranks_itself() || u.hits != l.hits || u.priority != l.priority) return false;
   for (std::size_t s = 0; s < cells_.slots; ++s) {
@@ -190,12 +195,13 @@ bool Eviction::may_join(Index upper, Index lower) const {
     if (replacement(s) && !replacement(s)->alike(upper, lower)) return false;
   }
   // Using a child uses its parent, see gone().
-  const std::uint64_t accessed = std::exchange(u.accessed, std::max<std::uint64_t>(u.accessed, l.accessed));
-  bool alike = remembers_ || !cells_.row(0).leaf_only() || rank_of(upper, 0) == rank_of(lower, 0);
-  for (std::size_t s = 0; remembers_ && s < cells_.tiers; ++s)
-    if (cells_.cell(upper, s).present()) alike = alike && place_of(upper, s) == place_of(lower, s);
-  u.accessed = accessed;
-  return alike;
+  const std::uint64_t accessed = std::max<std::uint64_t>(u.accessed, l.accessed);
+  if (!remembers_) return !cells_.row(0).leaf_only() || rank_of(upper, 0, accessed) == rank_of(lower, 0, l.accessed);
+  for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
+    const std::size_t s = cells_.slot(0, tier);
+    if (cells_.cell(upper, s).present() && place_of(upper, s, accessed) != place_of(lower, s, l.accessed)) return false;
+  }
+  return true;
 }
 
 void Eviction::join(Index upper, Index lower) noexcept {
@@ -263,10 +269,12 @@ void Eviction::asked(std::string_view ns, const Walk& path, Bytes key) noexcept 
   key = key.first(key.size() / nodes_.page_bytes * nodes_.page_bytes);
   const std::uint64_t root = root_name(ns);
   for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier)
-    replacements_[tier]->asked(root, deepest, key);
+    replacement(cells_.slot(0, tier))->asked(root, deepest, key);
   for (const Step& step : path)
-    for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier)
-      if (cells_.cell(step.node, tier).present()) replacements_[tier]->used(step.node);
+    for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
+      const std::size_t s = cells_.slot(0, tier);
+      if (cells_.cell(step.node, s).present()) replacement(s)->used(step.node);
+    }
 }
 
 void Eviction::found(const Walk& path) noexcept {
@@ -448,7 +456,7 @@ void Eviction::check_node(Index node) const {
       broken(node, "the policy knows the candidates");
     if (!candidate) continue;
     const bool known = policy_.rank || cells_.row(s).weighs || goes_first(node, s);
-    if (!order.holds(node, known ? place_of(node, s) : Place{order.rank(node)}, n.start))
+    if (!order.holds(node, known ? place_of(node, s, n.accessed) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }
   if (remembers_ && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");

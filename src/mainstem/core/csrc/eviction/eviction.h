@@ -81,7 +81,7 @@ class Eviction {
   std::uint32_t saved_pages(Index node, std::size_t slot) const;  // need not be computed, because a state lies here
   // How many of the first pages to come may be one node: those with one past.
   std::uint32_t alike_pages(std::uint64_t name, std::uint32_t tier, std::uint32_t depth, Bytes pages) noexcept {
-    return replacements_[tier]->alike_pages(name, depth, pages);
+    return replacement(cells_.slot(0, tier))->alike_pages(name, depth, pages);
   }
   std::uint64_t name(Index node) const { return names_[node]; }
 
@@ -97,9 +97,10 @@ class Eviction {
   friend struct Probe;
 
   std::uint64_t name_of(const Node& node) const;  // from the one above
-  Rank rank_of(Index node, std::size_t slot) const;
-  Rank rank_by_standing(Index node, std::size_t slot) const;
-  Place place_of(Index node, std::size_t slot) const;
+  // The rank and the place of a node as if it had last been used at `accessed`.
+  Rank rank_of(Index node, std::size_t slot, std::uint64_t accessed) const;
+  Rank rank_by_standing(Index node, std::size_t slot, std::uint64_t accessed) const;
+  Place place_of(Index node, std::size_t slot, std::uint64_t accessed) const;
   bool goes_first(Index node, std::size_t slot) const;
   void put(Index node, std::size_t slot);
   void drop(Index node, std::size_t slot);
@@ -116,7 +117,8 @@ class Eviction {
     return standings_[std::size_t{node} * cells_.slots + slot];
   }
   Replacement* replacement(std::size_t slot) const { return remembers_ ? replacements_[slot].get() : nullptr; }
-  Queues queues(std::size_t slot) const { return {const_cast<Order*>(&orders_[slot]), cells_.slots, queue_count_}; }
+  Queues queues(std::size_t slot) const { return {&orders_[slot], cells_.slots, queue_count_}; }
+  Order& order(std::size_t slot, std::uint32_t queue) { return orders_[queue * cells_.slots + slot]; }
 
   Structure& nodes_;
   const Residency& cells_;

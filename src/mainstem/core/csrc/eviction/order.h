@@ -133,10 +133,10 @@ class Order {
   Array<std::uint32_t> place_;  // by node
 };
 
-// The orders of one cell, one for each queue, `stride` apart.
+// A view of the orders of one component on one tier, one for each queue, `stride` apart.
 class Queues {
  public:
-  Queues(Order* first, std::size_t stride, std::uint32_t count) : first_(first), stride_(stride), count_(count) {}
+  Queues(const Order* first, std::size_t stride, std::uint32_t count) : first_(first), stride_(stride), count_(count) {}
 
   const Order& at(std::uint32_t queue) const { return first_[queue * stride_]; }
   bool empty(std::uint32_t queue) const { return at(queue).empty(); }
@@ -166,14 +166,8 @@ class Queues {
     return all;
   }
 
-  void put(Index node, Place place, std::uint32_t depth) noexcept {
-    if (const std::uint32_t before = queue(node); before < count_ && before != place.queue) remove(node);
-    first_[place.queue * stride_].put(node, place.rank, depth);
-  }
-  void remove(Index node) { first_[queue(node) * stride_].remove(node); }
-
  private:
-  Order* first_;
+  const Order* first_;
   std::size_t stride_;
   std::uint32_t count_;
 };

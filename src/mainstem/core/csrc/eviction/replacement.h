@@ -50,7 +50,7 @@ class Replacement {
   virtual void reserve(std::size_t nodes) = 0;
   virtual std::size_t bytes() const = 0;
 
-  virtual Place place(Index node) const = 0;
+  virtual Place place(Index node, std::uint64_t accessed) const = 0;  // of a node last used at `accessed`
   virtual std::uint32_t queue(Index node) const = 0;
   virtual bool alike(Index upper, Index lower) const = 0;  // whether one record fits both
   // How many of the first pages of `key`, after the page named `before` at `depth`, have the same history.

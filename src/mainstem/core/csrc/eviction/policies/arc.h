@@ -12,7 +12,7 @@ class Arc final : public Remembering<Mark> {
   using Remembering::Remembering;
   std::uint32_t queues() const override { return 2; }
   std::size_t bytes() const override { return Remembering::bytes() + once_.bytes() + again_.bytes(); }
-  Place place(Index index) const override { return {{number(node(index).accessed), 0}, queue(index)}; }
+  Place place(Index index, std::uint64_t accessed) const override { return {{number(accessed), 0}, queue(index)}; }
   bool remembers(std::uint64_t page) const override { return once_.contains(page) || again_.contains(page); }
 
   void came(Index index) noexcept override {

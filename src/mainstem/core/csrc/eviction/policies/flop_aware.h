@@ -15,7 +15,9 @@ struct FlopAwareRecord : Mark {
 class FlopAware final : public Remembering<FlopAwareRecord> {
  public:
   using Remembering::Remembering;
-  Place place(Index index) const override { return {{records_[index].score, number(node(index).accessed)}}; }
+  Place place(Index index, std::uint64_t accessed) const override {
+    return {{records_[index].score, number(accessed)}};
+  }
 
   void came(Index index) noexcept override {
     enter(index, {});

@@ -16,7 +16,9 @@ struct GdsfRecord : Mark {
 class Gdsf final : public Remembering<GdsfRecord> {
  public:
   using Remembering::Remembering;
-  Place place(Index index) const override { return {{records_[index].worth, number(node(index).accessed)}}; }
+  Place place(Index index, std::uint64_t accessed) const override {
+    return {{records_[index].worth, number(accessed)}};
+  }
 
   void came(Index index) noexcept override {
     enter(index, {});

@@ -32,7 +32,7 @@ class Gittins final : public Remembering<GittinsRecord> {
            path_.capacity() * sizeof(Index) + coming_.capacity() * sizeof(Past);
   }
 
-  Place place(Index index) const override { return {{number(node(index).accessed), 0}}; }  // LRU's
+  Place place(Index, std::uint64_t accessed) const override { return {{number(accessed), 0}}; }  // LRU's
   bool alike(Index upper, Index lower) const override {
     const GittinsRecord &u = records_[upper], &l = records_[lower];
     return u.reuses == l.reuses && u.kind == l.kind && !u.tail;

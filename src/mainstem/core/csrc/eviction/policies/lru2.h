@@ -17,7 +17,9 @@ class Lru2 final : public Remembering<Lru2Record> {
  public:
   using Remembering::Remembering;
   std::size_t bytes() const override { return Remembering::bytes() + history_.bytes(); }
-  Place place(Index index) const override { return {{number(records_[index].before), number(records_[index].last)}}; }
+  Place place(Index index, std::uint64_t) const override {
+    return {{number(records_[index].before), number(records_[index].last)}};
+  }
   bool remembers(std::uint64_t page) const override { return history_.contains(page); }
 
   void came(Index index) noexcept override {

@@ -19,7 +19,7 @@ class S3Fifo final : public Remembering<S3FifoRecord> {
   using Remembering::Remembering;
   std::uint32_t queues() const override { return 2; }
   std::size_t bytes() const override { return Remembering::bytes() + ghost_.bytes(); }
-  Place place(Index index) const override { return {{number(records_[index].number), 0}, queue(index)}; }
+  Place place(Index index, std::uint64_t) const override { return {{number(records_[index].number), 0}, queue(index)}; }
   bool remembers(std::uint64_t page) const override { return ghost_.contains(page); }
 
   void came(Index index) noexcept override {

@@ -17,7 +17,7 @@ class Sieve final : public Remembering<SieveRecord> {
   using Remembering::Remembering;
 
   // By the lap in which the hand reaches it, then by arrival.
-  Place place(Index index) const override {
+  Place place(Index index, std::uint64_t) const override {
     const Position at = position(index);
     return {{number(lap_ + (at < hand_)), number(at.first)}};
   }

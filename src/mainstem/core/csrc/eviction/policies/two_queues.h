@@ -14,9 +14,9 @@ class TwoQueues final : public Remembering<Numbered> {
   using Remembering::Remembering;
   std::uint32_t queues() const override { return 2; }
   std::size_t bytes() const override { return Remembering::bytes() + out_.bytes(); }
-  Place place(Index index) const override {
+  Place place(Index index, std::uint64_t accessed) const override {
     const Numbered& record = records_[index];
-    return {{number(record.queue ? node(index).accessed : record.number), 0}, record.queue};
+    return {{number(record.queue ? accessed : record.number), 0}, record.queue};
   }
   bool remembers(std::uint64_t page) const override { return out_.contains(page); }
 

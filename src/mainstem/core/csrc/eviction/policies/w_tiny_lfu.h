@@ -15,7 +15,7 @@ class WTinyLfu final : public Remembering<Numbered> {
   using Remembering::Remembering;
   std::uint32_t queues() const override { return 3; }
   std::size_t bytes() const override { return Remembering::bytes() + sketch_.bytes(); }
-  Place place(Index index) const override { return {{number(records_[index].number), 0}, queue(index)}; }
+  Place place(Index index, std::uint64_t) const override { return {{number(records_[index].number), 0}, queue(index)}; }
 
   void came(Index index) noexcept override {
     enter(index, {{kWindow}, ++turns_});
