@@ -434,21 +434,21 @@ NATIVE: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- windows and states
     _mutant(
         "a split gives the state to the upper half", "-", _CORE + "residency/residency.cpp",
-        "      --cell(nodes_[upper].parent, s).holders;\n",
+        "      --cell(nodes_[upper].parent, column).holders;\n",
         "      std::swap(up.ids, low.ids);\n      std::swap(up.transfer, low.transfer);\n"
         "      up.holders = 0;\n",
         _LEASES + "test_a_split_leaves_the_state_with_the_lower_half",
     ),
     _mutant(
         "a lease locks its window from the root on", "-", _CORE + "residency/residency.h",
-        "  const std::uint32_t first = first_locked(node, slot);\n  for (; node != stop",
+        "  const std::uint32_t first = first_locked(node, column);\n  for (; node != stop",
         "  const std::uint32_t first = 0;\n  for (; node != stop",
         _LEASES + "test_a_lease_that_runs_long_holds_a_window_of_pages",
     ),
     _mutant(
         "a lease does not lock its window", "-", _CORE + "residency/residency.h",
-        "  const std::uint32_t first = first_locked(node, slot);\n  for (; node != stop",
-        "  const std::uint32_t first = row(slot).begins_late() ? ~0u : 0;\n  for (; node != stop",
+        "  const std::uint32_t first = first_locked(node, column);\n  for (; node != stop",
+        "  const std::uint32_t first = component(column).begins_late() ? ~0u : 0;\n  for (; node != stop",
         _LEASES + "test_a_window_lock_goes_with_its_lease",
     ),
     _mutant(
@@ -558,7 +558,7 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "with what is in front of a window the window goes", "here", _CORE + "eviction/eviction.cpp",
-        "  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
+        "  return standing(node, column).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
         "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     # ---------------------------------------------------------- what is removed, and what follows what is in flight
@@ -568,7 +568,7 @@ NATIVE: tuple[Mutant, ...] = (
         "  detach(below);  // nothing below can fail\n",
         "  detach(below);\n"
         "  for (const Index at : below) {\n"
-        "    const Run<std::int32_t> ids = vacate(at, cells_.slot(0, tier));\n"
+        "    const Run<std::int32_t> ids = vacate(at, cells_.column_of(0, tier));\n"
         "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
         "  }\n",
         "tests/test_tree.py::test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends",

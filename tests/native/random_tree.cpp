@@ -64,7 +64,7 @@ class TreeWorld : Paging {
         shape_(shape),
         rows_(shape.rows),
         tiers_(shape.tiers),
-        slots_(rows_.size() * tiers_),
+        columns_(rows_.size() * tiers_),
         tree_(shape.symbol_bytes, shape.page_size, shape.rows, shape.tiers, shape.policy, seed) {}
 
   void step() {
@@ -135,10 +135,10 @@ class TreeWorld : Paging {
   }
 
  private:
-  std::size_t slot(std::uint32_t component, std::uint32_t tier) const { return component * tiers_ + tier; }
+  std::size_t column_of(std::uint32_t component, std::uint32_t tier) const { return component * tiers_ + tier; }
   std::uint32_t pages_of(std::string_view key) const { return static_cast<std::uint32_t>(key.size() / page_bytes()); }
-  PageCell cell(const Path& path, std::size_t slot) const { return cell_of(model_, path, slot); }
-  void put(const Path& path, std::size_t slot, PageCell cell) { put_cell(&model_, path, slots_, slot, cell); }
+  PageCell cell(const Path& path, std::size_t column) const { return cell_of(model_, path, column); }
+  void put(const Path& path, std::size_t column, PageCell cell) { put_cell(&model_, path, columns_, column, cell); }
   Path some_path() {
     const std::vector<std::string> spaces{"", "", "", "a", "a namespace with a longer name"};
     return {choose_.of(spaces), some_key(choose_, symbol_bytes, page_size, 6)};
@@ -167,7 +167,7 @@ class TreeWorld : Paging {
   bool allowed(const Path& path, std::uint32_t pages, std::uint32_t tier, std::size_t rows) const {
     const auto usable = [&](std::uint32_t c, std::uint32_t end) {
       for (std::uint32_t t = 0; t <= tier; ++t)
-        if (cell(front(path, end), slot(c, t)).presence == Presence::present) return true;
+        if (cell(front(path, end), column_of(c, t)).presence == Presence::present) return true;
       return false;
     };
     for (std::uint32_t c = 0; c < rows; ++c) {
@@ -244,15 +244,15 @@ class TreeWorld : Paging {
   std::string first_difference(const Contents& held) const {
     for (const Contents* one : {&held, &model_})
       for (const auto& [path, cells] : *one)
-        for (std::size_t s = 0; s < slots_; ++s) {
+        for (std::size_t column = 0; column < columns_; ++column) {
           const auto there = held.find(path);
-          const PageCell has = there == held.end() ? PageCell{} : there->second[s];
-          const PageCell expected = cell(path, s);
+          const PageCell has = there == held.end() ? PageCell{} : there->second[column];
+          const PageCell expected = cell(path, column);
           if (has == expected) continue;
           const auto text = [](PageCell c) {
             return std::to_string(c.id) + " (" + std::to_string(static_cast<int>(c.presence)) + ")";
           };
-          return ": cell " + std::to_string(s) + " of page " + std::to_string(pages_of(path.second)) + " in \"" +
+          return ": cell " + std::to_string(column) + " of page " + std::to_string(pages_of(path.second)) + " in \"" +
                  path.first + "\" is " + text(has) + ", not " + text(expected);
         }
     return "";
@@ -260,7 +260,7 @@ class TreeWorld : Paging {
   void compare_counts(std::uint32_t component, std::uint32_t tier) const {
     CellCounts expected;
     for (const auto& [path, cells] : model_) {
-      const Presence presence = cells[slot(component, tier)].presence;
+      const Presence presence = cells[column_of(component, tier)].presence;
       expected.present += presence == Presence::present;
       expected.in_flight += presence == Presence::in_flight;
       expected.locked += presence == Presence::present && is_held(path, component, tier);
@@ -291,12 +291,12 @@ class TreeWorld : Paging {
     const std::uint32_t end = pages_of(place.path.second);
     for (std::uint32_t tier = 0; tier < tiers_; ++tier) {
       for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-        const std::size_t s = slot(c, tier);
-        const PageCell last = cell(place.path, s);
+        const std::size_t column = column_of(c, tier);
+        const PageCell last = cell(place.path, column);
         expect(tree_.presence(place.handle, c, tier) == last.presence, "the presence of a node");
         Ids ids;
         for (std::uint32_t page = rows_[c].per_page() ? start : end - 1; page < end; ++page)
-          if (last.presence == Presence::present) ids.push_back(cell(front(place.path, page + 1), s).id);
+          if (last.presence == Presence::present) ids.push_back(cell(front(place.path, page + 1), column).id);
         expect(tree_.own_ids(place.handle, c, tier) == ids, "the node's own ids");
       }
       expect_equal(tree_.in_flight_above(place.handle, tier), flight_above(front(place.path, start), tier),
@@ -309,7 +309,7 @@ class TreeWorld : Paging {
   Handle flight_above(const Path& path, std::uint32_t tier) const {
     for (std::uint32_t pages = pages_of(path.second); pages > 0; --pages)
       for (const Flight& flight : flights_)
-        if (flight.tier == tier && flight.cells.contains({front(path, pages), slot(0, tier)}))
+        if (flight.tier == tier && flight.cells.contains({front(path, pages), column_of(0, tier)}))
           return flight.place.handle;
     return 0;
   }
@@ -319,7 +319,9 @@ class TreeWorld : Paging {
     std::set<Path> pages;
     for (std::uint32_t end = 1; end <= pages_of(path.second); ++end) {
       const Path here = front(path, end);
-      const auto presence = [&](std::uint32_t c, std::uint32_t tier) { return cell(here, slot(c, tier)).presence; };
+      const auto presence = [&](std::uint32_t c, std::uint32_t tier) {
+        return cell(here, column_of(c, tier)).presence;
+      };
       bool lacks = false;
       for (std::uint32_t c = 0; c < rows_.size(); ++c)
         lacks = lacks || (presence(c, to) == Presence::absent && presence(c, from) == Presence::present);
@@ -351,7 +353,7 @@ class TreeWorld : Paging {
     std::map<Handle, std::pair<std::uint32_t, std::uint64_t>> by_node;
     for (const std::string& ns : tree_.namespaces())
       for (const NodeView& node : tree_.nodes(ns))
-        if (node.cells[slot(0, tier)].presence == Presence::present)
+        if (node.cells[column_of(0, tier)].presence == Presence::present)
           uses.push_back(by_node[node.stats.node] = {node.stats.hits, node.stats.accessed});
     std::sort(uses.rbegin(), uses.rend());
     const std::vector<Handle> found = tree_.hottest(tier);
@@ -369,7 +371,7 @@ class TreeWorld : Paging {
         tree_.copy_ids(handle, c, tier, begin, ids.data());
         for (std::uint32_t page = begin; page < pages; ++page)
           if (rows_[c].kind != Kind::state || page + 1 == pages)  // inside, a state's place depends on the nodes
-            expect_equal(ids[page - begin], cell(front(path, page + 1), slot(c, tier)).id, "an id of a path");
+            expect_equal(ids[page - begin], cell(front(path, page + 1), column_of(c, tier)).id, "an id of a path");
       }
   }
 
@@ -474,7 +476,7 @@ class TreeWorld : Paging {
     adopt(path, begin, ids, tier, ready, added);
   }
   bool bears_children(const Place& place, std::uint32_t component, std::uint32_t tier) const {
-    const Presence presence = cell(place.path, slot(component, tier)).presence;
+    const Presence presence = cell(place.path, column_of(component, tier)).presence;
     return presence == Presence::present || (presence == Presence::absent && rows_[component].kind != Kind::full);
   }
 
@@ -486,7 +488,7 @@ class TreeWorld : Paging {
       if (!exists(here)) break;
       for (std::uint32_t c = 0; c < rows_.size(); ++c) {
         if (!rows_[c].per_page()) continue;
-        const Presence presence = cell(here, slot(c, tier)).presence;
+        const Presence presence = cell(here, column_of(c, tier)).presence;
         const bool hole = !ready && presence == Presence::absent && ids[c][page - begin] >= 0;
         if (presence == Presence::in_flight || hole) return page;
       }
@@ -495,8 +497,8 @@ class TreeWorld : Paging {
   }
   bool state_in_flight_below(const Path& path, std::uint32_t tier) const {
     for (const Flight& flight : flights_)
-      for (const auto& [at, s] : flight.cells)
-        if (flight.tier == tier && rows_[s / tiers_].kind == Kind::state && begins_with(at, path)) return true;
+      for (const auto& [at, column] : flight.cells)
+        if (flight.tier == tier && rows_[column / tiers_].kind == Kind::state && begins_with(at, path)) return true;
     return false;
   }
 
@@ -510,16 +512,16 @@ class TreeWorld : Paging {
     Flight flight{{added.node, reached}, tier, {}};
     std::uint32_t existing = added.pages;
     for (std::uint32_t c = 0; c < rows_.size(); ++c) {
-      const std::size_t s = slot(c, tier);
+      const std::size_t column = column_of(c, tier);
       const bool whole = added.pages == all;
       const bool state = !rows_[c].per_page();  // belongs to the last page, which may be the one of `after`
       if (state && (!whole || ids[c].empty())) continue;
       for (std::uint32_t page = state && all ? all - 1 : begin; page < added.pages; ++page) {
         const std::int32_t id = state ? ids[c][0] : ids[c][page - begin];
         const Path here = front(path, page + 1);
-        if (id < 0 || cell(here, s).presence != Presence::absent) continue;
-        put(here, s, {ready ? Presence::present : Presence::in_flight, id});
-        if (!ready) flight.cells.insert({here, s});
+        if (id < 0 || cell(here, column).presence != Presence::absent) continue;
+        put(here, column, {ready ? Presence::present : Presence::in_flight, id});
+        if (!ready) flight.cells.insert({here, column});
         if (c == 0) existing = std::min(existing, page);
       }
     }
@@ -554,7 +556,7 @@ class TreeWorld : Paging {
 
   // The id that the policy must evict first, found by a scan of all nodes; -1: none.
   std::int32_t first_victim(std::uint32_t component, std::uint32_t tier) const {
-    const std::size_t s = slot(component, tier);
+    const std::size_t column = column_of(component, tier);
     struct Candidate {
       Rank rank;
       std::uint32_t start;
@@ -565,9 +567,9 @@ class TreeWorld : Paging {
     for (const std::string& ns : tree_.namespaces()) {
       const std::vector<NodeView> views = tree_.nodes(ns);
       for (const NodeView& view : views) {
-        const CellView& at = view.cells[s];
+        const CellView& at = view.cells[column];
         const bool below = std::any_of(views.begin(), views.end(), [&](const NodeView& other) {
-          return other.parent == view.stats.node && other.cells[s].presence != Presence::absent;
+          return other.parent == view.stats.node && other.cells[column].presence != Presence::absent;
         });
         const bool full = rows_[component].kind == Kind::full;
         if (at.presence != Presence::present || at.locks || (full && below)) continue;
@@ -604,13 +606,13 @@ class TreeWorld : Paging {
   void take(const std::vector<Ids>& freed, std::uint32_t tier) {
     for (std::uint32_t c = 0; c < rows_.size(); ++c)
       for (const std::int32_t id : freed[c]) {
-        const std::size_t s = slot(c, tier);
-        const auto owner = [&](const auto& page) { return page.second[s].id == id; };
+        const std::size_t column = column_of(c, tier);
+        const auto owner = [&](const auto& page) { return page.second[column].id == id; };
         const auto found = std::find_if(model_.begin(), model_.end(), owner);
         expect(found != model_.end(), "a freed id was the tree's");
         const Path path = found->first;
-        expect(cell(path, s).presence == Presence::present && !is_held(path, c, tier), "it could be evicted");
-        put(path, s, {});
+        expect(cell(path, column).presence == Presence::present && !is_held(path, c, tier), "it could be evicted");
+        put(path, column, {});
       }
   }
 
@@ -668,13 +670,13 @@ class TreeWorld : Paging {
     const std::uint32_t c = choose_.below(static_cast<std::uint32_t>(rows_.size()));
     const std::uint32_t tier = choose_.below(tiers_);
     const NodeView view = view_of(place);
-    const std::size_t s = slot(c, tier);
+    const std::size_t column = column_of(c, tier);
     const Ids ids = new_ids(rows_[c].per_page() ? view.stats.pages : 1);
     const bool ready = choose_.one_in(2);
     doing("attach to", place.path, c, tier, ready);
-    const bool orphan =
-        c == 0 && view.stats.start > 0 && cell(front(place.path, view.stats.start), s).presence == Presence::absent;
-    if (view.cells[s].presence != Presence::absent || orphan) {
+    const bool orphan = c == 0 && view.stats.start > 0 &&
+                        cell(front(place.path, view.stats.start), column).presence == Presence::absent;
+    if (view.cells[column].presence != Presence::absent || orphan) {
       thrown<BadValue>("a cell that must not be filled", [&] { tree_.attach(place.handle, c, tier, ids, ready); });
       return;
     }
@@ -683,13 +685,13 @@ class TreeWorld : Paging {
   }
   // The ids belong to the last pages of the path.
   void note_attached(const Place& place, std::uint32_t component, std::uint32_t tier, const Ids& ids, bool ready) {
-    const std::size_t s = slot(component, tier);
+    const std::size_t column = column_of(component, tier);
     Flight flight{place, tier, {}};
     std::uint32_t end = pages_of(place.path.second) - static_cast<std::uint32_t>(ids.size());
     for (const std::int32_t id : ids) {
       const Path here = front(place.path, ++end);
-      put(here, s, {ready ? Presence::present : Presence::in_flight, id});
-      flight.cells.insert({here, s});
+      put(here, column, {ready ? Presence::present : Presence::in_flight, id});
+      flight.cells.insert({here, column});
     }
     if (!ready) flights_.push_back(flight);
   }
@@ -753,8 +755,8 @@ class TreeWorld : Paging {
       if (same(flight)) cells.insert(flight.cells.begin(), flight.cells.end());
     if (choose_.one_in(2)) {
       tree_.commit(first.place.handle, first.tier);
-      for (const auto& [path, s] : cells)
-        put(path, s, {Presence::present, cell(path, s).id});
+      for (const auto& [path, column] : cells)
+        put(path, column, {Presence::present, cell(path, column).id});
     } else {
       const auto cancel = [&] { return tree_.cancel(first.place.handle, first.tier); };
       if (bears(cells, false)) {
@@ -767,9 +769,9 @@ class TreeWorld : Paging {
       for (const Ids& ids : freed)
         n += ids.size();
       expect_equal(n, cells.size(), "ids cancelled");
-      for (const auto& [path, s] : cells) {
-        expect(contains(freed[s / tiers_], cell(path, s).id), "an id in flight is returned");
-        put(path, s, {});
+      for (const auto& [path, column] : cells) {
+        expect(contains(freed[column / tiers_], cell(path, column).id), "an id in flight is returned");
+        put(path, column, {});
       }
     }
     std::erase_if(flights_, same);
@@ -777,15 +779,16 @@ class TreeWorld : Paging {
   }
   // Whether there are further full cells below cells in flight, on another tier as well if `elsewhere`.
   bool bears(const std::set<std::pair<Path, std::size_t>>& cells, bool elsewhere) const {
-    const auto counts = [&](const std::vector<PageCell>& page, std::size_t s) {
+    const auto counts = [&](const std::vector<PageCell>& page, std::size_t column) {
       for (std::size_t other = 0; elsewhere && other < page.size(); ++other)
-        if (other % tiers_ != s % tiers_ && page[other].presence != Presence::absent) return true;
+        if (other % tiers_ != column % tiers_ && page[other].presence != Presence::absent) return true;
       return !elsewhere;
     };
-    for (const auto& [path, s] : cells) {
-      if (rows_[s / tiers_].kind != Kind::full) continue;
+    for (const auto& [path, column] : cells) {
+      if (rows_[column / tiers_].kind != Kind::full) continue;
       for (auto at = model_.lower_bound(path); at != model_.end() && begins_with(at->first, path); ++at)
-        if (at->second[s].presence != Presence::absent && !cells.contains({at->first, s}) && counts(at->second, s))
+        if (at->second[column].presence != Presence::absent && !cells.contains({at->first, column}) &&
+            counts(at->second, column))
           return true;
     }
     return false;
@@ -821,7 +824,7 @@ class TreeWorld : Paging {
   const Shape shape_;
   const std::vector<Component> rows_;
   const std::uint32_t tiers_;
-  const std::size_t slots_;
+  const std::size_t columns_;
   Tree tree_;
   Contents model_;
   Uses uses_;

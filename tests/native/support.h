@@ -20,7 +20,9 @@ namespace mainstem {
 struct Probe {
   static Node& node(Tree& tree, Handle handle) { return tree.nodes_[index(tree, handle)]; }
   static Node& root(Tree& tree, std::string_view ns) { return tree.nodes_[tree.nodes_.find_root(ns)]; }
-  static Cell& cell(Tree& tree, Handle handle, std::size_t slot) { return tree.cells_.cell(index(tree, handle), slot); }
+  static Cell& cell(Tree& tree, Handle handle, std::size_t column) {
+    return tree.cells_.cell(index(tree, handle), column);
+  }
   static Cell& root_cell(Tree& tree, std::string_view ns) { return tree.cells_.cell(tree.nodes_.find_root(ns), 0); }
   static std::uint32_t& pins(Tree& tree, Handle handle) { return tree.cells_.pins_[index(tree, handle)]; }
   static Order& order(Tree& tree) { return tree.eviction_.orders_[0]; }
@@ -28,8 +30,8 @@ struct Probe {
   static Index& free(Tree& tree) { return tree.nodes_.free_; }
   static ChildTable& table(Tree& tree) { return tree.nodes_.table_; }
   static std::size_t& roots(Tree& tree) { return tree.nodes_.roots_; }
-  static double worth(const Tree& tree, Handle handle, std::size_t slot) {
-    return tree.eviction_.standing(tree.nodes_.resolve(handle), slot).worth;
+  static double worth(const Tree& tree, Handle handle, std::size_t column) {
+    return tree.eviction_.standing(tree.nodes_.resolve(handle), column).worth;
   }
   static Index index(Tree& tree, Handle handle) { return tree.nodes_.resolve(handle); }
 };
@@ -127,14 +129,14 @@ inline Contents contents_of(const Tree& tree, const std::vector<Component>& rows
       std::string& key = keys[node.stats.node] = keys.at(node.parent) + node.key;
       for (std::size_t end = node.stats.start + 1; uses && end <= node.stats.start + node.stats.pages; ++end)
         (*uses)[{ns, key.substr(0, end * page_bytes)}] = {node.stats.hits, node.stats.priority};
-      for (std::size_t s = 0; s < node.cells.size(); ++s) {
-        const CellView& cell = node.cells[s];
-        const bool per_page = rows[s / tiers].per_page();
+      for (std::size_t column = 0; column < node.cells.size(); ++column) {
+        const CellView& cell = node.cells[column];
+        const bool per_page = rows[column / tiers].per_page();
         for (std::size_t i = 0; i < cell.ids.size(); ++i) {
           const std::size_t end = per_page ? node.stats.start + i + 1 : node.stats.start + node.stats.pages;
           std::vector<PageCell>& cells = contents[{ns, key.substr(0, end * page_bytes)}];
           cells.resize(node.cells.size());
-          cells[s] = {cell.presence, cell.ids[i]};
+          cells[column] = {cell.presence, cell.ids[i]};
         }
       }
     }

@@ -53,16 +53,16 @@ struct Paging {
   }
 };
 
-inline PageCell cell_of(const Contents& contents, const Path& path, std::size_t slot) {
+inline PageCell cell_of(const Contents& contents, const Path& path, std::size_t column) {
   const auto found = contents.find(path);
-  return found == contents.end() ? PageCell{} : found->second[slot];
+  return found == contents.end() ? PageCell{} : found->second[column];
 }
 
-// Changes one of the `slots` cells of a page; a page without any is forgotten.
-inline void put_cell(Contents* contents, const Path& path, std::size_t slots, std::size_t slot, PageCell cell) {
+// Changes one of the `columns` cells of a page; a page without any is forgotten.
+inline void put_cell(Contents* contents, const Path& path, std::size_t columns, std::size_t column, PageCell cell) {
   std::vector<PageCell>& cells = (*contents)[path];
-  cells.resize(slots);
-  cells[slot] = cell;
+  cells.resize(columns);
+  cells[column] = cell;
   const auto empty = [](const PageCell& c) { return c.presence == Presence::absent; };
   if (std::all_of(cells.begin(), cells.end(), empty)) contents->erase(path);
 }

@@ -32,16 +32,16 @@ Eviction::Eviction(Structure& nodes, const Residency& cells, std::string_view po
       protected_hits_(protected_hits),
       remembers_(policy_.make && cells.rows[0].per_page()),
       has_standings_(!std::all_of(cells.rows.begin(), cells.rows.end(), std::mem_fn(&Component::leaf_only))) {
-  replacements_.resize(cells.slots);
+  replacements_.resize(cells.columns);
   const auto is_state = [](const Component& row) { return !row.per_page(); };
   const bool has_states = std::any_of(cells.rows.begin(), cells.rows.end(), is_state);
   const Surroundings around{nodes.nodes(), names_, tick_, nodes.page_bytes, symbol_tokens * nodes.page_size,
                             has_states};
   for (std::uint32_t tier = 0; remembers_ && tier < cells.tiers; ++tier)
-    replacements_[cells.slot(0, tier)] = policy_.make(around);
+    replacements_[cells.column_of(0, tier)] = policy_.make(around);
   if (remembers_) queue_count_ = replacements_[0]->queues();
-  orders_.resize(queue_count_ * cells.slots);
-  inflation_.resize(cells.slots);
+  orders_.resize(queue_count_ * cells.columns);
+  inflation_.resize(cells.columns);
 }
 
 std::size_t Eviction::bytes() const {
@@ -55,89 +55,89 @@ std::size_t Eviction::bytes() const {
 
 // ---------------------------------------------------------------- orders
 
-inline Rank Eviction::rank_of(Index node, std::size_t slot, std::uint64_t accessed) const {
+inline Rank Eviction::rank_of(Index node, std::size_t column, std::uint64_t accessed) const {
   const Node& n = nodes_[node];
-  if (n.removed || !cells_.row(slot).leaf_only()) [[unlikely]]
-    return rank_by_standing(node, slot, accessed);
+  if (n.removed || !cells_.component(column).leaf_only()) [[unlikely]]
+    return rank_by_standing(node, column, accessed);
   return policy_.rank ? policy_.rank(n, accessed, protected_hits_) : Rank{kUnranked, 0};
 }
 
-[[gnu::noinline]] Rank Eviction::rank_by_standing(Index node, std::size_t slot, std::uint64_t accessed) const {
-  const std::uint64_t used = cells_.row(slot).leaf_only() ? accessed : standing(node, slot).used;
-  if (goes_first(node, slot)) return {std::numeric_limits<double>::lowest(), number(used)};
-  if (cells_.row(slot).weighs) return {standing(node, slot).worth, number(used)};
+[[gnu::noinline]] Rank Eviction::rank_by_standing(Index node, std::size_t column, std::uint64_t accessed) const {
+  const std::uint64_t used = cells_.component(column).leaf_only() ? accessed : standing(node, column).used;
+  if (goes_first(node, column)) return {std::numeric_limits<double>::lowest(), number(used)};
+  if (cells_.component(column).weighs) return {standing(node, column).worth, number(used)};
   return policy_.rank ? policy_.rank(nodes_[node], used, protected_hits_) : Rank{kUnranked, 0};
 }
 
-Place Eviction::place_of(Index node, std::size_t slot, std::uint64_t accessed) const {
-  const Replacement* const at = replacement(slot);
-  return at && !goes_first(node, slot) ? at->place(node, accessed) : Place{rank_of(node, slot, accessed)};
+Place Eviction::place_of(Index node, std::size_t column, std::uint64_t accessed) const {
+  const Replacement* const at = replacement(column);
+  return at && !goes_first(node, column) ? at->place(node, accessed) : Place{rank_of(node, column, accessed)};
 }
 
-std::uint64_t Eviction::used(Index node, std::size_t slot) const {
-  return cells_.row(slot).leaf_only() ? nodes_[node].accessed : standing(node, slot).used;
+std::uint64_t Eviction::used(Index node, std::size_t column) const {
+  return cells_.component(column).leaf_only() ? nodes_[node].accessed : standing(node, column).used;
 }
 
 // Whether a cell is evicted before all others of its kind, whatever the policy: removed nodes, superseded states, and
 // window pages before the windows of all prefixes that have ended so far. A window that ends with a node may begin
 // inside it: then the pages before the window are evicted first, and cut_before() says how many there are.
-bool Eviction::goes_first(Index node, std::size_t slot) const {
-  const Component& row = cells_.row(slot);
+bool Eviction::goes_first(Index node, std::size_t column) const {
+  const Component& row = cells_.component(column);
   if (nodes_[node].removed) return true;
   if (row.leaf_only()) return false;
-  if (standing(node, slot).worth == 0) return true;
-  return row.per_page() && nodes_[node].start < cells_.first_needed(node, slot);
+  if (standing(node, column).worth == 0) return true;
+  return row.per_page() && nodes_[node].start < cells_.first_needed(node, column);
 }
 
 // Policies that remember have functions of their own, so that the others do not pay for them.
-inline void Eviction::put(Index node, std::size_t slot) {
+inline void Eviction::put(Index node, std::size_t column) {
   if (remembers_) [[unlikely]]
-    put_in_queue(node, slot);
+    put_in_queue(node, column);
   else
-    orders_[slot].put(node, rank_of(node, slot, nodes_[node].accessed), nodes_[node].start);
+    orders_[column].put(node, rank_of(node, column, nodes_[node].accessed), nodes_[node].start);
 }
 
-inline void Eviction::drop(Index node, std::size_t slot) {
+inline void Eviction::drop(Index node, std::size_t column) {
   if (remembers_) [[unlikely]]
-    drop_from_queue(node, slot);
-  else if (orders_[slot].contains(node))
-    orders_[slot].remove(node);
+    drop_from_queue(node, column);
+  else if (orders_[column].contains(node))
+    orders_[column].remove(node);
 }
 
-[[gnu::noinline]] void Eviction::put_in_queue(Index node, std::size_t slot) {
+[[gnu::noinline]] void Eviction::put_in_queue(Index node, std::size_t column) {
   const Node& n = nodes_[node];
-  const Place place = place_of(node, slot, n.accessed);
-  const std::uint32_t before = queues(slot).queue(node);
-  if (before < queue_count_ && before != place.queue) order(slot, before).remove(node);
-  order(slot, place.queue).put(node, place.rank, n.start);
-  if (replacement(slot)) replacement(slot)->offered(node);
+  const Place place = place_of(node, column, n.accessed);
+  const std::uint32_t before = queues(column).queue(node);
+  if (before < queue_count_ && before != place.queue) order(column, before).remove(node);
+  order(column, place.queue).put(node, place.rank, n.start);
+  if (replacement(column)) replacement(column)->offered(node);
 }
 
-[[gnu::noinline]] void Eviction::drop_from_queue(Index node, std::size_t slot) {
-  const std::uint32_t queue = queues(slot).queue(node);
+[[gnu::noinline]] void Eviction::drop_from_queue(Index node, std::size_t column) {
+  const std::uint32_t queue = queues(column).queue(node);
   if (queue == queue_count_) return;
-  order(slot, queue).remove(node);
-  if (replacement(slot)) replacement(slot)->withdrawn(node);
+  order(column, queue).remove(node);
+  if (replacement(column)) replacement(column)->withdrawn(node);
 }
 
 // Drops an external rank; the policy is asked for a new one.
-void Eviction::refresh(Index node, std::size_t slot) noexcept {
-  if (cells_.candidate(node, slot))
-    put(node, slot);
+void Eviction::refresh(Index node, std::size_t column) noexcept {
+  if (cells_.candidate(node, column))
+    put(node, column);
   else
-    drop(node, slot);
+    drop(node, column);
 }
 
 void Eviction::touch(Index node, std::uint64_t tick) {
   nodes_[node].accessed = tick;
-  for (std::size_t s = 0; s < cells_.slots; ++s)
-    if (cells_.candidate(node, s)) put(node, s);
+  for (std::size_t column = 0; column < cells_.columns; ++column)
+    if (cells_.candidate(node, column)) put(node, column);
 }
 
 // ---------------------------------------------------------------- nodes come, go, are cut and joined
 
 void Eviction::reserve(std::size_t nodes) {
-  if (has_standings_) standings_.resize(nodes * cells_.slots);
+  if (has_standings_) standings_.resize(nodes * cells_.columns);
   for (Order& order : orders_)
     order.reserve(nodes);
   if (remembers_) names_.resize(nodes);
@@ -171,16 +171,16 @@ void Eviction::renew(Index node, std::int32_t priority) noexcept {
 void Eviction::cut(Index upper, Index lower) noexcept {
   const Node& n = nodes_[lower];
   if (remembers_) names_[upper] = Identity::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
-  for (std::size_t s = 0; s < cells_.slots; ++s) {
-    if (cells_.row(s).per_page()) {
+  for (std::size_t column = 0; column < cells_.columns; ++column) {
+    if (cells_.component(column).per_page()) {
       if (has_standings_) {
-        standing(upper, s) = standing(lower, s);
-        if (cells_.first_needed(lower, s) >= nodes_[upper].end()) standing(upper, s).worth = 0;
+        standing(upper, column) = standing(lower, column);
+        if (cells_.first_needed(lower, column) >= nodes_[upper].end()) standing(upper, column).worth = 0;
       }
-      if (cells_.cell(lower, s).present() && replacement(s)) replacement(s)->split(upper, lower);
+      if (cells_.cell(lower, column).present() && replacement(column)) replacement(column)->split(upper, lower);
     }
-    refresh(upper, s);
-    refresh(lower, s);
+    refresh(upper, column);
+    refresh(lower, column);
   }
 }
 
@@ -189,36 +189,41 @@ bool Eviction::may_join(Index upper, Index lower) const {
   const Node& u = nodes_[upper];
   const Node& l = nodes_[lower];
   if (!ranks_itself() || u.hits != l.hits || u.priority != l.priority) return false;
-  for (std::size_t s = 0; s < cells_.slots; ++s) {
-    if (!cells_.cell(upper, s).present()) continue;
-    if (cells_.row(s).begins_late() && (standing(upper, s).worth || standing(lower, s).worth)) return false;
-    if (replacement(s) && !replacement(s)->alike(upper, lower)) return false;
+  for (std::size_t column = 0; column < cells_.columns; ++column) {
+    if (!cells_.cell(upper, column).present()) continue;
+    if (cells_.component(column).begins_late() && (standing(upper, column).worth || standing(lower, column).worth))
+      return false;
+    if (replacement(column) && !replacement(column)->alike(upper, lower)) return false;
   }
   // Using a child uses its parent, see gone().
   const std::uint64_t accessed = std::max<std::uint64_t>(u.accessed, l.accessed);
-  if (!remembers_) return !cells_.row(0).leaf_only() || rank_of(upper, 0, accessed) == rank_of(lower, 0, l.accessed);
+  if (!remembers_)
+    return !cells_.component(0).leaf_only() || rank_of(upper, 0, accessed) == rank_of(lower, 0, l.accessed);
   for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
-    const std::size_t s = cells_.slot(0, tier);
-    if (cells_.cell(upper, s).present() && place_of(upper, s, accessed) != place_of(lower, s, l.accessed)) return false;
+    const std::size_t column = cells_.column_of(0, tier);
+    if (cells_.cell(upper, column).present() &&
+        place_of(upper, column, accessed) != place_of(lower, column, l.accessed))
+      return false;
   }
   return true;
 }
 
 void Eviction::join(Index upper, Index lower) noexcept {
   nodes_[lower].accessed = std::max<std::uint64_t>(nodes_[upper].accessed, nodes_[lower].accessed);
-  for (std::size_t s = 0; s < cells_.slots; ++s) {
-    drop(upper, s);
-    if (cells_.row(s).per_page()) {
-      if (cells_.cell(upper, s).present() && replacement(s)) replacement(s)->joined(upper, lower);
-      if (has_standings_) standing(lower, s).used = std::max<std::uint64_t>(used(upper, s), used(lower, s));
+  for (std::size_t column = 0; column < cells_.columns; ++column) {
+    drop(upper, column);
+    if (cells_.component(column).per_page()) {
+      if (cells_.cell(upper, column).present() && replacement(column)) replacement(column)->joined(upper, lower);
+      if (has_standings_)
+        standing(lower, column).used = std::max<std::uint64_t>(used(upper, column), used(lower, column));
     }
-    refresh(lower, s);
+    refresh(lower, column);
   }
 }
 
 void Eviction::refresh(Index node) noexcept {
-  for (std::size_t s = 0; s < cells_.slots; ++s)
-    refresh(node, s);
+  for (std::size_t column = 0; column < cells_.columns; ++column)
+    refresh(node, column);
 }
 
 void Eviction::inherit(Index node, std::uint64_t accessed) noexcept {
@@ -227,36 +232,37 @@ void Eviction::inherit(Index node, std::uint64_t accessed) noexcept {
 
 // ---------------------------------------------------------------- ids come and go
 
-void Eviction::came(Index node, std::size_t slot) noexcept {
-  if (remembers_ && cells_.cell(node, slot).present()) [[unlikely]]
-    if (replacement(slot)) replacement(slot)->came(node);
-  if (!cells_.row(slot).leaf_only()) [[unlikely]]
-    note_standing(node, slot);
-  refresh(node, slot);
-  refresh(nodes_[node].parent, slot);
+void Eviction::came(Index node, std::size_t column) noexcept {
+  if (remembers_ && cells_.cell(node, column).present()) [[unlikely]]
+    if (replacement(column)) replacement(column)->came(node);
+  if (!cells_.component(column).leaf_only()) [[unlikely]]
+    note_standing(node, column);
+  refresh(node, column);
+  refresh(nodes_[node].parent, column);
 }
 
-void Eviction::settled(Index node, std::size_t slot) noexcept {
-  if (replacement(slot)) replacement(slot)->came(node);
-  refresh(node, slot);
+void Eviction::settled(Index node, std::size_t column) noexcept {
+  if (replacement(column)) replacement(column)->came(node);
+  refresh(node, column);
 }
 
-void Eviction::gone(Index node, std::size_t slot, bool was_present) noexcept {
+void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
   Node& n = nodes_[node];
-  if (was_present && replacement(slot)) replacement(slot)->gone(node, n.pages);
-  if (!cells_.row(slot).per_page()) n.forked = n.forked && !cells_.empty_of(node, cells_.component_of(slot));
+  if (was_present && replacement(column)) replacement(column)->gone(node, n.pages);
+  if (!cells_.component(column).per_page())
+    n.forked = n.forked && !cells_.empty_of(node, cells_.component_index(column));
   const Index parent = n.parent;
-  refresh(node, slot);
-  refresh(parent, slot);
+  refresh(node, column);
+  refresh(parent, column);
   // Using a child uses its parent. An insertion after a node does not mark all nodes above: that would cost O(depth),
   // and it matters only now that the parent may be evicted next.
-  if (cells_.row(slot).leaf_only()) inherit(parent, n.accessed);
+  if (cells_.component(column).leaf_only()) inherit(parent, n.accessed);
 }
 
 void Eviction::trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcept {
   if (!remembers_) return;
-  const std::size_t s = cells_.slot(0, tier);
-  if (cells_.cell(node, s).present()) replacements_[s]->gone(node, pages);
+  const std::size_t column = cells_.column_of(0, tier);
+  if (cells_.cell(node, column).present()) replacements_[column]->gone(node, pages);
   const Node& n = nodes_[node];
   const std::size_t kept = std::size_t{n.pages - pages} * nodes_.page_bytes;
   names_[node] = Identity::above(names_[node], n.key.data() + kept, pages, nodes_.page_bytes);
@@ -269,11 +275,11 @@ void Eviction::asked(std::string_view ns, const Walk& path, Bytes key) noexcept 
   key = key.first(key.size() / nodes_.page_bytes * nodes_.page_bytes);
   const std::uint64_t root = root_name(ns);
   for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier)
-    replacement(cells_.slot(0, tier))->asked(root, deepest, key);
+    replacement(cells_.column_of(0, tier))->asked(root, deepest, key);
   for (const Step& step : path)
     for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
-      const std::size_t s = cells_.slot(0, tier);
-      if (cells_.cell(step.node, s).present()) replacement(s)->used(step.node);
+      const std::size_t column = cells_.column_of(0, tier);
+      if (cells_.cell(step.node, column).present()) replacement(column)->used(step.node);
     }
 }
 
@@ -299,55 +305,55 @@ void Eviction::in_use(Index node, std::uint32_t tier) noexcept {
   else if (!remembers_)
     touch(node, tick_);
   for (std::uint32_t c = 0; has_standings_ && c < cells_.components(); ++c) {
-    const std::size_t s = cells_.slot(c, tier);
-    if (cells_.row(s).leaf_only()) continue;
-    end_window(node, s, 0);
-    if (cells_.row(s).per_page() || cells_.cell(node, s).absent()) continue;
-    standing(node, s).used = tick_;
-    refresh(node, s);
+    const std::size_t column = cells_.column_of(c, tier);
+    if (cells_.component(column).leaf_only()) continue;
+    end_window(node, column, 0);
+    if (cells_.component(column).per_page() || cells_.cell(node, column).absent()) continue;
+    standing(node, column).used = tick_;
+    refresh(node, column);
   }
 }
 
 // A prefix ends at a node: it uses the window and the state there, and no earlier ones.
-void Eviction::ended(Index node, std::size_t slot, double worth) noexcept {
-  if (node == kNone || cells_.row(slot).leaf_only()) return;
-  end_window(node, slot, worth);
-  if (cells_.row(slot).per_page() || cells_.cell(node, slot).absent()) return;
-  credit(node, slot);
-  refresh(node, slot);
+void Eviction::ended(Index node, std::size_t column, double worth) noexcept {
+  if (node == kNone || cells_.component(column).leaf_only()) return;
+  end_window(node, column, worth);
+  if (cells_.component(column).per_page() || cells_.cell(node, column).absent()) return;
+  credit(node, column);
+  refresh(node, column);
 }
 
-void Eviction::end_window(Index node, std::size_t slot, double least) noexcept {
-  if (!cells_.row(slot).begins_late()) return;
-  const std::uint32_t first = cells_.first_needed(node, slot);
+void Eviction::end_window(Index node, std::size_t column, double least) noexcept {
+  if (!cells_.component(column).begins_late()) return;
+  const std::uint32_t first = cells_.first_needed(node, column);
   for (; !nodes_[node].root() && nodes_[node].end() > first; node = nodes_[node].parent) {
-    Standing& at = standing(node, slot);
+    Standing& at = standing(node, column);
     at.worth = std::max(at.worth, least);
     at.used = tick_;
-    refresh(node, slot);
+    refresh(node, column);
   }
 }
 
-void Eviction::pass_window(Index node, std::size_t slot) noexcept {
-  if (!cells_.row(slot).begins_late()) return;
-  const std::uint32_t first = cells_.first_needed(node, slot);
+void Eviction::pass_window(Index node, std::size_t column) noexcept {
+  if (!cells_.component(column).begins_late()) return;
+  const std::uint32_t first = cells_.first_needed(node, column);
   for (; !nodes_[node].root() && nodes_[node].end() > first; node = nodes_[node].parent) {
-    if (standing(node, slot).worth != kInserted) continue;
-    standing(node, slot).worth = 0;
-    refresh(node, slot);
+    if (standing(node, column).worth != kInserted) continue;
+    standing(node, column).worth = 0;
+    refresh(node, column);
   }
 }
 
 // A window or a state was put here.
-[[gnu::noinline]] void Eviction::note_standing(Index node, std::size_t slot) {
-  standing(node, slot).worth = 0;
-  credit(node, slot);
-  if (!cells_.row(slot).per_page()) supersede_above(node, slot);
+[[gnu::noinline]] void Eviction::note_standing(Index node, std::size_t column) {
+  standing(node, column).worth = 0;
+  credit(node, column);
+  if (!cells_.component(column).per_page()) supersede_above(node, column);
 }
 
-std::uint32_t Eviction::saved_pages(Index node, std::size_t slot) const {
+std::uint32_t Eviction::saved_pages(Index node, std::size_t column) const {
   Index above = nodes_[node].parent;
-  while (!nodes_[above].root() && cells_.cell(above, slot).absent())
+  while (!nodes_[above].root() && cells_.cell(above, column).absent())
     above = nodes_[above].parent;
   return nodes_[node].end() - nodes_[above].end();
 }
@@ -355,73 +361,73 @@ std::uint32_t Eviction::saved_pages(Index node, std::size_t slot) const {
 // A state was created or used. GreedyDual (Young 1994; Cao and Irani 1997): its worth is what it saves, plus the worth
 // of the last evicted state, so that unused states age. All states have one size and their savings grow with the pages,
 // so pages stand for floating-point operations saved per byte.
-void Eviction::credit(Index node, std::size_t slot) {
-  Standing& at = standing(node, slot);
+void Eviction::credit(Index node, std::size_t column) {
+  Standing& at = standing(node, column);
   at.used = tick_;
-  if (!cells_.row(slot).per_page())
-    at.worth = cells_.row(slot).weighs ? inflation_[slot] + saved_pages(node, slot) : kInserted;
+  if (!cells_.component(column).per_page())
+    at.worth = cells_.component(column).weighs ? inflation_[column] + saved_pages(node, column) : kInserted;
 }
 
 // A sequence has grown past a state. Its next turn starts from the new state; the old one serves only sequences that
 // part in between. It is evicted first, unless a sequence parts there or did.
-void Eviction::supersede_above(Index node, std::size_t slot) {
+void Eviction::supersede_above(Index node, std::size_t column) {
   Index above = nodes_[node].parent;
   for (; !nodes_[above].root() && nodes_[above].children() == 1; above = nodes_[above].parent)
-    if (!cells_.cell(above, slot).absent()) break;
+    if (!cells_.cell(above, column).absent()) break;
   if (nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked) return;
-  standing(above, slot).worth = 0;
-  refresh(above, slot);
+  standing(above, column).worth = 0;
+  refresh(above, column);
 }
 
 // ---------------------------------------------------------------- what goes next
 
-Index Eviction::victim(std::size_t slot) {
-  if (remembers_) return choose(slot);
-  const Order& order = orders_[slot];
+Index Eviction::victim(std::size_t column) {
+  if (remembers_) return choose(column);
+  const Order& order = orders_[column];
   return order.empty() || (!ranks_itself() && order.rank(order.top()).major == kUnranked) ? kNone : order.top();
 }
 
 // The victim after all nodes that get a second chance.
-Index Eviction::choose(std::size_t slot) {
-  const Queues candidates = queues(slot);
+Index Eviction::choose(std::size_t column) {
+  const Queues candidates = queues(column);
   if (candidates.empty()) return kNone;
-  Replacement* const at = replacement(slot);
-  if (!at || (!candidates.empty(0) && goes_first(candidates.top(), slot))) return candidates.top();
+  Replacement* const at = replacement(column);
+  if (!at || (!candidates.empty(0) && goes_first(candidates.top(), column))) return candidates.top();
   for (;;) {
     const Index node = at->victim(candidates);
     if (!at->spares(node)) return node;
-    refresh(node, slot);
+    refresh(node, column);
   }
 }
 
-std::uint32_t Eviction::cut_before(Index node, std::size_t slot) const {
+std::uint32_t Eviction::cut_before(Index node, std::size_t column) const {
   const Node& n = nodes_[node];
-  const std::uint32_t first = cells_.first_needed(node, slot);
-  return standing(node, slot).worth && n.start < first ? first - n.start : n.pages;
+  const std::uint32_t first = cells_.first_needed(node, column);
+  return standing(node, column).worth && n.start < first ? first - n.start : n.pages;
 }
 
-void Eviction::evicted(Index node, std::size_t slot) noexcept {
-  if (cells_.row(slot).weighs && !nodes_[node].removed)
-    inflation_[slot] = std::max(inflation_[slot], standing(node, slot).worth);
+void Eviction::evicted(Index node, std::size_t column) noexcept {
+  if (cells_.component(column).weighs && !nodes_[node].removed)
+    inflation_[column] = std::max(inflation_[column], standing(node, column).worth);
 }
 
-void Eviction::done(std::size_t slot) noexcept {
-  if (replacement(slot)) replacement(slot)->settle(cells_.counts(slot).present, queues(slot));
+void Eviction::done(std::size_t column) noexcept {
+  if (replacement(column)) replacement(column)->settle(cells_.counts(column).present, queues(column));
 }
 
 // Removed nodes are the first of their order.
-Index Eviction::first_removed(std::size_t slot) const {
-  const Queues candidates = queues(slot);
+Index Eviction::first_removed(std::size_t column) const {
+  const Queues candidates = queues(column);
   return !candidates.empty(0) && nodes_[candidates.top()].removed ? candidates.top() : kNone;
 }
 
-Index Eviction::unranked(std::size_t slot) const {
-  const Order& order = orders_[slot];
+Index Eviction::unranked(std::size_t column) const {
+  const Order& order = orders_[column];
   return order.empty() || order.rank(order.top()).major != kUnranked ? kNone : order.top();
 }
 
-void Eviction::rank(Index node, std::size_t slot, Rank rank) {
-  Order& order = orders_[slot];
+void Eviction::rank(Index node, std::size_t column, Rank rank) {
+  Order& order = orders_[column];
   if (node == kNone || !order.contains(node))
     throw BadValue{"node", std::to_string(nodes_.handle(node)), "a candidate for eviction"};
   if (!(rank.major > kUnranked)) throw BadValue{"rank", std::to_string(rank.major), "a number above -infinity"};
@@ -431,32 +437,32 @@ void Eviction::rank(Index node, std::size_t slot, Rank rank) {
 // ---------------------------------------------------------------- check
 
 void Eviction::check() const {
-  for (std::size_t s = 0; s < cells_.slots; ++s) {
+  for (std::size_t column = 0; column < cells_.columns; ++column) {
     std::size_t candidates = 0;
     std::array<std::uint64_t, kQueues> pages{};
     for (Index node = 1; node < nodes_.nodes().size(); ++node) {
-      const Cell& c = cells_.cell(node, s);
-      if (!nodes_[node].live && queues(s).contains(node)) broken(node, "a free node cannot be evicted");
-      candidates += queues(s).contains(node);
-      if (c.present() && replacement(s)) pages[replacement(s)->queue(node)] += c.ids.size();
+      const Cell& c = cells_.cell(node, column);
+      if (!nodes_[node].live && queues(column).contains(node)) broken(node, "a free node cannot be evicted");
+      candidates += queues(column).contains(node);
+      if (c.present() && replacement(column)) pages[replacement(column)->queue(node)] += c.ids.size();
     }
-    for (std::uint32_t queue = 0; replacement(s) && queue < kQueues; ++queue)
-      if (pages[queue] != replacement(s)->size(queue)) broken(kNone, "the pages of each queue are counted");
-    if (!queues(s).sound() || queues(s).size() != candidates) broken(kNone, "the order is a heap");
+    for (std::uint32_t queue = 0; replacement(column) && queue < kQueues; ++queue)
+      if (pages[queue] != replacement(column)->size(queue)) broken(kNone, "the pages of each queue are counted");
+    if (!queues(column).sound() || queues(column).size() != candidates) broken(kNone, "the order is a heap");
   }
 }
 
 void Eviction::check_node(Index node) const {
   const Node& n = nodes_[node];
-  for (std::size_t s = 0; s < cells_.slots; ++s) {
-    const Queues order = queues(s);
-    const bool candidate = cells_.candidate(node, s);
+  for (std::size_t column = 0; column < cells_.columns; ++column) {
+    const Queues order = queues(column);
+    const bool candidate = cells_.candidate(node, column);
     if (order.contains(node) != candidate) broken(node, "exactly the cells that can be evicted are in the order");
-    if (replacement(s) && replacement(s)->offers(node, candidate) != candidate)
+    if (replacement(column) && replacement(column)->offers(node, candidate) != candidate)
       broken(node, "the policy knows the candidates");
     if (!candidate) continue;
-    const bool known = policy_.rank || cells_.row(s).weighs || goes_first(node, s);
-    if (!order.holds(node, known ? place_of(node, s, n.accessed) : Place{order.rank(node)}, n.start))
+    const bool known = policy_.rank || cells_.component(column).weighs || goes_first(node, column);
+    if (!order.holds(node, known ? place_of(node, column, n.accessed) : Place{order.rank(node)}, n.start))
       broken(node, "the order has the node's rank");
   }
   if (remembers_ && names_[node] != name_of(n)) broken(node, "a node has the name of its last page");

@@ -2,9 +2,9 @@
 // answers which node is next, which nodes may be joined, and where a cell must be cut. It reads nodes and cells, and
 // writes what ranks a node: recency, hits, priority.
 //
-// Each slot has an order of its candidates. The cells of full attention rank by the policy. A window or a state has a
+// Each column has an order of its candidates. The cells of full attention rank by the policy. A window or a state has a
 // standing of its own, since a match that passes over it does not use it. A policy that remembers more than the node
-// shows has an object for each slot of the first component (replacement.h); the others pay one test for that.
+// shows has an object for each column of the first component (replacement.h); the others pay one test for that.
 #pragma once
 
 #include <cstdint>
@@ -50,44 +50,44 @@ class Eviction {
   void inherit(Index node, std::uint64_t accessed) noexcept;  // a child that was used up to then is gone
 
   // ---- ids come and go
-  void came(Index node, std::size_t slot) noexcept;     // the cell is not absent any more
-  void settled(Index node, std::size_t slot) noexcept;  // it was in flight and is present
-  void gone(Index node, std::size_t slot, bool was_present) noexcept;
+  void came(Index node, std::size_t column) noexcept;     // the cell is not absent any more
+  void settled(Index node, std::size_t column) noexcept;  // it was in flight and is present
+  void gone(Index node, std::size_t column, bool was_present) noexcept;
   void trim(Index node, std::uint32_t tier,
-            std::uint32_t pages) noexcept;              // it is about to lose its last pages of key and name
-  void refresh(Index node, std::size_t slot) noexcept;  // its locks, or its standing, have changed
-  void refresh(Index node) noexcept;                    // in all slots
+            std::uint32_t pages) noexcept;                // it is about to lose its last pages of key and name
+  void refresh(Index node, std::size_t column) noexcept;  // its locks, or its standing, have changed
+  void refresh(Index node) noexcept;                      // in all columns
 
   // ---- use
   void asked(std::string_view ns, const Walk& path, Bytes key) noexcept;
-  void found(const Walk& path) noexcept;                            // a match includes these nodes
-  void ended(Index node, std::size_t slot, double worth) noexcept;  // a match, or an insertion, ends here
-  void end_window(Index node, std::size_t slot, double worth) noexcept;
-  void pass_window(Index node, std::size_t slot) noexcept;   // the prefix that ended here has grown
-  void visited(Index node, std::int32_t priority) noexcept;  // an insertion goes through the node
-  void in_use(Index node, std::uint32_t tier) noexcept;      // a lock has kept it until now
+  void found(const Walk& path) noexcept;                              // a match includes these nodes
+  void ended(Index node, std::size_t column, double worth) noexcept;  // a match, or an insertion, ends here
+  void end_window(Index node, std::size_t column, double worth) noexcept;
+  void pass_window(Index node, std::size_t column) noexcept;  // the prefix that ended here has grown
+  void visited(Index node, std::int32_t priority) noexcept;   // an insertion goes through the node
+  void in_use(Index node, std::uint32_t tier) noexcept;       // a lock has kept it until now
 
   // ---- what goes next
-  Index victim(std::size_t slot);  // kNone: there is no candidate, or it waits for a rank
+  Index victim(std::size_t column);  // kNone: there is no candidate, or it waits for a rank
   // How many ids of a victim to take before the next one is chosen.
-  std::uint64_t at_once(Index node, std::size_t slot, std::uint64_t want) const {
-    return replacement(slot) ? std::min(want, replacement(slot)->at_once(node)) : want;
+  std::uint64_t at_once(Index node, std::size_t column, std::uint64_t want) const {
+    return replacement(column) ? std::min(want, replacement(column)->at_once(node)) : want;
   }
   // How many pages of a window's cell go together: those before the window that ends at the node, if there are any.
-  std::uint32_t cut_before(Index node, std::size_t slot) const;
-  void evicted(Index node, std::size_t slot) noexcept;            // the victim is about to go
-  void done(std::size_t slot) noexcept;                           // an eviction ends
-  Index first_removed(std::size_t slot) const;                    // a candidate that was removed, or kNone
-  std::uint32_t saved_pages(Index node, std::size_t slot) const;  // need not be computed, because a state lies here
+  std::uint32_t cut_before(Index node, std::size_t column) const;
+  void evicted(Index node, std::size_t column) noexcept;            // the victim is about to go
+  void done(std::size_t column) noexcept;                           // an eviction ends
+  Index first_removed(std::size_t column) const;                    // a candidate that was removed, or kNone
+  std::uint32_t saved_pages(Index node, std::size_t column) const;  // need not be computed, because a state lies here
   // How many of the first pages to come may be one node: those with one past.
   std::uint32_t alike_pages(std::uint64_t name, std::uint32_t tier, std::uint32_t depth, Bytes pages) noexcept {
-    return replacement(cells_.slot(0, tier))->alike_pages(name, depth, pages);
+    return replacement(cells_.column_of(0, tier))->alike_pages(name, depth, pages);
   }
   std::uint64_t name(Index node) const { return names_[node]; }
 
   // Policy "external".
-  Index unranked(std::size_t slot) const;
-  void rank(Index node, std::size_t slot, Rank rank);
+  Index unranked(std::size_t column) const;
+  void rank(Index node, std::size_t column, Rank rank);
 
   std::size_t bytes() const;
   void check() const;
@@ -98,27 +98,27 @@ class Eviction {
 
   std::uint64_t name_of(const Node& node) const;  // from the one above
   // The rank and the place of a node as if it had last been used at `accessed`.
-  Rank rank_of(Index node, std::size_t slot, std::uint64_t accessed) const;
-  Rank rank_by_standing(Index node, std::size_t slot, std::uint64_t accessed) const;
-  Place place_of(Index node, std::size_t slot, std::uint64_t accessed) const;
-  bool goes_first(Index node, std::size_t slot) const;
-  void put(Index node, std::size_t slot);
-  void drop(Index node, std::size_t slot);
-  void put_in_queue(Index node, std::size_t slot);
-  void drop_from_queue(Index node, std::size_t slot);
+  Rank rank_of(Index node, std::size_t column, std::uint64_t accessed) const;
+  Rank rank_by_standing(Index node, std::size_t column, std::uint64_t accessed) const;
+  Place place_of(Index node, std::size_t column, std::uint64_t accessed) const;
+  bool goes_first(Index node, std::size_t column) const;
+  void put(Index node, std::size_t column);
+  void drop(Index node, std::size_t column);
+  void put_in_queue(Index node, std::size_t column);
+  void drop_from_queue(Index node, std::size_t column);
   void touch(Index node, std::uint64_t tick);
-  void credit(Index node, std::size_t slot);
-  void supersede_above(Index node, std::size_t slot);
-  void note_standing(Index node, std::size_t slot);
-  Index choose(std::size_t slot);
-  std::uint64_t used(Index node, std::size_t slot) const;
-  Standing& standing(Index node, std::size_t slot) { return standings_[std::size_t{node} * cells_.slots + slot]; }
-  const Standing& standing(Index node, std::size_t slot) const {
-    return standings_[std::size_t{node} * cells_.slots + slot];
+  void credit(Index node, std::size_t column);
+  void supersede_above(Index node, std::size_t column);
+  void note_standing(Index node, std::size_t column);
+  Index choose(std::size_t column);
+  std::uint64_t used(Index node, std::size_t column) const;
+  Standing& standing(Index node, std::size_t column) { return standings_[std::size_t{node} * cells_.columns + column]; }
+  const Standing& standing(Index node, std::size_t column) const {
+    return standings_[std::size_t{node} * cells_.columns + column];
   }
-  Replacement* replacement(std::size_t slot) const { return remembers_ ? replacements_[slot].get() : nullptr; }
-  Queues queues(std::size_t slot) const { return {&orders_[slot], cells_.slots, queue_count_}; }
-  Order& order(std::size_t slot, std::uint32_t queue) { return orders_[queue * cells_.slots + slot]; }
+  Replacement* replacement(std::size_t column) const { return remembers_ ? replacements_[column].get() : nullptr; }
+  Queues queues(std::size_t column) const { return {&orders_[column], cells_.columns, queue_count_}; }
+  Order& order(std::size_t column, std::uint32_t queue) { return orders_[queue * cells_.columns + column]; }
 
   Structure& nodes_;
   const Residency& cells_;
@@ -127,12 +127,12 @@ class Eviction {
   const bool remembers_;
   const bool has_standings_;  // there are windows or states
   std::uint64_t tick_ = 0;
-  std::vector<Order> orders_;  // by queue, then by slot
+  std::vector<Order> orders_;  // by queue, then by column
   std::uint32_t queue_count_ = 1;
-  Array<Standing> standings_;                               // by node, then by slot
-  std::vector<double> inflation_;                           // by slot: the worth of the last state that was evicted
+  Array<Standing> standings_;                               // by node, then by column
+  std::vector<double> inflation_;                           // by column: the worth of the last state that was evicted
   Array<std::uint64_t> names_;                              // by node, where the policy remembers
-  std::vector<std::unique_ptr<Replacement>> replacements_;  // by slot; null: ranks
+  std::vector<std::unique_ptr<Replacement>> replacements_;  // by column; null: ranks
 };
 
 }  // namespace mainstem

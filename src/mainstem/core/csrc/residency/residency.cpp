@@ -12,15 +12,15 @@ namespace mainstem {
 Residency::Residency(const Structure& nodes, std::vector<Component> rows_, std::uint32_t tiers_)
     : rows(std::move(rows_)),
       tiers(tiers_),
-      slots(rows.size() * tiers),
-      single_cell(slots == 1 && rows[0].leaf_only()),
+      columns(rows.size() * tiers),
+      single_cell(columns == 1 && rows[0].leaf_only()),
       nodes_(nodes) {
   require(tiers >= 1 && tiers <= kMaxTiers, "tiers", tiers, "1 to 3");
   require(!rows.empty() && rows.size() <= kMaxComponents, "components", rows.size(), "1 to 8 of them");
-  for (std::size_t s = 0; s < slots; ++s)
-    row_of_slot_.push_back(rows[component_of(s)]);
-  counts_.resize(slots);
-  rooms_.resize(slots);
+  for (std::size_t column = 0; column < columns; ++column)
+    component_of_column_.push_back(rows[component_index(column)]);
+  counts_.resize(columns);
+  rooms_.resize(columns);
 }
 
 std::size_t Residency::bytes() const {
@@ -33,14 +33,14 @@ std::size_t Residency::bytes() const {
 // ---------------------------------------------------------------- what a node holds
 
 bool Residency::empty(Index node) const {
-  for (std::size_t s = 0; s < slots; ++s)
-    if (!cell(node, s).absent()) return false;
+  for (std::size_t column = 0; column < columns; ++column)
+    if (!cell(node, column).absent()) return false;
   return true;
 }
 
 bool Residency::empty_of(Index node, std::uint32_t component) const {
   for (std::uint32_t tier = 0; tier < tiers; ++tier)
-    if (!cell(node, slot(component, tier)).absent()) return false;
+    if (!cell(node, column_of(component, tier)).absent()) return false;
   return true;
 }
 
@@ -63,25 +63,25 @@ bool Residency::dead(Index node) const {
 }
 
 bool Residency::only_on(Index node, std::uint32_t tier) const {
-  for (std::size_t s = 0; s < slots; ++s)
-    if (tier_of(s) != tier && (!cell(node, s).absent() || pinned(node, tier_of(s)))) return false;
+  for (std::size_t column = 0; column < columns; ++column)
+    if (tier_of(column) != tier && (!cell(node, column).absent() || pinned(node, tier_of(column)))) return false;
   return true;
 }
 
-bool Residency::has(Index node, std::size_t slot, std::uint32_t begin) const {
-  if (!row(slot).per_page()) return node != kNone && cell(node, slot).present();
+bool Residency::has(Index node, std::size_t column, std::uint32_t begin) const {
+  if (!component(column).per_page()) return node != kNone && cell(node, column).present();
   for (Index at = node; at != kNone && nodes_[at].end() > begin; at = nodes_[at].parent)
-    if (!cell(at, slot).present()) return false;
+    if (!cell(at, column).present()) return false;
   return true;
 }
 
-void Residency::copy_ids(Index node, std::size_t slot, std::uint32_t begin, std::int32_t* out) const {
+void Residency::copy_ids(Index node, std::size_t column, std::uint32_t begin, std::int32_t* out) const {
   for (Index at = node; at != kNone && nodes_[at].end() > begin; at = nodes_[at].parent) {
-    const Cell& c = cell(at, slot);
+    const Cell& c = cell(at, column);
     const std::uint32_t skipped = std::max(begin, nodes_[at].start) - nodes_[at].start;
     const std::uint32_t pages = nodes_[at].pages - skipped;
     std::int32_t* to = out + (nodes_[at].start + skipped - begin);
-    if (row(slot).per_page() && !c.absent()) {
+    if (component(column).per_page() && !c.absent()) {
       std::memcpy(to, c.ids.data() + skipped, pages * sizeof(std::int32_t));
     } else {
       std::fill_n(to, pages, -1);
@@ -117,10 +117,10 @@ Reach Residency::reach(const Walk& path) const {
     for (std::uint32_t tier = 0; tier < tiers; ++tier) {
       bool all = true;
       for (std::uint32_t c = 0; c < components(); ++c) {
-        const Cell& at = cell(step.node, slot(c, tier));
+        const Cell& at = cell(step.node, column_of(c, tier));
         usable[c] = usable[c] || at.present();
         pending = pending || at.in_flight();
-        Coverage& coverage = cover[slot(c, tier)];
+        Coverage& coverage = cover[column_of(c, tier)];
         coverage.pass(rows[c], usable[c], end, step.pages == n.pages);
         all = all && coverage.allows(rows[c], end, nodes_.page_size);
       }
@@ -151,7 +151,7 @@ std::uint32_t Residency::last_boundary(std::uint32_t start, std::uint32_t end, s
   if (apart == 0) return 0;
   const auto allows = [&](std::uint32_t at) {
     for (std::uint32_t c = 0; c < components(); ++c)
-      if (usable[c] ? !rows[c].per_page() || !cover[slot(c, tier)].allows(rows[c], at, nodes_.page_size)
+      if (usable[c] ? !rows[c].per_page() || !cover[column_of(c, tier)].allows(rows[c], at, nodes_.page_size)
                     : rows[c].needs_before(at, nodes_.page_size))
         return false;
     return true;
@@ -163,43 +163,43 @@ std::uint32_t Residency::last_boundary(std::uint32_t start, std::uint32_t end, s
 
 // ---------------------------------------------------------------- ids come and go
 
-void Residency::occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) noexcept {
-  Cell& c = cell(node, slot);
+void Residency::occupy(Index node, std::size_t column, Run<std::int32_t>&& ids, Index transfer) noexcept {
+  Cell& c = cell(node, column);
   assert(c.absent());
   c.ids = std::move(ids);
   c.transfer = transfer == kNone ? kHere : transfer;
-  counts_[slot].add(c, +1);
-  ++cell(nodes_[node].parent, slot).holders;
+  counts_[column].add(c, +1);
+  ++cell(nodes_[node].parent, column).holders;
 }
 
-Run<std::int32_t> Residency::vacate(Index node, std::size_t slot) noexcept {
-  Cell& c = cell(node, slot);
+Run<std::int32_t> Residency::vacate(Index node, std::size_t column) noexcept {
+  Cell& c = cell(node, column);
   assert(!c.absent() && (c.in_flight() || c.locks == 0));
-  counts_[slot].add(c, -1);
+  counts_[column].add(c, -1);
   c.transfer = kNone;
-  --cell(nodes_[node].parent, slot).holders;
+  --cell(nodes_[node].parent, column).holders;
   return std::move(c.ids);
 }
 
-void Residency::settle(Index node, std::size_t slot) noexcept {
-  Cell& c = cell(node, slot);
-  counts_[slot].add(c, -1);
+void Residency::settle(Index node, std::size_t column) noexcept {
+  Cell& c = cell(node, column);
+  counts_[column].add(c, -1);
   c.transfer = kHere;
-  counts_[slot].add(c, +1);
+  counts_[column].add(c, +1);
 }
 
-void Residency::drop_back(Index node, std::size_t slot, std::uint32_t pages, Ids* freed) {
-  Cell& c = cell(node, slot);
+void Residency::drop_back(Index node, std::size_t column, std::uint32_t pages, Ids* freed) {
+  Cell& c = cell(node, column);
   const std::int32_t* end = c.ids.data() + c.ids.size();
   freed->insert(freed->end(), end - pages, end);
   c.ids.drop_back(pages);
-  counts_[slot].present -= pages;
+  counts_[column].present -= pages;
 }
 
 // ---------------------------------------------------------------- locks and pins
 
-bool Residency::lock(Index node, std::size_t slot, int by) {
-  Cell& c = cell(node, slot);
+bool Residency::lock(Index node, std::size_t column, int by) {
+  Cell& c = cell(node, column);
   const bool before = c.locks > 0;
   assert(by > 0 || c.locks > 0);
   c.locks += static_cast<std::uint32_t>(by);
@@ -207,11 +207,11 @@ bool Residency::lock(Index node, std::size_t slot, int by) {
   if (before == after) return false;
   if (c.present()) {
     if (after)
-      counts_[slot].locked += c.ids.size();
+      counts_[column].locked += c.ids.size();
     else
-      counts_[slot].locked -= c.ids.size();
+      counts_[column].locked -= c.ids.size();
   }
-  return c.holders == 0 || !row(slot).leaf_only();  // others are never candidates, locked or not
+  return c.holders == 0 || !component(column).leaf_only();  // others are never candidates, locked or not
 }
 
 bool Residency::pinned(Index node) const {
@@ -240,18 +240,19 @@ void Residency::unpin_for_detached(Index parent) noexcept {
 // ---------------------------------------------------------------- nodes come, go, are cut and joined
 
 void Residency::reserve(std::size_t nodes) {
-  cells_.resize(nodes * slots);
+  cells_.resize(nodes * columns);
   pins_.resize(nodes * tiers);
 }
 
 void Residency::free(Index node) noexcept {
-  for (std::size_t s = 0; s < slots; ++s)
-    cell(node, s) = Cell{};
+  for (std::size_t column = 0; column < columns; ++column)
+    cell(node, column) = Cell{};
 }
 
 void Residency::make_room_to_cut(Index node, std::uint32_t pages) {
-  for (std::size_t s = 0; s < slots; ++s)
-    if (row(s).per_page() && !cell(node, s).absent()) rooms_[s] = cell(node, s).ids.room(pages);
+  for (std::size_t column = 0; column < columns; ++column)
+    if (component(column).per_page() && !cell(node, column).absent())
+      rooms_[column] = cell(node, column).ids.room(pages);
 }
 
 // What a cut does to each cell, on every tier:
@@ -260,16 +261,16 @@ void Residency::make_room_to_cut(Index node, std::uint32_t pages) {
 //                  window begins at a node boundary, so that it covers both halves or ends between nodes
 //   state          stays with the lower half, with its locks; the upper half has none
 void Residency::cut(Index upper, Index lower) noexcept {
-  for (std::size_t s = 0; s < slots; ++s) {
-    Cell& low = cell(lower, s);
-    Cell& up = cell(upper, s);
+  for (std::size_t column = 0; column < columns; ++column) {
+    Cell& low = cell(lower, column);
+    Cell& up = cell(upper, column);
     up.holders = low.absent() ? 0 : 1;
-    if (row(s).per_page()) {
+    if (component(column).per_page()) {
       up.locks = low.locks;
       up.transfer = low.transfer;
-      if (!low.absent()) up.ids = low.ids.take_front(nodes_[upper].pages, std::move(rooms_[s]));
+      if (!low.absent()) up.ids = low.ids.take_front(nodes_[upper].pages, std::move(rooms_[column]));
     } else if (!low.absent()) {
-      --cell(nodes_[upper].parent, s).holders;
+      --cell(nodes_[upper].parent, column).holders;
     }
   }
 }
@@ -278,30 +279,32 @@ void Residency::cut(Index upper, Index lower) noexcept {
 // lie there.
 bool Residency::may_join(Index upper, Index lower) const {
   if (pinned(upper)) return false;
-  for (std::size_t s = 0; s < slots; ++s) {
-    const Cell& up = cell(upper, s);
-    const Cell& low = cell(lower, s);
-    if (row(s).per_page() ? up.in_flight() || up.transfer != low.transfer || up.locks != low.locks : !up.absent())
+  for (std::size_t column = 0; column < columns; ++column) {
+    const Cell& up = cell(upper, column);
+    const Cell& low = cell(lower, column);
+    if (component(column).per_page() ? up.in_flight() || up.transfer != low.transfer || up.locks != low.locks
+                                     : !up.absent())
       return false;
   }
   return true;
 }
 
 void Residency::make_room_to_join(Index upper, Index lower) {
-  for (std::size_t s = 0; s < slots; ++s)
-    rooms_[s] = cell(upper, s).ids.room_after(cell(lower, s).ids.size(), Structure::kJoinedBytes / nodes_.page_bytes);
+  for (std::size_t column = 0; column < columns; ++column)
+    rooms_[column] =
+        cell(upper, column).ids.room_after(cell(lower, column).ids.size(), Structure::kJoinedBytes / nodes_.page_bytes);
 }
 
 // The reverse of a cut; the nodes are joined already.
 void Residency::join(Index upper, Index lower) noexcept {
-  for (std::size_t s = 0; s < slots; ++s) {
-    Cell& up = cell(upper, s);
-    Cell& low = cell(lower, s);
-    if (row(s).per_page()) {
-      up.ids.append(low.ids, std::move(rooms_[s]));
+  for (std::size_t column = 0; column < columns; ++column) {
+    Cell& up = cell(upper, column);
+    Cell& low = cell(lower, column);
+    if (component(column).per_page()) {
+      up.ids.append(low.ids, std::move(rooms_[column]));
       low.ids = std::move(up.ids);
     } else if (!low.absent()) {
-      ++cell(nodes_[lower].parent, s).holders;
+      ++cell(nodes_[lower].parent, column).holders;
     }
   }
 }
@@ -310,8 +313,8 @@ void Residency::join(Index upper, Index lower) noexcept {
 
 void Residency::check() const {
   check_locks();
-  for (std::size_t s = 0; s < slots; ++s)
-    check_counts(s);
+  for (std::size_t column = 0; column < columns; ++column)
+    check_counts(column);
 }
 
 void Residency::check_node(Index node) const {
@@ -323,20 +326,20 @@ void Residency::check_node(Index node) const {
     broken(node, "a detached node pins its parent");
   if (n.root() && n.branches == 0 && !pinned(node, kDevice)) broken(node, "a root has at least one child");
   if (!n.root() && dead(node)) broken(node, "a node has a cell, a child or a lock");
-  for (std::size_t s = 0; s < slots; ++s) {
-    const Cell& c = cell(node, s);
-    const std::size_t expected = c.absent() ? 0 : row(s).ids(n.pages);
+  for (std::size_t column = 0; column < columns; ++column) {
+    const Cell& c = cell(node, column);
+    const std::size_t expected = c.absent() ? 0 : component(column).ids(n.pages);
     if (c.ids.size() != expected) broken(node, "a cell has an id for each page, or none");
     if (c.in_flight() && (c.transfer >= nodes_.nodes().size() || !nodes_[c.transfer].live))
       broken(node, "a cell in flight names its transfer");
     if (n.root() && !c.absent()) broken(node, "a root holds no pages");
     std::uint32_t holders = 0;
     for (Index at = n.first_child; at != kNone; at = nodes_[at].next)
-      holders += !cell(at, s).absent();
-    if (row(s).leaf_only() && c.absent() && holders > 0 && !n.root() && !n.removed)
+      holders += !cell(at, column).absent();
+    if (component(column).leaf_only() && c.absent() && holders > 0 && !n.root() && !n.removed)
       broken(node, "a child holds a cell only if its parent does");
     for (const Index at : detached)
-      holders += !cell(at, s).absent();
+      holders += !cell(at, column).absent();
     if (holders != c.holders) broken(node, "children that hold a cell are counted");
   }
 }
@@ -346,15 +349,15 @@ void Residency::check_locks() const {
   std::vector<std::uint32_t> expected(cells_.size(), 0);
   const auto hold = [&](Index node, std::uint32_t tier, std::uint32_t times) {
     for (std::uint32_t c = 0; c < components(); ++c) {
-      const std::size_t s = slot(c, tier);
+      const std::size_t column = column_of(c, tier);
       if (!rows[c].per_page()) {
-        expected[std::size_t{node} * slots + s] += times;
+        expected[std::size_t{node} * columns + column] += times;
         continue;
       }
-      const std::uint32_t first = first_locked(node, s);
+      const std::uint32_t first = first_locked(node, column);
       Index at = node;
       for (; !nodes_[at].root() && nodes_[at].start >= first; at = nodes_[at].parent)
-        expected[std::size_t{at} * slots + s] += times;
+        expected[std::size_t{at} * columns + column] += times;
       if (nodes_[at].end() > first) broken(node, "a window lock begins at a node boundary");
     }
   };
@@ -363,25 +366,26 @@ void Residency::check_locks() const {
     for (std::uint32_t tier = 0; tier < tiers; ++tier) {
       std::uint32_t times = locks_taken(node, tier);
       for (std::uint32_t c = 0; c < components(); ++c)
-        times += cell(node, slot(c, tier)).transfer == node;
+        times += cell(node, column_of(c, tier)).transfer == node;
       if (times) hold(node, tier, times);
     }
   }
   for (Index node = 1; node < nodes_.nodes().size(); ++node)
-    for (std::size_t s = 0; s < slots; ++s)
-      if (cell(node, s).locks != expected[std::size_t{node} * slots + s]) broken(node, "locks add up along the path");
+    for (std::size_t column = 0; column < columns; ++column)
+      if (cell(node, column).locks != expected[std::size_t{node} * columns + column])
+        broken(node, "locks add up along the path");
 }
 
-void Residency::check_counts(std::size_t slot) const {
+void Residency::check_counts(std::size_t column) const {
   CellCounts sum;
   std::unordered_set<std::int32_t> seen;
   for (Index node = 1; node < nodes_.nodes().size(); ++node) {
-    const Cell& c = cell(node, slot);
+    const Cell& c = cell(node, column);
     sum.add(c, +1);
     for (std::size_t i = 0; i < c.ids.size(); ++i)
       if (!seen.insert(c.ids[i]).second) broken(node, "page " + std::to_string(c.ids[i]) + " has one owner");
   }
-  if (sum != counts_[slot]) broken(kNone, "pages are counted");
+  if (sum != counts_[column]) broken(kNone, "pages are counted");
 }
 
 }  // namespace mainstem

@@ -1,7 +1,7 @@
 // Residency: which ids each node holds, by component and tier, and what keeps them there: locks, pins and transfers. It
 // knows the nodes and their links. It knows no keys and no policy.
 //
-// A slot is a component on a tier; a node has a cell for each. What can fail is done before anything changes:
+// A column is a component on a tier; a node has a cell for each. What can fail is done before anything changes:
 // reserve(), make_room_to_cut(), make_room_to_join().
 #pragma once
 
@@ -54,37 +54,37 @@ class Residency {
 
   const std::vector<Component> rows;
   const std::uint32_t tiers;
-  const std::size_t slots;
+  const std::size_t columns;
   const bool single_cell;  // full attention on one tier: only leaves can be evicted, and a match may end anywhere
 
   // ---- addresses
   std::uint32_t components() const { return static_cast<std::uint32_t>(rows.size()); }
-  std::size_t slot(std::uint32_t component, std::uint32_t tier) const { return component * tiers + tier; }
-  std::uint32_t tier_of(std::size_t slot) const { return static_cast<std::uint32_t>(slot % tiers); }
-  std::uint32_t component_of(std::size_t slot) const { return static_cast<std::uint32_t>(slot / tiers); }
-  const Component& row(std::size_t slot) const { return row_of_slot_[slot]; }
-  Cell& cell(Index node, std::size_t slot) { return cells_[std::size_t{node} * slots + slot]; }
-  const Cell& cell(Index node, std::size_t slot) const { return cells_[std::size_t{node} * slots + slot]; }
+  std::size_t column_of(std::uint32_t component, std::uint32_t tier) const { return component * tiers + tier; }
+  std::uint32_t tier_of(std::size_t column) const { return static_cast<std::uint32_t>(column % tiers); }
+  std::uint32_t component_index(std::size_t column) const { return static_cast<std::uint32_t>(column / tiers); }
+  const Component& component(std::size_t column) const { return component_of_column_[column]; }
+  Cell& cell(Index node, std::size_t column) { return cells_[std::size_t{node} * columns + column]; }
+  const Cell& cell(Index node, std::size_t column) const { return cells_[std::size_t{node} * columns + column]; }
   void require_tier(std::uint32_t tier) const {
     if (tier >= tiers) throw BadValue{"tier", std::to_string(tier), "below " + std::to_string(tiers)};
   }
-  std::size_t find_slot(std::uint32_t component, std::uint32_t tier) const {  // of a caller's numbers
+  std::size_t find_column(std::uint32_t component, std::uint32_t tier) const {  // of a caller's numbers
     require_tier(tier);
-    if (component < components()) return slot(component, tier);
+    if (component < components()) return column_of(component, tier);
     throw BadValue{"component", std::to_string(component), "below " + std::to_string(components())};
   }
   // The first page that a match ending at this node needs, and that a lock there holds.
-  std::uint32_t first_needed(Index node, std::size_t slot) const {
-    return row(slot).first_needed(nodes_[node].end(), nodes_.page_size);
+  std::uint32_t first_needed(Index node, std::size_t column) const {
+    return component(column).first_needed(nodes_[node].end(), nodes_.page_size);
   }
-  std::uint32_t first_locked(Index node, std::size_t slot) const {
-    return row(slot).first_locked(nodes_[node].end(), nodes_.page_size);
+  std::uint32_t first_locked(Index node, std::size_t column) const {
+    return component(column).first_locked(nodes_[node].end(), nodes_.page_size);
   }
 
   // ---- what a node holds
-  bool candidate(Index node, std::size_t slot) const {  // can it be evicted
-    const Cell& c = cell(node, slot);
-    return c.present() && c.locks == 0 && !(row(slot).leaf_only() && c.holders > 0);
+  bool candidate(Index node, std::size_t column) const {  // can it be evicted
+    const Cell& c = cell(node, column);
+    return c.present() && c.locks == 0 && !(component(column).leaf_only() && c.holders > 0);
   }
   bool empty(Index node) const;
   bool empty_of(Index node, std::uint32_t component) const;
@@ -92,25 +92,25 @@ class Residency {
   bool unused_from(Index node) const;          // nothing is held or locked here or below, as after a cancelled transfer
   bool dead(Index node) const;                 // no child, no pin and no cell: the node may go
   bool only_on(Index node, std::uint32_t tier) const;
-  bool has(Index node, std::size_t slot, std::uint32_t begin) const;
-  void copy_ids(Index node, std::size_t slot, std::uint32_t begin, std::int32_t* out) const;
-  const CellCounts& counts(std::size_t slot) const { return counts_[slot]; }
+  bool has(Index node, std::size_t column, std::uint32_t begin) const;
+  void copy_ids(Index node, std::size_t column, std::uint32_t begin, std::int32_t* out) const;
+  const CellCounts& counts(std::size_t column) const { return counts_[column]; }
   Reach reach(const Walk& path) const;
 
   // ---- ids come and go
   // Puts ids into an absent cell: present, or in flight with the name of `transfer`.
-  void occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) noexcept;
-  Run<std::int32_t> vacate(Index node, std::size_t slot) noexcept;
-  void settle(Index node, std::size_t slot) noexcept;                             // in flight -> present
-  void drop_back(Index node, std::size_t slot, std::uint32_t pages, Ids* freed);  // `freed` has room
+  void occupy(Index node, std::size_t column, Run<std::int32_t>&& ids, Index transfer) noexcept;
+  Run<std::int32_t> vacate(Index node, std::size_t column) noexcept;
+  void settle(Index node, std::size_t column) noexcept;                             // in flight -> present
+  void drop_back(Index node, std::size_t column, std::uint32_t pages, Ids* freed);  // `freed` has room
 
   // ---- locks and pins
   // Adds or takes one lock. Whether that may have made the node a candidate, or ended that.
-  bool lock(Index node, std::size_t slot, int by);
+  bool lock(Index node, std::size_t column, int by);
   // Locks (+1) or unlocks (-1) the prefix that ends at `node`, below `stop`; `changed` is called with each
   // node that may have become a candidate, or is none any more.
   template <class Changed>
-  void lock_path(Index node, Index stop, std::size_t slot, int by, Changed changed);
+  void lock_path(Index node, Index stop, std::size_t column, int by, Changed changed);
   bool pinned(Index node, std::uint32_t tier) const { return pins_[std::size_t{node} * tiers + tier] > 0; }
   bool pinned(Index node) const;
   void pin(Index node, std::uint32_t tier, int by) {
@@ -139,32 +139,32 @@ class Residency {
  private:
   friend struct Probe;
 
-  using Covers = std::array<Coverage, kMaxComponents * kMaxTiers>;  // by slot
+  using Covers = std::array<Coverage, kMaxComponents * kMaxTiers>;  // by column
   using Usable = std::array<bool, kMaxComponents>;                  // by component, on a tier and those above
 
   std::uint32_t last_boundary(std::uint32_t start, std::uint32_t end, std::uint32_t tier, const Usable& usable,
                               const Covers& cover) const;
   void check_locks() const;
-  void check_counts(std::size_t slot) const;
+  void check_counts(std::size_t column) const;
 
   const Structure& nodes_;
-  std::vector<Component> row_of_slot_;
-  Array<Cell> cells_;                                  // by node, then by slot
+  std::vector<Component> component_of_column_;
+  Array<Cell> cells_;                                  // by node, then by column
   Array<std::uint32_t> pins_;                          // by node, then by tier
   std::unordered_map<Index, std::uint32_t> detached_;  // nodes with detached children, and how many
   std::vector<CellCounts> counts_;
-  std::vector<Run<std::int32_t>::Room> rooms_;  // by slot, for ids that are about to be cut or joined
+  std::vector<Run<std::int32_t>::Room> rooms_;  // by column, for ids that are about to be cut or joined
 };
 
 template <class Changed>
-void Residency::lock_path(Index node, Index stop, std::size_t slot, int by, Changed changed) {
-  if (!row(slot).per_page()) {
-    if (lock(node, slot, by)) changed(node);
+void Residency::lock_path(Index node, Index stop, std::size_t column, int by, Changed changed) {
+  if (!component(column).per_page()) {
+    if (lock(node, column, by)) changed(node);
     return;
   }
-  const std::uint32_t first = first_locked(node, slot);
+  const std::uint32_t first = first_locked(node, column);
   for (; node != stop && !nodes_[node].root() && nodes_[node].start >= first; node = nodes_[node].parent)
-    if (lock(node, slot, by)) changed(node);
+    if (lock(node, column, by)) changed(node);
 }
 
 }  // namespace mainstem

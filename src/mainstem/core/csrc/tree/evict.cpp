@@ -19,17 +19,17 @@ void Tree::reserve_freed(Index node, std::vector<Ids>* freed) const {
 // Cuts the last pages off a leaf that is on this tier only. Its end moves, so its handles go stale.
 void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed) {
   for (std::uint32_t c = 0; c < cells_.components(); ++c) {
-    const std::size_t s = cells_.slot(c, tier);
-    if (cells_.cell(node, s).absent()) continue;
+    const std::size_t column = cells_.column_of(c, tier);
+    if (cells_.cell(node, column).absent()) continue;
     if (cells_.rows[c].per_page())
-      cells_.drop_back(node, s, pages, &(*freed)[c]);
+      cells_.drop_back(node, column, pages, &(*freed)[c]);
     else
-      vacate_into(node, s, &(*freed)[c]);
+      vacate_into(node, column, &(*freed)[c]);
   }
   eviction_.trim(node, tier, pages);
   nodes_.drop_back(node, pages);
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
-    eviction_.refresh(node, cells_.slot(c, tier));
+    eviction_.refresh(node, cells_.column_of(c, tier));
 }
 
 // Takes at most `want` ids of a component from a node. Full attention goes from the end of the node, with the other
@@ -37,13 +37,13 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
 void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, std::uint32_t tier,
                      std::vector<Ids>* freed) {
   const Component& row = cells_.rows[component];
-  const std::size_t s = cells_.slot(component, tier);
+  const std::size_t column = cells_.column_of(component, tier);
   const std::uint32_t pages = nodes_[node].pages;
   reserve_freed(node, freed);
   if (!row.leaf_only()) {
-    if (row.per_page()) want = std::min<std::uint64_t>(want, eviction_.cut_before(node, s));
+    if (row.per_page()) want = std::min<std::uint64_t>(want, eviction_.cut_before(node, column));
     if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
-    vacate_into(node, s, &(*freed)[component]);
+    vacate_into(node, column, &(*freed)[component]);
     if (cells_.dead(node)) {
       reap(node);
     } else if (!cells_.single_cell) {
@@ -61,7 +61,8 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
     split(node, pages - cut);
   }
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
-    if (!cells_.cell(node, cells_.slot(c, tier)).absent()) vacate_into(node, cells_.slot(c, tier), &(*freed)[c]);
+    if (!cells_.cell(node, cells_.column_of(c, tier)).absent())
+      vacate_into(node, cells_.column_of(c, tier), &(*freed)[c]);
   if (cells_.dead(node))
     reap(node);
   else
@@ -69,29 +70,29 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
 }
 
 std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier) {
-  const std::size_t s = cells_.find_slot(component, tier);
+  const std::size_t column = cells_.find_column(component, tier);
   std::vector<Ids> freed(cells_.components());
   Ids& asked = freed[component];
   while (asked.size() < want) {
-    const Index node = eviction_.victim(s);
+    const Index node = eviction_.victim(column);
     if (node == kNone) break;
-    eviction_.evicted(node, s);
+    eviction_.evicted(node, column);
     try {
-      evict_one(node, eviction_.at_once(node, s, want - asked.size()), component, tier, &freed);
+      evict_one(node, eviction_.at_once(node, column, want - asked.size()), component, tier, &freed);
     } catch (const std::bad_alloc&) {
       if (asked.empty()) throw;
       break;  // keep what was freed before
     }
   }
   counters_.evicted_pages += asked.size();
-  if (!asked.empty()) eviction_.done(s);
+  if (!asked.empty()) eviction_.done(column);
   return freed;
 }
 
 Ids Tree::drop(Handle handle, std::uint64_t pages, std::uint32_t tier) {
   cells_.require_tier(tier);
   const Index node = nodes_.resolve(handle);
-  if (node == kNone || !cells_.candidate(node, cells_.slot(0, tier)))
+  if (node == kNone || !cells_.candidate(node, cells_.column_of(0, tier)))
     throw BadValue{"node", std::to_string(handle), "a candidate for eviction"};
   std::vector<Ids> freed(cells_.components());
   if (pages) evict_one(node, pages, 0, tier, &freed);
@@ -100,7 +101,7 @@ Ids Tree::drop(Handle handle, std::uint64_t pages, std::uint32_t tier) {
 }
 
 Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::uint32_t limit) {
-  const std::size_t s = cells_.find_slot(component, tier);
+  const std::size_t column = cells_.find_column(component, tier);
   const Index node = nodes_.resolve(handle);
   Ids freed;
   for (;;) {
@@ -110,26 +111,26 @@ Ids Tree::thin(Handle handle, std::uint32_t component, std::uint32_t tier, std::
     Index victim = kNone;
     for (Index at = node; at != kNone && !nodes_[at].root(); at = nodes_[at].parent) {
       forks = forks || nodes_[at].children() > 1;
-      const Cell& cell = cells_.cell(at, s);
+      const Cell& cell = cells_.cell(at, column);
       if (cell.absent()) continue;
       ++states;
       const bool shared = std::exchange(forks, false) || nodes_[at].forked;
       if (at == node || shared || !cell.present() || cell.locks) continue;
-      const std::uint32_t saved = eviction_.saved_pages(at, s);
+      const std::uint32_t saved = eviction_.saved_pages(at, column);
       if (victim != kNone && saved > least) continue;
       victim = at;
       least = saved;
     }
     if (states <= limit || victim == kNone) return freed;
     if (freed.empty()) freed.reserve(states);  // nothing below can fail, in later turns either
-    vacate_into(victim, s, &freed);
+    vacate_into(victim, column, &freed);
     ++counters_.evicted_pages;
     reap(victim);
   }
 }
 
 bool Tree::waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const {
-  const Index node = eviction_.unranked(cells_.find_slot(component, tier));
+  const Index node = eviction_.unranked(cells_.find_column(component, tier));
   if (node == kNone) return false;
   *out = stats(node);
   return true;

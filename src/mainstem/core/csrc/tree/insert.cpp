@@ -38,9 +38,9 @@ struct Tree::Insertion {
   void cut_pieces();
   void append_pieces();
   bool has_id(std::uint32_t component, std::uint32_t page) const { return tail.ids[component][page] >= 0; }
-  std::size_t slot(std::uint32_t component) const { return tree.cells_.slot(component, tier); }
-  Cell& cell(Index at, std::uint32_t component) { return tree.cells_.cell(at, slot(component)); }
-  const Cell& cell(Index at, std::uint32_t component) const { return tree.cells_.cell(at, slot(component)); }
+  std::size_t column(std::uint32_t component) const { return tree.cells_.column_of(component, tier); }
+  Cell& cell(Index at, std::uint32_t component) { return tree.cells_.cell(at, column(component)); }
+  const Cell& cell(Index at, std::uint32_t component) const { return tree.cells_.cell(at, column(component)); }
 
   Tree& tree;
   const Tail& tail;
@@ -166,7 +166,7 @@ void Tree::Insertion::append_pieces() {
   for (Piece& piece : pieces) {
     tree.counters_.inserted_pages += tree.nodes_[piece.node].pages;
     for (std::uint32_t c = 0; c < rows.size(); ++c)
-      if (piece.ids[c].size()) tree.occupy(piece.node, slot(c), std::move(piece.ids[c]), ready ? kNone : node);
+      if (piece.ids[c].size()) tree.occupy(piece.node, column(c), std::move(piece.ids[c]), ready ? kNone : node);
   }
 }
 
@@ -200,16 +200,16 @@ void Tree::Insertion::fill() {
     if (fill.component == 0) existing = std::min(existing, tree.nodes_[fill.node].start);
     if (fill.component == 0) tree.counters_.inserted_pages += fill.ids.size();
     if (fill.anew) tree.eviction_.renew(fill.node, priority);
-    tree.occupy(fill.node, slot(fill.component), std::move(fill.ids), transfer);
+    tree.occupy(fill.node, column(fill.component), std::move(fill.ids), transfer);
   }
   for (Fill& state : states) {  // at the end of what was inserted
     if (!cell(node, state.component).absent()) continue;
-    tree.occupy(node, slot(state.component), std::move(state.ids), transfer);
+    tree.occupy(node, column(state.component), std::move(state.ids), transfer);
     states_adopted |= 1u << state.component;
   }
   for (std::uint32_t c = 0; tree.eviction_.has_standings() && c < rows.size(); ++c) {
-    if (from) tree.eviction_.pass_window(from, slot(c));
-    tree.eviction_.end_window(node, slot(c), kInserted);
+    if (from) tree.eviction_.pass_window(from, column(c));
+    tree.eviction_.end_window(node, column(c), kInserted);
   }
   for (std::uint32_t c = 0; c < rows.size() && !ready; ++c)
     if (cell(node, c).transfer == node && !others[c]) tree.lock_all(node, tier, +1);

@@ -36,21 +36,21 @@ void Tree::move_lock(Handle from_handle, Handle to_handle, std::uint32_t tier) {
     return;
   }
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
-    split_at_window(to, cells_.slot(c, tier));
+    split_at_window(to, cells_.column_of(c, tier));
   for (std::uint32_t c = 0; c < cells_.components(); ++c) {
-    const std::size_t s = cells_.slot(c, tier);
-    if (cells_.row(s).leaf_only()) {
-      lock_path(to, from, s, +1);  // nodes above `from` keep their count
+    const std::size_t column = cells_.column_of(c, tier);
+    if (cells_.component(column).leaf_only()) {
+      lock_path(to, from, column, +1);  // nodes above `from` keep their count
     } else {
-      lock_path(to, kNone, s, +1);
-      lock_path(from, kNone, s, -1);
+      lock_path(to, kNone, column, +1);
+      lock_path(from, kNone, column, -1);
     }
   }
   cells_.pin(to, tier, +1);
   cells_.pin(from, tier, -1);
   release_boundary(from);
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
-    join_before_window(to, cells_.slot(c, tier));
+    join_before_window(to, cells_.column_of(c, tier));
 }
 
 void Tree::refresh_use(Handle handle, std::uint32_t tier) {
@@ -63,7 +63,7 @@ void Tree::keep_window(Handle handle, std::uint32_t tier) {
   cells_.require_tier(tier);
   const Index node = nodes_.resolve(handle);
   for (std::uint32_t c = 0; node != kNone && c < cells_.components(); ++c)
-    eviction_.end_window(node, cells_.slot(c, tier), kMatched);
+    eviction_.end_window(node, cells_.column_of(c, tier), kMatched);
 }
 
 }  // namespace mainstem

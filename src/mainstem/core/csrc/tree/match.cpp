@@ -68,8 +68,8 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   eviction_.found(path_);
   const Index node = cut(&path_, result.pages);
   if (parts && node != kNone) nodes_[node].forked = true;
-  for (std::size_t s = 0; eviction_.has_standings() && s < cells_.slots; ++s)
-    eviction_.ended(cells_.tier_of(s) == kDevice ? node : deepest, s, kMatched);
+  for (std::size_t column = 0; eviction_.has_standings() && column < cells_.columns; ++column)
+    eviction_.ended(cells_.tier_of(column) == kDevice ? node : deepest, column, kMatched);
   result.host_node = nodes_.handle(deepest);
   result.node = nodes_.handle(node);
   counters_.hit_symbols += std::uint64_t{result.pages} * nodes_.page_size;

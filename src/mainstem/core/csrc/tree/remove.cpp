@@ -44,9 +44,9 @@ std::vector<Ids> Tree::evict_removed(std::uint32_t tier) {
   cells_.require_tier(tier);
   std::vector<Ids> freed(cells_.components());
   for (std::uint32_t c = 0; c < cells_.components(); ++c) {
-    const std::size_t s = cells_.slot(c, tier);
+    const std::size_t column = cells_.column_of(c, tier);
     try {
-      for (Index node; (node = eviction_.first_removed(s)) != kNone;)
+      for (Index node; (node = eviction_.first_removed(column)) != kNone;)
         evict_one(node, nodes_[node].pages, c, tier, &freed);
     } catch (const std::bad_alloc&) {  // keep what was freed before; the next eviction takes the rest
     }

@@ -65,8 +65,8 @@ void TreeShape::split_at(Index node, std::uint32_t page) {
 }
 
 // The lock of a window begins at a node boundary, so that it covers exactly the pages that the window needs.
-void TreeShape::split_at_window(Index node, std::size_t slot) {
-  if (cells_.row(slot).begins_late()) split_at(node, cells_.first_locked(node, slot));
+void TreeShape::split_at_window(Index node, std::size_t column) {
+  if (cells_.component(column).begins_late()) split_at(node, cells_.first_locked(node, column));
 }
 
 // Joins pieces of one insertion, or undoes a split: the parent becomes a part of `lower`, whose handles stay valid.
@@ -88,9 +88,9 @@ void TreeShape::join(Index lower) noexcept {
   nodes_.free(upper);
 }
 
-void TreeShape::join_before_window(Index node, std::size_t slot) noexcept {
-  if (!cells_.row(slot).begins_late()) return;
-  const std::uint32_t first = cells_.first_locked(node, slot);
+void TreeShape::join_before_window(Index node, std::size_t column) noexcept {
+  if (!cells_.component(column).begins_late()) return;
+  const std::uint32_t first = cells_.first_locked(node, column);
   while (!nodes_[node].root() && nodes_[node].start > first)
     node = nodes_[node].parent;
   if (nodes_[node].root()) return;
@@ -137,16 +137,16 @@ std::uint64_t TreeShape::detach(const std::vector<Index>& tops) {
 
 // ---------------------------------------------------------------- cells
 
-void TreeShape::vacate_into(Index node, std::size_t slot, Ids* freed) {
-  const Run<std::int32_t> ids = vacate(node, slot);
+void TreeShape::vacate_into(Index node, std::size_t column, Ids* freed) {
+  const Run<std::int32_t> ids = vacate(node, column);
   freed->insert(freed->end(), ids.data(), ids.data() + ids.size());
 }
 
 void TreeShape::lock_all(Index node, std::uint32_t tier, int by) {
   for (std::uint32_t c = 0; c < cells_.components() && by > 0; ++c)
-    split_at_window(node, cells_.slot(c, tier));
+    split_at_window(node, cells_.column_of(c, tier));
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
-    lock_path(node, kNone, cells_.slot(c, tier), by);
+    lock_path(node, kNone, cells_.column_of(c, tier), by);
 }
 
 }  // namespace mainstem

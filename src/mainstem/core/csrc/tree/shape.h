@@ -44,37 +44,37 @@ class TreeShape {
   Index split(Index node, std::uint32_t pages);  // after its first pages; the new upper half
   // Makes a node on the path to `node` end before a page.
   void split_at(Index node, std::uint32_t page);
-  void split_at_window(Index node, std::size_t slot);
+  void split_at_window(Index node, std::size_t column);
   void join(Index lower) noexcept;  // with its parent, if nobody can tell
   // A lock that ended at this node is gone, or a cell: joins the node to its only child, if it has one.
   void release_boundary(Index node) noexcept {
     if (nodes_[node].branches == Node::kChild) join(nodes_[node].first_child);
   }
   // Joins the node before the window that ends at a node, if that is possible now.
-  void join_before_window(Index node, std::size_t slot) noexcept;
+  void join_before_window(Index node, std::size_t column) noexcept;
   // Frees a node that holds nothing, and every ancestor that is then empty, too; a root goes with its last child.
   void reap(Index node) noexcept;
   // Removes nodes and all below them, none of which is below another. Returns the number of pages.
   std::uint64_t detach(const std::vector<Index>& tops);
 
   // ---- cells
-  void occupy(Index node, std::size_t slot, Run<std::int32_t>&& ids, Index transfer) noexcept {
-    cells_.occupy(node, slot, std::move(ids), transfer);
-    eviction_.came(node, slot);
+  void occupy(Index node, std::size_t column, Run<std::int32_t>&& ids, Index transfer) noexcept {
+    cells_.occupy(node, column, std::move(ids), transfer);
+    eviction_.came(node, column);
   }
-  Run<std::int32_t> vacate(Index node, std::size_t slot) noexcept {
-    const bool present = cells_.cell(node, slot).present();
-    Run<std::int32_t> ids = cells_.vacate(node, slot);
-    eviction_.gone(node, slot, present);
+  Run<std::int32_t> vacate(Index node, std::size_t column) noexcept {
+    const bool present = cells_.cell(node, column).present();
+    Run<std::int32_t> ids = cells_.vacate(node, column);
+    eviction_.gone(node, column, present);
     return ids;
   }
-  void vacate_into(Index node, std::size_t slot, Ids* freed);  // which has room
-  void settle(Index node, std::size_t slot) noexcept {
-    cells_.settle(node, slot);
-    eviction_.settled(node, slot);
+  void vacate_into(Index node, std::size_t column, Ids* freed);  // which has room
+  void settle(Index node, std::size_t column) noexcept {
+    cells_.settle(node, column);
+    eviction_.settled(node, column);
   }
-  void lock_path(Index node, Index stop, std::size_t slot, int by) {
-    cells_.lock_path(node, stop, slot, by, [&](Index changed) { eviction_.refresh(changed, slot); });
+  void lock_path(Index node, Index stop, std::size_t column, int by) {
+    cells_.lock_path(node, stop, column, by, [&](Index changed) { eviction_.refresh(changed, column); });
   }
   // A lock, or a transfer in flight, holds all components of a prefix on one tier.
   void lock_all(Index node, std::uint32_t tier, int by);

@@ -140,7 +140,7 @@ class Tree : private TreeShape {
   // Policy "external": finds a candidate without a rank, if there is one; sets its rank.
   bool waiting(std::uint32_t component, std::uint32_t tier, NodeStats* out) const;
   void rank(Handle node, std::uint32_t component, std::uint32_t tier, Rank rank) {
-    eviction_.rank(nodes_.resolve(node), cells_.find_slot(component, tier), rank);
+    eviction_.rank(nodes_.resolve(node), cells_.find_column(component, tier), rank);
   }
 
   std::uint32_t end(Handle node) const { return nodes_[nodes_.resolve(node)].end(); }
@@ -159,7 +159,7 @@ class Tree : private TreeShape {
   Ids own_ids(Handle node, std::uint32_t component, std::uint32_t tier) const;  // the node's own, where present
   // The node that evict() takes first, or 0. The policy gives the second chances that come before it.
   Handle next_victim(std::uint32_t component, std::uint32_t tier) {
-    return nodes_.handle(eviction_.victim(cells_.find_slot(component, tier)));
+    return nodes_.handle(eviction_.victim(cells_.find_column(component, tier)));
   }
   // Everything present on a tier, each page once, in the order of `hottest`; the pages above a node come with it.
   std::vector<PathSpan> hot_spans(std::uint32_t tier) const;
@@ -167,7 +167,7 @@ class Tree : private TreeShape {
   std::pair<std::string, std::string> path_key(Handle node, std::uint32_t begin = 0) const;
   // Whether pages [begin, end of the node) of a component, or the state at its end, are all present on a tier.
   bool has(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin) const {
-    return cells_.has(nodes_.resolve(node), cells_.find_slot(component, tier), begin);
+    return cells_.has(nodes_.resolve(node), cells_.find_column(component, tier), begin);
   }
   // Ids of pages [begin, end of the node); -1 where they are absent.
   void copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin, std::int32_t* out) const;
@@ -177,7 +177,7 @@ class Tree : private TreeShape {
 
   TreeStats stats() const;
   CellCounts counts(std::uint32_t component, std::uint32_t tier) const {
-    return cells_.counts(cells_.find_slot(component, tier));
+    return cells_.counts(cells_.find_column(component, tier));
   }
   std::size_t size() const { return nodes_.size(); }
   std::size_t bytes() const { return nodes_.bytes() + cells_.bytes() + eviction_.bytes(); }
@@ -207,7 +207,7 @@ class Tree : private TreeShape {
   struct Insertion;
 
   const Cell& cell(Handle node, std::uint32_t component, std::uint32_t tier) const {
-    return cells_.cell(nodes_.resolve(node), cells_.find_slot(component, tier));
+    return cells_.cell(nodes_.resolve(node), cells_.find_column(component, tier));
   }
   Index cut(Walk* path, std::uint32_t pages);
   bool parts_from_another(std::uint32_t pages) const;

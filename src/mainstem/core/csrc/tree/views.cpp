@@ -31,8 +31,8 @@ std::vector<Handle> Tree::lacking(Handle handle_, std::uint32_t from, std::uint3
   for (auto at = path.rbegin(); at != path.rend(); ++at) {
     bool lacks = false, gap = false;
     for (std::uint32_t c = 0; c < cells_.components(); ++c) {
-      const bool missing = cells_.cell(*at, cells_.slot(c, to)).absent();
-      const bool present = cells_.cell(*at, cells_.slot(c, from)).present();
+      const bool missing = cells_.cell(*at, cells_.column_of(c, to)).absent();
+      const bool present = cells_.cell(*at, cells_.column_of(c, from)).present();
       lacks = lacks || (missing && present);
       gap = gap || (missing && !present && cells_.rows[c].leaf_only());
     }
@@ -47,7 +47,7 @@ Handle Tree::in_flight_above(Handle node, std::uint32_t tier) const {
   Index at = nodes_.resolve(node);
   while (!nodes_[at].root()) {
     at = nodes_[at].parent;
-    const Cell& above = cells_.cell(at, cells_.slot(0, tier));
+    const Cell& above = cells_.cell(at, cells_.column_of(0, tier));
     if (above.in_flight()) return nodes_.handle(above.transfer);
   }
   return 0;
@@ -58,7 +58,7 @@ std::vector<Handle> Tree::hottest(std::uint32_t tier) const {
   std::vector<Index> found;
   for (Index node = 1; node < nodes_.nodes().size(); ++node)
     if (nodes_[node].live && !nodes_[node].root() && !nodes_[node].removed &&
-        cells_.cell(node, cells_.slot(0, tier)).present())
+        cells_.cell(node, cells_.column_of(0, tier)).present())
       found.push_back(node);
   std::sort(found.begin(), found.end(), [&](Index a, Index b) {
     const Node &one = nodes_[a], &two = nodes_[b];
@@ -107,7 +107,7 @@ std::pair<std::string, std::string> Tree::path_key(Handle handle_, std::uint32_t
 
 void Tree::copy_ids(Handle node, std::uint32_t component, std::uint32_t tier, std::uint32_t begin,
                     std::int32_t* out) const {
-  cells_.copy_ids(nodes_.resolve(node), cells_.find_slot(component, tier), begin, out);
+  cells_.copy_ids(nodes_.resolve(node), cells_.find_column(component, tier), begin, out);
 }
 
 TreeStats Tree::stats() const {
@@ -134,8 +134,8 @@ NodeView Tree::view(Index node) const {
   const Node& n = nodes_[node];
   NodeView view{stats(node), nodes_.handle(n.parent), n.children(), n.removed != 0, {}, {}};
   view.key = text(n.key);
-  for (std::size_t s = 0; s < cells_.slots; ++s) {
-    const Cell& c = cells_.cell(node, s);
+  for (std::size_t column = 0; column < cells_.columns; ++column) {
+    const Cell& c = cells_.cell(node, column);
     view.cells.push_back({c.presence(), c.locks, ids_of(c)});
   }
   return view;
