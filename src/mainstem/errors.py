@@ -67,7 +67,7 @@ class OutOfPages(MainstemError):
 
 
 class StaleHandle(MainstemError, LookupError):
-    """The node of a handle was evicted, cut short, or joined to the next one since the handle was returned."""
+    """The node of a handle was evicted, shortened, or joined to the next one since the handle was returned."""
 
 
 class NotLocked(MainstemError, RuntimeError):

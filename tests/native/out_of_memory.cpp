@@ -933,7 +933,7 @@ void run() {
             [&](long k) { return fail_in_lease(operation, tiers, k); });
   for (const LeaseOperation& operation : kLoadOperations)
     count(std::string("2 tiers: ") + operation.name, [&](long k) { return fail_in_lease(operation, 2, k); });
-  count("2 tiers: a lease that cuts windows", fail_in_locks);
+  count("2 tiers: a lease that splits windows", fail_in_locks);
   run_mixtures();
   count("2 tiers: a load that arrives", [](long k) { return fail_in_arrival(false, k); });
   count("2 tiers: a load that arrives as a duplicate", [](long k) { return fail_in_arrival(true, k); });

@@ -98,7 +98,7 @@ inline std::string some_key(Choices& choose, std::uint32_t symbol_bytes, std::ui
   return key;
 }
 
-// A prefix of whole pages in a namespace: the identity of the page that it ends with.
+// A prefix of whole pages in a namespace: it names the page that it ends with.
 using Path = std::pair<std::string, std::string>;
 
 inline bool begins_with(const Path& path, const Path& beginning) {

@@ -310,7 +310,7 @@ def fold(a: int, b: int) -> int:
 
 
 def identity(token: int) -> int:
-    """Returns the name of a page of one token in the default namespace; see core/csrc/eviction/identity.h."""
+    """Returns the name of a page of one token in the default namespace; see core/csrc/eviction/page_name.h."""
 
     def mix(data: bytes) -> int:
         odd = 0x9E3779B97F4A7C15

@@ -19,7 +19,7 @@ const Policy& find_policy(std::string_view name) {
 }
 
 std::uint64_t root_name(std::string_view ns) {
-  return Identity::mix(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
+  return PageName::mix(reinterpret_cast<const std::uint8_t*>(ns.data()), ns.size());
 }
 
 }  // namespace
@@ -80,7 +80,7 @@ std::uint64_t Eviction::used(Index node, std::size_t column) const {
 
 // Whether a cell is evicted before all others of its kind, whatever the policy: removed nodes, superseded states, and
 // window pages before the windows of all prefixes that have ended so far. A window that ends with a node may begin
-// inside it: then the pages before the window are evicted first, and cut_before() says how many there are.
+// inside it: then the pages before the window are evicted first, and pages_together() says how many there are.
 bool Eviction::goes_first(Index node, std::size_t column) const {
   const Component& row = cells_.component(column);
   if (nodes_[node].removed) return true;
@@ -134,7 +134,7 @@ void Eviction::touch(Index node, std::uint64_t tick) {
     if (cells_.candidate(node, column)) put(node, column);
 }
 
-// ---------------------------------------------------------------- nodes come, go, are cut and joined
+// ---------------------------------------------------------------- nodes come, go, are split and joined
 
 void Eviction::reserve(std::size_t nodes) {
   if (has_standings_) standings_.resize(nodes * cells_.columns);
@@ -155,7 +155,7 @@ void Eviction::made(Index node, std::int32_t priority) noexcept {
 }
 
 std::uint64_t Eviction::name_of(const Node& n) const {
-  return n.root() ? root_name(text(n.key)) : Identity::of(names_[n.parent], n.key.data(), n.pages, nodes_.page_bytes);
+  return n.root() ? root_name(text(n.key)) : PageName::of(names_[n.parent], n.key.data(), n.pages, nodes_.page_bytes);
 }
 
 void Eviction::renew(Index node, std::int32_t priority) noexcept {
@@ -168,9 +168,9 @@ void Eviction::renew(Index node, std::int32_t priority) noexcept {
 
 // The upper half is new. A window's cell in it is worth something only if the window that ends at the lower half
 // reaches that far.
-void Eviction::cut(Index upper, Index lower) noexcept {
+void Eviction::split(Index upper, Index lower) noexcept {
   const Node& n = nodes_[lower];
-  if (remembers_) names_[upper] = Identity::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
+  if (remembers_) names_[upper] = PageName::above(names_[lower], n.key.data(), n.pages, nodes_.page_bytes);
   for (std::size_t column = 0; column < cells_.columns; ++column) {
     if (cells_.component(column).per_page()) {
       if (has_standings_) {
@@ -241,7 +241,7 @@ void Eviction::came(Index node, std::size_t column) noexcept {
   refresh(nodes_[node].parent, column);
 }
 
-void Eviction::settled(Index node, std::size_t column) noexcept {
+void Eviction::arrived(Index node, std::size_t column) noexcept {
   if (replacement(column)) replacement(column)->came(node);
   refresh(node, column);
 }
@@ -265,7 +265,7 @@ void Eviction::trim(Index node, std::uint32_t tier, std::uint32_t pages) noexcep
   if (cells_.cell(node, column).present()) replacements_[column]->gone(node, pages);
   const Node& n = nodes_[node];
   const std::size_t kept = std::size_t{n.pages - pages} * nodes_.page_bytes;
-  names_[node] = Identity::above(names_[node], n.key.data() + kept, pages, nodes_.page_bytes);
+  names_[node] = PageName::above(names_[node], n.key.data() + kept, pages, nodes_.page_bytes);
 }
 
 // ---------------------------------------------------------------- use
@@ -400,7 +400,7 @@ Index Eviction::choose(std::size_t column) {
   }
 }
 
-std::uint32_t Eviction::cut_before(Index node, std::size_t column) const {
+std::uint32_t Eviction::pages_together(Index node, std::size_t column) const {
   const Node& n = nodes_[node];
   const std::uint32_t first = cells_.first_needed(node, column);
   return standing(node, column).worth && n.start < first ? first - n.start : n.pages;
@@ -412,7 +412,7 @@ void Eviction::evicted(Index node, std::size_t column) noexcept {
 }
 
 void Eviction::done(std::size_t column) noexcept {
-  if (replacement(column)) replacement(column)->settle(cells_.counts(column).present, queues(column));
+  if (replacement(column)) replacement(column)->learn_capacity(cells_.counts(column).present, queues(column));
 }
 
 // Removed nodes are the first of their order.

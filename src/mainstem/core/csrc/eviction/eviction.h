@@ -1,5 +1,5 @@
-// Eviction: in which order nodes lose what they hold. It hears what came, was used, left, was cut or joined, and
-// answers which node is next, which nodes may be joined, and where a cell must be cut. It reads nodes and cells, and
+// Eviction: in which order nodes lose what they hold. It hears what came, was used, left, was split or joined, and
+// answers which node is next, which nodes may be joined, and where a cell must be split. It reads nodes and cells, and
 // writes what ranks a node: recency, hits, priority.
 //
 // Each column has an order of its candidates. The cells of full attention rank by the policy. A window or a state has a
@@ -40,18 +40,18 @@ class Eviction {
   bool has_standings() const { return has_standings_; }
   void advance() { ++tick_; }  // a match or an insertion begins
 
-  // ---- nodes come, go, are cut and joined
+  // ---- nodes come, go, are split and joined
   void reserve(std::size_t nodes);
   void made(Index node, std::int32_t priority) noexcept;
   void renew(Index node, std::int32_t priority) noexcept;  // a node that held nothing begins anew
-  void cut(Index upper, Index lower) noexcept;
+  void split(Index upper, Index lower) noexcept;
   bool may_join(Index upper, Index lower) const;
   void join(Index upper, Index lower) noexcept;
   void inherit(Index node, std::uint64_t accessed) noexcept;  // a child that was used up to then is gone
 
   // ---- ids come and go
   void came(Index node, std::size_t column) noexcept;     // the cell is not absent any more
-  void settled(Index node, std::size_t column) noexcept;  // it was in flight and is present
+  void arrived(Index node, std::size_t column) noexcept;  // it was in flight and is present
   void gone(Index node, std::size_t column, bool was_present) noexcept;
   void trim(Index node, std::uint32_t tier,
             std::uint32_t pages) noexcept;                // it is about to lose its last pages of key and name
@@ -74,7 +74,7 @@ class Eviction {
     return replacement(column) ? std::min(want, replacement(column)->at_once(node)) : want;
   }
   // How many pages of a window's cell go together: those before the window that ends at the node, if there are any.
-  std::uint32_t cut_before(Index node, std::size_t column) const;
+  std::uint32_t pages_together(Index node, std::size_t column) const;
   void evicted(Index node, std::size_t column) noexcept;            // the victim is about to go
   void done(std::size_t column) noexcept;                           // an eviction ends
   Index first_removed(std::size_t column) const;                    // a candidate that was removed, or kNone

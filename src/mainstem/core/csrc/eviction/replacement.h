@@ -12,8 +12,8 @@
 #include <span>
 #include <utility>
 
-#include "eviction/identity.h"
 #include "eviction/order.h"
+#include "eviction/page_name.h"
 #include "structure/memory.h"
 #include "structure/node.h"
 
@@ -24,13 +24,13 @@ using Bytes = std::span<const std::uint8_t>;
 // What a policy may read.
 struct Surroundings {
   const Array<Node>& nodes;
-  const Array<std::uint64_t>& names;  // by node: the identity of its last page
+  const Array<std::uint64_t>& names;  // by node: the name of its last page
   const std::uint64_t& tick;
   std::size_t page_bytes;
   double page_tokens;
   bool has_states;  // the model is a hybrid
 
-  // Calls `each` with the identities of the last `pages` pages of a node, the last one first.
+  // Calls `each` with the names of the last `pages` pages of a node, the last one first.
   template <class Each>
   void each_page(Index node, std::uint32_t pages, Each each) const {
     std::uint64_t name = names[node];
@@ -38,7 +38,7 @@ struct Surroundings {
     for (; pages > 0; --pages) {
       each(name);
       end -= page_bytes;
-      name = Identity::before(name, end, page_bytes);
+      name = PageName::before(name, end, page_bytes);
     }
   }
 };
@@ -74,8 +74,8 @@ class Replacement {
   virtual std::uint64_t at_once(Index) const { return ~std::uint64_t{0}; }
   virtual bool offers(Index, bool candidate) const { return candidate; }  // for check()
 
-  // `present` pages remain after an eviction: this is how the policy learns the capacity.
-  void settle(std::uint64_t present, const Queues& queues) noexcept {
+  // `present` pages remain after an eviction: as many as there is room for.
+  void learn_capacity(std::uint64_t present, const Queues& queues) noexcept {
     capacity_ = present;
     bound(queues);
   }
@@ -119,7 +119,7 @@ class Remembering : public Replacement {
   std::uint32_t alike_pages(std::uint64_t before, std::uint32_t, Bytes key) noexcept override {
     const std::uint8_t* at = key.data();
     const auto next_is_known = [&] {
-      before = Identity::after(before, std::exchange(at, at + around_.page_bytes), around_.page_bytes);
+      before = PageName::after(before, std::exchange(at, at + around_.page_bytes), around_.page_bytes);
       return remembers(before);
     };
     const bool known = next_is_known();
@@ -148,7 +148,9 @@ class Remembering : public Replacement {
     records_[index].queue = queue;
   }
   // Pages in the first queue except newcomers of this tick: papers choose the victim before they insert those.
-  std::uint64_t settled() const { return sizes_[0] - (newest_ == around_.tick ? std::min(newcomers_, sizes_[0]) : 0); }
+  std::uint64_t without_newcomers() const {
+    return sizes_[0] - (newest_ == around_.tick ? std::min(newcomers_, sizes_[0]) : 0);
+  }
   static std::uint32_t either(const Queues& queues, std::uint32_t queue) {
     return queues.empty(queue) ? 1 - queue : queue;
   }

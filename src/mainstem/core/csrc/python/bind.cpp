@@ -147,7 +147,7 @@ void translate(const std::exception_ptr& pending, void*) {
     std::rethrow_exception(pending);
   } catch (const StaleHandle& e) {
     raise_error("StaleHandle", nb::str(("handle " + std::to_string(e.handle) +
-                                        ": its node was evicted, cut short or joined to the next")
+                                        ": its node was evicted, shortened or joined to the next")
                                            .c_str()));
   } catch (const NotLocked& e) {
     raise_error("NotLocked", nb::str(("handle " + std::to_string(e.handle) + " is not locked").c_str()));

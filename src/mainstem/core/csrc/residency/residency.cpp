@@ -181,7 +181,7 @@ Run<std::int32_t> Residency::vacate(Index node, std::size_t column) noexcept {
   return std::move(c.ids);
 }
 
-void Residency::settle(Index node, std::size_t column) noexcept {
+void Residency::arrive(Index node, std::size_t column) noexcept {
   Cell& c = cell(node, column);
   counts_[column].add(c, -1);
   c.transfer = kHere;
@@ -237,7 +237,7 @@ void Residency::unpin_for_detached(Index parent) noexcept {
   if (--detached_[parent] == 0) detached_.erase(parent);
 }
 
-// ---------------------------------------------------------------- nodes come, go, are cut and joined
+// ---------------------------------------------------------------- nodes come, go, are split and joined
 
 void Residency::reserve(std::size_t nodes) {
   cells_.resize(nodes * columns);
@@ -249,18 +249,18 @@ void Residency::free(Index node) noexcept {
     cell(node, column) = Cell{};
 }
 
-void Residency::make_room_to_cut(Index node, std::uint32_t pages) {
+void Residency::make_room_to_split(Index node, std::uint32_t pages) {
   for (std::size_t column = 0; column < columns; ++column)
     if (component(column).per_page() && !cell(node, column).absent())
       rooms_[column] = cell(node, column).ids.room(pages);
 }
 
-// What a cut does to each cell, on every tier:
+// What a split does to each cell, on every tier:
 //   full, window   the upper half takes the first ids, and joins the transfer if they are in flight
 //                  its locks are those of the lower half: a lock of full attention passes through it, and the lock of a
 //                  window begins at a node boundary, so that it covers both halves or ends between nodes
 //   state          stays with the lower half, with its locks; the upper half has none
-void Residency::cut(Index upper, Index lower) noexcept {
+void Residency::split(Index upper, Index lower) noexcept {
   for (std::size_t column = 0; column < columns; ++column) {
     Cell& low = cell(lower, column);
     Cell& up = cell(upper, column);
@@ -295,7 +295,7 @@ void Residency::make_room_to_join(Index upper, Index lower) {
         cell(upper, column).ids.room_after(cell(lower, column).ids.size(), Structure::kJoinedBytes / nodes_.page_bytes);
 }
 
-// The reverse of a cut; the nodes are joined already.
+// The reverse of a split; the nodes are joined already.
 void Residency::join(Index upper, Index lower) noexcept {
   for (std::size_t column = 0; column < columns; ++column) {
     Cell& up = cell(upper, column);

@@ -2,7 +2,7 @@
 // knows the nodes and their links. It knows no keys and no policy.
 //
 // A column is a component on a tier; a node has a cell for each. What can fail is done before anything changes:
-// reserve(), make_room_to_cut(), make_room_to_join().
+// reserve(), make_room_to_split(), make_room_to_join().
 #pragma once
 
 #include <array>
@@ -101,7 +101,7 @@ class Residency {
   // Puts ids into an absent cell: present, or in flight with the name of `transfer`.
   void occupy(Index node, std::size_t column, Run<std::int32_t>&& ids, Index transfer) noexcept;
   Run<std::int32_t> vacate(Index node, std::size_t column) noexcept;
-  void settle(Index node, std::size_t column) noexcept;                             // in flight -> present
+  void arrive(Index node, std::size_t column) noexcept;                             // in flight -> present
   void drop_back(Index node, std::size_t column, std::uint32_t pages, Ids* freed);  // `freed` has room
 
   // ---- locks and pins
@@ -123,11 +123,11 @@ class Residency {
   void pin_for_detached(Index parent) noexcept;
   void unpin_for_detached(Index parent) noexcept;
 
-  // ---- nodes come, go, are cut and joined
+  // ---- nodes come, go, are split and joined
   void reserve(std::size_t nodes);
   void free(Index node) noexcept;
-  void make_room_to_cut(Index node, std::uint32_t pages);
-  void cut(Index upper, Index lower) noexcept;
+  void make_room_to_split(Index node, std::uint32_t pages);
+  void split(Index upper, Index lower) noexcept;
   bool may_join(Index upper, Index lower) const;
   void make_room_to_join(Index upper, Index lower);
   void join(Index upper, Index lower) noexcept;
@@ -153,7 +153,7 @@ class Residency {
   Array<std::uint32_t> pins_;                          // by node, then by tier
   std::unordered_map<Index, std::uint32_t> detached_;  // nodes with detached children, and how many
   std::vector<CellCounts> counts_;
-  std::vector<Run<std::int32_t>::Room> rooms_;  // by column, for ids that are about to be cut or joined
+  std::vector<Run<std::int32_t>::Room> rooms_;  // by column, for ids that are about to be split or joined
 };
 
 template <class Changed>

@@ -30,7 +30,7 @@ class Run {
   static constexpr std::size_t kSlack = 64;                        // bytes; below this a Run is not worth shrinking
 
  public:
-  // Memory for a cut or a join, so that neither can fail.
+  // Memory for a split or a join, so that neither can fail.
   class Room {
    public:
     Room() = default;
@@ -76,7 +76,7 @@ class Run {
   std::size_t heap_bytes() const { return inside() ? 0 : block_bytes(at_.far.cap * sizeof(T)); }
   const T& operator[](std::size_t i) const { return data()[i]; }
 
-  // Allocates room to cut after the first n elements, 0 <= n <= size().
+  // Allocates room to split after the first n elements, 0 <= n <= size().
   Room room(std::size_t n) const { return Room(std::min(n, len_ - n)); }
 
   // Moves the first n elements into a Run of their own.

@@ -259,7 +259,7 @@ void Structure::take_place(Index node, Index of) {
   (n.next == kNone ? p.last_child : nodes_[n.next].previous) = node;
 }
 
-// ---------------------------------------------------------------- cut and join
+// ---------------------------------------------------------------- split and join
 //
 //        parent                  parent
 //          |                       |
@@ -269,7 +269,7 @@ void Structure::take_place(Index node, Index of) {
 //                                  |
 //                               children
 
-void Structure::cut(Index node, Index upper, std::uint32_t pages, Key::Room room) noexcept {
+void Structure::split(Index node, Index upper, std::uint32_t pages, Key::Room room) noexcept {
   assert(pages > 0 && pages < nodes_[node].pages);
   Node& n = nodes_[node];
   Node& u = nodes_[upper];

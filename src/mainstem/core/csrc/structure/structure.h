@@ -1,7 +1,7 @@
 // Structure: the nodes of the radix tree, the links between them, and the walk along a key. It knows symbols in pages
 // of bytes. It knows no page ids, no locks and no policy.
 //
-// A node is cut or joined in two steps: first make room, which may throw, then change, which may not.
+// A node is split or joined in two steps: first make room, which may throw, then change, which may not.
 #pragma once
 
 #include <cstdint>
@@ -83,11 +83,11 @@ class Structure {
   // The node leaves the list and the table of its parent's children, and keeps its parent.
   void detach(Index node) noexcept;
 
-  // ---- cut and join
-  Key::Room room_to_cut(Index node, std::uint32_t pages) const {
+  // ---- split and join
+  Key::Room room_to_split(Index node, std::uint32_t pages) const {
     return nodes_[node].key.room(std::size_t{pages} * page_bytes);
   }
-  void cut(Index node, Index upper, std::uint32_t pages, Key::Room room) noexcept;
+  void split(Index node, Index upper, std::uint32_t pages, Key::Room room) noexcept;
   // A joined node holds at most this many bytes of key, which bounds what a join moves.
   static constexpr std::size_t kJoinedBytes = 16384;
   bool may_join(Index upper, Index lower) const {

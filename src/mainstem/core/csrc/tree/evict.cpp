@@ -16,7 +16,7 @@ void Tree::reserve_freed(Index node, std::vector<Ids>* freed) const {
   }
 }
 
-// Cuts the last pages off a leaf that is on this tier only. Its end moves, so its handles go stale.
+// Takes the last pages off a leaf that is on this tier only. Its end moves, so its handles go stale.
 void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector<Ids>* freed) {
   for (std::uint32_t c = 0; c < cells_.components(); ++c) {
     const std::size_t column = cells_.column_of(c, tier);
@@ -41,7 +41,7 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   const std::uint32_t pages = nodes_[node].pages;
   reserve_freed(node, freed);
   if (!row.leaf_only()) {
-    if (row.per_page()) want = std::min<std::uint64_t>(want, eviction_.cut_before(node, column));
+    if (row.per_page()) want = std::min<std::uint64_t>(want, eviction_.pages_together(node, column));
     if (row.per_page() && want < pages) node = split(node, static_cast<std::uint32_t>(want));
     vacate_into(node, column, &(*freed)[component]);
     if (cells_.dead(node)) {
@@ -53,12 +53,12 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
     return;
   }
   if (want < pages) {
-    const auto cut = static_cast<std::uint32_t>(want);
+    const auto taken = static_cast<std::uint32_t>(want);
     if (nodes_[node].branches == 0 && !cells_.pinned(node, tier) && cells_.only_on(node, tier)) {
-      trim(node, cut, tier, freed);
+      trim(node, taken, tier, freed);
       return;
     }
-    split(node, pages - cut);
+    split(node, pages - taken);
   }
   for (std::uint32_t c = 0; c < cells_.components(); ++c)
     if (!cells_.cell(node, cells_.column_of(c, tier)).absent())
@@ -66,7 +66,7 @@ void Tree::evict_one(Index node, std::uint64_t want, std::uint32_t component, st
   if (cells_.dead(node))
     reap(node);
   else
-    release_boundary(node);  // other tiers still have what was cut off before: join it
+    release_boundary(node);  // other tiers still have what was split off before: join it
 }
 
 std::vector<Ids> Tree::evict(std::uint64_t want, std::uint32_t component, std::uint32_t tier) {

@@ -35,7 +35,7 @@ struct Tree::Insertion {
   bool blocked(Index at, std::uint32_t page) const;
   bool descend();
   void note_fills();
-  void cut_pieces();
+  void make_pieces();
   void append_pieces();
   bool has_id(std::uint32_t component, std::uint32_t page) const { return tail.ids[component][page] >= 0; }
   std::size_t column(std::uint32_t component) const { return tree.cells_.column_of(component, tier); }
@@ -129,9 +129,9 @@ void Tree::Insertion::note_fills() {
   }
 }
 
-// Cuts the rest of the tail into new nodes: one, or more where a window's ids begin or where pages have different
+// Divides the rest of the tail into new nodes: one, or more where a window's ids begin or where pages have different
 // histories.
-void Tree::Insertion::cut_pieces() {
+void Tree::Insertion::make_pieces() {
   Eviction& eviction = tree.eviction_;
   const std::uint32_t page_bytes = tree.nodes_.page_bytes;
   std::uint32_t at = tree.nodes_[node].end() - begin;
@@ -148,7 +148,7 @@ void Tree::Insertion::cut_pieces() {
         if (locked && first > begin + at) piece.end = std::min(piece.end, first - begin);
       }
     const std::uint32_t length = piece.end - at;
-    if (eviction.remembers() && piece.end < pages) name = Identity::of(name, rest.data(), length, page_bytes);
+    if (eviction.remembers() && piece.end < pages) name = PageName::of(name, rest.data(), length, page_bytes);
     piece.key = Structure::Key(rest.data(), std::size_t{length} * page_bytes);
     for (std::uint32_t c = 0; c < rows.size(); ++c)
       if (rows[c].per_page() && has_id(c, at)) piece.ids[c] = Run<std::int32_t>(tail.ids[c].data() + at, length);
@@ -180,7 +180,7 @@ void Tree::Insertion::prepare(std::string_view ns) {
     for (std::uint32_t c = 0; c < rows.size() && locked; ++c)
       if (rows[c].begins_late()) tree.split_at(node, rows[c].first_locked(end, tree.nodes_.page_size));
     note_fills();
-    if (!stopped) cut_pieces();
+    if (!stopped) make_pieces();
     for (std::uint32_t c = 0; c < rows.size() && !stopped; ++c)
       if (!rows[c].per_page() && !tail.ids[c].empty())
         states.push_back({kNone, c, Run<std::int32_t>(tail.ids[c].data(), 1)});

@@ -12,7 +12,7 @@ constexpr std::uint32_t kPartialSiblings = 32;  // how many children a partial m
 }  // namespace
 
 // Makes the walk end exactly at `pages`, and splits the node there if needed. Returns that node.
-Index Tree::cut(Walk* path, std::uint32_t pages) {
+Index Tree::end_at(Walk* path, std::uint32_t pages) {
   while (!path->empty() && nodes_[path->back().node].start >= pages)
     path->pop_back();
   if (path->empty()) return kNone;
@@ -63,10 +63,10 @@ MatchResult Tree::match(std::string_view ns, Bytes key, bool partial, const Chec
   const bool parts = eviction_.has_standings() && parts_from_another(pages);
   MatchResult result{PeekResult(reach, cells_.tiers)};
   result.pending_pages = reach.pending;
-  const Index deepest = cut(&path_, result.pages + result.host_pages);
+  const Index deepest = end_at(&path_, result.pages + result.host_pages);
   if (eviction_.remembers()) eviction_.asked(ns, path_, key);
   eviction_.found(path_);
-  const Index node = cut(&path_, result.pages);
+  const Index node = end_at(&path_, result.pages);
   if (parts && node != kNone) nodes_[node].forked = true;
   for (std::size_t column = 0; eviction_.has_standings() && column < cells_.columns; ++column)
     eviction_.ended(cells_.tier_of(column) == kDevice ? node : deepest, column, kMatched);
@@ -90,7 +90,7 @@ Handle Tree::locate(std::string_view ns, Bytes key, std::uint32_t pages) {
   const Index root = nodes_.find_root(ns);
   nodes_.walk(root, key, std::min(pages, nodes_.whole_pages(key)), &path_, {});
   if (path_.empty() || nodes_[path_.back().node].start + path_.back().pages < pages) return 0;
-  return nodes_.handle(cut(&path_, pages));
+  return nodes_.handle(end_at(&path_, pages));
 }
 
 PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {

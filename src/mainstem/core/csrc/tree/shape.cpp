@@ -43,17 +43,17 @@ Index TreeShape::add_child(Index parent, Structure::Key key, std::int32_t priori
   return node;
 }
 
-// In three steps: make room, which may fail; cut; tell the order.
+// In three steps: make room, which may fail; split each; tell the order.
 Index TreeShape::split(Index node, std::uint32_t pages) {
-  Structure::Key::Room room = nodes_.room_to_cut(node, pages);
-  cells_.make_room_to_cut(node, pages);
+  Structure::Key::Room room = nodes_.room_to_split(node, pages);
+  cells_.make_room_to_split(node, pages);
   reserve(1);
 
   const Index upper = nodes_.new_node();
-  nodes_.cut(node, upper, pages, std::move(room));
-  cells_.cut(upper, node);
+  nodes_.split(node, upper, pages, std::move(room));
+  cells_.split(upper, node);
 
-  eviction_.cut(upper, node);
+  eviction_.split(upper, node);
   ++counters_.splits;
   return upper;
 }

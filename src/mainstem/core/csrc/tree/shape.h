@@ -1,10 +1,9 @@
 // TreeShape: the three parts of a tree, and every change that concerns more than one of them. Structure knows keys,
 // Residency ids, Eviction ranks; none calls another that lies higher here.
 //
-//   TreeShape        cells are filled, settled and emptied; nodes come, are split, joined, detached and freed
-//   Eviction     which goes first            reads both, and writes what ranks a node
-//   Residency    which ids, what holds them  reads the structure
-//   Structure    which nodes, where
+//   TreeShape        cells are filled and emptied, and their ids arrive; nodes come, are split, joined, detached and
+//   freed Eviction     which goes first            reads both, and writes what ranks a node Residency    which ids,
+//   what holds them  reads the structure Structure    which nodes, where
 #pragma once
 
 #include <string_view>
@@ -69,9 +68,9 @@ class TreeShape {
     return ids;
   }
   void vacate_into(Index node, std::size_t column, Ids* freed);  // which has room
-  void settle(Index node, std::size_t column) noexcept {
-    cells_.settle(node, column);
-    eviction_.settled(node, column);
+  void arrive(Index node, std::size_t column) noexcept {
+    cells_.arrive(node, column);
+    eviction_.arrived(node, column);
   }
   void lock_path(Index node, Index stop, std::size_t column, int by) {
     cells_.lock_path(node, stop, column, by, [&](Index changed) { eviction_.refresh(changed, column); });

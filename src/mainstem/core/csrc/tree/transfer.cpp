@@ -51,7 +51,7 @@ void Tree::end_transfer(Index node, std::uint32_t tier, Each each) {
 void Tree::commit(Handle handle, std::uint32_t tier) {
   cells_.require_tier(tier);
   const Index node = nodes_.resolve(handle);
-  end_transfer(node, tier, [&](Index at, std::size_t column) { settle(at, column); });
+  end_transfer(node, tier, [&](Index at, std::size_t column) { arrive(at, column); });
   join(node);
 }
 

@@ -209,7 +209,7 @@ class Tree : private TreeShape {
   const Cell& cell(Handle node, std::uint32_t component, std::uint32_t tier) const {
     return cells_.cell(nodes_.resolve(node), cells_.find_column(component, tier));
   }
-  Index cut(Walk* path, std::uint32_t pages);
+  Index end_at(Walk* path, std::uint32_t pages);
   bool parts_from_another(std::uint32_t pages) const;
   std::uint32_t agreement(Index node, std::uint32_t page, Bytes tail) const;
   Inside look_inside(Index node, Bytes tail) const;

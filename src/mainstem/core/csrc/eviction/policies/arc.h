@@ -31,7 +31,7 @@ class Arc final : public Remembering<Mark> {
   }
 
   std::uint32_t choose(const Queues& queues) override {
-    const double once = number(settled());
+    const double once = number(without_newcomers());
     return either(queues, once > share_ || (returned_ && once == share_ && once > 0) ? 0 : 1);
   }
 

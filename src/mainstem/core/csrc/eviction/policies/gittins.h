@@ -158,7 +158,7 @@ inline void Gittins::look(std::uint64_t before, std::uint32_t depth, Bytes key) 
     return;
   }
   for (std::size_t page = 0; page < pages; ++page) {
-    before = Identity::after(before, key.data() + page * around_.page_bytes, around_.page_bytes);
+    before = PageName::after(before, key.data() + page * around_.page_bytes, around_.page_bytes);
     coming_.push_back({before});
     evicted_.expect(before);
   }
@@ -259,7 +259,7 @@ inline void Gittins::reuse_at(Index index, std::uint32_t last) noexcept {
 // New pages with the same history form one node.
 inline std::uint32_t Gittins::alike_pages(std::uint64_t before, std::uint32_t depth, Bytes key) noexcept {
   const std::size_t pages = key.size() / around_.page_bytes;
-  const std::uint64_t first = Identity::after(before, key.data(), around_.page_bytes);
+  const std::uint64_t first = PageName::after(before, key.data(), around_.page_bytes);
   const auto announced = [&] {
     return depth >= coming_at_ && depth - coming_at_ + pages <= coming_.size() &&
            coming_[depth - coming_at_].name == first;
@@ -276,7 +276,7 @@ inline std::uint32_t Gittins::alike_pages(std::uint64_t before, std::uint32_t de
 inline void Gittins::came(Index index) noexcept {
   const Node& n = node(index);
   if (!foreseen(index))
-    look_alone(Identity::above(around_.names[index], n.key.data(), n.pages, around_.page_bytes), n.start,
+    look_alone(PageName::above(around_.names[index], n.key.data(), n.pages, around_.page_bytes), n.start,
                {n.key.data(), n.key.size()});
   enter(index, {});
   GittinsRecord& record = records_[index];
@@ -344,7 +344,7 @@ inline void Gittins::follow(Index index) noexcept {
   for (std::uint32_t depth = n.start + 1; depth <= n.end(); ++depth, page += around_.page_bytes) {
     const std::uint64_t some = load_word(page, std::min<std::size_t>(around_.page_bytes, 8)) + depth;
     if ((some * 0xD6E8FEB86659FD93ull >> 32) % kFollowed) continue;
-    follow(Identity::mix(page, around_.page_bytes) + depth, depth == n.end() ? kind_of_end(record) : record.kind);
+    follow(PageName::mix(page, around_.page_bytes) + depth, depth == n.end() ? kind_of_end(record) : record.kind);
   }
 }
 

@@ -1,4 +1,4 @@
-// Recall: pages by identity, each with a time and a small number, in the order in which they were added. It forgets the
+// Recall: pages by name, each with a time and a small number, in the order in which they were added. It forgets the
 // oldest, and what it has no memory for. It uses 22 to 26 bytes per entry, 4 more with times of 8 bytes.
 #pragma once
 

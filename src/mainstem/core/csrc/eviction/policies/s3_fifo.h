@@ -36,7 +36,9 @@ class S3Fifo final : public Remembering<S3FifoRecord> {
     around_.each_page(index, pages, [&](std::uint64_t page) { ghost_.add({page}, capacity()); });
   }
 
-  std::uint32_t choose(const Queues& queues) override { return either(queues, 10 * settled() >= capacity() ? 0 : 1); }
+  std::uint32_t choose(const Queues& queues) override {
+    return either(queues, 10 * without_newcomers() >= capacity() ? 0 : 1);
+  }
   bool spares(Index index) override {
     S3FifoRecord& record = records_[index];
     if (record.queue == 0 && record.uses > 1) {

@@ -32,7 +32,9 @@ class TwoQueues final : public Remembering<Numbered> {
     around_.each_page(index, pages, [&](std::uint64_t page) { out_.add({page}, capacity() / 2); });
   }
 
-  std::uint32_t choose(const Queues& queues) override { return either(queues, settled() > capacity() / 4 ? 0 : 1); }
+  std::uint32_t choose(const Queues& queues) override {
+    return either(queues, without_newcomers() > capacity() / 4 ? 0 : 1);
+  }
 
  private:
   void bound(const Queues&) noexcept override { out_.bound(capacity_ / 2); }

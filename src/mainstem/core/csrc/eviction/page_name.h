@@ -1,4 +1,4 @@
-// Identity: a name of a page that outlives it: a 64-bit hash of everything from the root to its end. A node keeps the
+// PageName: a name of a page that outlives it: a 64-bit hash of everything from the root to its end. A node keeps the
 // name of its last page. From it, earlier names can be computed page by page, so nodes need not keep one per page.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace mainstem {
 
 // A polynomial over mixed pages, modulo 2**64; the factor is odd, so it has an inverse. No seed: the same calls must
 // give the same evictions. Colliding names can only make a policy remember wrongly.
-struct Identity {
+struct PageName {
   static constexpr std::uint64_t kFactor = 0xD1342543DE82EF95ull;
   static constexpr std::uint64_t inverse() {
     std::uint64_t x = kFactor;  // correct in 3 bits; each step doubles that (Newton)
