@@ -817,6 +817,18 @@ def test_a_window_slides_over_what_is_reserved_and_leaves_no_gap() -> None:
     world.end()
 
 
+def test_a_slide_that_leaves_a_gap_in_one_component_changes_none() -> None:
+    cache = PrefixCache({Full(): 24, Window(4): 14, Chunked(4): 2}, 2)
+    with cache.lease(some_tokens(random.Random(0), 12)) as lease:
+        lease.reserve(12)
+        with pytest.raises(OutOfPages):
+            lease.slide(0, 8)  # the window has its pages by now, the chunk does not
+        before = [table.tolist() for table in lease.tables]
+        with pytest.raises(BadArgument, match="begin"):
+            lease.slide(8, 10)
+        assert [table.tolist() for table in lease.tables] == before
+
+
 def test_a_lease_that_has_ended_shows_no_window_and_no_state() -> None:
     world = LeaseWorld(1, rows_of("full window state", window=2))
     run = world.lease([1, 2, 3])

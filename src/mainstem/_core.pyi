@@ -286,7 +286,9 @@ class LeaseCounters:
     def __hash__(self) -> int: ...
 
 class Cache:
-    """A tree and the pools of its pages; see src/mainstem/core/csrc/cache.h."""
+    """
+    A tree and the pools of its pages; see src/mainstem/core/csrc/lease/cache.h.
+    """
 
     def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None: ...
 
@@ -392,7 +394,7 @@ class Lease:
         Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the window of `begin`. Does nothing without a window.
 
         Raises:
-            OutOfPages: no room for more window pages; pages before the window were freed all the same.
+            OutOfPages: no room for more window pages; pages before the window were freed all the same: nothing reads them.
             BadArgument: end is beyond what is reserved, or begin beyond what has window pages.
             LeaseClosed: the lease has ended.
         """
@@ -515,7 +517,7 @@ class Replay:
         """Memory used in addition to the trees, in bytes."""
 
 class Optimum:
-    """The offline optimum; see src/mainstem/core/csrc/optimum.h."""
+    """The offline optimum; see src/mainstem/core/csrc/replay/optimum.h."""
 
     def __init__(self) -> None: ...
 

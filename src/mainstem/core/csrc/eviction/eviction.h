@@ -4,7 +4,7 @@
 //
 // Each column has an order of its candidates. The cells of full attention rank by the policy. A window or a state has a
 // standing of its own, since a match that passes over it does not use it. A policy that remembers more than the node
-// shows has an object for each column of the first component (replacement.h); the others pay one test for that.
+// shows has an object for each column of the first component (replacement.h); other policies have none.
 #pragma once
 
 #include <cstdint>

@@ -211,8 +211,9 @@ void Lease::slide(std::uint64_t begin, std::uint64_t end) {
   require_open();
   require(end <= reserved_, "end", end, "at most what is reserved");
   require(begin <= end, "begin", begin, "at most `end`");
-  for (Sliding& own : held_.sliding) {
+  for (const Sliding& own : held_.sliding)
     require(begin <= std::uint64_t{own.table.size()} * page_size(), "begin", begin, "at most what has window pages");
+  for (Sliding& own : held_.sliding) {
     const std::uint64_t first = cache_.row(own.component).first_read(begin);
     if (!load_)
       own.drop_before(cache_, static_cast<std::uint32_t>(first / page_size()), owned_);  // a load writes to them

@@ -43,8 +43,8 @@ class Lease {
 
   // Allocates full-attention pages for n more positions.
   void reserve(std::uint64_t n);
-  // Positions [begin, end) are computed next: allocates window pages for them. Frees pages before the window of
-  // `begin`.
+  // Positions [begin, end) are computed next: frees pages before the window of `begin`, then allocates window pages for
+  // them. Where there are too few for all, what was freed stays freed: nothing reads it any more.
   void slide(std::uint64_t begin, std::uint64_t end);
   // The state of the sequence is at `position`, a page boundary: a copy of it is published with the pages up to there.
   // Without `room`, uses a free slot only. Returns whether there was a slot.

@@ -179,7 +179,7 @@ void bind_cache(nb::module_& m) {
   bind_counters<LeaseCounters>(m, "LeaseCounters", "What the leases of a cache have counted.");
 
   nb::class_<PyCache>(m, "Cache", nb::type_slots(kCacheSlots),
-                      "A tree and the pools of its pages; see src/mainstem/core/csrc/cache.h.")
+                      "A tree and the pools of its pages; see src/mainstem/core/csrc/lease/cache.h.")
       .def(nb::init<nb::object, nb::tuple, std::int64_t, bool>(), "tree"_a, "pools"_a, "token_limit"_a, "enabled"_a,
            nb::sig("def __init__(self, tree: Tree, pools: tuple[Pool, ...], token_limit: int, enabled: bool) -> None"))
       .def(
@@ -263,7 +263,9 @@ void bind_cache(nb::module_& m) {
           "Allocates window pages for positions [begin, end), which are computed next. Frees private pages before the "
           "window of `begin`. Does nothing without a window.\n\n"
           "Raises:\n"
-          "    OutOfPages: no room for more window pages; pages before the window were freed all the same.\n"
+          "    OutOfPages: no room for more window pages; pages before the window were freed all the same: nothing "
+          "reads "
+          "them.\n"
           "    BadArgument: end is beyond what is reserved, or begin beyond what has window pages.\n"
           "    LeaseClosed: the lease has ended.")
       .def(

@@ -181,7 +181,7 @@ void bind_replay(nb::module_& m) {
            "seconds: [0] counts zeros, [i] counts numbers in [2**(i-1), 2**i).")
       .def("bytes", &PyReplay::bytes, "Memory used in addition to the trees, in bytes.");
 
-  nb::class_<Optimum>(m, "Optimum", "The offline optimum; see src/mainstem/core/csrc/optimum.h.")
+  nb::class_<Optimum>(m, "Optimum", "The offline optimum; see src/mainstem/core/csrc/replay/optimum.h.")
       .def(nb::init<>())
       .def("add", &add, "offsets"_a, "blocks"_a,
            nb::sig("def add(self, offsets: numpy.typing.NDArray[numpy.int64], blocks: "

@@ -1,5 +1,6 @@
 // Components: what a model keeps for a prefix. A row defines how each operation of the tree treats it; see the table
-// "components x tiers x operations" in docs/design.md. To add a component, add a row.
+// "components x tiers x operations" in docs/design.md. To add a component, add a kind, its names, and its answer to
+// each question below.
 #pragma once
 
 #include <algorithm>
@@ -79,7 +80,7 @@ struct Coverage {
     state_here = row.kind == Kind::state && usable && whole_node;
     if (!usable) from = end;
   }
-  // The three ways a match may end (docs/design.md, "Where a match may end").
+  // The ways in which a match may end, by kind (docs/design.md, "Where a match may end").
   bool allows(const Component& row, std::uint32_t end, std::uint32_t page_size) const {
     if (row.kind == Kind::state) return state_here;
     return from <= row.first_needed(end, page_size);

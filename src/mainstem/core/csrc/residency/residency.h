@@ -105,7 +105,7 @@ class Residency {
   void drop_back(Index node, std::size_t column, std::uint32_t pages, Ids* freed);  // `freed` has room
 
   // ---- locks and pins
-  // Adds or takes one lock. Whether that may have made the node a candidate, or ended that.
+  // Adds (+1) or removes (-1) one lock. Returns whether that may have made the node a candidate, or no candidate.
   bool lock(Index node, std::size_t column, int by);
   // Locks (+1) or unlocks (-1) the prefix that ends at `node`, below `stop`; `changed` is called with each
   // node that may have become a candidate, or is none any more.

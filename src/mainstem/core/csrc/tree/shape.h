@@ -1,9 +1,10 @@
 // TreeShape: the three parts of a tree, and every change that concerns more than one of them. Structure knows keys,
 // Residency ids, Eviction ranks; none calls another that lies higher here.
 //
-//   TreeShape        cells are filled and emptied, and their ids arrive; nodes come, are split, joined, detached and
-//   freed Eviction     which goes first            reads both, and writes what ranks a node Residency    which ids,
-//   what holds them  reads the structure Structure    which nodes, where
+//   TreeShape    changes all three: cells are filled and emptied; nodes come, are split, joined, detached and freed
+//   Eviction     which goes first; reads the other two, and writes what ranks a node
+//   Residency    which ids, and what holds them; reads the structure
+//   Structure    which nodes, and where
 #pragma once
 
 #include <string_view>
