@@ -19,7 +19,7 @@ from mainstem import _core
 from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, CorruptTree, check_integer
-from mainstem.keys import Encoded, KeyKind, Sequence, TokenLike
+from mainstem.keys import Encoded, KeyKind, KeySequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
 from mainstem.tiers.controller import Tiers
@@ -202,7 +202,7 @@ class PrefixCache:
         encoded = tokens if isinstance(tokens, Encoded) else Encoded.of(self.tree.keys, tokens)
         return self._longest(encoded.symbols, encoded.sequence, name, inside, on_host=True)
 
-    def _longest(self, symbols: bytes, sequence: Sequence, namespace: bytes, inside: bool, on_host: bool) -> int:
+    def _longest(self, symbols: bytes, sequence: KeySequence, namespace: bytes, inside: bool, on_host: bool) -> int:
         """Returns the longest hit that leaves a token to compute and cuts none.
 
         `inside`: it may end inside a page; `on_host`: it may end on the host.
@@ -303,7 +303,7 @@ class _KindLease(Lease):
 
     def __init__(
         self, cache: _core.Cache, ns: bytes, symbols: bytes, priority: int, limit: int, inside: bool,
-        *, sequence: Sequence, page_size: int,
+        *, sequence: KeySequence, page_size: int,
     ) -> None:  # fmt: skip
         super().__init__(cache, ns, symbols, priority, limit, inside)
         self._sequence = sequence

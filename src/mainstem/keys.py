@@ -54,11 +54,11 @@ class KeyKind(Protocol):
     def encode(self, tokens: TokenLike) -> bytes:
         """Returns the symbols of a sequence. Raises BadTokens."""
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> KeySequence:
         """Returns an empty sequence that can grow."""
 
 
-class Sequence:
+class KeySequence:
     """The state needed to encode a growing sequence incrementally. Here: one token is one position."""
 
     __slots__ = ("_kind",)
@@ -89,7 +89,7 @@ class Encoded:
     """
 
     symbols: bytes
-    sequence: Sequence
+    sequence: KeySequence
 
     @classmethod
     def of(cls, kind: KeyKind, tokens: TokenLike) -> Encoded:
@@ -133,9 +133,9 @@ class TokenKeys(_TokenIds):
         """See `KeyKind.encode`."""
         return encode_tokens(tokens, self.limit)
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> KeySequence:
         """See `KeyKind.sequence`."""
-        return Sequence(self)
+        return KeySequence(self)
 
 
 class BigramKeys(_TokenIds):
@@ -155,12 +155,12 @@ class BigramKeys(_TokenIds):
         """Encodes n ids as n - 1 symbols (ids[i], ids[i + 1]); bytes hold 4-byte ids, not pairs. Raises BadTokens."""
         return _pairs(np.frombuffer(encode_tokens(tokens, self.limit), dtype="<u4"))
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> KeySequence:
         """See `KeyKind.sequence`."""
         return _BigramSequence(self)
 
 
-class _BigramSequence(Sequence):
+class _BigramSequence(KeySequence):
     """Keeps the last token, which starts the next pair."""
 
     __slots__ = ("_last", "_limit")
@@ -222,9 +222,9 @@ class HashKeys:
             raise BadTokens(f"bytes of length {len(data)}: must hold whole {self.symbol_bytes}-byte hashes")
         return data
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> KeySequence:
         """See `KeyKind.sequence`."""
-        return Sequence(self)
+        return KeySequence(self)
 
     def _from_array(self, hashes: NDArray[Any]) -> bytes:
         if hashes.dtype.kind not in "iu" or hashes.dtype.itemsize != 8 or self.symbol_bytes != 8 or hashes.ndim != 1:
@@ -399,7 +399,7 @@ class TypedKeys(_TokenIds):
         """See `KeyKind.encode`."""
         return self.parse(tokens)[0]
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> KeySequence:
         """See `KeyKind.sequence`."""
         return _TypedSequence(self)
 
@@ -468,7 +468,7 @@ class TypedKeys(_TokenIds):
             ) from None
 
 
-class _TypedSequence(Sequence):
+class _TypedSequence(KeySequence):
     """Keeps the spans of the images, so that none is cut that must not be."""
 
     __slots__ = ("_ends", "_length", "_saved", "_spans", "_typed")

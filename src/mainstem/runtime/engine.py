@@ -60,7 +60,7 @@ _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are
 _DRAIN_S = 5.0  # for pending writes when the engine ends
 
 
-class Runner(scheduler.Runner, Protocol):
+class EngineRunner(scheduler.Runner, Protocol):
     """What the engine needs of a model."""
 
     @property
@@ -138,7 +138,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         random: random_module.Random | None = None,
-        runner: Callable[[LoadedModel, Mapping[str, int], int], Runner] = ModelRunner,
+        runner: Callable[[LoadedModel, Mapping[str, int], int], EngineRunner] = ModelRunner,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         report = progress or (lambda stage, done, total: None)
@@ -549,7 +549,7 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
 def _cache(
     loaded: LoadedModel,
     config: EngineConfig,
-    model: Runner,
+    model: EngineRunner,
     sizes: Mapping[Component, int],
     clock: Callable[[], float],
 ) -> PrefixCache:
@@ -578,7 +578,7 @@ def _cache(
 def _scheduler(
     loaded: LoadedModel,
     config: EngineConfig,
-    model: Runner,
+    model: EngineRunner,
     cache: PrefixCache,
     clock: Callable[[], float],
     random: random_module.Random,

@@ -487,7 +487,7 @@ class Scheduler:
         ]
         if not scheduled:
             return
-        sampled = [sequence for sequence, n in scheduled if n == sequence.pending]
+        sampled = [sequence for sequence, n in scheduled if n == sequence.uncomputed]
         self._meter.begin(scheduled)
         try:
             logits = self._runner.forward([sequence.segment(n) for sequence, n in scheduled])

@@ -99,7 +99,7 @@ class Sequence:
         return self.length - len(self.request.tokens)
 
     @property
-    def pending(self) -> int:
+    def uncomputed(self) -> int:
         """Known tokens that are not computed yet."""
         return self.length - self.computed
 
@@ -148,8 +148,8 @@ class Sequence:
         """Returns how many tokens to compute next: at most the budget, except for an image that must not be split."""
         if not self.prefilling:
             return 1
-        budget = min(budget, self.pending)
-        if self._page_size and budget < self.pending:  # a preempted request keeps its state only at a page boundary
+        budget = min(budget, self.uncomputed)
+        if self._page_size and budget < self.uncomputed:  # a preempted request keeps its state only at a page boundary
             boundary = (self.computed + budget) // self._page_size * self._page_size
             budget = max(boundary - self.computed, 0) or budget
         return chunk_end(self.computed, budget, self._checkpoints, self.atomic) - self.computed
@@ -193,13 +193,13 @@ class Sequence:
 
     def segment(self, n: int) -> Segment:
         """Returns the next n tokens to compute."""
-        assert self._lease is not None and 0 < n <= self.pending
+        assert self._lease is not None and 0 < n <= self.uncomputed
         begin, end = self.computed, self.computed + n
         return Segment(
             self._tokens[begin:end],
             begin,
             self._lease.tables,
-            n == self.pending,
+            n == self.uncomputed,
             None if self._load is None else self._load.ticket,
             state=self._lease.state,
             images=self.request.images,
@@ -228,7 +228,7 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Appends a sampled token."""
-        assert self._lease is not None and self.pending == 0
+        assert self._lease is not None and self.uncomputed == 0
         self._tokens[self.length] = self._symbols[self.length] = token
         self.length += 1
         self._lease.append([token])
