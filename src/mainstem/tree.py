@@ -84,7 +84,7 @@ class CellView:
 class NodeView:
     """A node, for tools. Positions are in symbols, times in ticks; `cells` are by component and tier.
 
-    `removed`: no match finds the node; it is kept only until its locks and transfers end.
+    `removed`: no match finds the node; it is the first to be evicted once its locks and transfers have ended.
     """
 
     node: int

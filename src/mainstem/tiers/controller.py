@@ -1,13 +1,16 @@
-"""`Tiers`: moves pages to the host and to storage and back. This is the whole of it; each direction is a part.
+"""`Tiers`: moves pages to the host and to storage and back. It is a facade: each direction is a part of its own.
 
     device  --back up-->  host  --write-->  storage
        ^                   |  ^                |
        +------- load ------+  +--- prefetch ---+
 
 Every part (`backup`, `load`, `write`, `prefetch`, `warm`) has its own state and limits, and adds what it begins to one
-list (`pending`), which has the counts of all. `poll` settles what has ended, then asks the parts for what is due. So
-every change of the tree happens at a `poll`, in the same order on every rank. A transfer locks the pages that it reads,
-and owns those that it writes until it is settled.
+list (`pending`), which has the counts of all. `poll` settles what has ended, then asks the parts for what is due.
+
+What has ended is applied by `PendingList.settle` only, in the order in which it began: normally at a `poll`, earlier
+where a caller must wait (`Load.wait`, `make_room`). All other calls (prefetches, leases, `remove`, `flush`) change the
+tree when they are made. The ranks make all these calls in the same order, so their trees stay equal. A transfer locks
+the pages that it reads, and owns those that it writes until it is settled.
 
 A part knows the parts that it uses: warming prefetches, a prefetch backs up what is before it, a backup takes room on
 the host (`host`) and is written, and a waiting write gives its room up. The tiers handle ids and bytes, no tensors, and

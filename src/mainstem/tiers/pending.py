@@ -1,7 +1,8 @@
 """Everything under way: `Pending`s in one list, in the order in which they began, and the counts of how it went.
 
-A poll asks each for its vote, agrees on the votes with the other ranks, and settles what has ended on all of them. So
-completions may come in any order, while what follows from them happens in the same order on every rank.
+`settle` asks each for its vote, agrees on the votes with the other ranks, and settles what has ended on all of them.
+Transfers may end in any order, and in another order on each rank. What follows from their end happens in the order in
+which they began, the same on every rank.
 
 The list knows nothing of what is under way.
 """

@@ -172,7 +172,7 @@ class Store:
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
         self.faults: Counter[str] = Counter()
         self._closed = False
-        self.slow = False  # a request waited in vain, and no call was faster since
+        self.slow = False  # a request has waited in vain, and no call has been quicker since then
         self._vain_s = 0.0
         self._readers, self._writers = readers, writers
 
@@ -283,6 +283,10 @@ class Store:
         """Marks the store as slow after a wait in vain, until a call takes less time than that wait."""
         self._vain_s = min(waited_s, self._vain_s) if self.slow else waited_s
         self.slow = True
+
+    def was_quick(self) -> None:
+        """Removes that mark."""
+        self.slow = False
 
     def took(self, seconds: float) -> None:
         """Notes how long a call took to return."""

@@ -47,7 +47,7 @@ class Wait:
     def answered(self, pages: int, took_s: float) -> None:
         """Notes that storage has `pages` of them, after a lookup that took `took_s`."""
         if took_s <= self._limit_s():
-            self._store.slow = False  # it would have been worth the wait
+            self._store.was_quick()  # it would have been worth the wait
         self._pages, self._answered_s = pages, self._store.clock()
 
     @property

@@ -1,7 +1,7 @@
 """What a restarted server loads from storage first: the list of the hottest prefixes, kept, found and prefetched.
 
-The list's bytes are the matter of `hottest`; here is when it is written, whether all ranks found the same one, and how
-fast its prefixes are prefetched.
+`hottest` encodes the list and decodes it. This module decides when it is written, whether all ranks found the same one,
+and how fast its prefixes are prefetched.
 """
 
 from __future__ import annotations
