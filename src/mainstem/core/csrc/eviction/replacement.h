@@ -97,12 +97,12 @@ class Replacement {
 };
 
 // The records of a policy by node. A record has at least a queue.
-struct Mark {
+struct InQueue {
   std::uint8_t queue = 0;
-  bool operator==(const Mark&) const = default;
+  bool operator==(const InQueue&) const = default;
 };
 
-struct Numbered : Mark {
+struct Numbered : InQueue {
   std::uint64_t number = 0;  // of a policy's events, in order
   bool operator==(const Numbered&) const = default;
 };

@@ -7,7 +7,7 @@
 
 namespace mainstem {
 
-class Arc final : public Remembering<Mark> {
+class Arc final : public Remembering<InQueue> {
  public:
   using Remembering::Remembering;
   std::uint32_t queues() const override { return 2; }

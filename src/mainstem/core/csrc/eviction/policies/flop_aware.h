@@ -7,7 +7,7 @@
 
 namespace mainstem {
 
-struct FlopAwareRecord : Mark {
+struct FlopAwareRecord : InQueue {
   double score = 0;
   bool operator==(const FlopAwareRecord&) const = default;
 };

@@ -7,7 +7,7 @@
 
 namespace mainstem {
 
-struct GdsfRecord : Mark {
+struct GdsfRecord : InQueue {
   std::uint32_t uses = 0;
   double worth = 0;
   bool operator==(const GdsfRecord&) const = default;

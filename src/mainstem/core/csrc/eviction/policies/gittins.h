@@ -17,7 +17,7 @@
 
 namespace mainstem {
 
-struct GittinsRecord : Mark, Aged {
+struct GittinsRecord : InQueue, Aged {
   std::uint8_t reuses = 0, kind = 0;
   bool here = false;
   bool tail = false;     // its last page ended its request, and was not used since

@@ -8,7 +8,7 @@
 
 namespace mainstem {
 
-struct Lru2Record : Mark {
+struct Lru2Record : InQueue {
   std::uint64_t last = 0, before = 0;  // ticks; 0: never
   bool operator==(const Lru2Record&) const = default;
 };

@@ -8,7 +8,7 @@
 
 namespace mainstem {
 
-struct S3FifoRecord : Mark {
+struct S3FifoRecord : InQueue {
   std::uint8_t uses = 0;
   std::uint64_t number = 0;  // order of joining the queue
   bool operator==(const S3FifoRecord&) const = default;

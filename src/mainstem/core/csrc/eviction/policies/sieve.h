@@ -6,7 +6,7 @@
 
 namespace mainstem {
 
-struct SieveRecord : Mark {
+struct SieveRecord : InQueue {
   bool visited = false;
   std::uint64_t number = 0;  // order of arrival
   bool operator==(const SieveRecord&) const = default;
