@@ -1,4 +1,4 @@
-"""Your own storage back end: SQLite in forty lines, checked by the conformance suite, named by `module:Class`."""
+"""Your own storage back end: SQLite in one class, checked by the conformance suite, named by `module:Class`."""
 
 from __future__ import annotations
 

@@ -159,10 +159,10 @@ def code_lines(text: str) -> set[int]:
     return code
 
 
-# ---------------------------------------------------------------- the rooms of the core
+# ---------------------------------------------------------------- the folders of the core
 
 CSRC = PACKAGE / "core" / "csrc"
-ROOMS = ["structure", "residency", "eviction", "tree", "lease", "replay", "python"]
+FOLDERS = ["structure", "residency", "eviction", "tree", "lease", "replay", "python"]
 """Lowest first, as in docs/design.md."""
 TABLES = ("namespace", "struct", "class", "NB_MODULE", "void bind_")
 """What looks like a function and is none, or lists bindings."""
@@ -170,11 +170,11 @@ SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
-def test_a_room_includes_only_those_below_it(source: Path) -> None:
-    room = source.relative_to(CSRC).parts[0]
+def test_a_folder_of_the_core_includes_only_those_below_it(source: Path) -> None:
+    folder = source.relative_to(CSRC).parts[0]
     included = re.findall(r'^#include "(\w+)/', source.read_text(), re.MULTILINE)
-    below = ROOMS[: ROOMS.index(room) + 1]
-    assert set(included) <= set(below), f"{source}: {room} may include {below}"
+    below = FOLDERS[: FOLDERS.index(folder) + 1]
+    assert set(included) <= set(below), f"{source}: {folder} may include {below}"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))

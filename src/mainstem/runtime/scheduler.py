@@ -1,7 +1,8 @@
 """Chooses which tokens to compute next: continuous batching over one cache, one packed forward per step.
 
-A step allocates pages for the running requests, admits waiting requests while there is room, runs one forward, and
-samples one token for every request whose prompt is done. It is single-threaded; clock and randomness are passed in.
+A step polls the tiers, allocates pages for the running requests, admits waiting requests while there is room, runs one
+forward, and samples one token for every request whose prompt is done. It is single-threaded; clock and randomness are
+passed in.
 
 **Admission order.** Higher priority first. Within a priority: preempted requests; then requests that have waited longer
 than `age_limit_s`, oldest first; then the rest, longest cached prefix first, then oldest. Each step looks up and ranks

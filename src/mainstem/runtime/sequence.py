@@ -1,7 +1,7 @@
 """Sequence: one request on its way through the scheduler.
 
 It holds the request's tokens so far, its lease and load, and its progress. It makes what a forward computes next, and
-publishes what it has computed. It knows no other sequence: what comes next, and who is preempted, is the scheduler's.
+publishes what it has computed. It knows no other sequence. The scheduler decides whose turn it is and who is preempted.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Sequence:
         return max((planned for planned, _ in self._checkpoints if self.computed < planned <= position), default=0)
 
     def slide(self, n: int) -> None:
-        """Allocates window pages for the next n tokens; OutOfPages changes nothing.
+        """Allocates window pages for the next n tokens. OutOfPages: those that nothing reads any more are freed all the same.
 
         Where there are states, the window before the last page boundary stays: a state that is kept there needs it.
         """

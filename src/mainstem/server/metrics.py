@@ -36,10 +36,10 @@ class Row:
     Args:
         name: the client library appends `_total` to the names of counters.
         kind: a counter or a gauge.
-        text: what it says.
-        values: the path of its value in the statistics of its part; with labels, the path for the values of the labels.
-            A `*` in both stands for every key of a mapping.
-        labels: their names.
+        text: its description.
+        values: where its value is in the statistics of its part, as a path; with labels, the path for each combination
+            of their values. A `*` in both stands for every key of a mapping.
+        labels: the names of its labels.
     """
 
     name: str

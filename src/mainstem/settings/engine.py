@@ -114,7 +114,7 @@ class HostSize(Settings):
         host_bytes: Size of the host tier: bytes, or a size such as 8GiB.
             Without --host-bytes, --host-ratio and --host-fraction: none, or the device's size with --storage.
         host_ratio: Size of the host tier, as a multiple of the device's pages.
-        host_fraction: Size of the host tier, as a part of the memory that is free at the start; up to 1.
+        host_fraction: Size of the host tier, as a part of the memory that is free at startup; up to 1.
     """
 
     host_bytes: int | None = setting(None, integer(1, INT64_MAX), unit=SIZE)
@@ -194,7 +194,7 @@ class TierConfig(Settings):
         storage_codec: Encoding of stored pages: unchanged (none), or 8 bits per number, with a loss of precision.
         storage_secret: Secret that seals stored pages: at least 16 characters, the same for all servers of a store.
         limits: What requests wait for, and the limits of storage.
-        warm: Prefetch the hottest stored prefixes into the host tier at the start.
+        warm: Prefetch the hottest stored prefixes into the host tier at startup.
 
     Without a secret, stored pages are safe from damage, not from forgery.
     """

@@ -83,6 +83,8 @@ class Backend(ABC):
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
         """Opens a back end from the parts of a spec, `scheme:address?options`.
 
+        The address of your own class, `module:Class?options`, is always empty.
+
         Raises:
             BadArgument: the address or an option is invalid; the message names the valid ones.
             BackendUnavailable: the client is not installed, or the server does not answer.
