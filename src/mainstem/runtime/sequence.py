@@ -166,7 +166,9 @@ class Sequence:
         return max((planned for planned, _ in self._checkpoints if self.computed < planned <= position), default=0)
 
     def slide(self, n: int) -> None:
-        """Allocates window pages for the next n tokens. OutOfPages: those that nothing reads any more are freed all the same.
+        """Frees window pages that nothing reads any more, and allocates those of the next n tokens.
+
+        OutOfPages: there are too few for all; what was freed stays freed, and nothing else has changed.
 
         Where there are states, the window before the last page boundary stays: a state that is kept there needs it.
         """
