@@ -33,13 +33,13 @@ from rigs import servers
 from bench.report import Report
 from bench.tables import number
 from mainstem.errors import BackendUnavailable, StorageError
-from mainstem.runtime.host import HostPool, Layout, Planes
+from mainstem.runtime.host import HostLayout, HostPool, Planes
 from mainstem.storage.base import Backend, open_backend
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import Move
 
 MEMCPY, SYNCED, UNSYNCED = "memcpy", "plain file, fdatasync", "plain file, no sync"
-HOST: dict[Layout, str] = {"page_first": "host, page_first", "layer_first": "host, layer_first"}
+HOST: dict[HostLayout, str] = {"page_first": "host, page_first", "layer_first": "host, layer_first"}
 
 Row = dict[str, Any]
 

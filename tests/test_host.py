@@ -15,14 +15,14 @@ from machine import patience
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.runtime import copies
-from mainstem.runtime.host import SLOT_ALIGNMENT, HostPool, Layout, Planes, free_memory_bytes, host_pages
+from mainstem.runtime.host import SLOT_ALIGNMENT, HostLayout, HostPool, Planes, free_memory_bytes, host_pages
 from mainstem.runtime.kv import KVPool, KVShape
 from mainstem.settings.engine import HostSize
 from mainstem.tiers.pages import HEADER_BYTES
 from mainstem.tiers.transfer import HostMemory, Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
-LAYOUTS: list[Layout] = ["page_first", "layer_first"]
+LAYOUTS: list[HostLayout] = ["page_first", "layer_first"]
 HOST_PAGES = 11
 
 # Shapes of the planes of each component, [layers, pages, ...], and the model's layers of the component.
@@ -95,7 +95,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(bits(left), bits(right))
 
 
-def round_trip(rows: list[Planes], layout: Layout, run: Any = None) -> None:
+def round_trip(rows: list[Planes], layout: HostLayout, run: Any = None) -> None:
     """Copies every page to the host, overwrites the device, and copies some pages back to other ids."""
     pool = HostPool(rows, [HOST_PAGES] * len(rows), layout, run=run)
     before, orders = kept(rows), [np.random.default_rng(c).permutation(p.pages) for c, p in enumerate(rows)]
@@ -121,7 +121,7 @@ def round_trip(rows: list[Planes], layout: Layout, run: Any = None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_go_down_and_come_back(kind: str, dtype: torch.dtype, layout: Layout) -> None:
+def test_pages_go_down_and_come_back(kind: str, dtype: torch.dtype, layout: HostLayout) -> None:
     round_trip(components(kind, dtype), layout)
 
 
@@ -129,7 +129,7 @@ def test_pages_go_down_and_come_back(kind: str, dtype: torch.dtype, layout: Layo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_go_down_and_come_back_on_a_gpu(kind: str, layout: Layout) -> None:
+def test_pages_go_down_and_come_back_on_a_gpu(kind: str, layout: HostLayout) -> None:
     for dtype in DTYPES:
         round_trip(components(kind, dtype, "cuda"), layout)
 
@@ -440,7 +440,7 @@ def test_planes_must_fit(tensors: tuple[torch.Tensor, ...], layers: tuple[int, .
 
 @pytest.mark.parametrize(("times", "faster"), [((0, 1, 5, 7), "page_first"), ((0, 3, 5, 7), "layer_first")])
 def test_auto_takes_what_copies_faster_and_leaves_the_device_alone(
-    kv: Planes, times: tuple[float, ...], faster: Layout
+    kv: Planes, times: tuple[float, ...], faster: HostLayout
 ) -> None:
     clock, before = iter(times), kept([kv])[0]
     assert HostPool([kv], [HOST_PAGES], clock=lambda: next(clock)).layout == faster

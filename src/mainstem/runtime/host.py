@@ -36,7 +36,7 @@ from mainstem.tiers.transfer import LayerTicket, Move, Ticket
 
 log = logging.getLogger(__name__)
 
-Layout = Literal["auto", "page_first", "layer_first"]
+HostLayout = Literal["auto", "page_first", "layer_first"]
 Run = Callable[[Callable[[], None]], object]
 
 SLOT_ALIGNMENT = 64
@@ -168,7 +168,7 @@ class _Area:
         BadArgument: the memory cannot be allocated.
     """
 
-    def __init__(self, planes: Planes, pages: int, layout: Layout) -> None:
+    def __init__(self, planes: Planes, pages: int, layout: HostLayout) -> None:
         self._planes = planes
         self._pages = pages
         self._page_first = layout == "page_first"
@@ -235,7 +235,7 @@ class HostPool:
         self,
         components: Sequence[Planes],
         pages: Sequence[int],
-        layout: Layout = "auto",
+        layout: HostLayout = "auto",
         storage: bool = False,
         run: Run | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -247,7 +247,7 @@ class HostPool:
         self._copier: Copier = CudaCopier(device) if device.type == "cuda" else CpuCopier()
         if layout == "auto":
             layout = "page_first" if storage else _faster_layout(self._components[0], self._copier, clock)
-        self.layout: Layout = layout
+        self.layout: HostLayout = layout
         self._areas = [_Area(planes, count, layout) for planes, count in zip(components, pages, strict=True)]
         self._device_rows = [_device_rows(planes, self._copier) for planes in self._components]
         self._host_rows = [area.rows(self._copier) for area in self._areas]
@@ -415,7 +415,7 @@ class HostPool:
             return self._working
 
 
-def _check(components: Sequence[Planes], pages: Sequence[int], layout: Layout, storage: bool) -> None:
+def _check(components: Sequence[Planes], pages: Sequence[int], layout: HostLayout, storage: bool) -> None:
     if not components or len(components) != len(pages):
         raise BadArgument("pages", list(pages), f"one number for each of {len(components)} components, at least one")
     if min(pages) < 1:
@@ -428,13 +428,13 @@ def _check(components: Sequence[Planes], pages: Sequence[int], layout: Layout, s
         raise BadArgument("layout", layout, "page_first or auto, with storage")
 
 
-def _faster_layout(planes: Planes, copier: Copier, clock: Callable[[], float]) -> Layout:
+def _faster_layout(planes: Planes, copier: Copier, clock: Callable[[], float]) -> HostLayout:
     """Times copies of scattered pages to the host: a trial must not write to the device. Both ways copy the same."""
     count = min(planes.pages, max(_TRIAL_BYTES // planes.slot_bytes, 1))
     ids = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]).astype(np.int32)
     page_ids = copier.ids(ids)
-    seconds: dict[Layout, float] = {}
-    layouts: tuple[Layout, ...] = ("page_first", "layer_first")
+    seconds: dict[HostLayout, float] = {}
+    layouts: tuple[HostLayout, ...] = ("page_first", "layer_first")
     for layout in layouts:
         area = _Area(planes, count, layout)
         rows = zip(area.rows(copier), _device_rows(planes, copier), strict=True)
