@@ -558,7 +558,8 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "with what is in front of a window the window goes", "here", _CORE + "eviction/eviction.cpp",
-        "  return standing(node, column).worth && n.start < first ? first - n.start : n.pages;\n", "  return n.pages;\n",
+        "  return standing(node, column).worth && n.start < first ? first - n.start : n.pages;\n",
+        "  return n.pages;\n",
         "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
     ),
     # ---------------------------------------------------------- what is removed, and what follows what is in flight
