@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, PaliGemmaConfig
 
 from bench.tiny_vision import FAMILIES, picture, save, tokenizer
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.namespaces import Namespace
+from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime import vision as vision_module
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import PreparedPrompt
@@ -240,6 +240,16 @@ def test_text_between_the_tiles_of_an_image_is_not_kept_as_an_adapter_left_it(mo
     assert (adapted == plain).all(1)[~doubled].all(), "the image"
     assert not doubled.all()
     assert vision.stats().encoder_runs == 1
+
+
+def test_another_namespace_encodes_an_image_for_itself(models: dict[str, LoadedModel]) -> None:
+    vision = Vision(models["llava"])
+    (one,) = vision.prepare(chat(image(picture(1)))).images
+    mine, theirs = (encode_namespace(Namespace(salt=salt)) for salt in ("mine", "theirs"))
+    rows = [vision.embed(one, namespace) for namespace in (mine, theirs, mine, theirs, b"")]
+    assert all(torch.equal(each, rows[0]) for each in rows)
+    stats = vision.stats()
+    assert (stats.encoder_runs, stats.hits, stats.images) == (3, 2, 3)
 
 
 def test_embeddings_are_kept_within_their_bytes_the_least_recent_goes_first(models: dict[str, LoadedModel]) -> None:

@@ -73,6 +73,7 @@ class Segment:
         images: of the request, in order; those outside the segment are ignored.
         positions: int64 [3, n], the M-RoPE positions of the tokens; None: start, start + 1, ...
         adapter: computes in place of the base model.
+        namespace: of the request, encoded; embeddings of images are shared only within it.
     """
 
     tokens: NDArray[np.int32]
@@ -84,6 +85,7 @@ class Segment:
     images: tuple[ImageInput, ...] = ()
     positions: NDArray[np.int64] | None = None
     adapter: Adapter | None = None
+    namespace: bytes = b""
 
     @property
     def end(self) -> int:
@@ -190,7 +192,7 @@ class ModelRunner:
             return
         with torch.inference_mode(), self.adapters.select(segment.adapter):
             for image in _inside(segment):
-                rows = self.vision.embed(image)
+                rows = self.vision.embed(image, segment.namespace)
                 if len(rows) != image.length:
                     allowed = f"{len(rows)}, the number of its embeddings"
                     raise BadArgument("images", f"{image.length} positions", allowed)
@@ -311,7 +313,7 @@ class ModelRunner:
                 begin, end = max(image.start, segment.start), min(image.end, segment.end)
                 shift = row - segment.start
                 rows = self._embedded.get((image.identity, segment.adapter))
-                rows = self.vision.embed(image) if rows is None else rows
+                rows = self.vision.embed(image, segment.namespace) if rows is None else rows
                 flat[begin + shift : end + shift] = rows[begin - image.start : end - image.start]
             row += len(segment.tokens)
         return embeddings

@@ -1,7 +1,10 @@
 """Images in prompts: turns pictures into spans of tokens, identities, and embeddings.
 
     messages, pictures --prepare--> tokens with spans, each with the encoder's inputs for that picture alone
-                       ---embed---> [length, hidden] of a span, from a cache by identity, else from the encoder
+                       ---embed---> [length, hidden] of a span, from a cache, else from the encoder
+
+Embeddings are shared as KV is: only within a namespace. So no tenant learns from the time to an answer, or from counters
+of its own requests, which images another one has sent.
 
 This module knows the model's own processor, its chat template and its encoder. It does not know pages, requests, or
 HTTP. `prepare` may be slow and may be called from any thread; `embed` is for the thread that runs the model.
@@ -51,7 +54,10 @@ _WHOLE_PROMPTS = {"paligemma": "its prompts attend both ways as a whole, so no p
 
 @dataclass(frozen=True, slots=True)
 class VisionStats:
-    """Counts of embeddings: runs of the encoder, hits of the cache, and the images and bytes that the cache holds."""
+    """Counts of embeddings: runs of the encoder, hits of the cache, and the images and bytes that the cache holds.
+
+    An image that two namespaces hold counts twice.
+    """
 
     encoder_runs: int
     hits: int
@@ -124,7 +130,7 @@ class Vision:
         self._tokenizer = processor.tokenizer
         self._dtype = loaded.dtype
         self._cache_bytes = cache_bytes
-        self._cached: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._cached: OrderedDict[tuple[bytes, bytes], torch.Tensor] = OrderedDict()  # by namespace and identity
         self._bytes = self._runs = self._hits = 0
         self._marker = str(processor.image_token)
         self._placeholders = [token for token in processor.image_token_ids if token is not None]
@@ -167,19 +173,24 @@ class Vision:
             raise BadArgument("messages", roles, f"messages that the model's chat template takes: {error}") from error
         return self._assemble(str(text), pictures)
 
-    def embed(self, image: ImageInput) -> torch.Tensor:
+    def embed(self, image: ImageInput, namespace: bytes = b"") -> torch.Tensor:
         """Returns the embeddings of an image's span, [length, hidden], in the model's dtype and on its device.
 
         Text inside the span is embedded by the model as it is now: the selected adapter may affect it.
+
+        Args:
+            image: of a prompt.
+            namespace: of the request, encoded; embeddings of other namespaces are not used.
         """
-        rows = self._cached.get(image.identity)
+        name = (namespace, image.identity)
+        rows = self._cached.get(name)
         if rows is None:
             self._runs += 1
             rows = self._encode(image)
-            self._keep(image.identity, rows)
+            self._keep(name, rows)
         else:
             self._hits += 1
-            self._cached.move_to_end(image.identity)
+            self._cached.move_to_end(name)
         return self._span(image, rows)
 
     def namespace_for(
@@ -306,8 +317,8 @@ class Vision:
             span[placed] = rows
         return span
 
-    def _keep(self, identity: bytes, rows: torch.Tensor) -> None:
-        self._cached[identity] = rows
+    def _keep(self, name: tuple[bytes, bytes], rows: torch.Tensor) -> None:
+        self._cached[name] = rows
         self._bytes += rows.nbytes
         while self._bytes > self._cache_bytes and len(self._cached) > 1:
             self._bytes -= self._cached.popitem(last=False)[1].nbytes
