@@ -154,8 +154,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"num_hidden_layers": 4},
 }
 
-# Models that can take only one token at a time after a state, in transformers' PyTorch code.
-STEPPED: dict[str, dict[str, Any]] = {
+# Models that take several tokens after a state with our own scan only: transformers' starts from zeros.
+RESUMED: dict[str, dict[str, Any]] = {
     "mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},
     "falcon_mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},
     "jamba": {

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, RESUMED, VOCAB, WINDOWED, loaded, tiny
 from bench.tiny_vision import picture
 from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
@@ -37,7 +37,7 @@ from mainstem.tiers.transfer import Move
 
 POSITIONS = 400
 SLOTS = 8
-MODELS = {**FAMILIES, **{f"{family} windowed": changes for family, changes in WINDOWED.items()}, **HYBRIDS, **STEPPED}
+MODELS = {**FAMILIES, **{f"{family} windowed": changes for family, changes in WINDOWED.items()}, **HYBRIDS, **RESUMED}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -233,7 +233,7 @@ def full_pool(runner: ModelRunner) -> KVPool:
 # ---------------------------------------------------------------- models that keep a state
 
 
-@pytest.fixture(params=[*HYBRIDS, *STEPPED])
+@pytest.fixture(params=[*HYBRIDS, *RESUMED])
 def hybrid(request: pytest.FixtureRequest) -> RunnerRig:
     return make_rig(request.param, 4)
 

@@ -13,8 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bench.tiny_models import HYBRIDS, STEPPED, VOCAB, tiny
+from bench.tiny_models import HYBRIDS, RESUMED, VOCAB, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.scans import resume
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +35,7 @@ KEPT = "states_test_kept"
 @functools.cache
 def whole(family: str) -> torch.Tensor:
     """Plain logits [3, 75, vocab] of TOKENS, without a cache."""
-    model = tiny(family, **{**HYBRIDS, **STEPPED}[family])
+    model = tiny(family, **{**HYBRIDS, **RESUMED}[family])
     with torch.inference_mode():
         return torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits for row in TOKENS])
 
@@ -43,9 +44,10 @@ class StatesRig:
     """A model with states in slots; a plain attention function keeps its keys and values by sequence."""
 
     def __init__(self, family: str) -> None:
-        model = tiny(family, **{**HYBRIDS, **STEPPED}[family])
+        model = tiny(family, **{**HYBRIDS, **RESUMED}[family])
         shape = StateShape.of(model)
         assert shape is not None
+        assert (resume(model) is not None) == (family in RESUMED)
         self.model, self.shape = model, shape
         self.pool = StatePool(shape, 6)
         for tensor in self.pool.tensors:
@@ -124,25 +126,20 @@ def kept_attention(
     return torch.cat(rows).transpose(1, 2), None
 
 
-@pytest.fixture(scope="module", params=[*HYBRIDS, *STEPPED])
+@pytest.fixture(scope="module", params=[*HYBRIDS, *RESUMED])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def cuts(family: str) -> tuple[int, ...]:
-    return CUTS if family in HYBRIDS else (0, *range(54, 76))
 
 
 def close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
 
 
-def test_a_cut_sequence_is_as_the_whole(family: str, cuts: tuple[int, ...]) -> None:
+def test_a_cut_sequence_is_as_the_whole(family: str) -> None:
     rig = StatesRig(family)
     tokens, expected = TOKENS[0], whole(family)[0]
-    close(rig.start(tokens[: cuts[1]], 2, "a"), expected[: cuts[1]])
-    for begin, end in itertools.pairwise(cuts[1:]):
+    close(rig.start(tokens[: CUTS[1]], 2, "a"), expected[: CUTS[1]])
+    for begin, end in itertools.pairwise(CUTS[1:]):
         close(rig.go_on(tokens[None, begin:end], [begin], [2], ["a"])[0], expected[begin:end])
 
 
@@ -152,9 +149,9 @@ def test_one_token_is_a_start_too(family: str) -> None:
     close(rig.go_on(TOKENS[:1, 1:2], [1], [0], ["a"])[0], whole(family)[0, 1:2])
 
 
-def test_a_restored_state_goes_on_as_the_first_did_and_its_source_stays(family: str, cuts: tuple[int, ...]) -> None:
+def test_a_restored_state_goes_on_as_the_first_did_and_its_source_stays(family: str) -> None:
     rig = StatesRig(family)
-    tokens, begin = TOKENS[0], cuts[-4]
+    tokens, begin = TOKENS[0], CUTS[-4]
     rig.start(tokens[:begin], 0, "a")
     rig.pool.copy(0, 5)
     rig.fork("a", "b")
@@ -163,7 +160,7 @@ def test_a_restored_state_goes_on_as_the_first_did_and_its_source_stays(family: 
     for slot, name in ((0, "a"), (1, "b")):
         if slot == 1:
             rig.pool.copy(5, 1)
-        logits = [rig.go_on(tokens[None, b:e], [b], [slot], [name]) for b, e in itertools.pairwise(cuts[-4:])]
+        logits = [rig.go_on(tokens[None, b:e], [b], [slot], [name]) for b, e in itertools.pairwise(CUTS[-4:])]
         ran.append((torch.cat(logits, dim=1), rig.slot(slot)))
     assert torch.equal(ran[0][0], ran[1][0])
     assert all(torch.equal(one, other) for one, other in zip(ran[0][1], ran[1][1], strict=True))
@@ -212,19 +209,19 @@ def test_nothing_of_a_sequence_is_in_the_slot_of_another(family: str) -> None:
 
 @functools.cache
 def proof(family: str, dtype: torch.dtype, limit: float) -> str:
-    model = tiny(family, **{**HYBRIDS, **STEPPED}[family]).to(dtype)
+    model = tiny(family, **{**HYBRIDS, **RESUMED}[family]).to(dtype)
     shape = StateShape.of(model)
     assert shape is not None
     return prove(model, shape, limit)
 
 
 def test_the_self_test_finds_how_many_tokens_may_follow_a_state(family: str) -> None:
-    assert proof(family, torch.float32, LIMIT) == ("chunked" if family in HYBRIDS else "stepped")
+    assert proof(family, torch.float32, LIMIT) == ("chunked" if family in HYBRIDS else "resumed")
 
 
 def test_low_precision_hides_no_scan_that_starts_again(family: str) -> None:
     """In bfloat16, Mamba's error is smaller than the limit that rounding needs."""
-    assert proof(family, torch.bfloat16, 0.5) == ("chunked" if family in HYBRIDS else "stepped")
+    assert proof(family, torch.bfloat16, 0.5) == ("chunked" if family in HYBRIDS else "resumed")
 
 
 def test_slots_cost_what_the_tensors_take(family: str) -> None:

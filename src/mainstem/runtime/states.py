@@ -8,7 +8,7 @@ objects, which update in place. So states are copied out of slots before a forwa
 forward never share a tensor. A forward goes like this:
 
     shape = StateShape.of(model)             None: the model keeps no state. Before its attention is exchanged
-    continuation = prove(model, shape, ...)  "chunked" | "stepped", or UnsupportedModel; likewise before
+    continuation = prove(model, shape, ...)  "chunked" | "resumed" | "stepped", or UnsupportedModel; likewise before
     pool = StatePool(shape, slots, device)   pool.bytes_per_slot, pool.copy(source, target)
     cache = StateCache(model.config, pool)
 
@@ -48,14 +48,15 @@ from transformers.cache_utils import (
 
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.layout import refuse_outside
+from mainstem.runtime.scans import resume
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Kind = Literal["conv", "recurrent"]
 
-Continuation = Literal["chunked", "stepped"]
-"""How many tokens may follow a state in one forward: several, or one."""
+Continuation = Literal["chunked", "resumed", "stepped"]
+"""How many tokens may follow a state in one forward: several; several, by our own scan (`scans`); only one."""
 
 # Tokens of the self-test's prompts, and where they are cut: several tokens after a state, then one, then two.
 _CUTS = (0, 5, 9, 10, 12)
@@ -349,14 +350,15 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Continuati
         limit: the largest difference of logits to take for rounding, as a fraction of their spread.
 
     Returns:
-        "chunked" if several tokens may follow a state in one forward, "stepped" if only one may.
+        "chunked" or "resumed" if several tokens may follow a state in one forward, "stepped" if only one may. If it is
+        "resumed", `model` now has our scans.
 
     Raises:
         UnsupportedModel: even token by token, or with sequences side by side, results differ from a whole prompt's.
     """
     with torch.inference_mode():
         trial = _Trial(model, shape)
-        chunked, stepped = (trial.error(continuation) for continuation in ("chunked", "stepped"))
+        stepped = trial.error(stepped=True)
         name = model.config.get_text_config(decoder=True).model_type
         if stepped > limit:
             raise UnsupportedModel(
@@ -369,7 +371,15 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Continuati
                 f"{name}: with states side by side, logits differ from those of each prompt alone by {stacked:.2g} of "
                 f"their spread; {limit:g} is allowed"
             )
-        return "chunked" if chunked <= limit and trial.uses_states() else "stepped"
+        if trial.goes_on(limit):
+            return "chunked"
+        undo = resume(model)
+        if undo is None:
+            return "stepped"
+        if trial.goes_on(limit):
+            return "resumed"
+        undo()
+        return "stepped"
 
 
 class _Trial:
@@ -384,9 +394,13 @@ class _Trial:
         self._whole = torch.cat([_forward(model, None, prompt.unsqueeze(0), 0, None) for prompt in self._prompts])
         self._spread = float(self._whole.max() - self._whole.min())
 
-    def error(self, continuation: Continuation) -> float:
+    def goes_on(self, limit: float) -> bool:
+        """Returns whether several tokens may follow a state."""
+        return self.error() <= limit and self.uses_states()
+
+    def error(self, stepped: bool = False) -> float:
         """Returns the largest difference after the first cut; leaves the states at this cut in slots 2 and 3."""
-        cuts = _CUTS if continuation == "chunked" else (0, *range(_CUTS[1], _CUTS[-1] + 1))
+        cuts = (0, *range(_CUTS[1], _CUTS[-1] + 1)) if stepped else _CUTS
         return max(self._cut_error(row, cuts) for row in (0, 1))
 
     def _cut_error(self, row: int, cuts: tuple[int, ...]) -> float:

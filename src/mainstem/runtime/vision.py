@@ -3,8 +3,8 @@
     messages, pictures --prepare--> tokens with spans, each with the encoder's inputs for that picture alone
                        ---embed---> [length, hidden] of a span, from a cache, else from the encoder
 
-Embeddings are shared as KV is: only within a namespace. So no tenant learns from the time to an answer, or from counters
-of its own requests, which images another one has sent.
+Embeddings are shared as KV is: only within a namespace. So no tenant learns from the time to an answer which images
+another one has sent.
 
 This module knows the model's own processor, its chat template and its encoder. It does not know pages, requests, or
 HTTP. `prepare` may be slow and may be called from any thread; `embed` is for the thread that runs the model.
