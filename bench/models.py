@@ -36,7 +36,7 @@ from rich.table import Table
 from transformers.utils import logging
 
 from bench.report import ROOT, Report
-from bench.tiny_models import FAMILIES, HYBRIDS, REFUSED, RESUMED, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import ALONE, FAMILIES, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, WINDOWED, loaded, tiny
 from mainstem.components import Component, State, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.namespaces import Namespace
@@ -248,7 +248,7 @@ CASES: dict[str, Case] = {
     },
     **{
         name: Case(partial(_text, name, changes), tolerance=_LOOSER.get(name, TOLERANCE))
-        for name, changes in {**HYBRIDS, **RESUMED}.items()
+        for name, changes in {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}.items()
     },
     "gemma3, images": Case(partial(_seeing, "gemma3", _BOTH), _PILLOW),
     **{f"{name}, images": Case(partial(_seeing, name, {}), _PILLOW) for name in ("llava", "qwen2_vl", "idefics3")},
@@ -398,8 +398,12 @@ def _least_hits(prompts: Sequence[Prompt], components: Sequence[Component], page
 def _notes(subject: Subject, engine: Engine) -> Iterator[str]:
     model, vision = subject.plain, engine.vision
     shape = StateShape.of(model) if getattr(model, "_is_stateful", False) else None
-    if shape is not None and (continuation := prove(model, shape, TOLERANCE)) != "chunked":
-        yield {"resumed": "our scan", "stepped": "stepped"}[continuation]
+    if shape is not None:
+        proof = prove(model, shape, TOLERANCE)
+        if proof.continuation != "chunked":
+            yield {"resumed": "our scan", "stepped": "stepped"}[proof.continuation]
+        if not proof.stacked:
+            yield "alone"
     if vision is not None:
         yield "images attended both ways" if vision.both_ways else "images attended one way"
         if vision.m_rope:

@@ -48,6 +48,23 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 
 
+_NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ...}
+
+KIMI: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "kv_lora_rank": 32,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": CONTEXT}),
@@ -64,9 +81,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("deepseek_v3", {}),
-    "rwkv": ("rwkv", {"num_attention_heads": ..., "num_key_value_heads": ..., "attention_hidden_size": 64}),
-    "recurrent_gemma": ("recurrent_gemma", {"num_key_value_heads": 1}),
-    "minimax": ("minimax", {"num_local_experts": 2}),
+    "kimi_linear": ("kimi_linear", KIMI),
+    "xlstm": ("xlstm", {**_NO_ATTENTION, "intermediate_size": ...}),
     "bloom": ("bloom", {"intermediate_size": ...}),
 }
 
@@ -112,7 +128,6 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-_NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ...}
 
 # Models with recurrent or convolutional layers; scans take 8 tokens at a time where that can be set, otherwise 64.
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -152,6 +167,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
     },
     "olmo_hybrid": {"num_hidden_layers": 4},
+    "minimax": {"num_local_experts": 2, "block_size": 8},
 }
 
 # Models that take several tokens after a state with our own scan only: transformers' starts from zeros.
@@ -169,3 +185,9 @@ RESUMED: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8,
     },
 }
+
+# Models that can take only one token at a time after a state.
+STEPPED: dict[str, dict[str, Any]] = {"recurrent_gemma": {"num_key_value_heads": 1}}
+
+# Models whose rows are not independent after a state: each sequence goes on by itself.
+ALONE: dict[str, dict[str, Any]] = {"rwkv": {**_NO_ATTENTION, "attention_hidden_size": 64}}

@@ -18,7 +18,19 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, RESUMED, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import (
+    ALONE,
+    CONTEXT,
+    FAMILIES,
+    HYBRIDS,
+    REFUSED,
+    RESUMED,
+    STEPPED,
+    VOCAB,
+    WINDOWED,
+    loaded,
+    tiny,
+)
 from bench.tiny_vision import picture
 from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
@@ -37,7 +49,8 @@ from mainstem.tiers.transfer import Move
 
 POSITIONS = 400
 SLOTS = 8
-MODELS = {**FAMILIES, **{f"{family} windowed": changes for family, changes in WINDOWED.items()}, **HYBRIDS, **RESUMED}
+RECURRENT = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
+MODELS = {**FAMILIES, **{f"{family} windowed": changes for family, changes in WINDOWED.items()}, **RECURRENT}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -233,7 +246,7 @@ def full_pool(runner: ModelRunner) -> KVPool:
 # ---------------------------------------------------------------- models that keep a state
 
 
-@pytest.fixture(params=[*HYBRIDS, *RESUMED])
+@pytest.fixture(params=sorted(RECURRENT))
 def hybrid(request: pytest.FixtureRequest) -> RunnerRig:
     return make_rig(request.param, 4)
 
@@ -587,8 +600,8 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
     [
         ("gemma2", {"sliding_window": CONTEXT}, "soft-capped"),
         ("llama4_text", {}, "chunked_attention"),
-        ("rwkv", {}, "keeps its state in an argument of its own"),
-        ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
+        (*REFUSED["xlstm"], "keeps its state in a cache class of its own"),
+        (*REFUSED["kimi_linear"], "latent"),
         ("deepseek_v3", {}, "latent"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic position embedding"),
         ("bloom", {"intermediate_size": ...}, "cannot be exchanged"),

@@ -12,7 +12,7 @@ from bench.tiny_models import RESUMED, tiny
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime import scans
 from mainstem.runtime.scans import resume, selective_scan
-from mainstem.runtime.states import StateShape, prove
+from mainstem.runtime.states import Proof, StateShape, prove
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,7 +95,7 @@ def test_a_model_whose_scan_is_not_proven_steps(family: str, ours: Any, monkeypa
     model = tiny(family, **RESUMED[family])
     shape = StateShape.of(model)
     assert shape is not None
-    assert prove(model, shape, 1e-4) == "stepped"
+    assert prove(model, shape, 1e-4) == Proof("stepped", stacked=True)
     assert changed(model) == []
 
 

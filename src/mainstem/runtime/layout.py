@@ -21,23 +21,10 @@ import torch
 from mainstem.components import Component, Full, State, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVShape
+from mainstem.runtime.places import new_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-# Models whose state no other code can read or write. States of others are found by what one token leaves in the cache.
-_OUTSIDE = {
-    "minimax": "a cache class of its own",
-    "recurrent_gemma": "its modules",
-    "rwkv": "an argument of its own",
-    "xlstm": "a cache class of its own",
-}
-
-
-def refuse_outside(kind: str) -> None:
-    """Raises UnsupportedModel for a model type whose state no other code can read or write."""
-    if place := _OUTSIDE.get(kind):
-        raise UnsupportedModel(f"{kind} keeps its state in {place}, not in transformers' cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +57,6 @@ class Layout:
                 pools of one kind; the message says why.
         """
         text = config.get_text_config(decoder=True)
-        refuse_outside(text.model_type)
         _refuse(text)
         kinds = _Kinds.of(text, max_context)
         kv_layers = {Full.name: kinds.full, Window.name: kinds.sliding}
@@ -109,10 +95,9 @@ class _Kinds:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> _Kinds:
-        from transformers import DynamicCache
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-        layers = DynamicCache(config=config).layers
+        layers = new_cache(config).layers
         state = tuple(i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin))
         reach = {i: seen for i, layer in enumerate(layers) if (seen := _reach(config, layer)) is not None}
         windows = {seen for seen in reach.values() if 0 < seen < max_context}

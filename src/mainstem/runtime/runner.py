@@ -40,6 +40,7 @@ from mainstem.runtime.host import HostPool, Planes, host_pages
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.places import run
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 from mainstem.runtime.vision import Vision
@@ -154,7 +155,7 @@ class ModelRunner:
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
             self._shape = StateShape.of(model) if self.layout.state_layers else None
-            self._stepped = self._shape is not None and prove(model, self._shape, limit) == "stepped"
+            self._proof = None if self._shape is None else prove(model, self._shape, limit)
             self.vision = None if loaded.processor is None else Vision(loaded)
             self._pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
             self._self_test(loaded.name, limit)
@@ -263,12 +264,14 @@ class ModelRunner:
             for index, segment in group:
                 if segment.start == 0 or len(segment.tokens) > 1:
                     yield from ([(index, part)] for part in self._parts(segment))
-            if steps:
+            if self._proof is not None and not self._proof.stacked:
+                yield from ([step] for step in steps)
+            elif steps:
                 yield steps
 
     def _parts(self, segment: Segment) -> Iterator[Segment]:
         """Yields the parts in which a model with states computes a segment: some models go on only token by token."""
-        if segment.start == 0 or not self._stepped:
+        if segment.start == 0 or self._proof is None or self._proof.continuation != "stepped":
             yield segment
             return
         for position in range(segment.start, segment.end):
@@ -286,11 +289,11 @@ class ModelRunner:
             if self._places:
                 plans = self._plans(segments, pools)
                 inputs["paging"] = Paging(self._attention, plans, self._places, self._max_context, arriving)
-            if pools.states is None or self._shape is None:
+            if pools.states is None:
                 output = self._model(**inputs, use_cache=False)
             else:
                 cache = self._states(segments, pools.states, arriving)
-                output = self._model(**inputs, use_cache=True, **{self._shape.argument: cache})
+                output = run(self._model, cache, **inputs)
                 cache.store([s.state for s in segments])
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
         return logits if rows == 1 else logits[wanted]
