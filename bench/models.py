@@ -251,7 +251,10 @@ CASES: dict[str, Case] = {
         for name, changes in {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}.items()
     },
     "gemma3, images": Case(partial(_seeing, "gemma3", _BOTH), _PILLOW),
-    **{f"{name}, images": Case(partial(_seeing, name, {}), _PILLOW) for name in ("llava", "qwen2_vl", "idefics3")},
+    **{
+        f"{name}, images": Case(partial(_seeing, name, {}), _PILLOW)
+        for name in ("llava", "qwen2_vl", "idefics3", "pixtral")
+    },
     "llama, LoRA": Case(_adapted, _PEFT),
     "Gemma 3 270M": Case(_real, _GEMMA, real=True),
     **{name: Case(partial(_text, *given), refused=True) for name, given in REFUSED.items()},

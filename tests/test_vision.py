@@ -146,8 +146,21 @@ def test_images_cover_their_placeholders_and_no_more(loaded: LoadedModel) -> Non
         assert prompt.tokens[one.start] == prompt.tokens[one.end - 1] == IMAGE
     assert len(prompt.images) == 2
     assert covered[prompt.tokens == IMAGE].all()
-    if loaded.name != "idefics3":  # which has text between the tiles of an image
+    if loaded.name not in ("idefics3", "pixtral"):  # which have text between the tiles, and rows, of an image
         assert np.array_equal(covered, prompt.tokens == IMAGE)
+
+
+def test_rows_of_pixtrals_images_end_with_a_token_of_text(models: dict[str, LoadedModel]) -> None:
+    loaded = models["pixtral"]
+    vision = Vision(loaded)
+    prompt = vision.prepare(chat(image(picture(1))))  # 40 x 30 pixels, 5 x 4 patches
+    (one,) = prompt.images
+    breaks = np.flatnonzero(prompt.tokens == loaded.tokenizer.convert_tokens_to_ids("<break>")) - one.start
+    assert (one.length, breaks.tolist()) == (23, [5, 11, 17])
+    rows = vision.embed(one)
+    text = loaded.model.get_input_embeddings()(torch.from_numpy(prompt.tokens[one.start + breaks].astype(np.int64)))
+    assert torch.equal(rows[torch.from_numpy(breaks)], text)
+    assert int(prompt.tokens[one.end]) == loaded.tokenizer.convert_tokens_to_ids("<end>")
 
 
 def embedded(vision: Vision, loaded: LoadedModel, prompt: PreparedPrompt) -> torch.Tensor:

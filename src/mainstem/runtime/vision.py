@@ -133,8 +133,9 @@ class Vision:
         self._cached: OrderedDict[tuple[bytes, bytes], torch.Tensor] = OrderedDict()  # by namespace and identity
         self._bytes = self._runs = self._hits = 0
         self._marker = str(processor.image_token)
-        self._placeholders = [token for token in processor.image_token_ids if token is not None]
-        self._reserved = {self._marker, *self._tokenizer.convert_ids_to_tokens(self._placeholders)}
+        reserved = [token for token in processor.image_token_ids if token is not None]
+        self._reserved = {self._marker, *self._tokenizer.convert_ids_to_tokens(reserved)}
+        self._placeholder = reserved[0]  # one for each row of the encoder; others end rows and images
         self._vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         self._taken = set(inspect.signature(encoder).parameters)
         self._rope_index = _rope_index(self._model)
@@ -254,7 +255,7 @@ class Vision:
         return np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens), dtype=np.int64)
 
     def _is_placeholder(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return np.isin(ids, self._placeholders)
+        return np.isin(ids, [self._placeholder])
 
     def _spans(self, ids: NDArray[np.int64], processed: Sequence[_Processed]) -> list[tuple[int, int]]:
         """Returns [start, end) of each image, from its first to after its last placeholder."""
@@ -312,7 +313,7 @@ class Vision:
             return rows
         ids = image.inputs[_SPAN_IDS].to(rows.device)
         with torch.inference_mode():
-            placed = torch.isin(ids, torch.tensor(self._placeholders, device=ids.device))
+            placed = ids == self._placeholder
             span: torch.Tensor = self._model.get_input_embeddings()(ids.masked_fill(placed, 0)).clone()
             span[placed] = rows
         return span
