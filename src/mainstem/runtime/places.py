@@ -14,6 +14,7 @@ Whether a model goes on correctly, `states.prove` tests. This module knows neith
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,11 +76,16 @@ def run(model: PreTrainedModel, cache: Cache, **inputs: Any) -> Any:
 
 
 def _own_cache(model: Any, cache: Cache, inputs: dict[str, Any]) -> Any:
-    known = inspect.signature(model.forward).parameters
+    return model(**inputs, **{_cache_argument(model.__class__): cache})
+
+
+@functools.cache
+def _cache_argument(kind: Any) -> str:
+    known = inspect.signature(kind.forward).parameters
     for name in ("past_key_values", "cache_params"):
         if name in known:
-            return model(**inputs, **{name: cache})
-    raise UnsupportedModel(f"{type(model).__name__}: its forward takes no cache")
+            return name
+    raise UnsupportedModel(f"{kind.__name__}: its forward takes no cache")
 
 
 def _minimax(model: Any, cache: Cache, inputs: dict[str, Any]) -> Any:
