@@ -34,8 +34,8 @@ class NumpyMemory:
 
     def __init__(self, device_pages: int, host_pages: int) -> None:
         self.device = np.zeros((device_pages, PAGE_SIZE, WIDTH), np.float32)
-        self.pages, self.payload_bytes = host_pages, self.device[0].nbytes
-        self.host = np.zeros((host_pages, HEADER_BYTES + self.payload_bytes), np.uint8)
+        self.pages = host_pages
+        self.host = np.zeros((host_pages, HEADER_BYTES + self.payload_bytes(0)), np.uint8)
         self.content = self.host[:, HEADER_BYTES:].view(np.float32).reshape(-1, PAGE_SIZE, WIDTH)
 
     def down(self, moves: Sequence[Move]) -> Copied:
@@ -48,7 +48,10 @@ class NumpyMemory:
             self.device[target] = self.content[source]
         return Copied()
 
-    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+    def payload_bytes(self, component: int) -> int:
+        return self.device[0].nbytes
+
+    def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
         return [memoryview(self.host[page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:

@@ -1,13 +1,13 @@
 """Profile "components": full attention, a window, a chunk and a state through `Tree` and `Tiers`, without leases.
 
 The engine has an allocator of its own. It locks what it reads and backs up what it likes. To reload from the host it
-copies pages to the device and inserts them into the tree.
+copies pages to the device and inserts them into the tree. Most runs have storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -20,11 +20,14 @@ from mainstem.pool import Pool
 from mainstem.settings.engine import HostPolicy, WritePolicy
 from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
+from mainstem.tiers.pages import Sealer
+from mainstem.tiers.store import Store
 from mainstem.tiers.transfer import Move
 from mainstem.tree import Match, Tree
 from simulator.ghost import Numbers, SimMemory, SimTicket, fingerprints, salt, state_of
 from simulator.leases import Prompts
-from simulator.process import NAMESPACES, kept_from, read_tree
+from simulator.process import IDENTITY, NAMESPACES, OTHER_SECRET, SECRET, kept_from, read_tree, storage_config
+from simulator.storage import Disk, SimBackend, SimWorkers
 from simulator.world import World, require
 
 Ids = NDArray[np.int32]
@@ -68,10 +71,19 @@ class Components:
         self.tree = Tree(self.page_size, components=self.components, tiers=2, policy=random.choice(list(BUILT_IN)))
         self.pools = [Pool(pages) for pages in device]
         write = random.choice(get_args(WritePolicy))
-        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, HostPolicy(write), pages=tuple(host)))
+        self.disk = Disk(world, random.choice((20, 200, 1000)))
+        store = self._store() if random.random() < 0.85 else None
+        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, HostPolicy(write), pages=tuple(host)), store)
         self.prompts = Prompts(world, min(40, self.page_size * device[0]))
         self.reloads: list[Reload] = []
         self.locks: list[tuple[int, Ids, bytes, int]] = []  # node, tokens, namespace and length of matches
+
+    def _store(self) -> Store:
+        world, identity = self.world, replace(IDENTITY, page_size=self.page_size)
+        backend = SimBackend(self.disk, Sealer(identity, OTHER_SECRET))
+        readers, writers = (SimWorkers(world, self.disk, world.random.randint(1, 4)) for _ in range(2))
+        sealer, config = Sealer(identity, SECRET), storage_config(world)
+        return Store(backend, sealer, config, readers=readers, writers=writers, clock=world.clock)
 
     # ---------------------------------------------------------------- steps
 
@@ -98,6 +110,9 @@ class Components:
         world, name = self.world, encode_namespace(namespace)  # type: ignore[arg-type]
         if not len(tokens):
             return
+        if world.chance(0.3):
+            prefetch = self.tiers.prefetch([*tokens.tolist(), 0], namespace)  # type: ignore[arg-type]
+            world.did("prefetch", prefetch is not None)
         match = self.tree.match(tokens, namespace)  # type: ignore[arg-type]
         world.did("match", len(tokens), match.length, match.host_length)
         self._read(match.node, tokens, name, match.length)
@@ -274,8 +289,12 @@ class Components:
 
     def _seldom(self) -> None:
         random = self.world.random
-        kind = random.randrange(6)
-        if kind < 2:
+        kind = random.randrange(8)
+        if kind == 6:
+            self.disk.decay()
+        elif kind == 7:
+            self.disk.outage = random.choice((*[None] * 9, "dead", "full", "hangs")) if self.world.rate else None
+        elif kind < 2:
             self._poison()
         elif kind < 4:
             self.audit()
@@ -296,7 +315,7 @@ class Components:
 
     def end(self) -> None:
         """Stops faults; checks that everything ends and every page is free."""
-        self.world.calm = True
+        self.world.calm, self.disk.outage = True, None
         while self.locks:
             self._unlock()
         _until(lambda: not self.reloads, self._end_reload)

@@ -1,7 +1,7 @@
 """Pages without tensors: the content of each is known, so every read can be checked.
 
     device   [components][layers, pages, page_size] uint64
-    host     slots of header and payload [layers, page_size] uint64 for component 0; arrays like the device's for others
+    host     slots of header and payload [layers, page_size] uint64; with odd pages, each component has another size
 
 A number is a function of the identity and the namespace (a salt), of all tokens up to its position, of its component
 and its layer. A copy runs layer by layer, each at its own time, and may fail between two layers.
@@ -110,20 +110,33 @@ class SimMemory:
         device_pages, host_pages: number of pages of each component.
         page_size: numbers per page and layer.
         layers: number of layers.
+        empty: a component whose pages have no content.
     """
 
     def __init__(
-        self, world: World, device_pages: Sequence[int], host_pages: Sequence[int], page_size: int, layers: int
+        self,
+        world: World,
+        device_pages: Sequence[int],
+        host_pages: Sequence[int],
+        page_size: int,
+        layers: int,
+        empty: int | None = None,
     ) -> None:
         self.world, self.layers, self.page_size = world, layers, page_size
         self.latency_s = world.random.choice((0.0005, 0.003, 0.02))
         self.pages = host_pages[0]
-        self.payload_bytes = 8 * layers * page_size
-        self._bytes = np.zeros((self.pages, HEADER_BYTES + self.payload_bytes), np.uint8)
-        first = self._bytes[:, HEADER_BYTES:].view(np.uint64).reshape(self.pages, layers, page_size).transpose(1, 0, 2)
-        others = [np.full((layers, pages, page_size), POISON) for pages in host_pages[1:]]
+        self.empty = empty
+        sizes = [(pages, HEADER_BYTES + self._size(row)) for row, pages in enumerate(host_pages)]
+        self._bytes = [np.zeros(size, np.uint8) for size in sizes]
+        host = [
+            slots[:, HEADER_BYTES : HEADER_BYTES + 8 * layers * page_size]
+            .view(np.uint64)
+            .reshape(len(slots), layers, page_size)
+            .transpose(1, 0, 2)
+            for slots in self._bytes
+        ]
         device = [np.full((layers, pages, page_size), POISON) for pages in device_pages]
-        self._sides: tuple[list[Numbers], list[Numbers]] = (device, [first, *others])
+        self._sides: tuple[list[Numbers], list[Numbers]] = (device, host)
         self._reading: Counter[tuple[int, int, int]] = Counter()
         self._writing: set[tuple[int, int, int]] = set()
 
@@ -135,11 +148,19 @@ class SimMemory:
     def up(self, moves: Sequence[Move]) -> SimTicket:
         return self._begin("up", moves, _HOST)
 
-    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
-        return [memoryview(self._bytes[page]) for page in page_ids]
+    def payload_bytes(self, component: int) -> int:
+        return 0 if component == self.empty else self._size(component)
+
+    def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
+        require(component != self.empty, "pages without content are stored", component)
+        require(all(page >= 0 for page in page_ids), "a page that the host does not have is stored", page_ids)
+        return [memoryview(self._bytes[component][page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
-        return [memoryview(self._bytes.reshape(-1))]  # type: ignore[arg-type]
+        return [memoryview(slots.reshape(-1)) for slots in self._bytes]  # type: ignore[arg-type]
+
+    def _size(self, component: int) -> int:
+        return 8 * self.layers * self.page_size + (8 * component if self.page_size % 2 else 0)
 
     def _begin(self, what: str, moves: Sequence[Move], source: int) -> SimTicket:
         self.world.did(what, [(m.component, m.source.tolist(), m.target.tolist()) for m in moves])
@@ -203,6 +224,8 @@ class SimMemory:
         Raises:
             WrongError: a number differs.
         """
+        if component == self.empty:
+            return
         stored = self._sides[side][component][layers, page_ids]
         self.world.reads += stored.shape[0] * stored.shape[1]
         found = stored.reshape(stored.shape[0], -1)[:, : len(numbers)]

@@ -1,8 +1,8 @@
 """Profiles "cache" and "hybrid": requests that use `PrefixCache`, `Lease` and `Tiers` directly, as an engine does.
 
 Several processes share a store. Each has requests at different stages. A step advances a request, or does what may
-happen at any time: aborts it, drops its lease, kills its process. "cache" has full attention and storage; "hybrid" has
-windows and states, and no storage.
+happen at any time: aborts it, drops its lease, kills its process. "cache" has full attention; "hybrid" has windows,
+chunks and states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mainstem.namespaces import Namespace
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
 from simulator.ghost import POISON, fingerprints
-from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes, other_identity
+from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, draw_empty, hybrid_sizes, other_identity
 from simulator.storage import Disk
 from simulator.world import World, require
 
@@ -303,6 +303,7 @@ class Leases:
         self.disk = Disk(world, random.choice((20, 200, 1000)))
         self.storage = random.random() < self.stores
         self.pages = self._sizes()
+        self.empty = draw_empty(world, self.pages)
         self.max_requests = random.randint(1, 6)  # at once
         self.namespaces = NAMESPACES[: random.choice((1, 2, 6))]
         processes = random.randint(1, self.max_processes)
@@ -320,7 +321,7 @@ class Leases:
 
     def _start(self, at: int) -> Process:
         disk = self.disk if self.storage else None
-        return Process(self.world, disk, self.identities[at], self.page_size, pages=self.pages)
+        return Process(self.world, disk, self.identities[at], self.page_size, pages=self.pages, empty=self.empty)
 
     def step(self) -> None:
         """Does one operation."""
@@ -438,10 +439,6 @@ class Leases:
 
 class Hybrids(Leases):
     """A run of the profile "hybrid"."""
-
-    stores: ClassVar = 0.0
-    max_processes: ClassVar = 1
-    kill_rates: ClassVar[tuple[float, ...]] = (0.0, 0.02)  # a kill loses everything
 
     def _sizes(self) -> Sizes:
         return hybrid_sizes(self.world)

@@ -88,13 +88,17 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the identity leaves out the weights", "sglang#26792", "identity.py",
-        'if self.replicated and field.name in ("tp_rank", "tp_size"):',
-        'if field.name == "weights" or self.replicated and field.name in ("tp_rank", "tp_size"):',
+        'if field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size", "weights"):',
     ),
     _mutant(
-        "the identity leaves out the rank", "sglang#26670", "identity.py",
-        'if self.replicated and field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size"):',
+        "stored keys leave out the shard", "sglang#26670", _PAGES,
+        'suffix = len(row).to_bytes(8, "little") + row + self._shard', 'suffix = len(row).to_bytes(8, "little") + row',
         "ranks",
+    ),
+    _mutant(
+        "stored keys leave out the component", "-", _PAGES,
+        'suffix = len(row).to_bytes(8, "little") + row + self._shard', "suffix = self._shard",
+        "hybrid",
     ),
     _mutant(
         "a page's key does not depend on the pages before it", "vllm#8229", _PAGES,
@@ -157,7 +161,62 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the write queue is unbounded", "sglang#26670", _WRITE,
-        "if self.queued and self.queued + len(keys) > self._store.config.queue_pages:", "if False:",
+        "if self.pages and self.pages + len(write.names) > self._store.config.queue_pages:", "if False:",
+    ),
+    _mutant(
+        "the queue of states is unbounded", "-", _WRITE,
+        "        if len(self._states) >= self._store.config.queue_pages:\n", "        if False:\n",
+        "hybrid",
+    ),
+    _mutant(
+        "pages are stored after a gap", "-", _STORE,
+        "            if needed and not next(there):\n                return Written(0, gap=True)\n",
+        "            if needed:\n                next(there)\n",
+        "tests/test_tiers_store.py::test_nothing_is_stored_after_a_gap",
+    ),
+    _mutant(
+        "a state is encoded by a codec that loses", "-", _STORE,
+        'if row.exact or self._codec.name == "none":', 'if self._codec.name == "none":',
+        "tests/test_tiers_store.py::test_an_exact_row_is_stored_as_it_is_whatever_the_codec",
+    ),
+    _mutant(
+        "a codec takes states for rows of attention", "-", "tiers/rows.py",
+        "Row(row, component.name, isinstance(component, State))", "Row(row, component.name, False)",
+        "tests/test_tiers_hybrids.py::test_states_are_kept_exact",
+    ),
+    # ---------------------------------------------------------------- writes of windows and states
+    _mutant(
+        "a state is stored as that of another position", "-", _WRITE,
+        "self._add_state(node, names[self._core.end(node) - begin - 1])", "self._add_state(node, names[-1])",
+        "hybrid",
+    ),
+    _mutant(
+        "a write holds the window of its last node only", "-", _WRITE,
+        "locks = nodes if self._begins_late else nodes[-1:]", "locks = nodes[-1:]",
+        "hybrid",
+    ),
+    _mutant(
+        "window pages that a write does not hold are written", "-", _WRITE,
+        "mine = np.zeros(end, np.bool_)", "mine = np.ones(end, np.bool_)",
+        "tests/test_tiers_components.py::test_window_pages_that_a_write_does_not_hold_are_not_written",
+    ),
+    _mutant(
+        "pages that the host does not have, or not yet, are written", "here", _WRITE,
+        "ids = self._present(write.node, row.number, write.begin)  # a copy of some may have failed\n"
+        "        pages = np.flatnonzero(mine[write.begin :] & (ids >= 0))\n",
+        "ids = self._core.ids(write.node, row.number, HOST)[write.begin :]\n"
+        "        pages = np.flatnonzero(mine[write.begin :])\n",
+        "components",
+    ),
+    _mutant(
+        "states are written in the order in which they came", "-", _WRITE,
+        "self._begin_state(max(self._states, key=self._worth))", "self._begin_state(self._states[0])",
+        "tests/test_tiers_hybrids.py::test_states_where_prompts_part_or_end_are_written_first",
+    ),
+    _mutant(
+        "a removal deletes one component", "-", _WRITE,
+        "self._store.delete(self.rows, names)", "self._store.delete(self.rows[:1], names)",
+        "tests/test_tiers_hybrids.py::test_a_removal_deletes_every_component",
     ),
     # ---------------------------------------------------------------- back up
     _mutant(
@@ -267,11 +326,11 @@ PYTHON: tuple[Mutant, ...] = (
     # ---------------------------------------------------------------- prefetch
     _mutant(
         "pages that fail verification are accepted", "LMCache#4467", _PREFETCH,
-        "return 1 + read.call.value if read.call.done()", "return 1 + len(read.page_ids) if read.call.done()",
+        "return 1 + read.intact if read.done", "return 1 + len(read.page_ids) if read.done",
     ),
     _mutant(
         "every batch reads the keys of the first one", "sglang#5221", _PREFETCH,
-        "keys = self._keys[self._asked - self._first :][: len(page_ids)]", "keys = self._keys[: len(page_ids)]",
+        "self._anchor.names(begin, last)", "self._anchor.names(self._plan.have, self._plan.have + len(page_ids))",
     ),
     _mutant(
         "batches are added in the order of their arrival", "ATOM#1807", _PREFETCH,
@@ -281,25 +340,60 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "pages after a miss are accepted", "sglang#39444", _PREFETCH,
-        "            self._cut = self._cut or kept < len(read.page_ids)\n", "",
+        "                self._broken = self._faulty = True\n", "                self._faulty = True\n",
+    ),
+    _mutant(
+        "what was read after a damaged page is kept", "-", _PREFETCH,
+        "good = read.good if not self._broken else 0", "good = read.good",
+    ),
+    _mutant(
+        "a page that did not arrive is read again for ever", "-", _PREFETCH,
+        "                self._plan.stored[read.row][read.begin + kept] = False\n", "",
+    ),
+    _mutant(
+        "pages are inserted where some of another component are in flight", "here", _PREFETCH,
+        "rows = range(len(self._tree.components)) if self.node else ()", "rows = range(1) if self.node else ()",
+        "hybrid-scheduler",
+    ),
+    _mutant(
+        "a window is judged one position short", "-", "components.py",
+        "return np.maximum(ends - self.tokens, 0)", "return np.maximum(ends - self.tokens + 1, 0)",
+        "tests/test_tiers_plan.py",
+    ),
+    _mutant(
+        "a chunk is judged from the boundary before the end, or at it", "-", "components.py",
+        "return ends - ends % self.tokens\n", "return ends - (ends - 1) % self.tokens - 1\n",
+        "tests/test_tiers_plan.py",
+    ),
+    _mutant(
+        "a state is judged one page off", "-", "tiers/plan.py",
+        "allowed &= there[self.have : most]", "allowed &= np.roll(there, 1)[self.have : most]",
+        "tests/test_tiers_plan.py",
+    ),
+    _mutant(
+        "states are inserted before what they follow", "-", "tiers/plan.py",
+        "for row, component in enumerate(self._components):\n            end",
+        "for row, component in reversed([*enumerate(self._components)]):\n            end",
+        "tests/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
     ),
     _mutant(
         "a duplicate is freed twice", "sglang-jax#982", _PREFETCH,
-        "        self._host.release([page_ids[~ours]])\n", "        self._host.release([page_ids[~ours]])\n" * 2,
+        "        self._host.pools[row].release(page_ids[~ours])\n",
+        "        self._host.pools[row].release(page_ids[~ours])\n" * 2,
     ),
     _mutant(
         "a duplicate is lost", "sglang#16067", _PREFETCH,
-        "        self._host.release([page_ids[~ours]])\n", "",
+        "        self._host.pools[row].release(page_ids[~ours])\n", "",
     ),
     _mutant(
         "duplicates count as pages of the tree", "mini-sglang#142", _PREFETCH,
-        "ours[:kept] = theirs[:kept] == page_ids[:kept]", "ours[:kept] = True",
+        "ours[:kept] = theirs[begin - first : length - first] == page_ids[:kept]", "ours[:kept] = True",
     ),
     Mutant(
         "host pages may be evicted while they are written to storage", "Mooncake#4239", _WRITE,
         (
-            ("        self._core.lock(node, HOST)\n", ""),
-            ("add(write.node, 0)\n        self._core.unlock(write.node, HOST)\n", "add(write.node, 0)\n"),
+            ("            self._core.lock(node, HOST)\n", "            pass\n"),
+            ("            self._core.unlock(node, HOST)\n", "            pass\n"),
         ),
     ),
     _mutant(
@@ -324,7 +418,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a stuck store occupies the host", "sglang#33862", _HOST,
-        "            self._writes.drop_oldest()", "            return False",
+        "            self._writes.give_way()", "            return False",
         "tests/test_tiers_host.py::test_a_stuck_store_does_not_occupy_the_host",
     ),
     # ---------------------------------------------------------------- ranks
@@ -340,7 +434,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a rank uses its own lookup", "sglang#22607", _PREFETCH,
-        "keys = self._lookup.value[: outcome - 1]", "keys = self._lookup.value",
+        "self._agreed(self._plan.pages, outcome)\n", "self._agreed(self._plan.pages, 1 + (self._offer or 0))\n",
         "ranks",
     ),
     # ---------------------------------------------------------------- images and adapters

@@ -22,7 +22,8 @@ from mainstem.tiers.controller import Tiers
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.pending import Agree
-from mainstem.tiers.store import Store, StoreCall
+from mainstem.tiers.rows import Row
+from mainstem.tiers.store import Found, Store, StoreCall
 from mainstem.tree import Tree
 from simulator.ghost import Numbers, SimMemory, fingerprints, salt, state_of
 from simulator.storage import Disk, SimBackend, SimWorkers
@@ -73,6 +74,7 @@ class Process:
         agree: see `HostTier`.
         pages: number of pages on device and host; or both for each component.
         chance: random choices of the configuration, for processes that must have the same.
+        empty: whether pages of the first component have no content, as in a model without attention.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Process:
         agree: Agree | None = None,
         pages: tuple[int, int] | Sizes = (8, 16),
         chance: World | None = None,
+        empty: bool = False,
     ) -> None:
         self.world, self.disk, self.identity = world, disk, identity
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
@@ -94,7 +97,8 @@ class Process:
         device = {row: here for row, (here, _) in sizes.items()}
         below = tuple(there for _, there in sizes.values())
         self.components = tuple(sizes)
-        self.memory = SimMemory(world, [*device.values()], below, page_size, layers=2)
+        first = 0 if empty else None
+        self.memory = SimMemory(world, [*device.values()], below, page_size, layers=2, empty=first)
         random = (chance or world).random
         policies: list[str | Policy] = [*BUILT_IN, OwnPolicy()]
         host = HostTier(
@@ -103,7 +107,7 @@ class Process:
             pages=below,
             agree=agree,
         )
-        config = _storage_config(chance or world)
+        config = storage_config(chance or world)
         self.partial = random.random() < 0.5
         self.store: Store | None = None
         if disk is not None:
@@ -220,8 +224,11 @@ class Process:
         """Checks every structure and limit, and every page in the tree on either tier."""
         self.cache.check()
         if self.store is not None and (writes := self.tiers.writes) is not None:
-            queued, limit = self.tiers.stats().queued, self.store.config.queue_pages
-            require(queued <= limit or len(writes) <= 1, "more pages wait to be written than allowed", queued, limit)
+            pages, states, limit = writes.pages, writes.states, self.store.config.queue_pages
+            one = len(writes) - states <= 1
+            require(pages <= limit or one, "more pages wait to be written than allowed", pages, limit)
+            limit += self.store.config.writes
+            require(states <= limit, "more states wait to be written than allowed", states, limit)
         read_tree(self.cache.tree, self.memory, lambda name, tokens: fingerprints(self._origins[name], tokens))
 
     def add_counts(self) -> None:
@@ -231,6 +238,7 @@ class Process:
         seen.update(self.cache.stats().leases.as_dict())
         if self.store is not None:
             seen.update({f"counted: {cause}": n for cause, n in self.store.faults.items()})
+            seen.update({f"short of {name}": n for name, n in self.tiers.stats().prefetch_short.items()})
             seen["breaker openings"] += self.store.breaker.openings
 
     def kill(self) -> None:
@@ -289,7 +297,7 @@ class Process:
 
     def _require_recovery(self) -> None:
         assert self.store is not None
-        calls: list[StoreCall[list[bytes]]] = []
+        calls: list[StoreCall[Found]] = []
         for _ in range(400):
             if not self.store.breaker.open and not self.store.slow:
                 return
@@ -298,11 +306,12 @@ class Process:
             calls = [call for call in calls if not call.done()]  # callers poll until a call has ended
         require(False, "a recovered store is not used", self.store.breaker.open, self.store.slow)
 
-    def _lookup(self, until_s: float) -> StoreCall[list[bytes]]:
+    def _lookup(self, until_s: float) -> StoreCall[Found]:
         """Makes a lookup; returns it once it has ended or `until_s` has passed."""
         assert self.store is not None
         symbols = bytes(4 * self.cache.page_size)
-        call = self.store.look_up(self.store.sealer.root(b""), symbols, len(symbols))
+        asked = [(Row(0, "full", exact=False), [0])]
+        call = self.store.look_up(self.store.sealer.root(b""), symbols, len(symbols), asked)
         end_s = self.world.now_s + until_s
         while not call.done() and self.world.now_s <= end_s:
             self.world.pass_time(0.01)
@@ -328,6 +337,11 @@ def hybrid_sizes(world: World) -> Sizes:
     return {row: (random.choice((6, 8, 12, 20)), random.choice((8, 16, 40, 80))) for row in random.choice(kinds)}
 
 
+def draw_empty(world: World, sizes: Sizes) -> bool:
+    """Draws whether full attention has no content; so in a third of the models with states only."""
+    return [type(row) for row in sizes] == [Full, State] and world.chance(0.3)
+
+
 def read_tree(tree: Tree, memory: SimMemory, numbers_of: Callable[[bytes, Ids], Numbers]) -> Counter[tuple[str, int]]:
     """Compares every page of a tree, on either tier, with the expected numbers; returns how many there are."""
     paths: dict[int, bytes] = {0: b""}
@@ -345,7 +359,8 @@ def read_tree(tree: Tree, memory: SimMemory, numbers_of: Callable[[bytes, Ids], 
     return held
 
 
-def _storage_config(world: World) -> StorageConfig:
+def storage_config(world: World) -> StorageConfig:
+    """Draws the limits of a store."""
     random = world.random
     return StorageConfig(
         prefetch=random.choice(get_args(PrefetchPolicy)),

@@ -14,8 +14,9 @@ from hashlib import blake2b
 from random import Random
 from typing import TypeVar
 
+from mainstem.components import Full
 from simulator.leases import Prompts, Request
-from simulator.process import IDENTITY, NAMESPACES, Process
+from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes
 from simulator.storage import Disk
 from simulator.world import World, require
 
@@ -85,11 +86,13 @@ class Ranks:
         world.rate /= 3  # every rank has its own faults, and the worst counts
         self.size = random.randint(2, 8) if random.random() < 0.3 else random.randint(2, 4)
         self.page_size = random.choice((1, 2, 4))
-        self.pages = random.choice(((6, 6), (8, 24), (12, 48), (30, 30)))
+        self.pages: Sizes = {Full(): random.choice(((6, 6), (8, 24), (12, 48), (30, 30)))}
+        if random.random() < 0.4:
+            self.pages = hybrid_sizes(world)
         disk = Disk(world, random.choice((30, 1000)))
         self.disks = [disk if random.random() < 0.3 else Disk(world, disk.capacity) for _ in range(self.size)]
         self.attention = random.choice(("gqa", "mla"))
-        self.prompts = Prompts(world, min(40, self.page_size * self.pages[0]), max_known=5)
+        self.prompts = Prompts(world, min(40, self.page_size * next(iter(self.pages.values()))[0]), max_known=5)
         self.flushes = random.choice((0.01, 0.05, 0.1))
         self.turns = [Turn() for _ in range(self.size)]
         self._seed = random.getrandbits(32)
@@ -210,6 +213,8 @@ class Ranks:
     def _further(self, first: Request) -> Callable[[Request], None]:
         random, lease = self.world.random, first.lease
         assert lease is not None
+        if first.load is None and first.at_boundary and random.random() < 0.4:
+            return Request.checkpoint
         if first.load is not None:
             return Request.wait if random.random() < 0.3 else Request.settle
         if lease.reserved < lease.length:

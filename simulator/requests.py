@@ -2,7 +2,7 @@
 
 Several processes share a store. Requests arrive, continue earlier ones, are cancelled; forwards fail. Every answer must
 be the one that the request gets without a cache. Once faults have stopped every request must end.
-"hybrid-scheduler" has windows and states, and no storage.
+"hybrid-scheduler" has windows, chunks and states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mainstem.runtime.scheduler import Scheduler, window_pages
 from mainstem.settings.engine import Limits, SamplingParams
 from simulator.ghost import POISON, fingerprints
 from simulator.leases import Prompts
-from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, hybrid_sizes, other_identity
+from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, draw_empty, hybrid_sizes, other_identity
 from simulator.storage import Disk
 from simulator.world import World, require
 
@@ -57,6 +57,9 @@ class GhostRunner:
         self._process = process
         self.scheduler: Scheduler | None = None
         self.wrong: Exception | None = None
+
+    def embed(self, segment: Segment) -> None:
+        """Does nothing: there are no images."""
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         world = self._process.world
@@ -167,6 +170,7 @@ class Requests:
         self.disk = Disk(world, random.choice((20, 200, 1000)))
         self.storage = random.random() < self.stores
         self.pages = self._sizes()
+        self.empty = draw_empty(world, self.pages)
         longest = min(40, self.page_size * self._first_pages() - 6)
         self.prompts = Prompts(world, max(longest, 1))
         self.limits = Limits(
@@ -194,7 +198,9 @@ class Requests:
     def _start(self, at: int) -> Server:
         disk = self.disk if self.storage else None
         pages = self._with_windows(self.pages)
-        return Server(Process(self.world, disk, self.identities[at], self.page_size, pages=pages), self.limits)
+        identity = self.identities[at]
+        process = Process(self.world, disk, identity, self.page_size, pages=pages, empty=self.empty)
+        return Server(process, self.limits)
 
     def _with_windows(self, sizes: Sizes) -> Sizes:
         """Returns sizes with at least as many window pages as one request needs."""
@@ -285,9 +291,6 @@ class Requests:
 
 class HybridRequests(Requests):
     """A run of the profile "hybrid-scheduler"."""
-
-    stores: ClassVar = 0.0
-    max_servers: ClassVar = 1
 
     def _sizes(self) -> Sizes:
         return hybrid_sizes(self.world)

@@ -143,6 +143,8 @@ def test_the_tiers_and_the_recorder_are_counted() -> None:
         "mainstem_dropped_pages_total{reason=write_dropped}": tiers.write_dropped,
         "mainstem_late_pages_total{cause=first}": tiers.late["first"],
         "mainstem_late_pages_total{cause=second}": tiers.late["second"],
+        "mainstem_prefetch_short_pages_total{component=first}": tiers.prefetch_short["first"],
+        "mainstem_prefetch_short_pages_total{component=second}": tiers.prefetch_short["second"],
         "mainstem_storage_faults_total{cause=first}": tiers.faults["first"],
         "mainstem_storage_faults_total{cause=second}": tiers.faults["second"],
         "mainstem_storage_queued_pages": tiers.queued,

@@ -1,4 +1,4 @@
-"""The host tier for every component, without a cache: what a window, a state and full attention leave on the host.
+"""The tiers for every component, without a cache: what a window, a state and full attention leave on the host.
 
 The engine here has an allocator of its own. A page of component c at the end of a prefix holds a number that is a
 function of c and all tokens of the prefix, on any tier.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from rigs.ghost_memory import GhostMemory
-from rigs.hand_driven import fingerprint
+from rigs.hand_driven import FaultyBackend, HandWorkers, fingerprint, make_store
 
 from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import CorruptTree
@@ -28,14 +28,23 @@ DEVICE, HOST = 0, 1
 class Engine:
     """A tree with its own pools on both tiers."""
 
-    def __init__(self, *components: Component, size: int = 1, device: int = 40, host: int = 30) -> None:
+    def __init__(
+        self,
+        *components: Component,
+        size: int = 1,
+        device: int = 40,
+        host: int = 30,
+        backend: FaultyBackend | None = None,
+    ) -> None:
         self.size, self.components = size, components
         self.names = [component.name for component in components]
         self.tree = Tree(size, components=components, tiers=2)
         rows = len(components)
         self.pools = [Pool(device) for _ in components]
         self.memory = GhostMemory([device] * rows, [host] * rows, instant=False)
-        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, pages=(host,) * rows))
+        self.workers = HandWorkers()
+        store = None if backend is None else make_store(backend, self.workers, batch_pages=2)
+        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, pages=(host,) * rows), store)
         self.locked: list[int] = []
         self.reloaded = 0
         self.recent: list[Sequence[int]] = []
@@ -155,8 +164,9 @@ class Engine:
             for ticket in self.memory.tickets:
                 ticket.wait()
             self.memory.tickets.clear()
+            ran = self.workers.run_all()
             self.tiers.poll()
-            if not self.tiers.busy:
+            if not (ran or self.tiers.busy):
                 return
         raise AssertionError("never at rest")
 
@@ -428,6 +438,27 @@ def test_check_detects_a_host_page_without_an_owner() -> None:
         engine.tiers.check()
 
 
+def test_window_pages_that_a_write_does_not_hold_are_not_written() -> None:
+    """The host lacks the window of the first node and all of the last; that of the node between may be evicted."""
+    backend = FaultyBackend()
+    engine = Engine(Full(), Window(2), backend=backend)
+    engine.compute(P[:4])
+    engine.back_up(P[:4])
+    engine.settle()
+    backend.clear()
+    engine.compute(P[:6])
+    engine.evict(2, 1, HOST)
+    assert sorted(map(len, engine.held()[1, HOST])) == [3, 4]
+    engine.back_up(P[:6])
+    engine.settle()
+    assert engine.tiers.store is not None
+    sealer = engine.tiers.store.sealer
+    names = sealer.names(sealer.root(b""), engine.tree.keys.encode(P[:6]), 4)
+    there = {name: [key in backend.stored_keys() for key in sealer.keys(names, name)] for name in engine.names}
+    assert there == {"full": [True] * 6, "window": [True, True, False, False, True, True]}
+    engine.close()
+
+
 # ---------------------------------------------------------------- random operations
 
 
@@ -447,9 +478,20 @@ def step(engine: Engine, rng: random.Random) -> None:
         engine.back_up(tokens)
     elif roll < 0.6:
         end_some(engine, rng)
-    elif roll < 0.7:
+    elif roll < 0.65:
         engine.tiers.poll()
-    elif roll < 0.8:
+    elif roll < 0.7:
+        wanted = rng.choice([tokens, *engine.recent, *engine.recent])
+        if rng.random() < 0.7:  # nothing is left but what is in storage
+            engine.compute(wanted)
+            engine.back_up(wanted)
+            engine.settle()
+            for at in range(2 * len(engine.names)):
+                engine.evict(99, at // 2, at % 2)
+        engine.tiers.prefetch([*wanted, 9])
+        if rng.random() < 0.7:
+            engine.settle()
+    elif roll < 0.76:
         engine.evict(rng.randrange(6) if tier == HOST else rng.randrange(16), row, tier)
     elif roll < 0.9:
         for at in range(len(engine.names)) if rng.random() < 0.3 else ():
@@ -464,6 +506,8 @@ def step(engine: Engine, rng: random.Random) -> None:
 
 
 def end_some(engine: Engine, rng: random.Random) -> None:
+    for _ in range(rng.randint(0, len(engine.workers.waiting))):
+        engine.workers.run(rng.randrange(len(engine.workers.waiting)))
     tickets = [ticket for ticket in engine.memory.tickets if not ticket.done()]
     engine.memory.tickets = tickets
     for ticket in rng.sample(tickets, rng.randint(0, len(tickets))):
@@ -482,11 +526,16 @@ def verify_matches(engine: Engine, rng: random.Random) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_operations_leave_every_page_correct(kind: str, size: int) -> None:
-    engine, rng = Engine(*KINDS[kind], size=size, device=14, host=24), random.Random(f"{kind} {size}")
-    for _ in range(400):
+    backend, rng = FaultyBackend(), random.Random(f"{kind} {size}")
+    engine = Engine(*KINDS[kind], size=size, device=14, host=24, backend=backend)
+    for _ in range(500):
         step(engine, rng)
+        if rng.random() < 0.02 and (held := backend.stored_keys()):
+            key = rng.choice(held)
+            backend.set_value(key, backend.value(key)[:-1] + b"?")
         engine.verify()
         verify_matches(engine, rng)
     engine.close()
     stats = engine.tiers.stats()
-    assert min(stats.backed_up, engine.reloaded) >= 3, "the operations copy pages in both directions"
+    moved = min(stats.backed_up, engine.reloaded, stats.stored, stats.prefetched)
+    assert moved >= 3, "the operations copy pages between all tiers, in both directions"

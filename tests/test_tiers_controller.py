@@ -27,9 +27,6 @@ def test_a_tree_that_does_not_fit_is_rejected() -> None:
         Tiers(Tree(2, components=(Full(), State()), tiers=2), [Pool(4), Pool(4)], host)
     with pytest.raises(BadArgument, match="pages"):
         Tiers(Tree(2, tiers=2), [Pool(4), Pool(4)], host)
-    tree = Tree(2, components=(Full(), State()), tiers=2)
-    with pytest.raises(BadArgument, match="full attention only"):
-        Tiers(tree, [Pool(4)] * 2, HostTier(host.memory, pages=(4, 4)), make_store(MemoryBackend()))
     with pytest.raises(BadArgument, match="pages"):
         Tiers(Tree(2, tiers=2), [Pool(4)], HostTier(host.memory, pages=(5,)))
     with pytest.raises(BadArgument, match="store"):

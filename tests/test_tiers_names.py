@@ -20,13 +20,13 @@ PAGE = 4
 def counting(sealer: Sealer) -> list[int]:
     """Records the number of pages that each later call hashes."""
     counts: list[int] = []
-    keys = sealer.keys
+    names = sealer.names
 
     def counted(parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> list[bytes]:
         counts.append(len(symbols) // page_bytes)
-        return keys(parent, symbols, page_bytes)
+        return names(parent, symbols, page_bytes)
 
-    sealer.keys = counted  # type: ignore[method-assign]
+    sealer.names = counted  # type: ignore[method-assign]
     return counts
 
 
@@ -125,7 +125,7 @@ def test_a_name_is_always_that_of_its_prefix(seed: int) -> None:
         if rng.random() < 0.3:
             pages = rng.randint(1, pages)
             node = tree.core.locate(namespace, key, pages)
-        expected = [sealer.root(namespace), *sealer.keys(sealer.root(namespace), key[: pages * PAGE], PAGE)]
+        expected = [sealer.root(namespace), *sealer.names(sealer.root(namespace), key[: pages * PAGE], PAGE)]
         begin = rng.randint(0, pages)
         assert names.of(node, begin) == (expected[begin], expected[begin + 1 :])
         assert names.last(namespace, node) == expected[-1]

@@ -25,8 +25,12 @@ def sealed(sealer: Sealer, key: bytes, payload: bytes = PAYLOAD) -> memoryview:
     return slot
 
 
+def some_names(sealer: Sealer, symbols: bytes = bytes(range(32)), namespace: bytes = b"") -> list[bytes]:
+    return sealer.names(sealer.root(namespace), symbols, PAGE_BYTES)
+
+
 def some_keys(sealer: Sealer, symbols: bytes = bytes(range(32)), namespace: bytes = b"") -> list[bytes]:
-    return sealer.keys(sealer.root(namespace), symbols, PAGE_BYTES)
+    return sealer.keys(some_names(sealer, symbols, namespace), "full")
 
 
 # ---------------------------------------------------------------- fixed values
@@ -37,25 +41,31 @@ def test_keys_and_pages_are_the_same_in_every_process_and_version() -> None:
     identity = Identity("m", "w", "bfloat16", "none", "l", "s", "gqa", "r", "t", "TokenKeys/4", 16)
     sealer = Sealer(identity, b"sixteen bytes ok")
     root = sealer.root(b"space")
-    keys = sealer.keys(root, bytes(range(16)), PAGE_BYTES)
+    names = sealer.names(root, bytes(range(16)), PAGE_BYTES)
+    keys = sealer.keys(names, "full")
     assert root.hex() == GOLDEN["root"]
+    assert [name.hex() for name in names] == GOLDEN["names"]
     assert [key.hex() for key in keys] == GOLDEN["keys"]
     assert sealer.record("hottest prefixes").hex() == GOLDEN["record"]
     assert bytes(sealed(sealer, keys[1], b"payload!")).hex() == GOLDEN["page"]
 
 
 GOLDEN: dict[str, Any] = {
-    "root": "df869259e201ae20616327558e7924da959c489264c64c7dbe22606d5b22429f",
-    "keys": [
-        "eb226d627768161f1ee8fbdefbd55e585bf5b241280aa9bc95a9b0c32f376067",
-        "2c1fb9053ef87eba5d736ac8e2d16cf0e96ea79add3d39f87f89665b00311a43",
+    "root": "4907d5b2ef728dbb3e6947c99aba32c1da09fbdc45e936849b728e02bd1ea0ee",
+    "names": [
+        "5624d7b99743905a02911cbdd0ea472483f13a71e3781f7fb0b5598e5aae2af0",
+        "ac5e8734915b05b1b8948fbce75277a2a44241b644b22665efe5dcecc68dc8e5",
     ],
-    "record": "5ec21bd6763bb47543280e657caef6371b409aff194d2ec12331aa7d79f2fecc",
+    "keys": [
+        "eed81b0d632b06c74022b988bd4b22e440c317f91550e010b4e268f14ca12d7e",
+        "8199b2a809c4e73aafbfe621a807e4ef2e5f8d3541f62f562bcd837be24aaddb",
+    ],
+    "record": "a6defb0717ea3397ea77277037069e7a512ca5193e80bf12b8d70c96e99a66ec",
     "page": (
-        "4d41494e53544d3108000000000000002c1fb9053ef87eba5d736ac8e2d16cf0"
-        "e96ea79add3d39f87f89665b00311a4300000000000000000000000000000000"
+        "4d41494e53544d3108000000000000008199b2a809c4e73aafbfe621a807e4ef"
+        "2e5f8d3541f62f562bcd837be24aaddb00000000000000000000000000000000"
         "0000000000000000000000000000000000000000000000000000000000000000"
-        "4a0a69755a1548d4cc8d1cbd9618fca2f710405c3ba8d3e0819985733403989b"
+        "192b3c438cefd021e4cc0646be823948ba834e2d424f496d200a230986f35c8c"
         "7061796c6f616421"
     ),
 }
@@ -88,16 +98,27 @@ def test_the_same_page_after_another_one_has_another_key() -> None:
     assert len(set(keys)) == 4
 
 
-def test_keys_continue_from_a_parent() -> None:
+def test_names_continue_from_a_parent() -> None:
     sealer = Sealer(IDENTITY, SECRET)
-    keys = some_keys(sealer)
-    assert sealer.keys(keys[1], bytes(range(16, 32)), PAGE_BYTES) == keys[2:]
-    assert sealer.keys(keys[1], memoryview(bytes(range(16, 32))), PAGE_BYTES) == keys[2:]
+    names = some_names(sealer)
+    assert sealer.names(names[1], bytes(range(16, 32)), PAGE_BYTES) == names[2:]
+    assert sealer.names(names[1], memoryview(bytes(range(16, 32))), PAGE_BYTES) == names[2:]
+
+
+def test_each_component_and_shard_of_a_page_has_a_key_of_its_own() -> None:
+    ranks = [Sealer(replace(IDENTITY, tp_rank=rank, tp_size=size), SECRET) for rank, size in ((0, 1), (0, 2), (1, 2))]
+    names = some_names(ranks[0])
+    assert all(some_names(sealer) == names for sealer in ranks), "names are the same on every rank"
+    keys = [key for sealer in ranks for row in ("full", "window", "state", "") for key in sealer.keys(names, row)]
+    assert len(set(keys) | set(names)) == len(keys) + len(names)
+    one, other = (Sealer(replace(IDENTITY, attention="mla", tp_rank=rank, tp_size=2), SECRET) for rank in (0, 1))
+    assert one.keys(names, "full") == other.keys(names, "full")
 
 
 def test_namespaces_secrets_and_kinds_of_name_never_meet() -> None:
     sealer, other = Sealer(IDENTITY, SECRET), Sealer(IDENTITY, SECRET + b"!")
     names = [
+        *some_names(sealer),
         *some_keys(sealer),
         *some_keys(sealer, namespace=b"a"),
         *some_keys(sealer, namespace=b"b"),
@@ -112,12 +133,13 @@ def test_namespaces_secrets_and_kinds_of_name_never_meet() -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Identity)])
-def test_every_part_of_the_identity_is_part_of_every_name(field: str) -> None:
+def test_every_part_of_the_identity_is_part_of_every_key(field: str) -> None:
     identity = replace(IDENTITY, tp_size=2)
     value = getattr(identity, field)
     more: Any = {int: 1, str: " of another", tuple: ("more",)}[type(value)]
     one, two = Sealer(identity, SECRET), Sealer(replace(identity, **{field: value + more}), SECRET)
-    assert one.root(b"space") != two.root(b"space")
+    shard = field in ("tp_rank", "tp_size")
+    assert (one.root(b"space") == two.root(b"space")) == shard
     assert one.record("name") != two.record("name")
     assert not set(some_keys(one, namespace=b"space")) & set(some_keys(two, namespace=b"space"))
 

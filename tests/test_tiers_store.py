@@ -17,11 +17,13 @@ from mainstem.storage.base import ABSENT, Capabilities
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.codecs import CODECS
 from mainstem.tiers.pages import HEADER_BYTES
-from mainstem.tiers.store import Breaker, Store, StoreCall, Written
+from mainstem.tiers.rows import Row
+from mainstem.tiers.store import Breaker, Found, Part, Store, StoreCall, Written
 
 PAGE = 4  # bytes of symbols
 SYMBOLS = b"aaaabbbbccccdddd"
 SLOT = HEADER_BYTES + 8
+FULL, STATE = Row(0, "full", exact=False), Row(1, "state", exact=True)
 
 
 def new_slots(n: int, byte: int = 0) -> list[memoryview]:
@@ -32,19 +34,34 @@ def contents(slots: Sequence[memoryview]) -> list[bytes]:
     return [bytes(slot[HEADER_BYTES:]) for slot in slots]
 
 
-def keys_of(store: Store, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> list[bytes]:
-    return store.sealer.keys(store.sealer.root(namespace), symbols, PAGE)
+def names_of(store: Store, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> list[bytes]:
+    return store.sealer.names(store.sealer.root(namespace), symbols, PAGE)
 
 
-def look_up(store: Store, have: int = 0, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> StoreCall[list[bytes]]:
+def keys_of(store: Store, symbols: bytes = SYMBOLS) -> list[bytes]:
+    return store.sealer.keys(names_of(store, symbols), "full")
+
+
+def look_up(store: Store, have: int = 0, symbols: bytes = SYMBOLS, namespace: bytes = b"") -> StoreCall[Found]:
     """Looks up the pages after the first `have`."""
-    parent = [store.sealer.root(namespace), *keys_of(store, symbols, namespace)][have]
-    return store.look_up(parent, symbols[have * PAGE :], PAGE)
+    parent = [store.sealer.root(namespace), *names_of(store, symbols, namespace)][have]
+    pages = range(len(symbols) // PAGE - have)
+    return store.look_up(parent, symbols[have * PAGE :], PAGE, [(FULL, pages)])
+
+
+def found(call: StoreCall[Found]) -> list[bytes]:
+    """Returns the names of the pages that a lookup has found."""
+    value = done(call)
+    return [name for name, there in zip(value.names, *value.there, strict=True) if there]
+
+
+def read(store: Store, slots: Sequence[memoryview]) -> StoreCall[int]:
+    return store.read(FULL, names_of(store), slots)
 
 
 def write(store: Store, slots: Sequence[memoryview], begin: int = 0, symbols: bytes = SYMBOLS) -> StoreCall[Written]:
-    keys = keys_of(store, symbols)
-    return store.write(keys[begin - 1] if begin else None, keys[begin:], slots)
+    names = names_of(store, symbols)
+    return store.write([Part(FULL, names[begin:], slots)], (FULL, names[begin - 1]) if begin else None)
 
 
 def fill(store: Store, symbols: bytes = SYMBOLS, begin: int = 0) -> Written:
@@ -168,28 +185,27 @@ def test_openings_are_counted() -> None:
 def test_pages_are_found_and_read_as_they_were_written() -> None:
     store = make_store(MemoryBackend())
     assert fill(store) == Written(4, gap=False)
-    found = look_up(store)
-    assert found.done() and found.value == keys_of(store)
-    assert look_up(store, 3).value == [] and look_up(store, 3).done()
+    assert found(look_up(store)) == names_of(store)
+    assert found(look_up(store, 3)) == names_of(store)[3:]
     slots = new_slots(4, 100)
-    call = store.read(found.value, slots)
+    call = read(store, slots)
     assert call.done() and call.value == 4
     assert contents(slots) == contents(new_slots(4))
     assert not store.faults
 
 
-def test_a_lookup_begins_after_its_parent_and_ends_at_a_gap() -> None:
+def test_a_lookup_begins_after_its_parent_and_says_which_pages_are_there() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     fill(store)
-    keys = keys_of(store)
-    assert done(look_up(store, 1)) == keys[1:]
-    assert done(look_up(store, 0, SYMBOLS + b"xxxx")) == keys
-    assert done(look_up(store, 0, SYMBOLS, b"other")) == []
-    backend.delete([keys[2]])
-    assert done(look_up(store)) == keys[:2]
-    assert done(look_up(store, 2)) == []
-    assert done(look_up(store, 0, b"")) == []
+    names = names_of(store)
+    assert found(look_up(store, 1)) == names[1:]
+    assert found(look_up(store, 0, SYMBOLS + b"xxxx")) == names
+    assert found(look_up(store, 0, SYMBOLS, b"other")) == []
+    backend.delete([keys_of(store)[2]])
+    assert found(look_up(store)) == [*names[:2], names[3]]
+    assert found(look_up(store, 2)) == names[3:]
+    assert found(look_up(store, 0, b"")) == []
     assert not store.faults, "finding nothing is not a fault"
 
 
@@ -206,7 +222,7 @@ def test_nothing_is_stored_after_a_gap() -> None:
     assert fill(store, SYMBOLS[:8]) == Written(2, gap=False)
     assert fill(store, begin=2) == Written(2, gap=False)
     assert len(backend.stored_keys()) == 4
-    assert done(store.read(keys_of(store), new_slots(4, 100))) == 4
+    assert done(read(store, new_slots(4, 100))) == 4
 
 
 def test_stored_pages_are_not_written_again() -> None:
@@ -264,7 +280,7 @@ def test_pages_count_up_to_the_first_damaged_one(how: str, at: int) -> None:
     fill(store)
     keys = keys_of(store)
     damage(backend, keys[at], how, keys[at - 1])
-    assert done(store.read(keys, new_slots(4, 100))) == at
+    assert done(read(store, new_slots(4, 100))) == at
     assert store.faults == {how: 1}
     assert not store.breaker.open
 
@@ -277,11 +293,11 @@ def test_a_damaged_page_is_deleted_so_that_an_intact_one_can_be_stored(how: str)
     keys = keys_of(store)
     good = backend.value(keys[2])
     damage(backend, keys[2], how, keys[0])
-    done(store.read(keys, new_slots(4, 100)))
+    done(read(store, new_slots(4, 100)))
     assert backend.exists(keys) == [True, True, False, True]
     assert fill(store).pages > 0
     assert backend.value(keys[2]) == good
-    assert done(store.read(keys, new_slots(4, 100))) == 4
+    assert done(read(store, new_slots(4, 100))) == 4
 
 
 @pytest.mark.parametrize("error", [StorageError("refused", "read-only"), RuntimeError("a bug"), Exception()])
@@ -292,7 +308,7 @@ def test_pages_before_one_that_cannot_be_deleted_still_count(error: Exception) -
     keys = keys_of(store)
     damage(backend, keys[2], "altered", keys[0])
     backend.instead["delete"] = error
-    assert done(store.read(keys, new_slots(4, 100))) == 2
+    assert done(read(store, new_slots(4, 100))) == 2
     assert store.faults["altered"] == 1
 
 
@@ -302,7 +318,7 @@ def test_a_wrong_length_is_a_miss(length: Any) -> None:
     store = make_store(backend)
     fill(store)
     backend.instead["get"] = lambda keys, slots: [length] * len(keys)
-    assert done(store.read(keys_of(store), new_slots(4))) == 0
+    assert done(read(store, new_slots(4))) == 0
     assert store.faults == {"length": 1}
 
 
@@ -310,7 +326,7 @@ def test_a_read_that_the_back_end_did_not_make_fails_verification() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["get"] = lambda keys, slots: [len(slot) for slot in slots]
-    assert done(store.read(keys_of(store), new_slots(4))) == 0
+    assert done(read(store, new_slots(4))) == 0
     assert store.faults == {"altered": 1}
 
 
@@ -340,7 +356,7 @@ def test_pages_go_through_a_codec_and_back(codec: str) -> None:
     size = HEADER_BYTES + CODECS[codec].encoded_bytes(200, "float16")
     assert [len(backend.value(key)) for key in keys] == [size] * 4
     slots = float_slots(*[[0.0] * 100] * 4)
-    assert done(store.read(keys, slots)) == 4
+    assert done(read(store, slots)) == 4
     for slot, page in zip(slots, pages, strict=True):
         np.testing.assert_allclose(np.frombuffer(slot[HEADER_BYTES:], np.float16), page, rtol=0.07)
 
@@ -356,8 +372,49 @@ def test_no_page_is_decoded_before_it_is_verified(codec: str) -> None:
         value = bytearray(whole)
         value[bit // 8] ^= 1 << bit % 8
         backend.set_value(keys[1], bytes(value))
-        assert done(store.read(keys, float_slots(*[[0.0] * 100] * 4))) == 1
+        assert done(read(store, float_slots(*[[0.0] * 100] * 4))) == 1
         backend.set_value(keys[1], whole)
+
+
+def test_an_exact_row_is_stored_as_it_is_whatever_the_codec() -> None:
+    backend = FaultyBackend()
+    store = coded(backend, "int8")
+    names = names_of(store)[:2]
+    states = float_slots(np.linspace(-1, 1, 100), [float("nan"), *[1e-6] * 99])
+    before = contents(states)
+    assert done(store.write([Part(STATE, names, states)])) == Written(2, gap=False)
+    slots = float_slots(*[[0.0] * 100] * 2)
+    assert done(store.read(STATE, names, slots)) == 2
+    assert contents(slots) == before
+
+
+def test_rows_of_one_page_are_values_of_their_own() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    names = names_of(store)
+    larger = [memoryview(bytearray(HEADER_BYTES) + bytes([50 + page]) * 24) for page in range(2)]
+    parts = [Part(FULL, names, new_slots(4)), Part(STATE, names[2:], larger)]
+    assert done(store.write(parts)) == Written(6, gap=False)
+    assert backend.calls.count("exists") == 1
+    found = done(store.look_up(store.sealer.root(b""), SYMBOLS, PAGE, [(FULL, [0, 3]), (STATE, [0, 1, 2, 3])]))
+    assert found == Found(names, [[True, True], [False, False, True, True]])
+    assert backend.calls.count("exists") == 2
+    slots = [memoryview(bytearray(HEADER_BYTES + 24)) for _ in range(2)]
+    assert done(store.read(STATE, names[2:], slots)) == 2
+    assert contents(slots) == contents(larger)
+    assert done(store.read(STATE, names[:1], slots[:1])) == 0
+    assert store.faults == {"absent": 1}
+    done(store.delete([FULL, STATE], names[:3]))
+    assert backend.stored_keys() == [keys_of(store)[3], *store.sealer.keys(names[3:], "state")]
+
+
+def test_a_state_whose_size_has_changed_is_a_miss() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    done(store.write([Part(STATE, names_of(store)[:1], new_slots(1))]))
+    slot = memoryview(bytearray(HEADER_BYTES + 16))
+    assert done(store.read(STATE, names_of(store)[:1], [slot])) == 0
+    assert store.faults == {"length": 1}
 
 
 def test_numbers_that_a_codec_cannot_encode_do_not_open_the_breaker() -> None:
@@ -371,8 +428,8 @@ def test_numbers_that_a_codec_cannot_encode_do_not_open_the_breaker() -> None:
 # ---------------------------------------------------------------- calls that fail
 
 MISSES: dict[str, tuple[Callable[[Store], StoreCall[Any]], Any]] = {
-    "look_up": (lambda store: look_up(store), []),
-    "read": (lambda store: store.read(keys_of(store), new_slots(4, 100)), 0),
+    "look_up": (lambda store: look_up(store), Found()),
+    "read": (lambda store: read(store, new_slots(4, 100)), 0),
     "write": (lambda store: write(store, new_slots(4)), Written(0, gap=False)),
     "write after a page": (lambda store: write(store, new_slots(2), 2), Written(0, gap=False)),
     "keep_note": (lambda store: store.keep_note("n", b"content", 16), False),
@@ -431,7 +488,7 @@ def test_a_wrong_number_of_lengths_makes_the_read_a_miss(lengths: Any) -> None:
         return lengths
 
     backend.instead["get"] = get
-    assert done(store.read(keys_of(store), new_slots(4, 100))) == 0
+    assert done(read(store, new_slots(4, 100))) == 0
     assert store.faults == {"crashed": 1}
 
 
@@ -445,15 +502,14 @@ def test_a_wrong_number_of_results_makes_the_write_fail(results: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "found"),
-    [([False] * 4, 0), ([False, True, True, True], 0), ([True, True, False, True], 2), ([True] * 4, 4)],
+    "there", [[False] * 4, [False, True, True, True], [True, True, False, True], [True] * 4], ids=repr
 )
-def test_pages_are_found_up_to_the_first_that_is_absent(there: list[bool], found: int) -> None:
+def test_pages_that_are_there_are_found_and_the_others_are_written(there: list[bool]) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: there
-    assert done(look_up(store)) == keys_of(store)[:found]
-    assert fill(store) == Written(4 - found, gap=False)
+    assert found(look_up(store)) == [name for name, held in zip(names_of(store), there, strict=True) if held]
+    assert fill(store) == Written(4 - sum(there), gap=False)
 
 
 @pytest.mark.parametrize("answer", [None, 4, 1.5, "4", "four", [], [True] * 3, [True] * 5], ids=repr)
@@ -461,7 +517,7 @@ def test_an_answer_that_is_not_one_for_each_page_is_a_miss(answer: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: answer
-    assert done(look_up(store)) == []
+    assert done(look_up(store)) == Found()
     assert fill(store) == Written(0, gap=False)
     assert store.faults == {"protocol": 2}
 
@@ -484,15 +540,15 @@ def test_a_call_is_not_done_before_it_has_run() -> None:
     workers = HandWorkers()
     store = make_store(MemoryBackend(), workers)
     call = look_up(store)
-    assert not call.done() and call.value == []
+    assert not call.done() and call.value == Found()
     workers.run()
-    assert call.done() and call.value == []
+    assert found(call) == [] and call.value.names == names_of(store)
 
 
 def test_a_call_over_its_deadline_has_failed_but_keeps_its_slots() -> None:
     workers, clock = HandWorkers(), Clock()
     store = make_store(MemoryBackend(), workers, clock, call_timeout_s=5.0, breaker_failures=2)
-    call = store.read(keys_of(store), new_slots(4))
+    call = read(store, new_slots(4))
     clock.now_s += 4.9
     assert not call.overdue() and not store.slow
     clock.now_s += 0.1
@@ -530,10 +586,10 @@ def test_only_a_page_that_is_there_and_damaged_is_deleted_when_it_is_read() -> N
     store = make_store(backend)
     fill(store, SYMBOLS[:PAGE])
     keys = keys_of(store)
-    assert store.read(keys, new_slots(4)).done()
+    assert read(store, new_slots(4)).done()
     assert (store.faults, backend.deleted) == ({"absent": 1}, 0)
     backend.set_value(keys[0], bytes(SLOT))
-    assert store.read(keys, new_slots(4)).done()
+    assert read(store, new_slots(4)).done()
     assert backend.deleted == 1
 
 
@@ -552,7 +608,7 @@ def test_the_value_of_a_late_call_is_valid() -> None:
     fill(store)
     workers.instant = False
     slots = new_slots(4, 100)
-    call = store.read(keys_of(store), slots)
+    call = read(store, slots)
     clock.now_s += 60
     assert call.overdue()
     assert store.breaker.open
@@ -572,7 +628,7 @@ def test_a_late_failure_is_counted_by_its_cause_but_fails_once() -> None:
     clock.now_s += 60
     assert not call.done()
     workers.run()
-    assert call.done() and call.value == []
+    assert call.done() and call.value == Found()
     assert store.faults == {"timeout": 1, "io": 1}
     assert not store.breaker.open
 
@@ -594,7 +650,7 @@ def test_repeated_failures_stop_calls_and_one_success_resumes_them() -> None:
     store = make_store(backend, clock=clock, breaker_failures=3, breaker_cooldown_s=5.0)
     backend.always = StorageError("unreachable", "on purpose")
     for _ in range(3):
-        assert done(look_up(store)) == []
+        assert done(look_up(store)) == Found()
     reached = len(backend.calls)
     for begin, nothing in MISSES.values():
         assert done(begin(store)) == nothing
@@ -602,11 +658,11 @@ def test_repeated_failures_stop_calls_and_one_success_resumes_them() -> None:
     assert store.faults == {"unreachable": 3, "breaker": len(MISSES)}
 
     backend.always = None
-    assert done(look_up(store)) == []
+    assert done(look_up(store)) == Found()
     clock.now_s += 5.0
     assert fill(store) == Written(4, gap=False)
     assert not store.breaker.open and store.breaker.openings == 1
-    assert done(look_up(store)) == keys_of(store)
+    assert found(look_up(store)) == names_of(store)
 
 
 def test_while_one_call_is_tried_others_are_not_made() -> None:
@@ -750,7 +806,7 @@ def test_a_call_keeps_its_slots_until_it_returns() -> None:
     store = make_store(MemoryBackend(), workers)
     slots = new_slots(4)
     arrays = [slot.obj for slot in slots]
-    call = store.read(keys_of(store), slots)
+    call = read(store, slots)
     del slots
     gc.collect()
     for array in arrays:

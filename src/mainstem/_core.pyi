@@ -152,6 +152,14 @@ class Tree:
         The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.
         """
 
+    def extent(self, ns: bytes, key: bytes) -> int:
+        """
+        How many pages of a key some tier has of the first component; where that may begin late, how many have nodes.
+        """
+
+    def ends_or_parts(self, node: int) -> bool:
+        """Whether a sequence ends at a node, or others part there."""
+
     def residency(self, node: int, component: int, tier: int) -> int:
         """0: absent, 1: in flight, 2: present."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mainstem.errors import check_integer
 
 
@@ -17,6 +20,10 @@ class Full:
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
         return 0
+
+    def needed_from(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the first position that a match ending at each of these needs."""
+        return np.zeros_like(ends)
 
     def row(self) -> tuple[str, int, bool]:
         """Returns the row in the form that the core takes."""
@@ -40,6 +47,10 @@ class Window:
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
         return max(0, position + 1 - self.tokens)
+
+    def needed_from(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the first position that a match ending at each of these needs."""
+        return np.maximum(ends - self.tokens, 0)
 
     def row(self) -> tuple[str, int, bool]:
         """Returns the row in the form that the core takes."""
@@ -65,6 +76,10 @@ class Chunked:
     def seen_from(self, position: int) -> int:
         """Returns the first position that the query at `position` sees."""
         return position - position % self.tokens
+
+    def needed_from(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the first position that a match ending at each of these needs; at a boundary, its end."""
+        return ends - ends % self.tokens
 
     def row(self) -> tuple[str, int, bool]:
         """Returns the row in the form that the core takes."""

@@ -27,7 +27,7 @@ class Identity:
         tokenizer: what token ids mean: a digest, or a name with its revision.
         symbols: the key kind, with the width of a symbol.
         page_size: positions per page.
-        tp_rank, tp_size: the index of this shard, and the number of shards.
+        tp_rank, tp_size: the index of this shard, and the number of shards; part of a page's key, not of its name.
         extra: anything else that KV depends on; the order matters.
 
     Raises:
@@ -66,12 +66,20 @@ class Identity:
         """Whether every rank holds the same content, so that it is stored once for all."""
         return self.attention == "mla"
 
+    @property
+    def shard(self) -> str:
+        """Which part of a page's content this rank holds; empty if it holds all of it."""
+        return "" if self.replicated else f"{self.tp_rank} of {self.tp_size}"
+
     def encode(self) -> bytes:
-        """Returns an injective encoding: every field with its name, each string with its length."""
+        """Returns an injective encoding of all but the shard: every field with its name, each string with its length.
+
+        So pages have the same names on every rank.
+        """
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if self.replicated and field.name in ("tp_rank", "tp_size"):
+            if field.name in ("tp_rank", "tp_size"):
                 continue
             items = value if isinstance(value, tuple) else (str(value),)
             parts.append(_string(field.name) + len(items).to_bytes(8, "little"))

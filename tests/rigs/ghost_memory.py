@@ -1,7 +1,7 @@
 """Host memory without tensors: the content of a page is a few numbers, and the test drives every copy.
 
 device   [components][layers, pages] uint64         the engine writes and reads it
-host     slots of HEADER_BYTES + payload            component 0; others are arrays
+host     slots of HEADER_BYTES + payload            8 bytes more for each component before it
 """
 
 from __future__ import annotations
@@ -54,18 +54,26 @@ class GhostMemory:
         device_pages, host_pages: number of pages of each component.
         layers: layers of every page.
         instant: whether a copy is done as soon as it begins; otherwise `tickets` has those under way.
+        empty: a component whose pages have no content.
     """
 
     def __init__(
-        self, device_pages: Sequence[int], host_pages: Sequence[int], layers: int = 2, *, instant: bool = True
+        self,
+        device_pages: Sequence[int],
+        host_pages: Sequence[int],
+        layers: int = 2,
+        *,
+        instant: bool = True,
+        empty: int | None = None,
     ) -> None:
-        self.layers, self.instant = layers, instant
+        self.layers, self.instant, self.empty = layers, instant, empty
         self.device = [np.zeros((layers, pages), np.uint64) for pages in device_pages]
-        self.payload_bytes = 8 * layers
-        self._bytes = np.zeros((host_pages[0], HEADER_BYTES + self.payload_bytes), np.uint8)
-        first = self._bytes[:, HEADER_BYTES:].view(np.uint64).T
-        self.host: list[NDArray[np.uint64]] = [first]
-        self.host += [np.zeros((layers, pages), np.uint64) for pages in host_pages[1:]]
+        self._bytes = [
+            np.zeros((pages, HEADER_BYTES + 8 * layers + 8 * row), np.uint8) for row, pages in enumerate(host_pages)
+        ]
+        self.host: list[NDArray[np.uint64]] = [
+            slots[:, HEADER_BYTES : HEADER_BYTES + 8 * layers].view(np.uint64).T for slots in self._bytes
+        ]
         self.pages = host_pages[0]
         self.tickets: list[GhostTicket] = []
 
@@ -75,11 +83,15 @@ class GhostMemory:
     def up(self, moves: Sequence[Move]) -> GhostTicket:
         return self._begin(moves, self.host, self.device)
 
-    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
-        return [memoryview(self._bytes[page]) for page in page_ids]
+    def payload_bytes(self, component: int) -> int:
+        return 0 if component == self.empty else 8 * self.layers + 8 * component
+
+    def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
+        assert component != self.empty and all(page >= 0 for page in page_ids)
+        return [memoryview(self._bytes[component][page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
-        return [memoryview(self._bytes.reshape(-1))]
+        return [memoryview(slots.reshape(-1)) for slots in self._bytes]
 
     def _begin(
         self, moves: Sequence[Move], source: list[NDArray[np.uint64]], target: list[NDArray[np.uint64]]

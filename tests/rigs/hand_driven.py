@@ -367,4 +367,5 @@ def stored_keys(tokens: Sequence[int]) -> list[bytes]:
     """Returns the keys of a prompt's pages in storage."""
     rig = Rig(backend=MemoryBackend())
     assert rig.store is not None
-    return rig.store.sealer.keys(rig.store.sealer.root(b""), rig.cache.tree.keys.encode(tokens), 8)
+    sealer = rig.store.sealer
+    return sealer.keys(sealer.names(sealer.root(b""), rig.cache.tree.keys.encode(tokens), 8), "full")

@@ -101,6 +101,8 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
                   "write_dropped"), ("reason",)),
         Row("mainstem_late_pages", COUNTER, "Pages computed although storage has (or may have) them, by cause",
             {("*",): "late.*"}, ("cause",)),
+        Row("mainstem_prefetch_short_pages", COUNTER, "Pages in storage that a component kept from being used",
+            {("*",): "prefetch_short.*"}, ("component",)),
         Row("mainstem_storage_faults", COUNTER, "Storage faults, by cause", {("*",): "faults.*"}, ("cause",)),
         Row("mainstem_storage_queued_pages", GAUGE, "Pages waiting for a write to storage", "queued"),
         Row("mainstem_storage_breaker_open", GAUGE, "Whether the breaker stops calls to storage", "breaker_open"),

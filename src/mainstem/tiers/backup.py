@@ -20,7 +20,7 @@ from mainstem.settings.engine import HostPolicy
 from mainstem.tiers.host import HostPages
 from mainstem.tiers.pending import ARRIVED, FAILED, PendingList
 from mainstem.tiers.transfer import Move, Ticket
-from mainstem.tiers.write import Writes
+from mainstem.tiers.write import Span, Writes
 from mainstem.tree import DEVICE, HOST, IN_FLIGHT, PRESENT, Ids
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Backup:
-    """A copy of nodes, from the top, to `targets`: host pages by component."""
+    """A copy of nodes, from the top, and the pages of each, to `targets`: host pages by component."""
 
     backups: Backups
     nodes: list[int]
-    begin: int
+    spans: list[Span]
     targets: list[Ids]
     ticket: Ticket
     above: _Backup | None  # the copy of the parents, until that has arrived
@@ -86,8 +86,8 @@ class Backups:
             return False
         moves = [self._attach(row, sources[row], ids) for row, ids in enumerate(targets) if sources[row]]
         ticket = self._host.memory.down(moves)
-        begin = self._core.start(held[0])  # now: a split may move it
-        backup = self._pending.add(_Backup(self, held, begin, targets, ticket, above))
+        spans = [(self._core.start(at), self._core.end(at)) for at in held]  # now: a split may move the start
+        backup = self._pending.add(_Backup(self, held, spans, targets, ticket, above))
         if above is not None:
             above.below.append(backup)
         self.flights.update(dict.fromkeys(held, backup))
@@ -132,7 +132,7 @@ class Backups:
             self._cancel(backup)
             return
         if self._writes is not None:  # before the commit: after it the node may be joined to what its name derives from
-            self._writes.add(backup.nodes[-1], backup.begin)
+            self._writes.add(backup.nodes, backup.spans)
         for node in backup.nodes:
             self._core.commit(node, HOST)
         self._host.publish(backup.targets)

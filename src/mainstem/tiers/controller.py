@@ -57,6 +57,7 @@ class TierStats:
         stored: written to storage. write_dropped: not written: the queue was full, or they were dropped from it.
         queued: waiting to be written, or being written.
         late: pages that storage has, or may have, and that were computed nevertheless, by cause: see `LATE`.
+        prefetch_short: pages of the first component in storage that could not be used, by the component in the way.
         faults: faults of storage, by cause.
         breaker_open: whether calls to storage are stopped. breaker_openings: how often that happened.
         under_way: transfers and calls that have not ended.
@@ -80,6 +81,7 @@ class TierStats:
     write_dropped: int = 0
     queued: int
     late: dict[str, int]
+    prefetch_short: dict[str, int]
     faults: dict[str, int]
     breaker_open: bool
     breaker_openings: int
@@ -105,7 +107,7 @@ class Tiers:
         prefill: the estimate of what computing takes, which the engine feeds; it bounds the wait for storage.
 
     Raises:
-        BadArgument: the tree has another number of tiers, or storage is given for more than full attention.
+        BadArgument: the tree has another number of tiers, or the host another number of components or pages.
     """
 
     def __init__(
@@ -119,8 +121,6 @@ class Tiers:
     ) -> None:
         if tree.tiers != 2:
             raise BadArgument("tiers of the tree", tree.tiers, "2: device and host")
-        if store is not None and len(tree.components) > 1:
-            raise BadArgument("store", store, "None: storage holds full attention only")
         sizes = host.pages or (host.memory.pages,)
         if len(sizes) != len(tree.components) or len(pools) != len(tree.components):
             raise BadArgument("pages", sizes, f"a number of pages for each of {len(tree.components)} components")
@@ -137,8 +137,8 @@ class Tiers:
         self._prefetches: Prefetches | None = None
         self._warming: Warming | None = None
         if store is not None and self.writes is not None:
-            names = self.writes.names
-            self._prefetches = Prefetches(self._pages, self._backups, store, names, self.prefill, self.pending)
+            names, rows = self.writes.names, self.writes.rows
+            self._prefetches = Prefetches(self._pages, self._backups, store, names, rows, self.prefill, self.pending)
             self._warming = Warming(self._pages, store, self._prefetches, self.pending)
             store.register(host.memory.regions())
 
@@ -267,6 +267,7 @@ class Tiers:
             host_private=pool.private,
             queued=0 if self.writes is None else self.writes.queued,
             late={cause: 0 if self._prefetches is None else self._prefetches.late[cause] for cause in LATE},
+            prefetch_short={} if self._prefetches is None else dict(self._prefetches.short),
             faults={} if store is None else dict(store.faults),
             breaker_open=store is not None and store.breaker.open,
             breaker_openings=0 if store is None else store.breaker.openings,
@@ -280,4 +281,5 @@ class Tiers:
         Raises:
             CorruptTree: names the rule that is broken.
         """
-        self._pages.check(0 if self._prefetches is None else self._prefetches.private_pages())
+        rows = range(len(self.host_pools))
+        self._pages.check([0 if self._prefetches is None else self._prefetches.private_pages(row) for row in rows])

@@ -76,26 +76,25 @@ class HostPages:
         """Frees the pages of prefixes that were removed, as far as they are no longer in use."""
         self._reclaim(self.tree.evict_removed(HOST))
 
-    def check(self, prefetched: int) -> None:
+    def check(self, prefetched: Sequence[int]) -> None:
         """Verifies the pools, and that they agree with the tree; slow.
 
         Args:
-            prefetched: pages of the first component that prefetches own.
+            prefetched: pages of each component that prefetches own.
 
         Raises:
             CorruptTree: names the rule that is broken.
         """
-        for component, pool in zip(self.tree.components, self.pools, strict=True):
+        for component, pool, owned in zip(self.tree.components, self.pools, prefetched, strict=True):
             pool.check()
             cells = [view.cells[component.name, HOST] for view in self.tree.nodes()]
             present = [page for cell in cells if cell.present for page in cell.ids.tolist()]
             in_flight = [page for cell in cells if cell.in_flight for page in cell.ids.tolist()]
-            private = pool.private - prefetched
+            private = pool.private - owned
             for page_ids, owner, total in ((present, "cached", pool.cached), (in_flight, "private", private)):
                 wrong = [page for page in page_ids if pool.owner(page) != owner]
                 if wrong or total != len(page_ids):
                     raise CorruptTree(f"host pages of {component.name}: {wrong[:8]} are not {owner}, or {total} are")
-            prefetched = 0  # the other components are not stored
 
     def _make_room(self, row: int, pages: int) -> bool:
         """Evicts pages of a component until `pages` are free; evicts none if that is impossible."""
@@ -103,9 +102,9 @@ class HostPages:
         if missing <= 0:
             return True
         while missing > (evictable := self._evictable(row)):
-            if self._writes is None or missing > evictable + self._writes.waiting_pages:
+            if self._writes is None or missing > evictable + self._writes.waiting(row):
                 return False
-            self._writes.drop_oldest()  # so that a stuck store does not occupy the host
+            self._writes.give_way()  # so that a stuck store does not occupy the host
         self._reclaim(self.tree.evict(missing, self.tree.components[row].name, HOST))
         return self.pools[row].free >= pages
 

@@ -1,8 +1,8 @@
 """The names of stored pages. Each is computed once: a prefix that grows by a page costs one hash.
 
-A page's name is chained from the name of the page before it (`Sealer.keys`). `PageNames` caches the name of each node's
-last page by the node's handle. A handle names one prefix for as long as it is valid: a split or a join leaves it with
-the node whose end it names. So names are computed from the nearest ancestor that has one.
+A page's name is chained from the name of the page before it (`Sealer.names`). `PageNames` caches the name of each
+node's last page by the node's handle. A handle names one prefix for as long as it is valid: a split or a join leaves it
+with the node whose end it names. So names are computed from the nearest ancestor that has one.
 
 It knows the tree by handles and hashes with `Sealer`; it knows nothing of the store.
 """
@@ -44,7 +44,7 @@ class PageNames:
         start = tree.end(at) if at else 0
         namespace, symbols = tree.path_key(node, start)
         parent = self._get(at) if at else self._sealer.root(namespace)
-        names = self._sealer.keys(parent, symbols, self._page_bytes)
+        names = self._sealer.names(parent, symbols, self._page_bytes)
         for passed in path:
             self.keep(passed, names[tree.end(passed) - start - 1])
         return names[begin - start - 1] if begin > start else parent, names[begin - start :]

@@ -1,11 +1,12 @@
-"""Stored pages: their keys, and the header that identifies their content.
+"""Stored pages: their names and keys, and the header that identifies their content.
 
     header   magic 8 | payload bytes 8 | key 32 | zero 48 | tag 32        HEADER_BYTES = 128
     payload  the page's content
 
-A key is a keyed BLAKE3 over the parent's key and the page's symbols; the first parent is one over the identity and the
-namespace. So two pages share a key only if everything that shaped them is the same. The tag is a keyed BLAKE3 over the
-rest of the slot: a page that was damaged, cut, moved, or made without the secret does not verify.
+A page's name is a keyed BLAKE3 over the name of the page before it and its symbols; the first parent is one over the
+identity and the namespace. Each component of a page is a value of its own: its key is a keyed BLAKE3 over the name, the
+component and the shard. So two values share a key only if everything that shaped them is the same. The tag is a keyed
+BLAKE3 over the rest of the slot: a page that was damaged, cut, moved, or made without the secret does not verify.
 BLAKE3, its keyed mode and its key derivation: https://github.com/BLAKE3-team/BLAKE3-specs.
 
 This module handles bytes. It knows nothing of trees, stores or tensors.
@@ -14,6 +15,7 @@ This module handles bytes. It knows nothing of trees, stores or tensors.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +41,7 @@ _SECRET_BYTES = 16
 
 
 class Sealer:
-    """Computes keys of pages, seals pages and verifies them.
+    """Computes names and keys of pages, seals pages and verifies them.
 
     Args:
         identity: the identity of all pages that it handles.
@@ -61,23 +63,31 @@ class Sealer:
         self._mark_key = blake3(secret, derive_key_context="mainstem 2026-11 marks of hidden notes").digest()
         self._mask_key = blake3(secret, derive_key_context="mainstem 2026-11 masks of hidden notes").digest()
         self._identity = identity.encode()
+        self._shard = identity.shard.encode()
 
     def root(self, namespace: bytes) -> bytes:
-        """Returns the parent key of the first pages of a namespace."""
+        """Returns the name of the page before the first pages of a namespace."""
         data = len(self._identity).to_bytes(8, "little") + self._identity + namespace
         return self._named(b"root" + data)
 
-    def keys(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> list[bytes]:
-        """Returns the keys of the whole pages of `symbols`, which follow the page with key `parent`."""
-        keys = []
+    def names(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> list[bytes]:
+        """Returns the names of the whole pages of `symbols`, which follow the page with name `parent`."""
+        names = []
         for at in range(0, len(symbols) - page_bytes + 1, page_bytes):
             parent = self._named(b"page" + parent + symbols[at : at + page_bytes])
-            keys.append(parent)
-        return keys
+            names.append(parent)
+        return names
+
+    def keys(self, names: Sequence[bytes], component: str) -> list[bytes]:
+        """Returns the keys of one component of the pages with these names, as this rank holds it."""
+        row = component.encode()
+        suffix = len(row).to_bytes(8, "little") + row + self._shard
+        return [self._named(b"part" + name + suffix) for name in names]
 
     def record(self, name: str) -> bytes:
         """Returns the key of a note, such as a piece of the list of the hottest prefixes."""
-        return self._named(b"note" + self._identity + name.encode())
+        shard = len(self._shard).to_bytes(8, "little") + self._shard
+        return self._named(b"note" + shard + self._identity + name.encode())
 
     def hide(self, content: bytes) -> bytes:
         """Hides content from readers without the secret. Deterministic; the result is 32 bytes longer."""

@@ -64,6 +64,11 @@ class PendingList:
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank, which need not agree with others."""
+        return self._agree is None
+
     def __iter__(self) -> Iterator[Pending]:
         return iter(self._items)
 

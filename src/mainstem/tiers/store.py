@@ -1,6 +1,6 @@
 """`Store`: a safe wrapper of a back end. Every failure is a miss and is counted by its cause; no caller blocks on one.
 
-    look_up   which pages of a prompt are stored?       -> their keys
+    look_up   which pages of a prompt are stored?       -> their names, and which parts of them are there
     read      pages into host slots, each verified      -> how many are intact, from the first
     write     host slots, sealed                        -> how many were stored
 
@@ -8,7 +8,8 @@ Each call runs on a worker and has a deadline. A call that exceeds it counts as 
 until it returns. After repeated failures the breaker opens: calls end as misses without being made. After a cool-down
 one call is tried.
 
-The store knows keys, symbols and slots. It knows nothing of trees or pools.
+Each component of a page is a value of its own. Which of them a prefix needs is not decided here: the store knows
+names, rows, symbols and slots. It knows nothing of trees or pools.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, TypeVar
 
 from mainstem.errors import BadArgument, StorageError
@@ -26,6 +28,7 @@ from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import ABSENT, Backend
 from mainstem.tiers.codecs import CODECS, Codec
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.rows import Row
 from mainstem.tiers.workers import Call, Workers
 
 log = logging.getLogger(__name__)
@@ -151,7 +154,7 @@ class Store:
         config: limits and policies.
         readers, writers: run the calls; separate, so that reads do not wait for writes.
         clock: monotonic time in seconds.
-        codec: encodes the numbers of a page; the sealer's identity must include its name.
+        codec: encodes the numbers of a page, of rows that are not exact; the sealer's identity must include its name.
         dtype: the dtype of the numbers, for a codec other than "none".
     """
 
@@ -184,20 +187,30 @@ class Store:
         """
         self.backend.register(regions)
 
-    def look_up(self, parent: bytes, symbols: bytes | memoryview, page_bytes: int) -> StoreCall[list[bytes]]:
-        """Finds the keys of stored pages, up to the first gap, among the pages of `symbols` after the page `parent`."""
+    def look_up(
+        self, parent: bytes, symbols: bytes | memoryview, page_bytes: int, asked: Sequence[tuple[Row, Sequence[int]]]
+    ) -> StoreCall[Found]:
+        """Looks up pages of `symbols`, which follow the page with name `parent`, in one call.
 
-        def look_up(causes: Counter[str]) -> list[bytes]:
-            keys = self.sealer.keys(parent, symbols, page_bytes)
-            return keys[: self._present(keys)]
+        Args:
+            parent, symbols, page_bytes: see `Sealer.names`.
+            asked: rows, and for each the pages to look up, counted from the first of `symbols`.
+        """
 
-        return self._submit(self._readers, look_up, [])
+        def look_up(causes: Counter[str]) -> Found:
+            names = self.sealer.names(parent, symbols, page_bytes)
+            keys = [self.sealer.keys([names[page] for page in pages], row.name) for row, pages in asked]
+            there = iter(self._exist(list(chain(*keys))))
+            return Found(names, [[next(there) for _ in part] for part in keys])
 
-    def read(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[int]:
-        """Reads pages into slots. The value counts those that are intact and verified, from the first."""
+        return self._submit(self._readers, look_up, Found())
+
+    def read(self, row: Row, names: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[int]:
+        """Reads one row of pages into slots. The value counts those that are intact and verified, from the first."""
 
         def read(causes: Counter[str]) -> int:
-            packed = self._room(slots)
+            keys = self.sealer.keys(names, row.name)
+            packed = self._room(row, slots)
             lengths = self.backend.get(keys, packed)
             for good, (key, slot, length) in enumerate(zip(keys, packed, lengths, strict=True)):
                 if (cause := self._cause(key, slot, length)) is not None:
@@ -211,42 +224,39 @@ class Store:
 
         return self._submit(self._readers, read, 0)
 
-    def write(self, parent: bytes | None, keys: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[Written]:
-        """Seals and stores pages that follow the page with key `parent` (None: the first pages of a prompt).
+    def write(self, parts: Sequence[Part], after: tuple[Row, bytes] | None = None) -> StoreCall[Written]:
+        """Seals and stores pages. Skips those that are stored already.
 
-        Skips pages that are stored already.
+        Args:
+            parts: the pages of each row.
+            after: the row and name of a page without which these would never be found: if it is not stored, neither
+                are they. None: there is none.
         """
 
         def write(causes: Counter[str]) -> Written:
-            # A page after a gap would never be found.
-            if parent is not None and not self._present([parent]):
+            needed = [] if after is None else self.sealer.keys([after[1]], after[0].name)
+            keys = [self.sealer.keys(part.names, part.row.name) for part in parts]
+            there = iter(self._exist([*needed, *chain(*keys)]))
+            if needed and not next(there):
                 return Written(0, gap=True)
-            there = self._present(keys)
             stored = 0
-            for at in range(there, len(slots), self.config.batch_pages):
-                batch = slice(at, min(at + self.config.batch_pages, len(slots)))
-                try:
-                    packed = self._pack(slots[batch])
-                except BadArgument:  # numbers that are infinite or NaN
-                    causes["codec"] += 1
-                    break
-                for key, slot in zip(keys[batch], packed, strict=True):
-                    self.sealer.seal(slot, key)
-                results = self.backend.put(keys[batch], packed)
-                whole = [good for _, good in zip(packed, results, strict=True) if good]
-                stored += len(whole)
-                if len(whole) < len(results):
-                    causes["full"] += 1
-                    break
+            for part, keys_of_part in zip(parts, keys, strict=True):
+                lacking = [(key, slot) for key, slot in zip(keys_of_part, part.slots, strict=True) if not next(there)]
+                for at in range(0, len(lacking), self.config.batch_pages):
+                    batch = lacking[at : at + self.config.batch_pages]
+                    whole = self._put(part.row, batch, causes)
+                    stored += whole
+                    if whole < len(batch):
+                        return Written(stored, gap=False)
             return Written(stored, gap=False)
 
         return self._submit(self._writers, write, Written(0, gap=False))
 
-    def delete(self, keys: Sequence[bytes]) -> StoreCall[bool]:
-        """Deletes pages. The value is whether the back end did."""
+    def delete(self, rows: Sequence[Row], names: Sequence[bytes]) -> StoreCall[bool]:
+        """Deletes these rows of pages. The value is whether the back end did."""
 
         def delete(causes: Counter[str]) -> bool:
-            self.backend.delete(keys)
+            self.backend.delete(list(chain(*(self.sealer.keys(names, row.name) for row in rows))))
             return True
 
         return self._submit(self._writers, delete, False)
@@ -311,26 +321,42 @@ class Store:
         else:
             log.warning("storage: calls have not returned after %s s; the back end is not closed", timeout_s)
 
-    def _present(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are stored, up to the first that is not.
+    def _exist(self, keys: Sequence[bytes]) -> list[bool]:
+        """Asks which keys are stored.
 
         Raises:
             StorageError: the back end did not answer once for each key.
         """
-        there = self.backend.exists(keys)
+        there = self.backend.exists(keys) if keys else []
         if not isinstance(there, list) or len(there) != len(keys):
             raise StorageError("protocol", f"not an answer for each of {len(keys)} keys: {there!r:.100}")
-        return next((at for at, found in enumerate(there) if not found), len(keys))
+        return there
 
-    def _room(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Returns buffers for encoded pages: the slots themselves if the codec is "none"."""
-        if self._codec.name == "none":
+    def _put(self, row: Row, batch: Sequence[tuple[bytes, memoryview]], causes: Counter[str]) -> int:
+        """Seals and puts a few pages of a row; returns how many were stored."""
+        keys = [key for key, _ in batch]
+        try:
+            packed = self._pack(row, [slot for _, slot in batch])
+        except BadArgument:  # numbers that are infinite or NaN
+            causes["codec"] += 1
+            return 0
+        for key, slot in zip(keys, packed, strict=True):
+            self.sealer.seal(slot, key)
+        results = self.backend.put(keys, packed)
+        whole = sum(1 for _, good in zip(packed, results, strict=True) if good)
+        if whole < len(batch):
+            causes["full"] += 1
+        return whole
+
+    def _room(self, row: Row, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Returns buffers for encoded pages: the slots themselves if nothing is to be encoded."""
+        if row.exact or self._codec.name == "none":
             return slots
         sizes = [self._codec.encoded_bytes(len(slot) - HEADER_BYTES, self._dtype) for slot in slots]
         return [memoryview(bytearray(HEADER_BYTES + size)) for size in sizes]
 
-    def _pack(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        packed = self._room(slots)
+    def _pack(self, row: Row, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        packed = self._room(row, slots)
         for slot, room in zip(slots, packed, strict=True):
             if room is not slot:
                 self._codec.encode(slot[HEADER_BYTES:], room[HEADER_BYTES:], self._dtype)
@@ -373,6 +399,34 @@ def _caught(causes: Counter[str]) -> Iterator[None]:
     except BaseException:  # third-party code: a client in Rust panics with a `BaseException`
         causes["crashed"] += 1
         log.debug("storage: the back end raised", exc_info=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a lookup; empty if it failed.
+
+    Args:
+        names: the names of all pages of the symbols.
+        there: for each row that was asked for, whether storage has each of its pages.
+    """
+
+    names: list[bytes] = field(default_factory=list)
+    there: list[list[bool]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pages of one row to be written.
+
+    Args:
+        row: the row.
+        names: the names of the pages.
+        slots: their host slots.
+    """
+
+    row: Row
+    names: Sequence[bytes]
+    slots: Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True)

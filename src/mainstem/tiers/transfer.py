@@ -1,7 +1,7 @@
 """The interface of the memory that moves page contents between device and host.
 
     device page   [ layer 0 | layer 1 | ... ]           ids of `Pool`, wherever the engine keeps its KV
-    host slot     [ header | payload ]                   one slot per host page; payload_bytes of a page's content
+    host slot     [ header | payload ]                   one slot per host page; its component's payload_bytes
 
 The memory knows page ids and bytes, not the tree. The tiers decide what moves and when. A transfer is a ticket: it ends
 once, and until then the pages on both of its sides belong to it.
@@ -61,9 +61,11 @@ class HostMemory(Protocol):
     def pages(self) -> int:
         """Number of host pages of component 0."""
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of a page's content, of component 0."""
+    def payload_bytes(self, component: int) -> int:
+        """Returns the bytes of a page's content.
+
+        0: its pages have none, such as those of full attention in a model without attention; they are never stored.
+        """
 
     def down(self, moves: Sequence[Move]) -> Ticket:
         """Starts copying device pages to host pages."""
@@ -71,11 +73,11 @@ class HostMemory(Protocol):
     def up(self, moves: Sequence[Move]) -> LayerTicket:
         """Starts copying host pages to device pages, one layer after the other."""
 
-    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
-        """Returns host slots of component 0 as storage sees them, header and payload; no copy where the layout allows.
+    def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
+        """Returns host slots of a component as storage sees them, header and payload; no copy where the layout allows.
 
-        Each is `HEADER_BYTES + payload_bytes` long; the caller fills the header.
+        Each is `HEADER_BYTES + payload_bytes(component)` long; the caller fills the header.
         """
 
     def regions(self) -> list[memoryview]:
-        """Returns the memory that holds the slots, for back ends that register it in advance."""
+        """Returns the memory that holds the slots of all components, for back ends that register it in advance."""

@@ -36,7 +36,7 @@ class Warming:
     """
 
     def __init__(self, host: HostPages, store: Store, prefetches: Prefetches, pending: PendingList) -> None:
-        self._core, self._page_bytes, self._pool = host.tree.core, host.tree.page_bytes, host.pools[0]
+        self._core, self._page_bytes, self._pools = host.tree.core, host.tree.page_bytes, host.pools
         self._store, self._prefetches, self._pending = store, prefetches, pending
         self.left = hottest.Prefixes()
 
@@ -45,18 +45,18 @@ class Warming:
         if self._pending.of(_Note):
             return  # the last list is still being written
         if spans := self._core.hot_spans(HOST):  # an empty list would replace that of another process
-            content = hottest.encode(spans, self._page_bytes, self._pool.total)
+            content = hottest.encode(spans, self._page_bytes, self._pools[0].total)
             self._pending.add(_Note(hottest.Keeping(self._store, content).done))
 
     def begin(self) -> None:
         """See `Tiers.warm`."""
-        finding = hottest.Finding(self._store, self._page_bytes, self._pool.total)
+        finding = hottest.Finding(self._store, self._page_bytes, self._pools[0].total)
         self._pending.add(Polled(lambda: finding.mark if finding.done() else 0, partial(self._compare, finding)))
 
     def go_on(self) -> None:
         """Prefetches the listed prefixes, few at a time, after those that requests ask for."""
         while self.left and len(self._prefetches) < max(1, self._store.config.max_prefetches // 2):
-            if not self._pool.free:
+            if not all(pool.free for pool in self._pools):
                 self.left = hottest.Prefixes()  # the pages on the host are hotter than the rest of the list
                 return
             namespace, key = self.left.first
@@ -70,6 +70,6 @@ class Warming:
 
         def take(outcome: int) -> None:
             if outcome == _MARKS - lowest:
-                self.left = hottest.decode(finding.value, self._page_bytes, self._pool.total)
+                self.left = hottest.decode(finding.value, self._page_bytes, self._pools[0].total)
 
         self._pending.add(Polled(lambda: _MARKS - finding.mark, take))

@@ -275,6 +275,16 @@ NB_MODULE(_core, m) {
           "ns"_a, "key"_a, "pages"_a,
           "The node that ends after the first pages of a key, split if needed; 0 if the tree does not have them.")
       .def(
+          "extent",
+          [](const Tree& t, const nb::bytes& ns, const nb::bytes& key) {
+            const std::string_view bytes = view(key);
+            return t.extent(view(ns), {reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()});
+          },
+          "ns"_a, "key"_a,
+          "How many pages of a key some tier has of the first component; where that may begin late, how many have "
+          "nodes.")
+      .def("ends_or_parts", &Tree::ends_or_parts, "node"_a, "Whether a sequence ends at a node, or others part there.")
+      .def(
           "residency",
           [](const Tree& t, Handle node, std::uint32_t c, std::uint32_t tier) {
             return static_cast<int>(t.presence(node, c, tier));

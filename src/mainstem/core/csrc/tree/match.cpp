@@ -93,6 +93,17 @@ Handle Tree::locate(std::string_view ns, Bytes key, std::uint32_t pages) {
   return nodes_.handle(end_at(&path_, pages));
 }
 
+std::uint32_t Tree::extent(std::string_view ns, Bytes key) const {
+  Walk path;
+  nodes_.walk(nodes_.find_root(ns), key, nodes_.whole_pages(key), &path, {});
+  std::uint32_t pages = 0;
+  for (const Step& step : path) {
+    if (cells_.rows[0].leaf_only() && cells_.empty_of(step.node, 0)) break;
+    pages = nodes_[step.node].start + step.pages;
+  }
+  return pages;
+}
+
 PeekResult Tree::peek(std::string_view ns, Bytes key, bool partial, const CheckRest& check_rest) const {
   const Index root = nodes_.find_root(ns);
   Walk path;

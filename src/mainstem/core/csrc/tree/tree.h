@@ -106,6 +106,9 @@ class Tree : private TreeShape {
                       bool ready, bool to_be_locked = false, bool past_flights = false);
   // Returns the node that ends after the first `pages` pages of a key, and splits one if needed; 0 if they are absent.
   Handle locate(std::string_view ns, Bytes key, std::uint32_t pages);
+  // How many pages of a key can be continued with pages of other components: those that some tier has of the first
+  // component, or where that may begin late, those that have nodes.
+  std::uint32_t extent(std::string_view ns, Bytes key) const;
   bool knows(std::string_view ns, Handle after, Bytes key) const;  // has the first page of a tail
   bool lies_on(std::string_view ns, Bytes key, Handle node) const {
     return nodes_.lies_on(ns, key, nodes_.resolve(node));
@@ -130,6 +133,11 @@ class Tree : private TreeShape {
   std::uint64_t remove(std::string_view ns, Bytes key);
   std::vector<Ids> evict_removed(std::uint32_t tier);  // all removed nodes that can be evicted now, as by evict()
   bool removed(Handle node) const { return nodes_[nodes_.resolve(node)].removed; }
+  // Whether a sequence ends at this node, or others part there.
+  bool ends_or_parts(Handle node) const {
+    const Node& n = nodes_[nodes_.resolve(node)];
+    return n.forked || n.children() != 1;
+  }
   // Evicts the last pages of the first component of one candidate, whatever its rank. The policy does not take this as
   // a sign of the capacity.
   Ids drop(Handle node, std::uint64_t pages, std::uint32_t tier);

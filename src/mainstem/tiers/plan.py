@@ -1,0 +1,105 @@
+"""How far a prompt can go on from what the host and storage have, and what must be read for that.
+
+    full     x x x x x x x x x .      every page from the root on
+    window   . . . x x x x x x x      the last `tokens` before the end
+    chunk    . . . . x x x x . .      from the last boundary before the end on
+    state    . . . x . . . x . .      one, at the end
+                           ^ the deepest end that all of them allow
+
+A prefix of d pages can be used if each component has what it needs for that, be it on the host (`held`) or in storage
+(`stored`). Back ends know nothing of this: they say which keys are there. The rule is the tree's own; see
+docs/design.md, "Where a match may end".
+
+This module knows components and arrays. It knows nothing of names, stores or trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.components import Component, Full, State
+
+Marks = NDArray[np.bool_]
+
+
+class Plan:
+    """What host and storage have of one prompt.
+
+    Args:
+        components: the rows of the tree.
+        contents: for each whether its pages have content; what has none need not be read.
+        page_size: positions per page.
+        have: pages that need not be read, because the prompt can go on from there already.
+        pages: whole pages of the prompt.
+
+    Attributes:
+        held: by row, the pages that the host has or is being given.
+        stored: by row, the pages that storage is expected to have.
+    """
+
+    def __init__(
+        self, components: Sequence[Component], contents: Sequence[bool], page_size: int, have: int, pages: int
+    ) -> None:
+        self._components, self._contents, self._page_size = tuple(components), tuple(contents), page_size
+        self.have, self.pages = have, pages
+        self.held: list[Marks] = [np.zeros(pages, np.bool_) for _ in components]
+        self.stored: list[Marks] = [np.full(pages, not content) for content in contents]
+
+    @property
+    def any_end(self) -> bool:
+        """Whether a prefix of what can be used can be used, wherever it ends."""
+        return all(isinstance(component, Full) for component in self._components)
+
+    def asked(self, row: int) -> NDArray[np.int64]:
+        """Returns the pages of a component that storage is asked for: those that some end needs and the host lacks."""
+        if not self._contents[row]:
+            return np.empty(0, np.int64)
+        first = self.have
+        if not isinstance(self._components[row], State):
+            first = min(first, int(self._needed_from(row, np.array([self.have + 1]))[0]))
+        return np.flatnonzero(~self.held[row][first:]) + first
+
+    def deepest(self, most: int) -> int:
+        """Returns the deepest end, in pages and of at most `most`, that can be used; `have` if there is none."""
+        return self._deepest(range(len(self._components)), most)
+
+    def in_the_way(self, depth: int) -> tuple[int, int]:
+        """Returns how many pages further the first component alone would reach, and the row that does not."""
+        if len(self._components) == 1:
+            return 0, 0
+        reach = self._deepest([0], self.pages)
+        if reach <= depth:
+            return 0, 0
+        ends = [self._deepest([row], reach) for row in range(1, len(self._components))]
+        return reach - depth, 1 + int(np.argmin(ends))
+
+    def missing(self, depth: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the runs of pages to read for an end: row, begin, end. Rows in order, each from its front."""
+        for row, component in enumerate(self._components):
+            end = np.array([depth])
+            first = depth - 1 if isinstance(component, State) else int(self._needed_from(row, end)[0])
+            pages = np.flatnonzero(~self.held[row][first:depth]) + first
+            for run in np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1) if len(pages) else ():
+                yield row, int(run[0]), int(run[-1]) + 1
+
+    def _deepest(self, rows: Sequence[int], most: int) -> int:
+        ends = np.arange(self.have + 1, most + 1)
+        allowed = np.ones(len(ends), np.bool_)
+        for row in rows:
+            there = self.held[row] | self.stored[row]
+            if isinstance(self._components[row], State):
+                allowed &= there[self.have : most]
+                continue
+            last_gap = np.maximum.accumulate(np.where(there[:most], -1, np.arange(most)))
+            allowed &= last_gap[self.have :] < self._needed_from(row, ends)
+        found = np.flatnonzero(allowed)
+        return int(ends[found[-1]]) if len(found) else self.have
+
+    def _needed_from(self, row: int, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the first page that a match ending after each of these numbers of pages needs."""
+        component = self._components[row]
+        assert not isinstance(component, State)
+        return component.needed_from(ends * self._page_size) // self._page_size

@@ -1,0 +1,34 @@
+"""The rows of the tree as storage sees them: which components have content, and what is kept exact."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mainstem.components import State
+from mainstem.tiers.transfer import HostMemory
+from mainstem.tree import Tree
+
+
+class Row(NamedTuple):
+    """A component whose pages are stored.
+
+    Args:
+        number: its row in the tree.
+        name: its name, part of each stored value's key.
+        exact: no codec may change its content. A state is: an error would be carried along by all that is computed
+            from it.
+    """
+
+    number: int
+    name: str
+    exact: bool
+
+
+def stored_rows(tree: Tree, memory: HostMemory) -> tuple[Row, ...]:
+    """Returns the components whose pages have content."""
+    rows = enumerate(tree.components)
+    return tuple(
+        Row(row, component.name, isinstance(component, State))
+        for row, component in rows
+        if memory.payload_bytes(row) > 0
+    )

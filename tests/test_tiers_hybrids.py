@@ -1,0 +1,242 @@
+"""Storage of every component: what a restarted process finds again, and what it does where a component is missing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from rigs.components import DEVICE, HOST, KINDS, SIZE, STATES, P, Rig
+from rigs.hand_driven import FaultyBackend
+
+Q = [*P, *range(20, 28)]  # 8 pages
+
+
+def stored(kind: str, *prompts: list[int], empty: int | None = None) -> FaultyBackend:
+    """Returns a store that another process has filled: with every page, and a state after each."""
+    backend = FaultyBackend()
+    for tokens in prompts:
+        rig = Rig(kind, backend=backend, empty=empty, slots=24)
+        rig.serve(tokens)
+        rig.settle()
+        rig.close()
+    return backend
+
+
+def keys(backend: FaultyBackend, rig: Rig, name: str, tokens: list[int]) -> list[bytes]:
+    """Returns the keys of a component's pages, whether it is stored or not."""
+    assert rig.store is not None
+    sealer = rig.store.sealer
+    symbols = rig.cache.tree.keys.encode(tokens)
+    return sealer.keys(sealer.names(sealer.root(b""), symbols, rig.cache.tree.page_bytes), name)
+
+
+def fetched(rig: Rig, tokens: list[int]) -> int:
+    """Prefetches and loads a prompt; returns its hit, whose content is checked."""
+    rig.tiers.prefetch([*tokens, 99])
+    rig.settle()
+    lease = rig.lease(tokens)
+    load = rig.tiers.load(lease)
+    if load is not None:
+        load.ticket.wait()
+        assert load.wait()
+    rig.holds(lease, tokens[: lease.hit])
+    hit = lease.hit
+    lease.abort()
+    rig.settle()
+    return hit
+
+
+@pytest.mark.parametrize("batch_pages", [1, 3, 32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_process_finds_every_component_again(kind: str, batch_pages: int) -> None:
+    backend = stored(kind, Q)
+    rig = Rig(kind, backend=backend, batch_pages=batch_pages)
+    assert fetched(rig, Q) == 16
+    assert not rig.store or not rig.store.faults
+    rig.close()
+
+
+def test_a_model_without_attention_needs_states_only() -> None:
+    backend = stored("full state", Q, empty=0)
+    rig = Rig("full state", backend=backend, empty=0)
+    assert sorted(backend.stored_keys()) == sorted(keys(backend, rig, "state", Q))
+    backend.delete(keys(backend, rig, "state", Q)[6:])
+    assert fetched(rig, Q) == 12
+    assert backend.calls.count("get") == 1
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
+def test_one_lookup_asks_for_all_components(kind: str) -> None:
+    backend = stored(kind, Q)
+    rig = Rig(kind, backend=backend)
+    before = backend.calls.count("exists")
+    rig.tiers.prefetch([*Q, 99])
+    rig.settle()
+    assert backend.calls.count("exists") == before + 1
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["absent", "altered", "length", "misdirected"])
+def test_a_missing_or_damaged_value_of_any_component_shortens_what_depends_on_it(kind: str, how: str) -> None:
+    for name in KINDS[kind]:
+        for page in range(8):
+            backend = stored(kind, Q)
+            rig = Rig(kind, backend=backend)
+            key = keys(backend, rig, name.name, Q)[page]
+            other = keys(backend, rig, name.name, Q)[7 if page == 0 else page - 1]
+            assert key in backend.stored_keys()
+            if how == "absent":
+                backend.instead["exists"] = lambda keys: [True] * len(keys)  # it lies
+                backend.delete([key])
+            else:
+                value = bytearray(backend.value(key))
+                value[-1] ^= how == "altered"
+                value = bytearray(backend.value(other)) if how == "misdirected" else value
+                backend.set_value(key, bytes(value[:-1] if how == "length" else value))
+            hit = fetched(rig, Q)
+            assert hit % SIZE == 0
+            rig.cache.check()
+            rig.close()
+            if name.name == "full":
+                assert hit == 2 * page
+            elif name.name == "state":
+                assert hit == (16 if page < 7 else 14)
+            else:
+                assert hit < 16 or page < 7
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_prefetch_brings_the_deepest_point_from_which_all_can_go_on(kind: str) -> None:
+    backend = stored(kind, Q)
+    rig = Rig(kind, backend=backend)
+    backend.delete([key for page, key in enumerate(keys(backend, rig, "state", Q)) if page not in (2, 4)])
+    rig.tiers.prefetch([*Q, 99])
+    rig.settle()
+    assert rig.lease(Q).loadable == 10
+    assert rig.tiers.stats().prefetch_short == {"state": 3}
+
+
+def test_what_stands_in_the_way_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mainstem.tiers.prefetch")
+    backend = stored("full state", Q, list(reversed(Q)))
+    rig = Rig("full state", backend=backend)
+    for tokens in (Q, list(reversed(Q))):
+        backend.delete(keys(backend, rig, "state", tokens)[4:])
+        assert fetched(rig, tokens) == 8
+    assert rig.tiers.stats().prefetch_short == {"state": 8}
+    assert [record.message for record in caplog.records] == [
+        "storage has 4 pages further than its state allows; more of this is only counted"
+    ]
+    rig.close()
+
+
+def test_what_the_host_has_is_not_read_again() -> None:
+    backend = stored("full window state", Q)
+    rig = Rig("full window state", backend=backend)
+    assert fetched(rig, Q) == 16
+    rig.evict(DEVICE)
+    rig.evict(HOST, "state")
+    before = rig.tiers.stats().prefetched
+    assert fetched(rig, Q) == 16
+    assert rig.tiers.stats().prefetched == before + 1, "the state alone"
+    rig.evict(DEVICE)
+    rig.evict(HOST, "window")
+    before = rig.tiers.stats().prefetched
+    assert fetched(rig, Q) == 16
+    assert rig.tiers.stats().prefetched == before + 2, "the window alone: 3 positions in pages of 2"
+    rig.close()
+
+
+def test_window_pages_before_the_window_are_not_read() -> None:
+    backend = stored("full window", Q)
+    rig = Rig("full window", backend=backend)
+    backend.delete(keys(backend, rig, "window", Q)[:6])
+    assert fetched(rig, Q) == 16
+    assert rig.tiers.stats().prefetched == 8 + 2
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_removal_deletes_every_component(kind: str) -> None:
+    backend = FaultyBackend()
+    rig = Rig(kind, backend=backend)
+    rig.serve(Q)
+    rig.settle()
+    assert len(backend.stored_keys()) > 0
+    rig.cache.remove(Q[:1])
+    rig.settle()
+    assert backend.stored_keys() == []
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hottest_prefixes_are_warm_after_a_restart(kind: str) -> None:
+    backend = FaultyBackend()
+    before = Rig(kind, backend=backend)
+    before.serve(Q)
+    before.settle()
+    before.tiers.remember()
+    before.settle()
+    rig = Rig(kind, backend=backend)
+    rig.tiers.warm()
+    rig.settle()
+    assert rig.lease(Q).loadable == 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_kept_exact(kind: str) -> None:
+    rig = Rig(kind, backend=FaultyBackend())
+    assert rig.tiers.writes is not None
+    assert [(row.number, row.name) for row in rig.tiers.writes.rows] == list(enumerate(rig.names))
+    assert {row.name for row in rig.tiers.writes.rows if row.exact} == {"state"} & set(rig.names)
+
+
+# ---------------------------------------------------------------- which states are written
+
+
+def written_states(backend: FaultyBackend, rig: Rig, tokens: list[int]) -> list[int]:
+    """Returns the ends, in pages, of the states of a prompt in storage."""
+    return [page + 1 for page, key in enumerate(keys(backend, rig, "state", tokens)) if key in backend.stored_keys()]
+
+
+def backed_up(rig: Rig, *prompts: list[int]) -> None:
+    """Serves prompts and backs them up; nothing is written."""
+    for tokens in prompts:
+        rig.serve(tokens)
+        for _ in range(4):
+            for ticket in rig.memory.tickets:
+                ticket.wait()
+            rig.tiers.poll()
+
+
+def test_states_where_prompts_part_or_end_are_written_first() -> None:
+    backend = FaultyBackend()
+    rig = Rig("full state", backend=backend, writes=1, slots=24)
+    backed_up(rig, Q, [*Q[:6], 50, 51])
+    order: list[int] = []
+    while rig.writers.waiting:
+        have = written_states(backend, rig, Q)
+        rig.writers.run()
+        rig.tiers.poll()
+        order += [end for end in written_states(backend, rig, Q) if end not in have]
+    begun = order[: order.index(8)]  # before the prompts had ended
+    assert len(begun) <= 2
+    late = [end for end in order if end not in begun]
+    assert late[0] == 8 and late.index(3) < min(late.index(end) for end in late if end not in (3, 8))
+    saved = [end - max((one for one in order[: order.index(end)] if one < end), default=0) for end in late[2:]]
+    assert saved == sorted(saved, reverse=True), "then those that save the most"
+    assert sorted(order) == list(range(1, 9)), "all of them in the end"
+    rig.close()
+
+
+def test_a_full_queue_drops_the_state_of_the_least_worth() -> None:
+    backend = FaultyBackend()
+    rig = Rig("full state", backend=backend, writes=1, queue_pages=3)
+    backed_up(rig, Q)
+    rig.settle()
+    written = written_states(backend, rig, Q)
+    assert 8 in written and len(written) < 8
+    assert rig.tiers.stats().write_dropped > 0
+    rig.close()
