@@ -292,7 +292,7 @@ def _store_rows(name: str, backend: Backend, settings: Settings, case: Case, fol
     every = np.arange(planes.pages, dtype=np.int32)
     pool.down([Move(0, every, every)]).wait()
     backend.register(pool.regions())
-    store = _Store(backend, pool.slots(range(planes.pages)), settings.batch_bytes)
+    store = _Store(backend, pool.slots(0, range(planes.pages)), settings.batch_bytes)
     (region,) = pool.regions()
     memory = np.frombuffer(region, np.uint8)
     copy = np.ones_like(memory)
@@ -303,7 +303,7 @@ def _store_rows(name: str, backend: Backend, settings: Settings, case: Case, fol
             UNSYNCED: {"down": plain.write, "up": plain.read},
         }
         others = {name: {"down": store.put, "up": store.get}}
-        rows = measure(case, HEADER_BYTES + pool.payload_bytes, len(region), floors, others, settings)
+        rows = measure(case, HEADER_BYTES + planes.payload_bytes, len(region), floors, others, settings)
     store.check()
     backend.clear()
     pool.close()

@@ -164,7 +164,7 @@ def test_it_is_a_host_memory_for_the_pool_of_a_model() -> None:
     kv = KVPool(KVShape(layers=3, kv_heads=2, head_dim=8), pages=5, page_size=4, dtype=torch.bfloat16)
     pool: HostMemory = HostPool([Planes((kv.k, kv.v))], [9], storage=True)
     assert pool.pages == 9
-    assert pool.payload_bytes == 2 * 3 * 4 * 2 * 8 * 2
+    assert pool.payload_bytes(0) == 2 * 3 * 4 * 2 * 8 * 2
     assert HostPool([Planes((kv.k, kv.v))], [9]).content == "page_first/v1 bfloat16[3, 4, 2, 8] bfloat16[3, 4, 2, 8]"
 
 
@@ -182,16 +182,16 @@ def test_a_payload_is_plane_after_plane_and_layer_after_layer(kv: Planes, steps:
     pool = HostPool([kv], [HOST_PAGES], storage=True, run=steps)
     pool.down([Move(0, ids(6, 1), ids(3, 10))])
     steps.all()
-    for page, slot in zip((6, 1), pool.slots([3, 10]), strict=True):
-        assert len(slot) == HEADER_BYTES + pool.payload_bytes
+    for page, slot in zip((6, 1), pool.slots(0, [3, 10]), strict=True):
+        assert len(slot) == HEADER_BYTES + pool.payload_bytes(0)
         expected = b"".join(bits(plane[layer, page]).numpy().tobytes() for plane in kv.tensors for layer in range(3))
         assert bytes(slot[HEADER_BYTES:]) == expected
 
 
 def test_what_storage_writes_to_a_slot_goes_up(kv: Planes, steps: Steps) -> None:
     pool = HostPool([kv], [HOST_PAGES], storage=True, run=steps)
-    (slot,) = pool.slots([4])
-    slot[:] = bytes(HEADER_BYTES) + noise((pool.payload_bytes,), torch.uint8, 5).numpy().tobytes()
+    (slot,) = pool.slots(0, [4])
+    slot[:] = bytes(HEADER_BYTES) + noise((pool.payload_bytes(0),), torch.uint8, 5).numpy().tobytes()
     pool.up([Move(0, ids(4), ids(2))])
     steps.all()
     written = torch.cat([bits(plane[layer, 2]) for plane in kv.tensors for layer in range(3)])
@@ -201,14 +201,47 @@ def test_what_storage_writes_to_a_slot_goes_up(kv: Planes, steps: Steps) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_lie_in_the_regions_apart_and_aligned(kind: str) -> None:
     pool = HostPool(components(kind, torch.uint8), [HOST_PAGES] * len(KINDS[kind]), storage=True)
-    (region,) = pool.regions()
-    base = np.frombuffer(region, np.uint8).ctypes.data
-    begins = [np.frombuffer(slot, np.uint8).ctypes.data - base for slot in pool.slots(range(HOST_PAGES))]
-    assert all(begin % SLOT_ALIGNMENT == 0 for begin in begins)
-    size = HEADER_BYTES + pool.payload_bytes
-    assert begins[0] == 0
-    assert all(a + size <= b for a, b in zip(begins, [*begins[1:], len(region)], strict=True))
-    assert base % 4096 == 0
+    for component, region in enumerate(pool.regions()):
+        base = np.frombuffer(region, np.uint8).ctypes.data
+        slots = pool.slots(component, range(HOST_PAGES))
+        begins = [np.frombuffer(slot, np.uint8).ctypes.data - base for slot in slots]
+        assert all(begin % SLOT_ALIGNMENT == 0 for begin in begins)
+        size = HEADER_BYTES + pool.payload_bytes(component)
+        assert {len(slot) for slot in slots} == {size}
+        assert begins[0] == 0
+        assert all(a + size <= b for a, b in zip(begins, [*begins[1:], len(region)], strict=True))
+    assert component + 1 == len(KINDS[kind])
+
+
+def test_pages_of_a_model_without_attention_have_no_content(steps: Steps) -> None:
+    kv = KVPool(KVShape(0, 0, 0), pages=5, page_size=4, dtype=torch.float32)
+    state = components("state", torch.float32)[1]
+    pool = HostPool([Planes((kv.k, kv.v), ()), state], [9, 3], storage=True, run=steps)
+    assert pool.payload_bytes(0) == 0
+    assert pool.payload_bytes(1) == state.payload_bytes
+    assert len(pool.regions()) == 1
+    with pytest.raises(BadArgument, match="content"):
+        pool.slots(0, [0])
+    before = kept([state])[0]
+    down = pool.down([Move(0, ids(0, 1), ids(3, 4)), Move(1, ids(2), ids(0))])
+    steps.all()
+    scramble([state])
+    up = pool.up([Move(0, ids(3), ids(2)), Move(1, ids(0), ids(3))])
+    steps.all()
+    assert down.error is None
+    assert up.error is None
+    assert all(same(tensor[:, 3], old[:, 2]) for tensor, old in zip(state.tensors, before, strict=True))
+    pool.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_host_of_pages_without_content_copies_nothing(layout: HostLayout) -> None:
+    kv = KVPool(KVShape(0, 0, 0), pages=5, page_size=4, dtype=torch.float32)
+    pool = HostPool([Planes((kv.k, kv.v), ())], [9], layout)
+    ticket = pool.down([Move(0, ids(0, 1), ids(3, 4))])
+    assert ticket.done()
+    assert ticket.error is None
+    pool.close()
 
 
 def test_layers_arrive_one_after_another(kv: Planes, steps: Steps) -> None:
@@ -288,7 +321,7 @@ def test_the_caller_may_use_its_ids_again(kv: Planes, steps: Steps) -> None:
     source[0] = 5
     steps.all()
     expected = torch.cat([bits(plane[layer, 3]) for plane in kv.tensors for layer in range(3)])
-    assert bytes(pool.slots([0])[0][HEADER_BYTES:]) == expected.numpy().tobytes()
+    assert bytes(pool.slots(0, [0])[0][HEADER_BYTES:]) == expected.numpy().tobytes()
 
 
 @pytest.fixture
@@ -343,7 +376,7 @@ def test_many_transfers_on_a_thread_of_its_own() -> None:
     device, host = plane.clone(), torch.zeros(3, 60, 64)
     pool = HostPool([Planes((plane,))], [60], "page_first")
     zero = pool.up([])
-    for slot in pool.slots(range(60)):
+    for slot in pool.slots(0, range(60)):
         slot[:] = bytes(len(slot))
     assert zero.done()
     rng = np.random.default_rng(3)
@@ -390,7 +423,7 @@ def test_moves_that_do_not_exist_are_refused(kv: Planes, steps: Steps, move: Mov
 def test_without_slots_storage_sees_nothing(kv: Planes) -> None:
     pool = HostPool([kv], [HOST_PAGES], "layer_first")
     with pytest.raises(BadArgument, match="layout"):
-        pool.slots([0])
+        pool.slots(0, [0])
     with pytest.raises(BadArgument, match="layout"):
         pool.regions()
     with pytest.raises(BadArgument, match="layout"):
@@ -400,7 +433,7 @@ def test_without_slots_storage_sees_nothing(kv: Planes) -> None:
 @pytest.mark.parametrize("page", [-1, HOST_PAGES])
 def test_slots_that_do_not_exist_are_refused(kv: Planes, page: int) -> None:
     with pytest.raises(BadArgument, match="page"):
-        HostPool([kv], [HOST_PAGES], storage=True).slots([0, page])
+        HostPool([kv], [HOST_PAGES], storage=True).slots(0, [0, page])
 
 
 def test_components_and_pages_must_fit(kv: Planes) -> None:

@@ -150,8 +150,6 @@ class Engine:
         self.dtype: torch.dtype = loaded.dtype
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
-        if config.tiers.storage is not None and tuple(sizes) != (Full(),):
-            raise BadArgument("storage", config.tiers.storage, "None: storage holds pages of full attention only")
         report("test", 0, 1)
         self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
         report("test", 1, 1)

@@ -15,6 +15,7 @@ This module knows tensors and page ids. It does not know the tree, the store, th
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -54,7 +55,8 @@ class Planes:
     """The tensors that the page ids of one component index.
 
     Keys and values are two planes, a compressed latent is one. A recurrent layer's convolution and state are two, with
-    one page per state. Planes may differ in dtype, and in shape after the first two dimensions.
+    one page per state. Planes may differ in dtype, and in shape after the first two dimensions. Without layers, pages
+    have no content: they take no memory, and nothing is copied.
 
     Args:
         tensors: each [layers, pages, ...], contiguous, on one device, with equal numbers of layers and pages.
@@ -71,8 +73,10 @@ class Planes:
         if not self.tensors:
             raise BadArgument("tensors", self.tensors, "at least one tensor")
         for tensor in self.tensors:
-            if tensor.dim() < 2 or not tensor.numel() or not tensor.is_contiguous():
-                raise BadArgument("tensors", tuple(tensor.shape), "contiguous, [layers, pages, ...], and not empty")
+            if tensor.dim() < 2 or not tensor.shape[1] or not tensor.is_contiguous():
+                raise BadArgument("tensors", tuple(tensor.shape), "contiguous, [layers, pages, ...], at least one page")
+            if len(tensor) and not tensor.numel():
+                raise BadArgument("tensors", tuple(tensor.shape), "not empty in any dimension but the layers")
             if tensor.shape[:2] != self.tensors[0].shape[:2] or tensor.device != self.device:
                 raise BadArgument("tensors", tuple(tensor.shape), "equal in layers and pages, on one device")
         if list(self.model_layers) != sorted({*self.model_layers}) or len(self.model_layers) != len(self.tensors[0]):
@@ -95,7 +99,9 @@ class Planes:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that a page takes on the host, with its header and the gap after it."""
+        """Bytes that a page takes on the host, with its header and the gap after it; 0 for a page without content."""
+        if not self.payload_bytes:
+            return 0
         return -(-(HEADER_BYTES + self.payload_bytes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
@@ -183,7 +189,7 @@ class _Area:
         """Returns the bytes of the pages, for each plane and layer."""
         flat, at, rows = copier.table(self.memory), 0, []
         for tensor in self._planes.tensors:
-            size = tensor.nbytes // tensor.shape[0] // tensor.shape[1]
+            size = math.prod(tensor.shape[2:]) * tensor.itemsize
             for _ in range(len(tensor)):
                 first, stride = self._place(at, size)
                 rows.append(copier.rows(flat.as_strided((self._pages, size), (stride, 1), first)))
@@ -246,7 +252,7 @@ class HostPool:
         device = self._components[0].device
         self._copier: Copier = CudaCopier(device) if device.type == "cuda" else CpuCopier()
         if layout == "auto":
-            layout = "page_first" if storage else _faster_layout(self._components[0], self._copier, clock)
+            layout = "page_first" if storage else _faster_layout(self._components, self._copier, clock)
         self.layout: HostLayout = layout
         self._areas = [_Area(planes, count, layout) for planes, count in zip(components, pages, strict=True)]
         self._device_rows = [_device_rows(planes, self._copier) for planes in self._components]
@@ -274,14 +280,13 @@ class HostPool:
         return self._pages
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes of a page's content in component 0."""
-        return self._components[0].payload_bytes
-
-    @property
     def content(self) -> str:
-        """The name of component 0's payload format, which is part of the identity of stored pages."""
-        return self._components[0].content
+        """The name of the format of the payloads of all components, which is part of the identity of stored pages."""
+        return " + ".join(planes.content for planes in self._components)
+
+    def payload_bytes(self, component: int) -> int:
+        """Returns the bytes of a page's content in a component; 0: its pages have none."""
+        return self._components[component].payload_bytes
 
     def down(self, moves: Sequence[Move]) -> Ticket:
         """Starts copying device pages to host pages, after the work that the caller's stream has queued so far.
@@ -301,26 +306,28 @@ class HostPool:
         self._check_moves(moves, self._pages, [planes.pages for planes in self._components])
         return self._start(self._ups, moves, self._device_rows, self._host_rows)
 
-    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
-        """Returns slots of component 0, header and payload, as views: writing to them writes to the pool.
+    def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
+        """Returns slots of a component, header and payload, as views: writing to them writes to the pool.
 
         Raises:
-            BadArgument: the layout has no slots, or a page does not exist.
+            BadArgument: the layout has no slots, the component's pages have no content, or a page does not exist.
         """
         self._require_slots()
+        if not self.payload_bytes(component):
+            raise BadArgument("component", component, "a component whose pages have content")
         for page in page_ids:
-            if not 0 <= page < self.pages:
-                raise BadArgument("page", page, f"in [0, {self.pages})")
-        return [self._areas[0].slot(page) for page in page_ids]
+            if not 0 <= page < self._pages[component]:
+                raise BadArgument("page", page, f"in [0, {self._pages[component]})")
+        return [self._areas[component].slot(page) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
-        """Returns the memory that holds the slots.
+        """Returns the memory that holds the slots: one region for each component whose pages have content.
 
         Raises:
             BadArgument: the layout has no slots.
         """
         self._require_slots()
-        return [self._areas[0].memory.data]
+        return [area.memory.data for area in self._areas if len(area.memory)]
 
     def close(self) -> None:
         """Fails the transfers under way once the current layer is copied; a second call does nothing."""
@@ -428,9 +435,10 @@ def _check(components: Sequence[Planes], pages: Sequence[int], layout: HostLayou
         raise BadArgument("layout", layout, "page_first or auto, with storage")
 
 
-def _faster_layout(planes: Planes, copier: Copier, clock: Callable[[], float]) -> HostLayout:
+def _faster_layout(components: Sequence[Planes], copier: Copier, clock: Callable[[], float]) -> HostLayout:
     """Times copies of scattered pages to the host: a trial must not write to the device. Both ways copy the same."""
-    count = min(planes.pages, max(_TRIAL_BYTES // planes.slot_bytes, 1))
+    planes = max(components, key=lambda planes: planes.pages * planes.payload_bytes)
+    count = min(planes.pages, max(_TRIAL_BYTES // max(planes.slot_bytes, 1), 1))
     ids = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]).astype(np.int32)
     page_ids = copier.ids(ids)
     seconds: dict[HostLayout, float] = {}

@@ -209,7 +209,7 @@ class ModelRunner:
         Raises:
             BadArgument: the size holds no page, or cannot be allocated.
         """
-        planes = [_page_planes(pool, self.layout.kv_layers[name]) for name, pool in self._pools.paged.items()]
+        planes = [Planes((pool.k, pool.v), self.layout.kv_layers[name]) for name, pool in self._pools.paged.items()]
         if self._pools.states is not None:
             planes.append(_state_planes(self._pools.states))
         return HostPool(planes, host_pages(size, planes), storage=storage)
@@ -471,12 +471,6 @@ class ModelRunner:
 def _inside(segment: Segment) -> list[ImageInput]:
     """Returns the images that have positions in the segment."""
     return [image for image in segment.images if image.start < segment.end and image.end > segment.start]
-
-
-def _page_planes(pool: KVPool, layers: tuple[int, ...]) -> Planes:
-    if layers:
-        return Planes((pool.k, pool.v), layers)
-    return Planes((torch.zeros(1, pool.pages, 1, dtype=torch.uint8, device=pool.device),))  # planes must not be empty
 
 
 def _state_planes(states: StatePool) -> Planes:

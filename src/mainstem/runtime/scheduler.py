@@ -244,20 +244,24 @@ class Scheduler:
     def measure(self) -> None:
         """Times a few forwards, so that the first request knows what it costs not to wait for storage.
 
-        Call it before the first request, and only if the cache holds full attention alone.
+        Call it before the first request.
         """
-        size, pool = self._cache.page_size, self._cache.pool
-        n = min(_MEASURED, self._max_context, self._limits.token_budget, pool.free * size)
-        page_ids = pool.allocate(-(-n // size))
+        size, pools = self._cache.page_size, self._cache.pools
+        room = min(pool.free * size for name, pool in pools.items() if name != State.name)
+        n = min(_MEASURED, self._max_context, self._limits.token_budget, room)
+        taken = {name: pool.allocate(1 if name == State.name else -(-n // size)) for name, pool in pools.items()}
+        tables = tuple(ids for name, ids in taken.items() if name != State.name)
+        state = int(taken[State.name][0]) if State.name in taken else -1
         try:
             for _ in range(_MEASUREMENTS):
                 began_s = self._clock()
-                logits = self._runner.forward([Segment(np.zeros(n, np.int32), 0, (page_ids,), True)])
+                logits = self._runner.forward([Segment(np.zeros(n, np.int32), 0, tables, True, state=state)])
                 logits.argmax().item()  # waits for the forward
                 if self._tiers is not None:
                     self._tiers.prefill.observe([(n, 0)], self._clock() - began_s)
         finally:
-            pool.release(page_ids)
+            for name, ids in taken.items():
+                pools[name].release(ids)
 
     def cancel(self, id: str) -> None:
         """Ends a request; the next step returns its last event. Does nothing if it has ended."""

@@ -92,7 +92,7 @@ def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = 
         codec: how its numbers are stored.
     """
     config = loaded.model.config.get_text_config(decoder=True)
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 0)  # none: a model without attention
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     quantization = getattr(loaded.model.config, "quantization_config", None)
     return Identity(
