@@ -14,7 +14,7 @@ from rigs.stores import Values
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
 from mainstem.storage.conformance import CASES, Case, make_value, run
-from mainstem.storage.native import ClientThread, Frames
+from mainstem.storage.framed import ClientThread, Frames
 from mainstem.storage.vendors.infinistore import InfiniStoreBackend
 
 pytestmark = pytest.mark.deadline
