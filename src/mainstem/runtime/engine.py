@@ -163,8 +163,10 @@ class Engine:
         if config.tiers.exist:
             report("tiers", 1, 1)
         self._remembered_s = clock()
-        if self._tiers is not None and config.tiers.warm:
-            self._tiers.warm()
+        if self._tiers is not None:
+            self._tiers.enter_identity()
+            if config.tiers.warm:
+                self._tiers.warm()
         self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
         if self._tiers is not None and self._tiers.store is not None:
             report("measure", 0, 1)

@@ -19,6 +19,7 @@ use storage through `Store` only. One thread at a time, as in a scheduler.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,12 +28,14 @@ from dataclasses import dataclass
 from mainstem import _core
 from mainstem._core import Lease, Pool
 from mainstem.errors import BadArgument, OutOfPages
+from mainstem.identity import Identity
 from mainstem.keys import Encoded, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
+from mainstem.tiers import identities
 from mainstem.tiers.backup import Backups
 from mainstem.tiers.host import HostPages, HostTier
 from mainstem.tiers.load import Load
-from mainstem.tiers.pending import PendingList
+from mainstem.tiers.pending import PendingList, Polled
 from mainstem.tiers.prefetch import Prefetch, Prefetches
 from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.store import Store
@@ -40,6 +43,8 @@ from mainstem.tiers.waits import LATE
 from mainstem.tiers.warm import Warming
 from mainstem.tiers.write import Writes
 from mainstem.tree import Tree
+
+log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.005
 
@@ -225,6 +230,15 @@ class Tiers:
 
     # ---------------------------------------------------------------- restart
 
+    def enter_identity(self) -> None:
+        """Starts to enter the identity of the pages in the list of the store, and logs why others are not found.
+
+        All ranks call it between the same polls.
+        """
+        if self.store is not None:
+            call, identity = self.store.enter_identity(), self.store.sealer.identity
+            self.pending.add(Polled(lambda: int(call.done()), lambda _: _log_others(identity, call.value)))
+
     def remember(self) -> None:
         """Stores the list of the hottest prefixes, for `warm`. All ranks call it between the same polls."""
         if self._warming is not None:
@@ -281,3 +295,8 @@ class Tiers:
             CorruptTree: names the rule that is broken.
         """
         self._pages.check(0 if self._prefetches is None else self._prefetches.private_pages())
+
+
+def _log_others(identity: Identity | None, listed: Sequence[identities.Summary]) -> None:
+    if identity is not None and (why := identities.explain(identities.summarize(identity), listed)) is not None:
+        log.warning("storage: %s", why)
