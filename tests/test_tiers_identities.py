@@ -222,7 +222,9 @@ def test_the_nearest_of_the_same_model_explains() -> None:
         "pages of ghost that others stored are not found, because they differ: "
         "layout layer, number + window, here layer, number; ranks 2, here 3"
     )
-    assert "weights ffffffffffffffffffff..., here 0123" in (explain(own, [far]) or "")
+    assert f"weights {'f' * 40}..., here 0123" in (explain(own, [far]) or "")
+    long = [summarize(named(layout=f"{'layers and heads ' * 8}[{size}, 2] and more {'x ' * 40}")) for size in (8, 16)]
+    assert f"layout ...[8, 2] and more {'x ' * 12}..., here ...[16, 2] and" in (explain(long[1], long[:1]) or "")
     assert explain(summarize(named(extra=("codec none",))), [summarize(IDENTITY)]) == (
         "pages of ghost that others stored are not found, because they differ: codec unknown, here none"
     )
@@ -256,6 +258,25 @@ def test_a_server_logs_one_line_if_the_store_has_pages_of_its_model_for_others(
         "storage: pages of ghost that others stored are not found, because they differ: ranks 2, here 3"
     ]
     assert [entry["ranks"] for entry in listed(backend)] == ["3", "2"]
+
+
+def test_a_list_that_the_store_has_evicted_is_written_again_and_nothing_is_logged_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = FaultyBackend()
+    entered(backend, named(tp_size=2))
+    rig = rig_on(backend)
+    rig.settle()
+    for lost in (True, False):
+        if lost:
+            backend.clear()
+        else:
+            rewrite(backend, json.dumps([summarize(named(tp_size=2))]).encode())  # as a race may do
+        rig.tiers.enter_identity()
+        rig.settle()
+        assert listed(backend)[0] == summarize(IDENTITY)
+    assert len(caplog.messages) == 1
+    rig.close_all()
 
 
 def test_entering_blocks_nobody_and_its_failure_is_a_counted_fault() -> None:

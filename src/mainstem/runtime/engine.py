@@ -437,9 +437,10 @@ class Engine:
             idle_s = 0.0
 
     def _remember(self) -> None:
-        """Lists the hottest prefixes in storage from time to time, for a restart."""
+        """Lists the hottest prefixes, and who wrote them, in storage from time to time, for a restart."""
         if self._tiers is not None and self._clock() - self._remembered_s >= _REMEMBER_S:
             self._remembered_s = self._clock()
+            self._tiers.enter_identity()
             self._tiers.remember()
 
     def _close_tiers(self) -> None:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from mainstem import _core
 from mainstem._core import Lease, Pool
 from mainstem.errors import BadArgument, OutOfPages
-from mainstem.identity import Identity
 from mainstem.keys import Encoded, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.tiers import identities
@@ -137,6 +136,7 @@ class Tiers:
         self.pending = PendingList(host.agree)
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
+        self._explained = ""  # what was logged about pages that are not found
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
         self._backups = Backups(host.policy, pools, self._pages, self.writes, self.pending)
         self._prefetches: Prefetches | None = None
@@ -233,11 +233,11 @@ class Tiers:
     def enter_identity(self) -> None:
         """Starts to enter the identity of the pages in the list of the store, and logs why others are not found.
 
-        All ranks call it between the same polls.
+        A full store may evict the list, so it is called from time to time. All ranks call it between the same polls.
         """
         if self.store is not None:
-            call, identity = self.store.enter_identity(), self.store.sealer.identity
-            self.pending.add(Polled(lambda: int(call.done()), lambda _: _log_others(identity, call.value)))
+            call = self.store.enter_identity()
+            self.pending.add(Polled(lambda: int(call.done()), lambda _: self._explain(call.value)))
 
     def remember(self) -> None:
         """Stores the list of the hottest prefixes, for `warm`. All ranks call it between the same polls."""
@@ -263,6 +263,13 @@ class Tiers:
         if self.store is not None and self.writes is not None:
             self.writes.begin(everything=True)
             self.store.close(timeout_s)
+
+    def _explain(self, listed: Sequence[identities.Summary]) -> None:
+        identity = None if self.store is None else self.store.sealer.identity
+        why = None if identity is None else identities.explain(identities.summarize(identity), listed)
+        if why is not None and why != self._explained:
+            self._explained = why
+            log.warning("storage: %s", why)
 
     # ---------------------------------------------------------------- statistics and checks
 
@@ -295,8 +302,3 @@ class Tiers:
             CorruptTree: names the rule that is broken.
         """
         self._pages.check(0 if self._prefetches is None else self._prefetches.private_pages())
-
-
-def _log_others(identity: Identity | None, listed: Sequence[identities.Summary]) -> None:
-    if identity is not None and (why := identities.explain(identities.summarize(identity), listed)) is not None:
-        log.warning("storage: %s", why)

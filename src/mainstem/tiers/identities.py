@@ -113,25 +113,32 @@ def explain(own: Summary, listed: Sequence[Summary]) -> str | None:
     if own in listed or not others:
         return None
     nearest = min(others, key=lambda other: len(_differing(own, other)))
-    differences = "; ".join(
-        f"{name} {_shown(nearest.get(name))}, here {_shown(own.get(name))}" for name in _differing(own, nearest)
-    )
+    differences = "; ".join(_difference(name, nearest, own) for name in _differing(own, nearest))
     return f"pages of {own['model']} that others stored are not found, because they differ: {differences}"
 
 
 def describe(summary: Summary) -> str:
     """Returns a summary as a line, long values cut."""
-    return ", ".join(f"{name} {_shown(text)}" for name, text in summary.items())
+    return ", ".join(f"{name} {_cut(text)}" for name, text in summary.items())
 
 
 def _differing(own: Summary, other: Summary) -> list[str]:
     return [name for name in {**own, **other} if own.get(name) != other.get(name)]
 
 
-def _shown(text: str | None) -> str:
-    if text is None:
-        return "unknown"
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS // 2] + "..."
+def _difference(name: str, other: Summary, own: Summary) -> str:
+    """Names a field with both values, long ones from the word on in which they differ."""
+    there, here = other.get(name, "unknown"), own.get(name, "unknown")
+    start = 0
+    if max(len(there), len(here)) > _SHOWN_CHARACTERS:
+        same = next((at for at, pair in enumerate(zip(there, here, strict=False)) if len({*pair}) == 2), 0)
+        start = here.rfind(" ", 0, same) + 1
+    return f"{name} {_cut(there, start)}, here {_cut(here, start)}"
+
+
+def _cut(text: str, start: int = 0) -> str:
+    end = start + _SHOWN_CHARACTERS
+    return ("..." if start else "") + text[start:end] + ("..." if len(text) > end else "")
 
 
 def _fitted(text: str) -> str:
