@@ -6,11 +6,11 @@ writing, newest first, as texts for people. Its key depends on the secret only. 
 
     [{"model": "SmolLM2-135M", "dtype": "bfloat16", "page size": "16", "ranks": "2", ...}, ...]       JSON, then zeros
 
-The list informs people and decides nothing. A note that is damaged, of another format or not there is an empty list. Of
-two servers that open a store at the same moment, one may not see the other's entry and replace the list without it;
-the entry returns when that server opens the store again. Entries that were listed before both are never lost so, except
-in a store whose first value of a key stays: there the note is deleted before it is written, and a kill between the two
-loses the list.
+The list informs people and decides nothing. A note that is damaged, of another format or not there is an empty list. A
+full store may evict it like any value, so servers enter themselves again from time to time. Of two that enter at the
+same moment, one may not see the other's entry and replace the list without it, until that server enters again. Entries
+that both saw are never lost so, except in a store whose first value of a key stays: there the note is deleted before it
+is written, and a kill between the two loses the list.
 """
 
 from __future__ import annotations
