@@ -9,8 +9,9 @@ import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -447,6 +448,32 @@ def test_a_store_is_described_checked_and_emptied(tmp_path: Path, capsys: pytest
     assert run("storage", "clear", spec) == 0
     assert run("storage", "stats", spec) == 0
     assert "entries         0" in capsys.readouterr().out
+
+
+def test_stats_of_a_store_name_who_wrote_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mainstem.identity import Identity
+    from mainstem.tiers.identities import enter
+    from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+
+    spec, secret = f"file:{tmp_path}/kv?capacity=64MiB", "a secret of more than sixteen bytes"
+    one = Identity("m-1", "w" * 64, "bfloat16", "none", "l", "s", "gqa", "r", "t", "ids/4", 16, tp_size=2)
+    for name, key in (("m-1", secret.encode()), ("m-2", PUBLIC_SECRET)):
+        with contextlib.closing(open_backend(spec)) as backend:
+            enter(backend, Sealer(replace(one, model=name), key), Counter())
+    assert run("storage", "stats", spec, "--storage-secret", secret) == 0
+    shown = capsys.readouterr().out
+    assert f"written by      model m-1, weights {'w' * 40}..., dtype bfloat16" in shown
+    assert "ranks 2" in shown and "m-2" not in shown and secret not in shown
+    assert run("storage", "stats", spec, "--json") == 0
+    (writer,) = json.loads(capsys.readouterr().out)["writers"]
+    assert (writer["model"], writer["ranks"]) == ("m-2", "2")
+    monkeypatch.setenv("MAINSTEM_STORAGE_SECRET", secret)
+    assert run("storage", "stats", spec, "--json") == 0
+    assert [entry["model"] for entry in json.loads(capsys.readouterr().out)["writers"]] == ["m-1"]
+    monkeypatch.setenv("MAINSTEM_STORAGE_SECRET", "short")
+    assert run("storage", "stats", spec) == 2
 
 
 def test_a_spec_that_names_no_store_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -338,6 +338,17 @@ def test_the_engine_reports_the_stages_of_its_start(tmp_path: Path) -> None:
             assert stages == [(stage, done, 1) for stage in expected for done in (0, 1)]
 
 
+def test_an_engine_logs_why_it_finds_nothing_of_what_another_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = TierConfig(HostSize(host_ratio=1.0), storage=f"file:{tmp_path}/kv?capacity=1MiB")
+    loaded = replace(tiny_loaded(tiny("llama")), tokenizer=SimpleNamespace(get_vocab=dict, eos_token_id=EOS))
+    for page_size in (8, 16, 16):
+        Engine(loaded, EngineConfig(pages=8, page_size=page_size, tiers=tiers)).close()
+    (line,) = [text for text in caplog.messages if "not found" in text]
+    assert line.endswith("page size 8, here 16")
+
+
 @pytest.mark.parametrize(
     "field", ["pages", "kv_bytes", "page_size", "token_budget", "max_running", "max_waiting", "age_limit_s"]
 )

@@ -54,6 +54,31 @@ class SaysShortIsWhole(MemoryBackend):
         return [length if length == ABSENT else len(buffer) for length, buffer in zip(lengths, buffers, strict=True)]
 
 
+class HidesOtherLengths(MemoryBackend):
+    """Reports a value that does not fit as absent, so that no one replaces it."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+        lengths = super().get(keys, buffers)
+        return [length if length == len(buffer) else ABSENT for length, buffer in zip(lengths, buffers, strict=True)]
+
+
+class OneSizeABatch(MemoryBackend):
+    """Takes the length of the first value of a batch for that of all."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        size = len(buffers[0]) if buffers else 0
+        return super().put(keys, [memoryview(bytearray(buffer)[:size].ljust(size)) for buffer in buffers])
+
+
+class OverwritesInPlace(MemoryBackend):
+    """Writes over the old value, and keeps the end of a longer one."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        olds = [self._values.get(key, b"") for key in keys]
+        values = [bytearray(buffer) + old[len(buffer) :] for buffer, old in zip(buffers, olds, strict=True)]
+        return super().put(keys, list(map(memoryview, values)))
+
+
 class Overflows(MemoryBackend):
     """Writes the whole value, even if the buffer is shorter."""
 
@@ -162,6 +187,19 @@ class TornByThreads(MemoryBackend):
         return [True] * len(keys)
 
 
+class TornBySizes(MemoryBackend):
+    """Cuts or pads the old value to the length of the new one, and only then writes the new one."""
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        for key, buffer in zip(keys, buffers, strict=True):
+            old = self._values.get(key, b"")
+            if old and len(old) != len(buffer):
+                super().put([key], [memoryview(bytearray(old[: len(buffer)].ljust(len(buffer))))])
+                threading.Event().wait(0.001)
+            super().put([key], [buffer])
+        return [True] * len(keys)
+
+
 class WorksWhenClosed(MemoryBackend):
     """Still reads and writes after close."""
 
@@ -194,7 +232,11 @@ BROKEN: list[tuple[type[MemoryBackend], str]] = [
     (KeepsBuffers, "put_copies"),
     (SaysShortIsWhole, "wrong_length"),
     (Overflows, "wrong_length"),
+    (HidesOtherLengths, "wrong_length"),
+    (HidesOtherLengths, "mixed_sizes"),
+    (OneSizeABatch, "mixed_sizes"),
     (KeepsFirst, "put_again"),
+    (OverwritesInPlace, "put_again"),
     (Overwrites, "put_again"),
     (NamesAreText, "key_bytes"),
     (ForgetsToDelete, "delete"),
@@ -205,6 +247,7 @@ BROKEN: list[tuple[type[MemoryBackend], str]] = [
     (IgnoresLengths, "lengths_differ"),
     (NeedsRegistered, "registered"),
     (TornByThreads, "threads"),
+    (TornBySizes, "threads_mixed_sizes"),
     (WorksWhenClosed, "close"),
     (RaisesItsOwn, "close"),
     (CountsNothing, "stats"),

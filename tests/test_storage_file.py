@@ -166,6 +166,23 @@ def test_recency_survives_reopening() -> None:
     store.close()
 
 
+def test_room_is_counted_in_bytes_whatever_the_lengths_of_values() -> None:
+    """One page of full attention, one of a window, a state and a header: none counts as another."""
+    store, rng = small(Disk(), 64), random.Random(5)
+    lengths: dict[bytes, int] = {}
+    for _ in range(150):
+        batch = {key: rng.choice((128, 25_000, 75_000, 4097, 200_000)) for key in rng.sample(KEYS[:20], 3)}
+        assert all(store.put(list(batch), [value_of(at, size) for at, size in enumerate(batch.values())]))
+        lengths |= batch
+        held = [lengths[key] for key, found in zip(KEYS[:20], store.exists(KEYS[:20]), strict=True) if found]
+        grains = sum(-(-length // GRAIN_BYTES) for length in held)
+        stats = store.stats()
+        assert (stats.entries, stats.used_bytes) == (len(held), grains * GRAIN_BYTES) and grains <= 64
+        store.check()
+    assert stats.evicted > 100
+    store.close()
+
+
 def test_a_batch_larger_than_the_store_keeps_its_end_and_a_larger_value_is_refused() -> None:
     store = small(Disk(), 8)
     assert store.put(KEYS[:20], [value_of(at, 4096) for at in range(20)]) == [True] * 20

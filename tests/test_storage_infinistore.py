@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +12,7 @@ from rigs.stores import Values
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage.base import ABSENT, BackendStats, open_backend
-from mainstem.storage.conformance import CASES, Case, make_value, run
-from mainstem.storage.native import ClientThread, Frames
+from mainstem.storage.conformance import make_value
 from mainstem.storage.vendors.infinistore import InfiniStoreBackend
 
 pytestmark = pytest.mark.deadline
@@ -36,12 +34,6 @@ def store(server: double.Server) -> Iterator[InfiniStoreBackend]:
     yield opened
     server.down, server.frozen = False, None
     opened.close()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_conformance(case: Case) -> None:
-    result = run(case, lambda: InfiniStoreBackend("10.0.0.1", 12345, staging_bytes=8 << 20))
-    assert result.passed, result.reason
 
 
 def test_one_registered_region_and_names_in_hex(store: InfiniStoreBackend, server: double.Server) -> None:
@@ -78,27 +70,10 @@ def test_exists_sees_a_gap_that_the_search_of_the_server_misses(
     assert store.exists(KEYS[:7]) == [at != 1 for at in range(7)]
 
 
-def test_a_shorter_value_brings_no_bytes_after_it(store: InfiniStoreBackend) -> None:
-    store.put(KEYS[:2], [make_value(KEYS[0], 100), make_value(KEYS[1], SIZE + 100)])
-    buffers = [memoryview(bytearray(SIZE)) for _ in range(2)]
-    assert store.get(KEYS[:2], buffers) == [100, SIZE + 100]
-
-
 def test_a_foreign_value_under_a_name_is_no_value(store: InfiniStoreBackend, server: double.Server) -> None:
     server.values[name(0)] = bytes(8 + SIZE)
     server.values[name(1)] = b"\xff" * 20
     assert SIZE not in read(store, 0, 1)
-
-
-def test_old_content_of_the_staging_memory_is_no_value(
-    store: InfiniStoreBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def read_nothing(*_: object) -> int:
-        return 200
-
-    put(store, 0, 1)
-    monkeypatch.setattr(double.InfinityConnection, "rdma_read_cache_async", read_nothing)
-    assert read(store, 0, 1) == [ABSENT, ABSENT]
 
 
 def test_a_full_server_refuses_and_keeps_what_it_has(store: InfiniStoreBackend, server: double.Server) -> None:
@@ -109,55 +84,11 @@ def test_a_full_server_refuses_and_keeps_what_it_has(store: InfiniStoreBackend, 
     assert read(store, 0, 1) == [SIZE, SIZE]
 
 
-def test_a_value_longer_than_the_staging_memory_is_refused(store: InfiniStoreBackend) -> None:
-    long = memoryview(bytearray(ROOM))
-    assert store.put([KEYS[0], KEYS[1]], [long, make_value(KEYS[1], SIZE)]) == [False, True]
-    buffer = memoryview(bytearray(SIZE))
-    assert store.get([KEYS[0], KEYS[1]], [long, buffer]) == [ABSENT, SIZE] and buffer == make_value(KEYS[1], SIZE)
-
-
-def test_a_stuck_server_is_a_timeout_and_a_late_end_does_not_touch_the_caller(
-    store: InfiniStoreBackend, server: double.Server
-) -> None:
-    put(store, 0)
-    server.frozen = release = threading.Event()
-    buffer = memoryview(bytearray(SIZE))
-    for call in (lambda: store.get([KEYS[0]], [buffer]), lambda: put(store, 1), lambda: store.exists(KEYS)):
-        with pytest.raises(StorageError, match="timeout: InfiniStore: no answer in"):
-            call()
-    server.frozen = None
-    release.set()
-    connections = server.connections
-    assert read(store, 0) == [SIZE] and server.connections >= connections
-    assert buffer == bytes(SIZE)
-
-
-def test_a_server_that_died_is_found_again_when_it_is_back(store: InfiniStoreBackend, server: double.Server) -> None:
-    put(store, 0)
-    server.down = True
-    with pytest.raises(StorageError, match="unreachable") as caught:
-        store.exists(KEYS)
-    assert caught.value.cause == "unreachable"
-    with pytest.raises(StorageError, match="Failed to initialize remote connection"):
-        read(store, 0)
-    with pytest.raises(StorageError):
-        store.delete(KEYS[:1])
-    server.down = False
-    assert read(store, 0) == [SIZE] and server.connections == 2
-
-
 def test_another_code_is_an_error(store: InfiniStoreBackend, server: double.Server) -> None:
     put(store, 0)
     server.code = 503
     with pytest.raises(StorageError, match="ret = 503"):
         read(store, 0)
-
-
-def test_clear_leaves_what_others_put(store: InfiniStoreBackend, server: double.Server) -> None:
-    server.values["other/name"] = b"x"
-    put(store, 0, 1)
-    store.clear()
-    assert list(server.values) == ["other/name"]
 
 
 def test_spec(server: double.Server) -> None:
@@ -177,39 +108,3 @@ def test_nobody_there_and_a_missing_client_are_named(server: double.Server, monk
     monkeypatch.setitem(sys.modules, "infinistore", None)
     with pytest.raises(BackendUnavailable, match=r"mainstem\[infinistore\]"):
         open_backend("infinistore://10.0.0.9:77")
-
-
-def test_a_client_thread_passes_answers_and_errors_on() -> None:
-    thread = ClientThread("a client")
-
-    async def answer() -> int:
-        return 3
-
-    async def fail(error: Exception) -> int:
-        raise error
-
-    assert thread.run(answer(), 5) == 3
-    with pytest.raises(StorageError, match="full: no room"):
-        thread.run(fail(StorageError("full", "no room")), 5)
-    with pytest.raises(StorageError, match="unreachable: a client: KeyError: 'x'"):
-        thread.run(fail(KeyError("x")), 5)
-    thread.end()
-
-
-def test_frames_of_a_round_do_not_touch() -> None:
-    frames = Frames(1 << 16)
-    buffers = [make_value(key, 1 + 997 * number) for number, key in enumerate(KEYS[:12])]
-    rounds = list(frames.rounds(KEYS[:12], buffers))
-    assert sum(map(len, rounds)) == 12 and len(rounds) > 1
-    for round_ in rounds:
-        frames.fill(round_)
-        empty = [frame._replace(buffer=memoryview(bytearray(len(frame.buffer)))) for frame in round_]
-        assert [frames.take(frame) for frame in empty] == [len(frame.buffer) for frame in round_]
-        assert [frame.buffer for frame in empty] == [frame.buffer for frame in round_]
-        frames.blank(round_)
-        assert [frames.take(frame) for frame in empty] == [ABSENT] * len(round_)
-
-
-def test_one_buffer_for_many_keys_yields_their_lengths(store: InfiniStoreBackend) -> None:
-    put(store, 0, 2)
-    assert store.get(KEYS[:3], [memoryview(bytearray(1))] * 3) == [SIZE, ABSENT, SIZE]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from rigs.servers import free_port, rclone_s3
+from rigs.servers import RCLONE_CASES, free_port, rclone_s3
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, Backend, open_backend
@@ -216,7 +216,7 @@ def objects(port: int, timeout_s: float = TIMEOUT_S) -> Backend:
     return open_backend(f"nixl:obj?{place}&timeout={timeout_s}&staging=4MiB")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", RCLONE_CASES, ids=lambda case: case.name)
 def test_conformance_of_objects(case: Case, s3: int) -> None:
     result = run(case, lambda: objects(s3))
     assert result.passed, result.reason

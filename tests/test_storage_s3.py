@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 from machine import patience
-from rigs.servers import free_port, freeze, patiently, rclone_s3
+from rigs.servers import RCLONE_CASES, free_port, freeze, patiently, rclone_s3
 from rigs.stores import cause_of
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.storage import ABSENT, open_backend
-from mainstem.storage.conformance import CASES, Case, run
+from mainstem.storage.conformance import Case, run
 from mainstem.storage.vendors.s3 import S3Backend
 
 if not importlib.util.find_spec("obstore"):
@@ -57,7 +57,7 @@ def backend(endpoint: str) -> Iterator[S3Backend]:
     backend.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", RCLONE_CASES, ids=lambda case: case.name)
 def test_conformance(case: Case, endpoint: str) -> None:
     result = run(
         case, lambda: open_backend(f"s3://bucket/cases?endpoint={endpoint}&region=us-east-1&timeout={4 * TIMEOUT_S}")

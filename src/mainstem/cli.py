@@ -13,6 +13,7 @@ import errno
 import importlib.metadata
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import is_missing, needs
-from mainstem.settings.engine import EngineConfig, SamplingParams
+from mainstem.settings.engine import EngineConfig, SamplingParams, StorageSecret
 from mainstem.settings.server import ServerConfig
 
 try:
@@ -355,15 +356,29 @@ Spec = Annotated[str, Parameter(help="Store, such as file:./kv or redis://127.0.
 
 
 @storage.command(help_epilogue=_STATS_EXAMPLES)
-def stats(spec: Spec, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Show what a store holds.
+@takes_settings
+def stats(
+    spec: Spec, *, secret: StorageSecret = StorageSecret(), json: Annotated[bool, Parameter(negative="")] = False
+) -> None:
+    """Show what a store holds, and which models, layouts and numbers of ranks wrote to it.
 
     Args:
+        secret: The secret of the store.
         json: Print one JSON object.
     """
+    from mainstem.tiers import identities
+    from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+
     with _backend(spec) as backend:
         held = {**asdict(backend.stats()), **asdict(backend.capabilities)}
-    print(_to_json(held) if json else "\n".join(f"{name:15} {value}" for name, value in held.items()))
+        writers = identities.find(backend, Sealer(None, secret.storage_secret or PUBLIC_SECRET), Counter())
+    if json:
+        print(_to_json({**held, "writers": writers}))
+        return
+    for name, value in held.items():
+        print(f"{name:15} {value}")
+    for writer in writers:
+        print(f"written by      {identities.describe(writer)}")
 
 
 @storage.command(help_epilogue=_CLEAR_EXAMPLES)

@@ -161,8 +161,10 @@ class Engine:
         if config.tiers.exist:
             report("tiers", 1, 1)
         self._remembered_s = clock()
-        if self._tiers is not None and config.tiers.warm:
-            self._tiers.warm()
+        if self._tiers is not None:
+            self._tiers.enter_identity()
+            if config.tiers.warm:
+                self._tiers.warm()
         self._scheduler = _scheduler(loaded, config, model, self._cache, clock, random or random_module.Random())
         if self._tiers is not None and self._tiers.store is not None:
             report("measure", 0, 1)
@@ -433,9 +435,10 @@ class Engine:
             idle_s = 0.0
 
     def _remember(self) -> None:
-        """Lists the hottest prefixes in storage from time to time, for a restart."""
+        """Lists the hottest prefixes, and who wrote them, in storage from time to time, for a restart."""
         if self._tiers is not None and self._clock() - self._remembered_s >= _REMEMBER_S:
             self._remembered_s = self._clock()
+            self._tiers.enter_identity()
             self._tiers.remember()
 
     def _close_tiers(self) -> None:

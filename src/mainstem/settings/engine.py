@@ -182,8 +182,21 @@ class StorageConfig(Settings):
     breaker_cooldown_s: float = setting(5.0, seconds(), flag=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StorageSecret(Settings):
+    """The secret of a store.
+
+    Args:
+        storage_secret: Secret that seals stored pages: at least 16 characters, the same for all servers of a store.
+
+    Without a secret, stored pages are safe from damage, not from forgery.
+    """
+
+    storage_secret: bytes | None = setting(None, secret_bytes(SECRET_BYTES), unit=SECRET, secret=True)
+
+
 @dataclass(frozen=True)
-class TierConfig(Settings):
+class TierConfig(StorageSecret):
     """The tiers below the device; by default there are none.
 
     Args:
@@ -192,18 +205,14 @@ class TierConfig(Settings):
         storage: Store that keeps pages beyond the host, such as file:/var/cache/mainstem?capacity=8GiB,
             redis://127.0.0.1:6379/0, or package.module:Class of your own. See docs/storage.md.
         storage_codec: Encoding of stored pages: unchanged (none), or 8 bits per number, with a loss of precision.
-        storage_secret: Secret that seals stored pages: at least 16 characters, the same for all servers of a store.
         limits: What requests wait for, and the limits of storage.
         warm: Prefetch the hottest stored prefixes into the host tier at startup.
-
-    Without a secret, stored pages are safe from damage, not from forgery.
     """
 
     size: HostSize = HostSize()
     host: HostPolicy = HostPolicy()
     storage: str | None = setting(None, instance(str, "a spec, see mainstem.storage.open_backend"))
     storage_codec: Codec = setting("none", one_of(Codec))
-    storage_secret: bytes | None = setting(None, secret_bytes(SECRET_BYTES), unit=SECRET, secret=True)
     limits: StorageConfig = StorageConfig()
     warm: bool = setting(False, switch())
 

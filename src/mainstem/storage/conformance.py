@@ -50,6 +50,9 @@ SIZES = (
 )
 """Lengths of values that must be read back, in bytes."""
 
+MIXED_SIZES = (100_000, 300_000, 128, 2 << 20, 100_000, 128, 128, 300_000, (2 << 20) - 1, 100_000)
+"""Lengths in one batch: of a page of full attention, of a window, of a header alone, of a state."""
+
 GUARD = 0xA5
 """The byte between the buffers of a case. A store that writes there would overwrite other pages."""
 
@@ -255,6 +258,31 @@ def _round_trip_batch(backend: Backend, rng: random.Random) -> None:
     _expect_values(backend, keys, [values[key] for key in keys])
 
 
+@_case("values of very different lengths share a batch with absent ones, and none is given the length of another")
+def _mixed_sizes(backend: Backend, rng: random.Random) -> None:
+    sizes = dict(zip(make_keys(rng, len(MIXED_SIZES)), MIXED_SIZES, strict=True))
+    keys = list(sizes)
+    _put(backend, keys, [make_value(key, sizes[key]) for key in keys])
+    for gone in ([], [keys[3], keys[6]], [keys[0], keys[2], keys[7]]):
+        backend.delete(gone)
+        for key in gone:
+            del sizes[key]
+        absent = make_keys(rng, 3)
+        asked = [*sizes, *gone, *absent]
+        rng.shuffle(asked)
+        _expect_there(backend, asked, [key in sizes for key in asked])
+        _expect_values(backend, asked, [make_value(key, sizes[key]) if key in sizes else None for key in asked])
+    for shift in range(1, len(sizes)):
+        asked = list(sizes)
+        wrong = [sizes[key] for key in asked[shift:] + asked[:shift]]
+        pool = Pool(wrong)
+        lengths = backend.get(asked, pool.buffers)
+        expect(list(lengths) == [sizes[key] for key in asked], f"get returned {lengths!r}, of {list(sizes.values())}")
+        pool.check_guards()
+        for key, buffer in zip(asked, pool.buffers, strict=True):
+            expect(len(buffer) != sizes[key] or buffer == make_value(key, sizes[key]), "a buffer holds another value")
+
+
 @_case("put copies values: the caller may write to its buffers after put has returned")
 def _put_copies(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 8)
@@ -292,7 +320,7 @@ def _get_with_gaps(backend: Backend, rng: random.Random) -> None:
             _expect_values(backend, asked, [values.get(key) for key in asked])
 
 
-@_case("a buffer whose length differs from the value is reported, and nothing is written past its end")
+@_case("a buffer whose length differs from the value gets the length of the value, and nothing is written past its end")
 def _wrong_length(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 6)
     values = [make_value(key, 1000) for key in keys]
@@ -302,10 +330,8 @@ def _wrong_length(backend: Backend, rng: random.Random) -> None:
         lengths = list(backend.get(keys, pool.buffers))
         pool.check_guards()
         for at, (length, buffer) in enumerate(zip(lengths, pool.buffers, strict=True)):
-            if len(buffer) == wrong:
-                expect(length != wrong, f"get returned {wrong} for a value of 1000 bytes")
-            else:
-                expect(length == 1000 and buffer == values[at], "a buffer of the right length was not filled")
+            expect(length == 1000, f"get returned {length} for a value of 1000 bytes and a buffer of {len(buffer)}")
+            expect(len(buffer) == wrong or buffer == values[at], "a buffer of the right length was not filled")
 
 
 @_case("buffers may be slices of one large pool, in any order, and only they are written")
@@ -368,14 +394,23 @@ def _duplicates(backend: Backend, rng: random.Random) -> None:
 @_case("put of an existing key replaces or keeps its value, as `capabilities.overwrites` says")
 def _put_again(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 4)
-    first = [make_value(key, 2000, 1) for key in keys]
-    for size in (2000, 1999, 5000):
-        second = [make_value(key, size, size) for key in keys]
-        backend.delete(keys)
-        _put(backend, keys, first)
-        stored = backend.put(keys, second)
-        expect(list(stored) == [True] * 4, f"put of existing keys returned {stored!r}")
-        _expect_values(backend, keys, second if backend.capabilities.overwrites else first)
+    for sizes in ([2000] * 4, [1999] * 4, [5000] * 4, [128, 300_000, 2000, 2001], [2 << 20, 1, 4096, 4097]):
+        values = [[make_value(key, 2000, 1) for key in keys]]
+        values.append([make_value(key, size, 2) for key, size in zip(keys, sizes, strict=True)])
+        for first, second in (values, reversed(values)):
+            backend.delete(keys)
+            _put(backend, keys, first)
+            stored = backend.put(keys, second)
+            expect(list(stored) == [True] * 4, f"put of existing keys returned {stored!r}")
+            left, other = (second, first) if backend.capabilities.overwrites else (first, second)
+            _expect_values(backend, keys, left)
+            pool = Pool(map(len, other))
+            for length, buffer, kept, gone in zip(
+                backend.get(keys, pool.buffers), pool.buffers, left, other, strict=True
+            ):
+                # Two stores at once may have one value each.
+                expect(length == len(kept) or buffer == gone, f"get returned {length} for a value of {len(kept)} bytes")
+            pool.check_guards()
 
 
 @_case("delete removes the given keys and no others, and a missing key is not an error")
@@ -461,27 +496,35 @@ def _lengths_differ(backend: Backend, rng: random.Random) -> None:
 
 @_case("threads read and write the same keys concurrently, and every value read is whole")
 def _threads(backend: Backend, rng: random.Random) -> None:
+    _concurrently(backend, rng, [20_000])
+
+
+@_case("threads replace values by others of another length, and every value read is whole")
+def _threads_mixed_sizes(backend: Backend, rng: random.Random) -> None:
+    _concurrently(backend, rng, [9_000, 20_000])
+
+
+def _concurrently(backend: Backend, rng: random.Random, sizes: Sequence[int]) -> None:
     keys = make_keys(rng, 16)
-    size = 20_000
     with ThreadPoolExecutor(4) as threads:
-        rounds = [threads.submit(_rounds, backend, keys, size, random.Random(rng.random()), n) for n in range(4)]
+        rounds = [threads.submit(_rounds, backend, keys, sizes, random.Random(rng.random()), n) for n in range(4)]
     for done in rounds:
         done.result()
 
 
-def _rounds(backend: Backend, keys: Sequence[bytes], size: int, rng: random.Random, number: int) -> None:
+def _rounds(backend: Backend, keys: Sequence[bytes], sizes: Sequence[int], rng: random.Random, number: int) -> None:
     for round_number in range(12):
         some = rng.sample(keys, 5)
         version = number << 16 | round_number
         if rng.random() < 0.5:
-            backend.put(some, [make_value(key, size, version) for key in some])
+            backend.put(some, [make_value(key, rng.choice(sizes), version) for key in some])
         if rng.random() < 0.2:
             backend.delete(some[:1])
-        pool = Pool([size] * 5)
+        pool = Pool(rng.choice(sizes) for _ in some)
         for key, buffer, length in zip(some, pool.buffers, backend.get(some, pool.buffers), strict=True):
-            found = int.from_bytes(buffer[-4:], "big")
-            expect(length in (ABSENT, size), f"get returned {length}, all values have {size} bytes")
-            expect(length == ABSENT or buffer == make_value(key, size, found), "a value is torn, or another key's")
+            size, found = len(buffer), int.from_bytes(buffer[-4:], "big")
+            expect(length in (ABSENT, *sizes), f"get returned {length}, every value has one of {sizes} bytes")
+            expect(length != size or buffer == make_value(key, size, found), "a value is torn, or another key's")
         there = backend.exists(some)
         expect(len(there) == 5 and set(there) <= {True, False}, f"exists returned {there!r}")
         pool.check_guards()

@@ -9,20 +9,15 @@ This module depends on no client and no store: a back end passes the functions t
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import mmap
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
 
 from mainstem.errors import StorageError
-from mainstem.storage.base import ABSENT
-
-_Answer = TypeVar("_Answer")
 
 ALIGNMENT_BYTES = 64
 """The alignment of values in the staging buffer: a cache line."""
@@ -206,107 +201,3 @@ class Memory:
         at = bisect_right(self._regions, start, key=lambda region: region[0]) - 1
         inside = at >= 0 and start + len(buffer) <= self._regions[at][1]
         return start if inside or not len(buffer) else None
-
-
-# ---------------------------------------------------------------- for clients that block and report no lengths
-
-
-class ClientThread:
-    """A thread that makes the calls of one client. A call that never returns blocks this thread, not the caller.
-
-    Args:
-        name: the client, for error messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=f"mainstem {name}", daemon=True).start()
-
-    def run(self, job: Coroutine[Any, Any, _Answer], timeout_s: float) -> _Answer:
-        """Runs a job and waits for its result.
-
-        Raises:
-            StorageError: the one that the job raised; `timeout`: the job is still running; `unreachable`: the client
-                raised any other error.
-        """
-        future = asyncio.run_coroutine_threadsafe(job, self._loop)
-        try:
-            error = future.exception(timeout_s)
-        except TimeoutError:
-            raise StorageError("timeout", f"{self._name}: no answer in {timeout_s:g} s") from None
-        if error is None:
-            return future.result()
-        if isinstance(error, StorageError):
-            raise error
-        raise StorageError("unreachable", f"{self._name}: {type(error).__name__}: {error}") from error
-
-    def end(self) -> None:
-        """Ends the thread once its client returns, if it ever does."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-
-class Frame(NamedTuple):
-    """One value of a round.
-
-    Args:
-        at: its index in the batch.
-        key: its key.
-        buffer: the caller's buffer.
-        start: its offset in the memory; the length comes first.
-    """
-
-    at: int
-    key: bytes
-    buffer: memoryview
-    start: int
-
-
-class Frames:
-    """Registered memory through which values pass. Each value follows its length, so that a reader can check it.
-
-    Args:
-        size_bytes: size of the memory.
-    """
-
-    HEAD_BYTES = 8
-
-    def __init__(self, size_bytes: int) -> None:
-        self.memory = memoryview(mmap.mmap(-1, size_bytes))
-        self.address = address_of(self.memory)
-
-    def rounds(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Frame]]:
-        """Splits a batch into rounds that fit and hold no key twice. Skips values that do not fit alone."""
-        round_: dict[bytes, Frame] = {}
-        end = 0
-        for at, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
-            size = self.HEAD_BYTES + len(buffer)
-            if not buffer or size > len(self.memory):
-                continue
-            if key in round_ or end + size > len(self.memory):
-                yield list(round_.values())
-                round_, end = {}, 0
-            round_[key] = Frame(at, key, buffer, end)
-            end += -(-size // 64) * 64
-        if round_:
-            yield list(round_.values())
-
-    def fill(self, round_: Sequence[Frame]) -> None:
-        """Writes values into their frames."""
-        for _, _, buffer, start in round_:
-            head = start + self.HEAD_BYTES
-            self.memory[start:head] = len(buffer).to_bytes(self.HEAD_BYTES, "little")
-            self.memory[head : head + len(buffer)] = buffer
-
-    def blank(self, round_: Sequence[Frame]) -> None:
-        """Clears the lengths, so that old content does not pass for a frame."""
-        for frame in round_:
-            self.memory[frame.start : frame.start + self.HEAD_BYTES] = bytes(self.HEAD_BYTES)
-
-    def take(self, frame: Frame) -> int:
-        """Returns the length in a frame that was read, or `ABSENT`. Fills the buffer if it has that length."""
-        head = frame.start + self.HEAD_BYTES
-        length = int.from_bytes(self.memory[frame.start : head], "little")
-        if length == len(frame.buffer):
-            frame.buffer[:] = self.memory[head : head + length]
-        return length or ABSENT

@@ -242,6 +242,8 @@ class Compress(_Wrapper):
     Reading takes two calls, because the length of a compressed value is unknown. The first call has buffers of one
     byte, which no frame fits, and returns the lengths. The second call reads the frames. So the inner store must report
     the true length of a value that does not fit its buffer, as `Backend.get` requires; otherwise all values are absent.
+    A frame that is too long for any value that fits its buffer is read for its length only, one at a time. A value that
+    is no whole frame, or longer than 64 MiB when compressed, has the length 0.
 
     16-bit KV shrinks only a little. A wrapper cannot compress with loss, because a value is sealed before it is put and
     the seal would no longer verify. Lossy codecs belong to the tier (`mainstem.tiers.codecs`).
@@ -283,28 +285,32 @@ class Compress(_Wrapper):
         """Reads frames and expands those that fit their buffers. For the others it returns the uncompressed length."""
         pairs = list(zip(keys, buffers, strict=True))
         sizes = self._inner.get(keys, [memoryview(bytearray(1)) for _ in pairs])
-        # A valid frame is hardly longer than its content. One that claims to be longer is not read.
-        there = [
+        # A valid frame is hardly longer than its content.
+        fit = [
             at for at, (size, (_, buffer)) in enumerate(zip(sizes, pairs, strict=True)) if 1 < size <= _bound(buffer)
         ]
-        frames = {at: memoryview(bytearray(sizes[at])) for at in there}
-        found = self._inner.get([keys[at] for at in there], list(frames.values()))
-        lengths = [ABSENT if size == ABSENT or at in frames else 0 for at, size in enumerate(sizes)]
-        decompressor = self._zstd.ZstdDecompressor()
-        for (at, frame), size in zip(frames.items(), found, strict=True):
-            if size == len(frame):
-                lengths[at] = self._expand(decompressor, frame, buffers[at])
+        lengths = [ABSENT if size == ABSENT else 0 for size in sizes]
+        for batch in (fit, *([at] for at, size in enumerate(sizes) if _bound(buffers[at]) < size <= _LONGEST)):
+            frames = [memoryview(bytearray(sizes[at])) for at in batch]
+            found = self._inner.get([keys[at] for at in batch], frames)
+            for at, frame, size in zip(batch, frames, found, strict=True):
+                # Another length: it was replaced between the two calls.
+                lengths[at] = self._expand(frame, buffers[at]) if size == len(frame) else ABSENT
         return lengths
 
-    def _expand(self, decompressor: Any, frame: memoryview, buffer: memoryview) -> int:
+    def _expand(self, frame: memoryview, buffer: memoryview) -> int:
+        """Returns the length of the content; 0: it declares none, or is damaged."""
         try:
             length = int(self._zstd.frame_content_size(frame))
-            if length != len(buffer):
-                return length
-            buffer[:] = decompressor.decompress(frame)  # allocates the size in the header, which is the buffer's
+            if length == len(buffer):  # the decompressor allocates no more than the header declares
+                buffer[:] = self._zstd.ZstdDecompressor().decompress(frame)
         except self._zstd.ZstdError:
-            return ABSENT
-        return length
+            return 0
+        return max(0, length)
+
+
+_LONGEST = 64 << 20
+"""The longest frame that is read for its length only."""
 
 
 def _bound(buffer: memoryview) -> int:

@@ -19,6 +19,7 @@ use storage through `Store` only. One thread at a time, as in a scheduler.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,10 +30,11 @@ from mainstem._core import Lease, Pool
 from mainstem.errors import BadArgument, OutOfPages
 from mainstem.keys import Encoded, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
+from mainstem.tiers import identities
 from mainstem.tiers.backup import Backups
 from mainstem.tiers.host import HostPages, HostTier
 from mainstem.tiers.load import Load
-from mainstem.tiers.pending import PendingList
+from mainstem.tiers.pending import PendingList, Polled
 from mainstem.tiers.prefetch import Prefetch, Prefetches
 from mainstem.tiers.prefill import PrefillCost
 from mainstem.tiers.store import Store
@@ -40,6 +42,8 @@ from mainstem.tiers.waits import LATE
 from mainstem.tiers.warm import Warming
 from mainstem.tiers.write import Writes
 from mainstem.tree import Tree
+
+log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.005
 
@@ -132,6 +136,7 @@ class Tiers:
         self.pending = PendingList(host.agree)
         self.writes = None if store is None else Writes(tree, host.memory, store, self.pending)
         self._core, self._sleep = core, sleep
+        self._explained = ""  # what was logged about pages that are not found
         self._pages = HostPages(tree, host.memory, self.host_pools, self.writes)
         self._backups = Backups(host.policy, pools, self._pages, self.writes, self.pending)
         self._prefetches: Prefetches | None = None
@@ -225,6 +230,15 @@ class Tiers:
 
     # ---------------------------------------------------------------- restart
 
+    def enter_identity(self) -> None:
+        """Starts to enter the identity of the pages in the list of the store, and logs why others are not found.
+
+        A full store may evict the list, so it is called from time to time. All ranks call it between the same polls.
+        """
+        if self.store is not None:
+            call = self.store.enter_identity()
+            self.pending.add(Polled(lambda: int(call.done()), lambda _: self._explain(call.value)))
+
     def remember(self) -> None:
         """Stores the list of the hottest prefixes, for `warm`. All ranks call it between the same polls."""
         if self._warming is not None:
@@ -249,6 +263,13 @@ class Tiers:
         if self.store is not None and self.writes is not None:
             self.writes.begin(everything=True)
             self.store.close(timeout_s)
+
+    def _explain(self, listed: Sequence[identities.Summary]) -> None:
+        identity = None if self.store is None else self.store.sealer.identity
+        why = None if identity is None else identities.explain(identities.summarize(identity), listed)
+        if why is not None and why != self._explained:
+            self._explained = why
+            log.warning("storage: %s", why)
 
     # ---------------------------------------------------------------- statistics and checks
 

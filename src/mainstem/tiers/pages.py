@@ -44,7 +44,7 @@ class Sealer:
     """Computes names and keys of pages, seals pages and verifies them.
 
     Args:
-        identity: the identity of all pages that it handles.
+        identity: the identity of all pages that it handles; None: it handles notes for all identities only.
         secret: keys and tags depend on it; the same for all processes that share a store, at least 16 bytes.
 
     Raises:
@@ -52,7 +52,7 @@ class Sealer:
         BackendUnavailable: the package blake3 is not installed.
     """
 
-    def __init__(self, identity: Identity, secret: bytes = PUBLIC_SECRET) -> None:
+    def __init__(self, identity: Identity | None, secret: bytes = PUBLIC_SECRET) -> None:
         if len(secret) < _SECRET_BYTES:
             raise BadArgument("secret", f"{len(secret)} bytes", f"at least {_SECRET_BYTES} bytes")
         with needs("blake3", "storage needs blake3: pip install 'mainstem[storage]'"):
@@ -62,8 +62,9 @@ class Sealer:
         self._tag_key = blake3(secret, derive_key_context="mainstem 2026-11 tags of stored pages").digest()
         self._mark_key = blake3(secret, derive_key_context="mainstem 2026-11 marks of hidden notes").digest()
         self._mask_key = blake3(secret, derive_key_context="mainstem 2026-11 masks of hidden notes").digest()
-        self._identity = identity.encode()
-        self._shard = identity.shard.encode()
+        self.identity = identity
+        self._identity = b"" if identity is None else identity.encode()
+        self._shard = b"" if identity is None else identity.shard.encode()
 
     def root(self, namespace: bytes) -> bytes:
         """Returns the name of the page before the first pages of a namespace."""
@@ -88,6 +89,10 @@ class Sealer:
         """Returns the key of a note, such as a piece of the list of the hottest prefixes."""
         shard = len(self._shard).to_bytes(8, "little") + self._shard
         return self._named(b"note" + shard + self._identity + name.encode())
+
+    def common_record(self, name: str) -> bytes:
+        """Returns the key of a note for all identities, which depends on the secret only."""
+        return self._named(b"common note" + name.encode())
 
     def hide(self, content: bytes) -> bytes:
         """Hides content from readers without the secret. Deterministic; the result is 32 bytes longer."""

@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import ABSENT, Backend
+from mainstem.tiers import identities
 from mainstem.tiers.codecs import CODECS, Codec
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.rows import Row
@@ -288,6 +289,10 @@ class Store:
             return self.sealer.reveal(bytes(slot[HEADER_BYTES:]))
 
         return self._submit(self._readers, find, b"")
+
+    def enter_identity(self) -> StoreCall[list[identities.Summary]]:
+        """Enters the identity of the pages in the list of the store. The value is the list before that."""
+        return self._submit(self._writers, lambda causes: identities.enter(self.backend, self.sealer, causes), [])
 
     def gave_up(self, waited_s: float) -> None:
         """Marks the store as slow after a wait in vain, until a call takes less time than that wait."""

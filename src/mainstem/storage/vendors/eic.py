@@ -1,11 +1,12 @@
 """EIC (Elastic Instant Cache), a memory pool of a cloud: values under names in a namespace.
 
 Its client is closed source; only the calls that engines make are known. None of them reports the length of a value, or
-takes a timeout. So each value is stored in a frame, after its length, and passes through memory of this back end in a
-thread of its own, with one copy. A call that ends after the deadline cannot touch the memory of the caller.
+takes a timeout. So each value is stored in a frame, after its length, and passes through memory of the link in a thread
+of its own, with one copy.
 
 A batch has one status, and each value has its own. The statuses of the values count: the call fails only if all values
-failed and not all of their codes mean "no such name".
+failed and not all of their codes mean "no such name". A value that is longer than its place fails, with a code that is
+not known, so one that failed is read again with all the memory as its place.
 
 Sources: the EIC back ends of SGLang (mem_cache/storage/eic) and AIBrix (l2/connectors/eic). Not run against a real EIC:
 tests use a double of its client. Assumed, because it is documented nowhere: `mset` replaces a value.
@@ -15,26 +16,21 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
-from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.errors import BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
-from mainstem.storage.native import ClientThread, Frame, Frames
-from mainstem.storage.wrappers import Remembered
+from mainstem.storage.base import check_options
+from mainstem.storage.framed import Frame, FramedBackend, Link
 from mainstem.units import parse_bytes, parse_timeout
 
-_Answer = TypeVar("_Answer")
 _NAMES_A_CALL = 1024
 
 
-class EICBackend(Backend):
+class EICBackend(FramedBackend):
     """Values in an EIC instance.
-
-    Names cannot be listed: `clear` deletes only what was put through this object.
 
     Args:
         endpoint: the endpoint that EIC reports, usually `address:port`.
@@ -52,10 +48,6 @@ class EICBackend(Backend):
         BackendUnavailable: the client is not installed, or cannot connect.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=True
-    )
-
     def __init__(
         self,
         endpoint: str,
@@ -68,26 +60,11 @@ class EICBackend(Backend):
         staging_bytes: int = 64 << 20,
         timeout_s: float = 5.0,
     ) -> None:
-        if staging_bytes < 4096:
-            raise BadArgument("staging_bytes", staging_bytes, "at least 4096")
-        self._eic = _client()
-        self._endpoint, self._instance = endpoint, instance
-        self._namespace = namespace
-        self._transport = transport
-        self._log_dir = log_dir or tempfile.gettempdir()
-        self._flag_file = flag_file
-        self._ttl_s = ttl_s
-        self._staging_bytes = staging_bytes
-        self._timeout_s = timeout_s
-        self._put = Remembered()
-        self._closed = False
-        self._link: _Link | None = None
-        self._lock = threading.Lock()
-        try:
-            with self._lock:
-                self._open()
-        except StorageError as error:
-            raise BackendUnavailable(f"eic at {endpoint}: {error}") from error
+        eic = _client()
+        where = _Where(
+            endpoint, instance, namespace, transport, log_dir or tempfile.gettempdir(), flag_file, ttl_s, staging_bytes
+        )
+        super().__init__("EIC", f"eic at {endpoint}", lambda: _Link(eic, where), namespace, timeout_s)
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -114,173 +91,122 @@ class EICBackend(Backend):
             parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Makes one batch call for each 1,024 keys."""
-        there: list[bool] = []
-        with self._lock:
-            self._check_open()
-            for start in range(0, len(keys), _NAMES_A_CALL):
-                there += self._run(partial(self._exists, keys=keys[start : start + _NAMES_A_CALL]))
-        return there
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads rounds of frames, each value into its own buffer."""
-        lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
-        with self._lock:
-            frames = self._open().frames
-            for round_ in frames.rounds(keys, buffers):
-                frames.blank(round_)
-                for frame, done in zip(round_, self._run(partial(self._get, round_=round_)), strict=True):
-                    lengths[frame.at] = frames.take(frame) if done else ABSENT
-        return lengths
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """The arguments of the back end that its client needs."""
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes rounds of frames."""
-        stored = [False for _ in zip(keys, buffers, strict=True)]
-        self._put.add(keys)
-        with self._lock:
-            frames = self._open().frames
-            for round_ in frames.rounds(keys, buffers):
-                frames.fill(round_)
-                for frame, done in zip(round_, self._run(partial(self._set, round_=round_)), strict=True):
-                    stored[frame.at] = done
-        return stored
+    endpoint: str
+    instance: str
+    namespace: str
+    transport: int
+    log_dir: str
+    flag_file: str | None
+    ttl_s: int
+    staging_bytes: int
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes, then checks: the result of `mdel` is not documented."""
-        unique = list(dict.fromkeys(keys))
-        with self._lock:
-            self._check_open()
-            for start in range(0, len(unique), _NAMES_A_CALL):
-                some = unique[start : start + _NAMES_A_CALL]
-                left = self._run(partial(self._delete, keys=some))
-                if any(left):
-                    raise StorageError("io", f"EIC still has {sum(left)} of {len(some)} values")
-        self._put.discard(unique)
 
-    def clear(self) -> None:
-        """Deletes the values that were put through this object."""
-        self._put.clear(self.delete)
+class _Link(Link):
+    """One client."""
 
-    def stats(self) -> BackendStats:
-        """Returns no counts: the client cannot query them."""
-        self._check_open()
-        return BackendStats()
+    def __init__(self, eic: Any, where: _Where) -> None:
+        super().__init__("EIC", where.staging_bytes)
+        self._eic, self._where = eic, where
+        self._client: Any = None
 
-    def close(self) -> None:
-        """Drops the client, which has no close call."""
-        with self._lock:
-            self._closed = True
-            if self._link is not None:
-                self._link.thread.end()
-                self._link = None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageError("closed", "the EIC store is closed")
-
-    def _open(self) -> _Link:
-        self._check_open()
-        if self._link is None:
-            self._link = _Link(self._staging_bytes)
-            self._run(self._connect)
-        return self._link
-
-    def _run(self, job: Callable[[_Link], _Answer]) -> _Answer:
-        """Runs a job in the thread of the client. The job only touches memory of the link."""
-        link = self._link or self._open()
-
-        async def run() -> _Answer:
-            return job(link)
-
-        try:
-            return link.thread.run(run(), self._timeout_s)
-        except StorageError:
-            link.thread.end()
-            self._link = None
-            raise
-
-    # ---------------------------------------------------------------- in the thread of the client
-
-    def _connect(self, link: _Link) -> None:
+    async def connect(self) -> None:
+        """See `Link`."""
+        where = self._where
         options = self._eic.InitOption()
-        options.log_dir = self._log_dir
+        options.log_dir = where.log_dir
         options.log_level = self._eic.LogLevel(2)
-        options.transport_type = self._eic.TransportType(self._transport)
-        if self._flag_file is not None:
-            options.flag_file = self._flag_file
+        options.transport_type = self._eic.TransportType(where.transport)
+        if where.flag_file is not None:
+            options.flag_file = where.flag_file
         client = self._eic.Client()
-        code = client.init(self._instance, self._endpoint, options)
+        code = client.init(where.instance, where.endpoint, options)
         if code != 0:
-            raise StorageError("unreachable", f"EIC: init of {self._instance} at {self._endpoint}: code {code}")
+            raise StorageError("unreachable", f"EIC: init of {where.instance} at {where.endpoint}: code {code}")
         memory = self._eic.MemoryInfo()
         memory.type = self._eic.MemoryType.MEMORY_DEFAULT
         region = self._eic.IOBuffers()
-        region.append(link.frames.address, len(link.frames.memory), True)
+        region.append(self.frames.address, len(self.frames.memory), True)
         if not client.register_memory(region, memory):
-            raise StorageError("refused", f"EIC cannot register {self._staging_bytes} bytes")
-        link.client = client
+            raise StorageError("refused", f"EIC cannot register {len(self.frames.memory)} bytes")
+        self._client = client
 
-    def _exists(self, link: _Link, keys: Sequence[bytes]) -> list[bool]:
-        option = self._eic.ExistOption()
-        option.ns = self._namespace
-        status, outcome = link.client.mexist(self._names(keys), option)
-        return self._done("mexist", status, outcome, len(keys))
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """Makes one call for each 1,024 names."""
+        return [found for some in _calls(names) for found in self._exist(some)]
 
-    def _get(self, link: _Link, round_: Sequence[Frame]) -> list[bool]:
-        option = self._eic.GetOption()
-        option.ns = self._namespace
-        names = self._names([frame.key for frame in round_])
-        status, _, outcome = link.client.mget(names, option, self._places(link, round_))
-        return self._done("mget", status, outcome, len(round_))
+    async def delete(self, names: Sequence[str]) -> None:
+        """Deletes, then checks: the result of `mdel` is not documented."""
+        for some in _calls(names):
+            self._client.mdel(self._vector(some), self._option(self._eic.DelOption()))
+            left = self._exist(some)
+            if any(left):
+                raise StorageError("io", f"EIC still has {sum(left)} of {len(some)} values")
 
-    def _set(self, link: _Link, round_: Sequence[Frame]) -> list[bool]:
-        option = self._eic.SetOption()
-        option.ns = self._namespace
-        option.ttl_second = self._ttl_s
-        names = self._names([frame.key for frame in round_])
-        status, outcome = link.client.mset(names, self._places(link, round_), option)
+    async def read(self, names: Sequence[str], round_: Sequence[Frame]) -> list[bool | StorageError]:
+        """Makes one call. Which code a value has that is longer than its place is not documented."""
+        option = self._option(self._eic.GetOption())
+        status, _, outcome = self._client.mget(self._vector(names), option, self._places(round_))
+        codes = self._codes("mget", status, outcome, len(round_))
+        error = StorageError("io", f"EIC: mget of {len(round_)} values: {status}")
+        ok = self._eic.StatusCode.SUCCESS
+        return [code == ok if code == ok or _says_absent(code) else error for code in codes]
+
+    async def write(self, names: Sequence[str], round_: Sequence[Frame]) -> list[bool]:
+        """Makes one call."""
+        option = self._option(self._eic.SetOption())
+        option.ttl_second = self._where.ttl_s
+        status, outcome = self._client.mset(self._vector(names), self._places(round_), option)
         return self._done("mset", status, outcome, len(round_))
 
-    def _delete(self, link: _Link, keys: Sequence[bytes]) -> list[bool]:
-        option = self._eic.DelOption()
-        option.ns = self._namespace
-        link.client.mdel(self._names(keys), option)
-        return self._exists(link, keys)
+    async def close(self) -> None:
+        """Does nothing: the client has no such call."""
 
-    def _names(self, keys: Sequence[bytes]) -> Any:
-        names = self._eic.StringVector()
-        for key in keys:
-            names.append(f"{self._namespace}/{key.hex()}")
-        return names
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        status, outcome = self._client.mexist(self._vector(names), self._option(self._eic.ExistOption()))
+        return self._done("mexist", status, outcome, len(names))
 
-    def _places(self, link: _Link, round_: Sequence[Frame]) -> Any:
+    def _option(self, option: Any) -> Any:
+        option.ns = self._where.namespace
+        return option
+
+    def _vector(self, names: Sequence[str]) -> Any:
+        vector = self._eic.StringVector()
+        for name in names:
+            vector.append(name)
+        return vector
+
+    def _places(self, round_: Sequence[Frame]) -> Any:
         places = self._eic.IOBuffers()
         for frame in round_:
-            places.append(link.frames.address + frame.start, Frames.HEAD_BYTES + len(frame.buffer), True)
+            places.append(self.frames.address + frame.start, frame.size, True)
         return places
+
+    def _codes(self, what: str, status: Any, outcome: Any, count: int) -> list[Any]:
+        """Returns the code of each value, or raises if there are none and the call did not succeed."""
+        codes = list(outcome.status_codes)
+        if len(codes) == count:
+            return codes
+        if status == self._eic.StatusCode.SUCCESS:
+            return [status] * count
+        raise StorageError("io", f"EIC: {what} of {count} values: {status}")
 
     def _done(self, what: str, status: Any, outcome: Any, count: int) -> list[bool]:
         """Returns for each value whether the call succeeded."""
         ok, some = self._eic.StatusCode.SUCCESS, self._eic.StatusCode.PARTIAL_FAILED
-        codes = list(outcome.status_codes)
-        if len(codes) != count:
-            if status == ok:
-                return [True] * count
-            raise StorageError("io", f"EIC: {what} of {count} values: {status}")
+        codes = self._codes(what, status, outcome, count)
         done = [code == ok for code in codes]
         if not any(done) and status not in (ok, some) and not all(map(_says_absent, codes)):
             raise StorageError("io", f"EIC: {what} of {count} values: {status}")
         return done
 
 
-class _Link:
-    """One client, with its thread and its memory."""
-
-    def __init__(self, staging_bytes: int) -> None:
-        self.thread = ClientThread("EIC")
-        self.frames = Frames(staging_bytes)
-        self.client: Any = None
+def _calls(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[at : at + _NAMES_A_CALL] for at in range(0, len(names), _NAMES_A_CALL))
 
 
 def _says_absent(code: object) -> bool:

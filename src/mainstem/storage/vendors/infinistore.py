@@ -5,10 +5,7 @@ Three properties of its client and server shape this file:
 - The reader sets the length of a block: a shorter value comes with the server memory that follows it, a longer one is
   cut. So each value is stored in a frame, after its length.
 - One missing name fails a whole read: then each value is read alone.
-- Calls have no timeout. So they run in a thread of their own, on memory of this back end, with one copy. A call that
-  ends after the deadline cannot touch the memory of the caller; the next call opens a new connection.
-
-    frame    length 8, little-endian | value
+- Calls have no timeout. So they run in a thread of their own, on memory of the link, with one copy.
 
 Sources: https://github.com/bytedance/InfiniStore, PyPI infinistore 0.2.35 (lib.py, src/infinistore.cpp). The client
 needs an RDMA device on both sides. Not run against a real server: tests use a double of its client.
@@ -18,30 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import mmap
 import re
-import threading
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-from mainstem.errors import BackendUnavailable, BadArgument, StorageError
+from mainstem.errors import BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
-from mainstem.storage.native import ClientThread, Frame, Frames
-from mainstem.storage.wrappers import Remembered
+from mainstem.storage.base import check_options
+from mainstem.storage.framed import Frame, FramedBackend, Link
 from mainstem.units import parse_bytes, parse_timeout
 
-_Answer = TypeVar("_Answer")
 
-
-class InfiniStoreBackend(Backend):
+class InfiniStoreBackend(FramedBackend):
     """Values in an InfiniStore server.
 
     The only batched query of the server is how long a prefix of the names it has. That does not answer for each name,
-    and its binary search can miss a gap. So `exists` queries one name after the other. Names cannot be listed: `clear`
-    deletes only what was put through this object.
+    and its binary search can miss a gap. So `exists` queries one name after the other.
 
     Args:
         host: IPv4 address of the server.
@@ -57,10 +47,6 @@ class InfiniStoreBackend(Backend):
         BackendUnavailable: the client is not installed, or cannot connect.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        persistent=True, shared=True, zero_copy=False, evicts=True, overwrites=True
-    )
-
     def __init__(
         self,
         host: str,
@@ -73,21 +59,15 @@ class InfiniStoreBackend(Backend):
     ) -> None:
         if link not in ("IB", "Ethernet"):
             raise BadArgument("link", link, "IB or Ethernet")
-        if staging_bytes < mmap.PAGESIZE:
-            raise BadArgument("staging_bytes", staging_bytes, f"at least {mmap.PAGESIZE}")
-        self._module = _client()
-        self._where = {"host_addr": host, "service_port": port, "dev_name": device, "link_type": link}
-        self._namespace = namespace
-        self._staging_bytes = staging_bytes
-        self._timeout_s = timeout_s
-        self._put = Remembered()
-        self._closed = False
-        self._link: _Link | None = None
-        self._lock = threading.Lock()
-        try:
-            self.exists([])
-        except StorageError as error:
-            raise BackendUnavailable(f"infinistore at {host}:{port}: {error}") from error
+        module = _client()
+        where = {"host_addr": host, "service_port": port, "dev_name": device, "link_type": link}
+        super().__init__(
+            "InfiniStore",
+            f"infinistore at {host}:{port}",
+            lambda: _Link(module, where, staging_bytes),
+            namespace,
+            timeout_s,
+        )
 
     @classmethod
     def from_spec(cls, address: str, options: Mapping[str, str]) -> Self:
@@ -106,114 +86,50 @@ class InfiniStoreBackend(Backend):
             parse_timeout("timeout", options.get("timeout", "5")),
         )
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Makes one call for each key."""
-        with self._lock:
-            return self._run(self._open().exists([self._name(key) for key in keys]))
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads rounds of frames, values of equal length in one read."""
-        lengths = [ABSENT for _ in zip(keys, buffers, strict=True)]
-        with self._lock:
-            frames = self._open().frames
-            for round_ in frames.rounds(keys, buffers):
-                frames.blank(round_)
-                for frame, done in zip(round_, self._move("read", round_), strict=True):
-                    lengths[frame.at] = frames.take(frame) if done else ABSENT
-        return lengths
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes rounds of frames, values of equal length in one write."""
-        stored = [False for _ in zip(keys, buffers, strict=True)]
-        self._put.add(keys)
-        with self._lock:
-            frames = self._open().frames
-            for round_ in frames.rounds(keys, buffers):
-                frames.fill(round_)
-                for frame, done in zip(round_, self._move("write", round_), strict=True):
-                    stored[frame.at] = done
-        return stored
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Makes one call."""
-        with self._lock:
-            link = self._open()
-            if keys:
-                self._run(link.delete([self._name(key) for key in keys]))
-        self._put.discard(keys)
-
-    def clear(self) -> None:
-        """Deletes the values that were put through this object."""
-        self._put.clear(self.delete)
-
-    def stats(self) -> BackendStats:
-        """Returns no counts: the client cannot query them."""
-        with self._lock:
-            self._open()
-        return BackendStats()
-
-    def close(self) -> None:
-        """Closes the connection."""
-        with self._lock:
-            self._closed = True
-            if self._link is not None:
-                self._link.close(self._timeout_s)
-                self._link = None
-
-    def _open(self) -> _Link:
-        if self._closed:
-            raise StorageError("closed", "the InfiniStore store is closed")
-        if self._link is None:
-            self._link = _Link(self._module, self._where, self._staging_bytes)
-            self._run(self._link.connect())
-        return self._link
-
-    def _run(self, job: Coroutine[Any, Any, _Answer]) -> _Answer:
-        assert self._link is not None
-        try:
-            return self._link.thread.run(job, self._timeout_s)
-        except StorageError:
-            self._link.thread.end()  # a call that is still running only touches the memory of the link
-            self._link = None
-            raise
-
-    def _name(self, key: bytes) -> str:
-        return f"{self._namespace}/{key.hex()}"
-
-    def _move(self, verb: str, round_: Sequence[Frame]) -> list[bool]:
-        blocks = [(self._name(each.key), each.start, Frames.HEAD_BYTES + len(each.buffer)) for each in round_]
-        return self._run(self._open().move(verb, blocks))
-
-
-class _Link:
-    """One connection with its thread and its memory. The coroutines run in that thread."""
+class _Link(Link):
+    """A connection to the server."""
 
     def __init__(self, module: Any, where: Mapping[str, Any], staging_bytes: int) -> None:
-        self.thread = ClientThread("InfiniStore")
-        self.frames = Frames(staging_bytes)
+        super().__init__("InfiniStore", staging_bytes)
         self._module, self._where = module, where
         self._connection: Any = None
 
     async def connect(self) -> None:
+        """See `Link`."""
         config = self._module.ClientConfig(connection_type=self._module.TYPE_RDMA, **self._where)
         self._connection = self._module.InfinityConnection(config)
         self._connection.connect()
         self._connection.register_mr(self.frames.address, len(self.frames.memory))
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
+        """Makes one call for each name."""
         return [bool(self._connection.check_exist(name)) for name in names]
 
     async def delete(self, names: Sequence[str]) -> None:
+        """Makes one call."""
         self._connection.delete_keys(names)
 
-    async def move(self, verb: str, blocks: Sequence[tuple[str, int, int]]) -> list[bool]:
-        """Reads or writes blocks, (name, offset, length). Returns for each whether it succeeded."""
-        by_length: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for name, offset, length in blocks:
-            by_length[length].append((name, offset))
-        groups = [self._group(verb, group, length) for length, group in by_length.items()]
+    async def read(self, names: Sequence[str], round_: Sequence[Frame]) -> list[bool | StorageError]:
+        """Reads values of equal length in one call."""
+        return [*await self._move("read", names, round_)]
+
+    async def write(self, names: Sequence[str], round_: Sequence[Frame]) -> list[bool]:
+        """Writes values of equal length in one call."""
+        return await self._move("write", names, round_)
+
+    async def close(self) -> None:
+        """See `Link`."""
+        self._connection.close()
+
+    async def _move(self, verb: str, names: Sequence[str], round_: Sequence[Frame]) -> list[bool]:
+        """Returns for each value whether it was moved."""
+        by_size: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for name, frame in zip(names, round_, strict=True):
+            by_size[frame.size].append((name, frame.start))
+        groups = [self._group(verb, group, size) for size, group in by_size.items()]
         done = {name: was_done for group in await asyncio.gather(*groups) for name, was_done in group.items()}
-        return [done[name] for name, _, _ in blocks]
+        return [done[name] for name in names]
 
     async def _group(self, verb: str, group: Sequence[tuple[str, int]], length: int) -> dict[str, bool]:
         call = getattr(self._connection, f"rdma_{verb}_cache_async")
@@ -230,14 +146,6 @@ class _Link:
         if missing or re.search(r"ret = 507\b", str(error)):  # no such name; no memory in the server
             return {name: False for name, _ in group}
         raise error
-
-    def close(self, timeout_s: float) -> None:
-        async def end() -> None:
-            self._connection.close()
-
-        with suppress(StorageError):
-            self.thread.run(end(), timeout_s)
-        self.thread.end()
 
 
 def _client() -> Any:

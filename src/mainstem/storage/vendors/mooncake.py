@@ -144,16 +144,16 @@ class MooncakeBackend(Backend):
         return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads into the buffers. If a value is longer than its buffer, the result is the buffer length plus 1."""
+        """Reads into the buffers. Asks for the length of each value that is longer than its buffer."""
         names = self._names(keys, buffers)
         codes = [0] * len(names)
         with self._calls.call():
             for places in _rounds(names):
                 found = self._get([names[at] for at in places], [buffers[at] for at in places])
                 for at, code in zip(places, found, strict=True):
-                    codes[at] = code
-        _check(codes, (*MISSES, BAD_LENGTH))
-        return [_length(code, len(buffer)) for code, buffer in zip(codes, buffers, strict=True)]
+                    codes[at] = self._store.get_size(names[at]) if code == BAD_LENGTH else code
+        _check(codes, MISSES)
+        return [code if code >= 0 else ABSENT for code in codes]
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Writes from the buffers. There is no room while leases (about 5 s) protect all old values."""
@@ -217,12 +217,6 @@ def _rounds(names: Sequence[str]) -> list[list[int]]:
         rounds[seen[name]].append(at)
         seen[name] += 1
     return rounds
-
-
-def _length(code: int, size: int) -> int:
-    if code == BAD_LENGTH:
-        return size + 1
-    return code if code >= 0 else ABSENT
 
 
 def _check(codes: Sequence[int], single: Sequence[int]) -> None:
