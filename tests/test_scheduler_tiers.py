@@ -34,12 +34,15 @@ class GhostHost:
     """Host pages of a ghost: its hashes and tokens, one layer."""
 
     def __init__(self, ghost: Ghost, pages: int) -> None:
-        self.pages, self.payload_bytes = pages, 16 * PAGE
+        self.pages = pages
         self.fail_up: Exception | None = None
         self.ups = 0
         self.tickets: list[GhostTicket] = []
         self._ghost = ghost
-        self._bytes = np.zeros((pages, HEADER_BYTES + self.payload_bytes), np.uint8)
+        self._bytes = np.zeros((pages, HEADER_BYTES + self.payload_bytes(0)), np.uint8)
+
+    def payload_bytes(self, component: int) -> int:
+        return 16 * PAGE
 
     def down(self, moves: Sequence[Move]) -> GhostTicket:
         [(_, source, target)] = moves
@@ -62,7 +65,7 @@ class GhostHost:
         self.tickets.append(ticket)
         return ticket
 
-    def slots(self, page_ids: Sequence[int]) -> list[memoryview]:
+    def slots(self, component: int, page_ids: Sequence[int]) -> list[memoryview]:
         return [memoryview(self._bytes[page]) for page in page_ids]
 
     def regions(self) -> list[memoryview]:
