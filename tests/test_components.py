@@ -154,13 +154,52 @@ def test_what_saves_more_computing_outlives_what_was_used_later() -> None:
     for at, state in ((20, 51), (30, 52), (40, 53)):
         tree.insert([at, at + 1], [[at, at + 1], [state]])
     assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[51], [52], [53]]
-    for at, state in ((60, 54), (70, 55), (80, 56), (90, 57)):  # each new one is worth the last victim's worth plus 2
-        tree.insert([at, at + 1, at + 2, at + 3], [range(at, at + 4), [state]])
-    assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[54], [55]]
-    tree.insert([99, 100, 101, 102], [range(99, 103), [58]])
-    assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[56], [57]]  # used before the long one, worth less
-    assert freed(tree.evict(1, "state"))[1] == [50]  # an unused state ages
     tree.check()
+
+
+def test_an_unused_state_ages() -> None:
+    """The inflation follows each evicted state a tenth of the way."""
+    tree = Tree(page_size=1, components=(Full(), State()))
+    tree.insert(list(range(8)), [range(8), [50]])
+    gone = []
+    for at in range(100, 200, 4):
+        tree.insert(range(at, at + 4), [range(at, at + 4), [at]])
+        gone += freed(tree.evict(1, "state"))[1]
+    assert gone.index(50) in (10, 11)
+    tree.check()
+
+
+def test_a_superseded_state_counts_a_tenth_of_what_it_saves() -> None:
+    tree = Tree(page_size=1, components=(Full(), State()))
+    tree.insert(range(15), [range(15), [50]])
+    tree.insert(range(18), [range(18), [51]])  # the first one counts 1.5 now
+    tree.insert([100], [[100], [52]])
+    tree.insert([200, 201], [[200, 201], [53]])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(2)] == [[52], [50]]
+    assert freed(tree.evict(1, "state"))[1] == [53]
+    assert freed(tree.evict(1, "state"))[1] == [51], "it saves 18 since the other one is gone, not 3"
+    tree.check()
+
+
+def test_a_superseded_state_counts_again_when_the_newer_one_is_gone() -> None:
+    tree = Tree(page_size=1, components=(Full(), State()))
+    tree.insert(range(15), [range(15), [50]])
+    tree.insert(range(16), [range(16), [51]])
+    tree.insert([100, 101], [[100, 101], [52]])
+    assert [freed(tree.evict(1, "state"))[1] for _ in range(3)] == [[51], [52], [50]]
+    tree.check()
+
+
+def test_uses_count_by_their_fourth_root() -> None:
+    def first_gone(uses: int) -> list[int]:
+        tree = Tree(page_size=1, components=(Full(), State()))
+        tree.insert(range(4), [range(4), [50]])
+        tree.insert(range(20, 27), [range(20, 27), [51]])
+        for _ in range(uses):
+            tree.match(list(range(4)))
+        return freed(tree.evict(1, "state"))[1]
+
+    assert (first_gone(8), first_gone(9)) == ([50], [51])  # 4 * 9 ** 0.25 = 6.93 and 4 * 10 ** 0.25 = 7.11, beside 7
 
 
 def test_a_state_saves_only_what_follows_the_state_above_it() -> None:

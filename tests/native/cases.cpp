@@ -1207,14 +1207,14 @@ void weighed_states() {
   hits(2, 8, 4);
   mixed.free_evicted(mixed.tree.evict(2, 1, 0));
   hits(0, 8, 4);
-  mixed.open({5, 5, 6, 6});  // saves two, plus the evicted one
-  write({7, 7});             // one more than the evicted one
+  mixed.open({5, 5, 6, 6});  // saves two
+  write({7, 7});             // saves one
   mixed.cache->end_abandoned();
   mixed.free_evicted(mixed.tree.evict(1, 1, 0));
   hits(0, 8, 4);
   expect_equal(mixed.hit({7, 7}), 0, "the hit of the newest state, which saves least");
   mixed.free_evicted(mixed.tree.evict(1, 1, 0));
-  hits(0, 0, 4);
+  hits(0, 8, 0);  // the other one saves four pages since the state above it is gone
 }
 
 // Four pages with states after the second and the fourth; the host has the components `rows`.

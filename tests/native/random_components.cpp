@@ -3,6 +3,7 @@
 // all ids: free, in one cell of the tree, or one lease's. It computes the worth of states independently, and checks
 // evictions against it.
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <optional>
@@ -106,8 +107,11 @@ class ComponentWorld : Paging {
       --above;
     return length - above;
   }
-  void credit(const Contents& held, const Path& path) {
-    if (rows_.back().weighs) worths_[path] = inflation_ + static_cast<double>(saved(held, path));
+  // A state has come here, or a match has used it.
+  void credit(const Path& path, bool used) {
+    if (!rows_.back().weighs) return;
+    bases_[path] = inflation_;
+    uses_[path] = used ? std::min(uses_[path] + 1, 255) : 0;
   }
   std::set<Path> locked_states() const {
     std::set<Path> paths = left_;
@@ -115,27 +119,32 @@ class ComponentWorld : Paging {
       if (h.lease && !h.lease->closed()) paths.insert(front(h, h.published));
     return paths;
   }
-  // States that their sequence has grown past, and that no other sequence needs: the tree says which.
-  std::set<Path> superseded_states() const {
-    std::set<Path> paths;
+  // What the tree has noted of each state: its worth when it was last counted, and whether it is superseded.
+  std::map<Path, Standing> standings() const {
+    std::map<Path, Standing> found;
     for (const std::string& ns : tree_.namespaces()) {
       std::map<Handle, std::string> keys{{0, ""}};
       for (const NodeView& node : tree_.nodes(ns)) {
         const std::string& key = keys[node.stats.node] = keys.at(node.parent) + node.key;
-        const bool present = node.cells.back().presence == Presence::present;
-        if (present && Probe::worth(tree_, node.stats.node, states()) == 0) paths.insert({ns, key});
+        if (node.cells.back().presence == Presence::present)
+          found[{ns, key}] = Probe::standing(tree_, node.stats.node, states());
       }
     }
-    return paths;
+    return found;
   }
-  // Superseded states are evicted first, then the state of the least worth.
-  void expect_least_worth(const Contents& before, const std::set<Path>& superseded, const Path& victim) const {
+  double worth(const Contents& held, const Path& path, const Standing& noted) const {
+    const double likely = noted.superseded ? kSuperseded : std::pow(1 + uses_.at(path), 0.25);
+    return bases_.at(path) + likely * static_cast<double>(saved(held, path));
+  }
+  // The state of the least worth is evicted first. Worths are counted again at the latest when they are the least.
+  void expect_least_worth(const Contents& before, const std::map<Path, Standing>& noted, const Path& victim) const {
     const std::set<Path> locked = locked_states();
     expect(!locked.contains(victim), "a locked state stays");
-    const auto worth = [&](const Path& path) { return superseded.contains(path) ? 0 : worths_.at(path); };
-    for (const auto& [path, cells] : before)
-      if (has_state(before, path) && !locked.contains(path))
-        expect(worth(victim) <= worth(path), "the state of the least worth is evicted first");
+    const double least = worth(before, victim, noted.at(victim));
+    for (const auto& [path, standing] : noted)
+      if (!locked.contains(path))
+        expect(least <= std::max(standing.worth, worth(before, path, standing)) + 1e-9,
+               "the state of the least worth is evicted first");
   }
 
   // Evicts one id after another, sometimes fewer than requested: the cache has to call again.
@@ -143,15 +152,16 @@ class ComponentWorld : Paging {
     if (ids > 1 && ids < shape_.ids && choose_.one_in(3)) ids = 1;
     for (const std::uint64_t wanted = tree_.counts(component, 0).present; ids-- > 0 && wanted > 0;) {
       const Contents before = contents();
-      const std::set<Path> superseded = keeps_states() ? superseded_states() : std::set<Path>();
+      const std::map<Path, Standing> noted = keeps_states() ? standings() : std::map<Path, Standing>();
       const std::vector<Ids> freed = tree_.evict(1, component, 0);
       for (std::size_t c = 0; c < freed.size(); ++c)
         pools_[c]->move(freed[c], Owner::cached, Owner::free);
       if (!rows_[component].weighs || freed[component].empty()) continue;
       expect_equal(freed[component].size(), 1, "states evicted");
       const Path& victim = written(component, freed[component].front());
-      expect_least_worth(before, superseded, victim);
-      if (!superseded.contains(victim)) inflation_ = worths_.at(victim);
+      expect_least_worth(before, noted, victim);
+      const double least = std::max(noted.at(victim).worth, worth(before, victim, noted.at(victim)));
+      inflation_ += kAging * std::max(least - inflation_, 0.0);
     }
   }
 
@@ -248,7 +258,7 @@ class ComponentWorld : Paging {
     h.published = shape_.enabled ? tree_.peek(ns, known, false).pages : 0;
     h.computed = h.published * page_size;
     const Contents before = contents();
-    if (h.published) credit(before, front(h, h.published));
+    if (h.published) credit(front(h, h.published), true);
     left_.insert(front(h, h.published));  // while it is not in `open_` yet
     try {
       h.lease = std::make_unique<Lease>(*cache_, ns, 0, bytes_of(key), limit, false, CheckRest());
@@ -373,7 +383,7 @@ class ComponentWorld : Paging {
     if (keeps_mark) {
       const Path path = front(h, *h.mark);
       const bool taken = !has_state(before, path);
-      if (taken) credit(before, path);
+      if (taken) credit(path, false);
       call(upto);
       expect_equal(cache_->counters.checkpoints, checkpoints + taken, "states published");
       h.mark.reset();
@@ -436,8 +446,9 @@ class ComponentWorld : Paging {
   std::vector<std::uint64_t> dropped_;      // by component: private ids of dropped leases
   std::set<Path> seen_;                     // all sequences so far
   std::set<Path> left_;                     // where the locks of dropped leases end
-  std::map<Path, double> worths_;           // of states, by GreedyDual
-  double inflation_ = 0;                    // worth of the last evicted state
+  std::map<Path, double> bases_;            // of states, by GreedyDual: the inflation at their last use
+  std::map<Path, int> uses_;                // of states
+  double inflation_ = 0;                    // follows the worth of evicted states
 };
 
 std::vector<Shape> some_shapes(Choices& choose) {

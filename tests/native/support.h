@@ -30,8 +30,8 @@ struct Probe {
   static Index& free(Tree& tree) { return tree.nodes_.free_; }
   static ChildTable& table(Tree& tree) { return tree.nodes_.table_; }
   static std::size_t& roots(Tree& tree) { return tree.nodes_.roots_; }
-  static double worth(const Tree& tree, Handle handle, std::size_t column) {
-    return tree.eviction_.standing(tree.nodes_.resolve(handle), column).worth;
+  static const Standing& standing(const Tree& tree, Handle handle, std::size_t column) {
+    return tree.eviction_.standing(tree.nodes_.resolve(handle), column);
   }
   static Index index(Tree& tree, Handle handle) { return tree.nodes_.resolve(handle); }
 };

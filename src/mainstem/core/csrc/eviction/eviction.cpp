@@ -1,6 +1,7 @@
 #include "eviction/eviction.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 #include <utility>
@@ -78,9 +79,10 @@ std::uint64_t Eviction::used(Index node, std::size_t column) const {
   return cells_.component(column).leaf_only() ? nodes_[node].accessed : standing(node, column).used;
 }
 
-// Whether a cell is evicted before all others of its kind, whatever the policy: removed nodes, superseded states, and
-// window pages before the windows of all prefixes that have ended so far. A window that ends with a node may begin
-// inside it: then the pages before the window are evicted first, and pages_together() says how many there are.
+// Whether a cell is evicted before all others of its kind, whatever the policy: removed nodes, superseded states where
+// savings do not count, and window pages before the windows of all prefixes that have ended so far. A window that ends
+// with a node may begin inside it: then the pages before the window are evicted first, and pages_together() says how
+// many there are.
 bool Eviction::goes_first(Index node, std::size_t column) const {
   const Component& row = cells_.component(column);
   if (nodes_[node].removed) return true;
@@ -251,6 +253,7 @@ void Eviction::gone(Index node, std::size_t column, bool was_present) noexcept {
   if (was_present && replacement(column)) replacement(column)->gone(node, n.pages);
   if (!cells_.component(column).per_page())
     n.forked = n.forked && !cells_.empty_of(node, cells_.component_index(column));
+  if (was_present && cells_.component(column).weighs) restore_above(node, column);
   const Index parent = n.parent;
   refresh(node, column);
   refresh(parent, column);
@@ -319,6 +322,8 @@ void Eviction::ended(Index node, std::size_t column, double worth) noexcept {
   if (node == kNone || cells_.component(column).leaf_only()) return;
   end_window(node, column, worth);
   if (cells_.component(column).per_page() || cells_.cell(node, column).absent()) return;
+  Standing& at = standing(node, column);
+  if (at.uses < std::numeric_limits<std::uint8_t>::max()) ++at.uses;
   credit(node, column);
   refresh(node, column);
 }
@@ -347,6 +352,7 @@ void Eviction::pass_window(Index node, std::size_t column) noexcept {
 // A window or a state was put here.
 [[gnu::noinline]] void Eviction::note_standing(Index node, std::size_t column) {
   standing(node, column).worth = 0;
+  standing(node, column).uses = 0;
   credit(node, column);
   if (!cells_.component(column).per_page()) supersede_above(node, column);
 }
@@ -358,30 +364,75 @@ std::uint32_t Eviction::saved_pages(Index node, std::size_t column) const {
   return nodes_[node].end() - nodes_[above].end();
 }
 
-// A state was created or used. GreedyDual (Young 1994; Cao and Irani 1997): its worth is what it saves, plus the worth
-// of the last evicted state, so that unused states age. All states have one size and their savings grow with the pages,
-// so pages stand for floating-point operations saved per byte.
+// A state was created or used. GreedyDual (Young 1994; Cao and Irani 1997): its worth is what it saves, plus an
+// inflation that follows the worth of evicted states, so that unused states age. All states have one size and their
+// savings grow with the pages, so pages stand for floating-point operations saved per byte.
 void Eviction::credit(Index node, std::size_t column) {
   Standing& at = standing(node, column);
   at.used = tick_;
-  if (!cells_.component(column).per_page())
-    at.worth = cells_.component(column).weighs ? inflation_[column] + saved_pages(node, column) : kInserted;
+  if (cells_.component(column).per_page()) return;
+  at.base = inflation_[column];
+  at.superseded = false;
+  at.worth = cells_.component(column).weighs ? worth_of_state(node, column) : kInserted;
 }
 
-// A sequence has grown past a state. Its next turn starts from the new state; the old one serves only sequences that
-// part in between. It is evicted first, unless a sequence parts there or did.
-void Eviction::supersede_above(Index node, std::size_t column) {
+// What was used often is used again sooner, but far from as often as before: the fourth root of the uses was the best
+// of several rules (docs/decisions.md).
+double Eviction::worth_of_state(Index node, std::size_t column) const {
+  const Standing& at = standing(node, column);
+  const double likely = at.superseded ? kSuperseded : std::sqrt(std::sqrt(1.0 + at.uses));
+  return at.base + likely * saved_pages(node, column);
+}
+
+// The state that the sequence up to `node` has grown past; kNone if there is none, or a sequence parts there or did.
+Index Eviction::outgrown(Index node, std::size_t column) const {
   Index above = nodes_[node].parent;
   for (; !nodes_[above].root() && nodes_[above].children() == 1; above = nodes_[above].parent)
     if (!cells_.cell(above, column).absent()) break;
-  if (nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked) return;
-  standing(above, column).worth = 0;
+  return nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked ? kNone : above;
+}
+
+// A sequence has grown past a state. Its next turn starts from the new state; the old one serves only sequences that
+// part in between.
+void Eviction::supersede_above(Index node, std::size_t column) {
+  const Index above = outgrown(node, column);
+  if (above == kNone) return;
+  Standing& at = standing(above, column);
+  at.superseded = true;
+  at.worth = cells_.component(column).weighs ? worth_of_state(above, column) : 0;
   refresh(above, column);
+}
+
+// The newest state of a sequence is gone: the next turn starts from the one before it.
+void Eviction::restore_above(Index node, std::size_t column) {
+  const Index above = outgrown(node, column);
+  if (above == kNone || !standing(above, column).superseded) return;
+  for (Index below = node; nodes_[below].children() > 0;) {
+    below = nodes_[below].first_child;
+    if (nodes_[nodes_[below].parent].children() > 1 || !cells_.cell(below, column).absent()) return;
+  }
+  standing(above, column).superseded = false;
+  standing(above, column).worth = worth_of_state(above, column);
+  refresh(above, column);
+}
+
+// A state saves more once the state above it is gone. Its worth is then too low, so it is enough to count the first of
+// the order again until it stays the first. A new state above it makes it save less; that counts from its next use on.
+void Eviction::reassess(std::size_t column) {
+  const Order& order = orders_[column];
+  while (!order.empty() && !nodes_[order.top()].removed) {
+    const Index node = order.top();
+    const double worth = worth_of_state(node, column);
+    if (worth <= standing(node, column).worth) return;
+    standing(node, column).worth = worth;
+    put(node, column);
+  }
 }
 
 // ---------------------------------------------------------------- what goes next
 
 Index Eviction::victim(std::size_t column) {
+  if (cells_.component(column).weighs) reassess(column);
   if (remembers_) return choose(column);
   const Order& order = orders_[column];
   return order.empty() || (!ranks_itself() && order.rank(order.top()).major == kUnranked) ? kNone : order.top();
@@ -408,7 +459,7 @@ std::uint32_t Eviction::pages_together(Index node, std::size_t column) const {
 
 void Eviction::evicted(Index node, std::size_t column) noexcept {
   if (cells_.component(column).weighs && !nodes_[node].removed)
-    inflation_[column] = std::max(inflation_[column], standing(node, column).worth);
+    inflation_[column] += kAging * std::max(standing(node, column).worth - inflation_[column], 0.0);
 }
 
 void Eviction::done(std::size_t column) noexcept {

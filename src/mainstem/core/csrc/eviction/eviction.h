@@ -23,9 +23,16 @@ namespace mainstem {
 // else 0. For the worth of a state see credit() in eviction.cpp.
 inline constexpr double kInserted = 1, kMatched = 2;
 
+// What a superseded state counts of what it saves: few sequences go back. How far the inflation follows the worth of an
+// evicted state: GreedyDual has 1, which forgets long prompts too soon. docs/decisions.md has what was measured.
+inline constexpr double kSuperseded = 0.1, kAging = 0.1;
+
 struct Standing {
   double worth = 0;
-  Tick used;  // when the cell was filled, or when a match last needed it
+  double base = 0;          // of a state: the inflation when it was filled or last used
+  Tick used;                // when the cell was filled, or when a match last needed it
+  bool superseded = false;  // of a state: its sequence has grown past it
+  std::uint8_t uses = 0;    // of a state: matches that ended here, as far as they can be counted
 };
 
 class Eviction {
@@ -108,7 +115,11 @@ class Eviction {
   void drop_from_queue(Index node, std::size_t column);
   void touch(Index node, std::uint64_t tick);
   void credit(Index node, std::size_t column);
+  double worth_of_state(Index node, std::size_t column) const;
+  Index outgrown(Index node, std::size_t column) const;
   void supersede_above(Index node, std::size_t column);
+  void restore_above(Index node, std::size_t column);
+  void reassess(std::size_t column);
   void note_standing(Index node, std::size_t column);
   Index choose(std::size_t column);
   std::uint64_t used(Index node, std::size_t column) const;
@@ -130,7 +141,7 @@ class Eviction {
   std::vector<Order> orders_;  // by queue, then by column
   std::uint32_t queue_count_ = 1;
   Array<Standing> standings_;                               // by node, then by column
-  std::vector<double> inflation_;                           // by column: the worth of the last state that was evicted
+  std::vector<double> inflation_;                           // by column: follows the worth of evicted states
   Array<std::uint64_t> names_;                              // by node, where the policy remembers
   std::vector<std::unique_ptr<Replacement>> replacements_;  // by column; null: ranks
 };

@@ -125,7 +125,7 @@ void StateSlot::free(Cache& cache) {
   cache.free(component, {&copy, 1});
 }
 
-bool StateSlot::checkpoint(Lease& lease, std::uint32_t pages, bool room) {
+bool StateSlot::checkpoint(Lease& lease, std::uint32_t pages, bool room, bool mark) {
   Cache& cache = lease.cache();
   if (copy < 0) {
     try {
@@ -137,6 +137,7 @@ bool StateSlot::checkpoint(Lease& lease, std::uint32_t pages, bool room) {
     }
   }
   copy_pages = pages;
+  copy_marked = mark;
   try {
     cache.copy_state(slot, copy);
   } catch (...) {
@@ -151,6 +152,7 @@ void StateSlot::adopt(Cache& cache, Handle node, std::uint32_t owned) {
   const bool taken = state_at(cache, node, owned) == copy;
   cache.publish(component, copy, !taken);
   copy = -1;
+  if (copy_marked) cache.tree.expect_fork(node);
   if (!taken) return;
   ++cache.counters.checkpoints;
   const std::uint32_t limit = cache.row(component).most_on_path;
@@ -172,6 +174,7 @@ void StateSlot::begin_load(Cache& cache, std::uint32_t end, PageLoad* load) {
   if (copy < 0 && cache.free_ids(component) > 0) copy = cache.allocate_slot(component);
   if (copy >= 0) {
     copy_pages = end;
+    copy_marked = false;
     target.push_back(copy);
   }
   load->source[component].resize(target.size());

@@ -81,7 +81,7 @@ class StateSlot {
   void free(Cache& cache);
   // Copies the state after `pages` pages, to be published. Without `room`, uses a free slot only. Whether there was
   // one.
-  bool checkpoint(Lease& lease, std::uint32_t pages, bool room);
+  bool checkpoint(Lease& lease, std::uint32_t pages, bool room, bool mark);
   // Hands the copy to the tree, which may have one there already.
   void adopt(Cache& cache, Handle node, std::uint32_t owned);
 
@@ -93,6 +93,7 @@ class StateSlot {
   std::int32_t slot = -1;  // the sequence computes with it
   std::int32_t copy = -1;  // the state after `copy_pages` pages
   std::uint32_t copy_pages = 0;
+  bool copy_marked = false;  // other sequences are expected to part there
 
  private:
   std::int32_t state_at(const Cache& cache, Handle node, std::uint32_t owned) const;

@@ -65,7 +65,7 @@ Lease::~Lease() {
   if (!closed_) cache_.abandon({node_, copying_ ? donor_ : 0, host_node_, load_, std::move(held_), owned_});
 }
 
-bool Lease::checkpoint(std::uint64_t position, bool room) {
+bool Lease::checkpoint(std::uint64_t position, bool room, bool mark) {
   require_open();
   require(!load_, "position", position, "none while a state is in flight");
   require(position % page_size() == 0, "position", position, "the end of a page");
@@ -74,7 +74,7 @@ bool Lease::checkpoint(std::uint64_t position, bool room) {
   if (!cache_.enabled) return false;
   bool all = true;
   for (StateSlot& own : held_.states)
-    all = own.checkpoint(*this, static_cast<std::uint32_t>(position / page_size()), room) && all;
+    all = own.checkpoint(*this, static_cast<std::uint32_t>(position / page_size()), room, mark) && all;
   return all;
 }
 

@@ -47,8 +47,9 @@ class Lease {
   // them. Where there are too few for all, what was freed stays freed: nothing reads it any more.
   void slide(std::uint64_t begin, std::uint64_t end);
   // The state of the sequence is at `position`, a page boundary: a copy of it is published with the pages up to there.
-  // Without `room`, uses a free slot only. Returns whether there was a slot.
-  bool checkpoint(std::uint64_t position, bool room);
+  // Without `room`, uses a free slot only. With `mark`, other sequences are expected to part there. Returns whether
+  // there was a slot.
+  bool checkpoint(std::uint64_t position, bool room, bool mark = false);
   void append(Bytes symbols);
   void publish(std::uint64_t upto);
   void finish(std::optional<std::uint64_t> upto);

@@ -270,17 +270,20 @@ void bind_cache(nb::module_& m) {
           "    LeaseClosed: the lease has ended.")
       .def(
           "checkpoint",
-          [](PyLease& self, nb::handle at, bool room) {
+          [](PyLease& self, nb::handle at, bool room, bool mark) {
             self.require_open();
-            return self.checkpoint(position(at, "position", kMaxPositions), room);
+            return self.checkpoint(position(at, "position", kMaxPositions), room, mark);
           },
-          "position"_a.none(), "room"_a = true,
-          nb::sig("def checkpoint(self, position: int, room: bool = True) -> bool"),
+          "position"_a.none(), "room"_a = true, "mark"_a = false,
+          nb::sig("def checkpoint(self, position: int, room: bool = True, mark: bool = False) -> bool"),
           "Copies the state of this sequence, which is at `position`. Others see the copy once the pages up to there "
           "are published. Replaces a copy that was not published.\n\n"
           "Args:\n"
           "    position: a page boundary, not before what is published.\n"
-          "    room: evict another state if no slot is free.\n\n"
+          "    room: evict another state if no slot is free.\n"
+          "    mark: other sequences are expected to part from this one here, as at the end of a system prompt: a "
+          "newer "
+          "state of this sequence does not supersede this one.\n\n"
           "Returns whether there was a slot for it.\n\n"
           "Raises:\n"
           "    BadArgument: not a page boundary, before what is published, or beyond what is reserved.\n"

@@ -46,7 +46,7 @@ struct Node {
   std::uint32_t live : 1 = false;
   std::uint32_t removed : 1 = false;   // no match finds it: see Tree::remove()
   std::uint32_t detached : 1 = false;  // the first removed node on its path
-  std::uint32_t forked : 1 = false;    // a match ended here and parted from what is below: see Tree::thin()
+  std::uint32_t forked : 1 = false;    // matches part here from what is below, or will: see Tree::thin()
 
   static constexpr std::uint32_t kFork = 1, kChild = 2;  // in `branches`
   static constexpr std::uint32_t kMaxGenerations = (1u << 28) - 1;

@@ -66,4 +66,9 @@ void Tree::keep_window(Handle handle, std::uint32_t tier) {
     eviction_.end_window(node, cells_.column_of(c, tier), kMatched);
 }
 
+void Tree::expect_fork(Handle handle) {
+  const Index node = nodes_.resolve(handle);
+  if (node != kNone) nodes_[node].forked = true;
+}
+
 }  // namespace mainstem

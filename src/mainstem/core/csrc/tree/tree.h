@@ -119,6 +119,8 @@ class Tree : private TreeShape {
   void refresh_use(Handle node, std::uint32_t tier);
   // Prefixes part at the end of this node: values its window like one where a match ended.
   void keep_window(Handle node, std::uint32_t tier);
+  // Other prefixes will part here: the state here is treated as if they had.
+  void expect_fork(Handle node);
   void lock(Handle node, std::uint32_t tier);
   void unlock(Handle node, std::uint32_t tier);
   void move_lock(Handle from, Handle to, std::uint32_t tier);  // `to` is `from` or below it
