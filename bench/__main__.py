@@ -1,4 +1,4 @@
-"""Runs benchmarks: index, core, policies, tiers, store-faults, ttft, throughput, models, plan; all without names."""
+"""Runs benchmarks: index, core, policies, states, tiers, store-faults, ttft, throughput, models, plan; or all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench import core, index
 from bench.entries import SYSTEMS
 from bench.report import Report
 
-NAMES = ("index", "core", "policies", "tiers", "store-faults", "ttft", "throughput", "models", "plan")
+NAMES = ("index", "core", "policies", "states", "tiers", "store-faults", "ttft", "throughput", "models", "plan")
 WIDTH = 160
 """Columns of the widest table."""
 
@@ -48,12 +48,15 @@ def _options() -> argparse.Namespace:
         metavar="SYSTEM",
         help="index: run only these and Mainstem's leases",
     )
-    parser.add_argument("--trace", nargs="+", default=[], metavar="FILE", help="policies: also replay these traces")
+    parser.add_argument(
+        "--trace", nargs="+", default=[], metavar="FILE", help="policies, states: also replay these traces"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     parser.add_argument("--date", default=datetime.now(UTC).isoformat(timespec="seconds"), help="date for the JSON")
     options = parser.parse_args()
-    if options.record and (options.quick or options.only or options.systems or options.trace):
-        parser.error("only whole runs are recorded: leave out --quick, --only, --systems and --trace")
+    partial = options.quick or options.only or options.systems or (options.trace and options.benchmarks != ["states"])
+    if options.record and partial:
+        parser.error("only whole runs are recorded: leave out --quick, --only, --systems, and --trace but for states")
     unknown = set(options.benchmarks) - set(NAMES)
     if unknown:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -73,6 +76,12 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
 
         chosen = policies.QUICK if report.quick else policies.Settings()
         policies.run(replace(chosen, traces=tuple(options.trace)), report)
+        return
+    if name == "states":
+        from bench import states
+
+        kinds = states.QUICK if report.quick else states.Settings()
+        states.run(replace(kinds, traces=tuple(options.trace)), report)
         return
     # The others need the runtime.
     from bench import models, plan, store_faults, throughput, tiers, ttft

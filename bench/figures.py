@@ -302,6 +302,15 @@ def _models(records: Records) -> str:
     return markdown(records["models"]["rows"]).rstrip()
 
 
+def _states(records: Records) -> str:
+    """Hits in percent by rule, with few slots for states; the mean last."""
+    rules = ("marks", "unmarked", "earlier", "marconi")
+    rows = records["states"]["rows"]
+    lines = [[row["workload"], f"{row['slots']:,}", *(f"{row[rule]:.1f}" for rule in rules)] for row in rows]
+    means = [f"{sum(row[rule] for row in rows) / len(rows):.1f}" for rule in rules]
+    return _table(["%", "slots", "marks", "no marks", "earlier rule", "Marconi"], [*lines, ["mean", "", *means]])
+
+
 def _runs(records: Records) -> str:
     """The date, the machine and the versions of each record."""
     lines = []
@@ -376,6 +385,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "policies": _policies,
     "plan": _plan,
     "models": _models,
+    "states": _states,
     "records": _runs,
 }
 
