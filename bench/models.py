@@ -12,8 +12,8 @@ forward of transformers over prompt and answer, without a cache. Differences are
 those logits; `TOLERANCE` is relative. A row also fails if tokens differ, if a hit is shorter than the kind of the model
 allows, or if a model runs that should be refused.
 
-A model with recurrent states has no hit for the second request, because no request forked after A before. The second
-request keeps a checkpoint there, and the third starts from it.
+Each prompt has a mark at the end of A, as at the end of a system message. So the first request of a model with
+recurrent states keeps a checkpoint there. Without the mark the second would keep it, and the third start from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers.utils import logging
 
 from bench.report import ROOT, Report
 from bench.tiny_models import ALONE, FAMILIES, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, WINDOWED, loaded, tiny
-from mainstem.components import Component, State, Window
+from mainstem.components import Component, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.namespaces import Namespace
 from mainstem.runtime.engine import Engine
@@ -90,6 +90,7 @@ class Prompt:
     tokens: NDArray[np.int32]
     images: tuple[ImageInput, ...] = ()
     positions: NDArray[np.int64] | None = None
+    marks: tuple[int, ...] = ()
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -155,7 +156,10 @@ def _random_prompts(settings: Settings) -> list[Prompt]:
     chance = np.random.default_rng(0)
     shared = chance.integers(2, VOCAB, settings.shared, dtype=np.int32)
     return [
-        Prompt(np.concatenate([shared, [2 + at], chance.integers(2, VOCAB, n - 1)]).astype(np.int32))
+        Prompt(
+            np.concatenate([shared, [2 + at], chance.integers(2, VOCAB, n - 1)]).astype(np.int32),
+            marks=(settings.shared,),
+        )
         for at, n in enumerate(settings.suffixes)
     ]
 
@@ -202,7 +206,7 @@ def _chats(settings: Settings, made: LoadedModel, engine: Engine) -> list[Prompt
             chat, chat_template=processor.chat_template, tokenize=False, add_generation_prompt=True
         )
         inputs = processor(text=[text], images=[pictures], return_tensors="pt")
-        prompts.append(Prompt(ours.tokens, ours.images, ours.positions, inputs))
+        prompts.append(Prompt(ours.tokens, ours.images, ours.positions, ours.marks, inputs))
     return prompts
 
 
@@ -321,7 +325,14 @@ class _Bench:
         namespace = self._namespace
         if self._engine.vision is not None:
             namespace = self._engine.vision.namespace_for(prompt.images, namespace)
-        return Request(prompt.tokens, self._params, namespace, images=prompt.images, positions=prompt.positions)
+        return Request(
+            prompt.tokens,
+            self._params,
+            namespace,
+            images=prompt.images,
+            positions=prompt.positions,
+            marks=prompt.marks,
+        )
 
     def _answer(self, prompt: Prompt, completion: Completion) -> _Answer:
         ends = range(len(prompt.tokens), len(prompt.tokens) + len(completion.tokens))
@@ -378,7 +389,7 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
         "components": " + ".join(_shown(component) for component in layout.components),
         "prompts": [len(prompt.tokens) for prompt in prompts],
         "hits": [answer.hit for answer in phases["warm"]],
-        "least_hits": _least_hits(prompts, layout.components, config.page_size),
+        "least_hits": _least_hits(prompts, config.page_size),
         **_differences(phases, _plain_rows(subject.plain, prompts, phases["cold"])),
         "kv_bytes": {name: size for name, size in layout.bytes_per_page(1, engine.dtype).items() if size},
         "state_bytes": states.bytes_per_slot if isinstance(states, StatePool) else 0,
@@ -390,12 +401,12 @@ def _shown(component: Component) -> str:
     return f"window({component.tokens})" if isinstance(component, Window) else component.name
 
 
-def _least_hits(prompts: Sequence[Prompt], components: Sequence[Component], page_size: int) -> list[int]:
-    """Returns the hits that the kind of the model allows, in whole pages; see the module docstring."""
+def _least_hits(prompts: Sequence[Prompt], page_size: int) -> list[int]:
+    """Returns the hits of whole pages that the prompts allow."""
     first, second = (prompt.tokens for prompt in prompts[:2])
     same = first[: len(second)] == second[: len(first)]
     shared = int(np.argmin(same)) // page_size * page_size
-    return [0, 0 if any(isinstance(component, State) for component in components) else shared, shared]
+    return [0, shared, shared]
 
 
 def _notes(subject: Subject, engine: Engine) -> Iterator[str]:

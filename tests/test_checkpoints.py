@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end, plan_checkpoints
+from mainstem.runtime.checkpoints import MOST_MARKS, Checkpoint, Span, chunk_end, most_saving, plan_checkpoints
 
 
 class Prompt(NamedTuple):
@@ -17,13 +17,25 @@ class Prompt(NamedTuple):
     reach: int
     length: int
     atomic: list[Span]
+    marks: list[int]
 
     def inside(self, position: int) -> bool:
         return any(span.start < position < span.end for span in self.atomic)
 
+    def boundary(self, position: int) -> int:
+        """The last page boundary at or before a position, outside all spans."""
+        return max(at for at in range(0, position + 1, self.page_size) if not self.inside(at))
+
     def plan(self, interval: int, limit: int) -> list[Checkpoint]:
         return plan_checkpoints(
-            self.hit, self.reach, self.length, self.page_size, interval=interval, limit=limit, atomic=self.atomic
+            self.hit,
+            self.reach,
+            self.length,
+            self.page_size,
+            marks=self.marks,
+            interval=interval,
+            limit=limit,
+            atomic=self.atomic,
         )
 
 
@@ -37,7 +49,8 @@ def prompts(draw: st.DrawFn) -> Prompt:
     starts = [p for p in range(0, length, page_size) if p not in inside]
     hit = draw(st.sampled_from(starts))
     reach = draw(st.integers(hit // page_size, length // page_size)) * page_size
-    return Prompt(page_size, hit, reach, length, atomic)
+    marks = draw(st.lists(st.integers(0, length), max_size=6))
+    return Prompt(page_size, hit, reach, length, atomic, marks)
 
 
 intervals = st.sampled_from([0, 1, 3, 8, 16, 24, 64])
@@ -60,57 +73,105 @@ def test_checkpoints_are_page_boundaries_between_hit_and_last_token(p: Prompt, i
 
 
 @given(prompts(), intervals, st.integers(2, 10))
-def test_the_branching_point_and_the_end_make_room(p: Prompt, interval: int, limit: int) -> None:
+def test_the_branching_point_the_end_and_marks_make_room(p: Prompt, interval: int, limit: int) -> None:
     plan = p.plan(interval, limit)
     open_ = [at for at in range(p.hit + 1, p.length) if at % p.page_size == 0 and not p.inside(at)]
     wanted = {max((at for at in open_ if at <= bound), default=p.hit) for bound in (p.reach, p.length - 1)} - {p.hit}
-    assert {checkpoint.position for checkpoint in plan if checkpoint.room} == wanted
+    assert {checkpoint.position for checkpoint in plan if checkpoint.reason in ("branch", "end")} == wanted
+    assert all(checkpoint.room == (checkpoint.reason != "regular") for checkpoint in plan)
+
+
+@given(prompts(), intervals, caps)
+def test_marks_count_at_the_boundary_before_them_and_after_what_the_tree_knows(
+    p: Prompt, interval: int, limit: int
+) -> None:
+    plan = p.plan(interval, limit)
+    kept = [at for at, reason in plan if reason == "mark"]
+    known, end = max(p.hit, p.boundary(p.reach)), p.boundary(p.length - 1)
+    borders = {p.boundary(mark) for mark in p.marks}
+    between = {at for at in borders if known < at < end}
+    room = limit - sum(reason in ("branch", "end") for _, reason in plan)
+    assert set(kept) <= between
+    assert len(kept) == min(len(between), MOST_MARKS, room)
+
+
+def computed(start: int, kept: list[int], marks: list[int]) -> int:
+    """What is computed if one prompt parts at each mark: from the last state at or before it."""
+    return sum(mark - max(at for at in [start, *kept] if at <= mark) for mark in marks)
+
+
+@given(st.integers(0, 50), st.sets(st.integers(1, 200), max_size=7), st.integers(-1, 4))
+def test_each_mark_that_is_chosen_saves_the_most_that_is_left_to_save(start: int, after: set[int], limit: int) -> None:
+    marks = sorted(start + each for each in after)
+    chosen = most_saving(start, marks, limit)
+    assert len(chosen) == min(max(limit, 0), len(marks))
+    for i, mark in enumerate(chosen):
+        left = [other for other in marks if other not in chosen[:i]]
+        best = min(computed(start, [*chosen[:i], other], marks) for other in left)
+        assert computed(start, [*chosen[:i], mark], marks) == best
 
 
 @given(prompts(), st.integers(1, 64), caps)
 def test_regular_checkpoints_are_multiples_of_the_interval_and_of_a_page(p: Prompt, interval: int, limit: int) -> None:
-    regular = [checkpoint.position for checkpoint in p.plan(interval, limit) if not checkpoint.room]
+    regular = [checkpoint.position for checkpoint in p.plan(interval, limit) if checkpoint.reason == "regular"]
     assert all(position % interval == 0 for position in regular)
 
 
 @given(prompts(), st.integers(1, 64), st.integers(1, 10), st.integers(0, 500))
 def test_a_longer_prompt_has_the_checkpoints_of_a_shorter_one(p: Prompt, interval: int, limit: int, more: int) -> None:
     """So that each checkpoint of their shared prefix is kept once."""
-    longer = p._replace(length=p.length + more, reach=p.hit)
-    shorter = p._replace(reach=p.hit)
-    shared = [at for at, room in longer.plan(interval, limit) if not room and at < p.length - p.page_size]
+    longer = p._replace(length=p.length + more, reach=p.hit, marks=[])
+    shorter = p._replace(reach=p.hit, marks=[])
+    shared = [at for at, reason in longer.plan(interval, limit) if reason == "regular" and at < p.length - p.page_size]
     assert set(shared) <= set(positions(shorter.plan(interval, limit)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "interval", "limit", "expected"),
     [
-        ((0, 0, 40), 0, 8, [(32, True)]),
-        ((0, 0, 48), 0, 8, [(32, True)]),  # a state at 48 would not serve the same prompt again
-        ((0, 0, 49), 0, 8, [(48, True)]),
+        ((0, 0, 40), 0, 8, [(32, "end")]),
+        ((0, 0, 48), 0, 8, [(32, "end")]),  # a state at 48 would not serve the same prompt again
+        ((0, 0, 49), 0, 8, [(48, "end")]),
         ((0, 0, 16), 0, 8, []),
         ((32, 32, 40), 0, 8, []),
-        ((0, 16, 40), 0, 8, [(16, True), (32, True)]),
-        ((16, 16, 40), 0, 8, [(32, True)]),  # no prompt parts where a state is already
-        ((0, 48, 48), 0, 8, [(32, True)]),  # all of it was known except the state
-        ((0, 16, 40), 0, 1, [(16, True)]),
+        ((0, 16, 40), 0, 8, [(16, "branch"), (32, "end")]),
+        ((16, 16, 40), 0, 8, [(32, "end")]),  # no prompt parts where a state is already
+        ((0, 48, 48), 0, 8, [(32, "end")]),  # all of it was known except the state
+        ((0, 16, 40), 0, 1, [(16, "branch")]),
         ((0, 16, 40), 0, 0, []),
-        ((0, 16, 200), 64, 8, [(16, True), (64, False), (128, False), (192, True)]),
-        ((64, 64, 200), 64, 8, [(128, False), (192, True)]),
-        ((0, 64, 200), 64, 8, [(64, True), (128, False), (192, True)]),
-        ((0, 0, 200), 24, 8, [(48, False), (96, False), (144, False), (192, True)]),
-        ((0, 0, 1000), 64, 5, [(256, False), (512, False), (768, False), (992, True)]),
-        ((0, 0, 1000), 64, 1, [(992, True)]),
+        ((0, 16, 200), 64, 8, [(16, "branch"), (64, "regular"), (128, "regular"), (192, "end")]),
+        ((64, 64, 200), 64, 8, [(128, "regular"), (192, "end")]),
+        ((0, 64, 200), 64, 8, [(64, "branch"), (128, "regular"), (192, "end")]),
+        ((0, 0, 200), 24, 8, [(48, "regular"), (96, "regular"), (144, "regular"), (192, "end")]),
+        ((0, 0, 1000), 64, 5, [(256, "regular"), (512, "regular"), (768, "regular"), (992, "end")]),
+        ((0, 0, 1000), 64, 1, [(992, "end")]),
     ],
 )
-def test_plans(arguments: tuple[int, int, int], interval: int, limit: int, expected: list[tuple[int, bool]]) -> None:
+def test_plans(arguments: tuple[int, int, int], interval: int, limit: int, expected: list[tuple[int, str]]) -> None:
     assert plan_checkpoints(*arguments, 16, interval=interval, limit=limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "marks", "limit", "expected"),
+    [
+        (0, [100], 8, [96]),
+        (0, [100, 15, 399, 400], 8, [96]),  # the first page, and the end of the prompt, need no mark
+        (96, [100], 8, []),  # KV is there: if others had parted there, they would have left a state
+        (96, [100, 150], 8, [144]),
+        (0, [100], 1, []),  # the end comes first
+        (0, [50, 100, 150, 200], 8, [96, 144]),
+        (0, [300, 310, 350], 8, [288, 336]),
+    ],
+)
+def test_plans_with_marks(known: int, marks: list[int], limit: int, expected: list[int]) -> None:
+    plan = plan_checkpoints(0, known, 400, 16, marks=marks, limit=limit)
+    assert [at for at, reason in plan if reason == "mark"] == expected
 
 
 def test_what_would_be_inside_a_span_moves_before_it() -> None:
     spans = [Span(20, 70), Span(100, 130)]
     plan = plan_checkpoints(0, 48, 120, 16, interval=16, atomic=spans)
-    assert plan == [(16, True), (80, False), (96, True)]
+    assert plan == [(16, "branch"), (80, "regular"), (96, "end")]
 
 
 @given(prompts(), intervals, caps, st.integers(1, 70))
@@ -148,4 +209,4 @@ def test_chunks_are_as_long_as_may_be(p: Prompt, interval: int, limit: int, budg
     ],
 )
 def test_chunks(computed: int, budget: int, expected: int) -> None:
-    assert chunk_end(computed, budget, [Checkpoint(32, True), Checkpoint(64, False)], [Span(50, 90)]) == expected
+    assert chunk_end(computed, budget, [Checkpoint(32, "mark"), Checkpoint(64, "regular")], [Span(50, 90)]) == expected

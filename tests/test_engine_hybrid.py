@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
 
@@ -18,8 +19,8 @@ from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
-from mainstem.runtime.request import Completion
-from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, TierConfig, WritePolicy
+from mainstem.runtime.request import Completion, Request
+from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, SamplingParams, TierConfig, WritePolicy
 from mainstem.tiers.transfer import Move
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,6 +74,19 @@ def test_cold_and_warm_give_the_same_answers(family: str) -> None:
         assert cold.usage.cached_tokens == 0
         for warm, prompt in zip(answer(made, family), PROMPTS, strict=True):
             assert (warm.usage.cached_tokens, warm.usage.host_tokens) == ((len(prompt) - 1) // 4 * 4, 0)
+
+
+@pytest.mark.parametrize("marks", [(), (SHARED,)])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_a_mark_saves_the_second_request_what_it_shares(family: str, marks: tuple[int, ...]) -> None:
+    prompts = family_of_prompts(VOCAB, SHARED, [20, 13, 9], 3)
+    greedy = pair_of(family, KINDS[family])[1]
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0, logprobs=0)
+    with engine(family) as made:
+        found = [made.submit(Request(np.array(prompt), params, marks=marks)).result() for prompt in prompts]
+    for completion, prompt in zip(found, prompts, strict=True):
+        same(completion, greedy(prompt, NEW))
+    assert [each.usage.cached_tokens for each in found] == [0, SHARED if marks else 0, SHARED]
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_through_selective", "write_back"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from rigs.fake_engine import FakeTokenizer
+from rigs.templates import TEMPLATES, byte_tokenizer
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
 from mainstem.runtime.prompts import Prompts
@@ -117,3 +119,81 @@ def test_spelling_half_a_character() -> None:
     prompts = Prompts(FakeTokenizer(), 100)
     assert prompts.spell(65) == "A"
     assert prompts.spell("é".encode()[0]) == "\ufffd"
+
+
+# ---------------------------------------------------------------- marks
+
+SYSTEM = {"role": "system", "content": "Be brief, und höflich.  "}
+TURNS = [
+    {"role": "user", "content": "  What is a tree?"},
+    {"role": "assistant", "content": "A plant. "},
+    {"role": "user", "content": "And a vine?"},
+]
+CHATS = {name: TURNS if name == "gemma" else [SYSTEM, *TURNS] for name in TEMPLATES}
+
+
+def before_marks(prompts: Prompts, tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[str]:
+    """What is before each mark of a conversation."""
+    prompt = prompts.prepare(messages)
+    assert list(prompt.marks) == sorted(set(prompt.marks))
+    assert prompt.tokens.tolist() == prompts.conversation(messages).tolist()
+    return [tokenizer.decode(prompt.tokens[:mark]) for mark in prompt.marks]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"last"}))
+def test_a_mark_is_where_the_text_of_a_message_begins(name: str, slow: bool) -> None:
+    tokenizer = byte_tokenizer(name)
+    whole = tokenizer.apply_chat_template(CHATS[name], tokenize=False, add_generation_prompt=True)
+    trims = name in ("llama3", "gemma")
+    texts = [message["content"].strip() if trims else message["content"] for message in CHATS[name]]
+    begins, at = [], 0
+    for text in texts:
+        begins.append(whole.index(text, at))
+        at = begins[-1] + len(text)
+    prompts = Prompts(SlowTokenizer(tokenizer) if slow else tokenizer, 4096, marks=True)  # type: ignore[arg-type]
+    found = before_marks(prompts, tokenizer, CHATS[name])
+    if name == "asked":
+        begins = begins[1:]  # a conversation of a system message alone is refused
+    if name == "mistral":
+        begins = [begin for begin in begins if begin != whole.index(SYSTEM["content"])]  # the same: it writes none
+    assert found == [whole[:begin] for begin in begins]
+
+
+class SlowTokenizer:
+    """A tokenizer without offsets."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_a_mark_is_never_in_the_middle_of_what_a_template_rearranges() -> None:
+    tokenizer = byte_tokenizer("last")
+    found = before_marks(Prompts(tokenizer, 4096, marks=True), tokenizer, CHATS["last"])
+    assert found == [
+        "[user]  What is a tree?[assistant]A plant. [user]" + SYSTEM["content"] + " ",
+    ]
+
+
+def test_conversations_with_one_system_message_share_the_mark_at_its_end() -> None:
+    for name in sorted(set(TEMPLATES) - {"gemma", "last"}):
+        tokenizer = byte_tokenizer(name)
+        prompts = Prompts(tokenizer, 4096, marks=True)
+        one, other = (prompts.prepare([SYSTEM, {"role": "user", "content": each}]) for each in ("one", "two"))
+        assert one.marks == other.marks, name
+        assert one.tokens[: one.marks[-1]].tolist() == other.tokens[: one.marks[-1]].tolist(), name
+        assert tokenizer.decode(other.tokens[one.marks[-1] :]).startswith("two"), name
+
+
+def test_marks_cost_a_bounded_number_of_renderings_and_none_unless_wanted() -> None:
+    tokenizer = CountingTokenizer()
+    chat = [{"role": role, "content": str(at)} for at, role in enumerate(["user", "assistant"] * 50)]
+    assert Prompts(tokenizer, max_context=4096).prepare(chat).marks == ()
+    assert tokenizer.templated == 1
+    assert len(Prompts(tokenizer, max_context=4096, marks=True).prepare(chat).marks) == 8
+    assert tokenizer.templated == 1 + 1 + 2 * 8

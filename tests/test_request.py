@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -111,3 +113,15 @@ def test_positions_continue_after_the_prompt() -> None:
 def test_positions_are_three_rows_over_the_prompt(positions: np.ndarray) -> None:
     with pytest.raises(BadArgument, match=r"^positions = "):
         Request(np.arange(4), positions=positions)
+
+
+@pytest.mark.parametrize("marks", [(), (0,), (2, 3), [1], np.array([0, 3]), np.array([], np.int64)])
+def test_marks_are_positions_of_the_prompt(marks: Any) -> None:
+    assert Request([1, 2, 3], marks=marks).marks == tuple(int(mark) for mark in marks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("marks", [(-1,), (4,), (2, 2), (2, 1), (1.0,), ("a",), ((1, 2),), (True,), 3, None])
+def test_bad_marks_are_refused(marks: Any) -> None:
+    with pytest.raises(BadArgument, match="ascending integers from 0 to 3") as caught:
+        Request([1, 2, 3], marks=marks)  # type: ignore[arg-type]
+    assert caught.value.name == "marks"

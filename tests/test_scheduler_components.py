@@ -126,6 +126,7 @@ def test_random_work_gives_what_it_would_give_without_a_cache(seed: int, kind: s
             tokens,
             some_images(rng, len(tokens)) if images else (),
             rng.choice([None, None, None, "a"]),
+            marks=sorted(rng.sample(range(len(tokens) + 1), min(rng.choice([0, 0, 1, 3]), len(tokens)))),
             max_tokens=rng.choice([1, 2, 5, 12, 40]),
             temperature=rng.choice([0.0, 0.0, 1.0]),
             seed=rng.randrange(2**32),
@@ -180,6 +181,37 @@ def test_the_second_request_keeps_the_state_from_which_the_third_starts(shared: 
     first, second, third = (bench.one(a + [i] + prompt(i, 9)) for i in range(3))
     assert [bench.hit(id) for id in (first, second, third)] == [0, 0, 12]
     assert states_at(bench, a) == [12]
+
+
+@pytest.mark.parametrize("shared", [12, 13, 15])
+@pytest.mark.parametrize("window", [(), (Window(6),)])
+def test_with_a_mark_the_first_request_keeps_the_state_from_which_the_second_starts(
+    shared: int, window: tuple[Window]
+) -> None:
+    bench = Bench({Full(): 200, **dict.fromkeys(window, 100), State(): 20})
+    a = prompt("a", shared)
+    ids = [bench.one(a + [i] + prompt(i, 9), marks=[shared]) for i in range(3)]
+    assert [bench.hit(id) for id in ids] == [0, 12, 12]
+    assert bench.scheduler.totals.checkpoints == {"branch": 0, "mark": 1, "end": 3, "regular": 0}
+    assert bench.scheduler.totals.stateless_tokens == 0
+
+
+def test_without_a_mark_the_second_request_starts_from_the_last_state_that_was_kept() -> None:
+    bench = Bench(with_states(), checkpoint_tokens=8)
+    a = prompt("a", 21)
+    first, second, third = (bench.one(a + [i] + prompt(i, 9)) for i in range(3))
+    assert [bench.hit(id) for id in (first, second, third)] == [0, 16, 20]
+    assert bench.scheduler.totals.stateless_tokens == 4, "the KV of one page was there, but no state at its end"
+    assert bench.scheduler.totals.checkpoints == {"branch": 1, "mark": 0, "end": 3, "regular": 5}
+
+
+def test_the_state_at_a_mark_outlives_what_is_used_once() -> None:
+    bench = Bench(with_states(slots=5))
+    system = prompt("system", 24)
+    bench.one(system + prompt("question", 8), marks=[24], max_tokens=9)
+    for i in range(4):
+        bench.one(prompt(i, 9), max_tokens=9)
+    assert bench.hit(bench.one(system + prompt("other", 8), marks=[24])) == 24
 
 
 @pytest.mark.parametrize("token_budget", [4, 6, 24, 512])

@@ -407,13 +407,14 @@ class Lease:
             LeaseClosed: the lease has ended.
         """
 
-    def checkpoint(self, position: int, room: bool = True) -> bool:
+    def checkpoint(self, position: int, room: bool = True, mark: bool = False) -> bool:
         """
         Copies the state of this sequence, which is at `position`. Others see the copy once the pages up to there are published. Replaces a copy that was not published.
 
         Args:
             position: a page boundary, not before what is published.
             room: evict another state if no slot is free.
+            mark: other sequences are expected to part from this one here, as at the end of a system prompt: a newer state of this sequence does not supersede this one.
 
         Returns whether there was a slot for it.
 

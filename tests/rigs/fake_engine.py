@@ -155,6 +155,7 @@ class FakeEngine:
 
     name = "fake"
     vision: Any = None
+    has_states = False
     dtype = "float32"
     pages = 100
 

@@ -82,11 +82,12 @@ class Bench:
         images: tuple[ImageInput, ...] = (),
         namespace: str | None = None,
         priority: int = 0,
+        marks: Sequence[int] = (),
         **params: Any,
     ) -> str:
         """Adds a request; returns its id."""
         id = f"r{len(self.requests)}"
-        request = Request(np.array(tokens), SamplingParams(**params), namespace, priority, images)
+        request = Request(np.array(tokens), SamplingParams(**params), namespace, priority, images, marks=marks)
         self.scheduler.add(id, request)
         self.requests[id] = request
         return id

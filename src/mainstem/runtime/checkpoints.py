@@ -1,14 +1,15 @@
 """Where a request keeps a copy of its recurrent state, and so where its chunks end.
 
-    0 ---- hit ------- x ------- reach -- x ---------- end -- length      positions are page boundaries
-            |          |           |      |             |
-            starts     |        branch    |            end of the prompt: make room for these two
-            here       +------ interval --+            these take free slots only
+    0 ---- hit ------- x ------- reach -- x -- mark ----- end -- length     positions are page boundaries
+            |          |           |      |      |          |
+            starts     |        branch    |      |         end of the prompt: make room for these three
+            here       +------ interval --+------+         these take free slots only
 
 A state is worth a slot where another sequence will part from this one. Two such positions are known. At `reach` this
 prompt parts from what the tree has: KV was there and a state was not, so another sequence shares what is before it. At
-the end of the prompt, the same prompt and its continuations start. Checkpoints at regular positions are a guess. They
-are the same for all requests, and never evict other states.
+the end of the prompt, the same prompt and its continuations start. After `reach` the structure of the prompt says more:
+its marks are where messages begin. Up to `reach` the tree knows better, because other prompts parted there or did not.
+Checkpoints at regular positions are a guess. They are the same for all requests, and never evict other states.
 
 This module does not know slots, trees or models.
 """
@@ -17,7 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Reason = Literal["branch", "mark", "end", "regular"]
+"""Why a checkpoint is kept at a position."""
+
+MOST_MARKS = 2
+"""Marks of one prompt at which states are kept. Each takes a slot from another prompt."""
 
 
 class Span(NamedTuple):
@@ -32,11 +39,16 @@ class Checkpoint(NamedTuple):
 
     Args:
         position: a page boundary; the state is that of the tokens before it.
-        room: whether other states may be evicted for it.
+        reason: why it is kept.
     """
 
     position: int
-    room: bool
+    reason: Reason
+
+    @property
+    def room(self) -> bool:
+        """Whether other states may be evicted for it."""
+        return self.reason != "regular"
 
 
 def plan_checkpoints(
@@ -45,6 +57,7 @@ def plan_checkpoints(
     length: int,
     page_size: int,
     *,
+    marks: Sequence[int] = (),
     interval: int = 0,
     limit: int = 8,
     atomic: Sequence[Span] = (),
@@ -55,6 +68,9 @@ def plan_checkpoints(
     One token is always left to compute, so a state after the last token would serve only longer prompts, and save them
     one page more than this one does.
 
+    A mark counts at the last page boundary at or before it, and only between the branching point and the end. Of more
+    than `MOST_MARKS`, those are chosen that save most if other prompts part at each mark equally often.
+
     Regular positions are multiples of the interval, counted from 0. If there are too many, the interval doubles, so
     that the positions of a longer prompt are among those of a shorter one.
 
@@ -63,8 +79,9 @@ def plan_checkpoints(
         reach: how far the tree has KV of this prompt, at least `hit`.
         length: positions of the prompt.
         page_size: positions per page.
+        marks: positions in [0, length] where other prompts are expected to part from this one, in any order.
         interval: positions between regular checkpoints, rounded to a multiple of the page size; 0: there are none.
-        limit: checkpoints in all. The branching point comes first, then the end, then regular ones.
+        limit: checkpoints in all. The branching point comes first, then the end, marks, and regular ones.
         atomic: spans of the prompt, disjoint and ascending; no checkpoint is inside one.
 
     Returns:
@@ -73,10 +90,39 @@ def plan_checkpoints(
     assert 0 <= hit <= reach and page_size >= 1 and interval >= 0 and limit >= 0
     end = last_boundary(length - 1, page_size, atomic)
     branch = min(last_boundary(reach, page_size, atomic), end)
-    wanted = [position for position in dict.fromkeys((branch, end)) if position > hit][:limit]
-    regular = _regular(hit, end, math.lcm(interval, page_size), limit - len(wanted), {*wanted}, atomic)
-    plan = [Checkpoint(position, True) for position in wanted]
-    return sorted(plan + [Checkpoint(position, False) for position in regular])
+    known: dict[int, Reason] = {branch: "branch", end: "end"}
+    plan = dict([planned for planned in known.items() if planned[0] > hit][:limit])
+    start = max(hit, branch)
+    borders = {last_boundary(mark, page_size, atomic) for mark in marks}
+    between = sorted(border for border in borders if start < border < end)
+    plan |= dict.fromkeys(most_saving(start, between, min(MOST_MARKS, limit - len(plan))), "mark")
+    regular = _regular(hit, end, math.lcm(interval, page_size), limit - len(plan), {*plan}, atomic)
+    plan |= dict.fromkeys(regular, "regular")
+    return sorted(Checkpoint(*planned) for planned in plan.items())
+
+
+def most_saving(start: int, marks: Sequence[int], limit: int) -> list[int]:
+    """Returns at most `limit` of the marks, one after another the one that saves most.
+
+    Other prompts are taken to part at each mark equally often. A prompt computes what is between the last state before
+    the mark and the mark. So a state at a mark saves the distance to the state before it, once for each mark from there
+    up to the next state.
+
+    Args:
+        start: the position of the last state before the marks.
+        marks: ascending and distinct, all after `start`.
+        limit: 0 or less: none.
+    """
+    chosen: list[int] = []
+
+    def saved(mark: int) -> int:
+        before = max([start, *(kept for kept in chosen if kept < mark)])
+        after = min((kept for kept in chosen if kept > mark), default=math.inf)
+        return (mark - before) * sum(mark <= other < after for other in marks)
+
+    for _ in range(min(limit, len(marks))):
+        chosen.append(max((mark for mark in marks if mark not in chosen), key=saved))
+    return chosen
 
 
 def last_boundary(position: int, page_size: int, atomic: Sequence[Span]) -> int:

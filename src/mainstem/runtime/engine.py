@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -125,6 +126,7 @@ class Engine:
         pages: pages of the first pool.
         max_context: positions that one request can have: the model's limit, or the pool's if it is smaller.
         vision: makes prompts of chats with images; None: the model takes none.
+        has_states: the model has recurrent states, so the marks of requests count.
 
     Raises:
         BadArgument: `kv_bytes` holds no page, or the policy does not exist.
@@ -148,6 +150,7 @@ class Engine:
         self.name = loaded.name
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.dtype: torch.dtype = loaded.dtype
+        self.has_states = any(isinstance(component, State) for component in sizes)
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
         report("test", 0, 1)
@@ -508,7 +511,7 @@ class Engine:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             adapters=len(self._model.adapters.names),
-            totals=replace(self._scheduler.totals),
+            totals=deepcopy(self._scheduler.totals),
             cache=self._cache.stats(),
             tiers=None if self._tiers is None else self._tiers.stats(),
             vision=None if self.vision is None else self.vision.stats(),

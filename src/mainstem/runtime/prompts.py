@@ -3,21 +3,35 @@
 This module knows the tokenizer, its chat template and the model's context. It does not know HTTP. A text that cannot
 fit is rejected by its size, before the template or the tokenizer processes it. All calls may be slow on a long text:
 callers with an event loop run them on a thread.
+
+**Marks.** Other conversations may go on differently wherever a message begins. Templates differ in what they write
+there, so it is found by trial: the conversation up to a message is rendered twice, with two other texts in its place.
+What both have in common ends where that message's text begins, after the system message, the tools, and all turns
+before. It counts only if the real prompt begins with it: a template that treats the last message differently yields
+fewer marks, never wrong ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from mainstem.errors import BadArgument, BadTokens, RequestTooLong
+from mainstem.runtime.request import PreparedPrompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_TRIED = 4
+"""Messages at each end of a conversation at which marks are looked for: bounds the cost."""
+
+_PROBES = ("A", "B")  # texts in place of a message; they must have no beginning in common
 
 
 class Prompts:
@@ -26,11 +40,13 @@ class Prompts:
     Args:
         tokenizer: the model's tokenizer.
         max_context: positions that the model takes, prompt and answer together.
+        marks: whether `prepare` looks for marks, which only models with recurrent states need.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_context: int, *, marks: bool = False) -> None:
         self._tokenizer = tokenizer
         self._max_context = max_context
+        self._marks = marks
         # A lossless tokenizer cannot fit more bytes than this into the context.
         self._max_bytes = max_context * max(len(token.encode()) for token in tokenizer.get_vocab())
 
@@ -64,6 +80,10 @@ class Prompts:
     def conversation(
         self, messages: Sequence[Mapping[str, str]], *, generation_prompt: bool = True
     ) -> NDArray[np.int32]:
+        """Returns the tokens of `prepare`, int32 [n], n >= 1."""
+        return self._encode(self._checked(messages, generation_prompt), special_tokens=False, name="messages")
+
+    def prepare(self, messages: Sequence[Mapping[str, str]], *, generation_prompt: bool = True) -> PreparedPrompt:
         """Encodes a conversation, up to where the assistant's answer begins.
 
         Args:
@@ -71,25 +91,68 @@ class Prompts:
             generation_prompt: False: only up to the end of the messages, for the prefix of a longer conversation.
 
         Returns:
-            int32 [n], n >= 1.
+            The tokens, n >= 1, and the marks if they are looked for: where the texts of messages begin.
 
         Raises:
             BadArgument: the chat template rejects the conversation, there is no template, or a message is not encodable
                 as UTF-8.
             RequestTooLong: it is longer than the context; raised before the template runs if no tokenisation could fit.
         """
+        text = self._checked(messages, generation_prompt)
+        if not self._marks:
+            return PreparedPrompt(self._encode(text, special_tokens=False, name="messages"))
+        borders = sorted({*self._borders(messages, text)})
+        if not getattr(self._tokenizer, "is_fast", False):
+            tokens = self._encode(text, special_tokens=False, name="messages")
+            return PreparedPrompt(tokens, marks=self._positions(text, tokens, borders))
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ends = [end for _, end in encoded["offset_mapping"]]
+        tokens = self._checked_ids(text, encoded["input_ids"], "messages")
+        return PreparedPrompt(tokens, marks=tuple(sorted({bisect_right(ends, border) for border in borders})))
+
+    def _checked(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool) -> str:
+        """Returns the text of a conversation that may fit."""
         if len(messages) > self._max_context:
             raise RequestTooLong(f"messages: {len(messages)} messages cannot fit {self._max_context} tokens")
         self.check_size([message["content"] for message in messages], "messages")
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation_prompt
-            )
+            text = self._render(messages, generation_prompt)
         except (TemplateError, ValueError, TypeError) as error:
             given = [message["role"] for message in messages]
             raise BadArgument("messages", given, f"messages that the model's chat template takes: {error}") from error
-        self.check_size([str(text)], "messages")
-        return self._encode(str(text), special_tokens=False, name="messages")
+        self.check_size([text], "messages")
+        return text
+
+    def _render(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool) -> str:
+        given = [dict(message) for message in messages]
+        text: Any = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=generation_prompt)
+        return str(text)
+
+    def _borders(self, messages: Sequence[Mapping[str, str]], text: str) -> Iterator[int]:
+        """Yields characters of the rendered conversation at which the texts of messages begin."""
+        count = len(messages)
+        for at in sorted({*range(min(count, _TRIED)), *range(max(count - _TRIED, 0), count)}):
+            head, message = messages[:at], messages[at]
+            try:
+                one, other = (
+                    self._render([*head, {**message, "content": probe}], generation_prompt=False) for probe in _PROBES
+                )
+            except (TemplateError, ValueError, TypeError):
+                continue  # a conversation that this template does not let end here
+            border = _same(one, other)
+            shown = border < len(one)  # else this template leaves the message out
+            if shown and text.startswith(one[:border]):
+                yield border
+
+    def _positions(self, text: str, tokens: NDArray[np.int32], borders: Sequence[int]) -> tuple[int, ...]:
+        """Returns how many tokens are before each of these characters, for a tokenizer that keeps no offsets."""
+        found = set()
+        for border in borders:
+            before = np.asarray(self._tokenizer.encode(text[:border], add_special_tokens=False), np.int32)
+            n = min(len(before), len(tokens))
+            different = np.flatnonzero(before[:n] != tokens[:n])
+            found.add(int(different[0]) if different.size else n)
+        return tuple(sorted(found))
 
     def spell(self, token: int) -> str:
         """Returns the text of a single token; a part of a character shows as U+FFFD."""
@@ -115,7 +178,9 @@ class Prompts:
             raise RequestTooLong(f"{name}: {tokens} tokens, but the context has {self._max_context}")
 
     def _encode(self, text: str, *, special_tokens: bool, name: str) -> NDArray[np.int32]:
-        ids = self._tokenizer.encode(text, add_special_tokens=special_tokens)
+        return self._checked_ids(text, self._tokenizer.encode(text, add_special_tokens=special_tokens), name)
+
+    def _checked_ids(self, text: str, ids: Sequence[int], name: str) -> NDArray[np.int32]:
         if not ids:
             raise BadArgument(name, text, "a text with at least one token")
         return self._fitting(ids, name)
@@ -125,6 +190,15 @@ class Prompts:
         prompt = np.asarray(ids, dtype=np.int32)
         prompt.flags.writeable = False
         return prompt
+
+
+def _same(one: str, other: str) -> int:
+    """Returns the length of the common beginning of two texts, by bisection, which compares in C."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
 
 
 def _utf8_bytes(text: str, name: str) -> int:

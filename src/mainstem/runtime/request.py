@@ -5,7 +5,7 @@ Every layer of the runtime and the server uses these types. They do not know sch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +67,13 @@ class PreparedPrompt:
         tokens: int32 [n], read-only; values at the positions of images are ignored.
         images: in order.
         positions: int64 [3, n] for models with M-RoPE; None: token i is at position i.
+        marks: as in `Request`.
     """
 
     tokens: NDArray[np.int32]
     images: tuple[ImageInput, ...] = ()
     positions: NDArray[np.int64] | None = None
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,9 +89,11 @@ class Request:
         images: in order and disjoint; the values of `tokens` at their positions are ignored.
         positions: int64 [3, n]: the M-RoPE positions of each token of the prompt; None: its index.
         adapter: computes in place of the base model; the namespace must name it, too.
+        marks: positions in [0, n], ascending, where other prompts are expected to part from this one: the end of the
+            system message, of the tools, of each turn. A model with recurrent states keeps some of its states there.
 
     Raises:
-        BadArgument: the namespace, the priority, the images or the positions are invalid.
+        BadArgument: the namespace, the priority, the images, the positions or the marks are invalid.
         BadTokens: the prompt is empty, has more than one dimension, or holds anything but int32 integers >= 0.
     """
 
@@ -100,6 +104,7 @@ class Request:
     images: tuple[ImageInput, ...] = ()
     positions: NDArray[np.int64] | None = None
     adapter: Adapter | None = None
+    marks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         """Checks the fields, and copies the prompt, so that it cannot change while the request runs."""
@@ -116,6 +121,7 @@ class Request:
         # Many requests may share an array that cannot change.
         object.__setattr__(self, "tokens", _frozen(given, np.dtype(np.int32)))
         _check_images(self.images, len(given))
+        object.__setattr__(self, "marks", _checked_marks(self.marks, len(given)))
         if self.positions is not None:
             object.__setattr__(self, "positions", _checked_positions(self.positions, len(given)))
 
@@ -150,6 +156,14 @@ def _check_images(images: tuple[ImageInput, ...], length: int) -> None:
             "images", f"one at [{image.start}, {image.end})", fits, f"in order, disjoint, and inside [{end}, {length})"
         )
         end = image.end
+
+
+def _checked_marks(marks: Sequence[int], length: int) -> tuple[int, ...]:
+    given = np.asarray(marks)
+    whole = given.ndim == 1 and given.dtype.kind in ("iu" if given.size else "iuf")
+    fits = whole and (not given.size or (given[0] >= 0 and given[-1] <= length and bool((np.diff(given) > 0).all())))
+    _require("marks", marks, bool(fits), f"ascending integers from 0 to {length}")
+    return tuple(given.tolist())
 
 
 def _checked_positions(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:

@@ -37,9 +37,9 @@ import heapq
 import logging
 import random as random_module
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from mainstem.cache import Lease, PrefixCache
 from mainstem.components import Chunked, Full, State, Window
 from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
-from mainstem.runtime.checkpoints import Checkpoint, last_boundary, plan_checkpoints
+from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
@@ -101,6 +101,8 @@ class Totals:
         generated_tokens: sampled.
         preemptions: times a running request was preempted.
         errors: requests that ended with an error.
+        stateless_tokens: prompt tokens computed although full attention had them: no state or window was kept there.
+        checkpoints: states kept at planned positions of prompts, by reason.
     """
 
     requests: int = 0
@@ -112,6 +114,8 @@ class Totals:
     generated_tokens: int = 0
     preemptions: int = 0
     errors: int = 0
+    stateless_tokens: int = 0
+    checkpoints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Reason), 0))
 
     @property
     def device_tokens(self) -> int:
@@ -458,6 +462,7 @@ class Scheduler:
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock()
             self._count_hits(sequence, 0 if load is None else load.pages * self._cache.page_size)
+            self.totals.stateless_tokens += max(0, lease.reach - sequence.computed)
             sequence.counted = load
         self._report_progress(sequence)
 
@@ -471,6 +476,7 @@ class Scheduler:
             lease.reach,
             sequence.length,
             page,
+            marks=sequence.request.marks,
             interval=limits.checkpoint_tokens,
             limit=limits.states_per_path,
             atomic=sequence.atomic,
@@ -513,7 +519,9 @@ class Scheduler:
                 self._finish(sequence, "error", error="the model's logits hold NaN or infinity")
                 continue
             was_prefilling = sequence.prefilling
-            sequence.advance(n)
+            kept = sequence.advance(n)
+            if kept is not None:
+                self.totals.checkpoints[kept] += 1
             if was_prefilling:
                 self._report_progress(sequence)
         for sequence, choice in chosen.items():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mainstem.cache import Lease
 from mainstem.keys import Encoded, Image, KeyKind, Spliced, TokenLike
 from mainstem.namespaces import encode_namespace
-from mainstem.runtime.checkpoints import Checkpoint, Span, chunk_end
+from mainstem.runtime.checkpoints import Checkpoint, Reason, Span, chunk_end
 from mainstem.runtime.request import Request, Usage
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler
@@ -159,7 +159,7 @@ class Sequence:
         requested = [checkpoint.position for checkpoint in self._checkpoints if checkpoint.room]
         if position > self.computed and position not in requested and len(requested) < limit:
             others = [checkpoint for checkpoint in self._checkpoints if checkpoint.position != position]
-            self._checkpoints = [*others, Checkpoint(position, room=True)]
+            self._checkpoints = [*others, Checkpoint(position, "branch")]
 
     def last_planned(self, position: int) -> int:
         """Returns the last planned checkpoint at or before `position`; 0 if there is none."""
@@ -210,10 +210,13 @@ class Sequence:
             namespace=self.namespace,
         )
 
-    def advance(self, n: int) -> None:
+    def advance(self, n: int) -> Reason | None:
         """Counts n tokens as computed, and publishes every page that they fill, so that others can use it at once.
 
         Where there are states, the pages of the answer are published at its end: without its state they are no use.
+
+        Returns:
+            The reason of the planned checkpoint that was kept there; None if there was none, or no slot.
         """
         assert self._lease is not None
         prefilling = self.prefilling
@@ -221,13 +224,17 @@ class Sequence:
         if self._page_size and not prefilling:
             if self.computed % self._page_size == 0:
                 self._lease.checkpoint(self.computed)
-            return
-        for checkpoint in self._checkpoints:
-            if checkpoint.position == self.computed:
-                self._lease.checkpoint(self.computed, room=checkpoint.room)
+            return None
+        kept: Reason | None = None
+        for position, reason in self._checkpoints:
+            if position == self.computed and self._lease.checkpoint(
+                position, room=reason != "regular", mark=reason == "mark"
+            ):
+                kept = reason
         self._lease.publish(self.computed)
         if self._page_size and not self.prefilling and self.computed % self._page_size == 0:
             self._lease.checkpoint(self.computed)
+        return kept
 
     def append(self, token: int) -> None:
         """Appends a sampled token."""

@@ -249,7 +249,7 @@ class _Service:
         self._access = Access(config.api_key, config.admin_key, secret(32))
         self._now = now
         self._started = int(now())
-        self._prompts = Prompts(engine.tokenizer, engine.max_context)
+        self._prompts = Prompts(engine.tokenizer, engine.max_context, marks=engine.has_states)
         self._metrics = Metrics(engine, clock, recorder)
         self._recorder = recorder
         self._pictures = Pictures(config.images)
@@ -366,7 +366,7 @@ class _Service:
         if vision is None:
             if images:
                 raise protocol.text_only(images[0]["at"])
-            return PreparedPrompt(self._prompts.conversation(messages, generation_prompt=generation_prompt))
+            return self._prompts.prepare(messages, generation_prompt=generation_prompt)
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         self._prompts.check_length(len(messages), "messages")
         self._prompts.check_size(texts + [part["text"] for part in protocol.parts(messages, "text")], "messages")
@@ -394,7 +394,7 @@ class _Service:
 
         def request(choice: int) -> Request:
             given = (ask.params(room, choice), namespace, ask.priority or 0)
-            return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions)
+            return Request(prompt.tokens, *given, images=prompt.images, positions=prompt.positions, marks=prompt.marks)
 
         if ask.seed is None:
             return [request(0)] * ask.choices

@@ -1,0 +1,61 @@
+"""Chat templates of the forms that models have, and a byte-level tokenizer for them."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    # It strips what people write, and names the day.
+    "llama3": (
+        "{{ bos_token }}<|system|>\n\nToday is {{ strftime_now('%d %b %Y') }}.\n"
+        "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% set messages = messages[1:] %}"
+        "{% endif %}<|eot|>{% for m in messages %}{{ '<|' + m['role'] + '|>\n\n' + (m['content'] | trim) + '<|eot|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n\n' }}{% endif %}"
+    ),
+    # It has no system role.
+    "gemma": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<turn>' + m['role'] + '\n' + "
+        "(m['content'] | trim) + '<end>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
+    ),
+    # It writes the system message into the first message of the user.
+    "mistral": (
+        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set loop_messages = "
+        "messages[1:] %}{% else %}{% set loop_messages = messages %}{% endif %}{{ bos_token }}"
+        "{% for m in loop_messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}{{ '[INST] ' }}"
+        "{% if loop.first and system is defined %}{{ system + '\n\n' }}{% endif %}{{ m['content'] + '[/INST]' }}"
+        "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    ),
+    # It writes the system message into the last message of the user: no prefix of a conversation stays a prefix.
+    "last": (
+        "{% for m in messages %}{% if m['role'] != 'system' %}{{ '[' + m['role'] + ']' }}{% if loop.last and "
+        "messages[0]['role'] == 'system' %}{{ messages[0]['content'] + ' ' }}{% endif %}{{ m['content'] }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    ),
+    # It wants a question in every conversation.
+    "asked": (
+        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+        "{{ raise_exception('no question') }}{% endif %}{% for m in messages %}"
+        "{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    ),
+}
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Returns a fast tokenizer with a token for each byte, and a chat template from `TEMPLATES`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<s>": 0, "</s>": 1} | {letter: at + 2 for at, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.chat_template = TEMPLATES[template]
+    return made
