@@ -90,7 +90,7 @@ class Limits(Settings):
 
     Args:
         checkpoint_tokens: Approximate number of prompt tokens between checkpoints of a recurrent state.
-            Checkpoints are kept while slots are free. 0 keeps them only where prompts part and end.
+            Checkpoints are kept while slots are free. 0 keeps them only at marks and where prompts part and end.
         states_per_path: Maximum number of checkpoints along one sequence; 1 or more.
         token_budget: Maximum number of prompt tokens per step, over all requests; 1 or more.
         max_running: Maximum number of requests that run at the same time; 1 or more.
