@@ -261,13 +261,13 @@ def ask_of(prompt: Sequence[int], answer: Sequence[int]) -> Ask:
     return Ask([tokens[at * PAGE] for at in range(last)], (len(prompt) - 1) // PAGE, tuple(sorted(begins)))
 
 
-def asks_of(trace: Trace, borders: Sequence[Sequence[int]] | None = None) -> list[Ask]:
+def asks_of(trace: Trace, boundaries: Sequence[Sequence[int]] | None = None) -> list[Ask]:
     """Returns the requests of a trace.
 
     Args:
         trace: requests of a chat follow each other; where chats are unknown, a request goes on with the first later one
             that begins with all its whole blocks and is long enough.
-        borders: tokens before each message of each request, besides the turns of its chat; None: there are no marks.
+        boundaries: tokens before each message of each request, besides the turns of its chat; None: there are no marks.
     """
     batches = list(trace.batches())
     given = [int(tokens) for batch in batches for tokens in batch.input_tokens]
@@ -277,7 +277,7 @@ def asks_of(trace: Trace, borders: Sequence[Sequence[int]] | None = None) -> lis
     chats = [int(chat) for batch in batches for chat in batch.chat]
     paths = [batch.blocks[begin:end].tolist() for batch in batches for begin, end in pairwise(batch.offsets.tolist())]
     size = trace.block_size
-    next_of = _next_turns(chats, paths, given, ends, size) if borders is None else _next_in_chat(chats)
+    next_of = _next_turns(chats, paths, given, ends, size) if boundaries is None else _next_in_chat(chats)
     turns: defaultdict[int, list[int]] = defaultdict(list)
     asks = []
     for at, path in enumerate(paths):
@@ -286,7 +286,7 @@ def asks_of(trace: Trace, borders: Sequence[Sequence[int]] | None = None) -> lis
         if (following := next_of.get(at)) is not None:
             whole += paths[following][len(whole) : last]
         whole += [(at << 32) + i for i in range(last - len(whole))]
-        marks = [] if borders is None else [*borders[at], *turns[chats[at]]]
+        marks = [] if boundaries is None else [*boundaries[at], *turns[chats[at]]]
         if chats[at] >= 0:
             turns[chats[at]] += [given[at], ends[at]]
         asks.append(Ask(whole[:last], (given[at] - 1) // size, tuple(sorted({mark // size for mark in marks}))))

@@ -93,8 +93,8 @@ def plan_checkpoints(
     known: dict[int, Reason] = {branch: "branch", end: "end"}
     plan = dict([planned for planned in known.items() if planned[0] > hit][:limit])
     start = max(hit, branch)
-    borders = {last_boundary(mark, page_size, atomic) for mark in marks}
-    between = sorted(border for border in borders if start < border < end)
+    ends = {last_boundary(mark, page_size, atomic) for mark in marks}
+    between = sorted(at for at in ends if start < at < end)
     plan |= dict.fromkeys(most_saving(start, between, min(MOST_MARKS, limit - len(plan))), "mark")
     regular = _regular(hit, end, math.lcm(interval, page_size), limit - len(plan), {*plan}, atomic)
     plan |= dict.fromkeys(regular, "regular")

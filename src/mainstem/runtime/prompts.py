@@ -101,14 +101,14 @@ class Prompts:
         text = self._checked(messages, generation_prompt)
         if not self._marks:
             return PreparedPrompt(self._encode(text, special_tokens=False, name="messages"))
-        borders = sorted({*self._borders(messages, text)})
+        boundaries = sorted({*self._boundaries(messages, text)})
         if not getattr(self._tokenizer, "is_fast", False):
             tokens = self._encode(text, special_tokens=False, name="messages")
-            return PreparedPrompt(tokens, marks=self._positions(text, tokens, borders))
+            return PreparedPrompt(tokens, marks=self._positions(text, tokens, boundaries))
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ends = [end for _, end in encoded["offset_mapping"]]
         tokens = self._checked_ids(text, encoded["input_ids"], "messages")
-        return PreparedPrompt(tokens, marks=tuple(sorted({bisect_right(ends, border) for border in borders})))
+        return PreparedPrompt(tokens, marks=tuple(sorted({bisect_right(ends, boundary) for boundary in boundaries})))
 
     def _checked(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool) -> str:
         """Returns the text of a conversation that may fit."""
@@ -128,7 +128,7 @@ class Prompts:
         text: Any = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=generation_prompt)
         return str(text)
 
-    def _borders(self, messages: Sequence[Mapping[str, str]], text: str) -> Iterator[int]:
+    def _boundaries(self, messages: Sequence[Mapping[str, str]], text: str) -> Iterator[int]:
         """Yields characters of the rendered conversation at which the texts of messages begin."""
         count = len(messages)
         for at in sorted({*range(min(count, _TRIED)), *range(max(count - _TRIED, 0), count)}):
@@ -139,16 +139,16 @@ class Prompts:
                 )
             except (TemplateError, ValueError, TypeError):
                 continue  # a conversation that this template does not let end here
-            border = _same(one, other)
-            shown = border < len(one)  # else this template leaves the message out
-            if shown and text.startswith(one[:border]):
-                yield border
+            boundary = _same(one, other)
+            shown = boundary < len(one)  # else this template leaves the message out
+            if shown and text.startswith(one[:boundary]):
+                yield boundary
 
-    def _positions(self, text: str, tokens: NDArray[np.int32], borders: Sequence[int]) -> tuple[int, ...]:
+    def _positions(self, text: str, tokens: NDArray[np.int32], boundaries: Sequence[int]) -> tuple[int, ...]:
         """Returns how many tokens are before each of these characters, for a tokenizer that keeps no offsets."""
         found = set()
-        for border in borders:
-            before = np.asarray(self._tokenizer.encode(text[:border], add_special_tokens=False), np.int32)
+        for boundary in boundaries:
+            before = np.asarray(self._tokenizer.encode(text[:boundary], add_special_tokens=False), np.int32)
             n = min(len(before), len(tokens))
             different = np.flatnonzero(before[:n] != tokens[:n])
             found.add(int(different[0]) if different.size else n)
