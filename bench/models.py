@@ -148,7 +148,9 @@ def _text(family: str, changes: Mapping[str, Any], settings: Settings, folder: P
     model = tiny(family, **changes)
     made = replace(loaded(model, family), tokenizer=_Silent())  # type: ignore[arg-type]
     prompts = _random_prompts(settings)
-    return Subject(made, copy.deepcopy(model), lambda _: prompts)
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")  # the others leave out soft caps
+    return Subject(made, plain, lambda _: prompts)
 
 
 def _random_prompts(settings: Settings) -> list[Prompt]:

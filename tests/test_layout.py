@@ -49,6 +49,7 @@ def configure(family: str, **changes: Any) -> PreTrainedConfig:
             {"full": (2,), "window": (0, 1, 3)},
             (),
         ),
+        ("gemma2", {"sliding_window": 512}, [Full(), Window(512)], {"full": (1, 3), "window": (0, 2)}, ()),
         ("gpt_oss", {}, [Full(), Window(128)], {"full": (1, 3), "window": (0, 2)}, ()),
         ("qwen3_next", {}, [Full(), State()], {"full": (3,)}, (0, 1, 2)),
         ("lfm2", {"layer_types": ["conv", FULL, "conv", FULL]}, [Full(), State()], {"full": (1, 3)}, (0, 2)),
@@ -102,7 +103,6 @@ def test_the_text_part_of_a_model_with_images_counts() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gemma2", {}, "soft-capped"),
         ("llama4_text", {"attn_temperature_tuning": False}, "chunked_attention"),
         ("llama4_text", {"layer_types": [FULL] * 4}, "temperature"),
         ("deepseek_v3", {}, "latent"),

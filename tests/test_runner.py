@@ -130,7 +130,7 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
         *((f"{family} windowed", 4) for family in WINDOWED),
         *(
             (f"{family} windowed", page_size)
-            for family in ("mistral", "gemma3_text", "gpt_oss")
+            for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
             for page_size in (1, 16)
         ),
         pytest.param(("SmolLM2", 16), marks=pytest.mark.model),
@@ -473,8 +473,9 @@ class _Recorded(SdpaAttention):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        out = super().attend(layer, query, key, value, scale, plan, sinks)
+        out = super().attend(layer, query, key, value, scale, plan, sinks, softcap)
         self.log.append(("computed", layer))
         return out
 
@@ -585,7 +586,6 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gemma2", {"sliding_window": CONTEXT}, "soft-capped"),
         ("llama4_text", {}, "chunked_attention"),
         ("rwkv", {}, "keeps its state in an argument of its own"),
         ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
@@ -653,7 +653,7 @@ def test_two_requests_never_write_to_one_window_page() -> None:
 
 
 class _Deaf(SdpaAttention):
-    """Ignores windows, or sinks."""
+    """Ignores windows, sinks or soft caps."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -667,15 +667,17 @@ class _Deaf(SdpaAttention):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        if self._what == "sinks":
-            return super().attend(layer, query, key, value, scale, plan)
+        if self._what != "windows":
+            sinks, softcap = (None, softcap) if self._what == "sinks" else (sinks, None)
+            return super().attend(layer, query, key, value, scale, plan, sinks, softcap)
         spans = [replace(span, causal=span.page_index is None) for span in plan.spans]
-        return super().attend(layer, query, key, value, scale, replace(plan, spans=tuple(spans)), sinks)
+        return super().attend(layer, query, key, value, scale, replace(plan, spans=tuple(spans)), sinks, softcap)
 
 
-@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("mistral", "windows")])
-def test_the_self_test_minds_sinks_and_windows(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("gemma2", "soft caps"), ("mistral", "windows")])
+def test_the_self_test_minds_sinks_soft_caps_and_windows(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: _Deaf(what))
     model = loaded(tiny(family, **WINDOWED[family]))
     counts = {component.name: 8 for component in Layout.of(model.model.config, CONTEXT).components}
@@ -695,8 +697,9 @@ class _Shifted(SdpaAttention):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        return super().attend(layer, query, key, value.roll(1, 0), scale, plan, sinks)
+        return super().attend(layer, query, key, value.roll(1, 0), scale, plan, sinks, softcap)
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

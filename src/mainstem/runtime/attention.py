@@ -9,7 +9,7 @@ Each forward plans its batch once for each pool, and a plan serves every layer o
 Every query sees one run of keys. The query at position p sees [0, p + 1); with a window of w positions, it sees
 [p + 1 - w, p + 1); with chunks of c positions, [p - p % c, p + 1). Earlier keys need not exist. Within a region that is
 attended in both directions, such as an image, the run goes on to the end of the region. A layer may have sinks: per
-head, the score of a key without a value.
+head, the score of a key without a value. It may cap its scores softly, before keys are masked.
 
 A model finds this module in transformers' table of attention functions, under `PAGED`. This name has no mask function,
 so models build no masks of their own.
@@ -254,6 +254,7 @@ class Attention(Protocol):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Writes a layer's new keys and values to their slots, then attends.
 
@@ -265,6 +266,7 @@ class Attention(Protocol):
             scale: factor of the scores before the softmax.
             plan: this forward's plan for this pool.
             sinks: [heads], the score of one more key, which every query sees and which has no value.
+            softcap: a score s of a key becomes softcap * tanh(s / softcap).
 
         Returns:
             [tokens, heads, head_dim].
@@ -288,6 +290,7 @@ class SdpaAttention:
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
         keys, values = plan.pool.layer(layer)
@@ -296,14 +299,14 @@ class SdpaAttention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         groups = query.shape[1] // key.shape[1]
         for span in plan.spans:
-            if span.causal and sinks is None:
+            if span.causal and sinks is None and softcap is None:
                 out[span.rows] = _causal(query[span.rows], key[span.rows], value[span.rows], scale)
                 continue
             span_keys, span_values = span.read(keys, key), span.read(values, value)
             for tile in span.tiles:
                 mask = plan.masks.get(tile, groups)
                 k, v = span_keys[tile.keys], span_values[tile.keys]
-                _attend_tile(query[tile.rows], k, v, scale, mask, sinks, out[tile.rows])
+                _attend_tile(query[tile.rows], k, v, scale, mask, sinks, softcap, out[tile.rows])
         return out
 
 
@@ -321,6 +324,7 @@ def _attend_tile(
     scale: float,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    softcap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Computes attention of a tile's queries to its keys, into `out`; all [positions, heads, head_dim]."""
@@ -329,24 +333,36 @@ def _attend_tile(
     grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     q = grouped.reshape(1, kv_heads, -1, head_dim)
     k, v = (x.transpose(0, 1).unsqueeze(0) for x in (keys, values))
-    if sinks is None:
+    if sinks is None and softcap is None:
         result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        result = _attend_with_sinks(q, k, v, scale, mask, sinks)
+        result = _weights(q, k, scale, mask, sinks, softcap).to(v.dtype) @ v
     out.view(rows, kv_heads, -1, head_dim).copy_(result.view(grouped.shape).permute(2, 0, 1, 3))
 
 
-def _attend_with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, sinks: torch.Tensor
+def _weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """Computes attention with a softmax over the keys and one sink per head, which takes weight but has no value."""
+    """Computes what PyTorch's attention cannot: float32 weights of capped scores, or beside one sink per head.
+
+    A cap comes before the mask: a key that is not seen has no score, not a low one. A sink is never capped. It takes
+    weight but has no value.
+    """
     scores = (q @ k.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh_() * softcap
     if mask is not None:
         scores += mask
+    if sinks is None:
+        return scores.softmax(-1)
     rows = q.shape[2] * q.shape[1] // len(sinks)
     column = sinks.float().view(1, q.shape[1], -1, 1).repeat_interleave(rows, 2)
-    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    return weights.to(v.dtype) @ v
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +427,7 @@ def _paged_attention(
     *,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     paging: Paging | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -433,7 +450,7 @@ def _paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     for ticket in paging.arriving:
         ticket.wait_layer(index)
-    out = paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, plan, s_aux)
+    out = paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, plan, s_aux, softcap)
     return out.view(len(query), -1, *out.shape[1:]), None
 
 

@@ -142,8 +142,6 @@ def _refuse(config: PreTrainedConfig) -> None:
     reasons = []
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reasons.append("it has layers of the kind chunked_attention")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        reasons.append("its attention scores are soft-capped")
     if getattr(config, "kv_lora_rank", None) is not None:
         reasons.append("its KV is compressed (multi-head latent attention)")
     if getattr(config, "num_kv_shared_layers", None):
