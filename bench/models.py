@@ -36,8 +36,8 @@ from rich.table import Table
 from transformers.utils import logging
 
 from bench.report import ROOT, Report
-from bench.tiny_models import FAMILIES, HYBRIDS, REFUSED, STEPPED, VOCAB, WINDOWED, loaded, tiny
-from mainstem.components import Component, State, Window
+from bench.tiny_models import FAMILIES, HYBRIDS, REFUSED, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
+from mainstem.components import Component, Local, State
 from mainstem.errors import UnsupportedModel
 from mainstem.namespaces import Namespace
 from mainstem.runtime.engine import Engine
@@ -248,6 +248,7 @@ CASES: dict[str, Case] = {
         name if name not in FAMILIES else f"{name}, sliding": Case(partial(_text, name, changes))
         for name, changes in WINDOWED.items()
     },
+    **{name: Case(partial(_text, *given)) for name, given in VARIANTS.items()},
     **{
         name: Case(partial(_text, name, changes), tolerance=_LOOSER.get(name, TOLERANCE))
         for name, changes in {**HYBRIDS, **STEPPED}.items()
@@ -386,7 +387,7 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
 
 
 def _shown(component: Component) -> str:
-    return f"window({component.tokens})" if isinstance(component, Window) else component.name
+    return f"{component.name}({component.tokens})" if isinstance(component, Local) else component.name
 
 
 def _least_hits(prompts: Sequence[Prompt], components: Sequence[Component], page_size: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mainstem.runtime.models import LoadedModel
@@ -55,6 +56,19 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 
 
+# Other models of these families, by name: the family and its changes.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, windows": (
+        "llama",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "per_layer_config": {1: {"sliding_window": 20}, 2: {"sliding_window": None}},
+        },
+    ),
+}
+
+
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_text": ("llama4_text", {}),
@@ -101,8 +115,19 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, mean=1.0)
+    if config.is_heterogeneous:
+        for layer in model.base_model.layers:
+            layer.register_forward_pre_hook(_with_its_own_mask, with_kwargs=True)
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _with_its_own_mask(layer: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Masks a layer by its own window; transformers makes one mask for all layers of a kind."""
+    config = layer.self_attn.config.per_layer_config[layer.self_attn.layer_idx]
+    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    mask = create(config=config, inputs_embeds=args[0], attention_mask=None, past_key_values=None)
+    return args, {**inputs, "attention_mask": mask}
 
 
 def loaded(model: PreTrainedModel, name: str = "tiny") -> LoadedModel:

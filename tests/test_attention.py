@@ -187,9 +187,7 @@ def test_nothing_before_a_window_or_a_chunk_is_read(
 
 
 @pytest.mark.parametrize(("sinks", "softcap"), [(SINKS, None), (None, 0.5), (None, 20.0)])
-def test_sinks_and_caps_count_in_whole_prompts_and_in_chunks(
-    sinks: torch.Tensor | None, softcap: float | None
-) -> None:
+def test_sinks_and_caps_count_in_whole_prompts_and_in_chunks(sinks: torch.Tensor | None, softcap: float | None) -> None:
     pool = make_pool(40, 4)
     extents = make_batch(pool, [(11, 0), (5, 9), (1, 20)], scattered=True)
     query, key, value = packed(17)

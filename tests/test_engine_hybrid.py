@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
 
-from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED
+from bench.tiny_models import HYBRIDS, VARIANTS, VOCAB, WINDOWED
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
@@ -26,11 +26,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 6
 SHARED = 40
-KINDS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {**WINDOWED["gemma3_text"], "sliding_window": 8},  # full attention and a window
-    "mistral": {**WINDOWED["mistral"], "sliding_window": 20},  # a window alone
-    "qwen3_next": HYBRIDS["qwen3_next"],  # full attention and states
-    "mamba2": HYBRIDS["mamba2"],  # states alone
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text": ("gemma3_text", {**WINDOWED["gemma3_text"], "sliding_window": 8}),  # full attention and a window
+    "gemma2": ("gemma2", WINDOWED["gemma2"]),  # the same, with capped scores
+    "mistral": ("mistral", {**WINDOWED["mistral"], "sliding_window": 20}),  # a window alone
+    "llama, windows": VARIANTS["llama, windows"],  # full attention and two windows
+    "qwen3_next": ("qwen3_next", HYBRIDS["qwen3_next"]),  # full attention and states
+    "mamba2": ("mamba2", HYBRIDS["mamba2"]),  # states alone
 }
 PAIRS = zip(*(family_of_prompts(VOCAB, SHARED, [20, 13], seed) for seed in (1, 2)), strict=True)
 PROMPTS = [prompt for pair in PAIRS for prompt in pair]  # each takes the memory of the one before
@@ -39,14 +41,14 @@ PROMPTS = [prompt for pair in PAIRS for prompt in pair]  # each takes the memory
 @functools.cache
 def pair(family: str) -> tuple[LoadedModel, tuple[Greedy, ...]]:
     """A model, and its answer to each prompt without a cache."""
-    model, greedy = pair_of(family, KINDS[family])
+    model, greedy = pair_of(*KINDS[family])
     return model, tuple(greedy(prompt, NEW) for prompt in PROMPTS)
 
 
 @contextmanager
 def engine(family: str, *, pages: int = 400, slots: int = 60, write: WritePolicy | None = None) -> Iterator[Engine]:
     tiers = TierConfig() if write is None else TierConfig(HostSize(host_ratio=20.0), HostPolicy(write, 1, 4))
-    states = slots if family in HYBRIDS else None
+    states = slots if KINDS[family][0] in HYBRIDS else None
     config = EngineConfig(pages=pages, page_size=4, token_budget=16, state_slots=states, tiers=tiers)
     with Engine(pair(family)[0], config, random=random.Random(0)) as made:
         yield made

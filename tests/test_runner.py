@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
 from bench.tiny_vision import picture
 from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
@@ -37,7 +37,11 @@ from mainstem.tiers.transfer import Move
 
 POSITIONS = 400
 SLOTS = 8
-MODELS = {**FAMILIES, **{f"{family} windowed": changes for family, changes in WINDOWED.items()}, **HYBRIDS, **STEPPED}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, changes) for family, changes in {**FAMILIES, **HYBRIDS, **STEPPED}.items()},
+    **{f"{family} windowed": (family, changes) for family, changes in WINDOWED.items()},
+    **VARIANTS,
+}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,19 +65,15 @@ class RunnerRig(NamedTuple):
         return [self.page_ids[i * size : (i + 1) * size] for i in range(count)]
 
     def segment(self, tokens: NDArray[np.int32], start: int, table: NDArray[np.int32], logits: bool) -> Segment:
-        """A segment whose window pages have the ids of its full ones; pages before the window have another owner."""
-        layout = self.runner.layout
-        if layout.window is None:
-            return Segment(tokens, start, (table,), logits)
-        gone = max(0, start - layout.window + 1) // self.page_size
-        pool = self.runner.pools["window"]
-        assert isinstance(pool, KVPool)
-        pool.k[:, table[:gone]], pool.v[:, table[:gone]] = torch.nan, torch.nan
-        sliding = table.copy()
-        sliding[:gone] = -1
-        if "full" in layout.kv_layers:
-            return Segment(tokens, start, (table, sliding), logits)
-        return Segment(tokens, start, (sliding,), logits)
+        """A segment with equal ids in all components; pages before what a query at `start` sees have another owner."""
+        tables = []
+        for name, row in self.runner.layout.attended.items():
+            gone = row.seen_from(start) // self.page_size
+            pool = self.runner.pools[name]
+            assert isinstance(pool, KVPool)
+            pool.k[:, table[:gone]], pool.v[:, table[:gone]] = torch.nan, torch.nan
+            tables.append(np.where(np.arange(len(table)) < gone, np.int32(-1), table))
+        return Segment(tokens, start, tuple(tables), logits)
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         for component in self.runner.layout.kv_layers:
@@ -99,7 +99,8 @@ def plain_logits(model: PreTrainedModel) -> Plain:
 
 @functools.cache
 def tiny_pair(family: str) -> tuple[LoadedModel, Plain]:
-    model = tiny(family.removesuffix(" windowed"), **MODELS[family])
+    family, changes = MODELS[family]
+    model = tiny(family, **changes)
     return loaded(model), plain_logits(copy.deepcopy(model))
 
 
@@ -119,8 +120,8 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
         pytest.skip(pair)
     pages = POSITIONS // page_size
     order = np.random.default_rng(7).permutation(pages).astype(np.int32)
-    components = Layout.of(pair[0].model.config, CONTEXT).components
-    counts = {component.name: SLOTS if component.name == "state" else pages for component in components}
+    names = Layout.of(pair[0].model.config, CONTEXT).names
+    counts = {name: SLOTS if name == "state" else pages for name in names}
     return RunnerRig(ModelRunner(pair[0], counts, page_size), pair[1], page_size, order)
 
 
@@ -128,6 +129,7 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
     params=[
         *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
         *((f"{family} windowed", 4) for family in WINDOWED),
+        *((name, 4) for name in VARIANTS),
         *(
             (f"{family} windowed", page_size)
             for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
@@ -303,7 +305,9 @@ def test_a_model_without_states_copies_none() -> None:
         make_rig("llama", 16).runner.copy_state(0, 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss windowed", "mistral windowed", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss windowed", "mistral windowed", "llama, windows", "falcon_h1", "mamba2"]
+)
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     rig = make_rig.__wrapped__(family, 4)
     tokens, (table,) = tokens_of(1, 40), rig.tables(1, 40)
@@ -311,8 +315,7 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     rig.runner.forward([replace(rig.segment(tokens[:32], 0, table, False), state=3)])
     count = len(rig.runner.layout.components)
     page_ids, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
-    kinds = [component.name for component in rig.runner.layout.components]
-    ids = [(states, states) if kind == "state" else (table[:8], page_ids) for kind in kinds]
+    ids = [(states, states) if name == "state" else (table[:8], page_ids) for name in rig.runner.layout.names]
     host = rig.runner.host_memory(HostSize(host_ratio=1.0), storage=False)
     host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
     for pool in rig.runner.pools.values():
@@ -677,10 +680,10 @@ class _Deaf(SdpaAttention):
 
 
 @pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("gemma2", "soft caps"), ("mistral", "windows")])
-def test_the_self_test_minds_sinks_soft_caps_and_windows(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_minds_what_a_kernel_ignores(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: _Deaf(what))
     model = loaded(tiny(family, **WINDOWED[family]))
-    counts = {component.name: 8 for component in Layout.of(model.model.config, CONTEXT).components}
+    counts = dict.fromkeys(Layout.of(model.model.config, CONTEXT).names, 8)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(model, counts, 16)
 

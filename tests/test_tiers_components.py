@@ -14,7 +14,7 @@ import pytest
 from rigs.ghost_memory import GhostMemory
 from rigs.hand_driven import fingerprint
 
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import CorruptTree
 from mainstem.pool import Pool
 from mainstem.tiers.controller import Tiers
@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(self, *components: Component, size: int = 1, device: int = 40, host: int = 30) -> None:
         self.size, self.components = size, components
-        self.names = [component.name for component in components]
+        self.names = list(by_name(components))
         self.tree = Tree(size, components=components, tiers=2)
         rows = len(components)
         self.pools = [Pool(device) for _ in components]
@@ -226,6 +226,8 @@ KINDS: dict[str, tuple[Component, ...]] = {
     "full window": (Full(), Window(3)),
     "full wide window": (Full(), Window(7)),
     "full state": (Full(), State()),
+    "two windows": (Window(5), Window(2)),
+    "full two windows two chunks": (Full(), Window(6), Window(3), Chunked(5), Chunked(4)),
     "full window state": (Full(), Window(3), State()),
     "window state": (Window(2), State()),
     "full chunked": (Full(), Chunked(3)),

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from mainstem.components import Chunked, Full, Window
+from mainstem.components import Attended, Chunked, Full, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVPool
 from mainstem.tiers.transfer import LayerTicket
@@ -53,8 +53,6 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache
 
 
 FULL = Full()
-Attended = Full | Window | Chunked
-"""A component of attention: it says which keys a query sees."""
 
 
 class Extent(NamedTuple):

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats, PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Component, Full, State, by_name
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, UnsupportedModel
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
@@ -153,7 +153,9 @@ class Engine:
         if config.tiers.storage is not None and tuple(sizes) != (Full(),):
             raise BadArgument("storage", config.tiers.storage, "None: storage holds pages of full attention only")
         report("test", 0, 1)
-        self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
+        self._model = model = runner(
+            loaded, {name: sizes[row] for name, row in by_name(sizes).items()}, config.page_size
+        )
         report("test", 1, 1)
         self.vision = model.vision
         if config.tiers.exist:
@@ -519,19 +521,22 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     layout = Layout.of(loaded.model.config, loaded.max_context)
     size = config.page_size
     chunk = min(config.token_budget, loaded.max_context)
+    states = bool(layout.state_layers)
     need = Need(
-        window_pages=scheduler.window_pages(layout.window or 0, chunk, size, states=bool(layout.state_layers)),
+        local_pages={
+            row: scheduler.window_pages(row.tokens, chunk, size, states=states) for row in layout.local.values()
+        },
         context_pages=-(-loaded.max_context // size),
         running=config.max_running,
     )
     page_bytes = layout.bytes_per_page(size, loaded.dtype)
     slot_bytes = _slot_bytes(loaded) if layout.state_layers else 0
     sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
-    if config.window_trace is not None and layout.window is not None and Full() in sizes:
-        memory = sum(sizes.get(row, 0) * page_bytes[row.name] for row in (Full(), Window(layout.window)))
+    if config.window_trace is not None and layout.local and Full() in sizes:
+        memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
         found = best_window_ratio(
             config.window_trace,
-            window=layout.window,
+            components=tuple(layout.attended.values()),
             page_bytes=page_bytes,
             memory=memory,
             page_size=size,

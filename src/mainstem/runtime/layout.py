@@ -1,7 +1,7 @@
 """What a model keeps for a prefix, layer by layer, and so which components and pools it needs.
 
     full attention      a key and a value of every position      pool of "full" pages
-    sliding window      those of the last w positions            pool of "window" pages
+    sliding window      those of the last w positions            pool of "window" pages; one for each w
     recurrent, conv     the state after the last position        pool of "state" slots
 
 A layer may keep both a state and keys (Falcon-H1), or nothing (an MLP alone). The kinds of layers are read from the
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Attended, Component, Full, Local, State, Window, by_name
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVShape
 
@@ -45,9 +45,10 @@ class Layout:
     """The components of a model and its layers.
 
     Args:
-        components: Full first unless every attention layer slides; then Window; then State.
-        kv_layers: for each component of pages, the layers that keep keys and values in its pool, ascending. A model
-            without attention has full pages with no layers, which only mark which prefixes are known.
+        components: Full first unless every attention layer slides; then a Window for each size, the longest first; then
+            State.
+        kv_layers: for each component of pages, by name, the layers that keep keys and values in its pool, ascending. A
+            model without attention has full pages with no layers, which only mark which prefixes are known.
         shapes: the size of a position in the pool of each of these components.
         state_layers: layers that keep a state, ascending.
     """
@@ -66,27 +67,39 @@ class Layout:
             max_context: positions that a sequence can have; a window of this size or more is full attention.
 
         Raises:
-            UnsupportedModel: its KV is not one key and one value for each position, layer and head, or it needs two
-                pools of one kind; the message says why.
+            UnsupportedModel: its KV is not one key and one value for each position, layer and head, or the layers of a
+                component differ in their heads; the message says why.
         """
+        from transformers import DynamicCache
+        from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
         text = config.get_text_config(decoder=True)
         refuse_outside(text.model_type)
         _refuse(text)
-        kinds = _Kinds.of(text, max_context)
-        kv_layers = {Full.name: kinds.full, Window.name: kinds.sliding}
-        kv_layers = {name: layers for name, layers in kv_layers.items() if layers} or {Full.name: ()}
-        components: list[Component] = [Full()] if Full.name in kv_layers else []
-        if kinds.window is not None:
-            components.append(Window(kinds.window))
-        if kinds.state:
-            components.append(State())
+        layers = dict(enumerate(DynamicCache(config=text).layers))
+        state = tuple(i for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin))
+        attended = {i: row for i, layer in layers.items() if (row := _attended(text, layer, max_context)) is not None}
+        windows = sorted({row for row in attended.values() if isinstance(row, Window)}, key=lambda row: -row.tokens)
+        full: list[Attended] = [Full()] if Full() in attended.values() or not windows else []
+        paged = by_name([*full, *windows])
+        kv_layers = {name: tuple(i for i, kept in attended.items() if kept == row) for name, row in paged.items()}
         shapes = {name: _shape(text, name, layers) for name, layers in kv_layers.items()}
-        return cls(tuple(components), kv_layers, shapes, kinds.state)
+        return cls((*paged.values(), *([State()] if state else [])), kv_layers, shapes, state)
 
     @property
-    def window(self) -> int | None:
-        """Positions that a query of a sliding layer sees, its own included; None without such layers."""
-        return next((component.tokens for component in self.components if isinstance(component, Window)), None)
+    def names(self) -> tuple[str, ...]:
+        """The names of the components."""
+        return tuple(by_name(self.components))
+
+    @property
+    def attended(self) -> dict[str, Attended]:
+        """The components of pages, by name."""
+        return by_name(row for row in self.components if not isinstance(row, State))
+
+    @property
+    def local(self) -> dict[str, Local]:
+        """The components of which a query sees only the last positions, by name."""
+        return {name: row for name, row in self.attended.items() if not isinstance(row, Full)}
 
     @property
     def places(self) -> dict[int, tuple[str, int]]:
@@ -98,32 +111,8 @@ class Layout:
         return {name: shape.bytes_per_page(page_size, dtype) for name, shape in self.shapes.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Kinds:
-    """Layers by what they keep, and the window of the sliding ones."""
-
-    full: tuple[int, ...]
-    sliding: tuple[int, ...]
-    state: tuple[int, ...]
-    window: int | None
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig, max_context: int) -> _Kinds:
-        from transformers import DynamicCache
-        from transformers.cache_utils import LinearAttentionCacheLayerMixin
-
-        layers = DynamicCache(config=config).layers
-        state = tuple(i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin))
-        reach = {i: seen for i, layer in enumerate(layers) if (seen := _reach(config, layer)) is not None}
-        windows = {seen for seen in reach.values() if 0 < seen < max_context}
-        if len(windows) > 1:
-            raise UnsupportedModel(f"{config.model_type}: its layers slide over windows of {sorted(windows)} positions")
-        sliding = tuple(i for i, seen in reach.items() if seen in windows)
-        return cls(tuple(i for i in reach if i not in sliding), sliding, state, next(iter(windows), None))
-
-
-def _reach(config: PreTrainedConfig, layer: object) -> int | None:
-    """Returns the positions that a layer sees: 0 for all, None if it has no attention."""
+def _attended(config: PreTrainedConfig, layer: object, max_context: int) -> Attended | None:
+    """Returns the component of a layer's keys and values; None if it has no attention."""
     from transformers import cache_utils
 
     if isinstance(layer, (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)) and not isinstance(
@@ -131,9 +120,10 @@ def _reach(config: PreTrainedConfig, layer: object) -> int | None:
     ):
         return None
     if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
-        return int(layer.sliding_window)
+        tokens = int(layer.sliding_window)
+        return Window(tokens) if 0 < tokens < max_context else Full()
     if type(layer) in (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
-        return 0
+        return Full()
     raise UnsupportedModel(f"{config.model_type}: a layer keeps its past as a {type(layer).__name__}")
 
 

@@ -21,12 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.components import State
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.adapters import Adapter, Adapters
 from mainstem.runtime.attention import (
     TOLERANCE,
-    Attended,
     Attention,
     BatchPlan,
     Extent,
@@ -108,9 +106,8 @@ class _Pools:
     def __init__(
         self, layout: Layout, shape: StateShape | None, counts: Mapping[str, int], page_size: int, like: torch.Tensor
     ) -> None:
-        names = [component.name for component in layout.components]
-        if sorted(counts) != sorted(names):
-            raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(names)}")
+        if sorted(counts) != sorted(layout.names):
+            raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
         kv = layout.shapes.items()
         self.paged = {name: KVPool(kv_shape, counts[name], page_size, like.dtype, like.device) for name, kv_shape in kv}
         self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
@@ -123,8 +120,8 @@ class ModelRunner:
 
     Args:
         loaded: the model; its KV has the model's dtype and device.
-        pages: pages or slots of each component's pool by its name, "full", "window", "state"; a single number for a
-            model with one component.
+        pages: pages or slots of each component's pool, by the names of the layout; a single number for a model with
+            one component.
         page_size: positions per page.
 
     Raises:
@@ -141,14 +138,13 @@ class ModelRunner:
         self.layout = _layout(loaded)
         self.vocab_size = int(text.vocab_size)
         self.adapters = Adapters(model)
-        first = self.layout.components[0].name
-        counts = {first: pages} if isinstance(pages, int) else pages
+        counts = {self.layout.names[0]: pages} if isinstance(pages, int) else pages
         self._places = self.layout.places
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._like = torch.empty(0, dtype=loaded.dtype, device=model.device)
         self._page_size = page_size
         self._embedded: dict[tuple[bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
-        self._attended = [row for row in self.layout.components if not isinstance(row, State)]
+        self._attended = self.layout.attended
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
             self._shape = StateShape.of(model) if self.layout.state_layers else None
@@ -223,7 +219,7 @@ class ModelRunner:
         Raises:
             BadArgument: a page id or the number of positions is out of range.
         """
-        self._pools.paged[component or self.layout.components[0].name].copy_page(source, target, positions)
+        self._pools.paged[component or self.layout.names[0]].copy_page(source, target, positions)
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies the state in slot `source` to slot `target`.
@@ -329,7 +325,7 @@ class ModelRunner:
         plans = {}
         for i, (name, pool) in enumerate(pools.paged.items()):
             extents = [Extent(len(s.tokens), s.start, s.tables[i], self._regions(s)) for s in segments]
-            plans[name] = plan_batch(extents, pool, self._attended[i])
+            plans[name] = plan_batch(extents, pool, self._attended[name])
         return plans
 
     def _regions(self, segment: Segment) -> tuple[tuple[int, int], ...]:
@@ -381,10 +377,9 @@ class ModelRunner:
         if segment.start < 0 or segment.end > self._max_context:
             raise BadArgument(f"{name}.start", segment.start, f"in [0, {self._max_context - len(tokens)}]")
         if len(segment.tables) < len(self._attended):
-            names = ", ".join(component.name for component in self._attended)
-            raise BadArgument(f"{name}.tables", len(segment.tables), f"one for each of {names}")
+            raise BadArgument(f"{name}.tables", len(segment.tables), f"one for each of {', '.join(self._attended)}")
         for i, component in enumerate(self._attended):
-            self._check_table(f"{name}.tables[{i}]", segment, i, component)
+            self._check_table(f"{name}.tables[{i}]", segment, segment.tables[i], component)
         self._check_images(name, segment)
         states = self._pools.states
         if states is not None and not 0 <= segment.state < states.slots:
@@ -401,11 +396,11 @@ class ModelRunner:
         if given is not None and given.shape != (3, len(segment.tokens)):
             raise BadArgument(f"{name}.positions", given.shape, f"of shape (3, {len(segment.tokens)})")
 
-    def _check_table(self, name: str, segment: Segment, index: int, component: Attended) -> None:
-        pool, table = self._pools.paged[component.name], segment.tables[index]
+    def _check_table(self, name: str, segment: Segment, table: NDArray[np.int32], component: str) -> None:
+        pool = self._pools.paged[component]
         if table.ndim != 1 or len(table) * pool.page_size < segment.end:
             raise BadArgument(name, table, f"pages for {segment.end} positions")
-        read = table[component.seen_from(segment.start) // pool.page_size :]
+        read = table[self._attended[component].seen_from(segment.start) // pool.page_size :]
         if read.min() < 0 or read.max() >= pool.pages:
             raise BadArgument(name, table, f"page ids in [0, {pool.pages})")
 
@@ -425,8 +420,8 @@ class ModelRunner:
             )
 
     def _test_length(self) -> int:
-        window = self.layout.window
-        return _TEST_TOKENS + (window if window is not None and window <= _TEST_WINDOW else 0)
+        seen = [row.tokens for row in self.layout.local.values()]
+        return _TEST_TOKENS + max((tokens for tokens in seen if tokens <= _TEST_WINDOW), default=0)
 
     def _plain_logits(self, prompts: NDArray[np.int32]) -> torch.Tensor:
         inputs = self._inputs([Segment(prompt, 0, (prompt,), True) for prompt in prompts], len(prompts))
@@ -440,7 +435,7 @@ class ModelRunner:
         cuts = (length // 2, length - 1)
         page_size = min(self._page_size, 4)
         used = -(-length // page_size)
-        counts = {component.name: 2 * used for component in self.layout.components}
+        counts = dict.fromkeys(self.layout.names, 2 * used)
         pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
         spread = float(plain.max() - plain.min())
@@ -458,7 +453,7 @@ class ModelRunner:
     ) -> Segment:
         """Returns [begin, end) of a prompt, without the pages before the window."""
         tables = [table.copy() for _ in self._attended]
-        for own, component in zip(tables, self._attended, strict=True):
+        for own, component in zip(tables, self._attended.values(), strict=True):
             own[: component.seen_from(begin) // page_size] = -1
         return Segment(prompt[begin:end], begin, tuple(tables), True, state=slot)
 
