@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
+# The last three of six layers attend to the keys of layers 2, 2 and 1.
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 16,
+    "activation_sparsity_pattern": None,
+}
+
 # Models with windows shorter than the prompts of tests, in all layers or in some.
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
@@ -56,8 +66,23 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 
 
-# Other models of these families, by name: the family and its changes.
+# Models whose layers differ in more, by name: the family and its changes.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n_text": (
+        "gemma3n_text",
+        {**_SHARED, "sliding_window": 8, "head_dim": 16, "vocab_size_per_layer_input": VOCAB},
+    ),
+    "gemma4_text, shared": (
+        "gemma4_text",
+        {
+            **_SHARED,
+            "sliding_window": 20,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "llama, windows": (
         "llama",
         {
@@ -72,17 +97,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_text": ("llama4_text", {}),
-    "gemma3n_text": (
-        "gemma3n_text",
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "activation_sparsity_pattern": None,
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 16,
-        },
-    ),
     "deepseek_v3": ("deepseek_v3", {}),
     "rwkv": ("rwkv", {"num_attention_heads": ..., "num_key_value_heads": ..., "attention_hidden_size": 64}),
     "recurrent_gemma": ("recurrent_gemma", {"num_key_value_heads": 1}),
@@ -104,7 +118,7 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 0,
-        **changes,
+        **copy.deepcopy(changes),  # a configuration may change a list that it is given
     }
     config: PreTrainedConfig = CONFIG_MAPPING[family](**{k: v for k, v in arguments.items() if v is not ...})
     torch.manual_seed(0)
@@ -115,7 +129,7 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, mean=1.0)
-    if config.is_heterogeneous:
+    if "per_layer_config" in changes:
         for layer in model.base_model.layers:
             layer.register_forward_pre_hook(_with_its_own_mask, with_kwargs=True)
     model.eval()  # type: ignore[no-untyped-call]

@@ -91,6 +91,25 @@ def test_a_pool_holds_its_own_layers_only() -> None:
     assert layout.bytes_per_page(8, torch.bfloat16) == {"full": page, "window": 3 * page}
 
 
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_a_layer_that_shares_keys_has_the_place_of_the_last_one_of_its_kind_that_keeps_them(family: str) -> None:
+    config = configure(
+        family,
+        num_hidden_layers=7,
+        layer_types=[SLIDES, FULL, SLIDES, SLIDES, SLIDES, SLIDES, FULL],
+        num_kv_shared_layers=3,
+        sliding_window=512,
+    )
+    layout = Layout.of(config, CONTEXT)
+    assert layout.kv_layers == {"full": (1,), "window": (0, 2, 3)}
+    assert layout.shared == {4: 3, 5: 3, 6: 1}
+    assert layout.places == {
+        0: ("window", 0), 1: ("full", 0), 2: ("window", 1), 3: ("window", 2),
+        4: ("window", 2), 5: ("window", 2), 6: ("full", 0),
+    }  # fmt: skip
+    assert [layout.shapes[name].layers for name in ("full", "window")] == [1, 3]
+
+
 def test_pools_may_differ_in_their_heads() -> None:
     types = [SLIDES, SLIDES, SLIDES, FULL]
     config = configure("gemma4_text", layer_types=types, sliding_window=512, head_dim=16, global_head_dim=32)
@@ -114,7 +133,6 @@ def test_the_text_part_of_a_model_with_images_counts() -> None:
         ("llama4_text", {"attn_temperature_tuning": False}, "chunked_attention"),
         ("llama4_text", {"layer_types": [FULL] * 4}, "temperature"),
         ("deepseek_v3", {}, "latent"),
-        ("gemma3n_text", {"num_kv_shared_layers": 2, "layer_types": [SLIDES, FULL] * 2}, "share the KV"),
         ("llama", {"per_layer_config": {1: {"num_key_value_heads": 4}}}, "heads of different sizes"),
     ],
 )

@@ -60,8 +60,8 @@ def test_the_runtime_reads_the_same_from_what_transformers_writes(name: str) -> 
     shape = read_shape(json.loads(model.config.to_json_string(use_diff=False)))
     pages = layout.bytes_per_page(1, torch.bfloat16)
     assert shape.kv_bytes_per_token() == pages.get("full", 0)
-    assert shape.window_bytes_per_token() == pages.get("window", 0)
-    assert {window for window in windows(shape) if window} == ({layout.window} if layout.window else set())
+    assert shape.window_bytes_per_token() == sum(pages[name] for name in layout.local)
+    assert {window for window in windows(shape) if window} == {row.tokens for row in layout.local.values()}
     stateful = tuple(i for i, layer in enumerate(shape.layers) if layer.conv_numbers + layer.recurrent_numbers)
     assert stateful == layout.state_layers
     matrices = sum(p.numel() for key, p in model.named_parameters() if p.dim() > 1 and not looked_up(key))

@@ -306,7 +306,8 @@ def test_a_model_without_states_copies_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt_oss windowed", "mistral windowed", "llama, windows", "falcon_h1", "mamba2"]
+    "family",
+    ["llama", "gpt_oss windowed", "mistral windowed", "llama, windows", "gemma3n_text", "falcon_h1", "mamba2"],
 )
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     rig = make_rig.__wrapped__(family, 4)

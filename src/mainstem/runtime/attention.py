@@ -372,7 +372,8 @@ class Paging:
     Args:
         attention: the kernel.
         plans: by pool.
-        places: for each layer of the model: its pool, and its index there.
+        places: for each layer of the model: its pool, and its index there. Layers that share keys have the same place,
+            and are given the same keys, which they write once more.
         max_context: positions that a sequence can have.
         arriving: transfers to the pools that are under way.
     """

@@ -4,8 +4,9 @@
     sliding window      those of the last w positions            pool of "window" pages; one for each w
     recurrent, conv     the state after the last position        pool of "state" slots
 
-A layer may keep both a state and keys (Falcon-H1), or nothing (an MLP alone). The kinds of layers are read from the
-cache that transformers itself makes for a configuration, so no model family is named here.
+A layer may keep both a state and keys (Falcon-H1), or nothing: an MLP alone, or a layer that reads the keys of an
+earlier one (Gemma 3n). The kinds of layers are read from the cache that transformers itself makes for a configuration,
+so no model family is named here.
 
 This module knows only configurations: no weights, no tensors, no pages.
 """
@@ -13,7 +14,7 @@ This module knows only configurations: no weights, no tensors, no pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,12 +52,14 @@ class Layout:
             model without attention has full pages with no layers, which only mark which prefixes are known.
         shapes: the size of a position in the pool of each of these components.
         state_layers: layers that keep a state, ascending.
+        shared: for each layer that keeps nothing and attends to an earlier layer's keys: that layer.
     """
 
     components: tuple[Component, ...]
     kv_layers: Mapping[str, tuple[int, ...]]
     shapes: Mapping[str, KVShape]
     state_layers: tuple[int, ...]
+    shared: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> Layout:
@@ -84,7 +87,7 @@ class Layout:
         paged = by_name([*full, *windows])
         kv_layers = {name: tuple(i for i, kept in attended.items() if kept == row) for name, row in paged.items()}
         shapes = {name: _shape(text, name, layers) for name, layers in kv_layers.items()}
-        return cls((*paged.values(), *([State()] if state else [])), kv_layers, shapes, state)
+        return cls((*paged.values(), *([State()] if state else [])), kv_layers, shapes, state, _shared(text))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,8 +106,9 @@ class Layout:
 
     @property
     def places(self) -> dict[int, tuple[str, int]]:
-        """For each layer with keys: the pool, and the layer's index there."""
-        return {layer: (name, i) for name, layers in self.kv_layers.items() for i, layer in enumerate(layers)}
+        """For each layer that attends: the pool, and the index there of the layer whose keys it reads."""
+        own = {layer: (name, i) for name, layers in self.kv_layers.items() for i, layer in enumerate(layers)}
+        return own | {layer: own[keeper] for layer, keeper in self.shared.items()}
 
     def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> dict[str, int]:
         """Returns the bytes of a page, for each component of pages."""
@@ -127,6 +131,21 @@ def _attended(config: PreTrainedConfig, layer: object, max_context: int) -> Atte
     raise UnsupportedModel(f"{config.model_type}: a layer keeps its past as a {type(layer).__name__}")
 
 
+def _shared(config: PreTrainedConfig) -> dict[int, int]:
+    """Returns the layers that attend to the keys of the last layer of their type that stores its keys for others."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    stores: dict[str, int] = {}
+    shared = {}
+    for layer, mode in enumerate(modes):
+        if mode == "store":
+            stores[config.layer_types[layer]] = layer
+        elif mode == "reuse":
+            shared[layer] = stores[config.layer_types[layer]]
+        elif mode is not None:
+            raise UnsupportedModel(f"{config.model_type}: layer {layer} shares keys by the rule {mode}")
+    return shared
+
+
 def _refuse(config: PreTrainedConfig) -> None:
     """Raises for unsupported features that the kinds of layers do not show."""
     reasons = []
@@ -134,8 +153,6 @@ def _refuse(config: PreTrainedConfig) -> None:
         reasons.append("it has layers of the kind chunked_attention")
     if getattr(config, "kv_lora_rank", None) is not None:
         reasons.append("its KV is compressed (multi-head latent attention)")
-    if getattr(config, "num_kv_shared_layers", None):
-        reasons.append("some of its layers share the KV of others")
     if getattr(config, "attn_temperature_tuning", None):
         reasons.append("the temperature of its attention follows a token's place in the batch, not its position")
     if reasons:
