@@ -83,6 +83,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,  # the last one sees all positions, by their temperature
+            "head_dim": 16,
+            "attention_chunk_size": 10,
+            "floor_scale": 6,
+            "attn_scale": 0.5,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+        },
+    ),
     "llama, windows": (
         "llama",
         {
@@ -96,7 +109,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama4_text": ("llama4_text", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "rwkv": ("rwkv", {"num_attention_heads": ..., "num_key_value_heads": ..., "attention_hidden_size": 64}),
     "recurrent_gemma": ("recurrent_gemma", {"num_key_value_heads": 1}),

@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**WINDOWED["mistral"], "sliding_window": 20}),  # a window alone
     "llama, windows": VARIANTS["llama, windows"],  # full attention and two windows
     "gemma3n_text": VARIANTS["gemma3n_text"],  # layers that share the keys of others
+    "llama4_text": VARIANTS["llama4_text"],  # full attention and chunks
     "qwen3_next": ("qwen3_next", HYBRIDS["qwen3_next"]),  # full attention and states
     "mamba2": ("mamba2", HYBRIDS["mamba2"]),  # states alone
 }

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, Local, State, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVShape
 from mainstem.runtime.layout import Layout
@@ -57,6 +57,21 @@ def configure(family: str, **changes: Any) -> PreTrainedConfig:
             (),
         ),
         ("gemma2", {"sliding_window": 512}, [Full(), Window(512)], {"full": (1, 3), "window": (0, 2)}, ()),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 512},
+            [Full(), Chunked(512)],
+            {"full": (3,), "chunked": (0, 1, 2)},
+            (),
+        ),
+        ("llama4_text", {"attention_chunk_size": CONTEXT}, [Full()], {"full": (0, 1, 2, 3)}, ()),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 512, "layer_types": ["chunked_attention"] * 4},
+            [Full(), Chunked(512)],
+            {"full": (), "chunked": (0, 1, 2, 3)},
+            (),
+        ),
         ("gpt_oss", {}, [Full(), Window(128)], {"full": (1, 3), "window": (0, 2)}, ()),
         ("qwen3_next", {}, [Full(), State()], {"full": (3,)}, (0, 1, 2)),
         ("lfm2", {"layer_types": ["conv", FULL, "conv", FULL]}, [Full(), State()], {"full": (1, 3)}, (0, 2)),
@@ -76,7 +91,7 @@ def test_layers_are_sorted_by_what_they_keep(
     assert layout.components == tuple(components)
     assert layout.kv_layers == kv_layers
     assert layout.state_layers == state_layers
-    assert list(layout.local.values()) == [row for row in components if isinstance(row, Window)]
+    assert list(layout.local.values()) == [row for row in components if isinstance(row, Local)]
     assert layout.attended.keys() == kv_layers.keys()
     assert {layer: layout.kv_layers[name][i] for layer, (name, i) in layout.places.items()} == {
         layer: layer for layers in kv_layers.values() for layer in layers
@@ -130,8 +145,6 @@ def test_the_text_part_of_a_model_with_images_counts() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama4_text", {"attn_temperature_tuning": False}, "chunked_attention"),
-        ("llama4_text", {"layer_types": [FULL] * 4}, "temperature"),
         ("deepseek_v3", {}, "latent"),
         ("llama", {"per_layer_config": {1: {"num_key_value_heads": 4}}}, "heads of different sizes"),
     ],

@@ -24,7 +24,7 @@ from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.adapters import Adapter
-from mainstem.runtime.attention import PAGED, BatchPlan, SdpaAttention
+from mainstem.runtime.attention import PAGED, BatchPlan, PackedPositions, SdpaAttention
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.layout import Layout
@@ -212,6 +212,23 @@ def test_decode_steps_of_two_requests(rig: RunnerRig) -> None:
             tokens.append(int(row.argmax()))
 
 
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("family", ["gemma2 windowed", "gpt_oss windowed", *VARIANTS])
+def test_a_hit_at_any_page_boundary_gives_the_same_logits(family: str, page_size: int) -> None:
+    """The hit reads another request's pages, but none before what the first query sees; two hits are packed."""
+    rig = make_rig(family, page_size)
+    first = tokens_of(1, 64)
+    theirs, *others = rig.tables(3, 80)
+    rig.runner.forward([rig.segment(first, 0, theirs, False)])
+    for hit in range(page_size, 64, page_size):
+        whole = hit // page_size
+        prompts = [np.concatenate([first[:hit], tokens_of(2 + i, 7 - i)]) for i in range(2)]
+        tables = [np.concatenate([theirs[:whole], other[whole:]]) for other in others]
+        hits = [rig.segment(p[hit:], hit, table, True) for p, table in zip(prompts, tables, strict=True)]
+        for row, tokens in zip(rig.runner.forward(hits), prompts, strict=True):
+            rig.close(row, tokens)
+
+
 def test_no_rows_when_no_logits_are_wanted() -> None:
     rig = make_rig("llama", 16)
     rows = rig.runner.forward([Segment(tokens_of(1, 5), 0, (rig.tables(1, 5)[0],), False)])
@@ -307,7 +324,16 @@ def test_a_model_without_states_copies_none() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gpt_oss windowed", "mistral windowed", "llama, windows", "gemma3n_text", "falcon_h1", "mamba2"],
+    [
+        "llama",
+        "gpt_oss windowed",
+        "mistral windowed",
+        "llama, windows",
+        "gemma3n_text",
+        "llama4_text",
+        "falcon_h1",
+        "mamba2",
+    ],
 )
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     rig = make_rig.__wrapped__(family, 4)
@@ -590,7 +616,6 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama4_text", {}, "chunked_attention"),
         ("rwkv", {}, "keeps its state in an argument of its own"),
         ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
         ("deepseek_v3", {}, "latent"),
@@ -687,6 +712,25 @@ def test_the_self_test_minds_what_a_kernel_ignores(family: str, what: str, monke
     counts = dict.fromkeys(Layout.of(model.model.config, CONTEXT).names, 8)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(model, counts, 16)
+
+
+class _ByPlace(PackedPositions):
+    """Gives a token its place in the batch as its position."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        return torch.zeros_like(super().get_seq_length())
+
+
+@pytest.mark.parametrize("step", [6, 8192])
+def test_the_self_test_minds_the_temperature_of_each_position(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the temperature changes only after more positions than are tested."""
+    family, changes = VARIANTS["llama4_text"]
+    model = tiny(family, **{**changes, "floor_scale": step})
+    ModelRunner(loaded(copy.deepcopy(model)), {"full": 8, "chunked": 8}, 4)
+    monkeypatch.setattr("mainstem.runtime.runner.PackedPositions", _ByPlace)
+    with pytest.raises(UnsupportedModel, match="self-test failed"):
+        ModelRunner(loaded(model), {"full": 8, "chunked": 8}, 4)
+    assert {module.floor_scale for module in model.modules() if hasattr(module, "floor_scale")} == {step}
 
 
 class _Shifted(SdpaAttention):

@@ -385,6 +385,30 @@ class Paging:
     arriving: tuple[LayerTicket, ...] = ()
 
 
+class PackedPositions:
+    """Stands in for transformers' cache where a model takes positions from it (Llama 4), and keeps nothing.
+
+    Such a model takes the position of a token as its place in the batch plus the length of the cache. Here tokens of
+    many requests are packed, so each token has its own length.
+
+    Args:
+        positions: int64 [1, tokens].
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._lengths = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Returns the position of each token minus its place in the batch, [tokens]."""
+        return self._lengths
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *others: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what it is given: the attention function has the pages."""
+        return key, value
+
+
 def install(model: PreTrainedModel) -> None:
     """Makes `model` attend through the `Paging` of each forward; it can no longer run without one."""
     from transformers import AttentionInterface

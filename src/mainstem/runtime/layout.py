@@ -2,6 +2,7 @@
 
     full attention      a key and a value of every position      pool of "full" pages
     sliding window      those of the last w positions            pool of "window" pages; one for each w
+    chunks              those of the chunk of c positions        pool of "chunked" pages; one for each c
     recurrent, conv     the state after the last position        pool of "state" slots
 
 A layer may keep both a state and keys (Falcon-H1), or nothing: an MLP alone, or a layer that reads the keys of an
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mainstem.components import Attended, Component, Full, Local, State, Window, by_name
+from mainstem.components import Attended, Chunked, Component, Full, Local, State, Window, by_name
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVShape
 
@@ -46,10 +47,11 @@ class Layout:
     """The components of a model and its layers.
 
     Args:
-        components: Full first unless every attention layer slides; then a Window for each size, the longest first; then
-            State.
+        components: Full first unless every attention layer slides; then a Window for each size and a Chunked for each
+            size, the longest first; then State.
         kv_layers: for each component of pages, by name, the layers that keep keys and values in its pool, ascending. A
-            model without attention has full pages with no layers, which only mark which prefixes are known.
+            model without full attention and windows has full pages with no layers, which only mark which prefixes are
+            known.
         shapes: the size of a position in the pool of each of these components.
         state_layers: layers that keep a state, ascending.
         shared: for each layer that keeps nothing and attends to an earlier layer's keys: that layer.
@@ -81,10 +83,11 @@ class Layout:
         _refuse(text)
         layers = dict(enumerate(DynamicCache(config=text).layers))
         state = tuple(i for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin))
-        attended = {i: row for i, layer in layers.items() if (row := _attended(text, layer, max_context)) is not None}
-        windows = sorted({row for row in attended.values() if isinstance(row, Window)}, key=lambda row: -row.tokens)
-        full: list[Attended] = [Full()] if Full() in attended.values() or not windows else []
-        paged = by_name([*full, *windows])
+        attended = {i: row for i in layers if (row := _attended(text, i, layers[i], max_context)) is not None}
+        local = {row for row in attended.values() if isinstance(row, Local)}
+        order = sorted(local, key=lambda row: (isinstance(row, Chunked), -row.tokens))
+        full = Full() in attended.values() or not any(isinstance(row, Window) for row in local)
+        paged = by_name([*([Full()] if full else []), *order])
         kv_layers = {name: tuple(i for i, kept in attended.items() if kept == row) for name, row in paged.items()}
         shapes = {name: _shape(text, name, layers) for name, layers in kv_layers.items()}
         return cls((*paged.values(), *([State()] if state else [])), kv_layers, shapes, state, _shared(text))
@@ -115,8 +118,8 @@ class Layout:
         return {name: shape.bytes_per_page(page_size, dtype) for name, shape in self.shapes.items()}
 
 
-def _attended(config: PreTrainedConfig, layer: object, max_context: int) -> Attended | None:
-    """Returns the component of a layer's keys and values; None if it has no attention."""
+def _attended(config: PreTrainedConfig, index: int, layer: object, max_context: int) -> Attended | None:
+    """Returns the component of a layer's keys and values; None if it keeps none."""
     from transformers import cache_utils
 
     if isinstance(layer, (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)) and not isinstance(
@@ -124,8 +127,12 @@ def _attended(config: PreTrainedConfig, layer: object, max_context: int) -> Atte
     ):
         return None
     if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
-        tokens = int(layer.sliding_window)
-        return Window(tokens) if 0 < tokens < max_context else Full()
+        tokens, kinds = int(layer.sliding_window), getattr(config, "layer_types", None)
+        if not 0 < tokens < max_context:
+            return Full()
+        own = config.per_layer_config[index]
+        chunked = kinds[index] == "chunked_attention" if kinds else getattr(own, "sliding_window", None) is None
+        return Chunked(tokens) if chunked else Window(tokens)  # one class of transformers' cache keeps both
     if type(layer) in (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
         return Full()
     raise UnsupportedModel(f"{config.model_type}: a layer keeps its past as a {type(layer).__name__}")
@@ -149,12 +156,8 @@ def _shared(config: PreTrainedConfig) -> dict[int, int]:
 def _refuse(config: PreTrainedConfig) -> None:
     """Raises for unsupported features that the kinds of layers do not show."""
     reasons = []
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        reasons.append("it has layers of the kind chunked_attention")
     if getattr(config, "kv_lora_rank", None) is not None:
         reasons.append("its KV is compressed (multi-head latent attention)")
-    if getattr(config, "attn_temperature_tuning", None):
-        reasons.append("the temperature of its attention follows a token's place in the batch, not its position")
     if reasons:
         raise UnsupportedModel(f"{config.model_type}: {'; '.join(reasons)}")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from mainstem.runtime.attention import (
     Attention,
     BatchPlan,
     Extent,
+    PackedPositions,
     Paging,
     SdpaAttention,
     install,
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 _TEST_TOKENS = 12
 # The self-test's prompts are longer than windows of up to this size; longer windows would take long to test.
 _TEST_WINDOW = 128
+
+# Positions after which a self-test tunes the temperature of attention anew.
+_TEST_STEP = 4
 
 # All states are needed before the first layer is computed, so they are copied as part of it.
 _STATE_LAYER = 0
@@ -140,6 +145,7 @@ class ModelRunner:
         self.adapters = Adapters(model)
         counts = {self.layout.names[0]: pages} if isinstance(pages, int) else pages
         self._places = self.layout.places
+        self._is_tuned = bool(getattr(text, "attn_temperature_tuning", None))
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._like = torch.empty(0, dtype=loaded.dtype, device=model.device)
         self._page_size = page_size
@@ -151,7 +157,8 @@ class ModelRunner:
             self._stepped = self._shape is not None and prove(model, self._shape, limit) == "stepped"
             self.vision = None if loaded.processor is None else Vision(loaded)
             self._pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
-            self._self_test(loaded.name, limit)
+            with _frequent_steps(model):
+                self._self_test(loaded.name, limit)
         install(model)
 
     @property
@@ -280,6 +287,8 @@ class ModelRunner:
             if self._places:
                 plans = self._plans(segments, pools)
                 inputs["paging"] = Paging(self._attention, plans, self._places, self._max_context, arriving)
+            if self._is_tuned:
+                inputs["past_key_values"] = PackedPositions(inputs["position_ids"])
             if pools.states is None or self._shape is None:
                 output = self._model(**inputs, use_cache=False)
             else:
@@ -458,6 +467,20 @@ class ModelRunner:
         return Segment(prompt[begin:end], begin, tuple(tables), True, state=slot)
 
 
+@contextmanager
+def _frequent_steps(model: PreTrainedModel) -> Iterator[None]:
+    """Tunes the temperature of attention anew every few positions, not thousands, so that a short test sees it."""
+    tuned: list[Any] = [module for module in model.modules() if hasattr(module, "floor_scale")]
+    before = [module.floor_scale for module in tuned]
+    for module in tuned:
+        module.floor_scale = _TEST_STEP
+    try:
+        yield
+    finally:
+        for module, step in zip(tuned, before, strict=True):
+            module.floor_scale = step
+
+
 def _inside(segment: Segment) -> list[ImageInput]:
     """Returns the images that have positions in the segment."""
     return [image for image in segment.images if image.start < segment.end and image.end > segment.start]
@@ -494,6 +517,9 @@ def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
         yield "encoder-decoder models keep KV of two kinds"
     if getattr(model, "_is_stateful", False) and not layout.state_layers:
         yield "it keeps a state that its configuration does not mention"
+    tuned = getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", None)
+    if tuned and not any(hasattr(module, "floor_scale") for module in model.modules()):
+        yield "the temperature of its attention follows no known rule"
     yield from _rope_refusals(model.config.get_text_config(decoder=True))
     arguments = inspect.signature(model.forward).parameters
     needed = {"logits_to_keep"}
