@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import Gemma3Config, LlamaConfig
 
-from mainstem.components import Chunked, Window
+from mainstem.components import Attended, Chunked, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention import (
     FULL,
     PAGED,
     TILE_ROWS,
-    Attended,
     BatchPlan,
     Extent,
     Paging,
