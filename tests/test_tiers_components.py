@@ -28,14 +28,17 @@ DEVICE, HOST = 0, 1
 class Engine:
     """A tree with its own pools on both tiers."""
 
-    def __init__(self, *components: Component, size: int = 1, device: int = 40, host: int = 30) -> None:
+    def __init__(
+        self, *components: Component, size: int = 1, device: int = 40, host: int | tuple[int, ...] = 30
+    ) -> None:
         self.size, self.components = size, components
         self.names = list(by_name(components))
         self.tree = Tree(size, components=components, tiers=2)
         rows = len(components)
+        below = (host,) * rows if isinstance(host, int) else host
         self.pools = [Pool(device) for _ in components]
-        self.memory = GhostMemory([device] * rows, [host] * rows, instant=False)
-        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, pages=(host,) * rows))
+        self.memory = GhostMemory([device] * rows, list(below), instant=False)
+        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, pages=below))
         self.locked: list[int] = []
         self.reloaded = 0
         self.recent: list[Sequence[int]] = []
@@ -133,7 +136,7 @@ class Engine:
         columns: list[list[int]] = []
         for row, name in enumerate(self.names):
             places = self.places(row, tokens) if name != "state" or state else []
-            if name == "window" and not whole_window:
+            if isinstance(self.components[row], Window) and not whole_window:
                 places = self.needed(row, tokens)
             page_ids = self.allocate(row, len(places))
             if len(page_ids) < len(places):
@@ -286,6 +289,20 @@ def test_pages_before_the_window_are_not_needed_for_a_reload() -> None:
     assert engine.reload(P) == 8
     assert engine.longest(P, [DEVICE]) == 8
     assert engine.tree.match(P[:5]).length == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("small", [1, 2])
+def test_the_host_makes_room_in_the_pool_of_the_window_that_lacks_it(small: int) -> None:
+    host = tuple(len(P) if row == small else 30 for row in range(3))
+    engine = Engine(Full(), Window(5), Window(2), host=host)
+    other = [*range(11, 19)]
+    for tokens in (P, other):
+        engine.compute(tokens)
+        assert engine.back_up(tokens)
+        engine.settle()
+        engine.verify()
+    assert [pool.cached for pool in engine.tiers.host_pools] == [8 if row == small else 16 for row in range(3)]
     engine.close()
 
 
