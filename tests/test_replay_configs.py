@@ -68,6 +68,14 @@ def test_the_runtime_reads_the_same_from_what_transformers_writes(name: str) -> 
     assert shape.parameters == pytest.approx(matrices, rel=0.03)
 
 
+def test_each_layer_may_have_a_width_of_its_own() -> None:
+    assert read_shape({**SMALL, "intermediate_size": [96, 96]}) == read_shape(SMALL)
+    narrower = read_shape({**SMALL, "intermediate_size": [96, 32]})
+    assert read_shape(SMALL).parameters - narrower.parameters == 3 * 64 * 64
+    with pytest.raises(BadArgument, match=r"\[96\] as intermediate_size"):
+        read_shape({**SMALL, "intermediate_size": [96]})
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
