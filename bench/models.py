@@ -36,11 +36,12 @@ from rich.table import Table
 from transformers.utils import logging
 
 from bench.report import ROOT, Report
-from bench.tiny_models import FAMILIES, HYBRIDS, REFUSED, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, REFUSED, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
 from mainstem.components import Component, Local, State
 from mainstem.errors import UnsupportedModel
 from mainstem.namespaces import Namespace
 from mainstem.runtime.engine import Engine
+from mainstem.runtime.kv import KVPool
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import Completion, ImageInput, Request
 from mainstem.runtime.runner import ModelRunner, Segment
@@ -251,7 +252,7 @@ CASES: dict[str, Case] = {
     **{name: Case(partial(_text, *given)) for name, given in VARIANTS.items()},
     **{
         name: Case(partial(_text, name, changes), tolerance=_LOOSER.get(name, TOLERANCE))
-        for name, changes in {**HYBRIDS, **STEPPED}.items()
+        for name, changes in {**LATENT, **HYBRIDS, **STEPPED}.items()
     },
     "gemma3, images": Case(partial(_seeing, "gemma3", _BOTH), _PILLOW),
     **{f"{name}, images": Case(partial(_seeing, name, {}), _PILLOW) for name in ("llava", "qwen2_vl", "idefics3")},
@@ -380,10 +381,16 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
         "hits": [answer.hit for answer in phases["warm"]],
         "least_hits": _least_hits(prompts, layout.components, config.page_size),
         **_differences(phases, _plain_rows(subject.plain, prompts, phases["cold"])),
-        "kv_bytes": {name: size for name, size in layout.bytes_per_page(1, engine.dtype).items() if size},
+        "kv_bytes": {name: size for name, size in _kv_bytes(made[0]).items() if size},
         "state_bytes": states.bytes_per_slot if isinstance(states, StatePool) else 0,
         "notes": notes,
     }
+
+
+def _kv_bytes(runner: ModelRunner) -> dict[str, int]:
+    """Returns the bytes that a token takes in the pool of each component of pages."""
+    pools = [(name, pool) for name, pool in runner.pools.items() if isinstance(pool, KVPool)]
+    return {name: pool.shape.bytes_per_page(1, pool.dtype) for name, pool in pools}
 
 
 def _shown(component: Component) -> str:

@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "gpt_neox": {"num_key_value_heads": ...},
     "gpt2": {"num_key_value_heads": ..., "intermediate_size": ...},
+    "gpt_bigcode": {"num_key_value_heads": ..., "intermediate_size": ...},
 }
 
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -63,6 +64,43 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "cohere2": {**_MIXED, "sliding_window": 20},
     "olmo3": {**_MIXED, "sliding_window": 8},
     "exaone4": {**_MIXED, "sliding_window": 8},
+    "mimo_v2_flash": {  # values are smaller than keys, and sliding layers have twice as many heads
+        **_MIXED,
+        "sliding_window": 8,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+# Models with multi-head latent attention: only a latent and its rotary part are kept.
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, **_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **_LATENT,
+        **_EXPERTS,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {**_YARN, "original_max_position_embeddings": CONTEXT // 4},
+    },
+    "glm4_moe_lite": {**_LATENT, **_EXPERTS, "rope_interleave": False},
+    "minicpm3": _LATENT,
+    "longcat_flash": {**_LATENT, "head_dim": 8, "num_layers": 2, "num_hidden_layers": ..., "n_routed_experts": 4},
+    "axk1": {**_LATENT, **_EXPERTS},
+    "youtu": _LATENT,
 }
 
 
@@ -109,7 +147,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v3": ("deepseek_v3", {}),
     "rwkv": ("rwkv", {"num_attention_heads": ..., "num_key_value_heads": ..., "attention_hidden_size": 64}),
     "recurrent_gemma": ("recurrent_gemma", {"num_key_value_heads": 1}),
     "minimax": ("minimax", {"num_local_experts": 2}),
@@ -209,6 +246,26 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
     },
     "olmo_hybrid": {"num_hidden_layers": 4},
+    "kimi_linear": {
+        **_LATENT,
+        **_EXPERTS,
+        "n_routed_experts": ...,
+        "num_local_experts": 4,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "bailing_hybrid": {
+        **_LATENT,
+        **_EXPERTS,
+        "n_routed_experts": ...,
+        "num_experts": 4,
+        "q_lora_rank": ...,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 16,
+    },
 }
 
 # Models that can take only one token at a time after a state, in transformers' PyTorch code.

@@ -34,7 +34,7 @@ SCALE = 0.3
 
 
 def make_pool(pages: int, page_size: int) -> KVPool:
-    pool = KVPool(KVShape(2, KV_HEADS, HEAD_DIM), pages, page_size, torch.float32)
+    pool = KVPool(KVShape(2, KV_HEADS, HEAD_DIM, HEAD_DIM), pages, page_size, torch.float32)
     torch.manual_seed(0)
     pool.k.normal_()
     pool.v.normal_()

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mainstem.components import Chunked, Component, Full, Local, State, Window
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.kv import KVShape
 from mainstem.runtime.layout import Layout
 
 CONTEXT = 4096
@@ -98,14 +96,6 @@ def test_layers_are_sorted_by_what_they_keep(
     }
 
 
-def test_a_pool_holds_its_own_layers_only() -> None:
-    config = configure("gemma3_text", layer_types=[SLIDES, SLIDES, FULL, SLIDES], sliding_window=512, head_dim=16)
-    layout = Layout.of(config, CONTEXT)
-    assert layout.shapes == {"full": KVShape(1, 2, 16), "window": KVShape(3, 2, 16)}
-    page = 2 * 2 * 16 * 8 * 2
-    assert layout.bytes_per_page(8, torch.bfloat16) == {"full": page, "window": 3 * page}
-
-
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
 def test_a_layer_that_shares_keys_has_the_place_of_the_last_one_of_its_kind_that_keeps_them(family: str) -> None:
     config = configure(
@@ -122,17 +112,6 @@ def test_a_layer_that_shares_keys_has_the_place_of_the_last_one_of_its_kind_that
         0: ("window", 0), 1: ("full", 0), 2: ("window", 1), 3: ("window", 2),
         4: ("window", 2), 5: ("window", 2), 6: ("full", 0),
     }  # fmt: skip
-    assert [layout.shapes[name].layers for name in ("full", "window")] == [1, 3]
-
-
-def test_pools_may_differ_in_their_heads() -> None:
-    types = [SLIDES, SLIDES, SLIDES, FULL]
-    config = configure("gemma4_text", layer_types=types, sliding_window=512, head_dim=16, global_head_dim=32)
-    assert Layout.of(config, CONTEXT).shapes == {"full": KVShape(1, 2, 32), "window": KVShape(3, 2, 16)}
-
-
-def test_without_attention_pages_take_no_memory() -> None:
-    assert Layout.of(configure("mamba2", **MAMBA2), CONTEXT).bytes_per_page(16, torch.float32) == {"full": 0}
 
 
 def test_the_text_part_of_a_model_with_images_counts() -> None:
@@ -145,8 +124,8 @@ def test_the_text_part_of_a_model_with_images_counts() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("deepseek_v3", {}, "latent"),
-        ("llama", {"per_layer_config": {1: {"num_key_value_heads": 4}}}, "heads of different sizes"),
+        ("deepseek_v32", {}, "a layer keeps its past as a DynamicIndexedLayer"),
+        ("minimax", {}, "a cache class of its own"),
     ],
 )
 def test_what_fits_no_pool_is_refused(family: str, changes: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from mainstem.errors import BadArgument
 from mainstem.replay.plan import configs
 from mainstem.replay.plan.configs import read_shape, well_known
 from mainstem.replay.plan.costs import ModelShape
+from mainstem.runtime.kv import kv_shapes
 from mainstem.runtime.layout import Layout
 
 SMALL: dict[str, Any] = {
@@ -32,6 +33,7 @@ FAMILIES = {
     **{f"{name}": changes for name, changes in tiny_models.FAMILIES.items()},
     **{f"{name} with windows": changes for name, changes in tiny_models.WINDOWED.items()},
     **{f"{name} with states": changes for name, changes in tiny_models.HYBRIDS.items()},
+    **{f"{name} with latents": changes for name, changes in tiny_models.LATENT.items()},
 }
 
 
@@ -58,7 +60,8 @@ def test_the_runtime_reads_the_same_from_what_transformers_writes(name: str) -> 
     model = tiny_models.tiny(name.partition(" ")[0], **FAMILIES[name])
     layout = Layout.of(model.config, FAR)
     shape = read_shape(json.loads(model.config.to_json_string(use_diff=False)))
-    pages = layout.bytes_per_page(1, torch.bfloat16)
+    kept = kv_shapes(model, layout.kv_layers)
+    pages = {name: size.bytes_per_page(1, torch.bfloat16) for name, size in kept.items()}
     assert shape.kv_bytes_per_token() == pages.get("full", 0)
     assert shape.window_bytes_per_token() == sum(pages[name] for name in layout.local)
     assert {window for window in windows(shape) if window} == {row.tokens for row in layout.local.values()}

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, LATENT, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
 from bench.tiny_vision import picture
 from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
@@ -38,7 +38,7 @@ from mainstem.tiers.transfer import Move
 POSITIONS = 400
 SLOTS = 8
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, changes) for family, changes in {**FAMILIES, **HYBRIDS, **STEPPED}.items()},
+    **{family: (family, changes) for family, changes in {**FAMILIES, **LATENT, **HYBRIDS, **STEPPED}.items()},
     **{f"{family} windowed": (family, changes) for family, changes in WINDOWED.items()},
     **VARIANTS,
 }
@@ -130,6 +130,8 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
         *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
         *((f"{family} windowed", 4) for family in WINDOWED),
         *((name, 4) for name in VARIANTS),
+        *((family, 4) for family in LATENT),
+        *(("deepseek_v3", page_size) for page_size in (1, 16)),
         *(
             (f"{family} windowed", page_size)
             for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
@@ -239,8 +241,12 @@ def test_a_page_of_the_pool_is_as_large_as_it_says() -> None:
     runner = make_rig("llama", 3).runner
     assert runner.vocab_size == VOCAB
     pool = full_pool(runner)
-    assert runner.layout.bytes_per_page(3, torch.float32) == {"full": 2 * 3 * 3 * 2 * 16 * 4}
     assert pool.k.nbytes + pool.v.nbytes == pool.pages * 2 * 3 * 3 * 2 * 16 * 4
+
+
+def test_a_latent_takes_a_page_of_latents_and_no_keys() -> None:
+    pool = full_pool(make_rig("deepseek_v3", 4).runner)
+    assert sum(plane.nbytes for plane in pool.planes) == pool.pages * 4 * 3 * (32 + 8) * 4
 
 
 def full_pool(runner: ModelRunner) -> KVPool:
@@ -328,11 +334,14 @@ def test_a_model_without_states_copies_none() -> None:
         "llama",
         "gpt_oss windowed",
         "mistral windowed",
+        "mimo_v2_flash windowed",
         "llama, windows",
         "gemma3n_text",
         "llama4_text",
         "falcon_h1",
         "mamba2",
+        "deepseek_v3",
+        "kimi_linear",
     ],
 )
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
@@ -346,7 +355,7 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     host = rig.runner.host_memory(HostSize(host_ratio=1.0), storage=False)
     host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
     for pool in rig.runner.pools.values():
-        for tensor in (pool.k, pool.v) if isinstance(pool, KVPool) else pool.tensors:
+        for tensor in pool.planes if isinstance(pool, KVPool) else pool.tensors:
             tensor.fill_(torch.nan)
     ticket = host.up([Move(i, there, device) for i, (device, there) in enumerate(ids)])
     rows = rig.runner.forward([replace(segment, arriving=ticket, state=3)])
@@ -618,7 +627,6 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
     [
         ("rwkv", {}, "keeps its state in an argument of its own"),
         ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
-        ("deepseek_v3", {}, "latent"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic position embedding"),
         ("bloom", {"intermediate_size": ...}, "cannot be exchanged"),
         ("stablelm", {}, "does not pass arguments on"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mainstem.components import Attended, Chunked, Full, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVPool
+from mainstem.runtime.latent import Latents
 from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ class Span:
     page_index: slice | torch.Tensor | None  # the pages that hold its keys; None if all keys are in the batch itself
     tiles: tuple[Tile, ...]
     causal: bool  # all its keys are in the batch, and every query sees all keys up to its own
+
+    @property
+    def tokens(self) -> int:
+        """The number of new tokens."""
+        return self.rows.stop - self.rows.start
 
     def read(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Returns the span's keys or values, [positions, kv_heads, head_dim]: a view where pages are consecutive."""
@@ -260,14 +266,30 @@ class Attention(Protocol):
             layer: index of the layer in the plan's pool.
             query: [tokens, heads, head_dim], packed as planned.
             key: [tokens, kv_heads, head_dim].
-            value: like `key`.
+            value: [tokens, kv_heads, value_dim].
             scale: factor of the scores before the softmax.
             plan: this forward's plan for this pool.
             sinks: [heads], the score of one more key, which every query sees and which has no value.
             softcap: a score s of a key becomes softcap * tanh(s / softcap).
 
         Returns:
-            [tokens, heads, head_dim].
+            [tokens, heads, value_dim].
+        """
+        ...
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latents: Latents, scale: float, plan: BatchPlan
+    ) -> torch.Tensor:
+        """Writes what a layer keeps of the new tokens to their slots, then attends.
+
+        Args:
+            layer: index of the layer in the plan's pool, whose shape is that of a latent.
+            query: [tokens, heads, head_dim] of expanded keys, packed as planned.
+            latents: of the new tokens.
+            scale, plan: as of `attend`.
+
+        Returns:
+            [tokens, heads, value_dim] of expanded values.
         """
         ...
 
@@ -294,18 +316,60 @@ class SdpaAttention:
         keys, values = plan.pool.layer(layer)
         plan.write(keys, key)
         plan.write(values, value)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        groups = query.shape[1] // key.shape[1]
+        out = query.new_empty(*query.shape[:2], value.shape[2])
         for span in plan.spans:
-            if span.causal and sinks is None and softcap is None:
-                out[span.rows] = _causal(query[span.rows], key[span.rows], value[span.rows], scale)
-                continue
-            span_keys, span_values = span.read(keys, key), span.read(values, value)
-            for tile in span.tiles:
-                mask = plan.masks.get(tile, groups)
-                k, v = span_keys[tile.keys], span_values[tile.keys]
-                _attend_tile(query[tile.rows], k, v, scale, mask, sinks, softcap, out[tile.rows])
+            keys_seen, values_seen = span.read(keys, key), span.read(values, value)
+            _attend_span(span, plan.masks, query, keys_seen, values_seen, scale, sinks, softcap, out)
         return out
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latents: Latents, scale: float, plan: BatchPlan
+    ) -> torch.Tensor:
+        """See `Attention.attend_latent`."""
+        keys, _ = plan.pool.layer(layer)
+        plan.write(keys, latents.kept)
+        out = query.new_empty(*query.shape[:2], latents.value.shape[2])
+        absorbed = []
+        for span in plan.spans:
+            if span.page_index is None:
+                expanded = latents.key[span.rows], latents.value[span.rows]
+            elif latents.absorbs(span.tokens):
+                absorbed.append(span)
+                continue
+            else:
+                expanded = latents.expand(span.read(keys, latents.kept))
+            _attend_span(span, plan.masks, query, *expanded, scale, None, None, out)
+        if absorbed:  # all at once: the projection is read once
+            rows = _run(np.concatenate([np.arange(s.rows.start, s.rows.stop) for s in absorbed]), query.device)
+            ours = query.new_empty(*query.shape[:2], latents.kept.shape[2])
+            ours[rows] = latents.absorb(query[rows])
+            found = query.new_empty(*query.shape[:2], latents.rank)
+            for span in absorbed:
+                kept = span.read(keys, latents.kept)
+                _attend_span(span, plan.masks, ours, kept, kept[..., : latents.rank], scale, None, None, found)
+            out[rows] = latents.project(found[rows])
+        return out
+
+
+def _attend_span(
+    span: Span,
+    masks: Masks,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    """Computes attention of a span's rows of the batch, `query`, to its own keys, into its rows of `out`."""
+    if span.causal and sinks is None and softcap is None:
+        out[span.rows] = _causal(query[span.rows], keys, values, scale)
+        return
+    for tile in span.tiles:
+        mask = masks.get(tile, query.shape[1] // keys.shape[1])
+        k, v = keys[tile.keys], values[tile.keys]
+        _attend_tile(query[tile.rows], k, v, scale, mask, sinks, softcap, out[tile.rows])
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -335,7 +399,8 @@ def _attend_tile(
         result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         result = _weights(q, k, scale, mask, sinks, softcap).to(v.dtype) @ v
-    out.view(rows, kv_heads, -1, head_dim).copy_(result.view(grouped.shape).permute(2, 0, 1, 3))
+    by_head = result.view(*grouped.shape[:3], -1)
+    out.view(rows, kv_heads, -1, by_head.shape[-1]).copy_(by_head.permute(2, 0, 1, 3))
 
 
 def _weights(
@@ -376,6 +441,7 @@ class Paging:
             and are given the same keys, which they write once more.
         max_context: positions that a sequence can have.
         arriving: transfers to the pools that are under way.
+        given: what each layer has just given to the model's cache; empty without one.
     """
 
     attention: Attention
@@ -383,6 +449,7 @@ class Paging:
     places: Mapping[int, tuple[str, int]]
     max_context: int
     arriving: tuple[LayerTicket, ...] = ()
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class PackedPositions:
@@ -466,14 +533,18 @@ def _paged_attention(
     name, layer = paging.places[index]
     plan = paging.plans[name]
     _refuse(module, attention_mask, plan.component, paging.max_context, others)
-    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    expected = (len(packed[0]), *plan.pool.shape[1:])
-    if not packed[1].shape == packed[2].shape == expected:
+    given = paging.given.pop(index, (key, value))
+    kept = given if plan.pool.shape.latent else (key, value)
+    if [(x.shape[1], x.shape[-1]) for x in kept] != plan.pool.shape.given:
         raise UnsupportedModel(f"{type(module).__name__} makes keys and values of shapes {key.shape}, {value.shape}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     for ticket in paging.arriving:
         ticket.wait_layer(index)
-    out = paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, plan, s_aux, softcap)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    if plan.pool.shape.latent:
+        out = paging.attention.attend_latent(layer, packed[0], Latents(module, kept, *packed[1:]), scale, plan)
+    else:
+        out = paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, plan, s_aux, softcap)
     return out.view(len(query), -1, *out.shape[1:]), None
 
 

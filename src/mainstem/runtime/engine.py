@@ -38,6 +38,7 @@ from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
 from mainstem.runtime.host import HostPool
+from mainstem.runtime.kv import kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
@@ -529,8 +530,7 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
         context_pages=-(-loaded.max_context // size),
         running=config.max_running,
     )
-    page_bytes = layout.bytes_per_page(size, loaded.dtype)
-    slot_bytes = _slot_bytes(loaded) if layout.state_layers else 0
+    page_bytes, slot_bytes = _bytes(loaded, layout, size)
     sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
     if config.window_trace is not None and layout.local and Full() in sizes:
         memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
@@ -594,10 +594,13 @@ def _scheduler(
     )
 
 
-def _slot_bytes(loaded: LoadedModel) -> int:
+def _bytes(loaded: LoadedModel, layout: Layout, page_size: int) -> tuple[dict[str, int], int]:
+    """Returns the bytes of a page of each component, and of a state."""
     with plain_attention(loaded.model):
-        shape = StateShape.of(loaded.model)
-    return 0 if shape is None else shape.bytes_per_slot
+        shapes = kv_shapes(loaded.model, layout.kv_layers)
+        state = StateShape.of(loaded.model) if layout.state_layers else None
+    pages = {name: shape.bytes_per_page(page_size, loaded.dtype) for name, shape in shapes.items()}
+    return pages, 0 if state is None else state.bytes_per_slot
 
 
 def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:

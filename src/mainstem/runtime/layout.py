@@ -14,15 +14,12 @@ This module knows only configurations: no weights, no tensors, no pages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from mainstem.components import Attended, Chunked, Component, Full, Local, State, Window, by_name
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.kv import KVShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,14 +49,12 @@ class Layout:
         kv_layers: for each component of pages, by name, the layers that keep keys and values in its pool, ascending. A
             model without full attention and windows has full pages with no layers, which only mark which prefixes are
             known.
-        shapes: the size of a position in the pool of each of these components.
         state_layers: layers that keep a state, ascending.
         shared: for each layer that keeps nothing and attends to an earlier layer's keys: that layer.
     """
 
     components: tuple[Component, ...]
     kv_layers: Mapping[str, tuple[int, ...]]
-    shapes: Mapping[str, KVShape]
     state_layers: tuple[int, ...]
     shared: Mapping[int, int] = field(default_factory=dict)
 
@@ -72,15 +67,13 @@ class Layout:
             max_context: positions that a sequence can have; a window of this size or more is full attention.
 
         Raises:
-            UnsupportedModel: its KV is not one key and one value for each position, layer and head, or the layers of a
-                component differ in their heads; the message says why.
+            UnsupportedModel: its layers keep what no pool holds; the message says why.
         """
         from transformers import DynamicCache
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
         text = config.get_text_config(decoder=True)
         refuse_outside(text.model_type)
-        _refuse(text)
         layers = dict(enumerate(DynamicCache(config=text).layers))
         state = tuple(i for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin))
         attended = {i: row for i in layers if (row := _attended(text, i, layers[i], max_context)) is not None}
@@ -89,8 +82,7 @@ class Layout:
         full = Full() in attended.values() or not any(isinstance(row, Window) for row in local)
         paged = by_name([*([Full()] if full else []), *order])
         kv_layers = {name: tuple(i for i, kept in attended.items() if kept == row) for name, row in paged.items()}
-        shapes = {name: _shape(text, name, layers) for name, layers in kv_layers.items()}
-        return cls((*paged.values(), *([State()] if state else [])), kv_layers, shapes, state, _shared(text))
+        return cls((*paged.values(), *([State()] if state else [])), kv_layers, state, _shared(text))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,10 +104,6 @@ class Layout:
         """For each layer that attends: the pool, and the index there of the layer whose keys it reads."""
         own = {layer: (name, i) for name, layers in self.kv_layers.items() for i, layer in enumerate(layers)}
         return own | {layer: own[keeper] for layer, keeper in self.shared.items()}
-
-    def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> dict[str, int]:
-        """Returns the bytes of a page, for each component of pages."""
-        return {name: shape.bytes_per_page(page_size, dtype) for name, shape in self.shapes.items()}
 
 
 def _attended(config: PreTrainedConfig, index: int, layer: object, max_context: int) -> Attended | None:
@@ -151,21 +139,3 @@ def _shared(config: PreTrainedConfig) -> dict[int, int]:
         elif mode is not None:
             raise UnsupportedModel(f"{config.model_type}: layer {layer} shares keys by the rule {mode}")
     return shared
-
-
-def _refuse(config: PreTrainedConfig) -> None:
-    """Raises for unsupported features that the kinds of layers do not show."""
-    reasons = []
-    if getattr(config, "kv_lora_rank", None) is not None:
-        reasons.append("its KV is compressed (multi-head latent attention)")
-    if reasons:
-        raise UnsupportedModel(f"{config.model_type}: {'; '.join(reasons)}")
-
-
-def _shape(config: PreTrainedConfig, name: str, layers: Sequence[int]) -> KVShape:
-    if not layers:
-        return KVShape(0, 0, 0)
-    shapes = {KVShape.of(config.per_layer_config[layer]) for layer in layers}
-    if len(shapes) > 1:
-        raise UnsupportedModel(f"{config.model_type}: its {name} attention layers have heads of different sizes")
-    return shapes.pop()._replace(layers=len(layers))

@@ -36,8 +36,9 @@ from mainstem.runtime.attention import (
     plain_attention,
     plan_batch,
 )
+from mainstem.runtime.caches import Passing
 from mainstem.runtime.host import HostPool, Planes, host_pages
-from mainstem.runtime.kv import KVPool
+from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import ImageInput
@@ -109,12 +110,17 @@ class _Pools:
     """
 
     def __init__(
-        self, layout: Layout, shape: StateShape | None, counts: Mapping[str, int], page_size: int, like: torch.Tensor
+        self,
+        layout: Layout,
+        kv: Mapping[str, KVShape],
+        shape: StateShape | None,
+        counts: Mapping[str, int],
+        page_size: int,
+        like: torch.Tensor,
     ) -> None:
         if sorted(counts) != sorted(layout.names):
             raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
-        kv = layout.shapes.items()
-        self.paged = {name: KVPool(kv_shape, counts[name], page_size, like.dtype, like.device) for name, kv_shape in kv}
+        self.paged = {name: KVPool(kept, counts[name], page_size, like.dtype, like.device) for name, kept in kv.items()}
         self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
 
 
@@ -153,10 +159,11 @@ class ModelRunner:
         self._attended = self.layout.attended
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
+            self._kv = kv_shapes(model, self.layout.kv_layers)
             self._shape = StateShape.of(model) if self.layout.state_layers else None
             self._stepped = self._shape is not None and prove(model, self._shape, limit) == "stepped"
             self.vision = None if loaded.processor is None else Vision(loaded)
-            self._pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
+            self._pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
             with _frequent_steps(model):
                 self._self_test(loaded.name, limit)
         install(model)
@@ -284,16 +291,18 @@ class ModelRunner:
         with torch.inference_mode(), self.adapters.select(segments[0].adapter):
             inputs = self._inputs(segments, rows)
             inputs["logits_to_keep"] = wanted if rows == 1 else self._tensor(np.zeros(1, dtype=np.int64))
+            cache = self._cache(segments, pools, arriving)
+            given = {} if cache is None else cache.given
             if self._places:
                 plans = self._plans(segments, pools)
-                inputs["paging"] = Paging(self._attention, plans, self._places, self._max_context, arriving)
-            if self._is_tuned:
+                inputs["paging"] = Paging(self._attention, plans, self._places, self._max_context, arriving, given)
+            argument = "past_key_values" if self._shape is None else self._shape.argument
+            if cache is not None:
+                inputs[argument] = cache
+            elif self._is_tuned:
                 inputs["past_key_values"] = PackedPositions(inputs["position_ids"])
-            if pools.states is None or self._shape is None:
-                output = self._model(**inputs, use_cache=False)
-            else:
-                cache = self._states(segments, pools.states, arriving)
-                output = self._model(**inputs, use_cache=True, **{self._shape.argument: cache})
+            output = self._model(**inputs, use_cache=cache is not None)
+            if isinstance(cache, StateCache):
                 cache.store([s.state for s in segments])
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
         return logits if rows == 1 else logits[wanted]
@@ -342,9 +351,11 @@ class ModelRunner:
             return ()
         return tuple((image.start, image.end) for image in _inside(segment))
 
-    def _states(self, segments: Sequence[Segment], states: StatePool, arriving: Sequence[LayerTicket]) -> StateCache:
-        """Returns the cache, with the states at the segments' starts."""
-        cache = StateCache(self._model.config, states)
+    def _cache(self, segments: Sequence[Segment], pools: _Pools, arriving: Sequence[LayerTicket]) -> Passing | None:
+        """Returns the model's cache, with the states at the segments' starts; None if it needs none."""
+        if pools.states is None:
+            return Passing(self._model.config) if any(shape.latent for shape in self._kv.values()) else None
+        cache = StateCache(self._model.config, pools.states)
         if segments[0].start == 0:
             cache.start(len(segments))
             return cache
@@ -445,7 +456,7 @@ class ModelRunner:
         page_size = min(self._page_size, 4)
         used = -(-length // page_size)
         counts = dict.fromkeys(self.layout.names, 2 * used)
-        pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
+        pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
         spread = float(plain.max() - plain.min())
         error = 0.0
@@ -488,7 +499,7 @@ def _inside(segment: Segment) -> list[ImageInput]:
 
 def _page_planes(pool: KVPool, layers: tuple[int, ...]) -> Planes:
     if layers:
-        return Planes((pool.k, pool.v), layers)
+        return Planes(pool.planes, layers)
     return Planes((torch.zeros(1, pool.pages, 1, dtype=torch.uint8, device=pool.device),))  # planes must not be empty
 
 
