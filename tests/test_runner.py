@@ -27,6 +27,7 @@ from mainstem.runtime.adapters import Adapter
 from mainstem.runtime.attention import PAGED, BatchPlan, PackedPositions, SdpaAttention
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
+from mainstem.runtime.latent import Latents
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import ImageInput, Request
@@ -247,6 +248,20 @@ def test_a_page_of_the_pool_is_as_large_as_it_says() -> None:
 def test_a_latent_takes_a_page_of_latents_and_no_keys() -> None:
     pool = full_pool(make_rig("deepseek_v3", 4).runner)
     assert sum(plane.nbytes for plane in pool.planes) == pool.pages * 4 * 3 * (32 + 8) * 4
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_prefixes_of_latents_are_absorbed_or_expanded_to_the_same(
+    absorbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Latents, "absorbs", lambda self, tokens: absorbed)
+    rig = make_rig("deepseek_v3", 4)
+    tables, tokens = rig.tables(3, 40), [tokens_of(seed, 40) for seed in range(3)]
+    rig.runner.forward([rig.segment(tokens[i][:10], 0, tables[i], False) for i in (0, 1)])
+    parts = [(0, 10, 40), (1, 10, 11), (2, 0, 30)]  # many and one after pages, and a beginning
+    rows = rig.runner.forward([rig.segment(tokens[i][begin:end], begin, tables[i], True) for i, begin, end in parts])
+    for row, (i, _, end) in zip(rows, parts, strict=True):
+        rig.close(row, tokens[i][:end])
 
 
 def full_pool(runner: ModelRunner) -> KVPool:
