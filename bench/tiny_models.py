@@ -30,6 +30,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"num_key_value_heads": ..., "intermediate_size": ...},
 }
 
+# Models whose attention cannot be exchanged: one request a forward, by their own code.
+ALONE: dict[str, dict[str, Any]] = {
+    "bloom": {"num_key_value_heads": ..., "intermediate_size": ...},
+    "mpt": {"num_key_value_heads": ..., "intermediate_size": ...},
+    "falcon": {"num_key_value_heads": ..., "intermediate_size": ..., "alibi": True},
+    "gptj": {"num_key_value_heads": ..., "intermediate_size": ..., "rotary_dim": 8},
+    "codegen": {"num_key_value_heads": ..., "intermediate_size": ..., "rotary_dim": 8},
+    "stablelm": {},
+}
+
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 # The last three of six layers attend to the keys of layers 2, 2 and 1.
@@ -150,7 +160,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv": ("rwkv", {"num_attention_heads": ..., "num_key_value_heads": ..., "attention_hidden_size": 64}),
     "recurrent_gemma": ("recurrent_gemma", {"num_key_value_heads": 1}),
     "minimax": ("minimax", {"num_local_experts": 2}),
-    "bloom": ("bloom", {"intermediate_size": ...}),
 }
 
 

@@ -18,13 +18,26 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from bench.tiny_models import CONTEXT, FAMILIES, HYBRIDS, LATENT, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import (
+    ALONE,
+    CONTEXT,
+    FAMILIES,
+    HYBRIDS,
+    LATENT,
+    STEPPED,
+    VARIANTS,
+    VOCAB,
+    WINDOWED,
+    loaded,
+    tiny,
+)
 from bench.tiny_vision import picture
 from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.adapters import Adapter
 from mainstem.runtime.attention import PAGED, BatchPlan, PackedPositions, SdpaAttention
+from mainstem.runtime.caches import Gathering
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.latent import Latents
@@ -40,6 +53,7 @@ POSITIONS = 400
 SLOTS = 8
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, changes) for family, changes in {**FAMILIES, **LATENT, **HYBRIDS, **STEPPED}.items()},
+    **{family: (family, changes) for family, changes in ALONE.items()},
     **{f"{family} windowed": (family, changes) for family, changes in WINDOWED.items()},
     **VARIANTS,
 }
@@ -131,7 +145,7 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
         *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
         *((f"{family} windowed", 4) for family in WINDOWED),
         *((name, 4) for name in VARIANTS),
-        *((family, 4) for family in LATENT),
+        *((family, 4) for family in (*LATENT, *ALONE)),
         *(("deepseek_v3", page_size) for page_size in (1, 16)),
         *(
             (f"{family} windowed", page_size)
@@ -357,6 +371,7 @@ def test_a_model_without_states_copies_none() -> None:
         "mamba2",
         "deepseek_v3",
         "kimi_linear",
+        "bloom",
     ],
 )
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
@@ -643,8 +658,8 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
         ("rwkv", {}, "keeps its state in an argument of its own"),
         ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic position embedding"),
-        ("bloom", {"intermediate_size": ...}, "cannot be exchanged"),
-        ("stablelm", {}, "does not pass arguments on"),
+        ("openai-gpt", {"num_key_value_heads": ..., "intermediate_size": ...}, "its attention cannot be exchanged"),
+        ("bert", {"num_key_value_heads": ..., "is_decoder": False}, "is not causal"),
         ("diffllama", {}, "self-test failed"),
     ],
 )
@@ -654,6 +669,23 @@ def test_models_that_cannot_run_over_pages_are_refused(family: str, changes: dic
     with pytest.raises(UnsupportedModel, match=message):
         ModelRunner(loaded(model), 8, 16)
     assert model.config._attn_implementation == before != PAGED
+
+
+def test_a_model_that_attends_by_its_own_code_is_said_to_run_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert ModelRunner(loaded(tiny("bloom", **ALONE["bloom"])), 8, 16).alone
+    assert ModelRunner(loaded(tiny("stablelm")), 8, 16).alone
+    assert [record.message for record in caplog.records if record.name.startswith("mainstem")] == [
+        "tiny: requests do not share a forward: its attention cannot be exchanged",
+        "tiny: requests do not share a forward: StableLmAttention got no page tables: the model does not pass "
+        "arguments on",
+    ]
+    assert not ModelRunner(loaded(tiny("llama")), 8, 16).alone
+
+
+def test_the_self_test_finds_a_wrong_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gathering, "get_seq_length", lambda self, layer_idx=0: 0)
+    with pytest.raises(UnsupportedModel, match="self-test failed"):
+        ModelRunner(loaded(tiny("bloom", **ALONE["bloom"])), 8, 16)
 
 
 def test_a_window_as_long_as_the_context_is_no_window() -> None:

@@ -101,7 +101,7 @@ class Span:
     @property
     def tokens(self) -> int:
         """The number of new tokens."""
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop - self.rows.start)
 
     def read(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Returns the span's keys or values, [positions, kv_heads, head_dim]: a view where pages are consecutive."""
@@ -485,7 +485,12 @@ def install(model: PreTrainedModel) -> None:
 
 
 def exchange_attention(model: PreTrainedModel, name: str) -> None:
-    """Makes the text part of `model` use transformers' attention function `name`; encoders stay as they are."""
+    """Makes the text part of `model` use transformers' attention function `name`; encoders stay as they are.
+
+    Does nothing if the model's attention cannot be exchanged.
+    """
+    if not model._can_set_attn_implementation():
+        return
     config = model.config
     text = config.get_text_config(decoder=True)
     parts = [part for part in config.sub_configs if getattr(config, part, None) is text]

@@ -5,8 +5,8 @@
     absorbed    queries [tokens, heads, latent | rotary part], for scores with what is kept; results are latents
 
 Both compute the same: a linear projection makes keys and values of a latent, so it can be applied to queries and
-results instead. Expanding costs work for each position, absorbing for each pair of a token and a position, so few tokens
-are absorbed and many expand what they attend to.
+results instead. Expanding costs work for each position, absorbing for each pair of a token and a position. So few
+tokens are absorbed, and many expand what they attend to.
 
 This module knows transformers' layers that have `expand_kv` and `kv_b_proj`. It does not know pages or requests.
 """

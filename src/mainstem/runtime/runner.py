@@ -3,6 +3,7 @@
     one forward     all segments, packed [1, tokens]; with recurrent layers one segment, or single tokens [rows, 1]
     one adapter     segments of different adapters are never in one forward
     images          their embeddings replace those of their tokens
+    own attention   a model whose attention cannot be exchanged: one segment, its keys and values gathered from pages
 
 A model is rejected if its KV or states do not fit the pools of its `Layout`, or depend on more than the tokens up to a
 position. A self-test at construction finds what the configuration does not say.
@@ -13,6 +14,7 @@ The runner does not know requests, leases or sampling, and does not check the ow
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mainstem.components import Full
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.adapters import Adapter, Adapters
 from mainstem.runtime.attention import (
@@ -32,11 +35,12 @@ from mainstem.runtime.attention import (
     PackedPositions,
     Paging,
     SdpaAttention,
+    exchange_attention,
     install,
     plain_attention,
     plan_batch,
 )
-from mainstem.runtime.caches import Passing
+from mainstem.runtime.caches import Gathering, Passing
 from mainstem.runtime.host import HostPool, Planes, host_pages
 from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
 from mainstem.runtime.layout import Layout
@@ -48,7 +52,7 @@ from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 _TEST_TOKENS = 12
 # The self-test's prompts are longer than windows of up to this size; longer windows would take long to test.
@@ -56,6 +60,8 @@ _TEST_WINDOW = 128
 
 # Positions after which a self-test tunes the temperature of attention anew.
 _TEST_STEP = 4
+
+log = logging.getLogger(__name__)
 
 # All states are needed before the first layer is computed, so they are copied as part of it.
 _STATE_LAYER = 0
@@ -157,6 +163,7 @@ class ModelRunner:
         self._page_size = page_size
         self._embedded: dict[tuple[bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
         self._attended = self.layout.attended
+        self._alone = _own_attention(model) if self._places else None
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
             self._kv = kv_shapes(model, self.layout.kv_layers)
@@ -166,7 +173,15 @@ class ModelRunner:
             self._pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
             with _frequent_steps(model):
                 self._self_test(loaded.name, limit)
-        install(model)
+        if self._alone is None:
+            install(model)
+        else:
+            log.warning("%s: requests do not share a forward: %s", loaded.name, self._alone)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each request has a forward of its own, because the model attends by code of its own."""
+        return self._alone is not None
 
     @property
     def pools(self) -> dict[str, KVPool | StatePool]:
@@ -264,6 +279,9 @@ class ModelRunner:
         for index, segment in enumerate(segments):
             groups.setdefault(segment.adapter, []).append((index, segment))
         for group in groups.values():
+            if self.alone:
+                yield from ([pair] for pair in group)
+                continue
             if self._shape is None:
                 yield group
                 continue
@@ -291,11 +309,15 @@ class ModelRunner:
         with torch.inference_mode(), self.adapters.select(segments[0].adapter):
             inputs = self._inputs(segments, rows)
             inputs["logits_to_keep"] = wanted if rows == 1 else self._tensor(np.zeros(1, dtype=np.int64))
-            cache = self._cache(segments, pools, arriving)
-            given = {} if cache is None else cache.given
-            if self._places:
-                plans = self._plans(segments, pools)
-                inputs["paging"] = Paging(self._attention, plans, self._places, self._max_context, arriving, given)
+            cache: Cache | None = None
+            plans = self._plans(segments, pools) if self._places else {}
+            paging = Paging(self._attention, plans, self._places, self._max_context, arriving)
+            if self.alone:
+                cache = Gathering(self._model.config, paging, segments[0].start)
+            elif (passing := self._cache(segments, pools, arriving)) is not None:
+                cache, paging = passing, replace(paging, given=passing.given)
+            if self._places and not self.alone:
+                inputs["paging"] = paging
             argument = "past_key_values" if self._shape is None else self._shape.argument
             if cache is not None:
                 inputs[argument] = cache
@@ -431,8 +453,7 @@ class ModelRunner:
         length = min(self._test_length(), self._max_context)
         prompts = np.random.default_rng(0).integers(0, self.vocab_size, (2, length)).astype(np.int32)
         plain = self._plain_logits(prompts)
-        install(self._model)
-        error = self._paged_error(prompts, plain)
+        error = self._packed_error(prompts, plain)
         if error > limit:
             raise UnsupportedModel(
                 f"{name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g} "
@@ -448,6 +469,26 @@ class ModelRunner:
         with torch.inference_mode():
             logits: torch.Tensor = self._model(**inputs, use_cache=False).logits.float()
         return logits
+
+    def _packed_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
+        """Returns the same as `_paged_error`, once it is known whether requests can share a forward."""
+        if self.alone:
+            return self._paged_error(prompts, plain)
+        install(self._model)
+        try:
+            return self._paged_error(prompts, plain)
+        except UnsupportedModel as refusal:
+            if not _gathers(self._model, self.layout) or self.vision is not None:
+                raise
+            exchange_attention(self._model, "eager")
+            self._alone = str(refusal)
+            try:
+                error = self._paged_error(prompts, plain)
+            except Exception as other:  # models raise all kinds
+                raise refusal from other
+            if error > TOLERANCE[self._like.dtype]:
+                raise refusal from None
+            return error
 
     def _paged_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
         """Returns the largest difference of paged from plain logits [2, length, vocab], relative to their spread."""
@@ -534,14 +575,25 @@ def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
     yield from _rope_refusals(model.config.get_text_config(decoder=True))
     arguments = inspect.signature(model.forward).parameters
     needed = {"logits_to_keep"}
-    if layout.places:
-        needed.add("position_ids")
-        if not model._can_set_attn_implementation():
-            yield "its attention cannot be exchanged"
-        if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
-            yield "its forward does not pass arguments on to attention"
+    if layout.places and not _gathers(model, layout) and (reason := _own_attention(model)) is not None:
+        yield reason
     if missing := needed - set(arguments):
         yield f"its forward takes no {' and no '.join(sorted(missing))}"
+
+
+def _own_attention(model: PreTrainedModel) -> str | None:
+    """Returns why `model` cannot attend through pages, many requests in a forward; None if it can."""
+    arguments = inspect.signature(model.forward).parameters
+    if not model._can_set_attn_implementation():
+        return "its attention cannot be exchanged"
+    if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
+        return "its forward does not pass arguments on to attention"
+    return None if "position_ids" in arguments else "its forward takes no position_ids"
+
+
+def _gathers(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether `model` can attend by its own code to keys and values that are gathered from pages for it."""
+    return layout.components == (Full(),) and "past_key_values" in inspect.signature(model.forward).parameters
 
 
 def _rope_refusals(config: PreTrainedConfig) -> Iterator[str]:
