@@ -36,7 +36,19 @@ from rich.table import Table
 from transformers.utils import logging
 
 from bench.report import ROOT, Report
-from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, REFUSED, STEPPED, VARIANTS, VOCAB, WINDOWED, loaded, tiny
+from bench.tiny_models import (
+    ALONE,
+    FAMILIES,
+    HYBRIDS,
+    LATENT,
+    REFUSED,
+    STEPPED,
+    VARIANTS,
+    VOCAB,
+    WINDOWED,
+    loaded,
+    tiny,
+)
 from mainstem.components import Component, Local, State
 from mainstem.errors import UnsupportedModel
 from mainstem.namespaces import Namespace
@@ -252,7 +264,7 @@ CASES: dict[str, Case] = {
     **{name: Case(partial(_text, *given)) for name, given in VARIANTS.items()},
     **{
         name: Case(partial(_text, name, changes), tolerance=_LOOSER.get(name, TOLERANCE))
-        for name, changes in {**LATENT, **HYBRIDS, **STEPPED}.items()
+        for name, changes in {**LATENT, **ALONE, **HYBRIDS, **STEPPED}.items()
     },
     "gemma3, images": Case(partial(_seeing, "gemma3", _BOTH), _PILLOW),
     **{f"{name}, images": Case(partial(_seeing, name, {}), _PILLOW) for name in ("llava", "qwen2_vl", "idefics3")},
@@ -372,7 +384,7 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
     with Engine(subject.loaded, config, runner=watched) as engine:
         prompts = subject.prompts(engine)
         phases = _Bench(subject, engine, made[0], settings.new_tokens).phases(prompts)
-        notes = [*subject.notes, *_notes(subject, engine)]
+        notes = [*subject.notes, *_notes(subject, engine, made[0])]
     layout = made[0].layout
     states = made[0].pools.get("state")
     return {
@@ -405,8 +417,10 @@ def _least_hits(prompts: Sequence[Prompt], components: Sequence[Component], page
     return [0, 0 if any(isinstance(component, State) for component in components) else shared, shared]
 
 
-def _notes(subject: Subject, engine: Engine) -> Iterator[str]:
+def _notes(subject: Subject, engine: Engine, runner: ModelRunner) -> Iterator[str]:
     model, vision = subject.plain, engine.vision
+    if runner.alone:
+        yield "one request a forward"
     shape = StateShape.of(model) if getattr(model, "_is_stateful", False) else None
     if shape is not None and prove(model, shape, TOLERANCE) == "stepped":
         yield "stepped"

@@ -157,6 +157,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": ("deepseek_v32", {**_LATENT, **_EXPERTS, "index_topk": 16, "index_n_heads": 2, "head_dim": 8}),
     "rwkv": ("rwkv", {"num_attention_heads": ..., "num_key_value_heads": ..., "attention_hidden_size": 64}),
     "recurrent_gemma": ("recurrent_gemma", {"num_key_value_heads": 1}),
     "minimax": ("minimax", {"num_local_experts": 2}),

@@ -67,9 +67,10 @@ def test_a_model_that_leaves_no_keys_in_the_cache_is_refused() -> None:
         kv_shapes(tiny("mamba2", **HYBRIDS["mamba2"]), {"full": (0,)})
 
 
-def test_a_model_that_takes_no_cache_is_refused() -> None:
-    model = tiny("openai-gpt", num_key_value_heads=..., intermediate_size=...)
-    with pytest.raises(UnsupportedModel, match="does not run with transformers' cache"):
+def test_a_model_that_does_not_run_with_a_cache_is_refused() -> None:
+    model = tiny("llama")
+    model.get_decoder().layers[0].self_attn.k_proj = None
+    with pytest.raises(UnsupportedModel, match="llama does not run with transformers' cache"):
         kv_shapes(model, {"full": (0,)})
 
 

@@ -124,7 +124,7 @@ def test_the_text_part_of_a_model_with_images_counts() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("deepseek_v32", {}, "a layer keeps its past as a DynamicIndexedLayer"),
+        ("deepseek_v32", {}, "chooses keys by a sparse index"),
         ("minimax", {}, "a cache class of its own"),
     ],
 )

@@ -37,7 +37,6 @@ from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.adapters import Adapter
 from mainstem.runtime.attention import PAGED, BatchPlan, PackedPositions, SdpaAttention
-from mainstem.runtime.caches import Gathering
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
 from mainstem.runtime.latent import Latents
@@ -360,20 +359,10 @@ def test_a_model_without_states_copies_none() -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        "llama",
-        "gpt_oss windowed",
-        "mistral windowed",
-        "mimo_v2_flash windowed",
-        "llama, windows",
-        "gemma3n_text",
-        "llama4_text",
-        "falcon_h1",
-        "mamba2",
-        "deepseek_v3",
-        "kimi_linear",
-        "bloom",
+        "llama", "gpt_oss windowed", "mistral windowed", "mimo_v2_flash windowed", "llama, windows", "gemma3n_text",
+        "llama4_text", "falcon_h1", "mamba2", "deepseek_v3", "kimi_linear", "bloom",
     ],
-)
+)  # fmt: skip
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     rig = make_rig.__wrapped__(family, 4)
     tokens, (table,) = tokens_of(1, 40), rig.tables(1, 40)
@@ -669,23 +658,6 @@ def test_models_that_cannot_run_over_pages_are_refused(family: str, changes: dic
     with pytest.raises(UnsupportedModel, match=message):
         ModelRunner(loaded(model), 8, 16)
     assert model.config._attn_implementation == before != PAGED
-
-
-def test_a_model_that_attends_by_its_own_code_is_said_to_run_alone(caplog: pytest.LogCaptureFixture) -> None:
-    assert ModelRunner(loaded(tiny("bloom", **ALONE["bloom"])), 8, 16).alone
-    assert ModelRunner(loaded(tiny("stablelm")), 8, 16).alone
-    assert [record.message for record in caplog.records if record.name.startswith("mainstem")] == [
-        "tiny: requests do not share a forward: its attention cannot be exchanged",
-        "tiny: requests do not share a forward: StableLmAttention got no page tables: the model does not pass "
-        "arguments on",
-    ]
-    assert not ModelRunner(loaded(tiny("llama")), 8, 16).alone
-
-
-def test_the_self_test_finds_a_wrong_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gathering, "get_seq_length", lambda self, layer_idx=0: 0)
-    with pytest.raises(UnsupportedModel, match="self-test failed"):
-        ModelRunner(loaded(tiny("bloom", **ALONE["bloom"])), 8, 16)
 
 
 def test_a_window_as_long_as_the_context_is_no_window() -> None:

@@ -121,6 +121,9 @@ def _attended(config: PreTrainedConfig, index: int, layer: object, max_context: 
         own = config.per_layer_config[index]
         chunked = kinds[index] == "chunked_attention" if kinds else getattr(own, "sliding_window", None) is None
         return Chunked(tokens) if chunked else Window(tokens)  # one class of transformers' cache keeps both
+    if isinstance(layer, cache_utils.DynamicIndexedLayer):
+        what = "chooses keys by a sparse index, and in transformers chooses others in chunks than in a whole prompt"
+        raise UnsupportedModel(f"{config.model_type}: it {what}")
     if type(layer) in (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
         return Full()
     raise UnsupportedModel(f"{config.model_type}: a layer keeps its past as a {type(layer).__name__}")

@@ -453,11 +453,11 @@ class ModelRunner:
         length = min(self._test_length(), self._max_context)
         prompts = np.random.default_rng(0).integers(0, self.vocab_size, (2, length)).astype(np.int32)
         plain = self._plain_logits(prompts)
-        error = self._packed_error(prompts, plain)
+        error = self._tested_error(prompts, plain)
         if error > limit:
             raise UnsupportedModel(
                 f"{name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g} "
-                f"of their spread; {limit:g} is allowed"
+                f"of their spread; {limit:g} is allowed" + (f" ({self._alone})" if self.alone else "")
             )
 
     def _test_length(self) -> int:
@@ -470,25 +470,21 @@ class ModelRunner:
             logits: torch.Tensor = self._model(**inputs, use_cache=False).logits.float()
         return logits
 
-    def _packed_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
-        """Returns the same as `_paged_error`, once it is known whether requests can share a forward."""
-        if self.alone:
-            return self._paged_error(prompts, plain)
-        install(self._model)
+    def _tested_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
+        """Returns `_paged_error` of packed prompts; of each alone if the model does not attend through pages."""
+        if not self.alone:
+            install(self._model)
+            try:
+                return self._paged_error(prompts, plain)
+            except UnsupportedModel as refusal:
+                if not _gathers(self._model, self.layout) or self.vision is not None:
+                    raise
+                exchange_attention(self._model, "eager")
+                self._alone = str(refusal)
         try:
             return self._paged_error(prompts, plain)
-        except UnsupportedModel as refusal:
-            if not _gathers(self._model, self.layout) or self.vision is not None:
-                raise
-            exchange_attention(self._model, "eager")
-            self._alone = str(refusal)
-            try:
-                error = self._paged_error(prompts, plain)
-            except Exception as other:  # models raise all kinds
-                raise refusal from other
-            if error > TOLERANCE[self._like.dtype]:
-                raise refusal from None
-            return error
+        except Exception as error:  # models raise all kinds
+            raise UnsupportedModel(f"{self._alone}; nor does it run over gathered keys: {error}") from error
 
     def _paged_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
         """Returns the largest difference of paged from plain logits [2, length, vocab], relative to their spread."""
