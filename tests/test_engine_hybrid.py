@@ -9,6 +9,7 @@ import functools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion
+from mainstem.runtime.tiers import identity_of
 from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, TierConfig, WritePolicy
 from mainstem.tiers.transfer import Move
 
@@ -134,3 +136,24 @@ def fail_after_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         return ticket
 
     monkeypatch.setattr(HostPool, "up", failing)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "shape"),
+    [
+        ("deepseek_v3", "mla", "3 layers, a latent of 32 + 8"),
+        ("kimi_linear", "mla with states", "4 layers, a latent of 32 + 8"),
+        ("bloom", "mha", "3 layers, 4 of 4 heads"),
+        ("gemma2", "gqa", "3 layers, 2 of 4 heads"),
+    ],
+)
+def test_the_identity_says_what_ranks_share(family: str, attention: str, shape: str) -> None:
+    pytest.importorskip("blake3", reason="blake3 is not installed")
+    identity = identity_of(replace(pair(family)[0], tokenizer=_Vocabulary()), 4, "content")  # type: ignore[arg-type]
+    assert (identity.attention, identity.shape) == (attention, shape)
+    assert identity.replicated == (family == "deepseek_v3")
+
+
+class _Vocabulary:
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0}
