@@ -93,8 +93,8 @@ class Gathering(Cache):
         """Returns the number of all keys, and the position of the first."""
         return self._start + query_length, 0
 
-    def _through(self, pages: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _through(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Writes [1, heads, tokens, numbers] to pages; returns the same of all positions."""
         rows = new[0].transpose(0, 1)
-        self._plan.write(pages, rows)
-        return self._plan.spans[0].read(pages, rows)[: self._start + len(rows)].transpose(0, 1).unsqueeze(0)
+        self._plan.write(cache, rows)
+        return self._plan.spans[0].read(cache, rows)[: self._start + len(rows)].transpose(0, 1).unsqueeze(0)
