@@ -39,9 +39,11 @@ from bench.report import ROOT, Report
 from bench.tiny_models import (
     ALONE,
     FAMILIES,
+    GATHERED,
     HYBRIDS,
     LATENT,
     REFUSED,
+    RESUMED,
     STEPPED,
     VARIANTS,
     VOCAB,
@@ -264,10 +266,13 @@ CASES: dict[str, Case] = {
     **{name: Case(partial(_text, *given)) for name, given in VARIANTS.items()},
     **{
         name: Case(partial(_text, name, changes), tolerance=_LOOSER.get(name, TOLERANCE))
-        for name, changes in {**LATENT, **ALONE, **HYBRIDS, **STEPPED}.items()
+        for name, changes in {**LATENT, **GATHERED, **HYBRIDS, **RESUMED, **STEPPED, **ALONE}.items()
     },
     "gemma3, images": Case(partial(_seeing, "gemma3", _BOTH), _PILLOW),
-    **{f"{name}, images": Case(partial(_seeing, name, {}), _PILLOW) for name in ("llava", "qwen2_vl", "idefics3")},
+    **{
+        f"{name}, images": Case(partial(_seeing, name, {}), _PILLOW)
+        for name in ("llava", "qwen2_vl", "idefics3", "pixtral")
+    },
     "llama, LoRA": Case(_adapted, _PEFT),
     "Gemma 3 270M": Case(_real, _GEMMA, real=True),
     **{name: Case(partial(_text, *given), refused=True) for name, given in REFUSED.items()},
@@ -422,8 +427,12 @@ def _notes(subject: Subject, engine: Engine, runner: ModelRunner) -> Iterator[st
     if runner.alone:
         yield "one request a forward"
     shape = StateShape.of(model) if getattr(model, "_is_stateful", False) else None
-    if shape is not None and prove(model, shape, TOLERANCE) == "stepped":
-        yield "stepped"
+    if shape is not None:
+        proof = prove(model, shape, TOLERANCE)
+        if proof.continuation != "chunked":
+            yield {"resumed": "our scan", "stepped": "stepped"}[proof.continuation]
+        if not proof.stacked:
+            yield "alone"
     if vision is not None:
         yield "images attended both ways" if vision.both_ways else "images attended one way"
         if vision.m_rope:

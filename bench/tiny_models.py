@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 # Models whose attention cannot be exchanged: one request a forward, by their own code.
-ALONE: dict[str, dict[str, Any]] = {
+GATHERED: dict[str, dict[str, Any]] = {
     "bloom": {"num_key_value_heads": ..., "intermediate_size": ...},
     "mpt": {"num_key_value_heads": ..., "intermediate_size": ...},
     "falcon": {"num_key_value_heads": ..., "intermediate_size": ..., "alibi": True},
@@ -155,12 +155,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ...}
+
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("deepseek_v32", {**_LATENT, **_EXPERTS, "index_topk": 16, "index_n_heads": 2, "head_dim": 8}),
-    "rwkv": ("rwkv", {"num_attention_heads": ..., "num_key_value_heads": ..., "attention_hidden_size": 64}),
-    "recurrent_gemma": ("recurrent_gemma", {"num_key_value_heads": 1}),
-    "minimax": ("minimax", {"num_local_experts": 2}),
+    "xlstm": ("xlstm", {**_NO_ATTENTION, "intermediate_size": ...}),
 }
 
 
@@ -216,7 +216,6 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-_NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ...}
 
 # Models with recurrent or convolutional layers; scans take 8 tokens at a time where that can be set, otherwise 64.
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -276,10 +275,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "head_dim": 16,
     },
+    "minimax": {"num_local_experts": 2, "block_size": 8},
 }
 
-# Models that can take only one token at a time after a state, in transformers' PyTorch code.
-STEPPED: dict[str, dict[str, Any]] = {
+# Models that take several tokens after a state with our own scan only: transformers' starts from zeros.
+RESUMED: dict[str, dict[str, Any]] = {
     "mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},
     "falcon_mamba": {**_NO_ATTENTION, "state_size": 8, "intermediate_size": 128},
     "jamba": {
@@ -293,3 +293,9 @@ STEPPED: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8,
     },
 }
+
+# Models that can take only one token at a time after a state.
+STEPPED: dict[str, dict[str, Any]] = {"recurrent_gemma": {"num_key_value_heads": 1}}
+
+# Models whose rows are not independent after a state: each sequence goes on by itself.
+ALONE: dict[str, dict[str, Any]] = {"rwkv": {**_NO_ATTENTION, "attention_hidden_size": 64}}

@@ -4,6 +4,7 @@ gemma3     attends in both directions within an image; 9 positions per image of 
 llava      attends in one direction; 9 positions per image of 24 x 24 pixels
 qwen2_vl   attends in one direction; M-RoPE; one position per 8 x 8 pixels
 idefics3   attends in one direction; an image is split into tiles, with text between the placeholders of each
+pixtral    attends in one direction; one position per 8 x 8 pixels, and a token at the end of each row of them
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from transformers import (
     LlavaConfig,
     LlavaProcessor,
     PaliGemmaConfig,
+    PixtralImageProcessorPil,
+    PixtralVisionConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -41,7 +44,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mainstem.runtime.models import LoadedModel, images_only
+from mainstem.runtime.models import LoadedModel, images_only, without_torchvision
 
 CONTEXT = 512
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<turn>", "<image>", "<begin>", "<end>", "<video>")
@@ -156,11 +159,30 @@ def _idefics3(**changes: Any) -> tuple[PreTrainedConfig, ProcessorMixin]:
     return config, processor
 
 
+def _pixtral(**changes: Any) -> tuple[PreTrainedConfig, ProcessorMixin]:
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<break>"]})
+    pictures = PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size={"height": 8, "width": 8})
+    processor = without_torchvision("PixtralProcessor")(
+        pictures, words, patch_size=8, image_token="<image>", image_break_token="<break>", image_end_token="<end>",
+        chat_template=template("<image>"),
+    )  # fmt: skip
+    config = LlavaConfig(
+        text_config=CONFIG_MAPPING["mistral"](**{**_TEXT, "vocab_size": len(words), "sliding_window": None, **changes}),
+        vision_config=PixtralVisionConfig(**_VISION, image_size=48),
+        image_token_index=_IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return config, processor
+
+
 FAMILIES: dict[str, Callable[..., tuple[PreTrainedConfig, ProcessorMixin]]] = {
     "gemma3": _gemma3,
     "llava": _llava,
     "qwen2_vl": _qwen2_vl,
     "idefics3": _idefics3,
+    "pixtral": _pixtral,
 }
 
 

@@ -35,6 +35,10 @@ def measured(*names: str) -> Report:
         ("deepseek_v3", "full", [0, 64, 64]),
         ("gemma3_text", "full + window(20)", [0, 64, 64]),
         ("lfm2", "full + state", [0, 0, 64]),
+        ("jamba", "full + state", [0, 0, 64]),
+        ("minimax", "full + state", [0, 0, 64]),
+        ("recurrent_gemma", "full + state", [0, 0, 64]),
+        ("rwkv", "full + state", [0, 0, 64]),
     ],
 )
 def test_a_row_of_each_kind(name: str, components: str, hits: list[int]) -> None:
@@ -47,10 +51,15 @@ def test_a_row_of_each_kind(name: str, components: str, hits: list[int]) -> None
     assert len(report.tables) == 1
 
 
+def test_notes_say_how_a_model_goes_on_from_its_states() -> None:
+    report = measured("mamba", "recurrent_gemma", "rwkv")
+    assert [row["notes"] for row in report.rows] == [["our scan"], ["stepped"], ["alone"]]
+
+
 def test_images_and_adapters_have_rows() -> None:
-    report = measured("llava, images", "llama, LoRA")
+    report = measured("llava, images", "pixtral, images", "llama, LoRA")
     assert report.failures == []
-    images, adapter = report.rows
+    images, _, adapter = report.rows
     assert images["notes"][-1].startswith("encoder: 2 runs")
     assert adapter["hits"] == [0, 64, 64]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.tiny_models import ALONE, LATENT, loaded, tiny
+from bench.tiny_models import GATHERED, LATENT, loaded, tiny
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention import BatchPlan, Extent, Paging, SdpaAttention, plan_batch
 from mainstem.runtime.caches import Gathering, Passing
@@ -71,7 +71,7 @@ def test_a_passing_cache_returns_and_remembers_what_it_is_given() -> None:
 
 
 def test_a_model_that_attends_by_its_own_code_is_said_to_run_alone(caplog: pytest.LogCaptureFixture) -> None:
-    assert ModelRunner(loaded(tiny("bloom", **ALONE["bloom"])), 8, 16).alone
+    assert ModelRunner(loaded(tiny("bloom", **GATHERED["bloom"])), 8, 16).alone
     assert ModelRunner(loaded(tiny("stablelm")), 8, 16).alone
     assert [record.message for record in caplog.records if record.name.startswith("mainstem")] == [
         "tiny: requests do not share a forward: its attention cannot be exchanged",
@@ -84,4 +84,4 @@ def test_a_model_that_attends_by_its_own_code_is_said_to_run_alone(caplog: pytes
 def test_the_self_test_finds_a_wrong_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gathering, "get_seq_length", lambda self, layer_idx=0: 0)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
-        ModelRunner(loaded(tiny("bloom", **ALONE["bloom"])), 8, 16)
+        ModelRunner(loaded(tiny("bloom", **GATHERED["bloom"])), 8, 16)

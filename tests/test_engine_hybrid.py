@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
 
-from bench.tiny_models import ALONE, HYBRIDS, LATENT, VARIANTS, VOCAB, WINDOWED
+from bench.tiny_models import GATHERED, HYBRIDS, LATENT, VARIANTS, VOCAB, WINDOWED
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_text": VARIANTS["llama4_text"],  # full attention and chunks
     "deepseek_v3": ("deepseek_v3", LATENT["deepseek_v3"]),  # latents
     "mimo_v2_flash": ("mimo_v2_flash", WINDOWED["mimo_v2_flash"]),  # values smaller than keys, unequal pools
-    "bloom": ("bloom", ALONE["bloom"]),  # attention of its own
+    "bloom": ("bloom", GATHERED["bloom"]),  # attention of its own
     "kimi_linear": ("kimi_linear", HYBRIDS["kimi_linear"]),  # latents and states
     "qwen3_next": ("qwen3_next", HYBRIDS["qwen3_next"]),  # full attention and states
     "mamba2": ("mamba2", HYBRIDS["mamba2"]),  # states alone

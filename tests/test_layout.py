@@ -125,7 +125,7 @@ def test_the_text_part_of_a_model_with_images_counts() -> None:
     ("family", "changes", "message"),
     [
         ("deepseek_v32", {}, "chooses keys by a sparse index"),
-        ("minimax", {}, "a cache class of its own"),
+        ("xlstm", {}, "a cache class of its own"),
     ],
 )
 def test_what_fits_no_pool_is_refused(family: str, changes: dict[str, Any], message: str) -> None:

@@ -349,7 +349,7 @@ def test_smollm2_answers(smollm2: LoadedModel) -> None:
 # ---------------------------------------------------------------- models that take images
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "pixtral", "qwen2_vl"])
 def test_a_model_that_takes_images_comes_with_its_processor(family: str, tmp_path: Path) -> None:
     from bench import tiny_vision
 
@@ -387,6 +387,15 @@ def test_a_failed_import_inside_transformers_keeps_its_message(tmp_path: Path, m
         load_model(str(saved), dtype="float32")
     assert "pip install" not in str(caught.value)
     assert caught.value.__cause__ is broken
+
+
+def test_a_processor_whose_module_needs_torchvision_is_used_without_it() -> None:
+    kind = models.without_torchvision("PixtralProcessor")
+    assert (kind.__module__, kind.__name__) == ("transformers.models.pixtral.processing_pixtral", "PixtralProcessor")
+    assert not {"torchvision", "transformers.models.pixtral.image_processing_pixtral"} & set(sys.modules)
+    assert kind._get_num_multimodal_tokens.__globals__["get_resize_output_image_size"].__module__.endswith(
+        "_pil_pixtral"
+    )
 
 
 def test_a_processor_without_videos_keeps_its_other_arguments() -> None:

@@ -22,8 +22,11 @@ from bench.tiny_models import (
     ALONE,
     CONTEXT,
     FAMILIES,
+    GATHERED,
     HYBRIDS,
     LATENT,
+    REFUSED,
+    RESUMED,
     STEPPED,
     VARIANTS,
     VOCAB,
@@ -50,9 +53,9 @@ from mainstem.tiers.transfer import Move
 
 POSITIONS = 400
 SLOTS = 8
+RECURRENT = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, changes) for family, changes in {**FAMILIES, **LATENT, **HYBRIDS, **STEPPED}.items()},
-    **{family: (family, changes) for family, changes in ALONE.items()},
+    **{family: (family, changes) for family, changes in {**FAMILIES, **LATENT, **GATHERED, **RECURRENT}.items()},
     **{f"{family} windowed": (family, changes) for family, changes in WINDOWED.items()},
     **VARIANTS,
 }
@@ -144,7 +147,7 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
         *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
         *((f"{family} windowed", 4) for family in WINDOWED),
         *((name, 4) for name in VARIANTS),
-        *((family, 4) for family in (*LATENT, *ALONE)),
+        *((family, 4) for family in (*LATENT, *GATHERED)),
         *(("deepseek_v3", page_size) for page_size in (1, 16)),
         *(
             (f"{family} windowed", page_size)
@@ -286,7 +289,7 @@ def full_pool(runner: ModelRunner) -> KVPool:
 # ---------------------------------------------------------------- models that keep a state
 
 
-@pytest.fixture(params=[*HYBRIDS, *STEPPED])
+@pytest.fixture(params=sorted(RECURRENT))
 def hybrid(request: pytest.FixtureRequest) -> RunnerRig:
     return make_rig(request.param, 4)
 
@@ -644,8 +647,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("rwkv", {}, "keeps its state in an argument of its own"),
-        ("recurrent_gemma", {"num_key_value_heads": 1}, "keeps its state in its modules"),
+        (*REFUSED["xlstm"], "keeps its state in a cache class of its own"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic position embedding"),
         ("openai-gpt", {"num_key_value_heads": ..., "intermediate_size": ...}, "its attention cannot be exchanged"),
         ("bert", {"num_key_value_heads": ..., "is_decoder": False}, "is not causal"),

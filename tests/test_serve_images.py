@@ -132,6 +132,37 @@ def test_choices_of_one_chat_share_its_images(server: TestClient, engine: Engine
     assert engine.vision.stats().encoder_runs == runs + 1
 
 
+def runs_of(engine: Engine) -> int:
+    assert engine.vision is not None
+    return engine.vision.stats().encoder_runs
+
+
+def test_no_salt_learns_which_images_another_has_sent(server: TestClient, engine: Engine) -> None:
+    """In another place of the prompt, where KV is of no use, only the embeddings could tell."""
+
+    def runs(words: str, **fields: Any) -> int:
+        before = runs_of(engine)
+        answer(ask(server, engine.name, said(words), shown(picture(31)), said("Hm?"), **fields))
+        return runs_of(engine) - before
+
+    assert [runs("a", cache_salt="mine"), runs("bb", cache_salt="mine")] == [1, 0]
+    assert [runs("ccc", cache_salt="theirs"), runs("dddd")] == [1, 1]
+    assert [runs("e" * 5, cache_salt="mine"), runs("f" * 6, cache_salt="theirs"), runs("g" * 7)] == [0, 0, 0]
+
+
+def test_no_api_key_learns_which_images_another_has_sent(engine: Engine) -> None:
+    engine.flush()
+    keys = TestClient(create_app(engine, ServerConfig(api_key=("first", "second"))))
+
+    def runs(words: str, key: str) -> int:
+        before = runs_of(engine)
+        keys.headers["Authorization"] = f"Bearer {key}"
+        answer(ask(keys, engine.name, said(words), shown(picture(32)), said("Hm?")))
+        return runs_of(engine) - before
+
+    assert [runs("a", "first"), runs("bb", "first"), runs("ccc", "second"), runs("dddd", "second")] == [1, 0, 1, 0]
+
+
 def error(response: Any) -> tuple[str, str]:
     assert response.status_code == 400, response.text
     body = response.json()["error"]

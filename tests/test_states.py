@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from bench.tiny_models import HYBRIDS, STEPPED, VOCAB, tiny
+from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
+from mainstem.runtime import places
+from mainstem.runtime.places import run
+from mainstem.runtime.scans import resume
+from mainstem.runtime.states import Continuation, Proof, StateCache, StatePool, StateShape, prove
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,12 +32,13 @@ LIMIT = 1e-4
 TOKENS = torch.randint(VOCAB, (3, 75), generator=torch.Generator().manual_seed(5))
 CUTS = (0, 8, 13, 14, 40, 75)  # at a boundary of the scan, off it, one token, over several boundaries
 KEPT = "states_test_kept"
+FAMILIES = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
 
 
 @functools.cache
 def whole(family: str) -> torch.Tensor:
     """Plain logits [3, 75, vocab] of TOKENS, without a cache."""
-    model = tiny(family, **{**HYBRIDS, **STEPPED}[family])
+    model = tiny(family, **FAMILIES[family])
     with torch.inference_mode():
         return torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits for row in TOKENS])
 
@@ -43,17 +47,19 @@ class StatesRig:
     """A model with states in slots; a plain attention function keeps its keys and values by sequence."""
 
     def __init__(self, family: str) -> None:
-        model = tiny(family, **{**HYBRIDS, **STEPPED}[family])
+        model = tiny(family, **FAMILIES[family])
         shape = StateShape.of(model)
         assert shape is not None
-        self.model, self.shape = model, shape
+        assert (resume(model) is not None) == (family in RESUMED)
+        self.model, self.shape, self.alone = model, shape, family in ALONE
         self.pool = StatePool(shape, 6)
         for tensor in self.pool.tensors:
             tensor.fill_(7)  # uninitialised memory may be NaN, which equals nothing
         self.cache = StateCache(model.config, self.pool)
         self.kept: dict[tuple[Any, int], tuple[torch.Tensor, torch.Tensor]] = {}
         AttentionInterface.register(KEPT, kept_attention)
-        model.set_attn_implementation(KEPT)
+        if family != "rwkv":
+            model.set_attn_implementation(KEPT)
 
     def start(self, tokens: torch.Tensor, slot: int, name: Any) -> torch.Tensor:
         """Runs a sequence's first tokens; returns logits [n, vocab]."""
@@ -63,7 +69,10 @@ class StatesRig:
     def go_on(
         self, tokens: torch.Tensor, starts: Sequence[int], slots: Sequence[int], names: Sequence[Any]
     ) -> torch.Tensor:
-        """Runs tokens [rows, n] after the states in slots; returns logits [rows, n, vocab]."""
+        """Runs tokens [rows, n] after the states in slots, if possible in one forward; returns [rows, n, vocab]."""
+        if self.alone and len(slots) > 1:
+            rows = zip(tokens.split(1), starts, slots, names, strict=True)
+            return torch.cat([self.go_on(row, [start], [slot], [name]) for row, start, slot, name in rows])
         self.cache.load(slots)
         return self._run(tokens, starts, slots, names)
 
@@ -72,13 +81,8 @@ class StatesRig:
     ) -> torch.Tensor:
         positions = torch.tensor(starts).unsqueeze(1) + torch.arange(tokens.shape[1])
         with torch.inference_mode():
-            logits: torch.Tensor = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                use_cache=True,
-                kept=(self.kept, names),
-                **{self.shape.argument: self.cache},
-            ).logits
+            given = {"input_ids": tokens, "position_ids": positions, "kept": (self.kept, names)}
+            logits: torch.Tensor = run(self.model, self.cache, **given).logits
         self.cache.store(slots)
         return logits
 
@@ -124,14 +128,14 @@ def kept_attention(
     return torch.cat(rows).transpose(1, 2), None
 
 
-@pytest.fixture(scope="module", params=[*HYBRIDS, *STEPPED])
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
 def cuts(family: str) -> tuple[int, ...]:
-    return CUTS if family in HYBRIDS else (0, *range(54, 76))
+    return (0, *range(54, 76)) if family in STEPPED else CUTS
 
 
 def close(logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -211,20 +215,25 @@ def test_nothing_of_a_sequence_is_in_the_slot_of_another(family: str) -> None:
 
 
 @functools.cache
-def proof(family: str, dtype: torch.dtype, limit: float) -> str:
-    model = tiny(family, **{**HYBRIDS, **STEPPED}[family]).to(dtype)
+def proof(family: str, dtype: torch.dtype, limit: float) -> Proof:
+    model = tiny(family, **FAMILIES[family]).to(dtype)
     shape = StateShape.of(model)
     assert shape is not None
     return prove(model, shape, limit)
 
 
+def wanted(family: str) -> Proof:
+    resumed: Continuation = "resumed" if family in RESUMED else "chunked"
+    return Proof("stepped" if family in STEPPED else resumed, stacked=family not in ALONE)
+
+
 def test_the_self_test_finds_how_many_tokens_may_follow_a_state(family: str) -> None:
-    assert proof(family, torch.float32, LIMIT) == ("chunked" if family in HYBRIDS else "stepped")
+    assert proof(family, torch.float32, LIMIT) == wanted(family)
 
 
 def test_low_precision_hides_no_scan_that_starts_again(family: str) -> None:
     """In bfloat16, Mamba's error is smaller than the limit that rounding needs."""
-    assert proof(family, torch.bfloat16, 0.5) == ("chunked" if family in HYBRIDS else "stepped")
+    assert proof(family, torch.bfloat16, 0.5) == wanted(family)
 
 
 def test_slots_cost_what_the_tensors_take(family: str) -> None:
@@ -254,22 +263,44 @@ def refuse_to_run(*args: object, **others: object) -> None:
     raise AssertionError("it was run")
 
 
+def test_a_model_whose_states_nothing_can_move_is_refused_and_not_run() -> None:
+    family, changes = REFUSED["xlstm"]
+    model = tiny(family, **changes)
+    model.forward = refuse_to_run
+    with pytest.raises(UnsupportedModel, match="xlstm keeps its state in a cache class of its own"):
+        StateShape.of(model)
+
+
+def test_xlstm_computes_all_logits_and_has_a_cache_of_another_class() -> None:
+    from transformers.models.xlstm.modeling_xlstm import xLSTMCache, xLSTMForCausalLM
+
+    assert "logits_to_keep" not in inspect.signature(xLSTMForCausalLM.forward).parameters
+    assert not issubclass(xLSTMCache, Cache)
+
+
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "message"),
     [
-        ("rwkv", {"num_hidden_layers": 2, "hidden_size": 32, "attention_hidden_size": 32}),
-        (
-            "recurrent_gemma",
-            {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2},
-        ),
-        ("minimax", {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_local_experts": 2}),
+        ("minimax", "does not run with transformers' cache"),
+        ("recurrent_gemma", "keeps the state of layer 0 outside"),
+        ("rwkv", "takes no cache"),
     ],
 )
-def test_models_with_a_state_elsewhere_are_refused_and_not_run(family: str, changes: dict[str, Any]) -> None:
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=VOCAB, **changes))
-    model.forward = refuse_to_run
-    with pytest.raises(UnsupportedModel, match=f"{family} keeps its state in"):
-        StateShape.of(model)
+def test_models_that_keep_their_states_elsewhere_need_their_place(
+    family: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_PLACES", {})
+    with pytest.raises(UnsupportedModel, match=message):
+        StateShape.of(tiny(family, **FAMILIES[family]))
+
+
+def test_a_model_with_states_in_its_modules_keeps_nothing_there_after_a_forward() -> None:
+    rig = StatesRig("recurrent_gemma")
+    rig.start(TOKENS[0, :9], 0, "a")
+    for layer in rig.model.model.layers:
+        block = layer.temporal_block
+        assert getattr(block, "conv1d_state", None) is None
+        assert getattr(getattr(block, "rg_lru", None), "recurrent_states", None) is None
 
 
 def test_a_stateful_model_without_a_place_in_the_cache_is_refused() -> None:
@@ -309,13 +340,19 @@ def mix(conv: Any, x: torch.Tensor, cache: Any, **others: Any) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("breakage", "message"), [(forget, "even token by token"), (mix, "side by side")])
-def test_the_self_test_refuses_what_goes_on_wrongly(breakage: Any, message: str) -> None:
-    model = broken_lfm2(breakage)
+def test_the_self_test_refuses_what_goes_on_wrongly() -> None:
+    model = broken_lfm2(forget)
     shape = StateShape.of(model)
     assert shape is not None
-    with pytest.raises(UnsupportedModel, match=message):
+    with pytest.raises(UnsupportedModel, match="even token by token"):
         prove(model, shape, LIMIT)
+
+
+def test_the_self_test_finds_rows_that_are_not_independent() -> None:
+    model = broken_lfm2(mix)
+    shape = StateShape.of(model)
+    assert shape is not None
+    assert prove(model, shape, LIMIT) == Proof("chunked", stacked=False)
 
 
 def broken_lfm2(breakage: Any) -> PreTrainedModel:

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, PaliGemmaConfig
 
-from bench.tiny_vision import FAMILIES, picture, save, tokenizer
+from bench.tiny_vision import FAMILIES, paligemma, picture, save, tokenizer
 from mainstem.errors import BadArgument, UnsupportedModel
-from mainstem.namespaces import Namespace
+from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime import vision as vision_module
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import PreparedPrompt
@@ -146,8 +145,21 @@ def test_images_cover_their_placeholders_and_no_more(loaded: LoadedModel) -> Non
         assert prompt.tokens[one.start] == prompt.tokens[one.end - 1] == IMAGE
     assert len(prompt.images) == 2
     assert covered[prompt.tokens == IMAGE].all()
-    if loaded.name != "idefics3":  # which has text between the tiles of an image
+    if loaded.name not in ("idefics3", "pixtral"):  # which have text between the tiles, and rows, of an image
         assert np.array_equal(covered, prompt.tokens == IMAGE)
+
+
+def test_rows_of_pixtrals_images_end_with_a_token_of_text(models: dict[str, LoadedModel]) -> None:
+    loaded = models["pixtral"]
+    vision = Vision(loaded)
+    prompt = vision.prepare(chat(image(picture(1))))  # 40 x 30 pixels, 5 x 4 patches
+    (one,) = prompt.images
+    breaks = np.flatnonzero(prompt.tokens == loaded.tokenizer.convert_tokens_to_ids("<break>")) - one.start
+    assert (one.length, breaks.tolist()) == (23, [5, 11, 17])
+    rows = vision.embed(one)
+    text = loaded.model.get_input_embeddings()(torch.from_numpy(prompt.tokens[one.start + breaks].astype(np.int64)))
+    assert torch.equal(rows[torch.from_numpy(breaks)], text)
+    assert int(prompt.tokens[one.end]) == loaded.tokenizer.convert_tokens_to_ids("<end>")
 
 
 def embedded(vision: Vision, loaded: LoadedModel, prompt: PreparedPrompt) -> torch.Tensor:
@@ -242,6 +254,16 @@ def test_text_between_the_tiles_of_an_image_is_not_kept_as_an_adapter_left_it(mo
     assert vision.stats().encoder_runs == 1
 
 
+def test_another_namespace_encodes_an_image_for_itself(models: dict[str, LoadedModel]) -> None:
+    vision = Vision(models["llava"])
+    (one,) = vision.prepare(chat(image(picture(1)))).images
+    mine, theirs = (encode_namespace(Namespace(salt=salt)) for salt in ("mine", "theirs"))
+    rows = [vision.embed(one, namespace) for namespace in (mine, theirs, mine, theirs, b"")]
+    assert all(torch.equal(each, rows[0]) for each in rows)
+    stats = vision.stats()
+    assert (stats.encoder_runs, stats.hits, stats.images) == (3, 2, 3)
+
+
 def test_embeddings_are_kept_within_their_bytes_the_least_recent_goes_first(models: dict[str, LoadedModel]) -> None:
     vision = Vision(models["llava"], cache_bytes=2 * 9 * 64 * 4)
     one, two, three = vision.prepare(chat(*(image(picture(seed)) for seed in range(3)))).images
@@ -269,14 +291,38 @@ def test_which_models_see_both_ways_inside_an_image(loaded: LoadedModel) -> None
 
 
 def test_a_model_whose_prompts_attend_both_ways_is_refused(models: dict[str, LoadedModel]) -> None:
-    llava = models["llava"]
-    config = PaliGemmaConfig(
-        text_config={**llava.model.config.text_config.to_dict(), "model_type": "gemma"},
-        vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48},
-    )
-    model = AutoModelForImageTextToText.from_config(config)
     with pytest.raises(UnsupportedModel, match="attend both ways as a whole"):
-        Vision(dataclasses.replace(llava, model=model))
+        Vision(paligemma(models["llava"]))
+
+
+@pytest.fixture(scope="module")
+def both_ways(models: dict[str, LoadedModel]) -> Any:
+    model = paligemma(models["llava"]).model
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return model.eval()
+
+
+def test_no_token_of_paligemmas_prompts_stands_by_itself(both_ways: Any) -> None:
+    """The reason why it is refused: KV of the first token depends on the last one."""
+    tokens = torch.arange(10, 20)[None]
+    other = tokens.clone()
+    other[0, -1] = 99
+    prompt = torch.zeros_like(tokens)  # its token types
+    with torch.inference_mode():
+        one, two = (both_ways(input_ids=given, token_type_ids=prompt).logits[0, 0] for given in (tokens, other))
+    assert float((one - two).abs().max()) > 0.01
+
+
+def test_transformers_does_not_agree_with_itself_on_what_paligemmas_text_sees(both_ways: Any) -> None:
+    """Another reason: without an image, its eager attention is causal, and its fused attention is not."""
+    tokens = torch.arange(10, 20)[None]
+    logits = []
+    for name in ("eager", "sdpa"):
+        both_ways.set_attn_implementation(name)
+        with torch.inference_mode():
+            logits.append(both_ways(input_ids=tokens).logits[0, 0])
+    assert float((logits[0] - logits[1]).abs().max()) > 0.01
 
 
 def test_a_model_without_a_processor_is_refused(models: dict[str, LoadedModel]) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from mainstem.errors import UnsupportedModel
+from mainstem.runtime.places import new_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,7 +33,7 @@ class Passing(Cache):
     """What each attention layer gave: key and value, or latent and rotary part; [rows, heads, tokens, numbers]."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(layers=DynamicCache(config=config).layers)
+        super().__init__(layers=new_cache(config).layers)
         self.given = {}
 
     def update(
@@ -63,7 +64,7 @@ class Gathering(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, paging: Paging, start: int) -> None:
-        super().__init__(layers=DynamicCache(config=config).layers)
+        super().__init__(layers=new_cache(config).layers)
         self._paging, self._start = paging, start
         (self._plan,) = paging.plans.values()
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.places import new_cache, run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,13 +76,11 @@ def kv_shapes(model: PreTrainedModel, kv_layers: Mapping[str, Sequence[int]]) ->
 
 
 def _after_one_token(model: PreTrainedModel) -> list[Any]:
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
+    cache = new_cache(model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            run(model, cache, input_ids=token)
     except Exception as error:  # models raise all kinds
         raise UnsupportedModel(f"{_kind(model)} does not run with transformers' cache: {error}") from error
     return cache.layers

@@ -20,23 +20,10 @@ from typing import TYPE_CHECKING
 
 from mainstem.components import Attended, Chunked, Component, Full, Local, State, Window, by_name
 from mainstem.errors import UnsupportedModel
+from mainstem.runtime.places import new_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-# Models whose state no other code can read or write. States of others are found by what one token leaves in the cache.
-_OUTSIDE = {
-    "minimax": "a cache class of its own",
-    "recurrent_gemma": "its modules",
-    "rwkv": "an argument of its own",
-    "xlstm": "a cache class of its own",
-}
-
-
-def refuse_outside(kind: str) -> None:
-    """Raises UnsupportedModel for a model type whose state no other code can read or write."""
-    if place := _OUTSIDE.get(kind):
-        raise UnsupportedModel(f"{kind} keeps its state in {place}, not in transformers' cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +56,10 @@ class Layout:
         Raises:
             UnsupportedModel: its layers keep what no pool holds; the message says why.
         """
-        from transformers import DynamicCache
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
         text = config.get_text_config(decoder=True)
-        refuse_outside(text.model_type)
-        layers = dict(enumerate(DynamicCache(config=text).layers))
+        layers = dict(enumerate(new_cache(text).layers))
         state = tuple(i for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin))
         attended = {i: row for i in layers if (row := _attended(text, i, layers[i], max_context)) is not None}
         local = {row for row in attended.values() if isinstance(row, Local)}

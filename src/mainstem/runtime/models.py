@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import io
 import json
@@ -52,6 +53,9 @@ _DOWNLOAD_TIMEOUT_S = 900.0
 # Rows of the matrix products that "auto" times: as in a prefill, as in a decode step.
 _PROBE_ROWS = (64, 1)
 _PROBE_TURNS = 24
+
+# Processors whose module needs torchvision for one function, which transformers' module for Pillow has, too.
+_TORCHVISION_IN_NAME = {"PixtralProcessor": "pixtral"}
 
 # The parts of a processor that images need.
 _IMAGES_AND_TEXT = ("image_processor", "tokenizer")
@@ -158,10 +162,40 @@ def _processor(source: str, name: str, config: PreTrainedConfig) -> ProcessorMix
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-    videos = kind is not None and kind.get_attributes() == [*_IMAGES_AND_TEXT, "video_processor"]
-    kind = images_only(kind) if videos else AutoProcessor
+    named = _processor_name(source) or getattr(kind, "__name__", "")
+    if named in _TORCHVISION_IN_NAME and importlib.util.find_spec("torchvision") is None:
+        kind = without_torchvision(named)
+    elif kind is not None and kind.get_attributes() == [*_IMAGES_AND_TEXT, "video_processor"]:
+        kind = images_only(kind)
+    else:
+        kind = AutoProcessor
     processor: ProcessorMixin = kind.from_pretrained(source, trust_remote_code=False)
     return processor
+
+
+def _processor_name(source: str) -> str | None:
+    """Returns the class of the processor that was saved with a model, if its files say so."""
+    from transformers import ProcessorMixin
+
+    with contextlib.suppress(OSError):
+        found: dict[str, Any] = ProcessorMixin.get_processor_dict(source)[0]
+        return found.get("processor_class")
+    return None
+
+
+def without_torchvision(name: str) -> Any:
+    """Returns a processor class whose module imports transformers' image processor for torchvision.
+
+    While it is imported, the module of the one for Pillow stands in for that: it has the same function.
+    """
+    family = _TORCHVISION_IN_NAME[name]
+    package = f"transformers.models.{family}"
+    absent = f"{package}.image_processing_{family}"
+    sys.modules[absent] = importlib.import_module(f"{package}.image_processing_pil_{family}")
+    try:
+        return getattr(importlib.import_module(f"{package}.processing_{family}"), name)
+    finally:
+        del sys.modules[absent]
 
 
 def images_only(kind: Any) -> Any:

@@ -45,6 +45,7 @@ from mainstem.runtime.host import HostPool, Planes, host_pages
 from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.places import run
 from mainstem.runtime.request import ImageInput
 from mainstem.runtime.states import StateCache, StatePool, StateShape, prove
 from mainstem.runtime.vision import Vision
@@ -83,6 +84,7 @@ class Segment:
         images: of the request, in order; those outside the segment are ignored.
         positions: int64 [3, n], the M-RoPE positions of the tokens; None: start, start + 1, ...
         adapter: computes in place of the base model.
+        namespace: of the request, encoded; embeddings of images are shared only within it.
     """
 
     tokens: NDArray[np.int32]
@@ -94,6 +96,7 @@ class Segment:
     images: tuple[ImageInput, ...] = ()
     positions: NDArray[np.int64] | None = None
     adapter: Adapter | None = None
+    namespace: bytes = b""
 
     @property
     def end(self) -> int:
@@ -168,7 +171,7 @@ class ModelRunner:
             limit = TOLERANCE[loaded.dtype]
             self._kv = kv_shapes(model, self.layout.kv_layers)
             self._shape = StateShape.of(model) if self.layout.state_layers else None
-            self._stepped = self._shape is not None and prove(model, self._shape, limit) == "stepped"
+            self._proof = None if self._shape is None else prove(model, self._shape, limit)
             self.vision = None if loaded.processor is None else Vision(loaded)
             self._pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
             with _frequent_steps(model):
@@ -215,7 +218,7 @@ class ModelRunner:
             return
         with torch.inference_mode(), self.adapters.select(segment.adapter):
             for image in _inside(segment):
-                rows = self.vision.embed(image)
+                rows = self.vision.embed(image, segment.namespace)
                 if len(rows) != image.length:
                     allowed = f"{len(rows)}, the number of its embeddings"
                     raise BadArgument("images", f"{image.length} positions", allowed)
@@ -289,12 +292,14 @@ class ModelRunner:
             for index, segment in group:
                 if segment.start == 0 or len(segment.tokens) > 1:
                     yield from ([(index, part)] for part in self._parts(segment))
-            if steps:
+            if self._proof is not None and not self._proof.stacked:
+                yield from ([step] for step in steps)
+            elif steps:
                 yield steps
 
     def _parts(self, segment: Segment) -> Iterator[Segment]:
         """Yields the parts in which a model with states computes a segment: some models go on only token by token."""
-        if segment.start == 0 or not self._stepped:
+        if segment.start == 0 or self._proof is None or self._proof.continuation != "stepped":
             yield segment
             return
         for position in range(segment.start, segment.end):
@@ -318,12 +323,12 @@ class ModelRunner:
                 cache, paging = passing, replace(paging, given=passing.given)
             if self._places and not self.alone:
                 inputs["paging"] = paging
-            argument = "past_key_values" if self._shape is None else self._shape.argument
             if cache is not None:
-                inputs[argument] = cache
+                output = run(self._model, cache, **inputs)
             elif self._is_tuned:
-                inputs["past_key_values"] = PackedPositions(inputs["position_ids"])
-            output = self._model(**inputs, use_cache=cache is not None)
+                output = self._model(**inputs, past_key_values=PackedPositions(inputs["position_ids"]), use_cache=False)
+            else:
+                output = self._model(**inputs, use_cache=False)
             if isinstance(cache, StateCache):
                 cache.store([s.state for s in segments])
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
@@ -347,7 +352,7 @@ class ModelRunner:
                 begin, end = max(image.start, segment.start), min(image.end, segment.end)
                 shift = row - segment.start
                 rows = self._embedded.get((image.identity, segment.adapter))
-                rows = self.vision.embed(image) if rows is None else rows
+                rows = self.vision.embed(image, segment.namespace) if rows is None else rows
                 flat[begin + shift : end + shift] = rows[begin - image.start : end - image.start]
             row += len(segment.tokens)
         return embeddings

@@ -207,6 +207,7 @@ class Sequence:
             images=self.request.images,
             positions=self.request.positions_of(begin, end),
             adapter=self.request.adapter,
+            namespace=self.namespace,
         )
 
     def advance(self, n: int) -> None:

@@ -8,17 +8,18 @@ objects, which update in place. So states are copied out of slots before a forwa
 forward never share a tensor. A forward goes like this:
 
     shape = StateShape.of(model)             None: the model keeps no state. Before its attention is exchanged
-    continuation = prove(model, shape, ...)  "chunked" | "stepped", or UnsupportedModel; likewise before
+    proof = prove(model, shape, ...)         how it goes on, or UnsupportedModel; likewise before
     pool = StatePool(shape, slots, device)   pool.bytes_per_slot, pool.copy(source, target)
     cache = StateCache(model.config, pool)
 
     cache.start(1)  or  cache.load([slot])   from zeros  or  from the state in a slot
-    model(input_ids=[1, n], position_ids=[1, n], use_cache=True, **{shape.argument: cache}, ...)
+    run(model, cache, input_ids=[1, n], position_ids=[1, n], ...)                                 of `places`
     cache.store([slot])
 
 A forward runs one sequence, [1, n], or many that each go on by one token, stacked: load(slots), [R, 1], store(slots).
 Sequences that start from zeros and sequences that go on never share a forward: the model asks the cache, not the row.
-If `prove` returns "stepped", a sequence goes on token by token, [R, 1]; from zeros it may still run [1, n].
+If `prove` finds "stepped", a sequence goes on token by token, [R, 1]; from zeros it may still run [1, n]. If it finds
+that rows are not independent, each goes on by itself, [1, n].
 
 A `StateCache` returns to attention layers only the keys and values that they gave, whichever layers are which, so an
 attention function that keeps them itself sees only the new ones. This module does not know positions: always pass
@@ -36,20 +37,19 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.caches import Passing
-from mainstem.runtime.layout import refuse_outside
+from mainstem.runtime.places import Kind, new_cache, put, run
+from mainstem.runtime.scans import resume
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kind = Literal["conv", "recurrent"]
-
-Continuation = Literal["chunked", "stepped"]
-"""How many tokens may follow a state in one forward: several, or one."""
+Continuation = Literal["chunked", "resumed", "stepped"]
+"""How many tokens may follow a state in one forward: several; several, by our own scan (`scans`); only one."""
 
 # Tokens of the self-test's prompts, and where they are cut: several tokens after a state, then one, then two.
 _CUTS = (0, 5, 9, 10, 12)
@@ -78,11 +78,9 @@ class StateShape(NamedTuple):
 
     Args:
         tensors: by layer, at least one.
-        argument: the name of the cache in the arguments of the model's forward, "past_key_values" or "cache_params".
     """
 
     tensors: tuple[StateTensor, ...]
-    argument: str
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -99,29 +97,19 @@ class StateShape(NamedTuple):
         """Runs one token to find the state that `model` keeps. Returns None, without running it, if it keeps none.
 
         Raises:
-            UnsupportedModel: it keeps a state that is not in transformers' cache object.
+            UnsupportedModel: it keeps a state that is not in transformers' cache object, nor in a place that is known.
         """
         kind = model.config.get_text_config(decoder=True).model_type
-        refuse_outside(kind)
-        cache = DynamicCache(config=model.config)
+        cache = new_cache(model.config)
         if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             if getattr(model, "_is_stateful", False):
                 raise UnsupportedModel(f"{kind} keeps a state, but none that transformers' cache has a place for")
             return None
-        argument = _cache_argument(model)
         try:
-            _forward(model, argument, torch.zeros(1, 1, dtype=torch.long), 0, cache)
+            _forward(model, torch.zeros(1, 1, dtype=torch.long), 0, cache)
         except ValueError as error:  # raised by models that require a cache of another class
             raise UnsupportedModel(f"{kind} does not run with transformers' cache: {error}") from error
-        return cls(tuple(_tensors(cache, kind)), argument)
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    known = inspect.signature(model.forward).parameters
-    for name in ("past_key_values", "cache_params"):
-        if name in known:
-            return name
-    raise UnsupportedModel(f"{type(model).__name__}: its forward takes no cache")
+        return cls(tuple(_tensors(cache, kind)))
 
 
 def _tensors(cache: Cache, kind: str) -> Iterator[StateTensor]:
@@ -228,13 +216,8 @@ class StatePool:
             raise BadArgument(name, slot, f"in [0, {self.slots})")
 
 
-def _layer(cache: Cache, spec: StateTensor) -> Any:
-    """Returns a layer, typed Any: its states are None at first, but never when they are read."""
-    return cache.layers[spec.layer]
-
-
 def _get(cache: Cache, spec: StateTensor) -> torch.Tensor:
-    layer = _layer(cache, spec)
+    layer: Any = cache.layers[spec.layer]  # its states are None at first, but never when they are read
     states = layer.conv_states if spec.kind == "conv" else layer.recurrent_states
     state: torch.Tensor = states[spec.number]
     return state
@@ -242,16 +225,7 @@ def _get(cache: Cache, spec: StateTensor) -> torch.Tensor:
 
 def _put(cache: Cache, spec: StateTensor, state: torch.Tensor, previous: bool) -> None:
     """Sets one state of a layer; `previous`: whether the next forward continues from it."""
-    layer = _layer(cache, spec)
-    if spec.kind == "conv":
-        layer.conv_states[spec.number] = state
-        layer.is_conv_states_initialized[spec.number] = True
-        layer.conv_kernel_size[spec.number] = spec.shape[-1]
-    else:
-        layer.recurrent_states[spec.number] = state
-        layer.is_recurrent_states_initialized[spec.number] = True
-    layer.has_previous_state[spec.number] = previous
-    layer.dtype, layer.device = state.dtype, state.device
+    put(cache.layers[spec.layer], spec.kind, spec.number, state, previous=previous)
 
 
 class StateCache(Passing):
@@ -298,7 +272,19 @@ class StateCache(Passing):
 # --- the self-test ----------------------------------------------------------------------------------------------------
 
 
-def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Continuation:
+class Proof(NamedTuple):
+    """How a model goes on from states.
+
+    Args:
+        continuation: how many tokens may follow a state in one forward. If it is "resumed", the model has our scans.
+        stacked: whether sequences that go on may share a forward, one row each.
+    """
+
+    continuation: Continuation
+    stacked: bool
+
+
+def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Proof:
     """Tests how `model` continues from a state: compares cut prompts and stacked rows with whole prompts.
 
     Attention layers keep their KV in transformers' own cache here, so the model must still have its own attention.
@@ -308,28 +294,32 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Continuati
         shape: of its states.
         limit: the largest difference of logits to take for rounding, as a fraction of their spread.
 
-    Returns:
-        "chunked" if several tokens may follow a state in one forward, "stepped" if only one may.
-
     Raises:
-        UnsupportedModel: even token by token, or with sequences side by side, results differ from a whole prompt's.
+        UnsupportedModel: even token by token, results differ from a whole prompt's.
     """
     with torch.inference_mode():
         trial = _Trial(model, shape)
-        chunked, stepped = (trial.error(continuation) for continuation in ("chunked", "stepped"))
+        stepped = trial.error(stepped=True)
         name = model.config.get_text_config(decoder=True).model_type
         if stepped > limit:
             raise UnsupportedModel(
                 f"{name}: after a restored state, logits differ from those of the whole prompt by {stepped:.2g} of "
                 f"their spread, even token by token; {limit:g} is allowed"
             )
-        stacked = trial.stacked_error()
-        if stacked > limit:
-            raise UnsupportedModel(
-                f"{name}: with states side by side, logits differ from those of each prompt alone by {stacked:.2g} of "
-                f"their spread; {limit:g} is allowed"
-            )
-        return "chunked" if chunked <= limit and trial.uses_states() else "stepped"
+        stacked = trial.stacked_error() <= limit
+        return Proof(_continuation(model, trial, limit), stacked)
+
+
+def _continuation(model: PreTrainedModel, trial: _Trial, limit: float) -> Continuation:
+    if trial.goes_on(limit):
+        return "chunked"
+    undo = resume(model)
+    if undo is None:
+        return "stepped"
+    if trial.goes_on(limit):
+        return "resumed"
+    undo()
+    return "stepped"
 
 
 class _Trial:
@@ -341,16 +331,20 @@ class _Trial:
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         random = torch.Generator().manual_seed(0)
         self._prompts = torch.randint(vocab_size, (2, _CUTS[-1]), generator=random)
-        self._whole = torch.cat([_forward(model, None, prompt.unsqueeze(0), 0, None) for prompt in self._prompts])
+        self._whole = torch.cat([_forward(model, prompt.unsqueeze(0), 0, None) for prompt in self._prompts])
         self._spread = float(self._whole.max() - self._whole.min())
 
-    def error(self, continuation: Continuation) -> float:
+    def goes_on(self, limit: float) -> bool:
+        """Returns whether several tokens may follow a state."""
+        return self.error() <= limit and self.uses_states()
+
+    def error(self, stepped: bool = False) -> float:
         """Returns the largest difference after the first cut; leaves the states at this cut in slots 2 and 3."""
-        cuts = _CUTS if continuation == "chunked" else (0, *range(_CUTS[1], _CUTS[-1] + 1))
+        cuts = (0, *range(_CUTS[1], _CUTS[-1] + 1)) if stepped else _CUTS
         return max(self._cut_error(row, cuts) for row in (0, 1))
 
     def _cut_error(self, row: int, cuts: tuple[int, ...]) -> float:
-        cache = DynamicCache(config=self._model.config)
+        cache = new_cache(self._model.config)
         error = self._step([row], cache, 0, cuts[1])
         self._pool.store([row], cache)
         self._pool.copy(row, 2 + row)
@@ -363,7 +357,7 @@ class _Trial:
     def stacked_error(self) -> float:
         """Returns the same for both prompts side by side, token by token, from the states in slots 2 and 3."""
         cut, rows, slots = _CUTS[1], [1, 0], [3, 2]
-        cache = DynamicCache(config=self._model.config)
+        cache = new_cache(self._model.config)
         error = self._step(rows, cache, 0, cut)
         for position in range(cut, _CUTS[-1]):
             self._pool.load(slots, cache)
@@ -383,29 +377,27 @@ class _Trial:
     def _logits_after_cut(self, changed: str | None) -> torch.Tensor:
         """Returns logits after the first cut of the first prompt, with one kind of state changed."""
         begin, end = _CUTS[1:3]
-        cache = DynamicCache(config=self._model.config)
+        cache = new_cache(self._model.config)
         self._step([0], cache, 0, begin)
         for spec in self._shape.tensors:
             if spec.kind == changed:
                 _get(cache, spec).add_(1)
-        return _forward(self._model, self._shape.argument, self._prompts[:1, begin:end], begin, cache)
+        return _forward(self._model, self._prompts[:1, begin:end], begin, cache)
 
     def _step(self, rows: list[int], cache: Cache, begin: int, end: int) -> float:
         """Runs [begin, end) of some prompts, and returns the largest difference from the whole ones."""
-        logits = _forward(self._model, self._shape.argument, self._prompts[rows, begin:end], begin, cache)
+        logits = _forward(self._model, self._prompts[rows, begin:end], begin, cache)
         difference = (logits - self._whole[rows, begin:end]).abs().max()
         return float(difference) / self._spread if difference.isfinite() else float("inf")
 
 
-def _forward(
-    model: PreTrainedModel, argument: str | None, tokens: torch.Tensor, start: int, cache: Cache | None
-) -> torch.Tensor:
+def _forward(model: PreTrainedModel, tokens: torch.Tensor, start: int, cache: Cache | None) -> torch.Tensor:
     """Returns float32 logits [rows, n, vocab] of `tokens` [rows, n], which begin at position `start`."""
-    given: dict[str, Any] = {} if argument is None else {argument: cache}
+    given: dict[str, Any] = {"input_ids": tokens.to(model.device)}
     if "position_ids" in inspect.signature(model.forward).parameters:
         positions = torch.arange(start, start + tokens.shape[1], device=model.device)
         given["position_ids"] = positions.expand_as(tokens)
     with torch.inference_mode():
-        output = model(input_ids=tokens.to(model.device), use_cache=cache is not None, **given)
+        output = model(use_cache=False, **given) if cache is None else run(model, cache, **given)
     logits: torch.Tensor = output.logits.float()
     return logits

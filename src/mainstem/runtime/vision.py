@@ -1,7 +1,10 @@
 """Images in prompts: turns pictures into spans of tokens, identities, and embeddings.
 
     messages, pictures --prepare--> tokens with spans, each with the encoder's inputs for that picture alone
-                       ---embed---> [length, hidden] of a span, from a cache by identity, else from the encoder
+                       ---embed---> [length, hidden] of a span, from a cache, else from the encoder
+
+Embeddings are shared as KV is: only within a namespace. So no tenant learns from the time to an answer which images
+another one has sent.
 
 This module knows the model's own processor, its chat template and its encoder. It does not know pages, requests, or
 HTTP. `prepare` may be slow and may be called from any thread; `embed` is for the thread that runs the model.
@@ -51,7 +54,10 @@ _WHOLE_PROMPTS = {"paligemma": "its prompts attend both ways as a whole, so no p
 
 @dataclass(frozen=True, slots=True)
 class VisionStats:
-    """Counts of embeddings: runs of the encoder, hits of the cache, and the images and bytes that the cache holds."""
+    """Counts of embeddings: runs of the encoder, hits of the cache, and the images and bytes that the cache holds.
+
+    An image that two namespaces hold counts twice.
+    """
 
     encoder_runs: int
     hits: int
@@ -124,11 +130,12 @@ class Vision:
         self._tokenizer = processor.tokenizer
         self._dtype = loaded.dtype
         self._cache_bytes = cache_bytes
-        self._cached: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._cached: OrderedDict[tuple[bytes, bytes], torch.Tensor] = OrderedDict()  # by namespace and identity
         self._bytes = self._runs = self._hits = 0
         self._marker = str(processor.image_token)
-        self._placeholders = [token for token in processor.image_token_ids if token is not None]
-        self._reserved = {self._marker, *self._tokenizer.convert_ids_to_tokens(self._placeholders)}
+        reserved = [token for token in processor.image_token_ids if token is not None]
+        self._reserved = {self._marker, *self._tokenizer.convert_ids_to_tokens(reserved)}
+        self._placeholder = reserved[0]  # one for each row of the encoder; others end rows and images
         self._vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         self._taken = set(inspect.signature(encoder).parameters)
         self._rope_index = _rope_index(self._model)
@@ -167,19 +174,24 @@ class Vision:
             raise BadArgument("messages", roles, f"messages that the model's chat template takes: {error}") from error
         return self._assemble(str(text), pictures)
 
-    def embed(self, image: ImageInput) -> torch.Tensor:
+    def embed(self, image: ImageInput, namespace: bytes = b"") -> torch.Tensor:
         """Returns the embeddings of an image's span, [length, hidden], in the model's dtype and on its device.
 
         Text inside the span is embedded by the model as it is now: the selected adapter may affect it.
+
+        Args:
+            image: of a prompt.
+            namespace: of the request, encoded; embeddings of other namespaces are not used.
         """
-        rows = self._cached.get(image.identity)
+        name = (namespace, image.identity)
+        rows = self._cached.get(name)
         if rows is None:
             self._runs += 1
             rows = self._encode(image)
-            self._keep(image.identity, rows)
+            self._keep(name, rows)
         else:
             self._hits += 1
-            self._cached.move_to_end(image.identity)
+            self._cached.move_to_end(name)
         return self._span(image, rows)
 
     def namespace_for(
@@ -243,7 +255,7 @@ class Vision:
         return np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens), dtype=np.int64)
 
     def _is_placeholder(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return np.isin(ids, self._placeholders)
+        return np.isin(ids, [self._placeholder])
 
     def _spans(self, ids: NDArray[np.int64], processed: Sequence[_Processed]) -> list[tuple[int, int]]:
         """Returns [start, end) of each image, from its first to after its last placeholder."""
@@ -301,13 +313,13 @@ class Vision:
             return rows
         ids = image.inputs[_SPAN_IDS].to(rows.device)
         with torch.inference_mode():
-            placed = torch.isin(ids, torch.tensor(self._placeholders, device=ids.device))
+            placed = ids == self._placeholder
             span: torch.Tensor = self._model.get_input_embeddings()(ids.masked_fill(placed, 0)).clone()
             span[placed] = rows
         return span
 
-    def _keep(self, identity: bytes, rows: torch.Tensor) -> None:
-        self._cached[identity] = rows
+    def _keep(self, name: tuple[bytes, bytes], rows: torch.Tensor) -> None:
+        self._cached[name] = rows
         self._bytes += rows.nbytes
         while self._bytes > self._cache_bytes and len(self._cached) > 1:
             self._bytes -= self._cached.popitem(last=False)[1].nbytes
