@@ -36,11 +36,26 @@ from rich.table import Table
 from transformers.utils import logging
 
 from bench.report import ROOT, Report
-from bench.tiny_models import ALONE, FAMILIES, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, WINDOWED, loaded, tiny
-from mainstem.components import Component, Window
+from bench.tiny_models import (
+    ALONE,
+    FAMILIES,
+    GATHERED,
+    HYBRIDS,
+    LATENT,
+    REFUSED,
+    RESUMED,
+    STEPPED,
+    VARIANTS,
+    VOCAB,
+    WINDOWED,
+    loaded,
+    tiny,
+)
+from mainstem.components import Component, Local
 from mainstem.errors import UnsupportedModel
 from mainstem.namespaces import Namespace
 from mainstem.runtime.engine import Engine
+from mainstem.runtime.kv import KVPool
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import Completion, ImageInput, Request
 from mainstem.runtime.runner import ModelRunner, Segment
@@ -149,7 +164,9 @@ def _text(family: str, changes: Mapping[str, Any], settings: Settings, folder: P
     model = tiny(family, **changes)
     made = replace(loaded(model, family), tokenizer=_Silent())  # type: ignore[arg-type]
     prompts = _random_prompts(settings)
-    return Subject(made, copy.deepcopy(model), lambda _: prompts)
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")  # the others leave out soft caps
+    return Subject(made, plain, lambda _: prompts)
 
 
 def _random_prompts(settings: Settings) -> list[Prompt]:
@@ -250,9 +267,10 @@ CASES: dict[str, Case] = {
         name if name not in FAMILIES else f"{name}, sliding": Case(partial(_text, name, changes))
         for name, changes in WINDOWED.items()
     },
+    **{name: Case(partial(_text, *given)) for name, given in VARIANTS.items()},
     **{
         name: Case(partial(_text, name, changes), tolerance=_LOOSER.get(name, TOLERANCE))
-        for name, changes in {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}.items()
+        for name, changes in {**LATENT, **GATHERED, **HYBRIDS, **RESUMED, **STEPPED, **ALONE}.items()
     },
     "gemma3, images": Case(partial(_seeing, "gemma3", _BOTH), _PILLOW),
     **{
@@ -382,7 +400,7 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
     with Engine(subject.loaded, config, runner=watched) as engine:
         prompts = subject.prompts(engine)
         phases = _Bench(subject, engine, made[0], settings.new_tokens).phases(prompts)
-        notes = [*subject.notes, *_notes(subject, engine)]
+        notes = [*subject.notes, *_notes(subject, engine, made[0])]
     layout = made[0].layout
     states = made[0].pools.get("state")
     return {
@@ -391,14 +409,20 @@ def _measured(subject: Subject, config: EngineConfig, settings: Settings) -> dic
         "hits": [answer.hit for answer in phases["warm"]],
         "least_hits": _least_hits(prompts, config.page_size),
         **_differences(phases, _plain_rows(subject.plain, prompts, phases["cold"])),
-        "kv_bytes": {name: size for name, size in layout.bytes_per_page(1, engine.dtype).items() if size},
+        "kv_bytes": {name: size for name, size in _kv_bytes(made[0]).items() if size},
         "state_bytes": states.bytes_per_slot if isinstance(states, StatePool) else 0,
         "notes": notes,
     }
 
 
+def _kv_bytes(runner: ModelRunner) -> dict[str, int]:
+    """Returns the bytes that a token takes in the pool of each component of pages."""
+    pools = [(name, pool) for name, pool in runner.pools.items() if isinstance(pool, KVPool)]
+    return {name: pool.shape.bytes_per_page(1, pool.dtype) for name, pool in pools}
+
+
 def _shown(component: Component) -> str:
-    return f"window({component.tokens})" if isinstance(component, Window) else component.name
+    return f"{component.name}({component.tokens})" if isinstance(component, Local) else component.name
 
 
 def _least_hits(prompts: Sequence[Prompt], page_size: int) -> list[int]:
@@ -409,8 +433,10 @@ def _least_hits(prompts: Sequence[Prompt], page_size: int) -> list[int]:
     return [0, shared, shared]
 
 
-def _notes(subject: Subject, engine: Engine) -> Iterator[str]:
+def _notes(subject: Subject, engine: Engine, runner: ModelRunner) -> Iterator[str]:
     model, vision = subject.plain, engine.vision
+    if runner.alone:
+        yield "one request a forward"
     shape = StateShape.of(model) if getattr(model, "_is_stateful", False) else None
     if shape is not None:
         proof = prove(model, shape, TOLERANCE)

@@ -36,6 +36,7 @@ from bench.report import Report
 from mainstem.errors import BadArgument
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import SLOT_ALIGNMENT
+from mainstem.runtime.kv import kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.settings.engine import EngineConfig, HostSize, TierConfig
@@ -217,7 +218,8 @@ def _kind(at: int, documents: int) -> str:
 def _config(settings: Settings, loaded: LoadedModel, spec: str | None) -> EngineConfig:
     whole = settings.tokens // PAGE_SIZE  # pages of a document that are copied and stored
     layout = Layout.of(loaded.model.config, loaded.max_context)
-    page_bytes = layout.bytes_per_page(PAGE_SIZE, loaded.dtype)["full"] + SLOT_ALIGNMENT + HEADER_BYTES
+    shape = kv_shapes(loaded.model, layout.kv_layers)["full"]
+    page_bytes = shape.bytes_per_page(PAGE_SIZE, loaded.dtype) + SLOT_ALIGNMENT + HEADER_BYTES
     host = HostSize(host_bytes=page_bytes * (whole + 1) * (settings.documents // 2 + 1))
     return EngineConfig(pages=whole + 6, page_size=PAGE_SIZE, tiers=TierConfig(host, storage=spec))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mainstem.runtime.models import LoadedModel
@@ -25,15 +27,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "gpt_neox": {"num_key_value_heads": ...},
     "gpt2": {"num_key_value_heads": ..., "intermediate_size": ...},
+    "gpt_bigcode": {"num_key_value_heads": ..., "intermediate_size": ...},
+}
+
+# Models whose attention cannot be exchanged: one request a forward, by their own code.
+GATHERED: dict[str, dict[str, Any]] = {
+    "bloom": {"num_key_value_heads": ..., "intermediate_size": ...},
+    "mpt": {"num_key_value_heads": ..., "intermediate_size": ...},
+    "falcon": {"num_key_value_heads": ..., "intermediate_size": ..., "alibi": True},
+    "gptj": {"num_key_value_heads": ..., "intermediate_size": ..., "rotary_dim": 8},
+    "codegen": {"num_key_value_heads": ..., "intermediate_size": ..., "rotary_dim": 8},
+    "stablelm": {},
 }
 
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+# The last three of six layers attend to the keys of layers 2, 2 and 1.
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 16,
+    "activation_sparsity_pattern": None,
+}
 
 # Models with windows shorter than the prompts of tests, in all layers or in some.
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "phi3": {"sliding_window": 20},
     "qwen2": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma2": {
+        **_MIXED,
+        "sliding_window": 8,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,  # scores are larger, so that a missing cap shows
+    },
     "gemma3_text": {**_MIXED, "sliding_window": 20, "head_dim": 16},
     "gemma4_text": {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -45,45 +74,93 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "cohere2": {**_MIXED, "sliding_window": 20},
     "olmo3": {**_MIXED, "sliding_window": 8},
     "exaone4": {**_MIXED, "sliding_window": 8},
+    "mimo_v2_flash": {  # values are smaller than keys, and sliding layers have twice as many heads
+        **_MIXED,
+        "sliding_window": 8,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+# Models with multi-head latent attention: only a latent and its rotary part are kept.
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, **_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **_LATENT,
+        **_EXPERTS,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {**_YARN, "original_max_position_embeddings": CONTEXT // 4},
+    },
+    "glm4_moe_lite": {**_LATENT, **_EXPERTS, "rope_interleave": False},
+    "minicpm3": _LATENT,
+    "longcat_flash": {**_LATENT, "head_dim": 8, "num_layers": 2, "num_hidden_layers": ..., "n_routed_experts": 4},
+    "axk1": {**_LATENT, **_EXPERTS},
+    "youtu": _LATENT,
+}
+
+
+# Models whose layers differ in more, by name: the family and its changes.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n_text": (
+        "gemma3n_text",
+        {**_SHARED, "sliding_window": 8, "head_dim": 16, "vocab_size_per_layer_input": VOCAB},
+    ),
+    "gemma4_text, shared": (
+        "gemma4_text",
+        {
+            **_SHARED,
+            "sliding_window": 20,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,  # the last one sees all positions, by their temperature
+            "head_dim": 16,
+            "attention_chunk_size": 10,
+            "floor_scale": 6,
+            "attn_scale": 0.5,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+        },
+    ),
+    "llama, windows": (
+        "llama",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "per_layer_config": {1: {"sliding_window": 20}, 2: {"sliding_window": None}},
+        },
+    ),
 }
 
 
 _NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ...}
 
-KIMI: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "num_key_value_heads": 4,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "kv_lora_rank": 32,
-    "linear_head_dim": 16,
-    "linear_num_heads": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
-
 # Models that are refused: the family and its changes, by name.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("gemma2", {"sliding_window": CONTEXT}),
-    "llama4_text": ("llama4_text", {}),
-    "gemma3n_text": (
-        "gemma3n_text",
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "activation_sparsity_pattern": None,
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 16,
-        },
-    ),
-    "deepseek_v3": ("deepseek_v3", {}),
-    "kimi_linear": ("kimi_linear", KIMI),
+    "deepseek_v32": ("deepseek_v32", {**_LATENT, **_EXPERTS, "index_topk": 16, "index_n_heads": 2, "head_dim": 8}),
     "xlstm": ("xlstm", {**_NO_ATTENTION, "intermediate_size": ...}),
-    "bloom": ("bloom", {"intermediate_size": ...}),
 }
 
 
@@ -100,7 +177,7 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 0,
-        **changes,
+        **copy.deepcopy(changes),  # a configuration may change a list that it is given
     }
     config: PreTrainedConfig = CONFIG_MAPPING[family](**{k: v for k, v in arguments.items() if v is not ...})
     torch.manual_seed(0)
@@ -111,8 +188,19 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, mean=1.0)
+    if "per_layer_config" in changes:
+        for layer in model.base_model.layers:
+            layer.register_forward_pre_hook(_with_its_own_mask, with_kwargs=True)
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _with_its_own_mask(layer: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Masks a layer by its own window; transformers makes one mask for all layers of a kind."""
+    config = layer.self_attn.config.per_layer_config[layer.self_attn.layer_idx]
+    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    mask = create(config=config, inputs_embeds=args[0], attention_mask=None, past_key_values=None)
+    return args, {**inputs, "attention_mask": mask}
 
 
 def loaded(model: PreTrainedModel, name: str = "tiny") -> LoadedModel:
@@ -167,6 +255,26 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
     },
     "olmo_hybrid": {"num_hidden_layers": 4},
+    "kimi_linear": {
+        **_LATENT,
+        **_EXPERTS,
+        "n_routed_experts": ...,
+        "num_local_experts": 4,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "bailing_hybrid": {
+        **_LATENT,
+        **_EXPERTS,
+        "n_routed_experts": ...,
+        "num_experts": 4,
+        "q_lora_rank": ...,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 16,
+    },
     "minimax": {"num_local_experts": 2, "block_size": 8},
 }
 

@@ -63,7 +63,8 @@ class Components:
         random = world.random
         self.world = world
         self.page_size = random.choice((1, 2, 3))
-        others: list[Component] = [Window(random.randint(1, 9)), Chunked(random.randint(1, 9)), State()]
+        windows, chunks = (random.sample(range(1, 10), 2) for _ in range(2))
+        others: list[Component] = [*map(Window, windows), *map(Chunked, chunks), State()]
         self.components = (Full(), *random.sample(others, random.randint(1, 3)))
         device = [random.choice((8, 16, 30)) for _ in self.components]
         host = [random.choice((6, 16, 40)) for _ in self.components]
@@ -170,7 +171,7 @@ class Components:
         key = tokens.tobytes()
         node, _, _, _ = self.tree.core.insert(namespace, key, 0, ids, after, 0, _DEVICE, True)
         for row, pool in enumerate(self.pools):
-            held = set(self.tree.page_ids(node, self.components[row].name).tolist()) if node else set()
+            held = set(self.tree.page_ids(node, self.tree.names[row]).tolist()) if node else set()
             pool.publish(np.array(sorted(own[row] & held), np.int32))
             pool.release(np.array(sorted(own[row] - held), np.int32))
         self.world.did("insert", node, [len(each) for each in own])
@@ -183,8 +184,8 @@ class Components:
         for node, tier in _holds(match.node, match.host_node):
             self.tree.lock(node, tier)
         columns, sources = [], []
-        for component in self.components:
-            here, below = (self.tree.page_ids(match.host_node, component.name, tier) for tier in (_DEVICE, _HOST))
+        for name, component in zip(self.tree.names, self.components, strict=True):
+            here, below = (self.tree.page_ids(match.host_node, name, tier) for tier in (_DEVICE, _HOST))
             if isinstance(component, State):
                 here, below = here[-1:], below[-1:]
             gaps = np.flatnonzero((here < 0) & (below < 0))
@@ -249,7 +250,7 @@ class Components:
             self.tiers.make_room(0, pages)
             self.world.did("make room", pages)
             return
-        for pool, ids in zip(self.pools, self.tree.evict(pages, self.components[row].name), strict=True):
+        for pool, ids in zip(self.pools, self.tree.evict(pages, self.tree.names[row]), strict=True):
             pool.reclaim(ids)
         self.world.did("evict", pages, row)
 
@@ -264,22 +265,22 @@ class Components:
             return
         numbers = self._numbers(tokens, namespace)[:length]
         for row, component in enumerate(self.components):
-            page_ids = self.tree.page_ids(node, component.name)
+            page_ids = self.tree.page_ids(node, self.tree.names[row])
             first = kept_from(component, length) // self.page_size
             first = len(page_ids) - 1 if isinstance(component, State) else first
             require(bool((page_ids[first:] >= 0).all()), "a match ends where a component does not", component, page_ids)
             wanted = numbers[first * self.page_size :]
             wanted = state_of(numbers, self.page_size) if isinstance(component, State) else wanted
-            self.memory.expect(component.name, page_ids[first:], wanted, component=row)
+            self.memory.expect(self.tree.names[row], page_ids[first:], wanted, component=row)
 
     def audit(self) -> None:
         """Checks every structure and every page on either tier."""
         self.tree.check()
         self.tiers.check()
         held = read_tree(self.tree, self.memory, lambda namespace, tokens: self._numbers(tokens, namespace))
-        for pool, component in zip(self.pools, self.components, strict=True):
+        for pool, component in zip(self.pools, self.tree.names, strict=True):
             pool.check()
-            n = held[component.name, _DEVICE]
+            n = held[component, _DEVICE]
             require(pool.cached == n, "pages of the tree and of the pool", pool.cached, n)
 
     def _poison(self) -> None:

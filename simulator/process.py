@@ -200,7 +200,7 @@ class Process:
         if tier == _DEVICE and self.tiers.host.policy.write_policy == "write_back":
             self.tiers.make_room(row, n)
         else:
-            freed = self.cache.tree.evict(n, self.components[row].name, tier)
+            freed = self.cache.tree.evict(n, self.cache.tree.names[row], tier)
             for pool, ids in zip(self.pools(tier), freed, strict=True):
                 pool.reclaim(ids)
         self.world.did("evict", tier, row, n)
@@ -329,10 +329,12 @@ def hybrid_sizes(world: World) -> Sizes:
     """Draws components with windows, chunks or states, with or without full attention, and their sizes."""
     random = world.random
     window, chunk = Window(random.choice((1, 2, 3, 5, 9))), Chunked(random.choice((1, 2, 3, 6, 10)))
+    longer, other = Window(window.tokens + random.choice((1, 4))), Chunked(chunk.tokens + random.choice((1, 4)))
     state = State(random.choice((None, None, 1, 2)), random.random() < 0.5)
     kinds: tuple[tuple[Component, ...], ...] = (
         (Full(), window), (Full(), state), (Full(), window, state), (window,), (window, state),
         (Full(), chunk), (Full(), chunk, state), (Full(), window, chunk),
+        (Full(), window, longer), (longer, window), (Full(), window, longer, state), (Full(), chunk, other),
     )  # fmt: skip
     return {row: (random.choice((6, 8, 12, 20)), random.choice((8, 16, 40, 80))) for row in random.choice(kinds)}
 
@@ -349,13 +351,14 @@ def read_tree(tree: Tree, memory: SimMemory, numbers_of: Callable[[bytes, Ids], 
     for view in tree.nodes():
         key = paths[view.node] = paths[view.parent] + view.key
         numbers = numbers_of(view.namespace, np.frombuffer(key, np.int32))
-        for row, component in enumerate(tree.components):
-            wanted = state_of(numbers, tree.page_size) if isinstance(component, State) else numbers[view.start :]
+        for row, name in enumerate(tree.names):
+            of_state = isinstance(tree.components[row], State)
+            wanted = state_of(numbers, tree.page_size) if of_state else numbers[view.start :]
             for tier in (_DEVICE, _HOST):
-                cell = view.cells[component.name, tier]
+                cell = view.cells[name, tier]
                 if cell.present:
-                    memory.expect(f"audit of {component.name}", cell.ids, wanted, side=tier, component=row)
-                    held[component.name, tier] += len(cell.ids)
+                    memory.expect(f"audit of {name}", cell.ids, wanted, side=tier, component=row)
+                    held[name, tier] += len(cell.ids)
     return held
 
 

@@ -15,13 +15,14 @@ from rigs.letters import Letters
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from bench.tiny_models import VOCAB, tiny
+from bench.tiny_models import LATENT, VOCAB, loaded, tiny
 from mainstem.errors import BadArgument, MainstemError, UnsupportedModel
 from mainstem.namespaces import Namespace, encode_namespace
 from mainstem.runtime.adapters import Adapter, Adapters, read_adapter
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Request
+from mainstem.runtime.runner import ModelRunner, Segment
 from mainstem.settings.engine import EngineConfig, SamplingParams
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -426,3 +427,22 @@ def test_a_refused_adapter_does_not_stop_the_engine(engine: Engine, saved: dict[
         engine.load_adapter("base", saved["a"])
     assert engine.adapters == ()
     assert ask(engine).tokens == base
+
+
+def test_an_adapted_projection_of_latents_is_computed_by_its_own_layer(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    def model() -> PreTrainedModel:
+        return tiny("deepseek_v3", **LATENT["deepseek_v3"])
+
+    folder = save(tmp_path, 1, "deepseek_v3", LATENT["deepseek_v3"], target_modules=["kv_b_proj"])
+    tokens = PROMPT[0].numpy().astype(np.int32)
+    plain = PeftModel.from_pretrained(model(), str(folder)).eval()
+    with torch.inference_mode():
+        wanted = plain(PROMPT, use_cache=False).logits[0]
+    runner = ModelRunner(loaded(model()), 8, 4)
+    adapter = runner.adapters.load("adapter", folder)
+    table = np.arange(8, dtype=np.int32)[::-1].copy()
+    for begin, end in ((0, 12), (12, 18), (18, 19), (19, 20)):
+        rows = runner.forward([Segment(tokens[begin:end], begin, (table,), True, adapter=adapter)])
+        torch.testing.assert_close(rows[0], wanted[end - 1], atol=1e-4, rtol=0)

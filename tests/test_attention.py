@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import Gemma3Config, LlamaConfig
 
-from mainstem.components import Chunked, Window
+from mainstem.components import Attended, Chunked, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.attention import (
     FULL,
     PAGED,
     TILE_ROWS,
-    Attended,
     BatchPlan,
     Extent,
     Paging,
@@ -35,7 +34,7 @@ SCALE = 0.3
 
 
 def make_pool(pages: int, page_size: int) -> KVPool:
-    pool = KVPool(KVShape(2, KV_HEADS, HEAD_DIM), pages, page_size, torch.float32)
+    pool = KVPool(KVShape(2, KV_HEADS, HEAD_DIM, HEAD_DIM), pages, page_size, torch.float32)
     torch.manual_seed(0)
     pool.k.normal_()
     pool.v.normal_()
@@ -75,6 +74,7 @@ def slow_attention(
     extents: list[Extent],
     component: Attended = FULL,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Computes one query and head at a time, from the pool alone, after the new keys were written."""
     out, row = torch.empty_like(query), 0
@@ -87,6 +87,8 @@ def slow_attention(
                 keys = torch.stack([pool.k[LAYER, page, offset, kv_head] for page, offset in slots])
                 values = torch.stack([pool.v[LAYER, page, offset, kv_head] for page, offset in slots])
                 scores = keys @ query[row, head] * SCALE
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
                 more = scores.new_empty(0) if sinks is None else sinks[head : head + 1]
                 out[row, head] = torch.cat([scores, more]).softmax(0)[: len(scores)] @ values
             row += 1
@@ -163,27 +165,34 @@ def test_new_keys_go_to_their_slots_and_nowhere_else(scattered: bool) -> None:
 SPANS = [(1, 0), (14, 0), (6, 13), (1, 7), (1, 30), (9, 29), (3, 2)]
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])], ids=["", "sinks"])
+SINKS = torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("sinks", "softcap"), [(None, None), (SINKS, None), (None, 0.5), (SINKS, 0.5)], ids=["", "sinks", "cap", "both"]
+)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("component", [*map(Window, (1, 5, 8, 100)), *map(Chunked, (1, 4, 6, 16, 100))], ids=str)
 def test_nothing_before_a_window_or_a_chunk_is_read(
-    component: Attended, page_size: int, sinks: torch.Tensor | None
+    component: Attended, page_size: int, sinks: torch.Tensor | None, softcap: float | None
 ) -> None:
     pool = make_pool(180 // page_size + 10, page_size)
     extents = make_batch(pool, SPANS, scattered=True)
     query, key, value = packed(sum(tokens for tokens, _ in SPANS))
     plan = plan_batch(without_unread_pages(extents, pool, component), pool, component)
-    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan, sinks)
-    torch.testing.assert_close(out, slow_attention(pool, query, extents, component, sinks), atol=2e-6, rtol=1e-5)
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan, sinks, softcap)
+    slow = slow_attention(pool, query, extents, component, sinks, softcap)
+    torch.testing.assert_close(out, slow, atol=2e-6, rtol=1e-5)
 
 
-def test_sinks_take_weight_in_whole_prompts_and_in_chunks() -> None:
+@pytest.mark.parametrize(("sinks", "softcap"), [(SINKS, None), (None, 0.5), (None, 20.0)])
+def test_sinks_and_caps_count_in_whole_prompts_and_in_chunks(sinks: torch.Tensor | None, softcap: float | None) -> None:
     pool = make_pool(40, 4)
     extents = make_batch(pool, [(11, 0), (5, 9), (1, 20)], scattered=True)
     query, key, value = packed(17)
-    sinks = torch.tensor([3.0, -2.0, 0.0, 1.0, 5.0, -1.0])
-    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool), sinks)
-    torch.testing.assert_close(out, slow_attention(pool, query, extents, sinks=sinks), atol=2e-6, rtol=1e-5)
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool), sinks, softcap)
+    slow = slow_attention(pool, query, extents, sinks=sinks, softcap=softcap)
+    torch.testing.assert_close(out, slow, atol=2e-6, rtol=1e-5)
 
 
 def random_regions(rng: np.random.Generator, end: int) -> tuple[tuple[int, int], ...]:
@@ -202,14 +211,16 @@ def test_regions_are_attended_both_ways(seed: int, monkeypatch: pytest.MonkeyPat
     components: list[Attended] = [FULL, Window(3), Window(7), Window(19), Chunked(5), Chunked(16)]
     component = components[int(rng.integers(len(components)))]
     sinks = torch.tensor(rng.normal(size=HEADS), dtype=torch.float32) if rng.random() < 0.3 else None
+    softcap = float(rng.uniform(0.2, 2)) if rng.random() < 0.3 else None
     spans = [(int(rng.integers(1, 24)), int(rng.choice([0, 0, 5, 16]))) for _ in range(3)]
     pool = make_pool(60, int(rng.choice([3, 4])))
     extents = make_batch(pool, spans, scattered=True)
     extents = [extent._replace(regions=random_regions(rng, extent.end)) for extent in extents]
     extents = without_unread_pages(extents, pool, component)
     query, key, value = packed(sum(tokens for tokens, _ in spans))
-    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, component), sinks)
-    torch.testing.assert_close(out, slow_attention(pool, query, extents, component, sinks), atol=2e-6, rtol=1e-5)
+    out = SdpaAttention().attend(LAYER, query, key, value, SCALE, plan_batch(extents, pool, component), sinks, softcap)
+    slow = slow_attention(pool, query, extents, component, sinks, softcap)
+    torch.testing.assert_close(out, slow, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("component", [Window(8), Chunked(8)], ids=str)
@@ -282,6 +293,11 @@ def test_the_registered_function_takes_and_gives_what_layers_expect() -> None:
     assert call_paged(_Layer(), **harmless).shape == (1, 5, HEADS, HEAD_DIM)
 
 
+def test_the_registered_function_passes_a_soft_cap_on() -> None:
+    assert not torch.allclose(call_paged(_Layer(), softcap=0.5), call_paged(_Layer()))
+    torch.testing.assert_close(call_paged(_Layer(), softcap=1e6), call_paged(_Layer()))
+
+
 def test_rows_of_a_batch_follow_each_other() -> None:
     """[3, heads, 1, dim], as of recurrent models, gives the same as [1, heads, 3, dim]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -328,7 +344,6 @@ def test_no_mask_function_is_registered_for_it() -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"softcap": 50.0}, "softcap"),
         ({"sliding_window": 63}, "sliding window of 63 positions, not all"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),

@@ -15,7 +15,7 @@ from rigs.cache import owners, prefill
 
 from mainstem import _core
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window
 from mainstem.errors import BadArgument, BadTokens, CorruptTree, LeaseClosed, OutOfPages
 from mainstem.keys import BigramKeys, Image, TokenKeys, TypedKeys
 from mainstem.namespaces import Namespace
@@ -744,7 +744,16 @@ def test_pages_that_were_never_made_show_nothing() -> None:
 
 @pytest.mark.parametrize(
     "pages",
-    [{}, {State(): 4}, {Full: 3}, {"full": 3}, {None: 3}, {Window(2): 3, Window(3): 3}, {Full(): 0}, {Full(): 3.5}],
+    [
+        {},
+        {State(): 4},
+        {Full: 3},
+        {"full": 3},
+        {None: 3},
+        {Full(): 3, State(): 3, State(2): 3},
+        {Full(): 0},
+        {Full(): 3.5},
+    ],
     ids=str,
 )
 def test_pools_that_cannot_be_are_refused(pages: Any) -> None:
@@ -755,6 +764,11 @@ def test_pools_that_cannot_be_are_refused(pages: Any) -> None:
 def test_components_come_in_the_order_of_the_tree_however_they_are_given() -> None:
     cache = PrefixCache({State(): 3, Window(6): 10, Full(): 20}, 4, copy_state=lambda source, target: None)
     assert list(cache.pools) == ["full", "window", "state"]
+    several = PrefixCache({Chunked(6): 7, Window(4): 8, Full(): 20, Window(6): 9, Chunked(4): 6}, 4)
+    assert {name: pool.total for name, pool in several.pools.items()} == {
+        "full": 20, "window-4": 8, "window-6": 9, "chunked-6": 7, "chunked-4": 6
+    }  # fmt: skip
+    assert list(several.stats().pools) == list(several.pools) == list(several.tree.names)
     with pytest.raises(BadArgument, match="copy_state"):
         PrefixCache({Full(): 20, State(): 3})
 

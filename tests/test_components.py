@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mainstem.cache import PrefixCache
-from mainstem.components import Chunked, Full, State, Window
+from mainstem.components import Chunked, Full, Local, State, Window, by_name
 from mainstem.errors import BadArgument
 from mainstem.tree import Tree
 
@@ -438,34 +438,61 @@ def test_what_is_on_no_tier_is_gone() -> None:
     tree.check()
 
 
+# ---------------------------------------------------------------- several of a kind
+
+
+def test_a_component_is_named_by_its_kind_and_by_its_tokens_where_there_are_several() -> None:
+    assert list(by_name([Full(), Window(8), Chunked(4), State()])) == ["full", "window", "chunked", "state"]
+    several = [Full(), Window(8), Window(2), Chunked(8), Chunked(4)]
+    assert list(by_name(several)) == ["full", "window-8", "window-2", "chunked-8", "chunked-4"]
+    assert list(by_name(several).values()) == several
+    for twice in ([Full(), Full()], [Window(8), Window(8)], [State(), State(most_on_path=2)]):
+        with pytest.raises(BadArgument, match="once"):
+            by_name(twice)
+
+
+def test_each_window_is_evicted_by_its_own_name_and_needed_for_itself() -> None:
+    tree = Tree(page_size=1, components=(Full(), Window(4), Window(2)))
+    node = tree.insert(list(range(8)), [range(8), range(10, 18), range(20, 28)]).node
+    assert freed(tree.evict(4, "window-4")) == [[], [10, 11, 12, 13], []]
+    assert tree.page_ids(node, "window-4").tolist() == [-1] * 4 + [14, 15, 16, 17]
+    assert [tree.match(list(range(end))).length for end in (5, 6, 7, 8)] == [0, 0, 0, 8]
+    assert freed(tree.evict(7, "window-2")) == [[], [], [20, 21, 22, 23, 24, 25, 26]]
+    assert tree.match(list(range(8))).length == 0
+    with pytest.raises(BadArgument, match="window"):
+        tree.evict(1, "window")
+    tree.check()
+
+
 # ---------------------------------------------------------------- everything against a plain model
 
 
 class Residency:
     """What is present, by component and prefix; this decides where a match may end."""
 
-    def __init__(self, size: int, local: Window | Chunked | None, state: bool) -> None:
+    def __init__(self, size: int, local: tuple[Local, ...], state: bool) -> None:
         self.size, self.local, self.state = size, local, state
-        self.held: list[dict[tuple[int, ...], int]] = [{} for _ in range(1 + (local is not None) + state)]
+        self.held: list[dict[tuple[int, ...], int]] = [{} for _ in range(1 + len(local) + state)]
 
-    def first_needed(self, end: int) -> int:
+    def first_needed(self, row: Local, end: int) -> int:
         """Returns the first page of the window or the chunk that a match ending at `end` needs."""
-        assert self.local is not None
-        back = end % self.local.tokens if isinstance(self.local, Chunked) else self.local.tokens
+        back = end % row.tokens if isinstance(row, Chunked) else row.tokens
         return max(end - back, 0) // self.size
 
-    def first_locked(self, end: int) -> int:
+    def first_locked(self, row: Local, end: int) -> int:
         """Returns the first page that a lock keeps, which keeps the last page of a chunk, too."""
-        assert self.local is not None
-        at_boundary = isinstance(self.local, Chunked) and end > 0 and end % self.local.tokens == 0
-        return (end - self.local.tokens) // self.size if at_boundary else self.first_needed(end)
+        at_boundary = isinstance(row, Chunked) and end > 0 and end % row.tokens == 0
+        return (end - row.tokens) // self.size if at_boundary else self.first_needed(row, end)
 
     def allows(self, prefix: tuple[int, ...]) -> bool:
         fronts = [prefix[:end] for end in range(self.size, len(prefix) + 1, self.size)]
-        needed = fronts[self.first_needed(len(prefix)) :] if self.local else []
         return (
             all(front in self.held[0] for front in fronts)
-            and all(front in self.held[1] for front in needed)
+            and all(
+                front in self.held[1 + at]
+                for at, row in enumerate(self.local)
+                for front in fronts[self.first_needed(row, len(prefix)) :]
+            )
             and (not self.state or prefix in self.held[-1])
         )
 
@@ -478,19 +505,19 @@ class Residency:
         fronts = [prefix[:end] for end in range(self.size, len(prefix) + 1, self.size)]
         if component == 0:
             return set(fronts)
-        if self.local and component == 1:
-            return set(fronts[self.first_locked(len(prefix)) :])
+        if component <= len(self.local):
+            return set(fronts[self.first_locked(self.local[component - 1], len(prefix)) :])
         return {prefix}
 
 
 class ComponentWorld:
     """A tree with several components, and a model of what is in it."""
 
-    def __init__(self, size: int, local: Window | Chunked | None, state: bool) -> None:
-        components = (Full(), *([local] if local else []), *([State()] if state else []))
+    def __init__(self, size: int, local: tuple[Local, ...], state: bool) -> None:
+        components = (Full(), *local, *([State()] if state else []))
         self.tree = Tree(page_size=size, components=components)
         self.model = Residency(size, local, state)
-        self.names = [component.name for component in components]
+        self.names = list(by_name(components))
         self.locked: list[tuple[int, tuple[int, ...]]] = []
         self.next_id = 0
 
@@ -502,8 +529,8 @@ class ComponentWorld:
     def insert(self, tokens: list[int], rng: random.Random) -> None:
         pages = len(tokens) // self.model.size
         columns = [self.new_ids(pages)]
-        if self.model.local:
-            outside = self.model.first_needed(pages * self.model.size)
+        for row in self.model.local:
+            outside = self.model.first_needed(row, pages * self.model.size)
             columns.append(self.new_ids(pages, rng.choice([0, outside])))
         if self.model.state:
             columns.append(self.new_ids(int(pages > 0 and rng.random() < 0.7)))
@@ -561,10 +588,16 @@ class ComponentWorld:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("local", "state"),
-    [(None, True), *itertools.product([Window(3), Window(1), Chunked(4), Chunked(3), Chunked(1)], [False, True])],
+    [
+        ((), True),
+        *itertools.product(
+            [(row,) for row in (Window(3), Window(1), Chunked(4), Chunked(3), Chunked(1))], [False, True]
+        ),
+        *itertools.product([(Window(2), Window(5)), (Window(4), Window(3), Chunked(2), Chunked(5))], [False, True]),
+    ],
     ids=str,
 )
-def test_a_match_ends_where_every_component_allows_it(size: int, local: Window | Chunked | None, state: bool) -> None:
+def test_a_match_ends_where_every_component_allows_it(size: int, local: tuple[Local, ...], state: bool) -> None:
     world, rng = ComponentWorld(size, local, state), random.Random(f"{size} {local} {state}")
     for _ in range(600):
         world.step(rng)

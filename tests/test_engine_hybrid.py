@@ -9,17 +9,19 @@ import functools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
 
-from bench.tiny_models import HYBRIDS, VOCAB, WINDOWED
+from bench.tiny_models import GATHERED, HYBRIDS, LATENT, VARIANTS, VOCAB, WINDOWED
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Request
+from mainstem.runtime.tiers import identity_of
 from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, SamplingParams, TierConfig, WritePolicy
 from mainstem.tiers.transfer import Move
 
@@ -27,12 +29,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 6
 SHARED = 40
-KINDS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {**WINDOWED["gemma3_text"], "sliding_window": 8},  # full attention and a window
-    "mistral": {**WINDOWED["mistral"], "sliding_window": 20},  # a window alone
-    "qwen3_next": HYBRIDS["qwen3_next"],  # full attention and states
-    "mamba2": HYBRIDS["mamba2"],  # states alone
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text": ("gemma3_text", {**WINDOWED["gemma3_text"], "sliding_window": 8}),  # full attention and a window
+    "gemma2": ("gemma2", WINDOWED["gemma2"]),  # the same, with capped scores
+    "mistral": ("mistral", {**WINDOWED["mistral"], "sliding_window": 20}),  # a window alone
+    "llama, windows": VARIANTS["llama, windows"],  # full attention and two windows
+    "gemma3n_text": VARIANTS["gemma3n_text"],  # layers that share the keys of others
+    "llama4_text": VARIANTS["llama4_text"],  # full attention and chunks
+    "deepseek_v3": ("deepseek_v3", LATENT["deepseek_v3"]),  # latents
+    "mimo_v2_flash": ("mimo_v2_flash", WINDOWED["mimo_v2_flash"]),  # values smaller than keys, unequal pools
+    "bloom": ("bloom", GATHERED["bloom"]),  # attention of its own
+    "kimi_linear": ("kimi_linear", HYBRIDS["kimi_linear"]),  # latents and states
+    "qwen3_next": ("qwen3_next", HYBRIDS["qwen3_next"]),  # full attention and states
+    "mamba2": ("mamba2", HYBRIDS["mamba2"]),  # states alone
 }
+IN_PAGES = ("deepseek_v3", "bloom")
+"""Kinds with full attention alone: a hit may end inside a page, whose first positions are copied."""
 PAIRS = zip(*(family_of_prompts(VOCAB, SHARED, [20, 13], seed) for seed in (1, 2)), strict=True)
 PROMPTS = [prompt for pair in PAIRS for prompt in pair]  # each takes the memory of the one before
 
@@ -40,14 +52,14 @@ PROMPTS = [prompt for pair in PAIRS for prompt in pair]  # each takes the memory
 @functools.cache
 def pair(family: str) -> tuple[LoadedModel, tuple[Greedy, ...]]:
     """A model, and its answer to each prompt without a cache."""
-    model, greedy = pair_of(family, KINDS[family])
+    model, greedy = pair_of(*KINDS[family])
     return model, tuple(greedy(prompt, NEW) for prompt in PROMPTS)
 
 
 @contextmanager
 def engine(family: str, *, pages: int = 400, slots: int = 60, write: WritePolicy | None = None) -> Iterator[Engine]:
     tiers = TierConfig() if write is None else TierConfig(HostSize(host_ratio=20.0), HostPolicy(write, 1, 4))
-    states = slots if family in HYBRIDS else None
+    states = slots if KINDS[family][0] in HYBRIDS else None
     config = EngineConfig(pages=pages, page_size=4, token_budget=16, state_slots=states, tiers=tiers)
     with Engine(pair(family)[0], config, random=random.Random(0)) as made:
         yield made
@@ -73,7 +85,8 @@ def test_cold_and_warm_give_the_same_answers(family: str) -> None:
         cold, *_ = answer(made, family)
         assert cold.usage.cached_tokens == 0
         for warm, prompt in zip(answer(made, family), PROMPTS, strict=True):
-            assert (warm.usage.cached_tokens, warm.usage.host_tokens) == ((len(prompt) - 1) // 4 * 4, 0)
+            hit = len(prompt) - 1 if family in IN_PAGES else (len(prompt) - 1) // 4 * 4
+            assert (warm.usage.cached_tokens, warm.usage.host_tokens) == (hit, 0)
 
 
 @pytest.mark.parametrize("marks", [(), (SHARED,)])
@@ -137,3 +150,24 @@ def fail_after_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         return ticket
 
     monkeypatch.setattr(HostPool, "up", failing)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "shape"),
+    [
+        ("deepseek_v3", "mla", "3 layers, a latent of 32 + 8"),
+        ("kimi_linear", "mla with states", "4 layers, a latent of 32 + 8"),
+        ("bloom", "mha", "3 layers, 4 of 4 heads"),
+        ("gemma2", "gqa", "3 layers, 2 of 4 heads"),
+    ],
+)
+def test_the_identity_says_what_ranks_share(family: str, attention: str, shape: str) -> None:
+    pytest.importorskip("blake3", reason="blake3 is not installed")
+    identity = identity_of(replace(pair(family)[0], tokenizer=_Vocabulary()), 4, "content")  # type: ignore[arg-type]
+    assert (identity.attention, identity.shape) == (attention, shape)
+    assert identity.replicated == (family == "deepseek_v3")
+
+
+class _Vocabulary:
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0}

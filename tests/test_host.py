@@ -161,7 +161,7 @@ def test_a_stream_waits_for_its_layer_and_a_copy_for_the_stream() -> None:
 
 
 def test_it_is_a_host_memory_for_the_pool_of_a_model() -> None:
-    kv = KVPool(KVShape(layers=3, kv_heads=2, head_dim=8), pages=5, page_size=4, dtype=torch.bfloat16)
+    kv = KVPool(KVShape(layers=3, kv_heads=2, head_dim=8, value_dim=8), pages=5, page_size=4, dtype=torch.bfloat16)
     pool: HostMemory = HostPool([Planes((kv.k, kv.v))], [9], storage=True)
     assert pool.pages == 9
     assert pool.payload_bytes(0) == 2 * 3 * 4 * 2 * 8 * 2
@@ -171,6 +171,33 @@ def test_it_is_a_host_memory_for_the_pool_of_a_model() -> None:
 @pytest.fixture
 def steps() -> Steps:
     return Steps()
+
+
+@pytest.mark.parametrize(
+    ("shape", "content"),
+    [
+        (KVShape(3, 2, head_dim=24, value_dim=16), "float32[3, 4, 2, 24] float32[3, 4, 2, 16]"),
+        (KVShape(3, 1, head_dim=40, value_dim=32, latent=True), "float32[3, 4, 1, 40]"),
+    ],
+    ids=["values of their own size", "latent"],
+)
+def test_keys_and_values_of_any_sizes_go_to_the_host_and_back(shape: KVShape, content: str, steps: Steps) -> None:
+    kv = KVPool(shape, pages=5, page_size=4, dtype=torch.float32)
+    for plane in kv.planes:
+        plane.normal_()
+    before = [plane.clone() for plane in kv.planes]
+    pool = HostPool([Planes(kv.planes)], [2], storage=True, run=steps)
+    assert pool.payload_bytes == shape.bytes_per_page(4, torch.float32)
+    assert pool.content == f"page_first/v1 {content}"
+    pool.down([Move(0, ids(4, 2), ids(0, 1))])
+    steps.all()
+    for plane in kv.planes:
+        plane.fill_(-1)
+    pool.up([Move(0, ids(0, 1), ids(3, 0))])
+    steps.all()
+    for plane, old in zip(kv.planes, before, strict=True):
+        assert torch.equal(plane[:, [3, 0]], old[:, [4, 2]])
+        assert bool((plane[:, [1, 2, 4]] == -1).all())
 
 
 @pytest.fixture

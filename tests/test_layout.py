@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, Local, State, Window
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.kv import KVShape
 from mainstem.runtime.layout import Layout
 
 CONTEXT = 4096
@@ -49,6 +47,29 @@ def configure(family: str, **changes: Any) -> PreTrainedConfig:
             {"full": (2,), "window": (0, 1, 3)},
             (),
         ),
+        (
+            "mistral",
+            {"sliding_window": 256, "per_layer_config": {1: {"sliding_window": 512}, 2: {"sliding_window": CONTEXT}}},
+            [Full(), Window(512), Window(256)],
+            {"full": (2,), "window-512": (1,), "window-256": (0, 3)},
+            (),
+        ),
+        ("gemma2", {"sliding_window": 512}, [Full(), Window(512)], {"full": (1, 3), "window": (0, 2)}, ()),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 512},
+            [Full(), Chunked(512)],
+            {"full": (3,), "chunked": (0, 1, 2)},
+            (),
+        ),
+        ("llama4_text", {"attention_chunk_size": CONTEXT}, [Full()], {"full": (0, 1, 2, 3)}, ()),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 512, "layer_types": ["chunked_attention"] * 4},
+            [Full(), Chunked(512)],
+            {"full": (), "chunked": (0, 1, 2, 3)},
+            (),
+        ),
         ("gpt_oss", {}, [Full(), Window(128)], {"full": (1, 3), "window": (0, 2)}, ()),
         ("qwen3_next", {}, [Full(), State()], {"full": (3,)}, (0, 1, 2)),
         ("lfm2", {"layer_types": ["conv", FULL, "conv", FULL]}, [Full(), State()], {"full": (1, 3)}, (0, 2)),
@@ -68,28 +89,29 @@ def test_layers_are_sorted_by_what_they_keep(
     assert layout.components == tuple(components)
     assert layout.kv_layers == kv_layers
     assert layout.state_layers == state_layers
-    assert layout.window == next((c.tokens for c in components if isinstance(c, Window)), None)
+    assert list(layout.local.values()) == [row for row in components if isinstance(row, Local)]
+    assert layout.attended.keys() == kv_layers.keys()
     assert {layer: layout.kv_layers[name][i] for layer, (name, i) in layout.places.items()} == {
         layer: layer for layers in kv_layers.values() for layer in layers
     }
 
 
-def test_a_pool_holds_its_own_layers_only() -> None:
-    config = configure("gemma3_text", layer_types=[SLIDES, SLIDES, FULL, SLIDES], sliding_window=512, head_dim=16)
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_a_layer_that_shares_keys_has_the_place_of_the_last_one_of_its_kind_that_keeps_them(family: str) -> None:
+    config = configure(
+        family,
+        num_hidden_layers=7,
+        layer_types=[SLIDES, FULL, SLIDES, SLIDES, SLIDES, SLIDES, FULL],
+        num_kv_shared_layers=3,
+        sliding_window=512,
+    )
     layout = Layout.of(config, CONTEXT)
-    assert layout.shapes == {"full": KVShape(1, 2, 16), "window": KVShape(3, 2, 16)}
-    page = 2 * 2 * 16 * 8 * 2
-    assert layout.bytes_per_page(8, torch.bfloat16) == {"full": page, "window": 3 * page}
-
-
-def test_pools_may_differ_in_their_heads() -> None:
-    types = [SLIDES, SLIDES, SLIDES, FULL]
-    config = configure("gemma4_text", layer_types=types, sliding_window=512, head_dim=16, global_head_dim=32)
-    assert Layout.of(config, CONTEXT).shapes == {"full": KVShape(1, 2, 32), "window": KVShape(3, 2, 16)}
-
-
-def test_without_attention_pages_take_no_memory() -> None:
-    assert Layout.of(configure("mamba2", **MAMBA2), CONTEXT).bytes_per_page(16, torch.float32) == {"full": 0}
+    assert layout.kv_layers == {"full": (1,), "window": (0, 2, 3)}
+    assert layout.shared == {4: 3, 5: 3, 6: 1}
+    assert layout.places == {
+        0: ("window", 0), 1: ("full", 0), 2: ("window", 1), 3: ("window", 2),
+        4: ("window", 2), 5: ("window", 2), 6: ("full", 0),
+    }  # fmt: skip
 
 
 def test_the_text_part_of_a_model_with_images_counts() -> None:
@@ -102,17 +124,8 @@ def test_the_text_part_of_a_model_with_images_counts() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gemma2", {}, "soft-capped"),
-        ("llama4_text", {"attn_temperature_tuning": False}, "chunked_attention"),
-        ("llama4_text", {"layer_types": [FULL] * 4}, "temperature"),
-        ("deepseek_v3", {}, "latent"),
-        ("gemma3n_text", {"num_kv_shared_layers": 2, "layer_types": [SLIDES, FULL] * 2}, "share the KV"),
-        ("llama", {"per_layer_config": {1: {"num_key_value_heads": 4}}}, "heads of different sizes"),
-        (
-            "mistral",
-            {"sliding_window": 512, "per_layer_config": {1: {"sliding_window": 256}}},
-            r"windows of \[256, 512\]",
-        ),
+        ("deepseek_v32", {}, "chooses keys by a sparse index"),
+        ("xlstm", {}, "a cache class of its own"),
     ],
 )
 def test_what_fits_no_pool_is_refused(family: str, changes: dict[str, Any], message: str) -> None:

@@ -28,7 +28,8 @@ from mainstem.policies import Policy
 
 KINDS = [
     "full", "full window", "full state", "full window state", "window", "full capped", "window state",
-    "full chunked", "full chunked state", "full window chunked",
+    "full chunked", "full chunked state", "full window chunked", "full wide window", "wide window",
+    "full chunks chunked",
 ]  # fmt: skip
 SPACES = [None, None, None, "a"]
 UNWRITTEN = -1
@@ -39,7 +40,9 @@ def rows_of(kind: str, window: int, full: int = 24, windows: int = 14, states: i
     rows: dict[str, tuple[Component, int]] = {
         "full": (Full(), full),
         "window": (Window(window), windows),
+        "wide": (Window(2 * window + 1), windows + 3),
         "chunked": (Chunked(window + 1), windows),
+        "chunks": (Chunked(2 * window), windows),
         "state": (State(), states),
         "capped": (State(most_on_path=2, weigh_flops=False), 2 * states),
     }
@@ -434,6 +437,7 @@ SMALL: list[dict[Component, int]] = [
     {Full(): 9, Window(3): 6, State(): 4},
     {Full(): 9, Chunked(4): 6},
     {Window(3): 6},
+    {Full(): 9, Window(5): 6, Window(2): 5},
 ]
 
 

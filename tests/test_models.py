@@ -200,6 +200,14 @@ def change_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
+@pytest.mark.parametrize("name", ["max_position_embeddings", "max_seq_len", "seq_length"])
+def test_the_length_of_a_model_has_several_names(folder: Path, name: str) -> None:
+    change_config(folder, **{"model_type": "mamba", "max_position_embeddings": None, name: 48})
+    with pytest.raises(UnsupportedModel) as caught:
+        load_model(str(folder))
+    assert "how many positions" not in str(caught.value)
+
+
 def test_a_model_without_a_length_is_refused(folder: Path) -> None:
     change_config(folder, model_type="mamba", max_position_embeddings=None)
     with pytest.raises(UnsupportedModel, match="how many positions"):

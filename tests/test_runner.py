@@ -22,10 +22,13 @@ from bench.tiny_models import (
     ALONE,
     CONTEXT,
     FAMILIES,
+    GATHERED,
     HYBRIDS,
+    LATENT,
     REFUSED,
     RESUMED,
     STEPPED,
+    VARIANTS,
     VOCAB,
     WINDOWED,
     loaded,
@@ -36,9 +39,10 @@ from bench.tiny_vision import save as save_with_images
 from mainstem.components import Full
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.runtime.adapters import Adapter
-from mainstem.runtime.attention import PAGED, BatchPlan, SdpaAttention
+from mainstem.runtime.attention import PAGED, BatchPlan, PackedPositions, SdpaAttention
 from mainstem.runtime.host import HostPool, Planes
 from mainstem.runtime.kv import KVPool
+from mainstem.runtime.latent import Latents
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel, load_model
 from mainstem.runtime.request import ImageInput, Request
@@ -50,7 +54,11 @@ from mainstem.tiers.transfer import Move
 POSITIONS = 400
 SLOTS = 8
 RECURRENT = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
-MODELS = {**FAMILIES, **{f"{family} windowed": changes for family, changes in WINDOWED.items()}, **RECURRENT}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, changes) for family, changes in {**FAMILIES, **LATENT, **GATHERED, **RECURRENT}.items()},
+    **{f"{family} windowed": (family, changes) for family, changes in WINDOWED.items()},
+    **VARIANTS,
+}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,19 +82,15 @@ class RunnerRig(NamedTuple):
         return [self.page_ids[i * size : (i + 1) * size] for i in range(count)]
 
     def segment(self, tokens: NDArray[np.int32], start: int, table: NDArray[np.int32], logits: bool) -> Segment:
-        """A segment whose window pages have the ids of its full ones; pages before the window have another owner."""
-        layout = self.runner.layout
-        if layout.window is None:
-            return Segment(tokens, start, (table,), logits)
-        gone = max(0, start - layout.window + 1) // self.page_size
-        pool = self.runner.pools["window"]
-        assert isinstance(pool, KVPool)
-        pool.k[:, table[:gone]], pool.v[:, table[:gone]] = torch.nan, torch.nan
-        sliding = table.copy()
-        sliding[:gone] = -1
-        if "full" in layout.kv_layers:
-            return Segment(tokens, start, (table, sliding), logits)
-        return Segment(tokens, start, (sliding,), logits)
+        """A segment with equal ids in all components; pages before what a query at `start` sees have another owner."""
+        tables = []
+        for name, row in self.runner.layout.attended.items():
+            gone = row.seen_from(start) // self.page_size
+            pool = self.runner.pools[name]
+            assert isinstance(pool, KVPool)
+            pool.k[:, table[:gone]], pool.v[:, table[:gone]] = torch.nan, torch.nan
+            tables.append(np.where(np.arange(len(table)) < gone, np.int32(-1), table))
+        return Segment(tokens, start, tuple(tables), logits)
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
         for component in self.runner.layout.kv_layers:
@@ -112,7 +116,8 @@ def plain_logits(model: PreTrainedModel) -> Plain:
 
 @functools.cache
 def tiny_pair(family: str) -> tuple[LoadedModel, Plain]:
-    model = tiny(family.removesuffix(" windowed"), **MODELS[family])
+    family, changes = MODELS[family]
+    model = tiny(family, **changes)
     return loaded(model), plain_logits(copy.deepcopy(model))
 
 
@@ -132,8 +137,8 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
         pytest.skip(pair)
     pages = POSITIONS // page_size
     order = np.random.default_rng(7).permutation(pages).astype(np.int32)
-    components = Layout.of(pair[0].model.config, CONTEXT).components
-    counts = {component.name: SLOTS if component.name == "state" else pages for component in components}
+    names = Layout.of(pair[0].model.config, CONTEXT).names
+    counts = {name: SLOTS if name == "state" else pages for name in names}
     return RunnerRig(ModelRunner(pair[0], counts, page_size), pair[1], page_size, order)
 
 
@@ -141,9 +146,12 @@ def make_rig(family: str, page_size: int) -> RunnerRig:
     params=[
         *((family, page_size) for family in FAMILIES for page_size in (1, 3, 16)),
         *((f"{family} windowed", 4) for family in WINDOWED),
+        *((name, 4) for name in VARIANTS),
+        *((family, 4) for family in (*LATENT, *GATHERED)),
+        *(("deepseek_v3", page_size) for page_size in (1, 16)),
         *(
             (f"{family} windowed", page_size)
-            for family in ("mistral", "gemma3_text", "gpt_oss")
+            for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
             for page_size in (1, 16)
         ),
         pytest.param(("SmolLM2", 16), marks=pytest.mark.model),
@@ -223,6 +231,23 @@ def test_decode_steps_of_two_requests(rig: RunnerRig) -> None:
             tokens.append(int(row.argmax()))
 
 
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("family", ["gemma2 windowed", "gpt_oss windowed", *VARIANTS])
+def test_a_hit_at_any_page_boundary_gives_the_same_logits(family: str, page_size: int) -> None:
+    """The hit reads another request's pages, but none before what the first query sees; two hits are packed."""
+    rig = make_rig(family, page_size)
+    first = tokens_of(1, 64)
+    theirs, *others = rig.tables(3, 80)
+    rig.runner.forward([rig.segment(first, 0, theirs, False)])
+    for hit in range(page_size, 64, page_size):
+        whole = hit // page_size
+        prompts = [np.concatenate([first[:hit], tokens_of(2 + i, 7 - i)]) for i in range(2)]
+        tables = [np.concatenate([theirs[:whole], other[whole:]]) for other in others]
+        hits = [rig.segment(p[hit:], hit, table, True) for p, table in zip(prompts, tables, strict=True)]
+        for row, tokens in zip(rig.runner.forward(hits), prompts, strict=True):
+            rig.close(row, tokens)
+
+
 def test_no_rows_when_no_logits_are_wanted() -> None:
     rig = make_rig("llama", 16)
     rows = rig.runner.forward([Segment(tokens_of(1, 5), 0, (rig.tables(1, 5)[0],), False)])
@@ -233,8 +258,26 @@ def test_a_page_of_the_pool_is_as_large_as_it_says() -> None:
     runner = make_rig("llama", 3).runner
     assert runner.vocab_size == VOCAB
     pool = full_pool(runner)
-    assert runner.layout.bytes_per_page(3, torch.float32) == {"full": 2 * 3 * 3 * 2 * 16 * 4}
     assert pool.k.nbytes + pool.v.nbytes == pool.pages * 2 * 3 * 3 * 2 * 16 * 4
+
+
+def test_a_latent_takes_a_page_of_latents_and_no_keys() -> None:
+    pool = full_pool(make_rig("deepseek_v3", 4).runner)
+    assert sum(plane.nbytes for plane in pool.planes) == pool.pages * 4 * 3 * (32 + 8) * 4
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_prefixes_of_latents_are_absorbed_or_expanded_to_the_same(
+    absorbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Latents, "absorbs", lambda self, tokens: absorbed)
+    rig = make_rig("deepseek_v3", 4)
+    tables, tokens = rig.tables(3, 40), [tokens_of(seed, 40) for seed in range(3)]
+    rig.runner.forward([rig.segment(tokens[i][:10], 0, tables[i], False) for i in (0, 1)])
+    parts = [(0, 10, 40), (1, 10, 11), (2, 0, 30)]  # many and one after pages, and a beginning
+    rows = rig.runner.forward([rig.segment(tokens[i][begin:end], begin, tables[i], True) for i, begin, end in parts])
+    for row, (i, _, end) in zip(rows, parts, strict=True):
+        rig.close(row, tokens[i][:end])
 
 
 def full_pool(runner: ModelRunner) -> KVPool:
@@ -316,7 +359,13 @@ def test_a_model_without_states_copies_none() -> None:
         make_rig("llama", 16).runner.copy_state(0, 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss windowed", "mistral windowed", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama", "gpt_oss windowed", "mistral windowed", "mimo_v2_flash windowed", "llama, windows", "gemma3n_text",
+        "llama4_text", "falcon_h1", "mamba2", "deepseek_v3", "kimi_linear", "bloom",
+    ],
+)  # fmt: skip
 def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     rig = make_rig.__wrapped__(family, 4)
     tokens, (table,) = tokens_of(1, 40), rig.tables(1, 40)
@@ -324,12 +373,11 @@ def test_everything_that_is_kept_goes_to_the_host_and_back(family: str) -> None:
     rig.runner.forward([replace(rig.segment(tokens[:32], 0, table, False), state=3)])
     count = len(rig.runner.layout.components)
     page_ids, states = np.arange(8, dtype=np.int32), np.array([3], dtype=np.int32)
-    kinds = [component.name for component in rig.runner.layout.components]
-    ids = [(states, states) if kind == "state" else (table[:8], page_ids) for kind in kinds]
+    ids = [(states, states) if name == "state" else (table[:8], page_ids) for name in rig.runner.layout.names]
     host = rig.runner.host_memory(HostSize(host_ratio=1.0), storage=False)
     host.down([Move(i, device, there) for i, (device, there) in enumerate(ids)]).wait()
     for pool in rig.runner.pools.values():
-        for tensor in (pool.k, pool.v) if isinstance(pool, KVPool) else pool.tensors:
+        for tensor in pool.planes if isinstance(pool, KVPool) else pool.tensors:
             tensor.fill_(torch.nan)
     ticket = host.up([Move(i, there, device) for i, (device, there) in enumerate(ids)])
     rows = rig.runner.forward([replace(segment, arriving=ticket, state=3)])
@@ -486,8 +534,9 @@ class _Recorded(SdpaAttention):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        out = super().attend(layer, query, key, value, scale, plan, sinks)
+        out = super().attend(layer, query, key, value, scale, plan, sinks, softcap)
         self.log.append(("computed", layer))
         return out
 
@@ -598,14 +647,10 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gemma2", {"sliding_window": CONTEXT}, "soft-capped"),
-        ("llama4_text", {}, "chunked_attention"),
         (*REFUSED["xlstm"], "keeps its state in a cache class of its own"),
-        (*REFUSED["kimi_linear"], "latent"),
-        ("deepseek_v3", {}, "latent"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic position embedding"),
-        ("bloom", {"intermediate_size": ...}, "cannot be exchanged"),
-        ("stablelm", {}, "does not pass arguments on"),
+        ("openai-gpt", {"num_key_value_heads": ..., "intermediate_size": ...}, "its attention cannot be exchanged"),
+        ("bert", {"num_key_value_heads": ..., "is_decoder": False}, "is not causal"),
         ("diffllama", {}, "self-test failed"),
     ],
 )
@@ -666,7 +711,7 @@ def test_two_requests_never_write_to_one_window_page() -> None:
 
 
 class _Deaf(SdpaAttention):
-    """Ignores windows, or sinks."""
+    """Ignores windows, sinks or soft caps."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -680,20 +725,41 @@ class _Deaf(SdpaAttention):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        if self._what == "sinks":
-            return super().attend(layer, query, key, value, scale, plan)
+        if self._what != "windows":
+            sinks, softcap = (None, softcap) if self._what == "sinks" else (sinks, None)
+            return super().attend(layer, query, key, value, scale, plan, sinks, softcap)
         spans = [replace(span, causal=span.page_index is None) for span in plan.spans]
-        return super().attend(layer, query, key, value, scale, replace(plan, spans=tuple(spans)), sinks)
+        return super().attend(layer, query, key, value, scale, replace(plan, spans=tuple(spans)), sinks, softcap)
 
 
-@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("mistral", "windows")])
-def test_the_self_test_minds_sinks_and_windows(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "sinks"), ("gemma2", "soft caps"), ("mistral", "windows")])
+def test_the_self_test_minds_what_a_kernel_ignores(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.runtime.runner.SdpaAttention", lambda: _Deaf(what))
     model = loaded(tiny(family, **WINDOWED[family]))
-    counts = {component.name: 8 for component in Layout.of(model.model.config, CONTEXT).components}
+    counts = dict.fromkeys(Layout.of(model.model.config, CONTEXT).names, 8)
     with pytest.raises(UnsupportedModel, match="self-test failed"):
         ModelRunner(model, counts, 16)
+
+
+class _ByPlace(PackedPositions):
+    """Gives a token its place in the batch as its position."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        return torch.zeros_like(super().get_seq_length())
+
+
+@pytest.mark.parametrize("step", [6, 8192])
+def test_the_self_test_minds_the_temperature_of_each_position(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the temperature changes only after more positions than are tested."""
+    family, changes = VARIANTS["llama4_text"]
+    model = tiny(family, **{**changes, "floor_scale": step})
+    ModelRunner(loaded(copy.deepcopy(model)), {"full": 8, "chunked": 8}, 4)
+    monkeypatch.setattr("mainstem.runtime.runner.PackedPositions", _ByPlace)
+    with pytest.raises(UnsupportedModel, match="self-test failed"):
+        ModelRunner(loaded(model), {"full": 8, "chunked": 8}, 4)
+    assert {module.floor_scale for module in model.modules() if hasattr(module, "floor_scale")} == {step}
 
 
 class _Shifted(SdpaAttention):
@@ -708,8 +774,9 @@ class _Shifted(SdpaAttention):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        return super().attend(layer, query, key, value.roll(1, 0), scale, plan, sinks)
+        return super().attend(layer, query, key, value.roll(1, 0), scale, plan, sinks, softcap)
 
 
 def test_the_self_test_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,17 +68,23 @@ def test_a_cut_image_would_be_noticed() -> None:
 
 # ---------------------------------------------------------------- output
 
-KINDS = ["full window", "full state", "full window state", "window", "full", "full chunked", "full chunked state"]
+KINDS = [
+    "full window", "full state", "full window state", "window", "full", "full chunked", "full chunked state",
+    "full wide window", "wide window state",
+]  # fmt: skip
 
 
 def some_sizes(rng: random.Random, kind: str, page_size: int, longest: int, chunk: int) -> dict[Component, int]:
     """Pools for `kind`, from sizes that hold just one request to sizes that hold all."""
     window = rng.choice([2, 3, max(2, page_size), page_size + 1, 2 * page_size + 3, 3 * page_size])
     pages = -(-longest // page_size)
-    least = window_pages(window, min(chunk, longest), page_size, states="state" in kind)
+    least, wide = (
+        window_pages(w, min(chunk, longest), page_size, states="state" in kind) for w in (window, window + 5)
+    )
     rows: dict[str, tuple[Component, int]] = {
         "full": (Full(), rng.choice([1, 1, 2, 3, 8]) * pages),
         "window": (Window(window), rng.choice([least, least, least + 2, 2 * least, 8 * least])),
+        "wide": (Window(window + 5), rng.choice([wide, wide, wide + 2, 2 * wide])),
         "chunked": (Chunked(window), rng.choice([least, least, least + 2, 2 * least, 8 * least])),
         "state": (State(rng.choice([None, 1, 2, 8]), rng.random() < 0.5), rng.choice([3, 3, 4, 8, 60])),
     }
@@ -157,6 +163,7 @@ def some_rows(kind: str, window: int = 6, windows: int = 60) -> dict[Component, 
     rows: dict[str, tuple[Component, int]] = {
         "full": (Full(), 90),
         "window": (Window(window), windows),
+        "wide": (Window(window + 5), windows),
         "chunked": (Chunked(window), windows),
         "state": (State(), 9),
     }

@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, BadTokens
 from mainstem.runtime.sizing import RATIOS, Need, Trials, best_window_ratio, share_out
 from mainstem.settings.engine import Shares
 from mainstem.settings.window_trace import Use, read_window_trace
 
-NEED = Need(window_pages=4, context_pages=10, running=2)
-ALL = (Full(), Window(8), State())
+NEED = Need(local_pages={Window(8): 4}, context_pages=10, running=2)
 BYTES = {"full": 100, "window": 50}
 
 
 def counts(sizes: dict[Component, int]) -> dict[str, int]:
-    return {row.name: n for row, n in sizes.items()}
+    return {name: sizes[row] for name, row in by_name(sizes).items()}
 
 
 def shared_out(components: str, shares: Shares, slot_bytes: int = 40, need: Need = NEED) -> dict[str, int]:
@@ -59,6 +58,32 @@ def test_the_window_of_one_request_comes_first() -> None:
     assert shared_out("full window", Shares(1, pages=3)) == {"full": 3, "window": 4}
 
 
+def of_several(shares: Shares, *components: Component, need: int = 1) -> dict[str, int]:
+    local = {row: need for row in components if not isinstance(row, Full)}
+    page_bytes = {"full": 100, "window-80": 50, "window-20": 10, "chunked": 20}
+    return counts(share_out(components, page_bytes, 0, shares, Need(local, 10, 2)))
+
+
+def test_shorter_windows_have_as_many_fewer_pages() -> None:
+    """All windows then hold the ends of equally many prefixes."""
+    several = Full(), Window(80), Window(20), Chunked(40)
+    memory = 80 * 100 + 40 * 50 + 10 * 10 + 20 * 20
+    expected = {"full": 80, "window-80": 40, "window-20": 10, "chunked": 20}
+    assert of_several(Shares(memory, window_ratio=0.5), *several) == expected
+    assert of_several(Shares(1, window_ratio=0.5, pages=80), *several) == expected
+    assert of_several(Shares(40 * 50 + 10 * 10), Window(80), Window(20)) == {"window-80": 40, "window-20": 10}
+
+
+def test_what_one_request_needs_of_a_short_window_is_taken_from_the_others() -> None:
+    sizes = of_several(Shares(10_000, window_ratio=0.5), Full(), Window(80), Window(20), need=30)
+    assert sizes == {"full": 77, "window-80": 38, "window-20": 30}
+    assert 77 * 125 + 30 * 10 <= 10_000 < 78 * 125 + 30 * 10
+    least = {"full": 1, "window-80": 30, "window-20": 30}
+    assert of_several(Shares(1900), Full(), Window(80), Window(20), need=30) == least
+    with pytest.raises(BadArgument, match="kv_bytes = 1899: must be 1900 or more"):
+        of_several(Shares(1899), Full(), Window(80), Window(20), need=30)
+
+
 def test_a_model_without_attention_has_marks_for_its_states() -> None:
     def marks(shares: Shares, need: Need = NEED) -> dict[str, int]:
         return counts(share_out((Full(), State()), {"full": 0}, 40, shares, need))
@@ -67,7 +92,7 @@ def test_a_model_without_attention_has_marks_for_its_states() -> None:
     assert marks(Shares(4000, pages=7)) == {"full": 7, "state": 8}
     many = marks(Shares(1 << 40))
     assert many["full"] == 1 << 20
-    assert marks(Shares(1 << 40), Need(4, 1 << 18, 16))["full"] == 16 << 18
+    assert marks(Shares(1 << 40), Need({}, 1 << 18, 16))["full"] == 16 << 18
 
 
 @pytest.mark.parametrize(
@@ -76,7 +101,7 @@ def test_a_model_without_attention_has_marks_for_its_states() -> None:
         ("full", Shares(99), "kv_bytes = 99: must be 100 or more"),
         ("full window", Shares(299), "kv_bytes = 299: must be 300 or more"),
         ("full window state", Shares(419), "kv_bytes = 419: must be 300 or more plus 200 for states"),
-        ("window", Shares(199), "kv_bytes = 199: must be enough for 4 window pages of 50 bytes"),
+        ("window", Shares(199), "kv_bytes = 199: must be 200 or more"),
         ("window", Shares(1 << 30, pages=3), "pages = 3: must be at least 4"),
         ("full state", Shares(239), "kv_bytes = 239: must be enough for 3 recurrent states of 40 bytes"),
         ("full state", Shares(1000, state_slots=2), "state_slots = 2: must be at least 3"),
@@ -135,9 +160,9 @@ def test_pools_never_exceed_the_memory_and_hold_what_one_request_needs(
     rows: dict[str, Component] = {"full": Full(), "window": Window(8), "state": State()}
     components = tuple(rows[name] for name in names.split())
     shares = Shares(memory, ratio, share, state_slots=slots)
-    need = Need(least, 100, 4)
+    need = Need({Window(8): least}, 100, 4)
     part = min(share, 1 - share) if slots is None else 1
-    least_of_all = (max(slots or 0, 3) * slot + need.window_pages * window + full * (1 + ratio) + window * ratio) / part
+    least_of_all = (max(slots or 0, 3) * slot + least * window + full * (1 + ratio) + window * ratio) / part
     if slots is not None and slots < 3 and "state" in names:
         with pytest.raises(BadArgument, match="state_slots"):
             share_out(components, page_bytes, slot, shares, need)
@@ -157,11 +182,11 @@ def test_pools_never_exceed_the_memory_and_hold_what_one_request_needs(
 
 def best(trace: list[object], memory: int = 60_000, page_size: int = 4, **arguments: object) -> Trials:
     settings: dict[str, object] = {
-        "window": 16,
+        "components": (Full(), Window(16)),
         "page_bytes": {"full": 100, "window": 100},
         "memory": memory,
         "page_size": page_size,
-        "need": Need(10, 1000, 1),
+        "need": Need({Window(16): 10}, 1000, 1),
         "token_budget": 16,
     }
     return best_window_ratio(trace, **{**settings, **arguments})  # type: ignore[arg-type]
@@ -173,6 +198,20 @@ def test_short_chats_want_a_window_page_for_each_full_one() -> None:
     assert trials.best.window_ratio == 1.0
     assert trials.best.hit_rate == pytest.approx(20 / 44), "every second turn finds the first one"
     assert trials.all[-2].hit_rate < 0.2
+
+
+def test_a_trace_decides_for_several_windows_at_once() -> None:
+    trials = best(
+        [Use(1800), *(Use(1820, 0, 1800) for _ in range(20))],
+        components=(Full(), Window(16), Window(4)),
+        page_bytes={"full": 100, "window-16": 100, "window-4": 100},
+        need=Need({Window(16): 10, Window(4): 7}, 1000, 1),
+    )
+    assert trials.best.window_ratio <= 0.125 and trials.best.hit_rate > 0.9
+    for trial in trials.all:
+        pages = trial.pages
+        assert pages[Window(4)] == max(7, int(pages[Full()] * trial.window_ratio / 4))
+        assert sum(100 * n for n in pages.values()) <= 60_000
 
 
 def test_a_long_document_wants_few_window_pages() -> None:
@@ -197,8 +236,9 @@ def test_the_table_has_every_ratio() -> None:
     assert [trial.window_ratio for trial in trials.all] == [0.5, 0.1, 0.9]
     assert trials.best in trials.all
     for trial in trials.all:
-        assert trial.full_pages * 100 + trial.window_pages * 100 <= 60_000
-        assert trial.window_pages == max(10, int(trial.full_pages * trial.window_ratio))
+        full, window = trial.pages[Full()], trial.pages[Window(16)]
+        assert full * 100 + window * 100 <= 60_000
+        assert window == max(10, int(full * trial.window_ratio))
 
 
 def test_the_same_trace_gives_the_same_answer_in_tokens_as_in_lengths() -> None:
@@ -238,7 +278,6 @@ def test_a_sequence_that_does_not_fit_is_a_miss_and_affects_no_other() -> None:
         ({"trace": [Use(4), Use(9, 0, 5)]}, r"trace\[1\].shared"),
         ({"trace": [Use(9), Use(4, 0, 5)]}, r"trace\[1\].shared"),
         ({"trace": [Use(9, 0, 3)]}, r"trace\[0\].shared"),
-        ({"window": 0}, "tokens"),
         ({"memory": 0}, "memory"),
         ({"memory": 1000}, "kv_bytes"),
         ({"page_size": 0}, "page_size"),

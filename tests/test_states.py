@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from bench.tiny_models import ALONE, HYBRIDS, KIMI, REFUSED, RESUMED, STEPPED, VOCAB, tiny
+from bench.tiny_models import ALONE, HYBRIDS, REFUSED, RESUMED, STEPPED, VOCAB, tiny
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime import places
 from mainstem.runtime.places import run
@@ -32,7 +32,7 @@ LIMIT = 1e-4
 TOKENS = torch.randint(VOCAB, (3, 75), generator=torch.Generator().manual_seed(5))
 CUTS = (0, 8, 13, 14, 40, 75)  # at a boundary of the scan, off it, one token, over several boundaries
 KEPT = "states_test_kept"
-FAMILIES = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE, "kimi_linear": KIMI}
+FAMILIES = {**HYBRIDS, **RESUMED, **STEPPED, **ALONE}
 
 
 @functools.cache

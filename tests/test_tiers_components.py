@@ -14,7 +14,7 @@ import pytest
 from rigs.ghost_memory import GhostMemory
 from rigs.hand_driven import FaultyBackend, HandWorkers, fingerprint, make_store
 
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import CorruptTree
 from mainstem.pool import Pool
 from mainstem.tiers.controller import Tiers
@@ -33,18 +33,19 @@ class Engine:
         *components: Component,
         size: int = 1,
         device: int = 40,
-        host: int = 30,
+        host: int | tuple[int, ...] = 30,
         backend: FaultyBackend | None = None,
     ) -> None:
         self.size, self.components = size, components
-        self.names = [component.name for component in components]
+        self.names = list(by_name(components))
         self.tree = Tree(size, components=components, tiers=2)
         rows = len(components)
+        below = (host,) * rows if isinstance(host, int) else host
         self.pools = [Pool(device) for _ in components]
-        self.memory = GhostMemory([device] * rows, [host] * rows, instant=False)
+        self.memory = GhostMemory([device] * rows, list(below), instant=False)
         self.workers = HandWorkers()
         store = None if backend is None else make_store(backend, self.workers, batch_pages=2)
-        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, pages=(host,) * rows), store)
+        self.tiers = Tiers(self.tree, self.pools, HostTier(self.memory, pages=below), store)
         self.locked: list[int] = []
         self.reloaded = 0
         self.recent: list[Sequence[int]] = []
@@ -142,7 +143,7 @@ class Engine:
         columns: list[list[int]] = []
         for row, name in enumerate(self.names):
             places = self.places(row, tokens) if name != "state" or state else []
-            if name == "window" and not whole_window:
+            if isinstance(self.components[row], Window) and not whole_window:
                 places = self.needed(row, tokens)
             page_ids = self.allocate(row, len(places))
             if len(page_ids) < len(places):
@@ -236,6 +237,8 @@ KINDS: dict[str, tuple[Component, ...]] = {
     "full window": (Full(), Window(3)),
     "full wide window": (Full(), Window(7)),
     "full state": (Full(), State()),
+    "two windows": (Window(5), Window(2)),
+    "full two windows two chunks": (Full(), Window(6), Window(3), Chunked(5), Chunked(4)),
     "full window state": (Full(), Window(3), State()),
     "window state": (Window(2), State()),
     "full chunked": (Full(), Chunked(3)),
@@ -294,6 +297,20 @@ def test_pages_before_the_window_are_not_needed_for_a_reload() -> None:
     assert engine.reload(P) == 8
     assert engine.longest(P, [DEVICE]) == 8
     assert engine.tree.match(P[:5]).length == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("small", [1, 2])
+def test_the_host_makes_room_in_the_pool_of_the_window_that_lacks_it(small: int) -> None:
+    host = tuple(len(P) if row == small else 30 for row in range(3))
+    engine = Engine(Full(), Window(5), Window(2), host=host)
+    other = [*range(11, 19)]
+    for tokens in (P, other):
+        engine.compute(tokens)
+        assert engine.back_up(tokens)
+        engine.settle()
+        engine.verify()
+    assert [pool.cached for pool in engine.tiers.host_pools] == [8 if row == small else 16 for row in range(3)]
     engine.close()
 
 

@@ -17,7 +17,7 @@ from functools import partial
 
 from mainstem import _core
 from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, CorruptTree, check_integer
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
@@ -116,7 +116,7 @@ class PrefixCache:
         if store is not None and host is None:
             raise BadArgument("store", store, "None without a host tier: storage is read into host pages")
         self.tree = Tree(page_size, keys, components=tuple(sizes), tiers=1 if host is None else 2, policy=policy)
-        self.pools = {row.name: Pool(n) for row, n in sizes.items()}
+        self.pools = {name: Pool(sizes[row]) for name, row in by_name(sizes).items()}
         self.pool = next(iter(self.pools.values()))
         self.page_size = page_size
         self.enabled = enabled
@@ -288,13 +288,13 @@ def _sizes(pages: int | Mapping[Component, int]) -> dict[Component, int]:
     if not all(isinstance(row, order) for row in given):
         raise BadArgument("pages", pages, "a number, or one for each of Full(), Window(...), Chunked(...) and State()")
     rows = sorted(given, key=lambda row: order.index(type(row)))
-    if not rows or not isinstance(rows[0], (Full, Window)) or len({type(row) for row in rows}) < len(rows):
-        raise BadArgument("pages", pages, "for Full() or Window(...), and for at most one component of each kind")
-    return {row: check_integer(f"pages of {row.name}", given[row], 1, 2**31 - 1) for row in rows}
+    if not rows or not isinstance(rows[0], (Full, Window)) or len({row for row in rows if isinstance(row, State)}) > 1:
+        raise BadArgument("pages", pages, "for Full() or Window(...), and for at most one State()")
+    return {row: check_integer(f"pages of {name}", given[row], 1, 2**31 - 1) for name, row in by_name(rows).items()}
 
 
 def _evict_into(tree: Tree, pools: tuple[Pool, ...], component: int, pages: int) -> None:
-    for pool, ids in zip(pools, tree.evict(pages, tree.components[component].name), strict=True):
+    for pool, ids in zip(pools, tree.evict(pages, tree.names[component]), strict=True):
         pool.reclaim(ids)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.errors import check_integer
+from mainstem.errors import BadArgument, check_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,4 +114,35 @@ class State:
         return "state", self.most_on_path or 0, bool(self.weigh_flops)
 
 
-Component = Full | Window | Chunked | State
+Local = Window | Chunked
+"""A component of which a query sees only the last positions."""
+
+Attended = Full | Local
+"""A component of attention: it says which keys a query sees."""
+
+Component = Attended | State
+_Row = TypeVar("_Row", bound=Component)
+
+
+def by_name(components: Iterable[_Row]) -> dict[str, _Row]:
+    """Returns the components of a model by name, in order: of pools, cells, tables and metrics.
+
+    A name is that of the kind. Where a model has several of a kind, their tokens are added.
+
+    Raises:
+        BadArgument: two components have the same name.
+
+    >>> list(by_name([Full(), Window(512)]))
+    ['full', 'window']
+    >>> list(by_name([Full(), Window(4096), Window(512)]))
+    ['full', 'window-4096', 'window-512']
+    """
+    rows = tuple(components)
+    kinds = Counter(type(row) for row in rows)
+    named = {}
+    for row in rows:
+        tokens = f"-{row.tokens}" if isinstance(row, Local) and kinds[type(row)] > 1 else ""
+        named[row.name + tokens] = row
+    if len(named) < len(rows):
+        raise BadArgument("components", rows, "Full() and State() once, and windows or chunks that differ in tokens")
+    return named

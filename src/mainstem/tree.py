@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mainstem import _core
 from mainstem._core import TreeStats
-from mainstem.components import Component, Full
+from mainstem.components import Component, Full, by_name
 from mainstem.errors import BadArgument, BadTokens, check_integer
 from mainstem.keys import HashKeys, KeyKind, Spliced, TokenKeys, TokenLike
 from mainstem.namespaces import NamespaceLike, describe_namespace, encode_namespace
@@ -108,7 +108,7 @@ class Tree:
     Args:
         page_size: symbols per page; pages are the unit of matching.
         keys: how token sequences become symbols.
-        components: what is kept for a prefix; the first is the main one.
+        components: what is kept for a prefix; the first is the main one. Methods take them by name, see `names`.
         tiers: 1 for the device alone, 2 with host memory, 3 with storage (in a replay).
         policy: see `mainstem.policies.find_policy`.
 
@@ -135,9 +135,10 @@ class Tree:
         self.page_size = check_integer("page_size", page_size, 1, 2**20)
         self.page_bytes = self.page_size * self.keys.symbol_bytes  # of a page's symbols
         self.components = tuple(components)
-        self._rows = {component.name: row for row, component in enumerate(self.components)}
-        if not self._rows or len(self._rows) < len(self.components):
-            raise BadArgument("components", components, "at least one component, each at most once")
+        if not self.components:
+            raise BadArgument("components", components, "at least one component")
+        self.names = tuple(by_name(self.components))
+        self._rows = {name: row for row, name in enumerate(self.names)}
         self.tiers = check_integer("tiers", tiers, 1, 3)
         self.policy = find_policy(policy)
         self._token_limit = self.keys.token_limit
@@ -401,7 +402,7 @@ class Tree:
     def nodes(self, *namespaces: NamespaceLike) -> Iterator[NodeView]:
         """Yields all nodes, or those of some namespaces: depth first, children in insertion order, removed last."""
         names = [encode_namespace(n) for n in namespaces] if namespaces else self.core.namespaces()
-        columns = [(component.name, tier) for component in self.components for tier in range(self.tiers)]
+        columns = [(component, tier) for component in self.names for tier in range(self.tiers)]
         for name in names:
             for stats, parent, children, removed, key, cells in self.core.nodes(name):
                 node, created, accessed, hits, priority, start, pages = stats
@@ -440,7 +441,7 @@ class Tree:
                 branch, rails[view.node] = "└─ ", rail + "   "
             else:
                 branch, rails[view.node] = "├─ ", rail + "│  "
-            cell = view.cells[self.components[0].name, 0]
+            cell = view.cells[self.names[0], 0]
             flight = ", in flight" if cell.in_flight else ""
             yield (f"{rail}{branch}{view.length} {describe(view.key)} locks={cell.locks} hits={view.hits}{flight}")
 

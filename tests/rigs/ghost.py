@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.cache import Pool
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.components import Component, Full, Local, State, Window, by_name
 from mainstem.runtime.request import ImageInput, Request
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
@@ -92,8 +92,9 @@ class Ghost:
         self.computed: list[int] = []
         self.forwards: list[list[int]] = []
         self.fail_next: Exception | None = None
-        self._local = {row.name: row for row in rows if isinstance(row, (Window, Chunked))}
-        self._paged = [_Pages(row.name, n, page_size) for row, n in rows.items() if not isinstance(row, State)]
+        named = by_name(rows)
+        self._local = {name: row for name, row in named.items() if isinstance(row, Local)}
+        self._paged = [_Pages(name, rows[row], page_size) for name, row in named.items() if not isinstance(row, State)]
         assert Full() in rows or Window(1) not in rows, "a window of 1 does not depend on the tokens before it"
         slots = next((n for row, n in rows.items() if isinstance(row, State)), 0)
         self._states = np.full(slots, POISON, np.uint64)

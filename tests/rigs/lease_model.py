@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
-from mainstem.components import Chunked, Component, State, Window
+from mainstem.components import Chunked, Component, State, Window, by_name
 
 Owner = Callable[[str, int], str]
 
@@ -83,8 +83,8 @@ class LeaseModel:
         self.page_size = page_size
         self.before = before
         self.parted: set[int] = set()
-        self.rows: dict[str, Component] = {row.name: row for row in totals}
-        self.totals = {row.name: total for row, total in totals.items()}
+        self.rows = by_name(totals)
+        self.totals = {name: totals[row] for name, row in self.rows.items()}
         self.first = next(iter(self.rows))
         self.held: dict[str, dict[int, int]] = {name: {} for name in self.rows}
         self.leases: list[ModelLease] = []

@@ -9,7 +9,7 @@ Each forward plans its batch once for each pool, and a plan serves every layer o
 Every query sees one run of keys. The query at position p sees [0, p + 1); with a window of w positions, it sees
 [p + 1 - w, p + 1); with chunks of c positions, [p - p % c, p + 1). Earlier keys need not exist. Within a region that is
 attended in both directions, such as an image, the run goes on to the end of the region. A layer may have sinks: per
-head, the score of a key without a value.
+head, the score of a key without a value. It may cap its scores softly, before keys are masked.
 
 A model finds this module in transformers' table of attention functions, under `PAGED`. This name has no mask function,
 so models build no masks of their own.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -30,9 +30,10 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from mainstem.components import Chunked, Full, Window
+from mainstem.components import Attended, Chunked, Full, Window
 from mainstem.errors import UnsupportedModel
 from mainstem.runtime.kv import KVPool
+from mainstem.runtime.latent import Latents
 from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache
 
 
 FULL = Full()
-Attended = Full | Window | Chunked
-"""A component of attention: it says which keys a query sees."""
 
 
 class Extent(NamedTuple):
@@ -98,6 +97,11 @@ class Span:
     page_index: slice | torch.Tensor | None  # the pages that hold its keys; None if all keys are in the batch itself
     tiles: tuple[Tile, ...]
     causal: bool  # all its keys are in the batch, and every query sees all keys up to its own
+
+    @property
+    def tokens(self) -> int:
+        """The number of new tokens."""
+        return int(self.rows.stop - self.rows.start)
 
     def read(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Returns the span's keys or values, [positions, kv_heads, head_dim]: a view where pages are consecutive."""
@@ -254,6 +258,7 @@ class Attention(Protocol):
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Writes a layer's new keys and values to their slots, then attends.
 
@@ -261,13 +266,30 @@ class Attention(Protocol):
             layer: index of the layer in the plan's pool.
             query: [tokens, heads, head_dim], packed as planned.
             key: [tokens, kv_heads, head_dim].
-            value: like `key`.
+            value: [tokens, kv_heads, value_dim].
             scale: factor of the scores before the softmax.
             plan: this forward's plan for this pool.
             sinks: [heads], the score of one more key, which every query sees and which has no value.
+            softcap: a score s of a key becomes softcap * tanh(s / softcap).
 
         Returns:
-            [tokens, heads, head_dim].
+            [tokens, heads, value_dim].
+        """
+        ...
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latents: Latents, scale: float, plan: BatchPlan
+    ) -> torch.Tensor:
+        """Writes what a layer keeps of the new tokens to their slots, then attends.
+
+        Args:
+            layer: index of the layer in the plan's pool, whose shape is that of a latent.
+            query: [tokens, heads, head_dim] of expanded keys, packed as planned.
+            latents: of the new tokens.
+            scale, plan: as of `attend`.
+
+        Returns:
+            [tokens, heads, value_dim] of expanded values.
         """
         ...
 
@@ -288,23 +310,66 @@ class SdpaAttention:
         scale: float,
         plan: BatchPlan,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """See `Attention.attend`."""
         keys, values = plan.pool.layer(layer)
         plan.write(keys, key)
         plan.write(values, value)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        groups = query.shape[1] // key.shape[1]
+        out = query.new_empty(*query.shape[:2], value.shape[2])
         for span in plan.spans:
-            if span.causal and sinks is None:
-                out[span.rows] = _causal(query[span.rows], key[span.rows], value[span.rows], scale)
-                continue
-            span_keys, span_values = span.read(keys, key), span.read(values, value)
-            for tile in span.tiles:
-                mask = plan.masks.get(tile, groups)
-                k, v = span_keys[tile.keys], span_values[tile.keys]
-                _attend_tile(query[tile.rows], k, v, scale, mask, sinks, out[tile.rows])
+            keys_seen, values_seen = span.read(keys, key), span.read(values, value)
+            _attend_span(span, plan.masks, query, keys_seen, values_seen, scale, sinks, softcap, out)
         return out
+
+    def attend_latent(
+        self, layer: int, query: torch.Tensor, latents: Latents, scale: float, plan: BatchPlan
+    ) -> torch.Tensor:
+        """See `Attention.attend_latent`."""
+        keys, _ = plan.pool.layer(layer)
+        plan.write(keys, latents.kept)
+        out = query.new_empty(*query.shape[:2], latents.value.shape[2])
+        absorbed = []
+        for span in plan.spans:
+            if span.page_index is None:
+                expanded = latents.key[span.rows], latents.value[span.rows]
+            elif latents.absorbs(span.tokens):
+                absorbed.append(span)
+                continue
+            else:
+                expanded = latents.expand(span.read(keys, latents.kept))
+            _attend_span(span, plan.masks, query, *expanded, scale, None, None, out)
+        if absorbed:  # all at once: the projection is read once
+            rows = _run(np.concatenate([np.arange(s.rows.start, s.rows.stop) for s in absorbed]), query.device)
+            ours = query.new_empty(*query.shape[:2], latents.kept.shape[2])
+            ours[rows] = latents.absorb(query[rows])
+            found = query.new_empty(*query.shape[:2], latents.rank)
+            for span in absorbed:
+                kept = span.read(keys, latents.kept)
+                _attend_span(span, plan.masks, ours, kept, kept[..., : latents.rank], scale, None, None, found)
+            out[rows] = latents.project(found[rows])
+        return out
+
+
+def _attend_span(
+    span: Span,
+    masks: Masks,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    """Computes attention of a span's rows of the batch, `query`, to its own keys, into its rows of `out`."""
+    if span.causal and sinks is None and softcap is None:
+        out[span.rows] = _causal(query[span.rows], keys, values, scale)
+        return
+    for tile in span.tiles:
+        mask = masks.get(tile, query.shape[1] // keys.shape[1])
+        k, v = keys[tile.keys], values[tile.keys]
+        _attend_tile(query[tile.rows], k, v, scale, mask, sinks, softcap, out[tile.rows])
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -321,6 +386,7 @@ def _attend_tile(
     scale: float,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    softcap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Computes attention of a tile's queries to its keys, into `out`; all [positions, heads, head_dim]."""
@@ -329,24 +395,37 @@ def _attend_tile(
     grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     q = grouped.reshape(1, kv_heads, -1, head_dim)
     k, v = (x.transpose(0, 1).unsqueeze(0) for x in (keys, values))
-    if sinks is None:
+    if sinks is None and softcap is None:
         result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        result = _attend_with_sinks(q, k, v, scale, mask, sinks)
-    out.view(rows, kv_heads, -1, head_dim).copy_(result.view(grouped.shape).permute(2, 0, 1, 3))
+        result = _weights(q, k, scale, mask, sinks, softcap).to(v.dtype) @ v
+    by_head = result.view(*grouped.shape[:3], -1)
+    out.view(rows, kv_heads, -1, by_head.shape[-1]).copy_(by_head.permute(2, 0, 1, 3))
 
 
-def _attend_with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None, sinks: torch.Tensor
+def _weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """Computes attention with a softmax over the keys and one sink per head, which takes weight but has no value."""
+    """Computes what PyTorch's attention cannot: float32 weights of capped scores, or beside one sink per head.
+
+    A cap comes before the mask: a key that is not seen has no score, not a low one. A sink is never capped. It takes
+    weight but has no value.
+    """
     scores = (q @ k.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh_() * softcap
     if mask is not None:
         scores += mask
+    if sinks is None:
+        return scores.softmax(-1)
     rows = q.shape[2] * q.shape[1] // len(sinks)
     column = sinks.float().view(1, q.shape[1], -1, 1).repeat_interleave(rows, 2)
-    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    return weights.to(v.dtype) @ v
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,9 +437,11 @@ class Paging:
     Args:
         attention: the kernel.
         plans: by pool.
-        places: for each layer of the model: its pool, and its index there.
+        places: for each layer of the model: its pool, and its index there. Layers that share keys have the same place,
+            and are given the same keys, which they write once more.
         max_context: positions that a sequence can have.
         arriving: transfers to the pools that are under way.
+        given: what each layer has just given to the model's cache; empty without one.
     """
 
     attention: Attention
@@ -368,6 +449,31 @@ class Paging:
     places: Mapping[int, tuple[str, int]]
     max_context: int
     arriving: tuple[LayerTicket, ...] = ()
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class PackedPositions:
+    """Stands in for transformers' cache where a model takes positions from it (Llama 4), and keeps nothing.
+
+    Such a model takes the position of a token as its place in the batch plus the length of the cache. Here tokens of
+    many requests are packed, so each token has its own length.
+
+    Args:
+        positions: int64 [1, tokens].
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._lengths = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Returns the position of each token minus its place in the batch, [tokens]."""
+        return self._lengths
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *others: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what it is given: the attention function has the pages."""
+        return key, value
 
 
 def install(model: PreTrainedModel) -> None:
@@ -379,7 +485,12 @@ def install(model: PreTrainedModel) -> None:
 
 
 def exchange_attention(model: PreTrainedModel, name: str) -> None:
-    """Makes the text part of `model` use transformers' attention function `name`; encoders stay as they are."""
+    """Makes the text part of `model` use transformers' attention function `name`; encoders stay as they are.
+
+    Does nothing if the model's attention cannot be exchanged.
+    """
+    if not model._can_set_attn_implementation():
+        return
     config = model.config
     text = config.get_text_config(decoder=True)
     parts = [part for part in config.sub_configs if getattr(config, part, None) is text]
@@ -411,6 +522,7 @@ def _paged_attention(
     *,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     paging: Paging | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -426,14 +538,18 @@ def _paged_attention(
     name, layer = paging.places[index]
     plan = paging.plans[name]
     _refuse(module, attention_mask, plan.component, paging.max_context, others)
-    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    expected = (len(packed[0]), *plan.pool.shape[1:])
-    if not packed[1].shape == packed[2].shape == expected:
+    given = paging.given.pop(index, (key, value))
+    kept = given if plan.pool.shape.latent else (key, value)
+    if [(x.shape[1], x.shape[-1]) for x in kept] != plan.pool.shape.given:
         raise UnsupportedModel(f"{type(module).__name__} makes keys and values of shapes {key.shape}, {value.shape}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     for ticket in paging.arriving:
         ticket.wait_layer(index)
-    out = paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, plan, s_aux)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    if plan.pool.shape.latent:
+        out = paging.attention.attend_latent(layer, packed[0], Latents(module, kept, *packed[1:]), scale, plan)
+    else:
+        out = paging.attention.attend(layer, packed[0], packed[1], packed[2], scale, plan, s_aux, softcap)
     return out.view(len(query), -1, *out.shape[1:]), None
 
 

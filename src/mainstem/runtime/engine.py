@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats, PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Component, Full, State, by_name
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, UnsupportedModel
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
@@ -39,6 +39,7 @@ from mainstem.runtime import scheduler
 from mainstem.runtime.adapters import Adapter, Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
 from mainstem.runtime.host import HostPool
+from mainstem.runtime.kv import kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Delta, Progress, Request, Usage
@@ -154,7 +155,9 @@ class Engine:
         self.max_context = min(loaded.max_context, sizes.get(Full(), loaded.max_context) * config.page_size)
         self._clock = clock
         report("test", 0, 1)
-        self._model = model = runner(loaded, {row.name: n for row, n in sizes.items()}, config.page_size)
+        self._model = model = runner(
+            loaded, {name: sizes[row] for name, row in by_name(sizes).items()}, config.page_size
+        )
         report("test", 1, 1)
         self.vision = model.vision
         if config.tiers.exist:
@@ -523,19 +526,21 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     layout = Layout.of(loaded.model.config, loaded.max_context)
     size = config.page_size
     chunk = min(config.token_budget, loaded.max_context)
+    states = bool(layout.state_layers)
     need = Need(
-        window_pages=scheduler.window_pages(layout.window or 0, chunk, size, states=bool(layout.state_layers)),
+        local_pages={
+            row: scheduler.window_pages(row.tokens, chunk, size, states=states) for row in layout.local.values()
+        },
         context_pages=-(-loaded.max_context // size),
         running=config.max_running,
     )
-    page_bytes = layout.bytes_per_page(size, loaded.dtype)
-    slot_bytes = _slot_bytes(loaded) if layout.state_layers else 0
+    page_bytes, slot_bytes = _bytes(loaded, layout, size)
     sizes = share_out(layout.components, page_bytes, slot_bytes, config, need)
-    if config.window_trace is not None and layout.window is not None and Full() in sizes:
-        memory = sum(sizes.get(row, 0) * page_bytes[row.name] for row in (Full(), Window(layout.window)))
+    if config.window_trace is not None and layout.local and Full() in sizes:
+        memory = sum(sizes[row] * page_bytes[name] for name, row in layout.attended.items())
         found = best_window_ratio(
             config.window_trace,
-            window=layout.window,
+            components=tuple(layout.attended.values()),
             page_bytes=page_bytes,
             memory=memory,
             page_size=size,
@@ -593,10 +598,13 @@ def _scheduler(
     )
 
 
-def _slot_bytes(loaded: LoadedModel) -> int:
+def _bytes(loaded: LoadedModel, layout: Layout, page_size: int) -> tuple[dict[str, int], int]:
+    """Returns the bytes of a page of each component, and of a state."""
     with plain_attention(loaded.model):
-        shape = StateShape.of(loaded.model)
-    return 0 if shape is None else shape.bytes_per_slot
+        shapes = kv_shapes(loaded.model, layout.kv_layers)
+        state = StateShape.of(loaded.model) if layout.state_layers else None
+    pages = {name: shape.bytes_per_page(page_size, loaded.dtype) for name, shape in shapes.items()}
+    return pages, 0 if state is None else state.bytes_per_slot
 
 
 def _eos_tokens(loaded: LoadedModel) -> frozenset[int]:

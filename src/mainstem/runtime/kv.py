@@ -1,6 +1,7 @@
 """The KV tensors that page ids index: one tensor of keys and one of values, with all layers of a component.
 
-    k, v:  [layers, pages, page_size, kv_heads, head_dim]
+    k, v:  [layers, pages, page_size, kv_heads, head_dim]         values may have a size of their own
+    k:     [layers, pages, page_size, 1, latent | rotary part]    of latent attention (MLA); v is a view of the latent
 
 A page id is the same index in every layer. Consecutive ids are consecutive memory within a layer, so a run of pages is
 a view, and a position of a page has the flat index page * page_size + offset.
@@ -10,46 +11,102 @@ The pool does not know the owner of a page, nor what it holds.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.places import new_cache, run
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedModel
 
 
 class KVShape(NamedTuple):
-    """The size of one position: 2 (key and value) times `layers` times `kv_heads` times `head_dim` numbers."""
+    """The size of one position.
+
+    Args:
+        layers: of the model that keep keys.
+        kv_heads: in each; 1 of a latent, which all heads share.
+        head_dim: numbers of a key; of a latent, those of its rotary part included.
+        value_dim: numbers of a value.
+        latent: whether the first `value_dim` numbers of a key are its value, so that values take no memory.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
+    value_dim: int
+    latent: bool = False
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> KVShape:
-        """Reads the shape from a configuration whose layers are all alike.
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The numbers that a layer keeps per position and head: of a key, and of a value if it is apart."""
+        return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
 
-        Raises:
-            UnsupportedModel: the number of layers, heads or the hidden size is missing, or layers differ in them.
-        """
-        text = config.get_text_config(decoder=True)
-        if getattr(text, "is_heterogeneous", False):
-            raise UnsupportedModel(f"{text.model_type}: its layers have heads of different sizes")
-        heads = getattr(text, "num_attention_heads", None)
-        hidden = getattr(text, "hidden_size", None)
-        layers = getattr(text, "num_hidden_layers", None)
-        if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)):
-            raise UnsupportedModel(f"{text.model_type}: its configuration lacks heads, layers or the hidden size")
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        head_dim = getattr(text, "head_dim", None) or hidden // heads
-        return cls(layers, int(kv_heads), int(head_dim))
+    @property
+    def given(self) -> list[tuple[int, int]]:
+        """The heads and numbers of the two tensors that a layer gives: key and value, or latent and rotary part."""
+        sizes = (self.value_dim, self.head_dim - self.value_dim) if self.latent else self.planes
+        return [(self.kv_heads, size) for size in sizes]
 
     def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> int:
         """Returns the bytes of a page of `page_size` positions, keys and values of all layers."""
-        return 2 * math.prod(self) * page_size * dtype.itemsize
+        return self.layers * self.kv_heads * sum(self.planes) * page_size * dtype.itemsize
+
+
+def kv_shapes(model: PreTrainedModel, kv_layers: Mapping[str, Sequence[int]]) -> dict[str, KVShape]:
+    """Runs one token, and returns the size of a position in each pool: what its layers gave to transformers' cache.
+
+    Configurations have many names for these sizes, and some models compute them. A layer that has a method `expand_kv`
+    gives a latent and its rotary part, and expands what the cache returns.
+
+    Args:
+        model: with its own attention. It is not run if no layer has keys.
+        kv_layers: for each pool, its layers.
+
+    Raises:
+        UnsupportedModel: the model does not run with transformers' cache, a layer gave nothing, or layers of a pool
+            differ.
+    """
+    layers = _after_one_token(model) if any(kv_layers.values()) else []
+    latent = {getattr(module, "layer_idx", None) for module in model.modules() if hasattr(module, "expand_kv")}
+    return {name: _shape(model, name, [_one(layers[i], i in latent) for i in own]) for name, own in kv_layers.items()}
+
+
+def _after_one_token(model: PreTrainedModel) -> list[Any]:
+    cache = new_cache(model.config)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.inference_mode():
+            run(model, cache, input_ids=token)
+    except Exception as error:  # models raise all kinds
+        raise UnsupportedModel(f"{_kind(model)} does not run with transformers' cache: {error}") from error
+    return cache.layers
+
+
+def _one(layer: Any, latent: bool) -> KVShape:
+    """Returns the shape of one layer that has seen one token; without heads if it keeps nothing."""
+    keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
+    if keys is None or values is None or keys.dim() != 4 or values.shape[:2] != keys.shape[:2]:
+        return KVShape(1, 0, 0, 0)
+    key, value = keys.shape[-1], values.shape[-1]
+    return KVShape(1, keys.shape[1], key + value, key, latent=True) if latent else KVShape(1, keys.shape[1], key, value)
+
+
+def _shape(model: PreTrainedModel, name: str, shapes: Sequence[KVShape]) -> KVShape:
+    if not shapes:
+        return KVShape(0, 0, 0, 0)
+    if len({*shapes}) > 1:
+        raise UnsupportedModel(f"{_kind(model)}: its {name} attention layers have heads of different sizes")
+    if not shapes[0].kv_heads:
+        raise UnsupportedModel(f"{_kind(model)}: its {name} attention layers keep nothing in transformers' cache")
+    return shapes[0]._replace(layers=len(shapes))
+
+
+def _kind(model: PreTrainedModel) -> str:
+    return str(model.config.get_text_config(decoder=True).model_type)
 
 
 class KVPool:
@@ -80,12 +137,14 @@ class KVPool:
         self.shape = shape
         self.pages = pages
         self.page_size = page_size
-        size = (shape.layers, pages, page_size, shape.kv_heads, shape.head_dim)
+        size = (shape.layers, pages, page_size, shape.kv_heads)
         try:
-            self.k, self.v = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+            self.planes = tuple(torch.empty((*size, numbers), dtype=dtype, device=device) for numbers in shape.planes)
         except RuntimeError as error:  # PyTorch's error for a failed allocation
-            needed = 2 * math.prod(size) * dtype.itemsize
+            needed = pages * shape.bytes_per_page(page_size, dtype)
             raise BadArgument("kv_bytes", needed, f"memory that can be allocated on {device}") from error
+        self.k = self.planes[0]
+        self.v = self.k[..., : shape.value_dim] if shape.latent else self.planes[1]
         self._layers = list(zip(self.k, self.v, strict=True))
 
     @property
@@ -99,7 +158,7 @@ class KVPool:
         return self.k.device
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of one layer, as views [pages, page_size, kv_heads, head_dim]."""
+        """Returns keys and values of one layer, as views [pages, page_size, kv_heads, numbers]."""
         return self._layers[index]
 
     def copy_page(self, source: int, target: int, positions: int) -> None:
@@ -113,5 +172,5 @@ class KVPool:
                 raise BadArgument(name, page, f"in [0, {self.pages})")
         if not 0 <= positions <= self.page_size:
             raise BadArgument("positions", positions, f"in [0, {self.page_size}]")
-        for cache in (self.k, self.v):
-            cache[:, target, :positions] = cache[:, source, :positions]
+        for plane in self.planes:
+            plane[:, target, :positions] = plane[:, source, :positions]

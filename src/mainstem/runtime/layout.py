@@ -1,26 +1,25 @@
 """What a model keeps for a prefix, layer by layer, and so which components and pools it needs.
 
     full attention      a key and a value of every position      pool of "full" pages
-    sliding window      those of the last w positions            pool of "window" pages
+    sliding window      those of the last w positions            pool of "window" pages; one for each w
+    chunks              those of the chunk of c positions        pool of "chunked" pages; one for each c
     recurrent, conv     the state after the last position        pool of "state" slots
 
-A layer may keep both a state and keys (Falcon-H1), or nothing (an MLP alone). The kinds of layers are read from the
-cache that transformers itself makes for a configuration, so no model family is named here.
+A layer may keep both a state and keys (Falcon-H1), or nothing: an MLP alone, or a layer that reads the keys of an
+earlier one (Gemma 3n). The kinds of layers are read from the cache that transformers itself makes for a configuration,
+so no model family is named here.
 
 This module knows only configurations: no weights, no tensors, no pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Attended, Chunked, Component, Full, Local, State, Window, by_name
 from mainstem.errors import UnsupportedModel
-from mainstem.runtime.kv import KVShape
 from mainstem.runtime.places import new_cache
 
 if TYPE_CHECKING:
@@ -32,17 +31,19 @@ class Layout:
     """The components of a model and its layers.
 
     Args:
-        components: Full first unless every attention layer slides; then Window; then State.
-        kv_layers: for each component of pages, the layers that keep keys and values in its pool, ascending. A model
-            without attention has full pages with no layers, which only mark which prefixes are known.
-        shapes: the size of a position in the pool of each of these components.
+        components: Full first unless every attention layer slides; then a Window for each size and a Chunked for each
+            size, the longest first; then State.
+        kv_layers: for each component of pages, by name, the layers that keep keys and values in its pool, ascending. A
+            model without full attention and windows has full pages with no layers, which only mark which prefixes are
+            known.
         state_layers: layers that keep a state, ascending.
+        shared: for each layer that keeps nothing and attends to an earlier layer's keys: that layer.
     """
 
     components: tuple[Component, ...]
     kv_layers: Mapping[str, tuple[int, ...]]
-    shapes: Mapping[str, KVShape]
     state_layers: tuple[int, ...]
+    shared: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context: int) -> Layout:
@@ -53,62 +54,45 @@ class Layout:
             max_context: positions that a sequence can have; a window of this size or more is full attention.
 
         Raises:
-            UnsupportedModel: its KV is not one key and one value for each position, layer and head, or it needs two
-                pools of one kind; the message says why.
+            UnsupportedModel: its layers keep what no pool holds; the message says why.
         """
+        from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
         text = config.get_text_config(decoder=True)
-        _refuse(text)
-        kinds = _Kinds.of(text, max_context)
-        kv_layers = {Full.name: kinds.full, Window.name: kinds.sliding}
-        kv_layers = {name: layers for name, layers in kv_layers.items() if layers} or {Full.name: ()}
-        components: list[Component] = [Full()] if Full.name in kv_layers else []
-        if kinds.window is not None:
-            components.append(Window(kinds.window))
-        if kinds.state:
-            components.append(State())
-        shapes = {name: _shape(text, name, layers) for name, layers in kv_layers.items()}
-        return cls(tuple(components), kv_layers, shapes, kinds.state)
+        layers = dict(enumerate(new_cache(text).layers))
+        state = tuple(i for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin))
+        attended = {i: row for i in layers if (row := _attended(text, i, layers[i], max_context)) is not None}
+        local = {row for row in attended.values() if isinstance(row, Local)}
+        order = sorted(local, key=lambda row: (isinstance(row, Chunked), -row.tokens))
+        full = Full() in attended.values() or not any(isinstance(row, Window) for row in local)
+        paged = by_name([*([Full()] if full else []), *order])
+        kv_layers = {name: tuple(i for i, kept in attended.items() if kept == row) for name, row in paged.items()}
+        return cls((*paged.values(), *([State()] if state else [])), kv_layers, state, _shared(text))
 
     @property
-    def window(self) -> int | None:
-        """Positions that a query of a sliding layer sees, its own included; None without such layers."""
-        return next((component.tokens for component in self.components if isinstance(component, Window)), None)
+    def names(self) -> tuple[str, ...]:
+        """The names of the components."""
+        return tuple(by_name(self.components))
+
+    @property
+    def attended(self) -> dict[str, Attended]:
+        """The components of pages, by name."""
+        return by_name(row for row in self.components if not isinstance(row, State))
+
+    @property
+    def local(self) -> dict[str, Local]:
+        """The components of which a query sees only the last positions, by name."""
+        return {name: row for name, row in self.attended.items() if not isinstance(row, Full)}
 
     @property
     def places(self) -> dict[int, tuple[str, int]]:
-        """For each layer with keys: the pool, and the layer's index there."""
-        return {layer: (name, i) for name, layers in self.kv_layers.items() for i, layer in enumerate(layers)}
-
-    def bytes_per_page(self, page_size: int, dtype: torch.dtype) -> dict[str, int]:
-        """Returns the bytes of a page, for each component of pages."""
-        return {name: shape.bytes_per_page(page_size, dtype) for name, shape in self.shapes.items()}
+        """For each layer that attends: the pool, and the index there of the layer whose keys it reads."""
+        own = {layer: (name, i) for name, layers in self.kv_layers.items() for i, layer in enumerate(layers)}
+        return own | {layer: own[keeper] for layer, keeper in self.shared.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Kinds:
-    """Layers by what they keep, and the window of the sliding ones."""
-
-    full: tuple[int, ...]
-    sliding: tuple[int, ...]
-    state: tuple[int, ...]
-    window: int | None
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig, max_context: int) -> _Kinds:
-        from transformers.cache_utils import LinearAttentionCacheLayerMixin
-
-        layers = new_cache(config).layers
-        state = tuple(i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin))
-        reach = {i: seen for i, layer in enumerate(layers) if (seen := _reach(config, layer)) is not None}
-        windows = {seen for seen in reach.values() if 0 < seen < max_context}
-        if len(windows) > 1:
-            raise UnsupportedModel(f"{config.model_type}: its layers slide over windows of {sorted(windows)} positions")
-        sliding = tuple(i for i, seen in reach.items() if seen in windows)
-        return cls(tuple(i for i in reach if i not in sliding), sliding, state, next(iter(windows), None))
-
-
-def _reach(config: PreTrainedConfig, layer: object) -> int | None:
-    """Returns the positions that a layer sees: 0 for all, None if it has no attention."""
+def _attended(config: PreTrainedConfig, index: int, layer: object, max_context: int) -> Attended | None:
+    """Returns the component of a layer's keys and values; None if it keeps none."""
     from transformers import cache_utils
 
     if isinstance(layer, (cache_utils.DummyLayer, cache_utils.LinearAttentionLayer)) and not isinstance(
@@ -116,33 +100,30 @@ def _reach(config: PreTrainedConfig, layer: object) -> int | None:
     ):
         return None
     if isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
-        return int(layer.sliding_window)
+        tokens, kinds = int(layer.sliding_window), getattr(config, "layer_types", None)
+        if not 0 < tokens < max_context:
+            return Full()
+        own = config.per_layer_config[index]
+        chunked = kinds[index] == "chunked_attention" if kinds else getattr(own, "sliding_window", None) is None
+        return Chunked(tokens) if chunked else Window(tokens)  # one class of transformers' cache keeps both
+    if isinstance(layer, cache_utils.DynamicIndexedLayer):
+        what = "chooses keys by a sparse index, and in transformers chooses others in chunks than in a whole prompt"
+        raise UnsupportedModel(f"{config.model_type}: it {what}")
     if type(layer) in (cache_utils.DynamicLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
-        return 0
+        return Full()
     raise UnsupportedModel(f"{config.model_type}: a layer keeps its past as a {type(layer).__name__}")
 
 
-def _refuse(config: PreTrainedConfig) -> None:
-    """Raises for unsupported features that the kinds of layers do not show."""
-    reasons = []
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        reasons.append("it has layers of the kind chunked_attention")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        reasons.append("its attention scores are soft-capped")
-    if getattr(config, "kv_lora_rank", None) is not None:
-        reasons.append("its KV is compressed (multi-head latent attention)")
-    if getattr(config, "num_kv_shared_layers", None):
-        reasons.append("some of its layers share the KV of others")
-    if getattr(config, "attn_temperature_tuning", None):
-        reasons.append("the temperature of its attention follows a token's place in the batch, not its position")
-    if reasons:
-        raise UnsupportedModel(f"{config.model_type}: {'; '.join(reasons)}")
-
-
-def _shape(config: PreTrainedConfig, name: str, layers: Sequence[int]) -> KVShape:
-    if not layers:
-        return KVShape(0, 0, 0)
-    shapes = {KVShape.of(config.per_layer_config[layer]) for layer in layers}
-    if len(shapes) > 1:
-        raise UnsupportedModel(f"{config.model_type}: its {name} attention layers have heads of different sizes")
-    return shapes.pop()._replace(layers=len(layers))
+def _shared(config: PreTrainedConfig) -> dict[int, int]:
+    """Returns the layers that attend to the keys of the last layer of their type that stores its keys for others."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    stores: dict[str, int] = {}
+    shared = {}
+    for layer, mode in enumerate(modes):
+        if mode == "store":
+            stores[config.layer_types[layer]] = layer
+        elif mode == "reuse":
+            shared[layer] = stores[config.layer_types[layer]]
+        elif mode is not None:
+            raise UnsupportedModel(f"{config.model_type}: layer {layer} shares keys by the rule {mode}")
+    return shared

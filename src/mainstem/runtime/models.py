@@ -225,7 +225,9 @@ def _weights(kind: Any, source: str | Path, name: str, **options: object) -> Pre
 
 
 def _max_context(config: PreTrainedConfig, name: str) -> int:
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")  # the others: MPT, Bloom
+    positions = next((given for name in names if (given := getattr(text, name, None)) is not None), None)
     if not isinstance(positions, int):
         raise UnsupportedModel(f"{name}: its configuration does not say for how many positions it was trained")
     return positions

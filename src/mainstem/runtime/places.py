@@ -92,7 +92,7 @@ def _minimax(model: Any, cache: Cache, inputs: dict[str, Any]) -> Any:
     from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
     own: Any = MiniMaxCache()  # type: ignore[no-untyped-call]
-    own.layers = cache.layers
+    own.layers, own.update = cache.layers, cache.update
     linear = dict(_linear(cache))
     states = (linear[i].recurrent_states[0] if _goes_on(linear.get(i)) else None for i in range(len(cache.layers)))
     own.linear_cache = list(states)

@@ -3,6 +3,7 @@
     one forward     all segments, packed [1, tokens]; with recurrent layers one segment, or single tokens [rows, 1]
     one adapter     segments of different adapters are never in one forward
     images          their embeddings replace those of their tokens
+    own attention   a model whose attention cannot be exchanged: one segment, its keys and values gathered from pages
 
 A model is rejected if its KV or states do not fit the pools of its `Layout`, or depend on more than the tokens up to a
 position. A self-test at construction finds what the configuration does not say.
@@ -13,7 +14,9 @@ The runner does not know requests, leases or sampling, and does not check the ow
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +24,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mainstem.components import State
+from mainstem.components import Full
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.adapters import Adapter, Adapters
 from mainstem.runtime.attention import (
     TOLERANCE,
-    Attended,
     Attention,
     BatchPlan,
     Extent,
+    PackedPositions,
     Paging,
     SdpaAttention,
+    exchange_attention,
     install,
     plain_attention,
     plan_batch,
 )
+from mainstem.runtime.caches import Gathering, Passing
 from mainstem.runtime.host import HostPool, Planes, host_pages
-from mainstem.runtime.kv import KVPool
+from mainstem.runtime.kv import KVPool, KVShape, kv_shapes
 from mainstem.runtime.layout import Layout
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.places import run
@@ -48,11 +53,16 @@ from mainstem.settings.engine import HostSize
 from mainstem.tiers.transfer import LayerTicket
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 _TEST_TOKENS = 12
 # The self-test's prompts are longer than windows of up to this size; longer windows would take long to test.
 _TEST_WINDOW = 128
+
+# Positions after which a self-test tunes the temperature of attention anew.
+_TEST_STEP = 4
+
+log = logging.getLogger(__name__)
 
 # All states are needed before the first layer is computed, so they are copied as part of it.
 _STATE_LAYER = 0
@@ -109,13 +119,17 @@ class _Pools:
     """
 
     def __init__(
-        self, layout: Layout, shape: StateShape | None, counts: Mapping[str, int], page_size: int, like: torch.Tensor
+        self,
+        layout: Layout,
+        kv: Mapping[str, KVShape],
+        shape: StateShape | None,
+        counts: Mapping[str, int],
+        page_size: int,
+        like: torch.Tensor,
     ) -> None:
-        names = [component.name for component in layout.components]
-        if sorted(counts) != sorted(names):
-            raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(names)}")
-        kv = layout.shapes.items()
-        self.paged = {name: KVPool(kv_shape, counts[name], page_size, like.dtype, like.device) for name, kv_shape in kv}
+        if sorted(counts) != sorted(layout.names):
+            raise BadArgument("pages", dict(counts), f"a number for each of {', '.join(layout.names)}")
+        self.paged = {name: KVPool(kept, counts[name], page_size, like.dtype, like.device) for name, kept in kv.items()}
         self.states = None if shape is None else StatePool(shape, counts["state"], like.device)
 
 
@@ -126,8 +140,8 @@ class ModelRunner:
 
     Args:
         loaded: the model; its KV has the model's dtype and device.
-        pages: pages or slots of each component's pool by its name, "full", "window", "state"; a single number for a
-            model with one component.
+        pages: pages or slots of each component's pool, by the names of the layout; a single number for a model with
+            one component.
         page_size: positions per page.
 
     Raises:
@@ -144,22 +158,33 @@ class ModelRunner:
         self.layout = _layout(loaded)
         self.vocab_size = int(text.vocab_size)
         self.adapters = Adapters(model)
-        first = self.layout.components[0].name
-        counts = {first: pages} if isinstance(pages, int) else pages
+        counts = {self.layout.names[0]: pages} if isinstance(pages, int) else pages
         self._places = self.layout.places
+        self._is_tuned = bool(getattr(text, "attn_temperature_tuning", None))
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._like = torch.empty(0, dtype=loaded.dtype, device=model.device)
         self._page_size = page_size
         self._embedded: dict[tuple[bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
-        self._attended = [row for row in self.layout.components if not isinstance(row, State)]
+        self._attended = self.layout.attended
+        self._alone = _own_attention(model) if self._places else None
         with plain_attention(model):
             limit = TOLERANCE[loaded.dtype]
+            self._kv = kv_shapes(model, self.layout.kv_layers)
             self._shape = StateShape.of(model) if self.layout.state_layers else None
             self._proof = None if self._shape is None else prove(model, self._shape, limit)
             self.vision = None if loaded.processor is None else Vision(loaded)
-            self._pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
-            self._self_test(loaded.name, limit)
-        install(model)
+            self._pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
+            with _frequent_steps(model):
+                self._self_test(loaded.name, limit)
+        if self._alone is None:
+            install(model)
+        else:
+            log.warning("%s: requests do not share a forward: %s", loaded.name, self._alone)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each request has a forward of its own, because the model attends by code of its own."""
+        return self._alone is not None
 
     @property
     def pools(self) -> dict[str, KVPool | StatePool]:
@@ -209,7 +234,7 @@ class ModelRunner:
         Raises:
             BadArgument: the size holds no page, or cannot be allocated.
         """
-        planes = [Planes((pool.k, pool.v), self.layout.kv_layers[name]) for name, pool in self._pools.paged.items()]
+        planes = [Planes(pool.planes, self.layout.kv_layers[name]) for name, pool in self._pools.paged.items()]
         if self._pools.states is not None:
             planes.append(_state_planes(self._pools.states))
         return HostPool(planes, host_pages(size, planes), storage=storage)
@@ -226,7 +251,7 @@ class ModelRunner:
         Raises:
             BadArgument: a page id or the number of positions is out of range.
         """
-        self._pools.paged[component or self.layout.components[0].name].copy_page(source, target, positions)
+        self._pools.paged[component or self.layout.names[0]].copy_page(source, target, positions)
 
     def copy_state(self, source: int, target: int) -> None:
         """Copies the state in slot `source` to slot `target`.
@@ -257,6 +282,9 @@ class ModelRunner:
         for index, segment in enumerate(segments):
             groups.setdefault(segment.adapter, []).append((index, segment))
         for group in groups.values():
+            if self.alone:
+                yield from ([pair] for pair in group)
+                continue
             if self._shape is None:
                 yield group
                 continue
@@ -286,14 +314,22 @@ class ModelRunner:
         with torch.inference_mode(), self.adapters.select(segments[0].adapter):
             inputs = self._inputs(segments, rows)
             inputs["logits_to_keep"] = wanted if rows == 1 else self._tensor(np.zeros(1, dtype=np.int64))
-            if self._places:
-                plans = self._plans(segments, pools)
-                inputs["paging"] = Paging(self._attention, plans, self._places, self._max_context, arriving)
-            if pools.states is None:
-                output = self._model(**inputs, use_cache=False)
-            else:
-                cache = self._states(segments, pools.states, arriving)
+            cache: Cache | None = None
+            plans = self._plans(segments, pools) if self._places else {}
+            paging = Paging(self._attention, plans, self._places, self._max_context, arriving)
+            if self.alone:
+                cache = Gathering(self._model.config, paging, segments[0].start)
+            elif (passing := self._cache(segments, pools, arriving)) is not None:
+                cache, paging = passing, replace(paging, given=passing.given)
+            if self._places and not self.alone:
+                inputs["paging"] = paging
+            if cache is not None:
                 output = run(self._model, cache, **inputs)
+            elif self._is_tuned:
+                output = self._model(**inputs, past_key_values=PackedPositions(inputs["position_ids"]), use_cache=False)
+            else:
+                output = self._model(**inputs, use_cache=False)
+            if isinstance(cache, StateCache):
                 cache.store([s.state for s in segments])
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
         return logits if rows == 1 else logits[wanted]
@@ -334,7 +370,7 @@ class ModelRunner:
         plans = {}
         for i, (name, pool) in enumerate(pools.paged.items()):
             extents = [Extent(len(s.tokens), s.start, s.tables[i], self._regions(s)) for s in segments]
-            plans[name] = plan_batch(extents, pool, self._attended[i])
+            plans[name] = plan_batch(extents, pool, self._attended[name])
         return plans
 
     def _regions(self, segment: Segment) -> tuple[tuple[int, int], ...]:
@@ -342,9 +378,11 @@ class ModelRunner:
             return ()
         return tuple((image.start, image.end) for image in _inside(segment))
 
-    def _states(self, segments: Sequence[Segment], states: StatePool, arriving: Sequence[LayerTicket]) -> StateCache:
-        """Returns the cache, with the states at the segments' starts."""
-        cache = StateCache(self._model.config, states)
+    def _cache(self, segments: Sequence[Segment], pools: _Pools, arriving: Sequence[LayerTicket]) -> Passing | None:
+        """Returns the model's cache, with the states at the segments' starts; None if it needs none."""
+        if pools.states is None:
+            return Passing(self._model.config) if any(shape.latent for shape in self._kv.values()) else None
+        cache = StateCache(self._model.config, pools.states)
         if segments[0].start == 0:
             cache.start(len(segments))
             return cache
@@ -386,10 +424,9 @@ class ModelRunner:
         if segment.start < 0 or segment.end > self._max_context:
             raise BadArgument(f"{name}.start", segment.start, f"in [0, {self._max_context - len(tokens)}]")
         if len(segment.tables) < len(self._attended):
-            names = ", ".join(component.name for component in self._attended)
-            raise BadArgument(f"{name}.tables", len(segment.tables), f"one for each of {names}")
+            raise BadArgument(f"{name}.tables", len(segment.tables), f"one for each of {', '.join(self._attended)}")
         for i, component in enumerate(self._attended):
-            self._check_table(f"{name}.tables[{i}]", segment, i, component)
+            self._check_table(f"{name}.tables[{i}]", segment, segment.tables[i], component)
         self._check_images(name, segment)
         states = self._pools.states
         if states is not None and not 0 <= segment.state < states.slots:
@@ -406,11 +443,11 @@ class ModelRunner:
         if given is not None and given.shape != (3, len(segment.tokens)):
             raise BadArgument(f"{name}.positions", given.shape, f"of shape (3, {len(segment.tokens)})")
 
-    def _check_table(self, name: str, segment: Segment, index: int, component: Attended) -> None:
-        pool, table = self._pools.paged[component.name], segment.tables[index]
+    def _check_table(self, name: str, segment: Segment, table: NDArray[np.int32], component: str) -> None:
+        pool = self._pools.paged[component]
         if table.ndim != 1 or len(table) * pool.page_size < segment.end:
             raise BadArgument(name, table, f"pages for {segment.end} positions")
-        read = table[component.seen_from(segment.start) // pool.page_size :]
+        read = table[self._attended[component].seen_from(segment.start) // pool.page_size :]
         if read.min() < 0 or read.max() >= pool.pages:
             raise BadArgument(name, table, f"page ids in [0, {pool.pages})")
 
@@ -421,17 +458,16 @@ class ModelRunner:
         length = min(self._test_length(), self._max_context)
         prompts = np.random.default_rng(0).integers(0, self.vocab_size, (2, length)).astype(np.int32)
         plain = self._plain_logits(prompts)
-        install(self._model)
-        error = self._paged_error(prompts, plain)
+        error = self._tested_error(prompts, plain)
         if error > limit:
             raise UnsupportedModel(
                 f"{name}: the self-test failed: over pages, logits differ from plain attention by {error:.2g} "
-                f"of their spread; {limit:g} is allowed"
+                f"of their spread; {limit:g} is allowed" + (f" ({self._alone})" if self.alone else "")
             )
 
     def _test_length(self) -> int:
-        window = self.layout.window
-        return _TEST_TOKENS + (window if window is not None and window <= _TEST_WINDOW else 0)
+        seen = [row.tokens for row in self.layout.local.values()]
+        return _TEST_TOKENS + max((tokens for tokens in seen if tokens <= _TEST_WINDOW), default=0)
 
     def _plain_logits(self, prompts: NDArray[np.int32]) -> torch.Tensor:
         inputs = self._inputs([Segment(prompt, 0, (prompt,), True) for prompt in prompts], len(prompts))
@@ -439,14 +475,30 @@ class ModelRunner:
             logits: torch.Tensor = self._model(**inputs, use_cache=False).logits.float()
         return logits
 
+    def _tested_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
+        """Returns `_paged_error` of packed prompts; of each alone if the model does not attend through pages."""
+        if not self.alone:
+            install(self._model)
+            try:
+                return self._paged_error(prompts, plain)
+            except UnsupportedModel as refusal:
+                if not _gathers(self._model, self.layout) or self.vision is not None:
+                    raise
+                exchange_attention(self._model, "eager")
+                self._alone = str(refusal)
+        try:
+            return self._paged_error(prompts, plain)
+        except Exception as error:  # models raise all kinds
+            raise UnsupportedModel(f"{self._alone}; nor does it run over gathered keys: {error}") from error
+
     def _paged_error(self, prompts: NDArray[np.int32], plain: torch.Tensor) -> float:
         """Returns the largest difference of paged from plain logits [2, length, vocab], relative to their spread."""
         length = prompts.shape[1]
         cuts = (length // 2, length - 1)
         page_size = min(self._page_size, 4)
         used = -(-length // page_size)
-        counts = {component.name: 2 * used for component in self.layout.components}
-        pools = _Pools(self.layout, self._shape, counts, page_size, self._like)
+        counts = dict.fromkeys(self.layout.names, 2 * used)
+        pools = _Pools(self.layout, self._kv, self._shape, counts, page_size, self._like)
         tables = np.arange(2 * used, dtype=np.int32)[::-1].reshape(used, 2).T
         spread = float(plain.max() - plain.min())
         error = 0.0
@@ -463,9 +515,23 @@ class ModelRunner:
     ) -> Segment:
         """Returns [begin, end) of a prompt, without the pages before the window."""
         tables = [table.copy() for _ in self._attended]
-        for own, component in zip(tables, self._attended, strict=True):
+        for own, component in zip(tables, self._attended.values(), strict=True):
             own[: component.seen_from(begin) // page_size] = -1
         return Segment(prompt[begin:end], begin, tuple(tables), True, state=slot)
+
+
+@contextmanager
+def _frequent_steps(model: PreTrainedModel) -> Iterator[None]:
+    """Tunes the temperature of attention anew every few positions, not thousands, so that a short test sees it."""
+    tuned: list[Any] = [module for module in model.modules() if hasattr(module, "floor_scale")]
+    before = [module.floor_scale for module in tuned]
+    for module in tuned:
+        module.floor_scale = _TEST_STEP
+    try:
+        yield
+    finally:
+        for module, step in zip(tuned, before, strict=True):
+            module.floor_scale = step
 
 
 def _inside(segment: Segment) -> list[ImageInput]:
@@ -498,17 +564,31 @@ def _refusals(model: PreTrainedModel, layout: Layout) -> Iterator[str]:
         yield "encoder-decoder models keep KV of two kinds"
     if getattr(model, "_is_stateful", False) and not layout.state_layers:
         yield "it keeps a state that its configuration does not mention"
+    tuned = getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", None)
+    if tuned and not any(hasattr(module, "floor_scale") for module in model.modules()):
+        yield "the temperature of its attention follows no known rule"
     yield from _rope_refusals(model.config.get_text_config(decoder=True))
     arguments = inspect.signature(model.forward).parameters
     needed = {"logits_to_keep"}
-    if layout.places:
-        needed.add("position_ids")
-        if not model._can_set_attn_implementation():
-            yield "its attention cannot be exchanged"
-        if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
-            yield "its forward does not pass arguments on to attention"
+    if layout.places and not _gathers(model, layout) and (reason := _own_attention(model)) is not None:
+        yield reason
     if missing := needed - set(arguments):
         yield f"its forward takes no {' and no '.join(sorted(missing))}"
+
+
+def _own_attention(model: PreTrainedModel) -> str | None:
+    """Returns why `model` cannot attend through pages, many requests in a forward; None if it can."""
+    arguments = inspect.signature(model.forward).parameters
+    if not model._can_set_attn_implementation():
+        return "its attention cannot be exchanged"
+    if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
+        return "its forward does not pass arguments on to attention"
+    return None if "position_ids" in arguments else "its forward takes no position_ids"
+
+
+def _gathers(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether `model` can attend by its own code to keys and values that are gathered from pages for it."""
+    return layout.components == (Full(),) and "past_key_values" in inspect.signature(model.forward).parameters
 
 
 def _rope_refusals(config: PreTrainedConfig) -> Iterator[str]:

@@ -46,7 +46,7 @@ import torch
 from numpy.typing import NDArray
 
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Chunked, Full, State, Window
+from mainstem.components import Chunked, Full, Local, State, Window, by_name
 from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
@@ -158,7 +158,8 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._events: list[Event] = []
         self._plans_states = any(isinstance(component, State) for component in cache.tree.components)
-        self._local = [row for row in cache.tree.components if isinstance(row, (Window, Chunked))]
+        components = by_name(cache.tree.components).items()
+        self._local = {name: row for name, row in components if isinstance(row, (Window, Chunked))}
         # The request that found no pages, and `_room` at that time: it is not tried again before that changes.
         self._blocked: tuple[str, tuple[int, ...]] | None = None
         self._idle = False  # the last step had nothing to compute
@@ -207,17 +208,17 @@ class Scheduler:
             raise RequestTooLong(
                 f"{asked} need {pages} pages of {size} positions: the memory for KV holds {total} pages"
             )
-        for row in self._local:
-            self._check_local(row, min(prompt, max(longest, self._limits.token_budget)))
+        for name, row in self._local.items():
+            self._check_local(name, row, min(prompt, max(longest, self._limits.token_budget)))
         images = spliced_images(request)
         return Encoded.of(self._cache.tree.keys, Spliced(request.tokens, images) if images else request.tokens)
 
-    def _check_local(self, row: Window | Chunked, chunk: int) -> None:
-        size, total = self._cache.page_size, self._cache.pools[row.name].total
+    def _check_local(self, name: str, row: Local, chunk: int) -> None:
+        size, total = self._cache.page_size, self._cache.pools[name].total
         pages = window_pages(row.tokens, chunk, size, states=self._plans_states)
         if pages > total:
             raise RequestTooLong(
-                f"a {row.name} of {row.tokens} positions and a prefill of {chunk} need {pages} {row.name} pages of "
+                f"{row.tokens} positions that a query sees and a prefill of {chunk} need {pages} {name} pages of "
                 f"{size} positions: the memory for KV holds {total}"
             )
 

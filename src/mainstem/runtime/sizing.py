@@ -3,6 +3,9 @@
     memory = full pages x their bytes + window pages x theirs + slots x theirs
     window pages = window_ratio x full pages;  slots x bytes = state_share x memory
 
+Of several windows or chunks, the longest has this ratio, and the others fewer pages as they are shorter: then all of
+them hold the ends of equally many prefixes.
+
 The best ratio depends on the use: short chats need a window page for each full page, long prompts almost none.
 `best_window_ratio` finds it from a trace.
 
@@ -11,7 +14,6 @@ This module only computes numbers. It allocates no memory for pages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cache import PrefixCache
-from mainstem.components import Component, Full, State, Window
+from mainstem.components import Attended, Component, Full, Local, State, by_name
 from mainstem.errors import BadArgument, OutOfPages, check_integer
 from mainstem.keys import MAX_TOKEN, TokenLike
 from mainstem.settings.engine import Shares
@@ -34,12 +36,12 @@ class Need:
     """The least sizes with which the oldest request can always go on.
 
     Args:
-        window_pages: see `mainstem.runtime.scheduler.window_pages`.
+        local_pages: of each window and chunk, see `mainstem.runtime.scheduler.window_pages`.
         context_pages: pages of the longest sequence.
         running: requests at once.
     """
 
-    window_pages: int
+    local_pages: Mapping[Component, int]
     context_pages: int
     running: int
 
@@ -51,24 +53,59 @@ def share_out(
 
     Args:
         components: of the model, in order.
-        page_bytes: bytes of a page, by component of pages.
+        page_bytes: bytes of a page, by the name of the component.
         slot_bytes: bytes of a state; 0 if the model has none.
 
     Raises:
-        BadArgument: the memory does not hold a page of each, or the window of one request.
+        BadArgument: the memory does not hold a page of each, or the windows of one request.
     """
     slots = _slots(components, page_bytes, slot_bytes, shares, need)
     memory = shares.kv_bytes - (slots * slot_bytes if shares.pages is None else 0)
-    sizes: dict[Component, int] = {}
-    for component in components:
-        if isinstance(component, State):
-            sizes[component] = slots
-        elif isinstance(component, Full):
-            sizes[component] = _full_pages(components, page_bytes, memory, shares, slots, need)
-        else:
-            first = sizes.get(Full())
-            sizes[component] = _window_pages(first, page_bytes["window"], memory, shares, need)
-    return sizes
+    paged = {name: row for name, row in by_name(components).items() if not isinstance(row, State)}
+    least = {row: need.local_pages[row] if isinstance(row, Local) else 1 for row in paged.values()}
+    ratios = _ratios(paged.values(), shares.window_ratio)
+    costs = {row: page_bytes[name] for name, row in paged.items()}
+    if shares.pages is not None:
+        first, enough = shares.pages, next(iter(least.values()))
+        if first < enough:
+            raise BadArgument("pages", first, f"at least {enough}: the window and a chunk of one request")
+    elif any(costs.values()):
+        first = _first_pages(memory, costs, ratios, least, shares.kv_bytes)
+    else:
+        first = min(slots * need.context_pages, max(_MAX_MARKS, need.running * need.context_pages))
+    sizes = {row: max(int(first * ratio), least[row]) for row, ratio in ratios.items()}
+    return {row: slots if isinstance(row, State) else sizes[row] for row in components}
+
+
+def _ratios(paged: Iterable[Attended], window_ratio: float) -> dict[Attended, float]:
+    """Returns the pages of each component for each page of the first one."""
+    rows = list(paged)
+    longest = max((row.tokens for row in rows if isinstance(row, Local)), default=0)
+    unit = window_ratio if Full() in rows else 1.0
+    return {row: unit * row.tokens / longest if isinstance(row, Local) else 1.0 for row in rows}
+
+
+def _first_pages(
+    memory: int,
+    costs: Mapping[Attended, int],
+    ratios: Mapping[Attended, float],
+    least: Mapping[Attended, int],
+    kv_bytes: int,
+) -> int:
+    """Returns the pages of the first component for which all fit the memory: each by its ratio, or its least."""
+    needed = sum(cost * least[row] for row, cost in costs.items())
+    if memory < needed:
+        states = f" plus {kv_bytes - memory} for states" if kv_bytes > memory else ""
+        raise BadArgument("kv_bytes", kv_bytes, f"{needed} or more{states}")
+    free = {row: cost for row, cost in costs.items() if cost}  # those that may have more than their least
+    while True:
+        rest = memory - sum(cost * least[row] for row, cost in costs.items() if row not in free)
+        pages = rest / sum(cost * ratios[row] for row, cost in free.items())
+        short = [row for row in free if pages * ratios[row] < least[row]]
+        if not short or len(short) == len(free):  # all only by rounding
+            return int(pages)
+        for row in short:
+            del free[row]
 
 
 def _slots(
@@ -93,40 +130,6 @@ def _slots(
     return slots
 
 
-def _full_pages(
-    components: tuple[Component, ...],
-    page_bytes: Mapping[str, int],
-    memory: int,
-    shares: Shares,
-    slots: int,
-    need: Need,
-) -> int:
-    if shares.pages is not None:
-        return shares.pages
-    slides = any(isinstance(component, Window) for component in components)
-    cost = page_bytes["full"] + (shares.window_ratio * page_bytes["window"] if slides else 0)
-    if cost == 0:
-        return min(slots * need.context_pages, max(_MAX_MARKS, need.running * need.context_pages))
-    least = need.window_pages * page_bytes["window"] if slides else 0  # has precedence
-    pages = min(int(memory / cost), (memory - least) // page_bytes["full"])
-    if pages < 1:
-        one, states = max(math.ceil(cost), page_bytes["full"] + least), shares.kv_bytes - memory
-        raise BadArgument("kv_bytes", shares.kv_bytes, f"{one} or more" + f" plus {states} for states" * (states > 0))
-    return pages
-
-
-def _window_pages(full: int | None, page_bytes: int, memory: int, shares: Shares, need: Need) -> int:
-    if full is not None:
-        return max(int(full * shares.window_ratio), need.window_pages)
-    pages = shares.pages if shares.pages is not None else memory // page_bytes
-    if pages < need.window_pages and shares.pages is not None:
-        raise BadArgument("pages", pages, f"at least {need.window_pages}: the window and a chunk of one request")
-    if pages < need.window_pages:
-        least = f"enough for {need.window_pages} window pages of {page_bytes} bytes"
-        raise BadArgument("kv_bytes", shares.kv_bytes, least)
-    return pages
-
-
 # ---- from a trace of use
 
 RATIOS = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
@@ -134,11 +137,10 @@ RATIOS = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of one ratio: the pages, and the fraction of the trace's tokens that were cached."""
+    """The result of one ratio: the pages of each component, and the fraction of the trace's tokens that were cached."""
 
     window_ratio: float
-    full_pages: int
-    window_pages: int
+    pages: Mapping[Component, int]
     hit_rate: float
 
 
@@ -153,7 +155,7 @@ class Trials:
 def best_window_ratio(
     trace: Iterable[TokenLike | Use],
     *,
-    window: int,
+    components: Sequence[Attended],
     page_bytes: Mapping[str, int],
     memory: int,
     page_size: int,
@@ -168,9 +170,9 @@ def best_window_ratio(
 
     Args:
         trace: sequences in order, prompt and answer: their tokens, or what they share.
-        window: positions that the sliding layers see.
-        page_bytes: bytes of a "full" and a "window" page.
-        memory: bytes for both pools.
+        components: Full() and the windows and chunks of the model.
+        page_bytes: bytes of a page, by the name of the component.
+        memory: bytes for all pools.
         page_size: positions per page.
         need: as for `share_out`.
         token_budget: positions that are computed at once.
@@ -182,18 +184,17 @@ def best_window_ratio(
     """
     check_integer("token_budget", token_budget, 1, MAX_TOKEN)
     check_integer("memory", memory, 1, 2**63 - 1)
-    for name in (Full.name, Window.name):
-        check_integer(f"page_bytes of {name}", page_bytes.get(name), 1, 2**63 - 1)
+    for name, row in by_name(components).items():
+        least = 0 if isinstance(row, Full) else 1  # a model whose layers all see chunks only marks what is known
+        check_integer(f"page_bytes of {name}", page_bytes.get(name), least, 2**63 - 1)
     if not ratios:
         raise BadArgument("ratios", ratios, "at least one number above 0")
     sequences = _sequences(trace)
-    full, slides = Full(), Window(window)
     candidates = [Shares(memory, window_ratio=ratio) for ratio in ratios]
-    sizes = [share_out((full, slides), page_bytes, 0, shares, need) for shares in candidates]
+    sizes = [share_out(tuple(components), page_bytes, 0, shares, need) for shares in candidates]
     rates = [_replay(PrefixCache(counts, page_size), sequences, token_budget) for counts in sizes]
     trials = tuple(
-        Trial(shares.window_ratio, counts[full], counts[slides], rate)
-        for shares, counts, rate in zip(candidates, sizes, rates, strict=True)
+        Trial(shares.window_ratio, counts, rate) for shares, counts, rate in zip(candidates, sizes, rates, strict=True)
     )
     return Trials(max(trials, key=lambda trial: (trial.hit_rate, -trial.window_ratio)), trials)
 

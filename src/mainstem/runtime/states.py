@@ -38,16 +38,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mainstem.errors import BadArgument, UnsupportedModel
+from mainstem.runtime.caches import Passing
 from mainstem.runtime.places import Kind, new_cache, put, run
 from mainstem.runtime.scans import resume
 
@@ -234,7 +228,7 @@ def _put(cache: Cache, spec: StateTensor, state: torch.Tensor, previous: bool) -
     put(cache.layers[spec.layer], spec.kind, spec.number, state, previous=previous)
 
 
-class StateCache(Cache):
+class StateCache(Passing):
     """A model's cache for successive forwards: it takes states from slots, and keeps no keys or values.
 
     Args:
@@ -243,7 +237,7 @@ class StateCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, pool: StatePool) -> None:
-        super().__init__(layers=[_empty(layer) for layer in new_cache(config).layers])
+        super().__init__(config)
         self._pool = pool
 
     def start(self, rows: int) -> None:
@@ -273,40 +267,6 @@ class StateCache(Cache):
             BadArgument: a slot is not in the pool, or is given twice, or there are none.
         """
         self._pool.store(slots, self)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: positions are passed in, never counted."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Returns the size and offset of the new keys, which begin at 0."""
-        return query_length, 0
-
-
-class _NewOnly(DynamicLayer):  # type: ignore[no-untyped-call]
-    """An attention layer that keeps nothing: its attention function does."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_states, value_states
-
-
-class _StateAndNewOnly(LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call]
-    """The same, with a state."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_states, value_states
-
-
-def _empty(layer: Any) -> Any:
-    """Returns the replacement of transformers' own `layer` in a `StateCache`."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        both = isinstance(layer, CacheLayerMixin)
-        return (_StateAndNewOnly if both else LinearAttentionLayer)(number_of_states=layer.number_of_states)
-    return layer if isinstance(layer, DummyLayer) else _NewOnly()  # type: ignore[no-untyped-call]
 
 
 # --- the self-test ----------------------------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = 
     config = loaded.model.config.get_text_config(decoder=True)
     heads = int(getattr(config, "num_attention_heads", None) or 0)  # none: a model without attention
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    latent = getattr(config, "kv_lora_rank", None)
+    states = getattr(loaded.model, "_is_stateful", False)
     quantization = getattr(loaded.model.config, "quantization_config", None)
     return Identity(
         model=loaded.name,
@@ -101,8 +103,10 @@ def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = 
         dtype=str(loaded.dtype).removeprefix("torch."),
         quantization="none" if quantization is None else json.dumps(_plain(quantization), sort_keys=True),
         layout=content,
-        shape=f"{config.num_hidden_layers} layers, {kv_heads} of {heads} heads",
-        attention="mha" if kv_heads == heads else "gqa",
+        shape=f"{config.num_hidden_layers} layers, "
+        + (f"a latent of {latent} + {config.qk_rope_head_dim}" if latent else f"{kv_heads} of {heads} heads"),
+        # Ranks hold the same latents, but states of their own.
+        attention=("mla with states" if states else "mla") if latent else "mha" if kv_heads == heads else "gqa",
         rope=json.dumps(_plain(getattr(config, "rope_parameters", None)), sort_keys=True),
         tokenizer=_digest_tokenizer(loaded),
         symbols="token ids/4",

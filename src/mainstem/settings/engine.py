@@ -71,7 +71,8 @@ class Shares(Settings):
 
     Args:
         kv_bytes: Memory for KV pages and recurrent states, cached and in use: bytes, or a size such as 500MB or 2GiB.
-        window_ratio: Pages of sliding-window layers for each page of full attention; above 0.
+        window_ratio: Pages of the longest window for each page of full attention; above 0. Shorter windows of the same
+            model have as many fewer.
         state_share: Share of the memory for recurrent states; KV has the rest. Above 0 and below 1.
         pages: Pages of the first pool, in place of `kv_bytes`; the others follow from the ratio and the slots.
         state_slots: Recurrent states, in place of `state_share`.

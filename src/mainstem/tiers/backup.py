@@ -106,7 +106,7 @@ class Backups:
 
     def make_room(self, row: int, pages: int) -> None:
         """See `Tiers.make_room`."""
-        component = self._tree.components[row].name
+        component = self._tree.names[row]
         while pages > 0 and (victim := self._tree.next_victim(component)):
             size = len(self._core.own_ids(victim, row, DEVICE))
             self._tree.lock(victim, DEVICE)  # so that eviction on the host does not join this node to another

@@ -85,16 +85,16 @@ class HostPages:
         Raises:
             CorruptTree: names the rule that is broken.
         """
-        for component, pool, owned in zip(self.tree.components, self.pools, prefetched, strict=True):
+        for component, pool, owned in zip(self.tree.names, self.pools, prefetched, strict=True):
             pool.check()
-            cells = [view.cells[component.name, HOST] for view in self.tree.nodes()]
+            cells = [view.cells[component, HOST] for view in self.tree.nodes()]
             present = [page for cell in cells if cell.present for page in cell.ids.tolist()]
             in_flight = [page for cell in cells if cell.in_flight for page in cell.ids.tolist()]
             private = pool.private - owned
             for page_ids, owner, total in ((present, "cached", pool.cached), (in_flight, "private", private)):
                 wrong = [page for page in page_ids if pool.owner(page) != owner]
                 if wrong or total != len(page_ids):
-                    raise CorruptTree(f"host pages of {component.name}: {wrong[:8]} are not {owner}, or {total} are")
+                    raise CorruptTree(f"host pages of {component}: {wrong[:8]} are not {owner}, or {total} are")
 
     def _make_room(self, row: int, pages: int) -> bool:
         """Evicts pages of a component until `pages` are free; evicts none if that is impossible."""
@@ -105,7 +105,7 @@ class HostPages:
             if self._writes is None or missing > evictable + self._writes.waiting(row):
                 return False
             self._writes.give_way()  # so that a stuck store does not occupy the host
-        self._reclaim(self.tree.evict(missing, self.tree.components[row].name, HOST))
+        self._reclaim(self.tree.evict(missing, self.tree.names[row], HOST))
         return self.pools[row].free >= pages
 
     def _evictable(self, row: int) -> int:

@@ -507,7 +507,7 @@ class Prefetches:
         pages, row = plan.in_the_way(depth)
         if not pages:
             return
-        name = self._tree.components[row].name
+        name = self._tree.names[row]
         if name not in self.short:
             log.info("storage has %d pages further than its %s allows; more of this is only counted", pages, name)
         self.short[name] += pages

@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
     Args:
         number: its row in the tree.
-        name: its name, part of each stored value's key.
+        name: its name in the tree, unlike any other row's, part of each stored value's key.
         exact: no codec may change its content. A state is: an error would be carried along by all that is computed
             from it.
     """
@@ -26,9 +26,8 @@ class Row(NamedTuple):
 
 def stored_rows(tree: Tree, memory: HostMemory) -> tuple[Row, ...]:
     """Returns the components whose pages have content."""
-    rows = enumerate(tree.components)
     return tuple(
-        Row(row, component.name, isinstance(component, State))
-        for row, component in rows
+        Row(row, name, isinstance(tree.components[row], State))
+        for row, name in enumerate(tree.names)
         if memory.payload_bytes(row) > 0
     )

@@ -165,8 +165,11 @@ class _Fields:
 
     def at(self, layer: int) -> _Fields:
         """Returns the configuration of one layer, where that differs."""
-        own = (self.get("per_layer_config") or {}).get(str(layer))
-        return self if own is None else _Fields(self.name, {**self._config, **own})
+        own = (self.get("per_layer_config") or {}).get(str(layer), {})
+        widths = self.get("intermediate_size")
+        if isinstance(widths, list) and layer < len(widths):  # Gemma 3n
+            own = {"intermediate_size": widths[layer], **own}
+        return _Fields(self.name, {**self._config, **own}) if own else self
 
     def unknown(self, what: str, known: str = "layers of known kinds") -> BadArgument:
         return BadArgument("model", f"{self.name}, {what}", f"a configuration with {known}")

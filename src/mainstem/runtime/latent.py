@@ -1,0 +1,68 @@
+"""Multi-head latent attention (MLA): what a layer keeps, once for all heads, and the two ways to attend to it.
+
+    kept        [positions, 1, latent | rotary part]
+    expanded    keys [positions, heads, own part | rotary part] and values [positions, heads, numbers]
+    absorbed    queries [tokens, heads, latent | rotary part], for scores with what is kept; results are latents
+
+Both compute the same: a linear projection makes keys and values of a latent, so it can be applied to queries and
+results instead. Expanding costs work for each position, absorbing for each pair of a token and a position. So few
+tokens are absorbed, and many expand what they attend to.
+
+This module knows transformers' layers that have `expand_kv` and `kv_b_proj`. It does not know pages or requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Latents:
+    """What a layer of the model keeps of the new tokens of a batch, and its projection.
+
+    Args:
+        module: the layer's attention.
+        given: what it gave to its cache: the latent [rows, 1, tokens, numbers], and its rotary part.
+        key: [positions, heads, numbers], what it made of them.
+        value: likewise.
+    """
+
+    def __init__(
+        self, module: Any, given: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self._module = module
+        self.key, self.value = key, value
+        self.kept = torch.cat(given, -1).transpose(1, 2).flatten(0, 1)
+        """[tokens, 1, latent | rotary part]."""
+        self.rank = given[0].shape[-1]
+        """Numbers of a latent."""
+        self._own = key.shape[-1] - given[1].shape[-1]
+
+    def absorbs(self, tokens: int) -> bool:
+        """Returns whether `tokens` queries attend to a prefix with less work absorbed than expanded."""
+        if type(self._module.kv_b_proj) is not torch.nn.Linear or self._module.kv_b_proj.bias is not None:
+            return False  # adapted or quantized: only the layer itself knows what it computes
+        expanded = self.key.shape[-1] + self.value.shape[-1]
+        absorbed = self.kept.shape[-1] + self.rank
+        return tokens * (absorbed - expanded) < self.rank * (self._own + self.value.shape[-1])
+
+    def expand(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of what is kept of some positions."""
+        row = kept.transpose(0, 1).unsqueeze(0)
+        keys, values = self._module.expand_kv(row[..., : self.rank], row[..., self.rank :])
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """Returns queries [tokens, heads, numbers] as absorbed ones."""
+        latent = torch.einsum("thd,hdr->thr", query[..., : self._own], self._projection()[:, : self._own])
+        return torch.cat([latent, query[..., self._own :]], -1)
+
+    def project(self, latents: torch.Tensor) -> torch.Tensor:
+        """Returns the results of absorbed queries, [tokens, heads, latent], as [tokens, heads, numbers of a value]."""
+        return torch.einsum("thr,hvr->thv", latents, self._projection()[:, self._own :])
+
+    def _projection(self) -> torch.Tensor:
+        """Returns the weights by head: [heads, own part of a key | value, latent]."""
+        weight: torch.Tensor = self._module.kv_b_proj.weight
+        return weight.view(self.key.shape[1], -1, self.rank)
