@@ -98,7 +98,7 @@ def test_a_missing_hit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrongly_accepted_or_refused_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "bad", Case(CASES["llama"].build, refused=True))
-    monkeypatch.setitem(CASES, "worse", Case(CASES["minimax"].build))
+    monkeypatch.setitem(CASES, "worse", Case(CASES["xlstm"].build))
     assert measured("bad", "worse").failures == ["bad: it is not refused", "worse: it is refused"]
 
 
