@@ -181,7 +181,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a codec takes states for rows of attention", "-", "tiers/rows.py",
-        "Row(row, component.name, isinstance(component, State))", "Row(row, component.name, False)",
+        "Row(row, name, isinstance(tree.components[row], State))", "Row(row, name, False)",
         "tests/test_tiers_hybrids.py::test_states_are_kept_exact",
     ),
     # ---------------------------------------------------------------- writes of windows and states

@@ -13,7 +13,7 @@ from rigs.ghost_memory import GhostMemory, GhostTicket
 from rigs.hand_driven import Clock, HandWorkers, fingerprint, make_store
 
 from mainstem.cache import Lease, PrefixCache
-from mainstem.components import Chunked, Component, Full, State, Window
+from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.settings.engine import HostPolicy
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host import HostTier
@@ -30,9 +30,10 @@ KINDS: dict[str, tuple[Component, ...]] = {
     "window state": (Window(3), State()),
     "full chunked": (Full(), Chunked(5)),
     "full chunked state": (Full(), Chunked(5), State()),
+    "full window-7 window-3": (Full(), Window(7), Window(3)),
 }
 STATES = [kind for kind in KINDS if "state" in kind]
-WINDOWS = [kind for kind in KINDS if "window" in kind]
+WINDOWS = [kind for kind in KINDS if "window" in kind.split()]
 P = list(range(1, 9))
 SIZE = 2
 
@@ -53,7 +54,7 @@ class Rig:
         **config: Any,
     ) -> None:
         self.rows = KINDS[kind]
-        self.names = [row.name for row in self.rows]
+        self.names = list(by_name(self.rows))
         sizes = {row: slots if isinstance(row, State) else device for row in self.rows}
         self.memory = GhostMemory([*sizes.values()], [host] * len(sizes), instant=False, empty=empty)
         tier = HostTier(self.memory, HostPolicy(write, load_min_tokens=1), pages=(host,) * len(sizes))  # type: ignore[arg-type]
