@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mainstem.components import Component, Full, State, Window
-from mainstem.errors import UnsupportedModel
+from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.kv import KVShape
 from mainstem.runtime.places import new_cache
 
@@ -45,16 +45,18 @@ class Layout:
     state_layers: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, max_context: int) -> Layout:
+    def of(cls, config: PreTrainedConfig, max_context: int, ranks: int = 1) -> Layout:
         """Reads the layout from a model's configuration.
 
         Args:
             config: of the model.
             max_context: positions that a sequence can have; a window of this size or more is full attention.
+            ranks: processes that hold the model together; the layout is that of each.
 
         Raises:
-            UnsupportedModel: its KV is not one key and one value for each position, layer and head, or it needs two
-                pools of one kind; the message says why.
+            UnsupportedModel: its KV is not one key and one value for each position, layer and head, it needs two pools
+                of one kind, or several ranks cannot hold it; the message says why.
+            BadArgument: its KV heads are not divisible by the number of ranks.
         """
         text = config.get_text_config(decoder=True)
         _refuse(text)
@@ -66,7 +68,9 @@ class Layout:
             components.append(Window(kinds.window))
         if kinds.state:
             components.append(State())
-        shapes = {name: _shape(text, name, layers) for name, layers in kv_layers.items()}
+        if ranks > 1:
+            _refuse_ranks(text, kinds)
+        shapes = {name: _divided(text, _shape(text, name, layers), ranks) for name, layers in kv_layers.items()}
         return cls(tuple(components), kv_layers, shapes, kinds.state)
 
     @property
@@ -146,3 +150,27 @@ def _shape(config: PreTrainedConfig, name: str, layers: Sequence[int]) -> KVShap
     if len(shapes) > 1:
         raise UnsupportedModel(f"{config.model_type}: its {name} attention layers have heads of different sizes")
     return shapes.pop()._replace(layers=len(layers))
+
+
+def _refuse_ranks(config: PreTrainedConfig, kinds: _Kinds) -> None:
+    """Raises for a model whose layers transformers cannot divide among ranks, or not always correctly."""
+    if kinds.state:
+        raise UnsupportedModel(
+            f"{config.model_type} has recurrent or convolutional layers, which only a single process serves: "
+            "transformers' plans divide some of them in ways that change the results"
+        )
+    if not config.base_model_tp_plan:
+        raise UnsupportedModel(f"{config.model_type} cannot be divided among ranks: transformers has no plan for it")
+
+
+def _divided(config: PreTrainedConfig, shape: KVShape, ranks: int) -> KVShape:
+    """Returns the part of a position that each rank keeps: all heads where transformers' plan does not divide them."""
+    if ranks == 1:
+        return shape
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+
+    heads = get_kv_heads_per_rank(config.base_model_tp_plan or {}, shape.kv_heads, ranks)
+    if not isinstance(heads, int):
+        allowed = " or ".join(str(n) for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0)
+        raise BadArgument("tp", ranks, f"{allowed}: its layers have {shape.kv_heads} KV heads to divide")
+    return shape._replace(kv_heads=heads)
