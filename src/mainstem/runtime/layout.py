@@ -172,5 +172,5 @@ def _divided(config: PreTrainedConfig, shape: KVShape, ranks: int) -> KVShape:
     heads = get_kv_heads_per_rank(config.base_model_tp_plan or {}, shape.kv_heads, ranks)
     if not isinstance(heads, int):
         allowed = " or ".join(str(n) for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0)
-        raise BadArgument("tp", ranks, f"{allowed}: its layers have {shape.kv_heads} KV heads to divide")
+        raise BadArgument("tp", ranks, f"{allowed}, since the model has {shape.kv_heads} KV heads")
     return shape._replace(kv_heads=heads)
