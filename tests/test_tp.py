@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from machine import eventually, patience
 from rigs.greedy import family_of_prompts
+from rigs.scheduler import Bench
 from rigs.servers import free_port, valkey
 
 from bench.tiny_models import FAMILIES, HYBRIDS, WINDOWED, tiny
@@ -186,6 +187,14 @@ def test_sampled_answers_are_those_of_one_process(opened: Open, folder: Folder) 
             return tuple(engine.generate([documents(1)[0]], params)[0].tokens)
 
     assert sampled(2) == sampled(1)
+
+
+def test_rank_0_samples_for_all(opened: Open, folder: Folder) -> None:
+    params = SamplingParams(max_tokens=3 * PAGE, ignore_eos=True, temperature=1.0)  # each rank has its own seeds
+    with opened(folder("llama", **LLAMA), 2) as engine:
+        (answer,) = engine.generate([documents(1)[0]], params)
+        (again,) = engine.generate([[*documents(1)[0], *answer.tokens]], params)
+        assert again.usage.cached_tokens == (len(documents(1)[0]) + 3 * PAGE - 1) // PAGE * PAGE
 
 
 @pytest.mark.slow
@@ -358,7 +367,7 @@ def test_an_error_of_one_rank_ends_the_engine_with_its_words(opened: Open, folde
     (tmp_path / "1").write_text("no folder")
     tiers = stored(f"file:{tmp_path}/{{rank}}?capacity=64MiB")
     with (
-        pytest.raises(RankFailed, match=r"rank 1 of 2 has ended: BackendUnavailable: file store .*/1"),
+        pytest.raises(RankFailed, match=r"rank 1 of 2 has ended: file store .*/1"),
         opened(folder("llama", **LLAMA), 2, tiers=tiers),
     ):
         pass
@@ -451,8 +460,24 @@ def test_a_rank_that_would_compute_something_else_ends_instead() -> None:
     require_equal(first, lambda: [1, 2], "pages")
     require_equal(later, lambda: [1, 2], "pages")
     require_equal(first, lambda: [1, 2], "pages")
-    with pytest.raises(RankFailed, match="rank 1 of 2 has other pages than rank 0"):
+    with pytest.raises(RankFailed, match="its pages are not those of rank 0"):
         require_equal(later, lambda: [1, 3], "pages")
+
+
+def test_a_scheduler_compares_each_step_with_that_of_rank_0_before_it_computes() -> None:
+    class Other:
+        """Rank 1, whose rank 0 has another page."""
+
+        rank, size = 1, 2
+
+        def share(self, make: Callable[[], Any]) -> Any:
+            return [(0, -1, 0, 0)]
+
+    bench = Bench()
+    bench.scheduler._ranks = Other()  # type: ignore[assignment]
+    bench.add([2, 3, 4], max_tokens=1)
+    with pytest.raises(RankFailed, match="its requests or pages are not those of rank 0"):
+        bench.step()
 
 
 def test_ranks_agree_on_the_lowest_votes() -> None:

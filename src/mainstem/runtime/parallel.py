@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import DefaultContext, ForkContext, ForkServerContext, SpawnContext
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from mainstem.errors import BadArgument, RankFailed
+from mainstem.errors import BadArgument, MainstemError, RankFailed
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
 from mainstem.runtime.ranks import FirstRank, LaterRank, Peer
@@ -147,11 +147,10 @@ def _follow(rank: int, size: int, folder: str, pipe: Connection) -> None:
         asked = ranks.share(_not_here)
         loaded = load_model(asked.name, dtype=asked.dtype, ranks=ranks)
         Engine(loaded, asked.config).wait()
-    except RankFailed:
-        os._exit(1)  # others have ended, so nothing may wait for them
     except Exception as error:  # noqa: BLE001  # rank 0 raises it
-        ranks.leave(f"{type(error).__name__}: {error}")
-        os._exit(1)
+        with suppress(RankFailed):  # rank 0 has ended
+            ranks.leave(str(error) if isinstance(error, MainstemError) else f"{type(error).__name__}: {error}")
+        os._exit(1)  # the end of an interpreter would wait for what cannot end
 
 
 def _not_here() -> _Asked:

@@ -82,7 +82,7 @@ ONE_RANK = OneRank()
 def require_equal(ranks: Ranks, make: Callable[[], object], what: str) -> None:
     """Raises RankFailed on a rank that makes another value than rank 0, before it computes something else."""
     if ranks.size > 1 and ranks.share(make) != make():
-        raise RankFailed(f"rank {ranks.rank} of {ranks.size} has other {what} than rank 0")
+        raise RankFailed(f"its {what} are not those of rank 0")
 
 
 @dataclass(frozen=True, slots=True)
