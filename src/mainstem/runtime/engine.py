@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -40,7 +39,7 @@ from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, Ra
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
-from mainstem.runtime.adapters import Adapter, Adapters, check_name, read_adapter
+from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.layout import Layout
@@ -64,12 +63,13 @@ _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
 _DRAIN_S = 5.0  # for pending writes when the engine ends
 
-Command = Callable[["Engine"], object]
-"""What the engine's thread does before a step, on every rank: with several, a function of this module, bound or not."""
 
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A call of one of the engine's methods before a step, on every rank: by name, so that it can be shared."""
 
-def _nothing(engine: Engine) -> None:
-    """Does nothing, to end a wait for commands."""
+    method: str
+    arguments: Mapping[str, Any]
 
 
 class EngineRunner(scheduler.Runner, Protocol):
@@ -187,7 +187,7 @@ class Engine:
             self._scheduler.measure()
             report("measure", 1, 1)
         self._ids = itertools.count()
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Guards the attributes up to the next comment; `drain` waits on it.
         self._changed = threading.Condition()
         self._closed: str | None = None  # why no more requests are accepted
@@ -232,8 +232,7 @@ class Engine:
             self._undelivered.add(stream.id)
             if on_progress is not None:
                 self._on_progress[stream.id] = on_progress
-            command = partial(Engine._add, id=stream.id, request=request, prompt=prompt, arrived_s=arrived_s)
-            self._commands.put(command)
+            self._put(self._add, id=stream.id, request=request, prompt=prompt, arrived_s=arrived_s)
         return stream
 
     @property
@@ -258,7 +257,7 @@ class Engine:
         if name == self.name:
             raise BadArgument("name", name, "a name other than the model's own")
         files = read_adapter(path)
-        self._ask(lambda engine: engine._model.adapters.add(name, files))
+        self._ask(self._load, name=name, files=files)
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. Requests that use it run to their end.
@@ -267,7 +266,7 @@ class Engine:
             BadArgument: no adapter has this name.
             EngineClosed: see `submit`.
         """
-        self._ask(partial(Engine._unload, name=name))
+        self._ask(self._unload, name=name)
 
     def _name_weights(self, namespace: Namespace | str | None) -> tuple[Namespace | str | None, Adapter | None]:
         """Returns the adapter, and the namespace with the hash of the adapter's weights in place of its bare name."""
@@ -333,7 +332,7 @@ class Engine:
         Raises:
             EngineClosed: the engine is closed or has failed.
         """
-        return self._ask(Engine._flush)
+        return self._ask(self._flush)
 
     def remove(self, tokens: TokenLike, namespace: Namespace | str | None = None) -> int:
         """Removes the page of a prefix's last token and all pages after it; see `PrefixCache.remove`.
@@ -349,7 +348,7 @@ class Engine:
         """
         named = self._name_weights(namespace)[0]
         self._cache.tree.key_to_remove(tokens)  # here, because an error on the engine's thread may end it
-        return self._ask(partial(Engine._remove, tokens=tokens, namespace=named))
+        return self._ask(self._remove, tokens=tokens, namespace=named)
 
     def tree(self) -> str:
         """Returns the cached prefixes as text, each node with the beginning of its text.
@@ -357,7 +356,7 @@ class Engine:
         Raises:
             EngineClosed: the engine is closed or has failed.
         """
-        return self._ask(Engine._show)
+        return self._ask(self._show)
 
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests, and waits until those under way have ended; returns whether all have."""
@@ -369,7 +368,7 @@ class Engine:
         """Cancels all requests and ends the thread; a second call does nothing."""
         with self._changed:
             self._closed = "the engine is closed"
-            self._commands.put(partial(Engine._stop, ids=tuple(self._streams)))
+            self._put(self._stop, ids=tuple(self._streams))
         self._thread.join()
 
     def wait(self) -> None:
@@ -384,7 +383,7 @@ class Engine:
 
     def wake(self) -> None:
         """Makes the engine look whether every rank still runs."""
-        self._commands.put(_nothing)
+        self._put(self._nothing)
 
     def __enter__(self) -> Self:
         """The engine."""
@@ -397,7 +396,14 @@ class Engine:
         self.close()
 
     def _cancel(self, id: str) -> None:
-        self._commands.put(partial(Engine._cancel_one, id=id))
+        self._put(self._cancel_one, id=id)
+
+    def _put(self, method: Callable[..., object], **arguments: object) -> None:
+        """Queues a call of one of its own methods."""
+        self._commands.put(_Command(method.__name__, arguments))
+
+    def _run_command(self, command: _Command) -> Any:
+        return getattr(self, command.method)(**command.arguments)
 
     def _encode(self, prompt: str | Sequence[int]) -> NDArray[Any]:
         return np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -409,15 +415,15 @@ class Engine:
         image = " and of an image" if (text >= MAX_TOKEN).any() else ""
         return f"{self.tokenizer.decode(text[text < MAX_TOKEN].tolist())!r}{image}{more}"
 
-    def _ask(self, question: Callable[[Engine], T]) -> T:
-        """Runs `question` on the engine's thread, waits, and returns its result or raises its error in the caller."""
+    def _ask(self, method: Callable[..., T], **arguments: object) -> T:
+        """Runs a method on the engine's thread, waits, and returns its result or raises its error in the caller."""
         answer: Future[T] = Future()
         with self._changed:
             if self._over:
                 raise self._refusal()
             id = f"question-{next(self._ids)}"
             self._answers[id] = answer
-            self._commands.put(partial(Engine._answer, id=id, question=question))
+            self._put(self._answer, id=id, question=_Command(method.__name__, arguments))
         try:
             return answer.result()
         finally:
@@ -438,7 +444,7 @@ class Engine:
             while not self._stopping or self._scheduler.busy:
                 now_s, commands = self._ranks.share(self._take_commands)
                 for command in commands:
-                    command(self)
+                    self._run_command(command)
                 events = self._scheduler.step(now_s)
                 self._stats = self._count()
                 for id, what in events:
@@ -453,10 +459,10 @@ class Engine:
         finally:
             self._close_tiers()
 
-    def _take_commands(self) -> tuple[float, list[Command]]:
+    def _take_commands(self) -> tuple[float, list[_Command]]:
         """Returns the time and all queued commands; if the scheduler has nothing to do, waits for one. On rank 0."""
         idle_s = self._scheduler.idle_s
-        commands: list[Command] = []
+        commands: list[_Command] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 commands.append(self._commands.get(block=idle_s != 0, timeout=idle_s))
@@ -464,7 +470,7 @@ class Engine:
         now_s = self._clock()
         if self._tiers is not None and now_s - self._remembered_s >= _REMEMBER_S:
             self._remembered_s = now_s
-            commands.append(Engine._remember)
+            commands.append(_Command(self._remember.__name__, {}))
         return now_s, commands
 
     def _close_tiers(self) -> None:
@@ -484,6 +490,9 @@ class Engine:
             self._tiers.enter_identity()
             self._tiers.remember()
 
+    def _nothing(self) -> None:
+        """Ends a wait for commands."""
+
     def _flush(self) -> int:
         return self._cache.flush()
 
@@ -493,16 +502,19 @@ class Engine:
     def _show(self) -> str:
         return self._cache.tree.pretty(self._describe)
 
+    def _load(self, name: str, files: AdapterFiles) -> None:
+        self._model.adapters.add(name, files)
+
     def _unload(self, name: str) -> None:
         self._model.adapters.unload(name)
 
     def _cancel_one(self, id: str) -> None:
         self._scheduler.cancel(id)
 
-    def _answer(self, id: str, question: Callable[[Engine], object]) -> None:
+    def _answer(self, id: str, question: _Command) -> None:
         answer = self._answers.get(id, Future())  # only the rank that was asked waits for it
         try:
-            result = question(self)
+            result = self._run_command(question)
             self._stats = self._count()
             answer.set_result(result)
         except (BadArgument, BadTokens, UnsupportedModel) as error:
