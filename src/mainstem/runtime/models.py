@@ -32,7 +32,6 @@ import platformdirs
 
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.imports import needs
-from mainstem.runtime.layout import Layout
 from mainstem.runtime.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:
@@ -161,6 +160,8 @@ def _load(source: str, name: str, dtype: str, progress: Progress, ranks: Ranks) 
 
 def _check_ranks(config: PreTrainedConfig, name: str, max_context: int, size: int) -> None:
     """Refuses a model that several ranks cannot serve, before its weights are read."""
+    from mainstem.runtime.layout import Layout
+
     if _reads_images(config):
         raise UnsupportedModel(
             f"{name} reads images, which only a single process serves: one that a single rank cannot encode would part "
