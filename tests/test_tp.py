@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -424,6 +425,17 @@ def test_models_that_ranks_cannot_serve_are_refused(
     opened: Open, folder: Folder, family: str, changes: dict[str, Any], words: str
 ) -> None:
     refusal(opened, folder(family, **changes), UnsupportedModel, words)
+
+
+def test_models_that_read_images_are_refused_before_their_weights_are_read(
+    opened: Open, folder: Folder, tmp_path: Path
+) -> None:
+    from transformers import LlavaConfig
+
+    model = shutil.copytree(folder("llama", **LLAMA), tmp_path / "llava")
+    (model / "model.safetensors").unlink()
+    LlavaConfig().save_pretrained(model)
+    refusal(opened, str(model), UnsupportedModel, "llava reads images, which only a single process serves")
 
 
 def test_a_store_that_only_one_process_can_open_is_refused(opened: Open, folder: Folder, tmp_path: Path) -> None:
