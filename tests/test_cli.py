@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -35,28 +36,25 @@ class Machine:
         self.loaded: list[tuple[Any, str]] = []
         self.config = EngineConfig()
         self.failure: Exception | None = None
-        engine, models = ModuleType("engine"), ModuleType("models")
-        engine.Engine = self._open  # type: ignore[attr-defined]
-        models.load_model = self._load  # type: ignore[attr-defined]
+        parallel, models = ModuleType("parallel"), ModuleType("models")
+        parallel.open_engine = self._open  # type: ignore[attr-defined]
         models.DEFAULT_NAME = "the-default"  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "mainstem.runtime.engine", engine)
+        monkeypatch.setitem(sys.modules, "mainstem.runtime.parallel", parallel)
         monkeypatch.setitem(sys.modules, "mainstem.runtime.models", models)
-        monkeypatch.setattr("mainstem.runtime.engine", engine, raising=False)
+        monkeypatch.setattr("mainstem.runtime.parallel", parallel, raising=False)
         monkeypatch.setattr("mainstem.runtime.models", models, raising=False)
 
-    def _open(self, loaded: None, config: EngineConfig, *, progress: Any) -> FakeEngine:
-        progress("test", 0, 1)
-        progress("measure", 0, 1)  # as with storage
-        self.config = config
-        self.engine.closed = False
-        return self.engine
-
-    def _load(self, name: str | None, *, dtype: str, progress: Any) -> None:
+    @contextmanager
+    def _open(self, name: str | None, dtype: str, config: EngineConfig, *, progress: Any) -> Iterator[FakeEngine]:
         if self.failure is not None:
             raise self.failure
         self.loaded.append((name, dtype))
-        progress("load", 0, 1)
-        progress("load", 1, 1)
+        for stage, done in (("load", 0), ("load", 1), ("test", 0), ("measure", 0)):  # as with storage
+            progress(stage, done, 1)
+        self.config = config
+        self.engine.closed = False
+        with self.engine as engine:
+            yield engine
 
 
 @pytest.fixture

@@ -297,9 +297,9 @@ def test_it_sleeps_while_there_is_nothing_to_do(rig: Callable[..., Rig]) -> None
     steps = itertools.count()
     step = made.engine._scheduler.step
 
-    def counted() -> Any:
+    def counted(now_s: float) -> Any:
         next(steps)
-        return step()
+        return step(now_s)
 
     made.engine._scheduler.step = counted  # type: ignore[method-assign]
     made.submit(max_tokens=2).result(WAIT_S)
@@ -465,10 +465,11 @@ def test_a_crash_of_the_loop_reaches_every_stream_and_every_later_call(rig: Call
             made.engine.flush()
         asked.append(caught.value.__cause__)
 
-    def crash() -> None:
+    def _nothing() -> None:
         raise MemoryError("the loop itself")
 
-    made.engine._commands.put(crash)
+    made.engine._nothing = _nothing  # type: ignore[method-assign]
+    made.engine.wake()
     asking = threading.Thread(target=ask)
     asking.start()
     eventually(lambda: made.engine._commands.qsize() >= 2)

@@ -88,6 +88,7 @@ PUBLIC = {"_asdict", "_make", "_replace"}
 """Methods of named tuples; the underscore keeps them apart from the fields."""
 FOREIGN = {
     "runtime/attention.py": {"_attn_implementation", "_can_set_attn_implementation"},  # transformers has no other way
+    "runtime/parallel.py": {"_exit"},  # the only end of a process that waits for nothing
     "runtime/runner.py": {"_can_set_attn_implementation"},  # the same
     "runtime/vision.py": {"_merge_kwargs", "_process_images"},  # the processor, for one image at a time
     "storage/vendors/redis.py": {"_sock"},  # redis-py reads no reply into a buffer of its caller

@@ -426,12 +426,10 @@ def _backend(spec: str) -> Iterator[Backend]:
 @contextmanager
 def _engine(model: str | None, dtype: str, bars: _Bars, config: EngineConfig = EngineConfig()) -> Iterator[Engine]:
     bars.update("import", 0, 0)
-    from mainstem.runtime.engine import Engine
-    from mainstem.runtime.models import load_model
+    from mainstem.runtime.parallel import open_engine
 
     bars.update("import", 1, 1)
-    loaded = load_model(model, dtype=dtype, progress=bars.update)
-    with Engine(loaded, config, progress=bars.update) as engine:
+    with open_engine(model, dtype, config, progress=bars.update) as engine:
         yield engine
 
 

@@ -106,6 +106,10 @@ class EngineClosed(MainstemError):
     """The engine accepts no more requests."""
 
 
+class RankFailed(MainstemError):
+    """A process of an engine of several has ended, so that the others cannot go on; the message says which and why."""
+
+
 class StorageError(MainstemError):
     """A call to a store failed as a whole. The tier above counts it by its cause and treats it as a miss.
 

@@ -7,10 +7,14 @@
 ```
 Only the engine's thread uses the scheduler, the cache and the runner. It sleeps while there is nothing to do. When it
 ends, by `close` or by a failure, every stream has ended and every call has returned or raised.
+
+With several ranks, each has an engine. Rank 0 takes the requests and shares the commands of each step; the others run
+the same commands and steps, and have no streams.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -32,11 +36,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mainstem.cache import CacheStats, PrefixCache
 from mainstem.components import Component, Full, State, by_name
-from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, UnsupportedModel
+from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RankFailed, UnsupportedModel
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
-from mainstem.runtime.adapters import Adapter, Adapters, check_name, read_adapter
+from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, read_adapter
 from mainstem.runtime.attention import plain_attention
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.kv import kv_shapes
@@ -60,6 +64,14 @@ _DEFAULTS = SamplingParams()
 _SHOWN_TOKENS = 12  # of a node, in `Engine.tree`
 _REMEMBER_S = 30.0  # between two lists of the hottest prefixes, while there are requests
 _DRAIN_S = 5.0  # for pending writes when the engine ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A call of one of the engine's methods before a step, on every rank: by name, so that it can be shared."""
+
+    method: str
+    arguments: Mapping[str, Any]
 
 
 class EngineRunner(scheduler.Runner, Protocol):
@@ -130,7 +142,8 @@ class Engine:
         has_states: the model has recurrent states, so the marks of requests count.
 
     Raises:
-        BadArgument: `kv_bytes` holds no page, or the policy does not exist.
+        BadArgument: `kv_bytes` holds no page, the policy does not exist, or `tp` is not the number of ranks that have
+            loaded the model; `open_engine` starts them.
         UnsupportedModel: the model cannot run over pages.
     """
 
@@ -145,6 +158,9 @@ class Engine:
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         report = progress or (lambda stage, done, total: None)
+        if config.tp != loaded.ranks.size:
+            raise BadArgument("tp", config.tp, f"{loaded.ranks.size}, the number of ranks that have loaded the model")
+        self._ranks = loaded.ranks
         self.config = config
         sizes = _sizes(loaded, config)
         self.pages = next(iter(sizes.values()))
@@ -177,17 +193,17 @@ class Engine:
             self._scheduler.measure()
             report("measure", 1, 1)
         self._ids = itertools.count()
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Guards the attributes up to the next comment; `drain` waits on it.
         self._changed = threading.Condition()
         self._closed: str | None = None  # why no more requests are accepted
         self._failure: BaseException | None = None
         self._over = False  # no more commands run
-        self._undelivered = 0  # requests on their way to the scheduler
+        self._undelivered: set[str] = set()  # requests on their way to the scheduler
         self._streams: dict[str, Stream] = {}
-        self._questions: set[Future[Any]] = set()
-        # Only the engine's thread writes these.
         self._on_progress: dict[str, OnProgress] = {}
+        self._answers: dict[str, Future[Any]] = {}  # of questions
+        # Only the engine's thread writes these.
         self._stopping = False
         self._stats = self._count()
         self._thread = threading.Thread(target=self._run, name="mainstem-engine", daemon=True)
@@ -214,13 +230,15 @@ class Engine:
         arrived_s = self._clock()
         with self._changed:
             self._require_open()
-            waiting = self._scheduler.waiting + self._undelivered
+            waiting = self._scheduler.waiting + len(self._undelivered)
             if waiting >= self.config.max_waiting:
                 raise EngineFull(f"{waiting} requests wait: max_waiting is {self.config.max_waiting}")
             stream = Stream(f"request-{next(self._ids)}", self._cancel)
             self._streams[stream.id] = stream
-            self._undelivered += 1
-            self._commands.put(lambda: self._add(stream.id, request, prompt, arrived_s, on_progress))
+            self._undelivered.add(stream.id)
+            if on_progress is not None:
+                self._on_progress[stream.id] = on_progress
+            self._put(self._add, id=stream.id, request=request, prompt=prompt, arrived_s=arrived_s)
         return stream
 
     @property
@@ -233,14 +251,19 @@ class Engine:
 
         Raises:
             BadArgument: the name is invalid, or `path` holds no complete adapter.
-            UnsupportedModel: the adapter does not fit the model, or is of a kind that cannot be served.
+            UnsupportedModel: the adapter does not fit the model, is of a kind that cannot be served, or there are
+                several ranks.
             EngineClosed: see `submit`.
         """
         check_name(name)
+        if self._ranks.size > 1:
+            raise UnsupportedModel(
+                f"adapter {name}: only a single process serves adapters, since PEFT's layers do not divide among ranks"
+            )
         if name == self.name:
             raise BadArgument("name", name, "a name other than the model's own")
         files = read_adapter(path)
-        self._ask(lambda: self._model.adapters.add(name, files))
+        self._ask(self._load, name=name, files=files)
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. Requests that use it run to their end.
@@ -249,7 +272,7 @@ class Engine:
             BadArgument: no adapter has this name.
             EngineClosed: see `submit`.
         """
-        self._ask(lambda: self._model.adapters.unload(name))
+        self._ask(self._unload, name=name)
 
     def _name_weights(self, namespace: Namespace | str | None) -> tuple[Namespace | str | None, Adapter | None]:
         """Returns the adapter, and the namespace with the hash of the adapter's weights in place of its bare name."""
@@ -315,7 +338,7 @@ class Engine:
         Raises:
             EngineClosed: the engine is closed or has failed.
         """
-        return self._ask(self._cache.flush)
+        return self._ask(self._flush)
 
     def remove(self, tokens: TokenLike, namespace: Namespace | str | None = None) -> int:
         """Removes the page of a prefix's last token and all pages after it; see `PrefixCache.remove`.
@@ -331,7 +354,7 @@ class Engine:
         """
         named = self._name_weights(namespace)[0]
         self._cache.tree.key_to_remove(tokens)  # here, because an error on the engine's thread may end it
-        return self._ask(lambda: self._cache.remove(tokens, named))
+        return self._ask(self._remove, tokens=tokens, namespace=named)
 
     def tree(self) -> str:
         """Returns the cached prefixes as text, each node with the beginning of its text.
@@ -339,7 +362,7 @@ class Engine:
         Raises:
             EngineClosed: the engine is closed or has failed.
         """
-        return self._ask(lambda: self._cache.tree.pretty(self._describe))
+        return self._ask(self._show)
 
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests, and waits until those under way have ended; returns whether all have."""
@@ -351,8 +374,22 @@ class Engine:
         """Cancels all requests and ends the thread; a second call does nothing."""
         with self._changed:
             self._closed = "the engine is closed"
-            self._commands.put(self._stop)
+            self._put(self._stop, ids=tuple(self._streams))
         self._thread.join()
+
+    def wait(self) -> None:
+        """Waits until the engine has ended, for ranks other than 0.
+
+        Raises:
+            BaseException: what ended it, if it failed.
+        """
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def wake(self) -> None:
+        """Makes the engine look whether every rank still runs."""
+        self._put(self._nothing)
 
     def __enter__(self) -> Self:
         """The engine."""
@@ -365,7 +402,14 @@ class Engine:
         self.close()
 
     def _cancel(self, id: str) -> None:
-        self._commands.put(lambda: self._scheduler.cancel(id))
+        self._put(self._cancel_one, id=id)
+
+    def _put(self, method: Callable[..., object], **arguments: object) -> None:
+        """Queues a call of one of its own methods."""
+        self._commands.put(_Command(method.__name__, arguments))
+
+    def _run_command(self, command: _Command) -> Any:
+        return getattr(self, command.method)(**command.arguments)
 
     def _encode(self, prompt: str | Sequence[int]) -> NDArray[Any]:
         return np.asarray(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -377,31 +421,20 @@ class Engine:
         image = " and of an image" if (text >= MAX_TOKEN).any() else ""
         return f"{self.tokenizer.decode(text[text < MAX_TOKEN].tolist())!r}{image}{more}"
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Runs `question` on the engine's thread, waits, and returns its result or raises its error in the caller."""
+    def _ask(self, method: Callable[..., T], **arguments: object) -> T:
+        """Runs a method on the engine's thread, waits, and returns its result or raises its error in the caller."""
         answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result = question()
-                self._stats = self._count()
-                answer.set_result(result)
-            except (BadArgument, BadTokens, UnsupportedModel) as error:
-                answer.set_exception(error)
-            except Exception as error:
-                answer.set_exception(error)
-                raise
-
         with self._changed:
             if self._over:
                 raise self._refusal()
-            self._questions.add(answer)
-            self._commands.put(run)
+            id = f"question-{next(self._ids)}"
+            self._answers[id] = answer
+            self._put(self._answer, id=id, question=_Command(method.__name__, arguments))
         try:
             return answer.result()
         finally:
             with self._changed:
-                self._questions.discard(answer)
+                del self._answers[id]
 
     def _require_open(self) -> None:
         if self._closed is not None:
@@ -415,55 +448,90 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping or self._scheduler.busy:
-                self._run_commands()
-                self._remember()
-                events = self._scheduler.step()
+                now_s, commands = self._ranks.share(self._take_commands)
+                for command in commands:
+                    self._run_command(command)
+                events = self._scheduler.step(now_s)
                 self._stats = self._count()
                 for id, what in events:
                     self._deliver(id, what)
         except BaseException as error:
-            log.critical("the engine's loop failed; every request ends", exc_info=True)
-            self._end(error)
+            cause = self._ranks.cause(error)
+            if not isinstance(cause, RankFailed):  # that says all
+                log.critical("the engine's loop failed; every request ends", exc_info=True)
+            self._end(cause)
         else:
             self._end(None)
         finally:
             self._close_tiers()
 
-    def _run_commands(self) -> None:
-        """Runs all queued commands; if the scheduler has nothing to do, waits for one."""
+    def _take_commands(self) -> tuple[float, list[_Command]]:
+        """Returns the time and all queued commands; if the scheduler has nothing to do, waits for one. On rank 0."""
         idle_s = self._scheduler.idle_s
-        while True:
-            try:
-                command = self._commands.get(block=idle_s != 0, timeout=idle_s)
-            except queue.Empty:
-                return
-            command()
-            idle_s = 0.0
-
-    def _remember(self) -> None:
-        """Lists the hottest prefixes, and who wrote them, in storage from time to time, for a restart."""
-        if self._tiers is not None and self._clock() - self._remembered_s >= _REMEMBER_S:
-            self._remembered_s = self._clock()
-            self._tiers.enter_identity()
-            self._tiers.remember()
+        commands: list[_Command] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                commands.append(self._commands.get(block=idle_s != 0, timeout=idle_s))
+                idle_s = 0.0
+        now_s = self._clock()
+        if self._tiers is not None and now_s - self._remembered_s >= _REMEMBER_S:
+            self._remembered_s = now_s
+            commands.append(_Command(self._remember.__name__, {}))
+        return now_s, commands
 
     def _close_tiers(self) -> None:
         if self._tiers is None:
             return
         try:
-            self._tiers.remember()
-            self._tiers.drain(_DRAIN_S)
+            if self._failure is None or self._ranks.size == 1:  # else no rank answers
+                self._tiers.remember()
+                self._tiers.drain(_DRAIN_S)
         finally:
             self._tiers.close()  # the store, after pending writes
             close_tiers(self._tiers.host, None)
 
-    def _add(
-        self, id: str, request: Request, prompt: Encoded, arrived_s: float, on_progress: OnProgress | None
-    ) -> None:
-        if on_progress is not None:
-            self._on_progress[id] = on_progress
+    def _remember(self) -> None:
+        """Lists the hottest prefixes, and who wrote them, in storage, for a restart."""
+        if self._tiers is not None:
+            self._tiers.enter_identity()
+            self._tiers.remember()
+
+    def _nothing(self) -> None:
+        """Ends a wait for commands."""
+
+    def _flush(self) -> int:
+        return self._cache.flush()
+
+    def _remove(self, tokens: TokenLike, namespace: Namespace | str | None) -> int:
+        return self._cache.remove(tokens, namespace)
+
+    def _show(self) -> str:
+        return self._cache.tree.pretty(self._describe)
+
+    def _load(self, name: str, files: AdapterFiles) -> None:
+        self._model.adapters.add(name, files)
+
+    def _unload(self, name: str) -> None:
+        self._model.adapters.unload(name)
+
+    def _cancel_one(self, id: str) -> None:
+        self._scheduler.cancel(id)
+
+    def _answer(self, id: str, question: _Command) -> None:
+        answer = self._answers.get(id, Future())  # only the rank that was asked waits for it
+        try:
+            result = self._run_command(question)
+            self._stats = self._count()
+            answer.set_result(result)
+        except (BadArgument, BadTokens, UnsupportedModel) as error:
+            answer.set_exception(error)
+        except Exception as error:
+            answer.set_exception(error)
+            raise
+
+    def _add(self, id: str, request: Request, prompt: Encoded, arrived_s: float) -> None:
         with self._changed:
-            self._undelivered -= 1
+            self._undelivered.discard(id)
         try:
             self._scheduler.add(id, request, arrived_s, prompt)
         except Exception as error:  # e.g. the tokenizer cannot decode the prompt; other requests go on
@@ -471,14 +539,16 @@ class Engine:
             nothing = Usage(len(request.tokens), 0, 0, 0.0, 0.0, 0.0)
             self._deliver(id, Delta("", (), (), "error", nothing, f"{type(error).__name__}: {error}"))
 
-    def _stop(self) -> None:
+    def _stop(self, ids: Sequence[str]) -> None:
         self._stopping = True
-        for id in tuple(self._streams):
+        for id in ids:
             self._scheduler.cancel(id)
 
     def _deliver(self, id: str, what: Delta | Progress) -> None:
         if isinstance(what, Progress):
             self._report(id, what)
+            return
+        if self._ranks.rank > 0:
             return
         self._streams[id].put(what)
         if what.finish_reason is not None:
@@ -504,7 +574,7 @@ class Engine:
             for stream in self._streams.values():
                 stream.fail(failure or EngineClosed(self._closed))
             self._streams.clear()
-            for answer in self._questions:
+            for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(self._refusal())
             self._changed.notify_all()
@@ -523,7 +593,7 @@ class Engine:
 
 def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     """Returns the pages or slots of each of the model's components."""
-    layout = Layout.of(loaded.model.config, loaded.max_context)
+    layout = Layout.of(loaded.model.config, loaded.max_context, loaded.ranks.size)
     size = config.page_size
     chunk = min(config.token_budget, loaded.max_context)
     states = bool(layout.state_layers)
@@ -594,7 +664,15 @@ def _scheduler(
 ) -> scheduler.Scheduler:
     context, ends = loaded.max_context, _eos_tokens(loaded)
     return scheduler.Scheduler(
-        cache, model, loaded.tokenizer, config, max_context=context, eos=ends, clock=clock, random=random
+        cache,
+        model,
+        loaded.tokenizer,
+        config,
+        max_context=context,
+        eos=ends,
+        clock=clock,
+        random=random,
+        ranks=loaded.ranks,
     )
 
 

@@ -14,12 +14,12 @@ This module knows only configurations: no weights, no tensors, no pages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mainstem.components import Attended, Chunked, Component, Full, Local, State, Window, by_name
-from mainstem.errors import UnsupportedModel
+from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.places import new_cache
 
 if TYPE_CHECKING:
@@ -46,15 +46,17 @@ class Layout:
     shared: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, max_context: int) -> Layout:
+    def of(cls, config: PreTrainedConfig, max_context: int, ranks: int = 1) -> Layout:
         """Reads the layout from a model's configuration.
 
         Args:
             config: of the model.
             max_context: positions that a sequence can have; a window of this size or more is full attention.
+            ranks: processes that hold the model together; the layout is that of each.
 
         Raises:
-            UnsupportedModel: its layers keep what no pool holds; the message says why.
+            UnsupportedModel: its layers keep what no pool holds, or several ranks cannot hold it; the message says why.
+            BadArgument: its KV heads are not divisible by the number of ranks.
         """
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -62,6 +64,8 @@ class Layout:
         layers = dict(enumerate(new_cache(text).layers))
         state = tuple(i for i, layer in layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin))
         attended = {i: row for i in layers if (row := _attended(text, i, layers[i], max_context)) is not None}
+        if ranks > 1:
+            _check_ranks(text, ranks, list(attended), bool(state))
         local = {row for row in attended.values() if isinstance(row, Local)}
         order = sorted(local, key=lambda row: (isinstance(row, Chunked), -row.tokens))
         full = Full() in attended.values() or not any(isinstance(row, Window) for row in local)
@@ -127,3 +131,23 @@ def _shared(config: PreTrainedConfig) -> dict[int, int]:
         elif mode is not None:
             raise UnsupportedModel(f"{config.model_type}: layer {layer} shares keys by the rule {mode}")
     return shared
+
+
+def _check_ranks(config: PreTrainedConfig, ranks: int, layers: Sequence[int], states: bool) -> None:
+    """Raises for a model whose layers transformers cannot divide among ranks, or not always correctly."""
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+
+    if states:
+        raise UnsupportedModel(
+            f"{config.model_type} has recurrent or convolutional layers, which only a single process serves: "
+            "transformers' plans divide some of them in ways that change the results"
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModel(f"{config.model_type} keeps a latent for all heads, which only a single process serves")
+    if not config.base_model_tp_plan:
+        raise UnsupportedModel(f"{config.model_type} cannot be divided among ranks: transformers has no plan for it")
+    for own in (config.per_layer_config[layer] for layer in layers):
+        heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
+        if not isinstance(get_kv_heads_per_rank(config.base_model_tp_plan, heads, ranks), int):
+            allowed = " or ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise BadArgument("tp", ranks, f"{allowed}, since the model has {heads} KV heads")

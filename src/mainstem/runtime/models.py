@@ -32,6 +32,7 @@ import platformdirs
 
 from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
 from mainstem.imports import needs
+from mainstem.runtime.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +75,7 @@ class LoadedModel:
         dtype: of the weights, and so of the KV.
         max_context: positions that the model was trained for.
         processor: of a model that takes images.
+        ranks: the processes that hold the model together; this one holds its part.
     """
 
     model: PreTrainedModel
@@ -82,9 +84,12 @@ class LoadedModel:
     dtype: torch.dtype
     max_context: int
     processor: ProcessorMixin | None = None
+    ranks: Ranks = ONE_RANK
 
 
-def load_model(name: str | None = None, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    name: str | None = None, *, dtype: str = "auto", progress: Progress | None = None, ranks: Ranks = ONE_RANK
+) -> LoadedModel:
     """Loads a model for inference, on the GPU if there is one.
 
     Args:
@@ -92,19 +97,20 @@ def load_model(name: str | None = None, *, dtype: str = "auto", progress: Progre
             SmolLM2-135M-Instruct (Apache-2.0, 93 MB to download at first use).
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster one on a CPU.
         progress: called as `progress(stage, done, total)`, stages "download", "convert" and "load".
+        ranks: the processes that load it together, each its part; `torch.distributed` must connect them.
 
     Raises:
         ModelNotFound: the model does not exist, or could not be downloaded; the message says what was tried.
         UnsupportedModel: it is not a causal language model that transformers can run without the model's own code, or
-            it takes images and Pillow is not installed.
-        BadArgument: `dtype` is none of the above.
+            it takes images and Pillow is not installed, or it cannot be divided among several ranks.
+        BadArgument: `dtype` is none of the above, or its heads are not divisible by the number of ranks.
     """
     if dtype not in _DTYPES:
         raise BadArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}")
     report = progress or _silent
     with _no_progress_bars():
-        source, shown = _resolve(name, report)
-        return _load(source, shown, dtype, report)
+        source, shown = ranks.share(lambda: _resolve(name, report))
+        return _load(source, shown, dtype, report, ranks)
 
 
 def cache_folder() -> Path:
@@ -120,24 +126,28 @@ def _silent(stage: str, done: int, total: int) -> None:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel:
+def _load(source: str, name: str, dtype: str, progress: Progress, ranks: Ranks) -> LoadedModel:
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = f"cuda:{ranks.rank}" if torch.cuda.is_available() else "cpu"
     progress("load", 0, 2)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         max_context = _max_context(config, name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if ranks.size > 1:
+            _check_ranks(config, name, max_context, ranks.size)
         processor = _processor(source, name, config) if _reads_images(config) else None
         progress("load", 1, 2)
-        chosen = quicker_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
+        chosen = ranks.share(lambda: quicker_dtype(config, device) if dtype == "auto" else getattr(torch, dtype))
         kind = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
-        model = _weights(kind, source, name, config=config, dtype=chosen)
+        model = _weights(kind, source, name, config=config, dtype=chosen, **_parts(ranks.size))
         torch.nn.Module.to(model, device)
+    except BadArgument:
+        raise
     except OSError as error:
         raise ModelNotFound(f"{name}: {error}") from error
     except SafetensorError as error:
@@ -145,7 +155,28 @@ def _load(source: str, name: str, dtype: str, progress: Progress) -> LoadedModel
     except (ValueError, StrictDataclassError, ImportError) as error:
         raise UnsupportedModel(f"{name}: {str(error).strip()}") from error
     progress("load", 2, 2)
-    return LoadedModel(model, tokenizer, name, chosen, max_context, processor)
+    return LoadedModel(model, tokenizer, name, chosen, max_context, processor, ranks)
+
+
+def _check_ranks(config: PreTrainedConfig, name: str, max_context: int, size: int) -> None:
+    """Refuses a model that several ranks cannot serve, before its weights are read."""
+    from mainstem.runtime.layout import Layout
+
+    if _reads_images(config):
+        raise UnsupportedModel(
+            f"{name} reads images, which only a single process serves: one that a single rank cannot encode would part "
+            "the ranks"
+        )
+    Layout.of(config, max_context, size)
+
+
+def _parts(size: int) -> dict[str, object]:
+    """Returns the options with which transformers loads one rank's part of a model."""
+    if size == 1:
+        return {}
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size)}
 
 
 def _reads_images(config: PreTrainedConfig) -> bool:

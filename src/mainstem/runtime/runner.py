@@ -550,7 +550,7 @@ def _layout(loaded: LoadedModel) -> Layout:
         UnsupportedModel: it cannot run over pages; the message says why.
     """
     try:
-        layout = Layout.of(loaded.model.config, loaded.max_context)
+        layout = Layout.of(loaded.model.config, loaded.max_context, loaded.ranks.size)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{loaded.name} cannot run over pages: {error}") from error
     if reasons := list(_refusals(loaded.model, layout)):

@@ -36,6 +36,7 @@ from __future__ import annotations
 import heapq
 import logging
 import random as random_module
+import zlib
 from collections import abc
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +51,7 @@ from mainstem.components import Chunked, Full, Local, State, Window, by_name
 from mainstem.errors import OutOfPages, RequestTooLong
 from mainstem.keys import Encoded, Spliced
 from mainstem.runtime.checkpoints import Checkpoint, Reason, last_boundary, plan_checkpoints
+from mainstem.runtime.ranks import ONE_RANK, Ranks, require_equal
 from mainstem.runtime.request import Delta, Progress, Request, TokenLogprob
 from mainstem.runtime.runner import Segment
 from mainstem.runtime.sampling import Sampler, sample
@@ -135,6 +137,7 @@ class Scheduler:
         eos: tokens that end a request, unless it ignores them.
         clock: monotonic, in seconds.
         random: the source of seeds for requests without one.
+        ranks: the processes that serve the model together: each schedules the same, and rank 0 samples for all.
     """
 
     def __init__(
@@ -148,12 +151,14 @@ class Scheduler:
         eos: frozenset[int] = frozenset(),
         clock: abc.Callable[[], float],
         random: random_module.Random,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.totals = Totals()
         self._cache, self._runner, self._tokenizer = cache, runner, tokenizer
         self._tiers: Tiers | None = cache.tiers
         self._limits, self._max_context, self._eos = limits, max_context, eos
-        self._clock, self._random = clock, random
+        self._clock, self._random, self._ranks = clock, random, ranks
+        self._now_s = clock()  # of this step, the same on all ranks
         self._waiting: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._events: list[Event] = []
@@ -274,8 +279,17 @@ class Scheduler:
         if sequence is not None:
             self._finish(sequence, "cancelled")
 
-    def step(self) -> list[Event]:
-        """Runs at most one forward, and returns all events since the last step, in order."""
+    def step(self, now_s: float | None = None) -> list[Event]:
+        """Runs at most one forward, and returns all events since the last step, in order.
+
+        Args:
+            now_s: the time of the step, the same on all ranks, by the clock of rank 0; None: now.
+
+        Raises:
+            RankFailed: a rank has ended, or does not schedule what rank 0 does.
+            Exception: with several ranks, any failure of a forward, since the others wait for this rank.
+        """
+        self._now_s = self._clock() if now_s is None else now_s
         if self._tiers is not None:
             self._tiers.poll()
         scheduled = self._schedule_running()
@@ -368,24 +382,24 @@ class Scheduler:
 
     def _rank_waiting(self) -> list[tuple[Sequence, int]]:
         """Returns the waiting requests in admission order, each with the length of its hit."""
-        now_s, keys = self._clock(), self._cache.tree.keys
+        keys = self._cache.tree.keys
         oldest = heapq.nsmallest(_RANKED, self._waiting.values(), key=Sequence.precedence)
         hits = [(sequence, self._cache.peek(sequence.encoded(keys), sequence.request.namespace)) for sequence in oldest]
 
         def rank(entry: tuple[Sequence, int]) -> tuple[object, ...]:
             sequence, hit = entry
-            fresh = not (sequence.was_preempted or self._is_aged(sequence, now_s))
+            fresh = not (sequence.was_preempted or self._is_aged(sequence))
             priority, first, arrival = sequence.precedence()
             return priority, first, fresh, -hit if fresh else 0, arrival
 
         return sorted(hits, key=rank)
 
-    def _is_aged(self, sequence: Sequence, now_s: float) -> bool:
-        return now_s - sequence.arrived_s > self._limits.age_limit_s
+    def _is_aged(self, sequence: Sequence) -> bool:
+        return self._now_s - sequence.arrived_s > self._limits.age_limit_s
 
     def _is_deferred(self, sequence: Sequence, hit: int) -> bool:
         """Whether a running prefill will soon publish more of this prompt than the cache has, or has loaded it."""
-        if not self._cache.enabled or self._is_aged(sequence, self._clock()):
+        if not self._cache.enabled or self._is_aged(sequence):
             return False
         for other in self._running.values():
             if other.prefilling and other.namespace == sequence.namespace and self._will_share(other, sequence, hit):
@@ -502,13 +516,17 @@ class Scheduler:
         sampled = [sequence for sequence, n in scheduled if n == sequence.uncomputed]
         self._meter.begin(scheduled)
         try:
-            logits = self._runner.forward([sequence.segment(n) for sequence, n in scheduled])
+            segments = [sequence.segment(n) for sequence, n in scheduled]
+            require_equal(self._ranks, lambda: [_digest(segment) for segment in segments], "requests or pages")
+            logits = self._runner.forward(segments)
             scheduled, sampled, logits = self._drop_failed_loads(scheduled, sampled, logits)
-            choices = sample(logits, [sequence.sampler for sequence in sampled])
+            choices = self._ranks.share(lambda: sample(logits, [sequence.sampler for sequence in sampled]))
             if choices or logits.device.type == "cpu":
                 self._meter.end()
         except Exception as error:
             self._meter.drop()
+            if self._ranks.size > 1:
+                raise
             log.exception("a forward over %d requests failed; ending them", len(scheduled))
             for sequence, _ in scheduled:
                 self._finish(sequence, "error", error=f"{type(error).__name__}: {error}")
@@ -644,6 +662,12 @@ def _flush(sequence: Sequence) -> str:
     except Exception:
         log.exception("the last text of request %s cannot be decoded", sequence.id)
         return ""
+
+
+def _digest(segment: Segment) -> tuple[int, ...]:
+    """Returns what ranks compare before a forward: where a segment starts, its tokens and its pages."""
+    arrays = (segment.tokens, *segment.tables)
+    return (segment.start, segment.state, *(zlib.crc32(array.tobytes()) for array in arrays))
 
 
 def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32], page_size: int) -> int:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from mainstem.errors import BadArgument
 from mainstem.identity import Identity
 from mainstem.imports import needs
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
+from mainstem.runtime.ranks import Ranks
 from mainstem.settings.engine import HostSize, TierConfig
 from mainstem.storage import Backend, open_backend
 from mainstem.tiers.codecs import find_codec
@@ -31,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _LOOKUP_THREADS = 12  # for lookups in storage, in addition to the threads that read
 _CLOSE_S = 5.0  # for calls that have not returned
+_RANK = "{rank}"  # in a store's spec, for the number of the rank
 _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device together
 
 # Fields of a model's configuration that do not affect its results: its source, and the software that wrote it.
@@ -57,11 +61,11 @@ def build_tiers(
         BadArgument: a size or a spec is invalid.
         BackendUnavailable: the store's client is not installed, or its server does not answer.
     """
-    backend = None if config.storage is None else open_backend(config.storage)
+    backend = None if config.storage is None else _open(config.storage, loaded.ranks)
     memory = None
     try:
         memory = runner.host_memory(config.size, backend is not None)
-        tier = HostTier(memory, config.host, memory.sizes)
+        tier = HostTier(memory, config.host, memory.sizes, loaded.ranks.agree)
         store = None if backend is None else _store(config, backend, loaded, page_size, memory.content, clock)
     except BaseException:
         if backend is not None:
@@ -111,8 +115,25 @@ def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = 
         tokenizer=_digest_tokenizer(loaded),
         symbols="token ids/4",
         page_size=page_size,
+        tp_rank=loaded.ranks.rank,
+        tp_size=loaded.ranks.size,
         extra=(f"configuration {_digest_config(loaded.model.config)}", f"codec {codec}"),
     )
+
+
+def _open(spec: str, ranks: Ranks) -> Backend:
+    """Opens a rank's store: all ranks share one, or each has its own, with its number in place of {rank}."""
+    own = spec.replace(_RANK, str(ranks.rank))
+    if ranks.rank > 0:
+        ranks.share(lambda: None)  # rank 0 opens it first
+        return open_backend(own)
+    backend = open_backend(own)
+    can = backend.capabilities
+    if ranks.size > 1 and own == spec and can.persistent and not can.shared:
+        backend.close()
+        raise BadArgument("storage", spec, f"a store that several processes can open, or one with {_RANK} in its spec")
+    ranks.share(lambda: None)
+    return backend
 
 
 def _store(
@@ -146,10 +167,15 @@ def _digest_weights(model: torch.nn.Module) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict(keep_vars=False).items()):
         hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\0".encode())
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = _whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
         for part in flat.split(_HASHED_AT_ONCE):
             hasher.update(part.cpu().numpy())
     return hasher.hexdigest()
+
+
+def _whole(tensor: Any) -> Any:
+    """Returns a weight, put together where several ranks have a part of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _digest_tokenizer(loaded: LoadedModel) -> str:

@@ -237,6 +237,9 @@ class EngineConfig(Limits, Shares):
     """The settings of an engine, besides those of its pools (`Shares`) and of its steps (`Limits`).
 
     Args:
+        tp: Processes that serve the model together, each with an equal part of its heads (tensor parallelism); 1 or
+            more. Memory sizes are those of each process. With --storage, the spec of a store that only one process can
+            open contains {rank}.
         window_trace: File of expected sequences, one JSON object per line. The ratio that hits most replaces
             --window-ratio. A line is {"tokens": [...]}, or {"length": n, "like": i, "shared": m}: the first m tokens
             are those of line i, counted from 0.
@@ -248,6 +251,7 @@ class EngineConfig(Limits, Shares):
         tiers: The host tier and storage.
     """
 
+    tp: int = setting(1, integer(1, INT32_MAX))
     window_trace: WindowTrace | None = setting(None, instance(tuple, "a tuple of sequences"), unit=WINDOW_TRACE)
     page_size: int = setting(16, integer(1))
     max_waiting: int = setting(1024, integer(1, INT32_MAX))
@@ -261,3 +265,7 @@ class EngineConfig(Limits, Shares):
         find_policy(self.policy)
         if self.tiers.exist and not self.cache:
             raise BadArgument("cache", self.cache, "True if there is a host tier or storage")
+        if self.tp > 1 and self.tiers.size.host_fraction is not None:
+            raise BadArgument(
+                "host_fraction", self.tiers.size.host_fraction, "None if tp > 1: the ranks' pages are equal"
+            )

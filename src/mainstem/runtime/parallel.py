@@ -1,0 +1,165 @@
+"""Opens an engine: loads a model in one process or several, and starts and ends those.
+
+    rank 0, this process   start -> load its part -> engine ............................. close -> join
+    rank k, a child        start -> load its part -> engine, repeats the steps of rank 0 -> end
+
+All parts of a forward meet in `torch.distributed`: gloo on CPUs, NCCL on GPUs. Its rendezvous is a file, and nothing
+listens beyond loopback. A rank that ends, ends all: rank 0 watches its children, and they watch rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import DefaultContext, ForkContext, ForkServerContext, SpawnContext
+from pathlib import Path
+
+import torch
+
+from mainstem.errors import BadArgument, MainstemError, RankFailed
+from mainstem.runtime.engine import Engine
+from mainstem.runtime.models import load_model
+from mainstem.runtime.ranks import FirstRank, LaterRank, Peer
+from mainstem.settings.engine import EngineConfig
+
+Context = DefaultContext | ForkContext | ForkServerContext | SpawnContext
+Progress = Callable[[str, int, int], None]
+
+_END_S = 10.0  # for a rank that closes its tiers when the engine ends; then it is killed
+_LOOPBACK = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What rank 0 opens, and so all."""
+
+    name: str | None
+    dtype: str
+    config: EngineConfig
+
+
+@contextmanager
+def open_engine(
+    name: str | None = None,
+    dtype: str = "auto",
+    config: EngineConfig = EngineConfig(),
+    *,
+    progress: Progress | None = None,
+    context: Context | None = None,
+) -> Iterator[Engine]:
+    """Loads a model and opens its engine, with `config.tp` processes.
+
+    Args:
+        name: see `load_model`.
+        dtype: see `load_model`.
+        config: the settings.
+        progress: see `load_model` and `Engine`.
+        context: starts processes; None: "spawn", so the program needs the usual `if __name__ == "__main__"`.
+
+    Raises:
+        BadArgument, UnsupportedModel, ModelNotFound: see `load_model` and `Engine`.
+        RankFailed: a process has ended.
+    """
+    if config.tp == 1:
+        with Engine(load_model(name, dtype=dtype, progress=progress), config, progress=progress) as engine:
+            yield engine
+        return
+    with _started(config.tp, context or multiprocessing.get_context("spawn")) as ranks:
+        try:
+            ranks.share(lambda: _Asked(name, dtype, config))
+            engine = Engine(load_model(name, dtype=dtype, progress=progress, ranks=ranks), config, progress=progress)
+        except Exception as error:  # noqa: BLE001  # the end of another rank may be the cause
+            cause = ranks.cause(error)
+            raise cause from (None if cause is error else error)
+        with engine:
+            ranks.watch(engine.wake)
+            yield engine
+
+
+@contextmanager
+def _started(size: int, context: Context) -> Iterator[FirstRank]:
+    """Starts the other ranks, and joins the group of `torch.distributed`; ends both."""
+    if torch.distributed.is_initialized():
+        raise BadArgument("tp", size, "1: this process belongs to a group of torch.distributed already")
+    if torch.cuda.is_available() and size > torch.cuda.device_count():
+        raise BadArgument("tp", size, f"at most {torch.cuda.device_count()}, the number of GPUs")
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mainstem-"))
+        peers = [_start(rank, size, folder, context, stack) for rank in range(1, size)]
+        _join(0, size, folder)
+        stack.callback(torch.set_num_threads, threads)
+        stack.callback(torch.distributed.destroy_process_group)
+        yield FirstRank(peers)
+
+
+def _start(rank: int, size: int, folder: str, context: Context, stack: ExitStack) -> Peer:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_follow, args=(rank, size, folder, theirs), name=f"mainstem-rank-{rank}")
+    process.start()
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.join(_END_S)
+        process.kill()
+        process.join()
+
+    stack.callback(end)
+    return Peer(rank, process, ours)
+
+
+def _join(rank: int, size: int, folder: str) -> None:
+    """Joins the group, whose members find each other by a file, and shares the cores with them."""
+    if torch.cuda.is_available():
+        os.environ["LOCAL_RANK"] = str(rank)  # transformers reads it
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    os.environ.update(GLOO_SOCKET_IFNAME=_LOOPBACK, NCCL_SOCKET_IFNAME=_LOOPBACK)
+    torch.distributed.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"{Path(folder, 'rendezvous').as_uri()}",
+        rank=rank,
+        world_size=size,
+    )
+
+
+def _follow(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    """The process of a rank other than 0."""
+    # They may be sent to all processes, but the others end when rank 0 has drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s: rank {rank}: %(message)s")
+    logging.getLogger(Engine.__module__).disabled = True  # rank 0 says why the engine ends
+    ranks = LaterRank(rank, size, pipe)
+    try:
+        _join(rank, size, folder)
+        asked = ranks.share(_not_here)
+        loaded = load_model(asked.name, dtype=asked.dtype, ranks=ranks)
+        Engine(loaded, asked.config).wait()
+    except Exception as error:  # noqa: BLE001  # rank 0 raises it
+        with suppress(RankFailed):  # rank 0 has ended
+            ranks.leave(str(error) if isinstance(error, MainstemError) else f"{type(error).__name__}: {error}")
+        os._exit(1)  # the end of an interpreter would wait for what cannot end
+
+
+def _not_here() -> _Asked:
+    raise AssertionError("rank 0 shares it")
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent has ended, whatever it waits for."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,210 @@
+"""Ranks: the processes that serve one model together, each with some of its heads, and what they exchange.
+
+    rank 0    takes requests, samples             share(make): what rank 0 made, on every rank
+    rank k    repeats what rank 0 shares          agree(votes): the lowest vote of all ranks
+
+Every rank has its own engine, scheduler, tree, pools, host and store, and runs the same steps. So only decisions travel
+here, by pipes. The numbers inside a forward travel by `torch.distributed`.
+
+This module does not know what is shared. `parallel` starts the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Protocol, TypeVar
+
+from mainstem.errors import MainstemError, RankFailed
+
+T = TypeVar("T")
+
+_END_S = 2.0  # between an error that the end of a process causes and that end
+_GONE = (EOFError, ConnectionError)
+
+
+class Ranks(Protocol):
+    """All ranks, as one of them sees them. Every rank makes the same calls in the same order, on one thread."""
+
+    @property
+    def rank(self) -> int:
+        """This one, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def share(self, make: Callable[[], T]) -> T:
+        """Returns on every rank what `make` returns on rank 0; the others do not call it. It must be picklable.
+
+        Raises:
+            RankFailed: a rank has ended.
+        """
+
+    def agree(self, votes: Sequence[int]) -> Sequence[int]:
+        """Returns on every rank the lowest of all ranks' votes, element by element.
+
+        Raises:
+            RankFailed: a rank has ended.
+        """
+
+    def cause(self, error: BaseException) -> BaseException:
+        """Returns the end of another rank if that explains an error, such as that of a connection; else the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """A process that has the whole model."""
+
+    rank: int = 0
+    size: int = 1
+
+    def share(self, make: Callable[[], T]) -> T:
+        """Returns what `make` returns."""
+        return make()
+
+    def agree(self, votes: Sequence[int]) -> Sequence[int]:
+        """Returns the votes."""
+        return votes
+
+    def cause(self, error: BaseException) -> BaseException:
+        """Returns the error."""
+        return error
+
+
+ONE_RANK = OneRank()
+
+
+def require_equal(ranks: Ranks, make: Callable[[], object], what: str) -> None:
+    """Raises RankFailed on a rank that makes another value than rank 0, before it computes something else."""
+    if ranks.size > 1 and ranks.share(make) != make():
+        raise RankFailed(f"its {what} are not those of rank 0")
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """Why a rank has ended: the last thing that it sends."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another rank, as rank 0 sees it."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+
+class FirstRank:
+    """Rank 0.
+
+    Args:
+        peers: the others, by rank.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.rank, self.size = 0, 1 + len(peers)
+        self._peers = tuple(peers)
+
+    def share(self, make: Callable[[], T]) -> T:
+        """See `Ranks.share`."""
+        value = make()
+        for peer in self._peers:
+            try:
+                peer.pipe.send(value)
+            except _GONE:
+                raise self._failure(peer) from None
+        return value
+
+    def agree(self, votes: Sequence[int]) -> Sequence[int]:
+        """See `Ranks.agree`."""
+        columns = zip(votes, *map(self._votes, self._peers), strict=True)
+        lowest = [min(column) for column in columns]
+        return self.share(lambda: lowest)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """See `Ranks.cause`."""
+        if isinstance(error, MainstemError):
+            return error  # such as a setting that every rank refuses
+        ended = wait([peer.process.sentinel for peer in self._peers], _END_S)
+        return next((self._failure(peer) for peer in self._peers if peer.process.sentinel in ended), error)
+
+    def watch(self, ended: Callable[[], object]) -> None:
+        """Calls `ended` once another rank has ended, on a thread of its own."""
+
+        def run() -> None:
+            wait([peer.process.sentinel for peer in self._peers])
+            ended()
+
+        threading.Thread(target=run, name="mainstem-ranks", daemon=True).start()
+
+    def _votes(self, peer: Peer) -> list[int]:
+        try:
+            received = peer.pipe.recv()
+        except _GONE:
+            raise self._failure(peer) from None
+        if isinstance(received, LastWords):
+            raise self._failure(peer, received)
+        votes: list[int] = received
+        return votes
+
+    def _failure(self, peer: Peer, words: LastWords | None = None) -> RankFailed:
+        """Returns why a rank has ended: because another was killed, by its last words, or by its exit code."""
+        peer.process.join(_END_S)
+        for one in self._peers:
+            if (code := one.process.exitcode or 0) < 0:
+                return self._ended(one, f"it was killed by signal {-code}")
+        with contextlib.suppress(*_GONE):
+            while words is None and peer.pipe.poll():
+                received = peer.pipe.recv()
+                words = received if isinstance(received, LastWords) else None
+        return self._ended(peer, f"its exit code is {peer.process.exitcode}" if words is None else words.text)
+
+    def _ended(self, peer: Peer, why: str) -> RankFailed:
+        return RankFailed(f"rank {peer.rank} of {self.size} has ended: {why}")
+
+
+class LaterRank:
+    """Any rank but 0.
+
+    Args:
+        rank: its number.
+        size: how many there are.
+        pipe: to rank 0.
+    """
+
+    def __init__(self, rank: int, size: int, pipe: Connection) -> None:
+        self.rank, self.size, self._pipe = rank, size, pipe
+
+    def share(self, make: Callable[[], T]) -> T:
+        """See `Ranks.share`."""
+        try:
+            value: T = self._pipe.recv()
+        except _GONE:
+            raise RankFailed(f"rank 0 of {self.size} has ended") from None
+        return value
+
+    def agree(self, votes: Sequence[int]) -> Sequence[int]:
+        """See `Ranks.agree`."""
+        self._send(list(votes))
+        return self.share(lambda: votes)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """See `Ranks.cause`."""
+        return error
+
+    def leave(self, why: str) -> None:
+        """Tells rank 0 why this one ends."""
+        self._send(LastWords(why))
+
+    def _send(self, value: object) -> None:
+        try:
+            self._pipe.send(value)
+        except _GONE:
+            raise RankFailed(f"rank 0 of {self.size} has ended") from None
