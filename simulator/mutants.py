@@ -640,8 +640,8 @@ NATIVE: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a state goes first though others part from it", "here", _CORE + "eviction/eviction.cpp",
-        "  if (nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked) return;\n",
-        "  if (nodes_[above].root()) return;\n",
+        "  return nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked ? kNone : above;",
+        "  return nodes_[above].root() ? kNone : above;",
         "tests/test_components.py",
     ),
     _mutant(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 from machine import eventually, patience
 from rigs.ghost import EOS, VOCAB, Ghost, GhostTokenizer, complete, prompt
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import PreTrainedModel
 
 from bench.tiny_models import loaded as tiny_loaded
 from bench.tiny_models import tiny
@@ -53,9 +54,18 @@ class Gate(Ghost):
         return super().forward(segments)
 
 
-def _loaded(max_context: int = 256, model: object = None) -> LoadedModel:
-    model = model or SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=[EOS]))
-    return LoadedModel(model, GhostTokenizer(), "ghost", torch.float32, max_context)  # type: ignore[arg-type]
+@functools.cache
+def _llama() -> PreTrainedModel:
+    """A model of which only the shape and the end tokens matter: ghosts compute in its place."""
+    model = tiny("llama", eos_token_id=EOS)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [EOS]
+    return model
+
+
+def _loaded(max_context: int = 256, model: PreTrainedModel | None = None) -> LoadedModel:
+    tokenizer: Any = GhostTokenizer()
+    return LoadedModel(model or _llama(), tokenizer, "ghost", torch.float32, max_context)
 
 
 class Rig:
@@ -308,8 +318,7 @@ def test_it_sleeps_while_there_is_nothing_to_do(rig: Callable[..., Rig]) -> None
 
 
 def test_the_pool_is_sized_from_bytes() -> None:
-    shape = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
-    model = SimpleNamespace(config=shape, generation_config=None)
+    model = _llama()
     page = 2 * 3 * 8 * 2 * 16 * 4  # k and v, layers, positions, heads, numbers per head, bytes
     config = EngineConfig(kv_bytes=5 * page + 1, page_size=8)
     with Engine(_loaded(model=model), config, runner=Gate) as engine:
@@ -600,8 +609,8 @@ def test_a_prompt_that_the_pool_cannot_hold_gets_an_error_that_says_so(rig: Call
 
 
 def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
-    shape = Gemma3TextConfig(
-        hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_hidden_layers=2,
+    model = tiny(
+        "gemma3_text", hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_hidden_layers=2,
         sliding_window=8, layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     chats = tuple([chat + 1] * 12 for chat in range(24)) * 3  # only windows are used again
@@ -609,7 +618,7 @@ def test_a_trace_of_use_decides_how_many_window_pages_there_are() -> None:
 
     def window_pages(trace: tuple[list[int], ...] | None) -> int:
         config = EngineConfig(kv_bytes=80_000, page_size=4, token_budget=8, window_trace=trace)
-        sizes = _sizes(_loaded(model=SimpleNamespace(config=shape, generation_config=None)), config)
+        sizes = _sizes(_loaded(model=model), config)
         return next(n for component, n in sizes.items() if component.name == "window")
 
     assert window_pages(documents) < window_pages(None) < window_pages(chats)

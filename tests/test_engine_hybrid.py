@@ -93,7 +93,7 @@ def test_cold_and_warm_give_the_same_answers(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
 def test_a_mark_saves_the_second_request_what_it_shares(family: str, marks: tuple[int, ...]) -> None:
     prompts = family_of_prompts(VOCAB, SHARED, [20, 13, 9], 3)
-    greedy = pair_of(family, KINDS[family])[1]
+    greedy = pair_of(*KINDS[family])[1]
     params = SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0, logprobs=0)
     with engine(family) as made:
         found = [made.submit(Request(np.array(prompt), params, marks=marks)).result() for prompt in prompts]

@@ -187,7 +187,7 @@ def test_keys_and_values_of_any_sizes_go_to_the_host_and_back(shape: KVShape, co
         plane.normal_()
     before = [plane.clone() for plane in kv.planes]
     pool = HostPool([Planes(kv.planes)], [2], storage=True, run=steps)
-    assert pool.payload_bytes == shape.bytes_per_page(4, torch.float32)
+    assert pool.payload_bytes(0) == shape.bytes_per_page(4, torch.float32)
     assert pool.content == f"page_first/v1 {content}"
     pool.down([Move(0, ids(4, 2), ids(0, 1))])
     steps.all()
@@ -241,9 +241,9 @@ def test_slots_lie_in_the_regions_apart_and_aligned(kind: str) -> None:
 
 
 def test_pages_of_a_model_without_attention_have_no_content(steps: Steps) -> None:
-    kv = KVPool(KVShape(0, 0, 0), pages=5, page_size=4, dtype=torch.float32)
+    kv = KVPool(KVShape(0, 0, 0, 0), pages=5, page_size=4, dtype=torch.float32)
     state = components("state", torch.float32)[1]
-    pool = HostPool([Planes((kv.k, kv.v), ()), state], [9, 3], storage=True, run=steps)
+    pool = HostPool([Planes(kv.planes, ()), state], [9, 3], storage=True, run=steps)
     assert pool.payload_bytes(0) == 0
     assert pool.payload_bytes(1) == state.payload_bytes
     assert len(pool.regions()) == 1
@@ -263,8 +263,8 @@ def test_pages_of_a_model_without_attention_have_no_content(steps: Steps) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_host_of_pages_without_content_copies_nothing(layout: HostLayout) -> None:
-    kv = KVPool(KVShape(0, 0, 0), pages=5, page_size=4, dtype=torch.float32)
-    pool = HostPool([Planes((kv.k, kv.v), ())], [9], layout)
+    kv = KVPool(KVShape(0, 0, 0, 0), pages=5, page_size=4, dtype=torch.float32)
+    pool = HostPool([Planes(kv.planes, ())], [9], layout)
     ticket = pool.down([Move(0, ids(0, 1), ids(3, 4))])
     assert ticket.done()
     assert ticket.error is None

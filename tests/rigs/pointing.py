@@ -123,7 +123,7 @@ class PointingEngine:
 
     def __init__(self, model: PointingModel, *, page_size: int = 4, cached: bool = True) -> None:
         self._model = model
-        self._pool = KVPool(KVShape(LAYERS, KV_HEADS, HEAD_DIM), 64, page_size, torch.float32)
+        self._pool = KVPool(KVShape(LAYERS, KV_HEADS, HEAD_DIM, HEAD_DIM), 64, page_size, torch.float32)
         keys = TypedKeys(VOCAB)
         self.cache = PrefixCache(64, page_size, keys=keys, enabled=cached, copy_page=self._pool.copy_page)
 
