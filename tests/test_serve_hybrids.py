@@ -14,7 +14,7 @@ import pytest
 from rigs.servers import free_port, mooncake_master, rclone_s3, valkey
 from rigs.serving import VOCAB, Answer, Options, Serve, server_of, tiny_folder
 
-from bench.tiny_models import HYBRIDS, WINDOWED
+from bench.tiny_models import ALONE, GATHERED, HYBRIDS, LATENT, RESUMED, WINDOWED
 
 pytestmark = pytest.mark.deadline
 
@@ -34,6 +34,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "lfm2": ("lfm2", HYBRIDS["lfm2"], "160kB"),
     "mamba2": ("mamba2", HYBRIDS["mamba2"], "200kB"),
 }
+MORE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma2": ("gemma2", WINDOWED["gemma2"], "180kB"),
+    "deepseek_v3": ("deepseek_v3", LATENT["deepseek_v3"], "100kB"),
+    "bloom": ("bloom", GATHERED["bloom"], "300kB"),
+    "kimi_linear": ("kimi_linear", HYBRIDS["kimi_linear"], "150kB"),
+    "minimax": ("minimax", HYBRIDS["minimax"], "200kB"),
+    "jamba": ("jamba", RESUMED["jamba"], "250kB"),
+    "rwkv": ("rwkv", ALONE["rwkv"], "40kB"),
+}
 
 
 def document(number: int) -> list[int]:
@@ -42,10 +51,10 @@ def document(number: int) -> list[int]:
     return shared + [2 + (number * 7919 + at * (at + 3 * number + 11)) % (VOCAB - 2) for at in range(OWN)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def serve(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """Starts servers of one family: `with serve(options) as server`."""
-    family, changes, memory = FAMILIES[request.param]
+    family, changes, memory = (FAMILIES | MORE)[request.param]
     folder = tmp_path_factory.mktemp("models") / request.param
     model = tiny_folder(family, folder, **{**changes, "max_position_embeddings": CONTEXT})
     defaults: Options = {"page-size": str(PAGE), "kv-bytes": memory, "token-budget": "64"}
@@ -91,7 +100,7 @@ def test_traffic_ten_times_the_device_then_a_kill_and_the_same_hits_from_storage
         for number, before in enumerate(hits):
             again = server.ask(document(number))
             assert again == uncached[number]
-            assert _cached(again) >= _cached(before) >= SHARED
+            assert _cached(again) >= _cached(before) // PAGE * PAGE >= SHARED
         assert server.used["storage"] > 0
 
 
