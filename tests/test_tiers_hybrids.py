@@ -242,3 +242,18 @@ def test_a_full_queue_drops_the_state_of_the_least_worth() -> None:
     assert 8 in written and len(written) < 8
     assert rig.tiers.stats().write_dropped > 0
     rig.close()
+
+
+@pytest.mark.parametrize("empty", [None, 0])
+def test_a_state_that_could_not_be_written_is_written_when_it_is_used_again(empty: int | None) -> None:
+    backend = FaultyBackend()
+    rig = Rig("full state", backend=backend, empty=empty, slots=24)
+    backend.instead["put"] = lambda keys, buffers: [False] * len(keys)
+    rig.serve(Q)
+    rig.settle()
+    assert not backend.stored_keys()
+    del backend.instead["put"]
+    rig.serve(Q)
+    rig.settle()
+    assert 8 in written_states(backend, rig, Q)
+    rig.close()

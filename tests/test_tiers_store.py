@@ -217,7 +217,7 @@ def done(call: StoreCall[Any]) -> Any:
 def test_nothing_is_stored_after_a_gap() -> None:
     backend = FaultyBackend()
     store = make_store(backend)
-    assert fill(store, begin=2) == Written(0, gap=True)
+    assert fill(store, begin=2) == Written(0, gap=True, whole=False)
     assert backend.stored_keys() == []
     assert fill(store, SYMBOLS[:8]) == Written(2, gap=False)
     assert fill(store, begin=2) == Written(2, gap=False)
@@ -249,7 +249,7 @@ def test_a_full_store_ends_a_write() -> None:
     backend = FaultyBackend()
     store = make_store(backend, batch_pages=2)
     backend.instead["put"] = lambda keys, slots: [True, False]
-    assert fill(store) == Written(1, gap=False)
+    assert fill(store) == Written(1, gap=False, whole=False)
     assert store.faults == {"full": 1}
     assert backend.calls.count("put") == 1
     assert not store.breaker.open
@@ -430,8 +430,8 @@ def test_numbers_that_a_codec_cannot_encode_do_not_open_the_breaker() -> None:
 MISSES: dict[str, tuple[Callable[[Store], StoreCall[Any]], Any]] = {
     "look_up": (lambda store: look_up(store), Found()),
     "read": (lambda store: read(store, new_slots(4, 100)), 0),
-    "write": (lambda store: write(store, new_slots(4)), Written(0, gap=False)),
-    "write after a page": (lambda store: write(store, new_slots(2), 2), Written(0, gap=False)),
+    "write": (lambda store: write(store, new_slots(4)), Written(0, gap=False, whole=False)),
+    "write after a page": (lambda store: write(store, new_slots(2), 2), Written(0, gap=False, whole=False)),
     "keep_note": (lambda store: store.keep_note("n", b"content", 16), False),
     "find_note": (lambda store: store.find_note("n", 16), b""),
 }
@@ -497,7 +497,7 @@ def test_a_wrong_number_of_results_makes_the_write_fail(results: Any) -> None:
     backend = FaultyBackend()
     store = make_store(backend)
     backend.instead["put"] = lambda keys, slots: results
-    assert fill(store) == Written(0, gap=False)
+    assert fill(store) == Written(0, gap=False, whole=False)
     assert store.faults == {"crashed": 1}
 
 
@@ -518,7 +518,7 @@ def test_an_answer_that_is_not_one_for_each_page_is_a_miss(answer: Any) -> None:
     store = make_store(backend)
     backend.instead["exists"] = lambda keys: answer
     assert done(look_up(store)) == Found()
-    assert fill(store) == Written(0, gap=False)
+    assert fill(store) == Written(0, gap=False, whole=False)
     assert store.faults == {"protocol": 2}
 
 

@@ -101,6 +101,8 @@ class Backups:
         for node in dict.fromkeys(nodes):
             try:
                 self.begin(node, hits)
+                if self._writes is not None:
+                    self._writes.again(node)
             except StaleHandle:
                 continue  # evicted, or joined to the next node, which was touched too
 

@@ -239,7 +239,7 @@ class Store:
             keys = [self.sealer.keys(part.names, part.row.name) for part in parts]
             there = iter(self._exist([*needed, *chain(*keys)]))
             if needed and not next(there):
-                return Written(0, gap=True)
+                return Written(0, gap=True, whole=False)
             stored = 0
             for part, keys_of_part in zip(parts, keys, strict=True):
                 lacking = [(key, slot) for key, slot in zip(keys_of_part, part.slots, strict=True) if not next(there)]
@@ -248,10 +248,10 @@ class Store:
                     whole = self._put(part.row, batch, causes)
                     stored += whole
                     if whole < len(batch):
-                        return Written(stored, gap=False)
+                        return Written(stored, gap=False, whole=False)
             return Written(stored, gap=False)
 
-        return self._submit(self._writers, write, Written(0, gap=False))
+        return self._submit(self._writers, write, Written(0, gap=False, whole=False))
 
     def delete(self, rows: Sequence[Row], names: Sequence[bytes]) -> StoreCall[bool]:
         """Deletes these rows of pages. The value is whether the back end did."""
@@ -441,7 +441,9 @@ class Written:
     Args:
         pages: pages that it stored.
         gap: whether nothing was stored because the page before is not stored.
+        whole: whether storage has all of them now, as far as this call knows.
     """
 
     pages: int
     gap: bool
+    whole: bool = True

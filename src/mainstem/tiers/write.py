@@ -81,6 +81,7 @@ class Writes:
         self._waiting: deque[_Write] = deque()
         self._states: list[_Write] = []  # those that wait
         self._written: OrderedDict[int, None] = OrderedDict()  # nodes whose state was written or is being written
+        self._lost: OrderedDict[int, bytes] = OrderedDict()  # names of states that could not be written, by node
         self._running = 0
         self.pages = self._running_states = 0
 
@@ -123,6 +124,16 @@ class Writes:
         if self._state is not None:
             for node in nodes:
                 self._add_state(node, names[self._core.end(node) - begin - 1])
+
+    def again(self, node: int) -> None:
+        """Queues the state of a node that was used, if it could not be written before.
+
+        Raises:
+            StaleHandle: the node was evicted.
+        """
+        name = self._lost.pop(node, None)
+        if name is not None and not self._core.removed(node):
+            self._add_state(node, name)
 
     def begin(self, *, everything: bool = False) -> None:
         """Begins as many waiting writes as may run at once, or all. Pages and states take turns."""
@@ -236,7 +247,14 @@ class Writes:
 
     def _drop_state(self, write: _Write) -> None:
         self._states.remove(write)
+        self._lose(write)
         self._drop(write)
+
+    def _lose(self, write: _Write) -> None:
+        self._written.pop(write.node, None)
+        self._lost[write.node] = write.names[0]
+        if len(self._lost) > _MAX_NODES:
+            self._lost.popitem(last=False)
 
     # ---------------------------------------------------------------- both
 
@@ -254,10 +272,11 @@ class Writes:
             return ARRIVED
         if write.call is None or not write.call.done():
             return 0
-        return FAILED if write.call.value.gap else ARRIVED
+        written = write.call.value
+        return FAILED if written.gap or (not write.before and not written.whole) else ARRIVED
 
     def _end(self, write: _Write, outcome: int) -> None:
-        """Ends a write; if storage lacks the page before, queues the whole path."""
+        """Ends a write. If storage lacks the page before, queues the whole path."""
         if write.call is None:
             return  # it was dropped
         self._running -= 1
@@ -266,8 +285,10 @@ class Writes:
         else:
             self._running_states -= 1
         self._pending.counts["stored"] += write.call.value.pages
-        if outcome == FAILED:
+        if outcome == FAILED and write.before:
             self._heal(write.node)
+        elif outcome == FAILED:
+            self._lose(write)
         self._unlock(write)
 
     def _heal(self, node: int) -> None:
