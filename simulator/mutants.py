@@ -169,8 +169,13 @@ PYTHON: tuple[Mutant, ...] = (
         "hybrid",
     ),
     _mutant(
+        "a state that storage did not take counts as stored for good", "-", "tiers/backup.py",
+        "                    self._writes.again(node)", "                    pass",
+        "tests/test_tiers_hybrids.py::test_a_state_that_could_not_be_written_is_written_when_it_is_used_again",
+    ),
+    _mutant(
         "pages are stored after a gap", "-", _STORE,
-        "            if needed and not next(there):\n                return Written(0, gap=True)\n",
+        "            if needed and not next(there):\n                return Written(0, gap=True, whole=False)\n",
         "            if needed:\n                next(there)\n",
         "tests/test_tiers_store.py::test_nothing_is_stored_after_a_gap",
     ),
