@@ -135,6 +135,8 @@ def test_what_is_inside_a_vision_model_is_its_text_model() -> None:
         ({**SMALL, "layer_types": ["full_attention", "retention"]}, "layers of kind retention"),
         ({**SMALL, "layer_types": ["sliding_attention"] * 2}, "without sliding_window"),
         ({}, "without model_type"),
+        ({**SMALL, "model_type": "mimo_v2_flash"}, "a mimo_v2_flash"),
+        ({**SMALL, "model_type": "recurrent_gemma"}, "a recurrent_gemma"),
         ({"model_type": "llama"}, "without num_hidden_layers"),
         ({**SMALL, "intermediate_size": None}, "without intermediate_size"),
         ({**SMALL, "hidden_size": 0}, "with 0 as hidden_size"),

@@ -124,6 +124,10 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
+# Families whose layers keep what these rules would misread.
+_UNKNOWN = frozenset({"bailing_hybrid", "kimi_linear", "mimo_v2_flash", "minimax", "recurrent_gemma", "rwkv"})
+
+
 class _Fields:
     """A configuration, looked up by any of the names that model families use for the same field."""
 
@@ -131,7 +135,7 @@ class _Fields:
         text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), None)
         inner = {**config, **text} if isinstance(text, Mapping) else dict(config)
         for part in ("attn_config", "ffn_config"):  # MPT and DBRX
-            inner |= inner[part] if isinstance(inner.get(part), Mapping) else {}
+            inner = {**inner[part], **inner} if isinstance(inner.get(part), Mapping) else inner
         self.name = name
         self.family = str(inner.get("model_type", ""))
         self._config = {**_DEFAULTS.get(self.family, {}), **{k: v for k, v in inner.items() if v is not None}}
@@ -178,6 +182,8 @@ class _Fields:
 def _shape(c: _Fields) -> ModelShape:
     if not c.family:
         raise BadArgument("model", f"{c.name}, without model_type", "a configuration that names its model type")
+    if c.family in _UNKNOWN:
+        raise c.unknown(f"a {c.family}", "layers whose sizes can be read from it")
     kinds = _kinds(c)
     shared = c.share("num_kv_shared_layers")  # the last layers read the KV of earlier ones
     layers = []
