@@ -198,7 +198,7 @@ PYTHON: tuple[Mutant, ...] = (
     _mutant(
         "a write holds the window of its last node only", "-", _WRITE,
         "locks = nodes if self._begins_late else nodes[-1:]", "locks = nodes[-1:]",
-        "hybrid",
+        "tests/test_tiers_components.py::test_a_write_holds_the_windows_of_all_its_nodes",
     ),
     _mutant(
         "window pages that a write does not hold are written", "-", _WRITE,

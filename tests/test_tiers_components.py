@@ -476,6 +476,23 @@ def test_window_pages_that_a_write_does_not_hold_are_not_written() -> None:
     engine.close()
 
 
+def test_a_write_holds_the_windows_of_all_its_nodes() -> None:
+    """While a path of several nodes is written, no window page of it leaves the host."""
+    backend = FaultyBackend()
+    engine = Engine(Full(), Window(2), backend=backend)
+    engine.compute([*P[:2], 98, 99])  # so that the path is more than one node
+    engine.compute(P[:6])
+    engine.back_up(P[:6])
+    for ticket in engine.memory.tickets:
+        ticket.wait()
+    engine.tiers.poll()
+    engine.tiers.poll()
+    assert engine.tiers.stats().queued == 6
+    assert engine.evict(6, 1, HOST) == 0
+    engine.settle()
+    engine.close()
+
+
 # ---------------------------------------------------------------- random operations
 
 
