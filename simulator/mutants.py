@@ -434,7 +434,7 @@ PYTHON: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a rank uses its own gap in storage", "sglang#30760", _WRITE,
-        "if outcome == FAILED:", "if write.call.value.gap:",
+        "if outcome == FAILED and write.before:", "if write.call.value.gap:",
         "ranks",
     ),
     _mutant(
