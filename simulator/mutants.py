@@ -494,7 +494,7 @@ NATIVE: tuple[Mutant, ...] = (
     _mutant(
         "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "residency/residency.cpp",
         "if (!low.absent()) up.ids = low.ids.take_front(",
-        "if (!low.absent() && tier_of(s) == kDevice) up.ids = low.ids.take_front(",
+        "if (!low.absent() && tier_of(column) == kDevice) up.ids = low.ids.take_front(",
     ),
     _mutant(
         "the upper half of a split is not locked", "sglang#28692", _CORE + "residency/residency.cpp",

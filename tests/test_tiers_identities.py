@@ -19,8 +19,9 @@ from mainstem.identity import Identity
 from mainstem.storage.base import Capabilities
 from mainstem.storage.memory import MemoryBackend
 from mainstem.storage.wrappers import ReadOnly
-from mainstem.tiers.identities import LISTED, NOTE_BYTES, Summary, describe, enter, explain, find, summarize
-from mainstem.tiers.pages import HEADER_BYTES, PUBLIC_SECRET, Sealer
+from mainstem.tiers.identities import LISTED, ROOM_BYTES, Summary, describe, enter, explain, find, summarize
+from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
+from mainstem.tiers.sealed import keep_note, note_bytes
 
 
 def named(**changes: Any) -> Identity:
@@ -105,7 +106,7 @@ def test_identities_with_long_values_are_listed_as_far_as_there_is_room() -> Non
         entered(store, named(**dict.fromkeys(words, f"{number} " + "\ud800" * 300)))
     found = listed(store)
     assert 2 <= len(found) < LISTED and found[0]["model"].startswith(f"{LISTED - 1} ")
-    assert store.stats().used_bytes == NOTE_BYTES
+    assert store.stats().used_bytes == note_bytes(ROOM_BYTES) == 1 << 15
 
 
 def test_another_secret_has_a_list_of_its_own() -> None:
@@ -149,10 +150,7 @@ def rewrite(store: MemoryBackend, content: bytes) -> None:
     """Stores a note with this content, sealed as it should be."""
     sealer = Sealer(None, SECRET)
     (key,) = store._values
-    slot = memoryview(bytearray(NOTE_BYTES))
-    slot[HEADER_BYTES:] = sealer.hide(content.ljust(NOTE_BYTES - HEADER_BYTES - 32, b"\0"))
-    sealer.seal(slot, key)
-    store.put([key], [slot])
+    keep_note(store, sealer, key, content, ROOM_BYTES)
 
 
 @pytest.mark.parametrize("kind", [MemoryBackend, WriteOnce])

@@ -164,7 +164,7 @@ class ModelRunner:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._like = torch.empty(0, dtype=loaded.dtype, device=model.device)
         self._page_size = page_size
-        self._embedded: dict[tuple[bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
+        self._embedded: dict[tuple[bytes, bytes, Adapter | None], torch.Tensor] = {}  # of the next forward
         self._attended = self.layout.attended
         self._alone = _own_attention(model) if self._places else None
         with plain_attention(model):
@@ -222,7 +222,7 @@ class ModelRunner:
                 if len(rows) != image.length:
                     allowed = f"{len(rows)}, the number of its embeddings"
                     raise BadArgument("images", f"{image.length} positions", allowed)
-                self._embedded[image.identity, segment.adapter] = rows
+                self._embedded[image.identity, segment.namespace, segment.adapter] = rows
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
         """Allocates host pages for the pools, with the components in the same order.
@@ -351,7 +351,7 @@ class ModelRunner:
             for image in _inside(segment):
                 begin, end = max(image.start, segment.start), min(image.end, segment.end)
                 shift = row - segment.start
-                rows = self._embedded.get((image.identity, segment.adapter))
+                rows = self._embedded.get((image.identity, segment.namespace, segment.adapter))
                 rows = self.vision.embed(image, segment.namespace) if rows is None else rows
                 flat[begin + shift : end + shift] = rows[begin - image.start : end - image.start]
             row += len(segment.tokens)

@@ -23,21 +23,20 @@ from hashlib import sha256
 
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
-from mainstem.storage.base import ABSENT, Backend
-from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.storage.base import Backend
+from mainstem.tiers import sealed
+from mainstem.tiers.pages import Sealer
 
 LISTED = 32
 """The most identities that are listed; the oldest are dropped."""
 
-NOTE_BYTES = 1 << 15
-"""Bytes of the note, its header included. The oldest entries are dropped if there is no room for them."""
+ROOM_BYTES = (1 << 15) - sealed.note_bytes(0)
+"""Bytes of the list. The oldest entries are dropped if there is no room for them."""
 
 Summary = dict[str, str]
 """An identity for people: the names of what distinguishes it, and their values as texts."""
 
 _NAME = "identities"
-_MARK_BYTES = 32  # that hiding adds
-_ROOM_BYTES = NOTE_BYTES - HEADER_BYTES - _MARK_BYTES
 _TEXT_CHARACTERS = 200  # of one value; the digest of a longer one takes the place of its end
 _SHOWN_CHARACTERS = 40
 _RANKS = {"tp_size": "ranks"}
@@ -63,16 +62,10 @@ def find(backend: Backend, sealer: Sealer, causes: Counter[str]) -> list[Summary
     Raises:
         StorageError: the back end cannot be read.
     """
-    key = sealer.common_record(_NAME)
-    slot = memoryview(bytearray(NOTE_BYTES))
-    (length,) = backend.get([key], [slot])
-    if length == ABSENT:
-        return []
-    cause = sealer.verify(slot, key) if length == NOTE_BYTES else "length"
-    if cause is None:
-        return _decode(sealer.reveal(bytes(slot[HEADER_BYTES:])))
-    causes[cause] += 1
-    return []
+    content, cause = sealed.find_note(backend, sealer, sealer.common_record(_NAME), ROOM_BYTES)
+    if cause not in (None, "absent"):
+        causes[cause] += 1
+    return _decode(content)
 
 
 def enter(backend: Backend, sealer: Sealer, causes: Counter[str]) -> list[Summary]:
@@ -86,14 +79,8 @@ def enter(backend: Backend, sealer: Sealer, causes: Counter[str]) -> list[Summar
     assert sealer.identity is not None
     own, listed = summarize(sealer.identity), find(backend, sealer, causes)
     if own not in listed:
-        key = sealer.common_record(_NAME)
-        slot = memoryview(bytearray(NOTE_BYTES))
-        slot[HEADER_BYTES:] = sealer.hide(_encode([own, *listed]))
-        sealer.seal(slot, key)
         try:
-            if not backend.capabilities.overwrites:
-                backend.delete([key])
-            backend.put([key], [slot])
+            sealed.keep_note(backend, sealer, sealer.common_record(_NAME), _encode([own, *listed]), ROOM_BYTES)
         except StorageError as error:
             causes[error.cause] += 1
     return listed
@@ -151,9 +138,9 @@ def _fitted(text: str) -> str:
 def _encode(listed: Sequence[Summary]) -> bytes:
     for count in range(min(len(listed), LISTED), 0, -1):
         content = json.dumps(listed[:count]).encode()
-        if len(content) <= _ROOM_BYTES:
-            return content.ljust(_ROOM_BYTES, b"\0")
-    return bytes(_ROOM_BYTES)
+        if len(content) <= ROOM_BYTES:
+            return content
+    return b""
 
 
 def _decode(content: bytes) -> list[Summary]:

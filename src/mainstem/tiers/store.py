@@ -25,8 +25,8 @@ from typing import Generic, TypeVar
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.settings.engine import StorageConfig
-from mainstem.storage.base import ABSENT, Backend
-from mainstem.tiers import identities
+from mainstem.storage.base import Backend
+from mainstem.tiers import identities, sealed
 from mainstem.tiers.codecs import CODECS, Codec
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.rows import Row
@@ -35,7 +35,6 @@ from mainstem.tiers.workers import Call, Workers
 log = logging.getLogger(__name__)
 
 _MIN_CLOSE_S = 0.1  # enough for idle workers to end
-_MARK_BYTES = 32  # that hiding adds to a note
 
 T = TypeVar("T")
 
@@ -214,7 +213,7 @@ class Store:
             packed = self._room(row, slots)
             lengths = self.backend.get(keys, packed)
             for good, (key, slot, length) in enumerate(zip(keys, packed, lengths, strict=True)):
-                if (cause := self._cause(key, slot, length)) is not None:
+                if (cause := sealed.fault(self.sealer, key, slot, length)) is not None:
                     causes[cause] += 1
                     if cause != "absent":
                         with _caught(causes):
@@ -264,29 +263,20 @@ class Store:
 
     def keep_note(self, name: str, content: bytes, room_bytes: int) -> StoreCall[bool]:
         """Stores a note, replacing the one with the same name. The value is whether the back end did."""
-        slot = memoryview(bytearray(HEADER_BYTES + _MARK_BYTES + room_bytes))
-        slot[HEADER_BYTES:] = self.sealer.hide(content.ljust(room_bytes, b"\0"))
 
         def keep(causes: Counter[str]) -> bool:
-            key = self.sealer.record(name)
-            self.sealer.seal(slot, key)
-            if not self.backend.capabilities.overwrites:
-                self.backend.delete([key])
-            return self.backend.put([key], [slot])[0]
+            return sealed.keep_note(self.backend, self.sealer, self.sealer.record(name), content, room_bytes)
 
         return self._submit(self._writers, keep, False)
 
     def find_note(self, name: str, room_bytes: int) -> StoreCall[bytes]:
         """Reads a note of size `room_bytes`, padded with zeros; empty if there is none."""
-        slot = memoryview(bytearray(HEADER_BYTES + _MARK_BYTES + room_bytes))
 
         def find(causes: Counter[str]) -> bytes:
-            key = self.sealer.record(name)
-            cause = self._cause(key, slot, self.backend.get([key], [slot])[0])
+            content, cause = sealed.find_note(self.backend, self.sealer, self.sealer.record(name), room_bytes)
             if cause is not None:
                 causes[cause] += 1
-                return b""
-            return self.sealer.reveal(bytes(slot[HEADER_BYTES:]))
+            return content
 
         return self._submit(self._readers, find, b"")
 
@@ -370,11 +360,6 @@ class Store:
     def _unpack(self, packed: memoryview, slot: memoryview) -> None:
         if packed is not slot:
             self._codec.decode(packed[HEADER_BYTES:], slot[HEADER_BYTES:], self._dtype)
-
-    def _cause(self, key: bytes, slot: memoryview, length: int) -> str | None:
-        if length != len(slot):
-            return "absent" if length == ABSENT else "length"
-        return self.sealer.verify(slot, key)
 
     def _submit(self, workers: Workers, work: Callable[[Counter[str]], T], nothing: T) -> StoreCall[T]:
         if self._closed or not self.breaker.allow():
