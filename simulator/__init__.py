@@ -6,7 +6,8 @@
     process     one process of the simulated machine: cache, tiers, store; may be killed at any step
     leases, requests, components, ranks      the workloads: one profile each
     campaign    many seeds, one after another, in several processes
-    mutants     known bugs reintroduced on purpose, each of which must be found
+    bugs        known bugs, as patches
+    mutants     those bugs reintroduced on purpose, each of which must be found
 
 This is a development tool: the package does not depend on it.
 """

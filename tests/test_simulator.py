@@ -16,9 +16,10 @@ import pytest
 from machine import patience
 
 from mainstem.tiers.transfer import Move
+from simulator.bugs import NATIVE, PYTHON, Mutant
 from simulator.campaign import PROFILES, Record, run_seed
 from simulator.ghost import SimMemory, fingerprints, salt
-from simulator.mutants import NATIVE, PYTHON, Mutant, judge
+from simulator.mutants import judge
 from simulator.world import World, WrongError
 
 ROOT = Path(__file__).parents[1]

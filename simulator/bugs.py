@@ -1,0 +1,682 @@
+"""Known bugs as patches of the package: `simulator.mutants` makes each again in a copy, and something must find it.
+
+Production code has no switch for any of it. `PYTHON` are patches of modules; `NATIVE` those of the C++ core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug.
+
+    Args:
+        name: what is wrong.
+        like: the report of such a bug in the field; "here": it was ours; "-": none.
+        file: below src/mainstem.
+        patches: old text and new text.
+        by: a profile that finds it, or a test: `tests/...::name`.
+    """
+
+    name: str
+    like: str
+    file: str
+    patches: tuple[tuple[str, str], ...]
+    by: str = "cache"
+
+
+def _mutant(name: str, like: str, file: str, old: str, new: str, by: str = "cache") -> Mutant:
+    return Mutant(name, like, file, ((old, new),), by)
+
+
+_PAGES, _STORE, _PENDING, _HOST = "tiers/pages.py", "tiers/store.py", "tiers/pending.py", "tiers/host.py"
+_BACKUP, _LOAD, _PREFETCH, _WRITE, _WARM = (
+    f"tiers/{part}.py" for part in ("backup", "load", "prefetch", "write", "warm")
+)
+_SCHEDULER, _SEQUENCE = "runtime/scheduler.py", "runtime/sequence.py"
+
+# fmt: off
+PYTHON: tuple[Mutant, ...] = (
+    # ---------------------------------------------------------------- keys of pages, and their verification
+    _mutant(
+        "stored keys leave out the namespace", "sglang#26747", _PAGES,
+        "+ self._identity + namespace", "+ self._identity",
+    ),
+    _mutant(
+        "stored keys leave out the identity", "sglang#33268", _PAGES,
+        'data = len(self._identity).to_bytes(8, "little") + self._identity + namespace', "data = namespace",
+    ),
+    _mutant(
+        "the identity leaves out the weights", "sglang#26792", "identity.py",
+        'if field.name in ("tp_rank", "tp_size"):', 'if field.name in ("tp_rank", "tp_size", "weights"):',
+    ),
+    _mutant(
+        "stored keys leave out the shard", "sglang#26670", _PAGES,
+        'suffix = len(row).to_bytes(8, "little") + row + self._shard', 'suffix = len(row).to_bytes(8, "little") + row',
+        "ranks",
+    ),
+    _mutant(
+        "stored keys leave out the component", "-", _PAGES,
+        'suffix = len(row).to_bytes(8, "little") + row + self._shard', "suffix = self._shard",
+        "hybrid",
+    ),
+    _mutant(
+        "a page's key does not depend on the pages before it", "vllm#8229", _PAGES,
+        'self._named(b"page" + parent + symbols', 'self._named(b"page" + symbols',
+    ),
+    _mutant(
+        "keys of 8 bits: different pages collide", "CVE-2025-25183", _PAGES,
+        "return self._blake3(data, key=self._name_key).digest()",
+        "return self._blake3(data, key=self._name_key).digest()[:1] * 32",
+    ),
+    _mutant(
+        "the tag is not checked", "sglang#39269", _PAGES,
+        " or bytes(slot[_TAG]) != self._tag(slot)", "",
+    ),
+    _mutant(
+        "the tag covers the header only", "LMCache#4463", _PAGES,
+        "        hasher.update(slot[HEADER_BYTES:])\n", "",
+    ),
+    _mutant(
+        "the tag needs no secret", "-", _PAGES,
+        "self._blake3(slot[: _TAG.start], key=self._tag_key)", "self._blake3(slot[: _TAG.start])",
+    ),
+    _mutant(
+        "an intact page of another key is accepted", "openvino.genai#3722", _PAGES,
+        'return None if stored == key else "misdirected"', "return None",
+    ),
+    _mutant(
+        "an adapter and a salt with one name share a namespace", "vllm#44701", "namespaces.py",
+        '_field(b"s", self.salt)', '_field(b"a", self.salt)',
+    ),
+    _mutant(
+        "a lease ignores its namespace", "CVE-2025-46570", "cache.py",
+        'name = b"" if namespace is None else encode_namespace(namespace)', 'name = b""',
+    ),
+    # ---------------------------------------------------------------- the store
+    _mutant(
+        "a hole in a read is skipped", "sglang#26886", _STORE,
+        "                    return good\n                self._unpack",
+        "                    continue\n                self._unpack",
+    ),
+    _mutant(
+        "a call over its deadline frees its slots while it runs", "TensorRT-LLM#15546", _STORE,
+        "        self.overdue()\n        return False", "        return self.overdue()",
+    ),
+    _mutant(
+        "calls have no deadline", "LMCache#1491", _STORE,
+        "if self._store.clock() < self._deadline_s:", "if True:",
+    ),
+    _mutant(
+        "an exception of a client ends the worker", "sglang#39269", _STORE,
+        "    except BaseException:  # third-party", "    except ZeroDivisionError:  # third-party",
+    ),
+    _mutant(
+        "the breaker never opens", "Mooncake#2253", _STORE,
+        "        self._failures += 1\n", "",
+    ),
+    _mutant(
+        "the breaker never closes", "-", _STORE,
+        "        self._failures, self._trying = 0, False", "        self._trying = False",
+    ),
+    _mutant(
+        "the write queue is unbounded", "sglang#26670", _WRITE,
+        "if self.pages and self.pages + len(write.names) > self._store.config.queue_pages:", "if False:",
+    ),
+    _mutant(
+        "the queue of states is unbounded", "-", _WRITE,
+        "        if len(self._states) >= self._store.config.queue_pages:\n", "        if False:\n",
+        "hybrid",
+    ),
+    _mutant(
+        "a state that storage did not take counts as stored for good", "-", "tiers/backup.py",
+        "                    self._writes.again(node)", "                    pass",
+        "tests/test_tiers_hybrids.py::test_a_state_that_could_not_be_written_is_written_when_it_is_used_again",
+    ),
+    _mutant(
+        "pages are stored after a gap", "-", _STORE,
+        "            if needed and not next(there):\n                return Written(0, gap=True, whole=False)\n",
+        "            if needed:\n                next(there)\n",
+        "tests/test_tiers_store.py::test_nothing_is_stored_after_a_gap",
+    ),
+    _mutant(
+        "a state is encoded by a codec that loses", "-", _STORE,
+        'if row.exact or self._codec.name == "none":', 'if self._codec.name == "none":',
+        "tests/test_tiers_store.py::test_an_exact_row_is_stored_as_it_is_whatever_the_codec",
+    ),
+    _mutant(
+        "a codec takes states for rows of attention", "-", "tiers/rows.py",
+        "Row(row, name, isinstance(tree.components[row], State))", "Row(row, name, False)",
+        "tests/test_tiers_hybrids.py::test_states_are_kept_exact",
+    ),
+    # ---------------------------------------------------------------- writes of windows and states
+    _mutant(
+        "a state is stored as that of another position", "-", _WRITE,
+        "self._add_state(node, names[self._core.end(node) - begin - 1])", "self._add_state(node, names[-1])",
+        "hybrid",
+    ),
+    _mutant(
+        "a write holds the window of its last node only", "-", _WRITE,
+        "locks = nodes if self._begins_late else nodes[-1:]", "locks = nodes[-1:]",
+        "tests/test_tiers_components.py::test_a_write_holds_the_windows_of_all_its_nodes",
+    ),
+    _mutant(
+        "window pages that a write does not hold are written", "-", _WRITE,
+        "mine = np.zeros(end, np.bool_)", "mine = np.ones(end, np.bool_)",
+        "tests/test_tiers_components.py::test_window_pages_that_a_write_does_not_hold_are_not_written",
+    ),
+    _mutant(
+        "pages that the host does not have, or not yet, are written", "here", _WRITE,
+        "ids = self._present(write.node, row.number, write.begin)  # a copy of some may have failed\n"
+        "        pages = np.flatnonzero(mine[write.begin :] & (ids >= 0))\n",
+        "ids = self._core.ids(write.node, row.number, HOST)[write.begin :]\n"
+        "        pages = np.flatnonzero(mine[write.begin :])\n",
+        "components",
+    ),
+    _mutant(
+        "states are written in the order in which they came", "-", _WRITE,
+        "self._begin_state(max(self._states, key=self._worth))", "self._begin_state(self._states[0])",
+        "tests/test_tiers_hybrids.py::test_states_where_prompts_part_or_end_are_written_first",
+    ),
+    _mutant(
+        "a removal deletes one component", "-", _WRITE,
+        "self._store.delete(self.rows, names)", "self._store.delete(self.rows[:1], names)",
+        "tests/test_tiers_hybrids.py::test_a_removal_deletes_every_component",
+    ),
+    # ---------------------------------------------------------------- back up
+    _mutant(
+        "a host page is served before its copy has ended", "vllm#45704", _BACKUP,
+        "        if not self.ticket.done():\n            return 0\n        if self.above",
+        "        if self.above",
+    ),
+    _mutant(
+        "a failed copy counts as complete", "LMCache-Ascend#270", _BACKUP,
+        "return FAILED if self.above is not None or self.ticket.error is not None else ARRIVED",
+        "return FAILED if self.above is not None else ARRIVED",
+    ),
+    _mutant(
+        "a copy does not wait for its parent's", "sglang#31679", _BACKUP,
+        "above = self.flights.get(self._core.in_flight_above(held[-1], HOST))", "above = None",
+    ),
+    _mutant(
+        "a failed copy is undone before the copies below it", "sglang#31679", _BACKUP,
+        "        if backup.below:\n            return\n", "",
+    ),
+    Mutant(
+        "a device page is not locked while it is backed up", "sglang#28468", _BACKUP,
+        (
+            ("                self._core.lock(at, DEVICE)\n", ""),
+            ("            self._core.unlock(node, DEVICE)\n", ""),
+        ),
+    ),
+    _mutant(
+        "evicted host pages are not returned to the pool", "sglang#16067", _HOST,
+        "        self._reclaim(self.tree.evict(", "        list(self.tree.evict(",
+    ),
+    _mutant(
+        "a stale handle ends the scheduler", "-", _BACKUP,
+        "            except StaleHandle:\n", "            except ZeroDivisionError:\n",
+    ),
+    _mutant(
+        "a node in flight is copied again", "here", _BACKUP,
+        "missing = list(takewhile(lambda at: at not in self.flights, lacking))", "missing = list(lacking)",
+        "components",
+    ),
+    _mutant(
+        "a copy waits only for the copy above its first node", "here", _BACKUP,
+        "self._core.in_flight_above(held[-1], HOST)", "self._core.in_flight_above(held[0], HOST)",
+        "tests/test_tiers_components.py::test_a_copy_waits_for_every_copy_above_its_last_node",
+    ),
+    # ---------------------------------------------------------------- load
+    _mutant(
+        "a load is published before it has arrived", "vllm#47282", _LOAD,
+        "        if not self.ticket.done():\n            return 0\n        return ARRIVED if",
+        "        return ARRIVED if",
+    ),
+    _mutant(
+        "a failed load counts as arrived", "vllm#49250", _LOAD,
+        "return ARRIVED if self.ticket.error is None else FAILED", "return ARRIVED",
+    ),
+    _mutant(
+        "a layer is not waited for", "vllm#46278", _SEQUENCE,
+        "None if self._load is None else self._load.ticket,", "None,",
+        "scheduler",
+    ),
+    _mutant(
+        "attention does not wait for its layer", "vllm#46278", "runtime/attention.py",
+        "        ticket.wait_layer(index)\n", "        del ticket\n",
+        "tests/test_runner.py::test_layers_are_computed_while_the_next_ones_arrive",
+    ),
+    _mutant(
+        "what was computed after a failed load is kept", "vllm#49250", _SCHEDULER,
+        "        if not failed:\n            return scheduled, sampled, logits\n",
+        "        return scheduled, sampled, logits\n",
+        "scheduler",
+    ),
+    _mutant(
+        "a forward's pages are published while they arrive", "vllm#39702", _SEQUENCE,
+        "if load is None or load.wait():", "if True:",
+        "scheduler",
+    ),
+    _mutant(
+        "two requests prefetch for each other forever", "here", _SCHEDULER,
+        "            and prefetch.loaded\n            and sequence.prefetches < _PREFETCHES\n", "",
+        "scheduler",
+    ),
+    _mutant(
+        "evicted states are not backed up", "-", _BACKUP,
+        "if self.begin(victim):", "if row == 0 and self.begin(victim):",
+        "tests/test_tiers_leases.py::test_states_that_are_evicted_are_written_back",
+    ),
+    _mutant(
+        "where all layers slide, a load counts only the pages that it copies", "here", _LOAD,
+        "        self._number, pairs = lease.begin_load()\n",
+        "        self._number, pairs = lease.begin_load()\n        self.pages = len(pairs[0][0])\n",
+        "tests/test_tiers_leases.py::test_what_the_host_has_is_loaded_and_is_a_hit_of_the_next_one",
+    ),
+    _mutant(
+        "after a failed load a request does not go back to its hit", "-", _SEQUENCE,
+        "        self.computed = self._lease.hit\n        return False", "        return False",
+        "hybrid-scheduler",
+    ),
+    _mutant(
+        "where all layers slide, a load needs pages for the whole prompt", "here", _SCHEDULER,
+        "        if Full.name not in self._cache.pools:\n            return True  #", "        #",
+        "tests/test_engine_hybrid.py::test_a_prompt_longer_than_all_windows_is_loaded",
+    ),
+    _mutant(
+        "a hit ends inside a page that is not copied", "LMCache-Ascend#270", "cache.py",
+        "                self._copy_page(*copy)\n", "",
+    ),
+    # ---------------------------------------------------------------- prefetch
+    _mutant(
+        "pages that fail verification are accepted", "LMCache#4467", _PREFETCH,
+        "return 1 + read.intact if read.done", "return 1 + len(read.page_ids) if read.done",
+    ),
+    _mutant(
+        "every batch reads the keys of the first one", "sglang#5221", _PREFETCH,
+        "self._anchor.names(begin, last)", "self._anchor.names(self._plan.have, self._plan.have + len(page_ids))",
+    ),
+    _mutant(
+        "batches are added in the order of their arrival", "ATOM#1807", _PREFETCH,
+        "        while self._reads and self._reads[0].ended:\n            read = self._reads.popleft()\n",
+        "        while read := next((each for each in self._reads if each.ended), None):\n"
+        "            self._reads.remove(read)\n",
+    ),
+    _mutant(
+        "pages after a miss are accepted", "sglang#39444", _PREFETCH,
+        "                self._broken = self._faulty = True\n", "                self._faulty = True\n",
+    ),
+    _mutant(
+        "what was read after a damaged page is kept", "-", _PREFETCH,
+        "good = read.good if not self._broken else 0", "good = read.good",
+    ),
+    _mutant(
+        "a page that did not arrive is read again for ever", "-", _PREFETCH,
+        "                self._plan.stored[read.row][read.begin + kept] = False\n", "",
+    ),
+    _mutant(
+        "pages are inserted where some of another component are in flight", "here", _PREFETCH,
+        "rows = range(len(self._tree.components)) if self.node else ()", "rows = range(1) if self.node else ()",
+        "hybrid-scheduler",
+    ),
+    _mutant(
+        "a window is judged one position short", "-", "components.py",
+        "return np.maximum(ends - self.tokens, 0)", "return np.maximum(ends - self.tokens + 1, 0)",
+        "tests/test_tiers_plan.py",
+    ),
+    _mutant(
+        "a chunk is judged from the boundary before the end, or at it", "-", "components.py",
+        "return ends - ends % self.tokens\n", "return ends - (ends - 1) % self.tokens - 1\n",
+        "tests/test_tiers_plan.py",
+    ),
+    _mutant(
+        "a state is judged one page off", "-", "tiers/plan.py",
+        "allowed &= there[self.have : most]", "allowed &= np.roll(there, 1)[self.have : most]",
+        "tests/test_tiers_plan.py",
+    ),
+    _mutant(
+        "states are inserted before what they follow", "-", "tiers/plan.py",
+        "for row, component in enumerate(self._components):\n            end",
+        "for row, component in reversed([*enumerate(self._components)]):\n            end",
+        "tests/test_tiers_hybrids.py::test_a_restarted_process_finds_every_component_again",
+    ),
+    _mutant(
+        "a duplicate is freed twice", "sglang-jax#982", _PREFETCH,
+        "        self._host.pools[row].release(page_ids[~ours])\n",
+        "        self._host.pools[row].release(page_ids[~ours])\n" * 2,
+    ),
+    _mutant(
+        "a duplicate is lost", "sglang#16067", _PREFETCH,
+        "        self._host.pools[row].release(page_ids[~ours])\n", "",
+    ),
+    _mutant(
+        "duplicates count as pages of the tree", "mini-sglang#142", _PREFETCH,
+        "ours[:kept] = theirs[begin - first : length - first] == page_ids[:kept]", "ours[:kept] = True",
+    ),
+    Mutant(
+        "host pages may be evicted while they are written to storage", "Mooncake#4239", _WRITE,
+        (
+            ("            self._core.lock(node, HOST)\n", "            pass\n"),
+            ("            self._core.unlock(node, HOST)\n", "            pass\n"),
+        ),
+    ),
+    _mutant(
+        "with a limit of one prefetch nothing is warmed", "here", _WARM,
+        "len(self._prefetches) < max(1, self._store.config.max_prefetches // 2)",
+        "len(self._prefetches) < self._store.config.max_prefetches // 2",
+    ),
+    _mutant(
+        "a request waits for a stuck store", "LMCache#5047", _PREFETCH,
+        "Polled(self._late, self._expire)", "Polled(lambda: self.ended, self._expire)",
+    ),
+    _mutant(
+        "the wait ignores the speed of the machine", "here", "tiers/waits.py",
+        "if cost_s is None:", "if True:",
+        "tests/test_scheduler_tiers.py::"
+        "test_on_a_machine_slower_than_assumed_a_restarted_server_loads_everything_from_storage",
+    ),
+    _mutant(
+        "a listed prefix is warmed only as far as a prefetch under way shares it", "here", _WARM,
+        "if self._prefetches.overlaps(namespace, key):", "if False:",
+        "tests/test_tiers_warm.py::test_a_conversation_is_warmed_whole_though_each_turn_adds_little",
+    ),
+    _mutant(
+        "a stuck store occupies the host", "sglang#33862", _HOST,
+        "            self._writes.give_way()", "            return False",
+        "tests/test_tiers_host.py::test_a_stuck_store_does_not_occupy_the_host",
+    ),
+    # ---------------------------------------------------------------- ranks
+    _mutant(
+        "a rank uses its own votes", "sglang#31425", _PENDING,
+        "                votes = self._agree(votes)\n", "                self._agree(votes)\n",
+        "ranks",
+    ),
+    _mutant(
+        "a rank uses its own gap in storage", "sglang#30760", _WRITE,
+        "if outcome == FAILED and write.before:", "if write.call.value.gap:",
+        "ranks",
+    ),
+    _mutant(
+        "a rank uses its own lookup", "sglang#22607", _PREFETCH,
+        "self._agreed(self._plan.pages, outcome)\n", "self._agreed(self._plan.pages, 1 + (self._offer or 0))\n",
+        "ranks",
+    ),
+    # ---------------------------------------------------------------- images and adapters
+    _mutant(
+        "the shape of an image is not in its identity", "CVE-2025-46722", "runtime/vision.py",
+        "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([mode, pixels.dtype.str])",
+        "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
+    ),
+    _mutant(
+        "the mode of an image is not in its identity", "CVE-2025-46722", "runtime/vision.py",
+        "json.dumps([mode, pixels.dtype.str, pixels.shape])", "json.dumps([pixels.dtype.str, pixels.shape])",
+        "tests/test_vision.py::test_equal_bytes_of_another_mode_or_shape_are_another_image",
+    ),
+    _mutant(
+        "a hit ends inside an image", "-", "keys.py",
+        "return start if inside else min(position, self._length)", "return min(position, self._length)",
+        "tests/test_keys.py",
+    ),
+    _mutant(
+        "a chunk ends inside an image", "-", "runtime/checkpoints.py",
+        "    if span is None:\n        return end\n", "    return end\n",
+        "tests/test_checkpoints.py",
+    ),
+    _mutant(
+        "an adapter's prefixes are the base model's", "here", "runtime/engine.py",
+        "return replace(namespace, adapter=adapter.namespace), adapter",
+        "return replace(namespace, adapter=None), adapter",
+        "tests/test_adapters.py",
+    ),
+    # ---------------------------------------------------------------- the file store
+    _mutant(
+        "the index is trusted after a restart", "LMCache#562", "storage/file/index.py",
+        "if self._checksum(body, _FORMAT) == checksum:", "if True:",
+        "tests/test_storage_file_damage.py",
+    ),
+    _mutant(
+        "a value's digest is not compared", "sglang#39269", "storage/file/values.py",
+        "if self._digest(piece.buffer) != piece.entry.digest", "if False",
+        "tests/test_storage_file_damage.py",
+    ),
+    _mutant(
+        "space is returned to the disk before that is durable", "-", "storage/file/backend.py",
+        '        if self._sync:\n            self._folder.sync("values")\n        self._catalog.shrink(cut)',
+        "        self._catalog.shrink(cut)",
+        "tests/test_storage_file_crash.py",
+    ),
+)
+
+_CORE, POLICIES = "core/csrc/", "core/csrc/eviction/policies/"
+_LEASES, _GITTINS = "tests/test_lease_components.py::", "tests/test_policies_gittins.py::"
+NATIVE: tuple[Mutant, ...] = (
+    _mutant(
+        "a split leaves the host's pages with the lower half", "sglang#36696", _CORE + "residency/residency.cpp",
+        "if (!low.absent()) up.ids = low.ids.take_front(",
+        "if (!low.absent() && tier_of(column) == kDevice) up.ids = low.ids.take_front(",
+    ),
+    _mutant(
+        "the upper half of a split is not locked", "sglang#28692", _CORE + "residency/residency.cpp",
+        "      up.locks = low.locks;\n", "",
+    ),
+    _mutant(
+        "the upper half of a split does not join the transfer", "sglang#29860", _CORE + "residency/residency.cpp",
+        "      up.transfer = low.transfer;\n",
+        "      up.transfer = low.absent() ? kNone : kHere;\n",
+    ),
+    _mutant(
+        "what is locked is evicted", "sglang#27586", _CORE + "residency/residency.h",
+        "return c.present() && c.locks == 0 &&", "return c.present() &&",
+    ),
+    _mutant(
+        "a node is cut short though the host has it", "sglang#10637", _CORE + "tree/evict.cpp",
+        "if (nodes_[node].branches == 0 && !cells_.pinned(node, tier) && cells_.only_on(node, tier)) {",
+        "if (nodes_[node].branches == 0 && !cells_.pinned(node, tier)) {",
+    ),
+    _mutant(
+        "a lease publishes without moving its lock", "vllm#37076", _CORE + "lease/lease.cpp",
+        "  cache_.tree.move_lock(node_, added.node, kDevice);\n", "",
+    ),
+    _mutant(
+        "what is in flight is matched", "vllm#45704", _CORE + "residency/residency.cpp",
+        "for (; at < path.size() && cell(path[at].node, 0).present(); ++at)",
+        "for (; at < path.size() && !cell(path[at].node, 0).absent(); ++at)",
+        "tests/test_tree.py::test_a_match_stops_before_pages_in_flight",
+    ),
+    _mutant(
+        "the pages of a lease that ends while it is loaded are free at once", "TensorRT-LLM#15546",
+        _CORE + "lease/lease.cpp",
+        "  if (load_) {\n    cache_.abandon({node_, 0, host_node_, load_, std::move(held_), owned_});\n    return;\n",
+        "  if (false) {\n    return;\n",
+    ),
+    # ---------------------------------------------------------------- windows and states
+    _mutant(
+        "a split gives the state to the upper half", "-", _CORE + "residency/residency.cpp",
+        "      --cell(nodes_[upper].parent, column).holders;\n",
+        "      std::swap(up.ids, low.ids);\n      std::swap(up.transfer, low.transfer);\n"
+        "      up.holders = 0;\n",
+        _LEASES + "test_a_split_leaves_the_state_with_the_lower_half",
+    ),
+    _mutant(
+        "a lease locks its window from the root on", "-", _CORE + "residency/residency.h",
+        "  const std::uint32_t first = first_locked(node, column);\n  for (; node != stop",
+        "  const std::uint32_t first = 0;\n  for (; node != stop",
+        _LEASES + "test_a_lease_that_runs_long_holds_a_window_of_pages",
+    ),
+    _mutant(
+        "a lease does not lock its window", "-", _CORE + "residency/residency.h",
+        "  const std::uint32_t first = first_locked(node, column);\n  for (; node != stop",
+        "  const std::uint32_t first = component(column).begins_late() ? ~0u : 0;\n  for (; node != stop",
+        _LEASES + "test_a_window_lock_goes_with_its_lease",
+    ),
+    _mutant(
+        "a lock at the boundary of a chunk does not hold what is copied", "here", _CORE + "residency/component.h",
+        "    const bool boundary = kind == Kind::chunked && position > 0",
+        "    const bool boundary = false && position > 0",
+        "tests/test_tiers_components.py::test_random_operations_leave_every_page_correct",
+    ),
+    _mutant(
+        "a match inside a chunk goes on from pages that are not there", "-", _CORE + "residency/component.h",
+        "    if (kind == Kind::chunked) return position - position % span;",
+        "    if (kind == Kind::chunked) return position;",
+        "tests/test_components.py::test_a_match_ends_where_every_component_allows_it",
+    ),
+    _mutant(
+        "a lease computes with the tree's own state", "-", _CORE + "lease/holding.cpp",
+        "  slot = cache.allocate_slot(component);\n"
+        "  if (lease.node()) cache.copy_state(state_at(cache, lease.node(), lease.owned()), slot);\n",
+        "  slot = lease.node() ? state_at(cache, lease.node(), lease.owned()) : cache.allocate_slot(component);\n",
+        _LEASES + "test_a_lease_computes_with_a_copy_of_the_state",
+    ),
+    _mutant(
+        "a state that was put aside is lost with its lease", "-", _CORE + "lease/holding.cpp",
+        "  cache.free(component, {&slot, 1});\n  cache.free(component, {&copy, 1});\n",
+        "  cache.free(component, {&slot, 1});\n",
+        _LEASES + "test_leases_do_as_the_model",
+    ),
+    _mutant(
+        "a state that the tree has already is kept from all", "-", _CORE + "lease/holding.cpp",
+        "  cache.publish(component, copy, !taken);\n",
+        "  if (taken) cache.publish(component, copy, !taken);\n",
+        _LEASES + "test_leases_do_as_the_model",
+    ),
+    _mutant(
+        "a page inside the window is given back", "-", _CORE + "lease/lease.cpp",
+        "cache_.row(own.component).first_read(begin);",
+        "begin - std::min<std::uint64_t>(cache_.row(own.component).span / 2, begin);",
+        _LEASES + "test_leases_do_as_the_model",
+    ),
+    # ---------------------------------------------------------------- windows and states from the host
+    _mutant(
+        "behind a load that failed the state is not what it was at the hit", "-", _CORE + "lease/holding.cpp",
+        "  if (node) cache.copy_state(state_at(cache, node, owned), slot);\n", "",
+        "hybrid",
+    ),
+    _mutant(
+        "the state of a load is published as the forward has left it", "-", _CORE + "lease/lease.cpp",
+        "  cache_.counters.host_hit += positions;\n",
+        "  cache_.counters.host_hit += positions;\n"
+        "  for (StateSlot& own : held_.states)\n"
+        "    if (own.copy >= 0) cache_.copy_state(own.slot, own.copy);\n",
+        "hybrid",
+    ),
+    _mutant(
+        "the state of a load that failed is published", "-", _CORE + "lease/holding.cpp",
+        "  cache.free(component, {&copy, 1});\n  copy = -1;\n  if (node)", "  if (node)",
+        "hybrid",
+    ),
+    _mutant(
+        "window pages of a load that failed are kept", "-", _CORE + "lease/lease.cpp",
+        "    for (Sliding& own : held_.sliding)\n      own.revert_load(cache_, node_, owned_);\n", "",
+        "hybrid",
+    ),
+    _mutant(
+        "what the host has in part is loaded", "-", _CORE + "lease/lease.cpp",
+        "if (held_.size() == 1 && held_.full) return true;", "return true;",
+        "hybrid",
+    ),
+    _mutant(
+        "where all layers slide, what the host has in part is loaded", "here", _CORE + "lease/lease.cpp",
+        "if (held_.size() == 1 && held_.full) return true;", "if (held_.size() == 1) return true;",
+        "tests/test_tiers_leases.py::test_a_window_that_lies_on_both_tiers_in_part_is_not_loaded",
+    ),
+    _mutant(
+        "window pages that a load writes to are given back", "here", _CORE + "lease/lease.cpp",
+        "if (!load_)\n      own.drop_before(", "own.drop_before(",
+        "tests/test_tiers_leases.py::test_pages_on_their_way_stay_though_the_window_goes_on",
+    ),
+    _mutant(
+        "a state is put aside where a load writes to", "here", _CORE + "lease/lease.cpp",
+        "  require(!load_, \"position\", position, \"none while a state is in flight\");\n", "",
+        "tests/test_tiers_leases.py::test_no_state_is_put_aside_while_one_is_on_its_way",
+    ),
+    _mutant(
+        "a load leaves the first page of the window out", "-", _CORE + "lease/holding.cpp",
+        "cache.row(component).first_needed(end, cache.tree.page_size()));",
+        "cache.row(component).first_needed(end, cache.tree.page_size()) + !cache.row(component).leaf_only());",
+        "hybrid",
+    ),
+    # ---------------------------------------------------------------- states and windows that others need
+    _mutant(
+        "a cap takes the state from which others part", "here", _CORE + "tree/evict.cpp",
+        "const bool shared = std::exchange(forks, false) || nodes_[at].forked;", "const bool shared = false;",
+        "tests/test_components.py::test_a_cap_leaves_states_that_others_part_from",
+    ),
+    _mutant(
+        "a state goes first though others part from it", "here", _CORE + "eviction/eviction.cpp",
+        "  return nodes_[above].root() || nodes_[above].children() > 1 || nodes_[above].forked ? kNone : above;",
+        "  return nodes_[above].root() ? kNone : above;",
+        "tests/test_components.py",
+    ),
+    _mutant(
+        "pages in front of the window of an insertion go by their age", "here", _CORE + "eviction/eviction.cpp",
+        "  return row.per_page() && nodes_[node].start < cells_.first_needed",
+        "  return false && cells_.first_needed",
+        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
+    ),
+    _mutant(
+        "with what is in front of a window the window goes", "here", _CORE + "eviction/eviction.cpp",
+        "  return standing(node, column).worth && n.start < first ? first - n.start : n.pages;\n",
+        "  return n.pages;\n",
+        "tests/test_components.py::test_pages_before_the_windows_of_inserted_prefixes_are_evicted_first",
+    ),
+    # ---------------------------------------------------------- what is removed, and what follows what is in flight
+    _mutant(
+        "ids of what hangs on a cancelled beginning come back while they are written to", "here",
+        _CORE + "tree/transfer.cpp",
+        "  detach(below);  // nothing below can fail\n",
+        "  detach(below);\n"
+        "  for (const Index at : below) {\n"
+        "    const Run<std::int32_t> ids = vacate(at, cells_.column_of(0, tier));\n"
+        "    freed[0].insert(freed[0].end(), ids.data(), ids.data() + ids.size());\n"
+        "  }\n",
+        "tests/test_tree.py::test_pages_after_a_cancelled_transfer_are_freed_when_their_own_transfer_ends",
+    ),
+    _mutant(
+        "a transfer locks what another has in flight", "here", _CORE + "tree/insert.cpp",
+        "    if (cell(node, c).transfer == node && !others[c]) tree.lock_all(node, tier, +1);\n",
+        "    if (cell(node, c).transfer == node) tree.lock_all(node, tier, +1);\n",
+        "tests/test_tree.py::test_a_transfer_that_adds_nothing_has_nothing_in_flight",
+    ),
+    _mutant(
+        "a user's unlock lets go of what a removed node holds", "here", _CORE + "tree/lock.cpp",
+        "  if (cells_.locks_taken(node, tier) == 0) throw NotLocked{handle};\n",
+        "  if (!cells_.pinned(node, tier)) throw NotLocked{handle};\n",
+        "tests/test_stateful.py",
+    ),
+    _mutant(
+        "the end of a lease is no use of its prefix", "here", _CORE + "lease/cache.cpp",
+        "  tree.refresh_use(node, kDevice);\n", "",
+        "tests/test_cache.py::test_the_end_of_a_lease_is_a_use_but_not_a_hit",
+    ),
+    # ---------------------------------------------------------------- the policy that learns
+    _mutant(
+        "it goes on as it has learned, however much is lost against lru", "-", POLICIES + "gittins.h",
+        "as_lru = !ripe_ || lost_ + shadow_.at_risk() > may_lose();", "as_lru = !ripe_;",
+        _GITTINS + "test_it_is_never_far_below_lru",
+    ),
+    _mutant(
+        "it goes by what it has hardly learned", "-", POLICIES + "gittins.h",
+        "as_lru = !ripe_ || lost_", "as_lru = lost_",
+        _GITTINS + "test_without_experience_it_evicts_what_lru_evicts",
+    ),
+    _mutant(
+        "the end of a request that is used again is taken for one that never is", "-", POLICIES + "gittins.h",
+        "  record.tail = record.covered = false;\n  follow", "  record.covered = false;\n  follow",
+        _GITTINS + "test_it_closes_its_share_of_the_gap_to_the_optimum",
+    ),
+    _mutant(
+        "what it gave up and lru still has is no risk", "-", POLICIES + "lru_shadow.h",
+        "    if (time >= edge_) at_risk_ += slot.chance * static_cast<double>(pages);\n", "",
+        _GITTINS + "test_it_is_never_far_below_lru_when_the_workload_changes",
+    ),
+    _mutant(
+        "nothing is known of what was evicted", "-", POLICIES + "gittins.h",
+        "      evicted_.add(entry, limit);\n", "",
+        _GITTINS + "test_it_is_never_far_below_lru",
+    ),
+)
+# fmt: on
