@@ -1,4 +1,4 @@
-"""Runs benchmarks: index, core, policies, states, tiers, store-faults, ttft, throughput, models, plan; or all."""
+"""Benchmarks: index, core, policies, states, marks, tiers, store-faults, ttft, throughput, models, plan; or all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,19 @@ from bench import core, index
 from bench.entries import SYSTEMS
 from bench.report import Report
 
-NAMES = ("index", "core", "policies", "states", "tiers", "store-faults", "ttft", "throughput", "models", "plan")
+NAMES = (
+    "index",
+    "core",
+    "policies",
+    "states",
+    "marks",
+    "tiers",
+    "store-faults",
+    "ttft",
+    "throughput",
+    "models",
+    "plan",
+)
 WIDTH = 160
 """Columns of the widest table."""
 
@@ -84,11 +96,14 @@ def _run(name: str, report: Report, options: argparse.Namespace) -> None:
         states.run(replace(kinds, traces=tuple(options.trace)), report)
         return
     # The others need the runtime.
-    from bench import models, plan, store_faults, throughput, tiers, ttft
+    from bench import marks, models, plan, store_faults, throughput, tiers, ttft
     from mainstem.runtime.models import load_model
 
     if name == "tiers":
         tiers.run(tiers.QUICK if report.quick else tiers.Settings(), report)
+        return
+    if name == "marks":
+        marks.run(marks.QUICK if report.quick else marks.Settings(), report)
         return
     if name == "models":
         models.run(models.QUICK if report.quick else models.Settings(), report)

@@ -77,6 +77,7 @@ SOURCES = {
     "scenario": Source("index", "scenarios", ("system", "scenario")),
     "faults": Source("store-faults", "rows", ("store", "kind")),
     "tiers": Source("tiers", "rows", ("what", "page_size", "dtype")),
+    "marks": Source("marks", "goals", ("what",)),
     "policy": Source("policies", "rows", ("policy",)),
 }
 FORMS: Mapping[str, Callable[[float], str]] = {
