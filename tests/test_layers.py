@@ -25,6 +25,7 @@ LAYERS = [
     ("tree", ["tree"]),
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
+    ("owner", ["owner"]),
     ("cache", ["cache"]),
     ("replay", ["replay"]),
     ("runtime", ["runtime"]),

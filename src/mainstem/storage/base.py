@@ -185,6 +185,9 @@ WRAPPERS: dict[str, str] = {
     "tee": "mainstem.storage.wrappers:Tee",
 }
 
+SHARED = "mainstem.owner.client:SharedBackend"
+"""`shared+spec`: the wrapped back end is opened by another process, the owner."""
+
 
 def open_backend(spec: str) -> Backend:
     """Opens the back end that a spec names.
@@ -192,13 +195,16 @@ def open_backend(spec: str) -> Backend:
     Args:
         spec: `scheme:address?option=value&...`, `module:Class?...`, or `wrapper+spec`. `tee` takes two specs:
             `tee+file:/a,redis://127.0.0.1:6379/0`. A wrapper takes its own options in brackets:
-            `prefix(a1)+file:/a`, `compress(zstd)+file:/a`.
+            `prefix(a1)+file:/a`, `compress(zstd)+file:/a`. `shared+spec` is the store of another process on this
+            machine (`mainstem.owner`), which opens it: `shared(host_bytes=4GiB)+file:/a`.
 
     Raises:
         BadArgument: no such scheme, module, class or option.
         BackendUnavailable: the client is not installed, the server does not answer, or your own class failed to open.
     """
     wrapped = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?\+(.+)", spec)
+    if wrapped and wrapped[1] == "shared":
+        return _built_in(SHARED).from_spec(wrapped[3], dict(parse_qsl(wrapped[2] or "", keep_blank_values=True)))
     if wrapped and wrapped[1] in WRAPPERS:
         wrapper = _built_in(WRAPPERS[wrapped[1]])
         parts = wrapped[3].split(",") if wrapped[1] == "tee" else [wrapped[3]]

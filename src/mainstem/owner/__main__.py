@@ -1,0 +1,41 @@
+"""An owner that a client starts, `python -m mainstem.owner JSON`: see `mainstem.owner.start`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+from mainstem.errors import MainstemError
+from mainstem.owner.process import serve
+from mainstem.owner.start import READY
+from mainstem.settings.owner import OwnerConfig
+
+
+def main(arguments: str) -> int:
+    """Serves, and reports to the starter whether it can. Returns the exit code."""
+    given = json.loads(arguments)
+    lock, ready = given["lock"], given["ready"]
+    for descriptor in (lock, ready):
+        os.set_inheritable(descriptor, False)  # processes that the store starts must not keep the lock
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
+
+    def report(answer: bytes) -> None:
+        nonlocal ready
+        if ready >= 0:
+            os.write(ready, answer)
+            os.close(ready)
+            ready = -1
+
+    try:
+        serve(given["spec"], OwnerConfig(**given["config"]), lambda place: report(READY), lock)
+    except (MainstemError, OSError, ImportError) as error:
+        logging.error("%s", error)
+        report(" ".join(str(error).split()).encode()[:4096])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
