@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rigs.owners import MIB, Served, folder, served
-from rigs.stores import Values
+from machine import eventually, patience
+from rigs.owners import MIB, Served, end, folder, is_alive, served
+from rigs.stores import Values, cause_of
 
+from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.owner import client as client_module
-from mainstem.owner.client import status
-from mainstem.owner.protocol import Kind
-from mainstem.owner.start import running
+from mainstem.owner.client import SharedBackend, status
+from mainstem.owner.protocol import Channel, Hello, Kind
+from mainstem.owner.start import Place, running
 from mainstem.storage import open_backend
-from mainstem.storage.base import Backend
+from mainstem.storage.base import ABSENT, Backend
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
 
@@ -100,13 +104,295 @@ def shared_files() -> Iterator[str]:
 def test_exists_and_get_of_a_batch_take_one_round_trip(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     store = own.client()
     VALUES.put(store, *range(30))
-    asked: list[Kind] = []
-    receive = client_module.Channel.receive
-    monkeypatch.setattr(client_module.Channel, "receive", lambda self: asked.append(Kind.OK) or receive(self))
-    threads = threading.active_count()
-    store.exists(VALUES.keys)
-    assert len(asked) == 2, "one message to the owner, one to the client"
+    sent: list[Kind] = []
+    send = Channel.send
+
+    def note(self: Channel, kind: Kind, body: bytes = b"", descriptor: int | None = None) -> None:
+        sent.append(kind)
+        send(self, kind, body, descriptor)
+
+    monkeypatch.setattr(Channel, "send", note)
+    assert store.exists(VALUES.keys) == [True] * 30 + [False] * 10
+    assert sent == [Kind.EXISTS, Kind.BOOLS]
     VALUES.read(store, *range(30))
-    assert len(asked) == 2 + 3, "and one that ends the lease"
-    assert threading.active_count() == threads
+    assert sent[2:] == [Kind.GET, Kind.PLACES, Kind.RELEASE]
     store.close()
+
+
+# ---------------------------------------------------------------- clients that die
+
+
+def use(path: str, call: str, ready: str, fork: bool) -> None:
+    """Gets or puts value 0, and stops for ever where its bytes are copied. It may leave a child process."""
+
+    def stop(*_: object) -> None:
+        if fork and os.fork() == 0:
+            os.setsid()
+            Path(f"{ready}.child").write_text(str(os.getpid()))
+            signal.pause()
+        eventually(lambda: not fork or Path(f"{ready}.child").exists())
+        Path(ready).touch()
+        signal.pause()
+
+    client_module._copy = stop
+    store = SharedBackend("memory:", socket=path)
+    (VALUES.read if call == "get" else VALUES.put)(store, 0)
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a child that lives"])
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_a_client_killed_while_it_copies_ends_what_it_holds(own: Served, tmp_path: Path, call: str, fork: bool) -> None:
+    mine = own.client()
+    VALUES.put(mine, *range(1, 20))
+    if call == "get":
+        VALUES.put(mine, 0)
+    own.written()
+    ready = tmp_path / "ready"
+    process = SPAWN.Process(target=use, args=(str(own.path), call, str(ready), fork))
+    process.start()
+    eventually(ready.exists, 60)
+    assert own.owner.status()["leased"] == 1
+    assert mine.exists(VALUES.keys[:1]) == [call == "get"], "a half-written value is visible"
+    assert own.owner.clients == 2
+    process.kill()
+    eventually(lambda: own.owner.status()["leased"] == 0)
+    process.join()
+    assert mine.exists(VALUES.keys[:1]) == [call == "get"]
+    assert VALUES.read(mine, *range(1, 20)) == [VALUES.size] * 19
+    own.owner.held.check()
+    if fork:
+        end(int(Path(f"{ready}.child").read_text()), signal.SIGKILL)
+    mine.close()
+
+
+def test_a_forked_process_opens_connections_of_its_own(own: Served) -> None:
+    store = own.client()
+    VALUES.put(store, 0)
+    child = multiprocessing.get_context("fork").Process(target=VALUES.read, args=(store, 0))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert VALUES.read(store, 0) == [VALUES.size]
+    eventually(lambda: own.owner.clients == 1)
+    store.close()
+
+
+def test_what_many_processes_put_all_of_them_read(home: Path) -> None:
+    spec = f"shared(host_bytes=4MiB&linger=30)+file:{home}/kv?capacity=256MiB"
+    with SPAWN.Pool(4) as processes:
+        pids = processes.starmap(_work, [(spec, number) for number in range(4)])
+    assert len(set(pids)) == 1, "there was more than one owner"
+    store = open_backend(spec)
+    assert VALUES.read(store, *range(40)) == [VALUES.size] * 40
+    store.close()
+
+
+def _work(spec: str, number: int) -> int:
+    """Puts ten values, and reads all until they are there. Returns the process of the owner."""
+    store = open_backend(spec)
+    for at in range(number * 10, number * 10 + 10):
+        VALUES.put(store, at)
+        VALUES.read(store, *range(40))
+    eventually(lambda: ABSENT not in VALUES.read(store, *range(40)), 60)
+    (path,) = running()
+    found = status(path)
+    assert found is not None
+    return int(found["pid"])
+
+
+# ---------------------------------------------------------------- owners that die
+
+
+def test_an_owner_that_is_killed_is_a_miss_and_the_next_call_starts_another(home: Path) -> None:
+    store = shared(home)
+    VALUES.put(store, *range(20))
+    first = pid_of(home)
+    (path,) = running()
+    eventually(lambda: (status(path) or {"queued": 1})["queued"] == 0)
+    os.kill(first, signal.SIGSTOP)  # so that the call is under way when it dies
+    causes: list[str] = []
+    call = threading.Thread(target=lambda: causes.append(cause_of(lambda: store.exists(VALUES.keys))))
+    call.start()
+    end(first, signal.SIGKILL)
+    call.join()
+    assert causes == ["unreachable"]
+    assert VALUES.read(store, *range(20)) == [VALUES.size] * 20, "the store has what was written"
+    assert pid_of(home) != first
+    store.close()
+
+
+def test_an_owner_that_died_unnoticed_is_replaced_within_a_call(home: Path) -> None:
+    store = shared(home)
+    first = pid_of(home)
+    end(first, signal.SIGKILL)
+    assert VALUES.put(store, 1) == [True]
+    assert VALUES.read(store, 1) == [VALUES.size]
+    assert pid_of(home) != first
+    store.close()
+
+
+def test_an_owner_that_hangs_is_a_timeout_and_works_again_afterwards(home: Path) -> None:
+    store = shared(home, "host_bytes=64MiB&linger=0&timeout=0.2")
+    VALUES.put(store, 1)
+    pid = pid_of(home)
+    os.kill(pid, signal.SIGSTOP)
+    assert cause_of(lambda: VALUES.read(store, 1)) == "timeout"
+    assert cause_of(lambda: VALUES.read(store, 1)) == "timeout", "a new connection is not answered either"
+    os.kill(pid, signal.SIGCONT)
+
+    def works() -> bool:
+        try:
+            return VALUES.read(store, 1) == [VALUES.size]
+        except StorageError:
+            return False
+
+    eventually(works)
+    store.close()
+
+
+def test_an_owner_that_is_stopped_writes_what_is_queued(home: Path) -> None:
+    store = shared(home)
+    VALUES.put(store, *range(40))
+    pid = pid_of(home)
+    end(pid)
+    store.close()
+    direct = open_backend(f"file:{home}/kv?capacity=256MiB")
+    assert VALUES.read(direct, *range(40)) == [VALUES.size] * 40
+    direct.close()
+    assert list(running()) == [], "its socket is gone"
+
+
+def test_an_owner_leaves_after_its_last_client(home: Path) -> None:
+    one, two = shared(home), shared(home)
+    pid = pid_of(home)
+    one.close()
+    assert VALUES.put(two, 1) == [True]
+    assert is_alive(pid)
+    two.close()
+    eventually(lambda: not is_alive(pid), 60)
+    assert open_backend(f"file:{home}/kv").exists(VALUES.keys[1:2]) == [True]
+
+
+def test_an_owner_lingers_for_as_long_as_it_should() -> None:
+    now = [100.0]
+    with served(MemoryBackend(), linger_s=30, clock=lambda: now[0]) as own:
+        store = own.client()
+        now[0] += 1000
+        assert not own.owner.lingered(), "it has a client"
+        store.close()
+        eventually(lambda: not own.owner.clients)
+        now[0] += 29
+        assert not own.owner.lingered()
+        another = own.client()
+        now[0] += 1000
+        another.close()
+        eventually(lambda: not own.owner.clients)
+        now[0] += 29
+        assert not own.owner.lingered(), "the time begins anew"
+        assert status(own.path) is not None, "who asks for its status is no client"
+        now[0] += 1
+        assert own.owner.lingered()
+        status(own.path)  # wakes it
+        own.thread.join(patience(20))
+        assert not own.thread.is_alive()
+        assert not own.path.exists()
+
+
+def test_an_owner_waits_for_its_first_client() -> None:
+    now = [0.0]
+    with served(MemoryBackend(), linger_s=0, clock=lambda: now[0]) as own:
+        now[0] += 9
+        assert not own.owner.lingered()
+        now[0] += 1
+        assert own.owner.lingered()
+
+
+# ---------------------------------------------------------------- who is served
+
+
+def test_processes_that_start_at_once_get_one_owner(home: Path) -> None:
+    with SPAWN.Pool(4) as processes:
+        pids = processes.map(_open_and_ask, [f"shared(linger=30)+file:{home}/kv"] * 4, chunksize=1)
+    assert len(pids) == 4 and len(set(pids)) == 1
+
+
+def _open_and_ask(spec: str) -> int:
+    store = open_backend(spec)
+    (path,) = running()
+    found = status(path)
+    store.close()
+    assert found is not None
+    return int(found["pid"])
+
+
+def test_another_user_is_refused() -> None:
+    with served(MemoryBackend(), uid_of=lambda _: os.getuid() + 1) as own:
+        with pytest.raises(BackendUnavailable, match=f"it serves user {os.getuid()}, not user {os.getuid() + 1}"):
+            own.client()
+        assert own.owner.clients == 0
+
+
+def test_an_owner_of_another_user_is_not_used(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "peer_uid", lambda _: 12345)
+    with pytest.raises(BackendUnavailable, match="is served by user 12345"):
+        own.client()
+
+
+def test_another_version_is_refused(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "VERSION", 7)
+    with pytest.raises(BackendUnavailable, match="it speaks version 1 of the protocol, the client version 7"):
+        own.client()
+
+
+def test_another_store_and_another_size_are_refused(own: Served) -> None:
+    with pytest.raises(BackendUnavailable, match=r"it serves memory:, not memory:\?capacity=1GiB"):
+        SharedBackend("memory:?capacity=1GiB", socket=str(own.path))
+    with pytest.raises(BackendUnavailable, match=f"its host tier has {64 * MIB} bytes, not {MIB}"):
+        own.client(host_bytes=MIB)
+    own.client(host_bytes=64 * MIB).close()
+
+
+def test_a_refused_client_says_so_in_a_call_too(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = own.client()
+    store.exists(VALUES.keys)
+    monkeypatch.setattr(store, "_hello", Hello(9, 0, "memory:"))
+    for connection in list(store._idle):
+        connection.channel.cut()
+    assert cause_of(lambda: store.exists(VALUES.keys)) == "unreachable"
+    store.close()
+
+
+def test_a_store_that_cannot_be_opened_is_one_clear_error(home: Path) -> None:
+    direct = open_backend(f"file:{home}/kv")
+    with pytest.raises(BackendUnavailable, match=r"cannot be started: .*lock"):
+        open_backend(f"shared+file:{home}/kv")
+    direct.close()
+    with pytest.raises(BackendUnavailable, match=r"cannot be started: .*no-such-option"):
+        open_backend(f"shared+file:{home}/kv?no-such-option=1")
+    for wrong in ("host_bytes=0", "host_bytes=many", "linger=-1", "timeout=0", "colour=red"):
+        with pytest.raises(BadArgument):
+            open_backend(f"shared({wrong})+file:{home}/kv")
+    with pytest.raises(BadArgument, match="at most 107 bytes"):
+        open_backend(f"shared(socket={home}/{'x' * 100})+memory:")
+    assert list(running()) == []
+
+
+def test_a_folder_that_others_can_open_is_refused(home: Path) -> None:
+    (home / "mainstem").mkdir(mode=0o755)
+    with pytest.raises(BackendUnavailable, match="must be this user's alone"):
+        open_backend("shared+memory:")
+    with pytest.raises(BackendUnavailable, match="No such file"):
+        open_backend(f"shared(socket={home}/none/kv.sock)+memory:")
+
+
+def test_a_folder_has_one_owner_however_it_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "link").symlink_to(home)
+    monkeypatch.chdir(home)
+    specs = ["file:kv?sync=none", "file:./kv?sync=none", f"file:{home}/link/kv?sync=none"]
+    stores = [open_backend(f"shared(linger=0)+{spec}") for spec in specs]
+    assert len(list(running())) == 1
+    for store in stores:
+        store.close()
+    assert Place.of("tee+file:a,file:b").spec == f"tee+file:{home}/a,file:{home}/b"
+    assert Place.of("readonly+file:a?x=1").spec == f"readonly+file:{home}/a?x=1"
+    assert Place.of("redis://a/0").spec == "redis://a/0"

@@ -18,6 +18,7 @@ from machine import eventually, patience
 from mainstem.owner.client import SharedBackend, status
 from mainstem.owner.protocol import PeerUid, peer_uid
 from mainstem.owner.server import Owner
+from mainstem.owner.start import Place
 from mainstem.storage.base import Backend
 
 MIB = 1 << 20
@@ -48,7 +49,8 @@ def served(
     """Serves a store in a thread of this process."""
     with folder() as made:
         path = made / "store.sock"
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = Place("memory:", path).lock()
+        assert lock is not None
         owner = Owner("memory:", backend, path, host_bytes, linger_s=linger_s, clock=clock, uid_of=uid_of)
         thread = threading.Thread(target=owner.run)
         thread.start()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 
 from mainstem.errors import MainstemError
 from mainstem.owner.process import serve
@@ -24,7 +25,8 @@ def main(arguments: str) -> int:
     def report(answer: bytes) -> None:
         nonlocal ready
         if ready >= 0:
-            os.write(ready, answer)
+            with suppress(BrokenPipeError):  # the starter waits no longer; others may come
+                os.write(ready, answer)
             os.close(ready)
             ready = -1
 

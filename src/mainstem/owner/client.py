@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,10 +86,12 @@ class SharedBackend(Backend):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._place = Place.of(spec, socket)
-        self._config = OwnerConfig(str(self._place.path), host_bytes or OwnerConfig.host_bytes, linger_s)
+        size = OwnerConfig.host_bytes if host_bytes is None else host_bytes
+        self._config = OwnerConfig(str(self._place.path), size, linger_s)
         self._hello = Hello(VERSION, host_bytes or 0, self._place.spec)
         self._timeout_s, self._clock, self._sleep = timeout_s, clock, sleep
         self._idle: list[_Connection] = []
+        self._open_ones: weakref.WeakSet[_Connection] = weakref.WeakSet()
         self._memory: tuple[bytes, Bytes] = b"", np.empty(0, np.uint8)
         self._closed = False
         self._lock = threading.Lock()
@@ -202,8 +204,8 @@ class SharedBackend(Backend):
     def forked(self) -> None:
         """Abandons what this process shares with the one that it was forked from."""
         self._lock = threading.Lock()
-        idle, self._idle = self._idle, []
-        for connection in idle:
+        self._idle = []
+        for connection in list(self._open_ones):
             connection.close()
 
     @property
@@ -267,7 +269,7 @@ class SharedBackend(Backend):
             except (FileNotFoundError, ConnectionError) as error:
                 if self._clock() >= end_s:
                     raise BackendUnavailable(
-                        f"{self._where} is neither there nor gone, see {self._place.log}"
+                        f"{self._where} has been starting or ending for {within_s:g} s, see {self._place.log}"
                     ) from error
             lock = self._place.lock()
             if lock is None:
@@ -291,6 +293,7 @@ class SharedBackend(Backend):
             raise
         finally:
             connection.forget_descriptor()
+        self._open_ones.add(connection)
         return connection
 
 
@@ -380,17 +383,12 @@ def status(path: Path, within_s: float = TIMEOUT_S) -> dict[str, Any] | None:
         BackendUnavailable: it refuses, is another user's, or does not answer.
     """
     try:
-        connection = _Connection(Place("", path), Hello(VERSION, 0, ""), within_s)
+        with closing(_Connection(Place("", path), Hello(VERSION, 0, ""), within_s)) as connection:
+            return connection.ask_json(Kind.STATUS)
     except (FileNotFoundError, ConnectionError):
         return None
-    except OSError as error:
-        raise BackendUnavailable(f"the owner at {path}: {error}") from error
-    try:
-        return connection.ask_json(Kind.STATUS)
     except (OSError, Malformed, StorageError) as error:
         raise BackendUnavailable(f"the owner at {path}: {error}") from error
-    finally:
-        connection.close()
 
 
 def _expected(message: Message, kind: Kind) -> memoryview:

@@ -44,9 +44,10 @@ class Found(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """A value that is read from the back end: its room, and its places in the batch."""
+    """A value that is read from the back end: the length asked for, its room, and its places in the batch."""
 
     key: bytes
+    length: int
     buffer: memoryview
     room: Value | None
     places: list[int] = field(default_factory=list)
@@ -117,7 +118,7 @@ class HeldValues:
                     room = self._allocate(length, wait=at == 0) if length else None
                     if length and room is None and at:
                         break
-                    fill = fills[key, length] = _Fill(key, self._view(room), room)
+                    fill = fills[key, length] = _Fill(key, length, self._view(room), room)
                     self._filling[key] = fill
                 elif fill.room is not None:
                     self._arena.pin(fill.room)
@@ -145,7 +146,9 @@ class HeldValues:
         lengths = self._ask(lambda: _whole(self._backend.get(keys, buffers), keys)) or [ABSENT] * len(keys)
         with self._changed:
             for fill, length in zip(fills, lengths, strict=True):
-                whole = fill.room is not None and length == fill.room.length
+                whole = fill.room is not None and length == fill.length
+                if length == fill.length and not whole and length:
+                    length = ABSENT  # there was no room to read it
                 if self._filling.get(fill.key) is fill:
                     del self._filling[fill.key]
                     if whole and fill.room is not None and self._arena.find(fill.key) is None:

@@ -157,20 +157,19 @@ class Owner:
         except OSError as error:  # out of descriptors, or the client is gone already
             log.warning("owner: a connection was not accepted: %s", error)
             return
-        connection = _Connection(self, Channel(accepted))
+        connection = _Connection(self, Channel(accepted), self._uid_of(accepted))
         with self._lock:
-            full = len(self._connections) >= MAX_CLIENTS
-            if not full:
-                self._connections[connection] = False
-        if full or self._uid_of(accepted) != os.getuid():
-            log.warning("owner: a connection was refused: %s", "there are too many" if full else "of another user")
-            self.left(connection)
-            connection.channel.close()
-            return
+            if len(self._connections) >= MAX_CLIENTS:
+                log.warning("owner: a connection was closed, there are %s", MAX_CLIENTS)
+                accepted.close()
+                return
+            self._connections[connection] = False
         threading.Thread(target=connection.serve, name="owner-client", daemon=True).start()
 
     def greet(self, connection: _Connection, hello: Hello) -> str:
         """Takes a client in. Returns why it is refused; empty: it is not."""
+        if connection.uid != os.getuid():
+            return f"it serves user {os.getuid()}, not user {connection.uid}"
         if hello.version != VERSION:
             return f"it speaks version {VERSION} of the protocol, the client version {hello.version}"
         if hello.spec not in ("", self._spec):
@@ -207,8 +206,8 @@ class Owner:
 class _Connection:
     """One client's connection, and what it holds: pinned values of a get, or reserved ones of a put."""
 
-    def __init__(self, owner: Owner, channel: Channel) -> None:
-        self._owner, self.channel = owner, channel
+    def __init__(self, owner: Owner, channel: Channel, uid: int) -> None:
+        self._owner, self.channel, self.uid = owner, channel, uid
         self._held = owner.held
         self._leased: list[Value] = []
         self._reserved: list[tuple[bytes, Value]] = []
@@ -237,6 +236,7 @@ class _Connection:
             raise Malformed("the first message is not HELLO")
         refused = self._owner.greet(self, Hello.unpack(body))
         if refused:
+            log.warning("owner: a client was refused: %s", refused)
             self.channel.send(Kind.REFUSED, refused.encode("utf-8", "surrogateescape"))
         self.channel.limit(None)
         return not refused
