@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from machine import eventually, patience
+from rigs.hand_driven import make_store
 from rigs.owners import MIB, Served, end, folder, is_alive, served
 from rigs.stores import Values, cause_of
 
@@ -23,6 +24,9 @@ from mainstem.storage import open_backend
 from mainstem.storage.base import ABSENT, Backend
 from mainstem.storage.conformance import CASES, Case, run
 from mainstem.storage.memory import MemoryBackend
+from mainstem.tiers.pages import HEADER_BYTES
+from mainstem.tiers.rows import Row
+from mainstem.tiers.store import Part, Store
 
 pytestmark = pytest.mark.deadline
 
@@ -117,6 +121,36 @@ def test_exists_and_get_of_a_batch_take_one_round_trip(own: Served, monkeypatch:
     VALUES.read(store, *range(30))
     assert sent[2:] == [Kind.GET, Kind.PLACES, Kind.RELEASE]
     store.close()
+
+
+# ---------------------------------------------------------------- pages of the tiers
+
+
+def test_altered_bytes_in_shared_memory_are_found_by_the_seal_of_a_page(own: Served) -> None:
+    mine = own.client()
+    store = make_store(mine)
+    row = Row(0, "full", exact=False)
+    names = store.sealer.names(store.sealer.root(b""), b"aaaabbbbcccc", 4)
+    pages = [memoryview(bytearray(HEADER_BYTES) + bytes([at]) * 5000) for at in range(3)]
+    assert store.write([Part(row, names, pages)]).done()
+    slots = [memoryview(bytearray(HEADER_BYTES + 5000)) for _ in range(3)]
+    assert _read(store, row, names, slots) == 3
+    assert [bytes(slot[HEADER_BYTES:]) for slot in slots] == [bytes([at]) * 5000 for at in range(3)]
+    own.written()
+    (place,) = own.owner.held.get(store.sealer.keys(names[1:2], "full"), [HEADER_BYTES + 5000])
+    assert place.value is not None
+    mine._memory[1][place.value.offset + HEADER_BYTES + 77] ^= 1  # as any process of this user could
+    own.owner.held.release([place.value])
+    assert _read(store, row, names, slots) == 1
+    assert store.faults == {"altered": 1}
+    assert mine.exists(store.sealer.keys(names, "full")) == [True, False, True], "so that an intact one can come"
+    store.close(1.0)
+
+
+def _read(store: Store, row: Row, names: Sequence[bytes], slots: Sequence[memoryview]) -> int:
+    call = store.read(row, names, slots)
+    assert call.done()
+    return call.value
 
 
 # ---------------------------------------------------------------- clients that die

@@ -15,6 +15,7 @@ from mainstem.identity import Identity
 from mainstem.namespaces import encode_namespace
 from mainstem.policies import Policy
 from mainstem.settings.engine import HostPolicy, StorageConfig
+from mainstem.storage.base import Backend
 from mainstem.storage.memory import MemoryBackend
 from mainstem.tiers.host import HostTier
 from mainstem.tiers.load import Load
@@ -154,7 +155,7 @@ class FaultyBackend(MemoryBackend):
 
 
 def make_store(
-    backend: MemoryBackend,
+    backend: Backend,
     workers: HandWorkers | None = None,
     clock: Clock | None = None,
     *,

@@ -33,6 +33,7 @@ ROOM_S = 1.0
 
 _BATCH_VALUES, _BATCH_BYTES = 64, 64 << 20
 _FAILURES, _COOLDOWN_S = 3, 5.0
+_COUNTED = ("host_hits", "store_hits", "misses", "puts", "unwritten", "no_room")
 
 
 class Found(NamedTuple):
@@ -280,7 +281,6 @@ class HeldValues:
     def status(self) -> dict[str, int | dict[str, int]]:
         """Returns counts of values since the start, and what the arena holds."""
         with self._changed:
-            counts = {name: self._counts[name] for name in ("host_hits", "store_hits", "misses", "puts", "unwritten")}
             return {
                 "host_bytes": self._arena.total,
                 "used_bytes": self._arena.used,
@@ -289,7 +289,7 @@ class HeldValues:
                 "evicted": self._arena.evicted,
                 "queued": len(self._unwritten),
                 "queued_bytes": self._unwritten_bytes,
-                **counts,
+                **{name: self._counts[name] for name in _COUNTED},
                 "faults": dict(self._faults),
             }
 
@@ -345,6 +345,8 @@ class HeldValues:
         if rounded(length) <= self._arena.total and not try_it() and wait:
             self._changed.wait_for(try_it, self._room_s)
         if not rooms and wait:
+            if not self._counts["no_room"]:
+                log.warning("owner: no room for %s bytes in a host tier of %s", length, self._arena.total)
             self._counts["no_room"] += 1
         return rooms[0] if rooms else None
 
