@@ -1,13 +1,16 @@
 """Turns a model's config.json into its shape: the kind and the sizes of each layer.
 
     full, sliding, chunked    attention over all positions, or the last ones        GQA, MHA, or MLA by kv_lora_rank
-    delta, mamba2, mamba1     a recurrent state of fixed size                       conv: a short convolution alone
+    delta, kda, lightning,    a recurrent state of fixed size                       conv: a short convolution alone
+    mamba2, mamba1, rglru, rwkv
     both                      attention and mamba2 side by side (Falcon-H1)         mlp, moe: no memory (Nemotron-H)
 
-Fields are looked up by name, not by model family. Tables here hold the few defaults that published files omit.
-Formulas of states: Dao & Gu 2024, "Transformers are SSMs" (Mamba 2); Yang et al. 2024, "Gated Delta Networks"; Gu & Dao
-2023, "Mamba". MLA: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A convolution keeps as many positions as its kernel
-is wide, as in this runtime; some engines keep one fewer.
+Fields are looked up by name; where only the family says what they mean, a table or a line here names it. Tables also
+hold the few defaults that published files omit. Formulas of states: Dao & Gu 2024, "Transformers are SSMs" (Mamba 2);
+Yang et al. 2024, "Gated Delta Networks"; Kimi Team 2025, "Kimi Linear"; MiniMax 2025, "MiniMax-01" (lightning); Gu &
+Dao 2023, "Mamba"; De et al. 2024, "Griffin" (RG-LRU); Peng et al. 2023, "RWKV". MLA: DeepSeek-AI 2024, "DeepSeek-V2",
+section 2.1. A convolution keeps as many positions as its kernel is wide, as in this runtime; some engines keep one
+fewer, and so does RecurrentGemma.
 
 Reads JSON; needs neither torch nor transformers. A missing field is an error, never a guess.
 """
@@ -31,6 +34,7 @@ _KINDS = {
     "sliding_attention": "sliding",
     "chunked_attention": "chunked",
     "linear_attention": "linear",
+    "recurrent": "linear",
     "mamba": "linear",
     "mamba2": "linear",
     "M": "linear",
@@ -64,15 +68,39 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 _TIED = (
     *("bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "lfm2"),
-    "mpt",
+    *("mpt", "recurrent_gemma"),
 )
 _UNGATED = (
-    *("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "nemotron_h", "opt", "phi"),
-    "starcoder2",
+    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "nemotron_h", "opt"),
+    *("phi", "rwkv", "starcoder2"),
 )
 _GATED_QUERIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ONE_BLOCK_A_LAYER = ("nemotron_h", "mamba", "mamba2", "falcon_mamba")  # a mixer or an MLP, not both
-_MAMBA1 = ("mamba", "falcon_mamba", "jamba")
+_NO_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv")
+# What "linear" layers compute where no field says it; all others are Mamba 2.
+_RECURRENCES = {
+    "bailing_hybrid": "kda",
+    "falcon_mamba": "mamba1",
+    "jamba": "mamba1",
+    "kimi_linear": "kda",
+    "mamba": "mamba1",
+    "minimax": "lightning",
+    "minimax_text_01": "lightning",
+    "recurrent_gemma": "rglru",
+    "rwkv": "rwkv",
+}
+# Families whose layers are of several kinds, by a list that must be there.
+_LISTED = ("kimi_linear", "mimo_v2_flash", "minimax", "minimax_text_01", "recurrent_gemma")
+# Parts of a configuration whose fields are the model's, and what they are called there.
+_PARTS: dict[str, dict[str, str]] = {
+    "attn_config": {},  # MPT and DBRX
+    "ffn_config": {},
+    "linear_attn_config": {  # Kimi Linear
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    },
+}
 _BITS = {4: "int4", 8: "int8"}
 _MAX_LAYERS, _MAX = 10_000, 1 << 32
 
@@ -124,18 +152,15 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-# Families whose layers keep what these rules would misread.
-_UNKNOWN = frozenset({"bailing_hybrid", "kimi_linear", "mimo_v2_flash", "minimax", "recurrent_gemma", "rwkv"})
-
-
 class _Fields:
     """A configuration, looked up by any of the names that model families use for the same field."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         text = next((config[key] for key in ("text_config", "llm_config", "language_config") if key in config), None)
         inner = {**config, **text} if isinstance(text, Mapping) else dict(config)
-        for part in ("attn_config", "ffn_config"):  # MPT and DBRX
-            inner = {**inner[part], **inner} if isinstance(inner.get(part), Mapping) else inner
+        for part, names in _PARTS.items():
+            if isinstance(own := inner.get(part), Mapping):
+                inner = {**{names.get(key, key): value for key, value in own.items()}, **inner}
         self.name = name
         self.family = str(inner.get("model_type", ""))
         self._config = {**_DEFAULTS.get(self.family, {}), **{k: v for k, v in inner.items() if v is not None}}
@@ -163,9 +188,16 @@ class _Fields:
             raise self.unknown(f"with {value!r} as {names[0]}")
         return value
 
-    def share(self, name: str, default: int = 0) -> int:
+    def flag(self, layer: int, *names: str) -> bool | None:
+        """Returns what the first of these that is set says of a layer, a flag for each; None if none is set."""
+        flags = self.layers(*names)
+        if flags is not None and layer >= len(flags):
+            raise self.unknown(f"with {flags!r} as {names[0]}", "a flag for each layer")
+        return None if flags is None else bool(flags[layer])
+
+    def share(self, *names: str, default: int = 0) -> int:
         """Returns a number that may be 0, such as that of dense layers at the start or of shared experts."""
-        return self.integer(name, default=default, minimum=0)
+        return self.integer(*names, default=default, minimum=0)
 
     def at(self, layer: int) -> _Fields:
         """Returns the configuration of one layer, where that differs."""
@@ -182,8 +214,6 @@ class _Fields:
 def _shape(c: _Fields) -> ModelShape:
     if not c.family:
         raise BadArgument("model", f"{c.name}, without model_type", "a configuration that names its model type")
-    if c.family in _UNKNOWN:
-        raise c.unknown(f"a {c.family}", "layers whose sizes can be read from it")
     kinds = _kinds(c)
     shared = c.share("num_kv_shared_layers")  # the last layers read the KV of earlier ones
     layers = []
@@ -235,11 +265,17 @@ def _hidden(c: _Fields) -> int:
 def _kinds(c: _Fields) -> list[str]:
     """Returns the kind of each layer, one of those in the module docstring."""
     named = c.get("layer_types", "layers_block_type", "hybrid_override_pattern")
-    count = c.integer("num_hidden_layers", "n_layer", "n_layers", default=None if named is None else 1)
+    twice = c.family == "longcat_flash"  # a layer attends twice
+    names = ("num_layers",) if twice else ("num_hidden_layers", "n_layer", "n_layers")
+    count = c.integer(*names, default=None if named is None else 1)
     if count > _MAX_LAYERS:
         raise c.unknown(f"with {count} layers", f"{_MAX_LAYERS} layers at most")
+    if twice:
+        return ["full"] * (2 * count)
+    if isinstance(blocks := c.get("block_types"), list) and blocks:  # RecurrentGemma
+        named = [blocks[i % len(blocks)] for i in range(count)]
     if named is None:
-        return [_kind_by_rule(c, i) for i in range(count)]
+        return [_kind_by_rule(c.at(i), i) for i in range(count)]
     if not isinstance(named, list | tuple | str) or not named:
         raise c.unknown(f"with {named!r} as layers")
     if unknown := sorted({str(kind) for kind in named} - set(_KINDS)):
@@ -247,14 +283,15 @@ def _kinds(c: _Fields) -> list[str]:
     kinds = [_KINDS[kind] for kind in named]
     if c.family == "falcon_h1":
         return ["both"] * len(kinds)
-    return [_recurrent_kind(c) if kind == "linear" else kind for kind in kinds]
+    rows = {"linear": _recurrent_kind(c), **({"full": "sliding"} if c.family == "recurrent_gemma" else {})}
+    return [rows.get(kind, kind) for kind in kinds]
 
 
 def _kind_by_rule(c: _Fields, i: int) -> str:
     """Returns the kind of layer i where the configuration gives a rule instead of a list."""
     if c.family == "falcon_h1":
         return "both"
-    if c.family in ("mamba", "mamba2", "falcon_mamba"):
+    if c.family in _NO_ATTENTION:
         return _recurrent_kind(c)
     if c.family == "llama4_text":
         return _chunked_kind(c, i)
@@ -266,13 +303,15 @@ def _kind_by_rule(c: _Fields, i: int) -> str:
 
 def _attends(c: _Fields, i: int) -> bool | None:
     """Returns whether layer i of a hybrid model has attention, or None if the model is not hybrid."""
-    if c.get("full_attention_interval") is not None:
-        return (i + 1) % c.integer("full_attention_interval") == 0
+    if c.get("full_attention_interval", "layer_group_size") is not None:
+        return (i + 1) % c.integer("full_attention_interval", "layer_group_size") == 0
     if c.get("attn_layer_period") is not None:
         return i % c.integer("attn_layer_period") == c.integer("attn_layer_offset", minimum=0)
     if (indices := c.layers("attn_layer_indices", "full_attn_idxs")) is not None:
         return i in indices
-    return None
+    if (numbers := c.layers("full_attn_layers")) is not None:  # from 1
+        return i + 1 in numbers
+    return c.flag(i, "attn_type_list")
 
 
 def _chunked_kind(c: _Fields, i: int) -> str:
@@ -283,6 +322,10 @@ def _chunked_kind(c: _Fields, i: int) -> str:
 
 
 def _window_kind(c: _Fields, i: int) -> str:
+    if (slides := c.flag(i, "hybrid_layer_pattern")) is not None:
+        return "sliding" if slides else "full"
+    if c.family in _LISTED:
+        raise c.unknown("without layer_types")
     if not c.get("sliding_window") or c.get("use_sliding_window") is False:
         return "full"
     if (pattern := c.get("sliding_window_pattern", "_sliding_window_pattern")) is not None:
@@ -295,7 +338,7 @@ def _window_kind(c: _Fields, i: int) -> str:
 def _recurrent_kind(c: _Fields) -> str:
     if c.get("linear_key_head_dim") is not None:
         return "delta"
-    return "mamba1" if c.family in _MAMBA1 else "mamba2"
+    return _RECURRENCES.get(c.family, "mamba2")
 
 
 # ---- sizes of layers
@@ -304,7 +347,9 @@ def _recurrent_kind(c: _Fields) -> str:
 def _layer(c: _Fields, kind: str, i: int) -> Layer:
     mixers = {"full": ("full",), "both": ("full", "mamba2"), "mlp": (), "moe": ()}.get(kind, (kind,))
     parts = [_MIXERS[mixer](c) if mixer in _MIXERS else _attention(c, mixer) for mixer in mixers]
-    if kind in ("mlp", "moe") or c.family not in _ONE_BLOCK_A_LAYER:
+    if c.family == "longcat_flash":  # experts beside every second MLP
+        parts += [_dense(c), *([_experts(c)] if i % 2 == 0 else [])]
+    elif kind in ("mlp", "moe") or c.family not in _ONE_BLOCK_A_LAYER:
         parts.append(_experts(c) if kind == "moe" or (kind != "mlp" and _is_sparse(c, i)) else _dense(c))
     return _together(parts)
 
@@ -324,20 +369,30 @@ def _attention(c: _Fields, kind: str) -> Layer:
         return _latent(c)
     hidden, heads = _hidden(c), c.integer("num_attention_heads", "n_head", "n_heads")
     wide = kind == "full"  # some families have larger heads in layers without a window
-    size = c.integer(*["global_head_dim"] * wide, "head_dim", default=hidden // max(heads, 1))
+    size = c.integer("global_head_dim" if wide else "swa_head_dim", "head_dim", default=hidden // max(heads, 1))
+    value = c.integer(*["swa_v_head_dim"] * (not wide), "v_head_dim", default=size)
     queries = heads * size * (2 if c.family in _GATED_QUERIES or c.get("attn_output_gate") else 1)
-    window = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind)
     kv_heads = _kv_heads(c, heads, wide)
     return _matrices(
-        hidden * (queries + heads * size + 2 * kv_heads * size),
-        kv_numbers=2 * kv_heads * size,
+        hidden * (queries + heads * value + kv_heads * (size + value)),
+        kv_numbers=kv_heads * (size + value),
         kv_parts=kv_heads,
-        window=c.integer(window) if window else None,
-        pair_flops=4 * heads * size,
+        window=_window(c, kind),
+        pair_flops=2 * heads * (size + value),
     )
 
 
+def _window(c: _Fields, kind: str) -> int | None:
+    """Returns the positions that a query sees, its own included."""
+    if kind == "sliding":
+        before = c.share("sliding_window_size") if c.family == "mimo_v2_flash" else 0
+        return before + 1 if before else c.integer("sliding_window", "attention_window_size")
+    return c.integer("attention_chunk_size") if kind == "chunked" else None
+
+
 def _kv_heads(c: _Fields, heads: int, wide: bool) -> int:
+    if c.family == "mimo_v2_flash" and not wide:  # transformers leaves the field out and doubles the other
+        return c.integer("swa_num_key_value_heads", default=2 * c.integer("num_key_value_heads"))
     if c.get("multi_query") is True and not c.get("new_decoder_architecture"):
         return 1
     names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
@@ -365,12 +420,43 @@ def _delta(c: _Fields) -> Layer:
     hidden, key_heads, heads = _hidden(c), c.integer("linear_num_key_heads"), c.integer("linear_num_value_heads")
     key, value = c.integer("linear_key_head_dim"), c.integer("linear_value_head_dim")
     channels, kernel = 2 * key_heads * key + heads * value, c.integer("linear_conv_kernel_dim")
-    state = heads * key * value
     return _matrices(
         hidden * (channels + 2 * heads * value + 2 * heads),  # queries, keys, values; gate and output; beta and decay
-        conv_numbers=channels * kernel,
-        recurrent_numbers=state,
-        token_flops=7 * state + 2 * channels * kernel,  # decay 1, read 2, write 2, answer 2
+        **_recurrence(heads * key * value, channels, kernel, 7),  # decay 1, read 2, write 2, answer 2
+    )
+
+
+def _recurrence(state: int, channels: int, kernel: int, flops: int) -> dict[str, Any]:
+    """Returns what a layer keeps that computes `flops` FLOPs for each number of its state, after a convolution."""
+    return {
+        "conv_numbers": channels * kernel,
+        "recurrent_numbers": state,
+        "token_flops": flops * state + 2 * channels * kernel,
+    }
+
+
+def _kda(c: _Fields) -> Layer:
+    """Kimi delta attention: a gated delta net with a decay for each channel."""
+    hidden, own = _hidden(c), c.family == "kimi_linear"  # Bailing: heads of both kinds of layers are the same
+    heads = c.integer("linear_num_heads", *["num_attention_heads"] * (not own))
+    size = c.integer("linear_head_dim", *["head_dim"] * (not own))
+    kernel = c.integer("linear_conv_kernel_dim", "short_conv_kernel_size")
+    inner = heads * size
+    gate = size * (hidden + inner) if own else hidden * inner
+    return _matrices(
+        hidden * (4 * inner + heads) + 2 * gate,  # queries, keys, values, output; beta; decay and gate
+        **_recurrence(inner * size, 3 * inner, kernel, 7),
+    )
+
+
+def _lightning(c: _Fields) -> Layer:
+    hidden, heads = _hidden(c), c.integer("num_attention_heads")
+    size = c.integer("head_dim", default=hidden // max(heads, 1))
+    state = heads * size * size
+    return _matrices(
+        5 * hidden * heads * size,  # queries, keys, values, gate, output
+        conv_numbers=state,  # in the model's type
+        token_flops=5 * state,  # decay 1, write 2, answer 2
     )
 
 
@@ -381,9 +467,7 @@ def _mamba2(c: _Fields) -> Layer:
     channels, state = inner + 2 * groups * size, inner * size
     return _matrices(
         hidden * (inner + channels + heads) + inner * hidden,
-        conv_numbers=channels * kernel,
-        recurrent_numbers=state,
-        token_flops=5 * state + 2 * channels * kernel,  # decay 1, write 2, answer 2
+        **_recurrence(state, channels, kernel, 5),  # decay 1, write 2, answer 2
     )
 
 
@@ -403,10 +487,26 @@ def _mamba1(c: _Fields) -> Layer:
     kernel, state = c.integer("mamba_d_conv", "conv_kernel"), inner * size
     return _matrices(
         3 * hidden * inner + inner * (rank + 2 * size) + rank * inner,
-        conv_numbers=inner * kernel,
-        recurrent_numbers=state,
-        token_flops=6 * state + 2 * inner * kernel,  # decay and its product 2, write 2, answer 2
+        **_recurrence(state, inner, kernel, 6),  # decay and its product 2, write 2, answer 2
     )
+
+
+def _rglru(c: _Fields) -> Layer:
+    """The gated recurrence of RecurrentGemma; its two gates are block-diagonal, a block for each head."""
+    hidden, heads = _hidden(c), c.integer("num_attention_heads")
+    width = c.integer("lru_width", default=hidden)
+    return _matrices(
+        3 * hidden * width + 2 * width * (width // heads),
+        **_recurrence(width, width, c.integer("conv1d_width") - 1, 3),  # decay 1, write 2
+    )
+
+
+def _rwkv(c: _Fields) -> Layer:
+    """RWKV 4: the token before, which attention and MLP each mix in, and three numbers for each channel."""
+    hidden = _hidden(c)
+    inner = c.integer("attention_hidden_size", default=hidden)
+    matrices = 4 * hidden * inner + hidden * hidden  # of attention; the gate of the MLP
+    return _matrices(matrices, **_recurrence(3 * inner, 2 * hidden, 1, 4))  # decays, writes, answer
 
 
 def _short_convolution(c: _Fields) -> Layer:
@@ -414,7 +514,16 @@ def _short_convolution(c: _Fields) -> Layer:
     return _matrices(4 * hidden * hidden, conv_numbers=hidden * kernel, token_flops=2 * hidden * kernel)
 
 
-_MIXERS = {"delta": _delta, "mamba2": _mamba2, "mamba1": _mamba1, "conv": _short_convolution}
+_MIXERS = {
+    "delta": _delta,
+    "kda": _kda,
+    "lightning": _lightning,
+    "mamba2": _mamba2,
+    "mamba1": _mamba1,
+    "rglru": _rglru,
+    "rwkv": _rwkv,
+    "conv": _short_convolution,
+}
 
 
 def _mlp(c: _Fields, inner: int) -> int:
@@ -427,16 +536,25 @@ def _dense(c: _Fields) -> Layer:
     if c.get("block_auto_adjust_ff_dim"):  # LFM2: two thirds, in whole multiples
         multiple, factor = c.integer("block_multiple_of"), c.get("block_ffn_dim_multiplier") or 1
         inner = -(-int(factor * (2 * inner // 3)) // multiple) * multiple
+    if c.family == "recurrent_gemma":  # the width of the two matrices before it together
+        inner //= 2
     return _matrices(_mlp(c, c.share("shared_intermediate_size", default=inner)))
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("top_k_experts", "moe_top_k", "moe_topk")
 
 
 def _is_sparse(c: _Fields, i: int) -> bool:
     """Returns whether the MLP of layer i is a mixture of experts."""
     if not c.get(*_EXPERTS) and c.get("moe_intermediate_size") is None:
         return False
+    if (kinds := c.get("mlp_layer_types")) is not None:
+        if not isinstance(kinds, list) or i >= len(kinds) or kinds[i] not in ("dense", "sparse"):
+            raise c.unknown(f"with {kinds!r} as mlp_layer_types", "dense or sparse for each layer")
+        return bool(kinds[i] == "sparse")
+    if isinstance(c.get("moe_layer_freq"), list):  # MiMo; a number elsewhere
+        return bool(c.flag(i, "moe_layer_freq"))
     if i < c.share("first_k_dense_replace") or i in (c.layers("mlp_only_layers") or ()):
         return False
     if c.get("expert_layer_period") is not None:
@@ -445,16 +563,17 @@ def _is_sparse(c: _Fields, i: int) -> bool:
 
 
 def _experts(c: _Fields) -> Layer:
-    count = c.integer(*_EXPERTS)
-    used = c.integer("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k")
-    inner = c.integer("moe_intermediate_size", "intermediate_size", "ffn_hidden_size")
+    count, idle = c.integer(*_EXPERTS), c.share("zero_expert_num")  # LongCat: idle ones return what they are given
+    used = c.integer("num_experts_per_tok", "num_experts_per_token", "experts_per_token", *_TOP_K)
+    inner = c.integer("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
     shared_inner = c.integer(
         *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
         default=0,
         minimum=0,
     )
-    shared = _mlp(c, shared_inner or inner * c.share("n_shared_experts"))
-    router, one = _hidden(c) * count, _mlp(c, inner)
-    if used > count:
+    shared = _mlp(c, shared_inner or inner * c.share("n_shared_experts", "num_shared_experts"))
+    router, one = _hidden(c) * (count + idle), _mlp(c, inner)
+    if used > count + idle:
         raise c.unknown(f"with {used} of {count} experts per token", "at least as many experts as a token uses")
-    return _matrices(count * one + router + shared, used * one + router + shared, routed=used / count)
+    met = used * count * one // (count + idle)
+    return _matrices(count * one + router + shared, met + router + shared, routed=used / (count + idle))

@@ -34,7 +34,7 @@ class Layer:
         kv_numbers: numbers kept per position: key and value of all KV heads, or the latent of MLA.
         kv_parts: parts into which devices can split the KV: its KV heads; 1 for the latent of MLA.
         window: positions that a query sees and the layer keeps, including the query's own; None: all.
-        conv_numbers: numbers in the convolution's part of a recurrent state.
+        conv_numbers: numbers in the convolution's part of a recurrent state, and all others in the model's type.
         recurrent_numbers: numbers in the rest of that state.
         parameters: parameters of its matrices.
         active_parameters: parameters that one token uses.
@@ -96,7 +96,7 @@ class ModelShape:
         """Returns the bytes of one checkpoint of all recurrent states.
 
         Args:
-            dtype: type of the convolutions' part.
+            dtype: of the model, and so of the convolutions' part.
             state_dtype: type of the rest.
         """
         conv = self._bytes(sum(layer.conv_numbers for layer in self.layers), dtype)
