@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rigs.greedy import Greedy, ask, family_of_prompts, pair_of, same
+from rigs.letters import Letters
 
-from bench.tiny_models import GATHERED, HYBRIDS, LATENT, VARIANTS, VOCAB, WINDOWED
+from bench.tiny_models import GATHERED, HYBRIDS, LATENT, RESUMED, VARIANTS, VOCAB, WINDOWED
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.tiers import identity_of
-from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, SamplingParams, TierConfig, WritePolicy
+from mainstem.settings.engine import (
+    EngineConfig,
+    HostPolicy,
+    HostSize,
+    SamplingParams,
+    StorageConfig,
+    TierConfig,
+    WritePolicy,
+)
 from mainstem.tiers.transfer import Move
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,11 +173,64 @@ def fail_after_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_identity_says_what_ranks_share(family: str, attention: str, shape: str) -> None:
     pytest.importorskip("blake3", reason="blake3 is not installed")
-    identity = identity_of(replace(pair(family)[0], tokenizer=_Vocabulary()), 4, "content")  # type: ignore[arg-type]
+    identity = identity_of(replace(pair(family)[0], tokenizer=Stored()), 4, "content")  # type: ignore[arg-type]
     assert (identity.attention, identity.shape) == (attention, shape)
     assert identity.replicated == (family == "deepseek_v3")
 
 
-class _Vocabulary:
+def transformers_scan(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a model go on from its states token by token."""
+    monkeypatch.setattr("mainstem.runtime.states.resume", lambda _: None)
+
+
+def attention_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a model attend by transformers' code to gathered keys."""
+    model.set_attn_implementation("eager")
+    monkeypatch.setattr("mainstem.runtime.runner._own_attention", lambda _: "on purpose")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "change", "line"),
+    [
+        ("mamba", RESUMED["mamba"], transformers_scan, "scan resumed, here stepped"),
+        ("jamba", RESUMED["jamba"], transformers_scan, "scan resumed, here stepped"),
+        ("llama", {}, attention_of_its_own, "keys paged, here gathered"),
+    ],
+)
+def test_what_was_computed_in_another_way_is_not_found_after_a_restart(
+    family: str,
+    changes: dict[str, Any],
+    change: Callable[[Any, pytest.MonkeyPatch], None],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("blake3", reason="blake3 is not installed")
+    storage = StorageConfig(prefetch="wait_complete", prefetch_min_tokens=4)
+    tiers = TierConfig(HostSize(host_ratio=2.0), storage=f"file:{tmp_path}/kv?capacity=64MiB", limits=storage)
+    config = EngineConfig(pages=80, page_size=4, state_slots=20 if family in RESUMED else None, tiers=tiers)
+
+    def found(changed: bool) -> int:
+        made, greedy = pair_of(family, changes)
+        with monkeypatch.context() as patched:
+            if changed:
+                change(made.model, patched)
+            with Engine(replace(made, tokenizer=Stored()), config) as engine:  # type: ignore[arg-type]
+                (completion,) = ask(engine, PROMPTS[:1], NEW)
+        same(completion, greedy(PROMPTS[0], NEW))
+        return completion.usage.storage_tokens
+
+    whole = (len(PROMPTS[0]) - 1) // 4 * 4
+    assert [found(changed=False), found(changed=False)] == [0, whole]
+    assert [found(changed=True), found(changed=True)] == [0, whole]
+    assert found(changed=False) == whole
+    (why,) = [text for text in caplog.messages if "not found" in text]
+    assert line in why
+
+
+class Stored(Letters):
+    """With a vocabulary, which stored pages depend on."""
+
     def get_vocab(self) -> dict[str, int]:
         return {"a": 0}

@@ -99,6 +99,14 @@ def test_a_model_whose_scan_is_not_proven_steps(family: str, ours: Any, monkeypa
     assert changed(model) == []
 
 
+@pytest.mark.parametrize("family", sorted(RESUMED))
+def test_a_model_that_has_our_scans_already_is_not_taken_for_one_that_needs_none(family: str) -> None:
+    model = tiny(family, **RESUMED[family])
+    shape = StateShape.of(model)
+    assert shape is not None
+    assert prove(model, shape, 1e-4) == prove(model, shape, 1e-4) == Proof("resumed", stacked=True)
+
+
 def test_a_model_that_is_refused_keeps_its_own_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("mamba", **RESUMED["mamba"])
     shape = StateShape.of(model)

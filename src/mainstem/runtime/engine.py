@@ -88,6 +88,10 @@ class EngineRunner(scheduler.Runner, Protocol):
         """Copies a recurrent state from slot to slot; called only if the model has states."""
 
     @property
+    def computation(self) -> tuple[str, ...]:
+        """How it computes; see `tiers.Computes`."""
+
+    @property
     def adapters(self) -> Adapters:
         """The model's adapters."""
 

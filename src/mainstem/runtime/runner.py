@@ -187,6 +187,13 @@ class ModelRunner:
         return self._alone is not None
 
     @property
+    def computation(self) -> tuple[str, ...]:
+        """How it computes what pages and states hold, where another way gives other numbers: "keys paged"."""
+        scan = () if self._proof is None else (f"scan {self._proof.continuation}",)
+        keys = (f"keys {'gathered' if self.alone else 'paged'}",) if self._places else ()
+        return scan + keys
+
+    @property
     def pools(self) -> dict[str, KVPool | StatePool]:
         """The pages and slots that it reads and writes, by component."""
         states = self._pools.states

@@ -102,6 +102,12 @@ def resume(model: PreTrainedModel) -> Callable[[], None] | None:
     return undo if found else None
 
 
+def is_resumed(model: PreTrainedModel) -> bool:
+    """Returns whether layers of `model` call scans of this module, by an earlier `resume`."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(forward.__module__ == __name__ for forward in forwards if forward is not None)
+
+
 def _scan_of(module: torch.nn.Module) -> str | None:
     """Returns the name of the scan that a layer's own code calls, if it is one of `_SCANS`."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

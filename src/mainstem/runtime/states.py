@@ -43,7 +43,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from mainstem.errors import BadArgument, UnsupportedModel
 from mainstem.runtime.caches import Passing
 from mainstem.runtime.places import Kind, new_cache, put, run
-from mainstem.runtime.scans import resume
+from mainstem.runtime.scans import is_resumed, resume
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -312,7 +312,7 @@ def prove(model: PreTrainedModel, shape: StateShape, limit: float) -> Proof:
 
 def _continuation(model: PreTrainedModel, trial: _Trial, limit: float) -> Continuation:
     if trial.goes_on(limit):
-        return "chunked"
+        return "resumed" if is_resumed(model) else "chunked"
     undo = resume(model)
     if undo is None:
         return "stepped"

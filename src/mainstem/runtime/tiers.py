@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,8 +41,12 @@ _HASHED_AT_ONCE = 1 << 26  # bytes of weights that are copied from the device to
 _IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
 
 
-class HasHostMemory(Protocol):
+class Computes(Protocol):
     """What tiers need of a runner."""
+
+    @property
+    def computation(self) -> tuple[str, ...]:
+        """How it computes what pages and states hold, where another way gives other numbers; part of the identity."""
 
     def host_memory(self, size: HostSize, storage: bool) -> HostPool:
         """Allocates host pages for its device pages.
@@ -53,7 +57,7 @@ class HasHostMemory(Protocol):
 
 
 def build_tiers(
-    config: TierConfig, runner: HasHostMemory, loaded: LoadedModel, page_size: int, clock: Callable[[], float]
+    config: TierConfig, runner: Computes, loaded: LoadedModel, page_size: int, clock: Callable[[], float]
 ) -> tuple[HostTier, Store | None]:
     """Makes the host tier and the store of an engine.
 
@@ -66,7 +70,10 @@ def build_tiers(
     try:
         memory = runner.host_memory(config.size, backend is not None)
         tier = HostTier(memory, config.host, memory.sizes, loaded.ranks.agree)
-        store = None if backend is None else _store(config, backend, loaded, page_size, memory.content, clock)
+        store = None
+        if backend is not None:
+            identity = identity_of(loaded, page_size, memory.content, config.storage_codec, runner.computation)
+            store = _store(config, backend, identity, clock)
     except BaseException:
         if backend is not None:
             backend.close()
@@ -86,7 +93,9 @@ def close_tiers(tier: HostTier, store: Store | None) -> None:
             tier.memory.close()
 
 
-def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = "none") -> Identity:
+def identity_of(
+    loaded: LoadedModel, page_size: int, content: str, codec: str = "none", computation: Sequence[str] = ()
+) -> Identity:
     """Returns everything that the pages of a loaded model depend on. Reads every weight.
 
     Args:
@@ -94,6 +103,7 @@ def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = 
         page_size: positions per page.
         content: the name of the format of a page's content.
         codec: how its numbers are stored.
+        computation: how the runner computes them.
     """
     config = loaded.model.config.get_text_config(decoder=True)
     heads = int(getattr(config, "num_attention_heads", None) or 0)  # none: a model without attention
@@ -117,7 +127,7 @@ def identity_of(loaded: LoadedModel, page_size: int, content: str, codec: str = 
         page_size=page_size,
         tp_rank=loaded.ranks.rank,
         tp_size=loaded.ranks.size,
-        extra=(f"configuration {_digest_config(loaded.model.config)}", f"codec {codec}"),
+        extra=(f"configuration {_digest_config(loaded.model.config)}", f"codec {codec}", *computation),
     )
 
 
@@ -136,15 +146,7 @@ def _open(spec: str, ranks: Ranks) -> Backend:
     return backend
 
 
-def _store(
-    config: TierConfig,
-    backend: Backend,
-    loaded: LoadedModel,
-    page_size: int,
-    content: str,
-    clock: Callable[[], float],
-) -> Store:
-    identity = identity_of(loaded, page_size, content, config.storage_codec)
+def _store(config: TierConfig, backend: Backend, identity: Identity, clock: Callable[[], float]) -> Store:
     if config.storage_secret is None:
         log.warning("storage has no secret: stored pages are safe from damage, not from forgery")
     limits = config.limits
