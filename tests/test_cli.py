@@ -23,7 +23,7 @@ from rigs.fake_engine import FakeEngine
 from mainstem import cli
 from mainstem.errors import EngineClosed, ModelNotFound
 from mainstem.server import app as server_app
-from mainstem.settings.engine import EngineConfig
+from mainstem.settings.engine import EngineConfig, ModelConfig
 from mainstem.settings.fields import Settings
 from mainstem.storage import open_backend
 
@@ -33,7 +33,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = FakeEngine(lambda prompt: f"[{prompt}]", max_context=20_000)
-        self.loaded: list[tuple[Any, str]] = []
+        self.loaded: list[tuple[Any, ModelConfig]] = []
         self.config = EngineConfig()
         self.failure: Exception | None = None
         parallel, models = ModuleType("parallel"), ModuleType("models")
@@ -45,10 +45,12 @@ class Machine:
         monkeypatch.setattr("mainstem.runtime.models", models, raising=False)
 
     @contextmanager
-    def _open(self, name: str | None, dtype: str, config: EngineConfig, *, progress: Any) -> Iterator[FakeEngine]:
+    def _open(
+        self, name: str | None, model: ModelConfig, config: EngineConfig, *, progress: Any
+    ) -> Iterator[FakeEngine]:
         if self.failure is not None:
             raise self.failure
-        self.loaded.append((name, dtype))
+        self.loaded.append((name, model))
         for stage, done in (("load", 0), ("load", 1), ("test", 0), ("measure", 0)):  # as with storage
             progress(stage, done, 1)
         self.config = config
@@ -135,6 +137,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["nonsense"], 2, "nonsense"),
         (["generate", "x", "--top-p", "3"], 2, "--top-p 3.0: must be"),
         (["generate", "x", "--dtype", "int4"], 2, "int4"),
+        (["serve", "--max-context", "0"], 2, "mainstem: --max-context 0: must be"),
         (["generate", "--file", "/does/not/exist"], 1, "/does/not/exist"),
         (["generate", "a\udcffb"], 2, "'\\udcff' at character 1: must be text that UTF-8 can encode"),
         (["generate", "--no-chat", "a\udcffb"], 2, "UTF-8"),
@@ -256,11 +259,11 @@ def test_generate_json(machine: Machine, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_sampling_options_arrive(machine: Machine) -> None:
     options = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --seed 3 --stop a --stop b"
-    assert run("generate", "x", "--dtype", "bfloat16", "--model", "m", *options.split()) == 0
+    assert run("generate", "x", "--dtype", "bfloat16", "--max-context", "300", "--model", "m", *options.split()) == 0
     params = machine.engine.streams[0].request.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (5, 0.5, 0.9, 4)
     assert (params.min_p, params.seed, params.stop) == (0.1, 3, ("a", "b"))
-    assert machine.loaded == [("m", "bfloat16")]
+    assert machine.loaded == [("m", ModelConfig("bfloat16", max_context=300))]
 
 
 def test_a_failed_generation_is_a_failure(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +295,7 @@ def test_serve_passes_its_options_on(machine: Machine, monkeypatch: pytest.Monke
     assert config.api_key == ("from-the-environment",)
     assert (config.images.image_host, config.images.max_images) == (("a.test", "b.test"), 2)
     assert config.images.image_folder == tmp_path
-    assert machine.loaded == [("a-model", "auto")]
+    assert machine.loaded == [("a-model", ModelConfig())]
     assert changed(machine.config) == {
         "kv_bytes": 3 << 29,
         "window_ratio": 0.25,

@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,9 +20,12 @@ import torch
 from machine import patience
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from mainstem.errors import BadArgument, ModelNotFound, UnsupportedModel
+from bench.tiny_models import HYBRIDS, RESUMED, tiny
+from mainstem.errors import BadArgument, ModelNotFound, RequestTooLong, UnsupportedModel
 from mainstem.runtime import models
+from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import LoadedModel, load_model, quicker_dtype
+from mainstem.settings.engine import EngineConfig, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,10 +212,32 @@ def test_the_length_of_a_model_has_several_names(folder: Path, name: str) -> Non
     assert "how many positions" not in str(caught.value)
 
 
-def test_a_model_without_a_length_is_refused(folder: Path) -> None:
-    change_config(folder, model_type="mamba", max_position_embeddings=None)
-    with pytest.raises(UnsupportedModel, match="how many positions"):
-        load_model(str(folder), dtype="float32")
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2"])
+def test_a_model_without_a_length_runs_with_the_one_that_it_is_given(family: str, folder: Path, tmp_path: Path) -> None:
+    recurrent = str(shutil.copytree(folder, tmp_path / "recurrent"))
+    tiny(family, **{**HYBRIDS, **RESUMED}[family], max_position_embeddings=...).save_pretrained(recurrent)
+    with pytest.raises(UnsupportedModel, match=r"recurrent: its configuration .* how many positions .*--max-context"):
+        load_model(recurrent, dtype="float32")
+    with pytest.raises(BadArgument, match="max_context = 0: must be 1 or more"):
+        load_model(recurrent, dtype="float32", max_context=0)
+    made = load_model(recurrent, dtype="float32", max_context=40)
+    assert made.max_context == 40
+    with Engine(made, EngineConfig(pages=40, page_size=4, state_slots=20)) as engine:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        (answer,) = engine.generate([[3] * 36], params)
+        assert len(answer.tokens) == 4
+        with pytest.raises(RequestTooLong, match="41 positions: the context has 40"):
+            engine.generate([[3] * 37], params)
+
+
+def test_a_length_may_be_less_than_what_the_configuration_says_and_not_more(folder: Path) -> None:
+    assert load_model(str(folder), dtype="float32").max_context == 64
+    for length in (1, 64):
+        assert load_model(str(folder), dtype="float32", max_context=length).max_context == length
+    for length in (0, 65):
+        words = f"max_context = {length}: must be 1 to 64, the positions that {folder.name} was trained for"
+        with pytest.raises(BadArgument, match=words):
+            load_model(str(folder), dtype="float32", max_context=length)
 
 
 def test_missing_weights_are_refused_not_made_up(folder: Path) -> None:

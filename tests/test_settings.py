@@ -41,6 +41,9 @@ CLASSES = [
 ]
 
 
+SERVE = (engine.ModelConfig, engine.EngineConfig, server.ServerConfig)
+
+
 @dataclass(frozen=True)
 class Inner(Settings):
     """What is inside.
@@ -215,22 +218,20 @@ def leaves(kind: type[Settings]) -> Iterator[str]:
             yield field.name
 
 
-@pytest.mark.parametrize(
-    "kinds", [(engine.EngineConfig, server.ServerConfig), (replay.Assumptions, replay.TraceOptions)]
-)
+@pytest.mark.parametrize("kinds", [SERVE, (replay.Assumptions, replay.TraceOptions)])
 def test_a_command_has_no_two_settings_of_a_name(kinds: tuple[type[Settings], ...]) -> None:
     names = [name for kind in kinds for name in leaves(kind)]
     assert len(names) == len(set(names))
 
 
 def test_every_flag_of_serve_is_a_setting_of_the_same_name() -> None:
-    names = {name for kind in (engine.EngineConfig, server.ServerConfig) for name in leaves(kind)}
+    names = {name for kind in SERVE for name in leaves(kind)}
     flags = {
         argument.name.removeprefix("--").replace("-", "_")
         for argument in cli.app["serve"].assemble_argument_collection()
         if argument.show and argument.name.startswith("--")
     }
-    assert flags - names == {"model", "dtype", "adapter"}
+    assert flags - names == {"model", "adapter"}
 
 
 def test_names_that_a_part_knows_are_those_that_its_setting_allows() -> None:

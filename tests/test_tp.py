@@ -34,7 +34,15 @@ from mainstem.runtime.parallel import open_engine
 from mainstem.runtime.ranks import FirstRank, LaterRank, Peer, require_equal
 from mainstem.runtime.request import Completion, Request
 from mainstem.runtime.stream import Stream
-from mainstem.settings.engine import EngineConfig, HostPolicy, HostSize, SamplingParams, StorageConfig, TierConfig
+from mainstem.settings.engine import (
+    EngineConfig,
+    HostPolicy,
+    HostSize,
+    ModelConfig,
+    SamplingParams,
+    StorageConfig,
+    TierConfig,
+)
 
 VOCAB, CONTEXT, PAGE = 97, 512, 16
 NEW_TOKENS = 8
@@ -51,6 +59,7 @@ PRELOADED = [
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 ]
+FLOAT32 = ModelConfig("float32")
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 4}
 Folder = Callable[..., str]
 
@@ -95,7 +104,7 @@ def opened(processes: ForkServerContext) -> Open:
     @contextmanager
     def start(name: str | None, ranks: int, **settings: Any) -> Iterator[Engine]:
         config = EngineConfig(**{"tp": ranks, "kv_bytes": 8 << 20, "page_size": PAGE, **settings})
-        with open_engine(name, "float32", config, context=processes) as engine:
+        with open_engine(name, FLOAT32, config, context=processes) as engine:
             yield engine
 
     return start
@@ -517,7 +526,7 @@ def _serve(model: str, port: int, options: dict[str, Any], log: str) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     config, server = EngineConfig(tp=2, page_size=PAGE, **options), ServerConfig(port=port)
     listener = bind(server)
-    with open_engine(model, "float32", config, context=multiprocessing.get_context("fork")) as engine:
+    with open_engine(model, FLOAT32, config, context=multiprocessing.get_context("fork")) as engine:
         serve(engine, server, listener)
 
 

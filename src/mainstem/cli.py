@@ -20,11 +20,11 @@ from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import is_missing, needs
-from mainstem.settings.engine import EngineConfig, SamplingParams, StorageSecret
+from mainstem.settings.engine import EngineConfig, ModelConfig, SamplingParams, StorageSecret
 from mainstem.settings.server import ServerConfig
 
 try:
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from mainstem.runtime.stream import Stream
     from mainstem.storage import Backend
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _EXTRAS = {
     "storage": ("blake3",),
@@ -207,8 +206,8 @@ def _missing_extra(error: ImportError) -> str | None:
 def serve(
     model: str | None = None,
     *,
-    dtype: Dtype = "auto",
     adapter: Annotated[tuple[str, ...], SEVERAL] = (),
+    load: ModelConfig = ModelConfig(),
     server: ServerConfig = ServerConfig(),
     engine: EngineConfig = EngineConfig(),
 ) -> None:
@@ -216,7 +215,6 @@ def serve(
 
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
-        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
         adapter: LoRA adapter as NAME=PATH, where PATH is a folder saved by PEFT. Clients select it as model NAME.
             Repeat it for several adapters.
     """
@@ -230,7 +228,7 @@ def serve(
         listener = stack.enter_context(_bound(server))
         _say(f"starting to serve {_model_name(model)} at {server.host} port {listener.getsockname()[1]}")
         bars = stack.enter_context(_Bars(lines=True))
-        running = stack.enter_context(_engine(model, dtype, bars, engine))
+        running = stack.enter_context(_engine(model, load, bars, engine))
         _load_adapters(running, adapters, bars)
         bars.close()
         serve_http(running, server, listener)
@@ -245,7 +243,7 @@ def generate(
     sampling: SamplingParams = SamplingParams(),
     chat: bool | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
-    dtype: Dtype = "auto",
+    load: ModelConfig = ModelConfig(),
 ) -> None:
     """Generate text in the terminal. Several prompts share the KV of what they have in common.
 
@@ -255,10 +253,9 @@ def generate(
         file: Text file to put before every prompt.
         chat: Use the model's chat template; --no-chat continues the text as it is. Default: --chat if there is one.
         json: Print one JSON object per prompt instead of the text alone.
-        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
     """
     texts = _texts(prompt, file)
-    with _Bars() as bars, _engine(model, dtype, bars) as engine:
+    with _Bars() as bars, _engine(model, load, bars) as engine:
         streams = _submit_all(engine, [text for _, text in texts], sampling, chat, bars)
         for (name, _), stream in zip(texts, streams, strict=True):
             if json:
@@ -272,7 +269,7 @@ def demo(
     *,
     model: str | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
-    dtype: Dtype = "auto",
+    load: ModelConfig = ModelConfig(),
     prefix_tokens: int | None = None,
 ) -> None:
     """Show how much sooner the first token arrives when a document is cached: five questions, cold and warm.
@@ -280,10 +277,9 @@ def demo(
     Args:
         model: A folder, a .gguf file or a Hugging Face name. Default: SmolLM2-135M-Instruct.
         json: Print the measurements as one JSON object.
-        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
         prefix_tokens: Length of the document in tokens, 1 up to what fits the model. Default: all of it, about 1,100.
     """
-    with _Bars() as bars, _engine(model, dtype, bars) as engine:
+    with _Bars() as bars, _engine(model, load, bars) as engine:
         import torch
 
         from mainstem import demo as demonstration
@@ -424,12 +420,14 @@ def _backend(spec: str) -> Iterator[Backend]:
 
 
 @contextmanager
-def _engine(model: str | None, dtype: str, bars: _Bars, config: EngineConfig = EngineConfig()) -> Iterator[Engine]:
+def _engine(
+    model: str | None, load: ModelConfig, bars: _Bars, config: EngineConfig = EngineConfig()
+) -> Iterator[Engine]:
     bars.update("import", 0, 0)
     from mainstem.runtime.parallel import open_engine
 
     bars.update("import", 1, 1)
-    with open_engine(model, dtype, config, progress=bars.update) as engine:
+    with open_engine(model, load, config, progress=bars.update) as engine:
         yield engine
 
 

@@ -73,7 +73,7 @@ class LoadedModel:
         tokenizer: of the model, with its chat template if it has one.
         name: the name that clients use.
         dtype: of the weights, and so of the KV.
-        max_context: positions that the model was trained for.
+        max_context: positions of one request at most: those that the model was trained for, or fewer.
         processor: of a model that takes images.
         ranks: the processes that hold the model together; this one holds its part.
     """
@@ -88,7 +88,12 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | None = None, *, dtype: str = "auto", progress: Progress | None = None, ranks: Ranks = ONE_RANK
+    name: str | None = None,
+    *,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    progress: Progress | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
     """Loads a model for inference, on the GPU if there is one.
 
@@ -96,21 +101,24 @@ def load_model(
         name: a folder in Hugging Face's format, a `.gguf` file, or a name on the Hugging Face hub. None is
             SmolLM2-135M-Instruct (Apache-2.0, 93 MB to download at first use).
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster one on a CPU.
+        max_context: positions of one request at most, no more than the model was trained for; None: as many.
         progress: called as `progress(stage, done, total)`, stages "download", "convert" and "load".
         ranks: the processes that load it together, each its part; `torch.distributed` must connect them.
 
     Raises:
         ModelNotFound: the model does not exist, or could not be downloaded; the message says what was tried.
         UnsupportedModel: it is not a causal language model that transformers can run without the model's own code, or
-            it takes images and Pillow is not installed, or it cannot be divided among several ranks.
-        BadArgument: `dtype` is none of the above, or its heads are not divisible by the number of ranks.
+            it takes images and Pillow is not installed, or it cannot be divided among several ranks, or its
+            configuration does not say for how many positions it was trained, nor does `max_context`.
+        BadArgument: `dtype` or `max_context` is none of the above, or its heads are not divisible by the number of
+            ranks.
     """
     if dtype not in _DTYPES:
         raise BadArgument("dtype", dtype, f"one of {', '.join(_DTYPES)}")
     report = progress or _silent
     with _no_progress_bars():
         source, shown = ranks.share(lambda: _resolve(name, report))
-        return _load(source, shown, dtype, report, ranks)
+        return _load(source, shown, dtype, max_context, report, ranks)
 
 
 def cache_folder() -> Path:
@@ -126,7 +134,9 @@ def _silent(stage: str, done: int, total: int) -> None:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _load(source: str, name: str, dtype: str, progress: Progress, ranks: Ranks) -> LoadedModel:
+def _load(
+    source: str, name: str, dtype: str, asked_context: int | None, progress: Progress, ranks: Ranks
+) -> LoadedModel:
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -136,7 +146,7 @@ def _load(source: str, name: str, dtype: str, progress: Progress, ranks: Ranks) 
     progress("load", 0, 2)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        max_context = _max_context(config, name)
+        max_context = _max_context(config, name, asked_context)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if ranks.size > 1:
             _check_ranks(config, name, max_context, ranks.size)
@@ -255,13 +265,23 @@ def _weights(kind: Any, source: str | Path, name: str, **options: object) -> Pre
     return model
 
 
-def _max_context(config: PreTrainedConfig, name: str) -> int:
+def _max_context(config: PreTrainedConfig, name: str, asked: int | None) -> int:
+    """Returns how many positions a request may have: as asked, but no more than the model was trained for."""
     text = config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_seq_len", "seq_length")  # the others: MPT, Bloom
     positions = next((given for name in names if (given := getattr(text, name, None)) is not None), None)
-    if not isinstance(positions, int):
-        raise UnsupportedModel(f"{name}: its configuration does not say for how many positions it was trained")
-    return positions
+    trained = positions if isinstance(positions, int) else None
+    if asked is None:
+        if trained is None:
+            raise UnsupportedModel(
+                f"{name}: its configuration does not say for how many positions it was trained: set max_context "
+                "(--max-context) to the most that a request may have"
+            )
+        return trained
+    if asked < 1 or (trained is not None and asked > trained):
+        limit = "or more" if trained is None else f"to {trained}, the positions that {name} was trained for"
+        raise BadArgument("max_context", asked, f"1 {limit}")
+    return asked
 
 
 def quicker_dtype(

@@ -27,8 +27,8 @@ import torch
 from mainstem.errors import BadArgument, MainstemError, RankFailed
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.models import load_model
-from mainstem.runtime.ranks import FirstRank, LaterRank, Peer
-from mainstem.settings.engine import EngineConfig
+from mainstem.runtime.ranks import ONE_RANK, FirstRank, LaterRank, Peer, Ranks
+from mainstem.settings.engine import EngineConfig, ModelConfig
 
 Context = DefaultContext | ForkContext | ForkServerContext | SpawnContext
 Progress = Callable[[str, int, int], None]
@@ -42,14 +42,14 @@ class _Asked:
     """What rank 0 opens, and so all."""
 
     name: str | None
-    dtype: str
+    model: ModelConfig
     config: EngineConfig
 
 
 @contextmanager
 def open_engine(
     name: str | None = None,
-    dtype: str = "auto",
+    model: ModelConfig = ModelConfig(),
     config: EngineConfig = EngineConfig(),
     *,
     progress: Progress | None = None,
@@ -59,8 +59,8 @@ def open_engine(
 
     Args:
         name: see `load_model`.
-        dtype: see `load_model`.
-        config: the settings.
+        model: how it is loaded.
+        config: the settings of the engine.
         progress: see `load_model` and `Engine`.
         context: starts processes; None: "spawn", so the program needs the usual `if __name__ == "__main__"`.
 
@@ -68,20 +68,28 @@ def open_engine(
         BadArgument, UnsupportedModel, ModelNotFound: see `load_model` and `Engine`.
         RankFailed: a process has ended.
     """
+    asked = _Asked(name, model, config)
     if config.tp == 1:
-        with Engine(load_model(name, dtype=dtype, progress=progress), config, progress=progress) as engine:
+        with _engine(asked, ONE_RANK, progress) as engine:
             yield engine
         return
     with _started(config.tp, context or multiprocessing.get_context("spawn")) as ranks:
         try:
-            ranks.share(lambda: _Asked(name, dtype, config))
-            engine = Engine(load_model(name, dtype=dtype, progress=progress, ranks=ranks), config, progress=progress)
+            ranks.share(lambda: asked)
+            engine = _engine(asked, ranks, progress)
         except Exception as error:  # noqa: BLE001  # the end of another rank may be the cause
             cause = ranks.cause(error)
             raise cause from (None if cause is error else error)
         with engine:
             ranks.watch(engine.wake)
             yield engine
+
+
+def _engine(asked: _Asked, ranks: Ranks, progress: Progress | None = None) -> Engine:
+    """Loads a rank's part of the model, and starts its engine."""
+    model = asked.model
+    loaded = load_model(asked.name, dtype=model.dtype, max_context=model.max_context, progress=progress, ranks=ranks)
+    return Engine(loaded, asked.config, progress=progress)
 
 
 @contextmanager
@@ -145,8 +153,7 @@ def _follow(rank: int, size: int, folder: str, pipe: Connection) -> None:
     try:
         _join(rank, size, folder)
         asked = ranks.share(_not_here)
-        loaded = load_model(asked.name, dtype=asked.dtype, ranks=ranks)
-        Engine(loaded, asked.config).wait()
+        _engine(asked, ranks).wait()
     except Exception as error:  # noqa: BLE001  # rank 0 raises it
         with suppress(RankFailed):  # rank 0 has ended
             ranks.leave(str(error) if isinstance(error, MainstemError) else f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The settings of an engine and its requests: pools, steps, tiers, sampling."""
+"""The settings of an engine and its requests: the model, pools, steps, tiers, sampling."""
 
 from __future__ import annotations
 
@@ -30,9 +30,24 @@ from mainstem.units import SIZE
 MAX_LOGPROBS = 20
 SECRET_BYTES = 16  # the least length of a secret
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Codec = Literal["none", "int8", "fp8"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(Settings):
+    """How a model is loaded.
+
+    Args:
+        dtype: Number format of weights and KV; auto takes the fastest one on this machine.
+        max_context: Maximum number of tokens of a request, prompt and answer together; 1 or more. Default: what the
+            model's configuration says. Required if it says nothing, as that of Mamba.
+    """
+
+    dtype: Dtype = setting("auto", one_of(Dtype))
+    max_context: int | None = setting(None, integer(1))
 
 
 @dataclass(frozen=True)
