@@ -1,14 +1,18 @@
 """A model of three kinds of layers over one cache: full attention, a sliding window, and a recurrent state.
 
 Each kind has its own memory. Window pages are allocated when they are needed and freed when no layer reads them. A
-state is kept where prompts end and where they fork. The answer is the same with and without the cache.
+state is kept where prompts end, where they fork, and at marks, where they are expected to fork: the second question
+starts at the end of the document. The answer is the same with and without the cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mainstem import Full, Lease, PrefixCache, State, Window
+from mainstem.runtime.checkpoints import plan_checkpoints
 
 PAGE_SIZE, WINDOW, WIDTH, VOCABULARY = 4, 10, 8, 1000
 SIZES = {Full(): 200, Window(WINDOW): 24, State(): 12}
@@ -31,21 +35,19 @@ class Engine:
     def copy_state(self, source: int, target: int) -> None:
         self.states[target] = self.states[source]
 
-    def answer(self, prompt: list[int]) -> np.ndarray:
+    def answer(self, prompt: list[int], marks: Sequence[int] = ()) -> np.ndarray:
         with self.cache.lease(prompt) as lease:
             lease.reserve(len(prompt) - lease.hit)
             if lease.hit == 0:
                 self.states[lease.state] = 0.0
-            last = (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
             begin = lease.hit
-            for end in sorted({lease.reach, last, len(prompt)}):
-                if end <= begin:
-                    continue
+            for end, reason in plan_checkpoints(begin, lease.reach, len(prompt), PAGE_SIZE, marks=marks):
                 self.compute(lease, prompt, begin, end)
-                if end in (lease.reach, last):  # where this prompt forks from another, and where it ends
-                    lease.checkpoint(end)
+                lease.checkpoint(end, mark=reason == "mark")
                 lease.publish(end)
                 begin = end
+            self.compute(lease, prompt, begin, len(prompt))
+            lease.publish(len(prompt))
             return self.read(lease, embedding[prompt[-1]], len(prompt))
 
     def compute(self, lease: Lease, prompt: list[int], begin: int, end: int) -> None:
@@ -72,7 +74,8 @@ document = np.random.default_rng(1).integers(VOCABULARY, size=60).tolist()
 engine = Engine()
 for question in ([1, 2, 3, 4, 5, 6], [4, 5, 6, 7], [7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 8]):
     before = engine.computed
-    warm = engine.answer(document + question)
+    warm = engine.answer(document + question, marks=[len(document)])
     assert np.allclose(warm, Engine().answer(document + question))
+    assert before == 0 or engine.computed - before <= len(question), "the document is computed once"
     print(f"question {question}: {engine.computed - before} of {len(document + question)} tokens computed")
 print({name: f"{pool.cached} of {pool.total}" for name, pool in engine.cache.stats().pools.items()})
