@@ -27,7 +27,7 @@ from rigs.greedy import family_of_prompts
 from rigs.scheduler import Bench
 from rigs.servers import free_port, valkey
 
-from bench.tiny_models import FAMILIES, HYBRIDS, WINDOWED, tiny
+from bench.tiny_models import FAMILIES, HYBRIDS, LATENT, WINDOWED, tiny
 from mainstem.errors import BadArgument, EngineClosed, MainstemError, RankFailed, UnsupportedModel
 from mainstem.runtime.engine import Engine
 from mainstem.runtime.parallel import open_engine
@@ -177,8 +177,10 @@ def test_ranks_give_the_answers_and_the_hits_of_one_process(
         ("phi3", FAMILIES["phi3"]),
         ("gpt_neox", FAMILIES["gpt_neox"]),
         ("mixtral", FAMILIES["mixtral"]),
+        ("deepseek_v2", LATENT["deepseek_v2"]),
+        ("deepseek_v3", LATENT["deepseek_v3"]),
     ],
-    ids=["windows", "heads on every rank", "query, key and value as one", "experts"],
+    ids=["windows", "heads on every rank", "query, key and value as one", "experts", "latents", "latents of all heads"],
 )
 def test_other_layers_and_plans(opened: Open, folder: Folder, family: str, changes: dict[str, Any]) -> None:
     model = folder(family, **changes)
@@ -335,6 +337,22 @@ def test_what_one_rank_lost_is_computed_by_all(
         assert sum(answer.usage.storage_tokens for answer in answers) == 0
 
 
+def test_stored_latents_are_found_with_any_number_of_ranks(opened: Open, folder: Folder) -> None:
+    prompts, model, port = documents(4), folder("deepseek_v2", **LATENT["deepseek_v2"]), free_port()
+    with opened(model, 1, cache=False) as engine:
+        uncached = ask(engine, prompts)
+
+    def serve(ranks: int) -> int:
+        with opened(model, ranks, tiers=stored(f"redis://127.0.0.1:{port}/0")) as engine:
+            answers = ask(engine, prompts)
+            all_same(answers, uncached)
+            settled(engine)
+            return sum(answer.usage.storage_tokens for answer in answers)
+
+    with valkey(port):
+        assert [serve(2), serve(4), serve(1), serve(2)] == [0, *[4 * 5 * PAGE] * 3]
+
+
 @pytest.mark.parametrize("write", ["write_back", "write_through_selective"])
 def test_pages_come_back_from_the_host_of_every_rank(
     opened: Open, folder: Folder, uncached: list[Completion], write: Any
@@ -423,6 +441,8 @@ def refusal(opened: Open, model: str, kind: type[MainstemError], words: str, ran
 def test_heads_that_the_ranks_cannot_divide_are_refused_with_the_numbers_that_can(opened: Open, folder: Folder) -> None:
     words = r"tp = 3: must be 1 or 2 or 4, since the model has 4 KV heads"
     refusal(opened, folder("llama", **LLAMA), BadArgument, words, 3)
+    words = r"tp = 3: must be 1 or 2 or 4, since the model has 4 heads"
+    refusal(opened, folder("deepseek_v2", **LATENT["deepseek_v2"]), BadArgument, words, 3)
 
 
 @pytest.mark.parametrize(

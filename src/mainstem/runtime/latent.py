@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class Latents:
@@ -63,6 +64,7 @@ class Latents:
         return torch.einsum("thr,hvr->thv", latents, self._projection()[:, self._own :])
 
     def _projection(self) -> torch.Tensor:
-        """Returns the weights by head: [heads, own part of a key | value, latent]."""
-        weight: torch.Tensor = self._module.kv_b_proj.weight
-        return weight.view(self.key.shape[1], -1, self.rank)
+        """Returns the weights of this rank's heads: [heads, own part of a key | value, latent]."""
+        weight = self._module.kv_b_proj.weight
+        own: torch.Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+        return own.view(self.key.shape[1], -1, self.rank)

@@ -142,12 +142,17 @@ def _check_ranks(config: PreTrainedConfig, ranks: int, layers: Sequence[int], st
             f"{config.model_type} has recurrent or convolutional layers, which only a single process serves: "
             "transformers' plans divide some of them in ways that change the results"
         )
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModel(f"{config.model_type} keeps a latent for all heads, which only a single process serves")
-    if not config.base_model_tp_plan:
+    plan = config.base_model_tp_plan
+    if not plan:
         raise UnsupportedModel(f"{config.model_type} cannot be divided among ranks: transformers has no plan for it")
+    latent = getattr(config, "kv_lora_rank", None) is not None
     for own in (config.per_layer_config[layer] for layer in layers):
-        heads = int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
-        if not isinstance(get_kv_heads_per_rank(config.base_model_tp_plan, heads, ranks), int):
+        heads, kind = int(own.num_attention_heads), "heads"
+        if latent:  # whole on every rank; a plan may divide the heads that are expanded from it
+            fits = heads % ranks == 0 or not any(name.endswith("kv_b_proj") for name in plan)
+        else:
+            heads, kind = int(getattr(own, "num_key_value_heads", None) or heads), "KV heads"
+            fits = isinstance(get_kv_heads_per_rank(plan, heads, ranks), int)
+        if not fits:
             allowed = " or ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            raise BadArgument("tp", ranks, f"{allowed}, since the model has {heads} KV heads")
+            raise BadArgument("tp", ranks, f"{allowed}, since the model has {heads} {kind}")
