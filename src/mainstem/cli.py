@@ -1,4 +1,4 @@
-"""The `mainstem` command: serve, generate, demo, storage, replay, plan, trace.
+"""The `mainstem` command: serve, generate, demo, storage, store, replay, plan, trace.
 
 Parses arguments and prints, nothing else. The commands import heavy packages (torch, transformers, starlette) when they
 run, so that `--help` and usage errors are instant. Standard output carries results only; progress and errors go to
@@ -188,7 +188,7 @@ def _explain(error: Exception) -> tuple[str, int]:
 def _option(name: str) -> str:
     """Returns the option that sets an argument, or the argument's own name if no option does."""
     flag = f"--{name.replace('_', '-')}"
-    commands = [app[command] for command in ("serve", "generate", "demo", "replay", "plan")]
+    commands = [app[command] for command in ("serve", "generate", "demo", "replay", "plan")] + [app["store"]["serve"]]
     arguments = [argument for command in commands for argument in command.assemble_argument_collection()]
     return flag if any(flag in argument.names for argument in arguments) else name
 
@@ -341,6 +341,7 @@ storage = cyclopts.App(
 )
 app.command(storage)
 # These commands import their modules only when they run.
+app.command("mainstem.owner.commands:store", name="store", help="Hold a store for all processes on this machine.")
 app.command(
     "mainstem.replay.commands.replay:replay", name="replay", help="Replay a trace against caches of several sizes."
 )

@@ -1,0 +1,106 @@
+"""The `mainstem store` commands, which `mainstem.cli` mounts. Arguments and printing, nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from mainstem.errors import MainstemError
+from mainstem.settings.flags import takes_settings
+from mainstem.settings.owner import OwnerConfig
+from mainstem.units import show_bytes
+
+_STORE_EXAMPLES = """\
+Examples:
+
+  mainstem store serve 'file:./kv?capacity=64GiB' --host-bytes 8GiB
+  mainstem store status
+
+Other processes use the store as shared+SPEC, in --storage and wherever a store is named.
+The first of them starts an owner if there is none."""
+
+_SERVE_EXAMPLES = """\
+Examples:
+
+  mainstem store serve 'file:./kv?capacity=64GiB' --host-bytes 8GiB
+  mainstem store serve redis://127.0.0.1:6379/0 --socket /run/user/1000/kv/store.sock --linger-s 600
+
+SIGTERM or Ctrl-C lets it write what is queued; a second one ends it at once."""
+
+_STATUS_EXAMPLES = """\
+Examples:
+
+  mainstem store status
+  mainstem store status 'file:./kv?capacity=64GiB' --json"""
+
+store = cyclopts.App(
+    name="store",
+    help="Hold a store, and a host tier in shared memory, for all processes of this user on this machine.",
+    help_epilogue=_STORE_EXAMPLES,
+    help_format="plaintext",
+)
+
+
+@store.command(help_epilogue=_SERVE_EXAMPLES)
+@takes_settings
+def serve(
+    spec: Annotated[str, Parameter(help="Store, such as file:./kv or redis://127.0.0.1:6379/0; see docs/storage.md.")],
+    *,
+    config: OwnerConfig = OwnerConfig(),
+) -> None:
+    """Open a store and serve it to other processes, which name it shared+SPEC."""
+    import logging
+
+    from mainstem.owner.process import serve as serve_store
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    serve_store(spec, config, lambda place: print(f"mainstem: {place.path} serves {place.spec}", file=sys.stderr))
+
+
+@store.command(help_epilogue=_STATUS_EXAMPLES)
+def status(
+    spec: str | None = None, *, socket: Path | None = None, json: Annotated[bool, Parameter(negative="")] = False
+) -> None:
+    """Show what owners hold, and what they have counted since they started.
+
+    Args:
+        spec: The store of one owner. Default: all owners in the folder of this user.
+        socket: Where it listens, if not where its store says.
+        json: Print one JSON object per owner.
+    """
+    count = 0
+    for found in _found(spec, socket):
+        count += 1
+        if json:
+            print(dumps(found, ensure_ascii=False))
+            continue
+        for name, value in found.items():
+            print(f"{name:15} {_shown(name, value)}")
+    if not count and (spec or socket):
+        raise MainstemError(f"there is no owner of {spec or socket}")
+    if not count:
+        print("mainstem: no owner is running", file=sys.stderr)
+
+
+def _found(spec: str | None, socket: Path | None) -> Iterator[dict[str, Any]]:
+    from mainstem.owner import client, start
+
+    if spec is None and socket is None:
+        paths = list(start.running())
+    else:
+        paths = [start.Place.of(spec or "", None if socket is None else str(socket)).path]
+    yield from filter(None, map(client.status, paths))
+
+
+def _shown(name: str, value: object) -> object:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return show_bytes(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{cause} {count}" for cause, count in value.items()) or "none"
+    return value
