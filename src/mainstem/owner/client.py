@@ -152,7 +152,7 @@ class SharedBackend(Backend):
                 places = connection.places(Kind.GET, some)
                 for (offset, length), (_, buffer) in zip(places, some):  # noqa: B905  # as many as had room
                     if offset != NO_PLACE:
-                        _copy(buffer, connection.memory[offset : offset + length])
+                        _copy(_bytes(buffer), connection.memory[offset : offset + length])
                     lengths.append(length)
                 connection.release()
         return lengths
@@ -170,7 +170,7 @@ class SharedBackend(Backend):
                 places = connection.places(Kind.PUT, some)
                 for (offset, length), (_, buffer) in zip(places, some):  # noqa: B905  # as many as had room
                     if offset >= 0:
-                        _copy(connection.memory[offset : offset + length], buffer)
+                        _copy(connection.memory[offset : offset + length], _bytes(buffer))
                     stored.append(offset >= 0 or offset == KEPT)
                 connection.ask(Kind.COMMIT, b"", Kind.OK)
         return stored
@@ -399,9 +399,11 @@ def _expected(message: Message, kind: Kind) -> memoryview:
     return message.body
 
 
-def _copy(target: memoryview | Bytes, source: memoryview | Bytes) -> None:
-    """Copies bytes, without the lock of the interpreter."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+_copy = np.copyto  # without the lock of the interpreter, which slices of a memoryview keep
+
+
+def _bytes(buffer: memoryview) -> Bytes:
+    return np.frombuffer(buffer, np.uint8)
 
 
 def _check_keys(keys: Sequence[bytes]) -> None:
