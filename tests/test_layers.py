@@ -23,6 +23,7 @@ LAYERS = [
     ("rules", ["keys", "namespaces", "components", "policies", "pool", "identity"]),
     ("settings", ["settings"]),
     ("tree", ["tree"]),
+    ("events", ["events"]),
     ("storage", ["storage"]),
     ("tiers", ["tiers"]),
     ("owner", ["owner"]),

@@ -200,6 +200,24 @@ class Tree:
     def stats(self) -> TreeStats:
         """The counts, which are kept up to date."""
 
+    def listen(self, key: bytes, pages: Sequence[int], limit: int) -> None:
+        """
+        Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages that nobody has taken. `pages` is, by tier, the number above all page ids. The tree must be empty.
+        """
+
+    def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None:
+        """
+        What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, tier, path): 8 bytes a page, native; path is None for pages that left, else the first page, the hash of the page before, the namespace and the symbols.
+        """
+
+    def all_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]:
+        """
+        Everything that a match can find now, in the form of `take_moves`, parents first. Forgets what was noted.
+        """
+
+    def moves_dropped(self) -> int:
+        """Pages that were noted in vain."""
+
     def bytes(self) -> int:
         """Memory used, in bytes; reads every node."""
 

@@ -19,6 +19,7 @@ from mainstem import _core
 from mainstem._core import Lease, LeaseCounters, Pool, TreeStats
 from mainstem.components import Chunked, Component, Full, State, Window, by_name
 from mainstem.errors import BadArgument, CorruptTree, check_integer
+from mainstem.events.source import PUBLIC_SECRET, Event, Source
 from mainstem.keys import Encoded, KeyKind, KeySequence, TokenLike
 from mainstem.namespaces import NamespaceLike, encode_namespace
 from mainstem.policies import Policy
@@ -82,9 +83,11 @@ class PrefixCache:
         copy_state: required with states: a lease computes with a copy of the state that it finds.
         host: a host tier below the device; `tiers.poll` must then be called regularly.
         store: storage below the host.
+        on_event: called by `deliver_events` with each event, in order; None: nothing is noted.
+        event_secret: keys the hashes and salts of events; the same for all servers of a fleet.
 
     Raises:
-        BadArgument: an argument out of range.
+        BadArgument: an argument out of range; with `on_event`, symbols that are no token ids, or no full attention.
 
     >>> cache = PrefixCache(pages=8, page_size=2)
     >>> with cache.lease([1, 2, 3, 4, 5]) as lease:
@@ -106,9 +109,11 @@ class PrefixCache:
         copy_state: CopyState | None = None,
         host: HostTier | None = None,
         store: Store | None = None,
+        on_event: Callable[[Event], object] | None = None,
+        event_secret: bytes = PUBLIC_SECRET,
     ) -> None:
         sizes = _sizes(pages)
-        for name, function in (("copy_page", copy_page), ("copy_state", copy_state)):
+        for name, function in (("copy_page", copy_page), ("copy_state", copy_state), ("on_event", on_event)):
             if function is not None and not callable(function):
                 raise BadArgument(name, function, "a function, or None")
         if copy_state is None and any(isinstance(row, State) for row in sizes):
@@ -123,6 +128,10 @@ class PrefixCache:
         self._copy_page = copy_page if tuple(sizes) == (Full(),) else None
         self._token_limit = self.tree.keys.token_limit
         pools = tuple(self.pools.values())
+        self._on_event, self._events = on_event, None
+        if on_event is not None:
+            ids = [self.pool.total] + ([] if host is None else [(host.pages or (host.memory.pages,))[0]])
+            self._events = Source(self.tree, ids, event_secret)
         self._core = _core.Cache(self.tree.core, pools, self._token_limit, bool(enabled))
         if copy_state is not None:
             self._core.copy_state_with(copy_state)
@@ -250,6 +259,21 @@ class PrefixCache:
         if self.tiers is not None:
             self.tiers.flush()
         return self.pool.free - before
+
+    def deliver_events(self) -> None:
+        """Calls `on_event` with what has come to a tier or left it since the last call.
+
+        A scheduler calls it once a step. If it was not called for long, `AllBlocksCleared` comes first, and then
+        everything that is there; `events_dropped` counts the pages.
+        """
+        if self._on_event is not None and self._events is not None:
+            for event in self._events.take():
+                self._on_event(event)
+
+    @property
+    def events_dropped(self) -> int:
+        """Pages that came or left without an event of their own."""
+        return 0 if self._events is None else self._events.dropped
 
     def stats(self) -> CacheStats:
         """Returns the counts, which are kept up to date."""

@@ -65,6 +65,14 @@ def encode_namespace(namespace: NamespaceLike) -> bytes:
     raise BadArgument("namespace", namespace, "a Namespace, str, bytes or None")
 
 
+def split_adapter(encoded: bytes) -> tuple[str | None, bytes]:
+    """Returns the adapter of an encoded namespace, if it has one, and the encoding of the rest."""
+    if encoded[:1] != b"a":
+        return None, encoded
+    end = 9 + int.from_bytes(encoded[1:9], "little")
+    return encoded[9:end].decode("utf-8", "surrogatepass"), encoded[end:]
+
+
 def describe_namespace(encoded: bytes) -> str:
     """Returns an encoded namespace as readable text: its fields in order."""
     names = {b"a": "adapter=", b"s": "salt=", b"e": "extra=", b"n": "", b"b": ""}

@@ -141,6 +141,28 @@ nb::list nodes(const Tree& tree, const nb::bytes& ns) {
   return out;
 }
 
+// Each move as (hashes, tier, None) for pages that left, or (hashes, tier, (start, hash before, namespace, symbols)).
+nb::list moves(const MovedPages& moved, std::uint32_t page_bytes) {
+  nb::list out;
+  for (const Moved& m : moved.moves) {
+    const nb::bytes hashes(moved.hashes.data() + m.first, m.pages * sizeof(std::uint64_t));
+    nb::object path = nb::none();
+    if (m.stored)
+      path = nb::make_tuple(m.start, m.before, nb::bytes(moved.bytes.data() + m.space, m.tokens - m.space),
+                            nb::bytes(moved.bytes.data() + m.tokens, m.pages * page_bytes));
+    out.append(nb::make_tuple(hashes, m.tier, path));
+  }
+  return out;
+}
+
+nb::object take_moves(Tree& tree) {
+  Journal& journal = tree.journal();
+  if (journal.lost()) return nb::none();
+  nb::object taken = moves(journal.noted(), tree.page_bytes());
+  journal.clear();
+  return taken;
+}
+
 // Translates errors of the core into those of mainstem.errors.
 void translate(const std::exception_ptr& pending, void*) {
   try {
@@ -339,6 +361,32 @@ NB_MODULE(_core, m) {
           "component"_a, "tier"_a, "Ids present, locked (of those present), and in flight.")
       .def(
           "stats", [](const Tree& t) { return t.stats(); }, "The counts, which are kept up to date.")
+      .def(
+          "listen",
+          [](Tree& t, const nb::bytes& key, const std::vector<std::uint32_t>& pages, std::size_t limit) {
+            t.listen(view(key), pages, limit);
+          },
+          "key"_a, "pages"_a, "limit"_a,
+          "Notes from now on which pages of the first component come to a tier and leave it: at most `limit` pages "
+          "that "
+          "nobody has taken. `pages` is, by tier, the number above all page ids. The tree must be empty.")
+      .def("take_moves", &take_moves,
+           nb::sig("def take_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]] | None"),
+           "What was noted since the last call, or None if more than `limit` pages were. Each is (hashes, tier, path): "
+           "8 "
+           "bytes a page, native; path is None for pages that left, else the first page, the hash of the page before, "
+           "the namespace and the symbols.")
+      .def(
+          "all_moves",
+          [](Tree& t) {
+            nb::list all = moves(t.journal().listed(), t.page_bytes());
+            t.journal().clear();
+            return all;
+          },
+          nb::sig("def all_moves(self) -> list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]"),
+          "Everything that a match can find now, in the form of `take_moves`, parents first. Forgets what was noted.")
+      .def(
+          "moves_dropped", [](Tree& t) { return t.journal().dropped(); }, "Pages that were noted in vain.")
       .def("bytes", &Tree::bytes, "Memory used, in bytes; reads every node.")
       .def("check", &Tree::check, "Raises CorruptTree with the node and the broken rule.");
 

@@ -21,9 +21,11 @@ void Tree::trim(Index node, std::uint32_t pages, std::uint32_t tier, std::vector
   for (std::uint32_t c = 0; c < cells_.components(); ++c) {
     const std::size_t column = cells_.column_of(c, tier);
     if (cells_.cell(node, column).absent()) continue;
-    if (cells_.rows[c].per_page())
+    if (cells_.rows[c].per_page()) {
       cells_.drop_back(node, column, pages, &(*freed)[c]);
-    else
+      if (journal_) [[unlikely]]
+        journal_->left(node, column, IdSpan((*freed)[c]).last(pages));
+    } else
       vacate_into(node, column, &(*freed)[c]);
   }
   eviction_.trim(node, tier, pages);

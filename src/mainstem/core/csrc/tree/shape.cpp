@@ -126,6 +126,7 @@ std::uint64_t TreeShape::detach(const std::vector<Index>& tops) {
     cells_.pin_for_detached(nodes_[node].parent);
     nodes_.detach(node);
     nodes_.every_from(node, [&](Index at) {
+      note_leaving(at);
       nodes_[at].removed = true;
       pages += nodes_[at].pages;
       eviction_.refresh(at);
@@ -136,6 +137,14 @@ std::uint64_t TreeShape::detach(const std::vector<Index>& tops) {
 }
 
 // ---------------------------------------------------------------- cells
+
+// Nobody finds what a node holds any more.
+void TreeShape::note_leaving(Index node) noexcept {
+  for (std::uint32_t tier = 0; journal_ && tier < cells_.tiers; ++tier) {
+    const Cell& cell = cells_.cell(node, tier);
+    if (cell.present()) journal_->left(node, tier, {cell.ids.data(), cell.ids.size()});
+  }
+}
 
 void TreeShape::vacate_into(Index node, std::size_t column, Ids* freed) {
   const Run<std::int32_t> ids = vacate(node, column);

@@ -7,6 +7,7 @@
 //   Structure    which nodes, and where
 #pragma once
 
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "residency/residency.h"
 #include "structure/counters.h"
 #include "structure/structure.h"
+#include "tree/journal.h"
 
 namespace mainstem {
 
@@ -61,21 +63,28 @@ class TreeShape {
   void occupy(Index node, std::size_t column, Run<std::int32_t>&& ids, Index transfer) noexcept {
     cells_.occupy(node, column, std::move(ids), transfer);
     eviction_.came(node, column);
+    if (journal_) [[unlikely]]
+      journal_->came(node, column);
   }
   Run<std::int32_t> vacate(Index node, std::size_t column) noexcept {
     const bool present = cells_.cell(node, column).present();
     Run<std::int32_t> ids = cells_.vacate(node, column);
     eviction_.gone(node, column, present);
+    if (journal_ && present) [[unlikely]]
+      journal_->left(node, column, {ids.data(), ids.size()});
     return ids;
   }
   void vacate_into(Index node, std::size_t column, Ids* freed);  // which has room
   void arrive(Index node, std::size_t column) noexcept {
     cells_.arrive(node, column);
     eviction_.arrived(node, column);
+    if (journal_) [[unlikely]]
+      journal_->arrived(node, column);
   }
   void lock_path(Index node, Index stop, std::size_t column, int by) {
     cells_.lock_path(node, stop, column, by, [&](Index changed) { eviction_.refresh(changed, column); });
   }
+  void note_leaving(Index node) noexcept;
   // A lock, or a transfer in flight, holds all components of a prefix on one tier.
   void lock_all(Index node, std::uint32_t tier, int by);
 
@@ -83,6 +92,7 @@ class TreeShape {
   Residency cells_;
   Eviction eviction_;
   TreeCounters counters_;
+  std::unique_ptr<Journal> journal_;  // none: nobody listens
 };
 
 }  // namespace mainstem

@@ -185,6 +185,15 @@ class Tree : private TreeShape {
   std::vector<NodeView> nodes(std::string_view ns) const;
   void check() const;
 
+  // Notes from now on which pages come to a tier and leave it; see Journal. The tree must be empty.
+  void listen(std::string_view key, const std::vector<std::uint32_t>& pages, std::size_t limit) {
+    journal_ = std::make_unique<Journal>(nodes_, cells_, key, pages, limit);
+  }
+  Journal& journal() {
+    require(journal_ != nullptr, "journal", 0, "one: listen() comes first");
+    return *journal_;
+  }
+
   TreeStats stats() const;
   CellCounts counts(std::uint32_t component, std::uint32_t tier) const {
     return cells_.counts(cells_.find_column(component, tier));

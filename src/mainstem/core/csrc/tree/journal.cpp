@@ -1,0 +1,140 @@
+#include "tree/journal.h"
+
+#include <algorithm>
+
+namespace mainstem {
+
+namespace {
+
+constexpr std::size_t kKeyBytes = 32;
+constexpr std::size_t kSpaceBytes = 64;  // room for the name of a namespace with each page
+
+SipKey key_at(std::string_view key, std::size_t at) {
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(key.data()) + at;
+  return {load_word(bytes), load_word(bytes + 8)};
+}
+
+}  // namespace
+
+Journal::Journal(const Structure& nodes, const Residency& cells, std::string_view key,
+                 const std::vector<std::uint32_t>& pages, std::size_t limit)
+    : nodes_(nodes), cells_(cells) {
+  require(nodes.size() == 0, "nodes", nodes.size(), "none: a journal begins with an empty tree");
+  require(key.size() == kKeyBytes, "bytes of the key", key.size(), "32");
+  require(pages.size() == cells.tiers, "pages", pages.size(), "a number for each tier");
+  require(limit > 0, "limit", limit, "1 or more");
+  if (!cells.rows[0].leaf_only()) throw BadValue{"components", "no full attention", "full attention first"};
+  of_pages_ = key_at(key, 0);
+  of_spaces_ = key_at(key, kKeyBytes / 2);
+  for (const std::uint32_t ids : pages)
+    hashes_.emplace_back(ids);
+  // Room for everything that may be noted, so that noting cannot fail.
+  noted_.moves.reserve(limit);
+  noted_.hashes.reserve(limit);
+  noted_.bytes.reserve(limit * (nodes.page_bytes + kSpaceBytes));
+}
+
+// ---------------------------------------------------------------- what the tree notes
+
+void Journal::came(Index node, std::size_t column) noexcept {
+  if (!concerns(column)) return;
+  const auto tier = static_cast<std::uint32_t>(column);
+  const Node& n = nodes_[node];
+  const Cell& cell = cells_.cell(node, column);
+  std::uint64_t hash = hash_of_end(n.parent);
+  for (std::uint32_t page = 0; page < n.pages; ++page) {
+    hash = SipHash::of(of_pages_, hash, n.key.data() + std::size_t{page} * nodes_.page_bytes, nodes_.page_bytes);
+    hashes_[tier][static_cast<std::size_t>(cell.ids[page])] = hash;
+  }
+  if (cell.present()) arrived(node, column);
+}
+
+void Journal::arrived(Index node, std::size_t column) noexcept {
+  const Node& n = nodes_[node];
+  if (!concerns(column) || n.removed) return;
+  if (has_room(n.pages, nodes_[nodes_.root_of(node)].key.size() + n.key.size()))
+    note_stored(&noted_, node, static_cast<std::uint32_t>(column));
+}
+
+void Journal::left(Index node, std::size_t column, IdSpan ids) noexcept {
+  if (!concerns(column) || nodes_[node].removed || !has_room(ids.size(), 0)) return;
+  const auto tier = static_cast<std::uint32_t>(column);
+  std::vector<Moved>& moves = noted_.moves;
+  if (moves.empty() || moves.back().stored || moves.back().tier != tier)
+    moves.push_back({false, tier, 0, 0, 0, 0, noted_.hashes.size(), 0});
+  for (const std::int32_t id : ids)
+    noted_.hashes.push_back(hash(tier, id));
+  moves.back().pages += ids.size();
+}
+
+void Journal::require_place(std::size_t column, IdSpan ids) const {
+  if (!concerns(column) || ids.empty()) return;
+  const std::int32_t most = *std::max_element(ids.begin(), ids.end());
+  const std::size_t places = hashes_[column].size();
+  if (most >= 0 && static_cast<std::size_t>(most) >= places)
+    throw BadValue{"page id", std::to_string(most), "below " + std::to_string(places)};
+}
+
+void Journal::parents_first(std::size_t from) noexcept {
+  const auto begin = noted_.moves.begin() + static_cast<std::ptrdiff_t>(std::min(from, noted_.moves.size()));
+  std::sort(begin, noted_.moves.end(), [](const Moved& a, const Moved& b) { return a.start < b.start; });
+}
+
+// Forgets everything if there is no room: what follows would be of no use without it.
+bool Journal::has_room(std::size_t pages, std::size_t bytes) noexcept {
+  const std::size_t noted = noted_.hashes.size();
+  if (!lost_ && noted + pages <= noted_.hashes.capacity() && noted_.moves.size() < noted_.moves.capacity() &&
+      noted_.bytes.size() + bytes <= noted_.bytes.capacity())
+    return true;
+  dropped_ += noted + pages;
+  noted_.clear();
+  lost_ = true;
+  return false;
+}
+
+// The hash of a node's last page, from any tier that has it; of a root, that of the namespace.
+std::uint64_t Journal::hash_of_end(Index node) const {
+  const Node& n = nodes_[node];
+  if (n.root()) return SipHash::of(of_spaces_, 0, n.key.data(), n.key.size());
+  for (std::uint32_t tier = 0; tier < cells_.tiers; ++tier) {
+    const Cell& cell = cells_.cell(node, tier);
+    if (!cell.absent()) return hash(tier, cell.ids[n.pages - 1]);
+  }
+  std::uint64_t hash = hash_of_end(n.parent);
+  for (std::uint32_t page = 0; page < n.pages; ++page)
+    hash = SipHash::of(of_pages_, hash, n.key.data() + std::size_t{page} * nodes_.page_bytes, nodes_.page_bytes);
+  return hash;
+}
+
+void Journal::note_stored(MovedPages* to, Index node, std::uint32_t tier) const {
+  const Node& n = nodes_[node];
+  const Cell& cell = cells_.cell(node, tier);
+  const Structure::Key& space = nodes_[nodes_.root_of(node)].key;
+  to->moves.push_back({true, tier, n.start, hash_of_end(n.parent), to->bytes.size(), to->bytes.size() + space.size(),
+                       to->hashes.size(), n.pages});
+  to->bytes.insert(to->bytes.end(), space.data(), space.data() + space.size());
+  to->bytes.insert(to->bytes.end(), n.key.data(), n.key.data() + n.key.size());
+  for (std::uint32_t page = 0; page < n.pages; ++page)
+    to->hashes.push_back(hash(tier, cell.ids[page]));
+}
+
+// ---------------------------------------------------------------- what listeners take
+
+void Journal::clear() noexcept {
+  noted_.clear();
+  lost_ = false;
+}
+
+MovedPages Journal::listed() const {
+  MovedPages found;
+  for (Index root = 1; root < nodes_.nodes().size(); ++root)
+    if (nodes_[root].live && nodes_[root].root())
+      nodes_.every_from(root, [&](Index node) {
+        for (std::uint32_t tier = 0; node != root && tier < cells_.tiers; ++tier)
+          if (cells_.cell(node, tier).present()) note_stored(&found, node, tier);
+        return true;
+      });
+  return found;
+}
+
+}  // namespace mainstem

@@ -1,0 +1,109 @@
+"""`Replica`: what a server holds, from its events alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from typing import get_args
+
+from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium
+
+
+@dataclass(slots=True)
+class Block:
+    """A page that is somewhere.
+
+    Args:
+        stored: the event of this page alone; its medium is the first one.
+        media: where it is.
+    """
+
+    stored: BlockStored
+    media: set[Medium] = field(default_factory=set)
+
+
+class Replica:
+    """A copy of a server's index.
+
+    Attributes:
+        blocks: pages by their hashes.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Block] = {}
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Follows events. To follow some of them again, in order up to the last one, changes nothing."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(event)
+                case BlockRemoved():
+                    self._remove(event)
+                case AllBlocksCleared():
+                    self.blocks.clear()
+
+    def state(self) -> list[Event]:
+        """Returns events that make another replica equal to this one: all is cleared, and stored, parents first."""
+        events: list[Event] = [AllBlocksCleared()]
+        for path in self._paths():
+            for medium in get_args(Medium):
+                for on_it, run in groupby(path, lambda hash_: medium in self.blocks[hash_].media):
+                    if on_it:
+                        events.append(self._as_one([self.blocks[hash_].stored for hash_ in run], medium))
+        return events
+
+    def path(self, hash_: int) -> tuple[int, ...]:
+        """Returns all tokens from the beginning of a sequence to the end of a page.
+
+        Raises:
+            KeyError: the page or one before it is not there.
+        """
+        run: list[BlockStored] = []
+        at: int | None = hash_
+        while at is not None:
+            run.append(self.blocks[at].stored)
+            at = run[-1].parent_block_hash
+        return _joined(reversed(run))
+
+    def _store(self, event: BlockStored) -> None:
+        parent, size = event.parent_block_hash, event.block_size
+        for number, hash_ in enumerate(event.block_hashes):
+            block = self.blocks.get(hash_)
+            if block is None:
+                tokens = event.token_ids[number * size : (number + 1) * size]
+                one = replace(event, block_hashes=(hash_,), parent_block_hash=parent, token_ids=tokens)
+                block = self.blocks[hash_] = Block(one)
+            block.media.add(event.medium)
+            parent = hash_
+
+    def _remove(self, event: BlockRemoved) -> None:
+        for hash_ in event.block_hashes:
+            block = self.blocks.get(hash_)
+            if block is not None:
+                block.media.discard(event.medium)
+                if not block.media:
+                    del self.blocks[hash_]
+
+    def _paths(self) -> Iterator[list[int]]:
+        """Divides the pages into paths, each after the one that it continues."""
+        done: set[int] = set()
+        for hash_ in self.blocks:
+            path: list[int] = []
+            at: int | None = hash_
+            while at is not None and at in self.blocks and at not in done:
+                done.add(at)
+                path.append(at)
+                at = self.blocks[at].stored.parent_block_hash
+            if path:
+                yield path[::-1]
+
+    @staticmethod
+    def _as_one(run: list[BlockStored], medium: Medium) -> BlockStored:
+        hashes = tuple(block.block_hashes[0] for block in run)
+        return replace(run[0], block_hashes=hashes, token_ids=_joined(run), medium=medium)
+
+
+def _joined(run: Iterable[BlockStored]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(block.token_ids for block in run))

@@ -1,0 +1,158 @@
+"""`Source`: what came to a tier and what left it, as events, in the terms of vLLM's.
+
+The core notes each move of pages of full attention, with their hashes (`core/csrc/tree/journal.h`). A page is stored on
+a medium as long as a match can find it there: it is committed, and was not removed. Splits and joins of nodes make no
+events. A prefix of a hybrid model is usable only where its windows and states are, too; these have no events.
+
+Knows the tree and its namespaces; nothing of queues, sockets or formats.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from mainstem.components import Full
+from mainstem.errors import BadArgument
+from mainstem.namespaces import NamespaceLike, encode_namespace, split_adapter
+from mainstem.tree import Tree
+
+log = logging.getLogger(__name__)
+
+Medium = Literal["GPU", "CPU", "STORAGE"]
+
+PUBLIC_SECRET = b"mainstem: without a secret, who reads events can guess salts"
+"""The default when no secret is given."""
+
+_MEDIA: tuple[Medium, ...] = ("GPU", "CPU")  # by tier
+_SYMBOL_BYTES = 4
+_NOTED_BYTES = 8 << 20  # of tokens that are noted and not taken
+_SALT_BYTES = 16
+_MAX_NAMESPACES = 1024  # whose names are kept
+
+Moves = list[tuple[bytes, int, tuple[int, int, bytes, bytes] | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Consecutive pages of one path that can be found on a medium from now on.
+
+    Args:
+        block_hashes: an opaque number of 64 bits for each page: keyed, over namespace, pages before, and tokens.
+        parent_block_hash: that of the page before the first one; None: they are the first of their sequence.
+        token_ids: the tokens of these pages.
+        block_size: tokens per page.
+        medium: where they are.
+        lora_name: the adapter of their namespace, if it has one.
+        cache_salt: an opaque id of the rest of their namespace; None: there is no more. See `salt_id`.
+    """
+
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    medium: Medium
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Pages that cannot be found on a medium any more."""
+
+    block_hashes: tuple[int, ...]
+    medium: Medium
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Nothing can be found on any medium. What is there after all is stored by the events that follow."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def salt_id(namespace: NamespaceLike, secret: bytes = PUBLIC_SECRET) -> str | None:
+    """Returns the `cache_salt` of a namespace's events, with which a router asks for a request's prefix.
+
+    It does not depend on the adapter, which has a field of its own; None: the namespace has nothing else. Nobody
+    without the secret can tell the salt from it.
+
+    Raises:
+        BadArgument: the namespace has another type.
+    """
+    return _salt_id(split_adapter(encode_namespace(namespace))[1], secret)
+
+
+def _salt_id(rest: bytes, secret: bytes) -> str | None:
+    if not rest:
+        return None
+    return blake2b(rest, digest_size=_SALT_BYTES, key=_key(secret, b"salts")).hexdigest()
+
+
+def _key(secret: bytes, use: bytes) -> bytes:
+    return blake2b(secret, digest_size=32, person=b"kv-event " + use).digest()
+
+
+class Source:
+    """The events of one tree, which must be empty.
+
+    Args:
+        tree: the tree.
+        pages: page ids on each tier are below these.
+        secret: keys hashes and salts; the same for all servers of a fleet.
+        limit: pages that may have moved between two calls of `take`; more are dropped, and all that is there follows
+            anew. Default: as many as 8 MiB of tokens have.
+
+    Raises:
+        BadArgument: symbols are not token ids of 4 bytes, or there is no full attention.
+    """
+
+    def __init__(
+        self, tree: Tree, pages: Sequence[int], secret: bytes = PUBLIC_SECRET, limit: int | None = None
+    ) -> None:
+        if tree.keys.symbol_bytes != _SYMBOL_BYTES:
+            raise BadArgument("keys", type(tree.keys).__name__, "TokenKeys or TypedKeys if there are events")
+        if not isinstance(tree.components[0], Full):
+            raise BadArgument("components", tree.names, "full attention among them if there are events")
+        self._core, self._page_size = tree.core, tree.page_size
+        limit = max(1, _NOTED_BYTES // tree.page_bytes) if limit is None else limit
+        tree.core.listen(_key(secret, b"hashes"), list(pages), limit)
+        self._space = lru_cache(_MAX_NAMESPACES)(
+            lambda namespace: (
+                split_adapter(namespace)[0],
+                _salt_id(split_adapter(namespace)[1], secret),
+            )
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Moved pages without an event, because more than `limit` moved between two calls of `take`."""
+        return self._core.moves_dropped()
+
+    def take(self) -> list[Event]:
+        """Returns the events since the last call. Where some were dropped, all is cleared, and stored anew."""
+        moves = self._core.take_moves()
+        if moves is not None:
+            return self._events(moves)
+        log.warning("KV events were dropped: more pages moved than are noted; everything is published anew")
+        return [AllBlocksCleared(), *self._events(self._core.all_moves())]
+
+    def _events(self, moves: Moves) -> list[Event]:
+        events: list[Event] = []
+        for hashes, tier, path in moves:
+            blocks, medium = tuple(np.frombuffer(hashes, np.uint64).tolist()), _MEDIA[tier]
+            if path is None:
+                events.append(BlockRemoved(blocks, medium))
+                continue
+            start, before, namespace, symbols = path
+            tokens = tuple(np.frombuffer(symbols, "<u4").tolist())
+            parent = before if start else None
+            events.append(BlockStored(blocks, parent, tokens, self._page_size, medium, *self._space(namespace)))
+        return events
