@@ -20,6 +20,7 @@ from mainstem.errors import OutOfPages
 from mainstem.namespaces import Namespace
 from mainstem.tiers.load import Load
 from mainstem.tiers.prefetch import Prefetch
+from simulator.events import Listener
 from simulator.ghost import POISON, fingerprints
 from simulator.process import IDENTITY, NAMESPACES, Process, Sizes, draw_empty, hybrid_sizes, other_identity
 from simulator.storage import Disk
@@ -311,6 +312,7 @@ class Leases:
         if random.random() < 0.5:
             self.identities[-1] = other_identity(world, self.identities[-1])
         self.prompts = Prompts(world, min(40, self.page_size * next(iter(self.pages.values()))[0]))
+        self.listeners = [Listener(world, at) for at in range(processes)]
         self.processes = [self._start(at) for at in range(len(self.identities))]
         self.requests: list[Request] = []
         self.flushes = random.choice((0.0, 0.002, 0.02, 0.06))
@@ -321,7 +323,10 @@ class Leases:
 
     def _start(self, at: int) -> Process:
         disk = self.disk if self.storage else None
-        return Process(self.world, disk, self.identities[at], self.page_size, pages=self.pages, empty=self.empty)
+        return Process(
+            self.world, disk, self.identities[at], self.page_size, pages=self.pages, empty=self.empty,
+            listener=self.listeners[at],
+        )  # fmt: skip
 
     def step(self) -> None:
         """Does one operation."""
@@ -335,12 +340,22 @@ class Leases:
         elif kind < 0.24:
             self._seldom(process)
         elif kind < 0.24 + self.flushes:
-            world.did("flush", process.cache.flush() if world.chance(0.5) else process.tiers.flush())
+            self._forget(process)
         elif len(self.requests) < self.max_requests and random.random() < 0.3:
             self._arrive(process)
         elif self.requests:
             self._advance(random.choice(self.requests))
         process.count()
+
+    def _forget(self, process: Process) -> None:
+        """Flushes one tier or both, or removes a prefix and everything after it."""
+        world, random = self.world, self.world.random
+        if random.random() < 0.5:
+            prefix = self.prompts.draw()
+            prefix = prefix[: random.randint(0, len(prefix))]
+            world.did("remove", process.cache.remove(prefix, random.choice(self.namespaces)))
+        else:
+            world.did("flush", process.cache.flush() if world.chance(0.5) else process.tiers.flush())
 
     def _check_waiting(self, process: Process) -> None:
         """Checks that no request waits for storage longer than its policy allows."""

@@ -25,6 +25,7 @@ from mainstem.tiers.pending import Agree
 from mainstem.tiers.rows import Row
 from mainstem.tiers.store import Found, Store, StoreCall
 from mainstem.tree import Tree
+from simulator.events import Listener
 from simulator.ghost import Numbers, SimMemory, fingerprints, salt, state_of
 from simulator.storage import Disk, SimBackend, SimWorkers
 from simulator.world import World, require
@@ -75,6 +76,7 @@ class Process:
         pages: number of pages on device and host; or both for each component.
         chance: random choices of the configuration, for processes that must have the same.
         empty: whether pages of the first component have no content, as in a model without attention.
+        listener: follows its events.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Process:
         pages: tuple[int, int] | Sizes = (8, 16),
         chance: World | None = None,
         empty: bool = False,
+        listener: Listener | None = None,
     ) -> None:
         self.world, self.disk, self.identity = world, disk, identity
         alike = replace(identity, tp_rank=0, tp_size=1) if identity.attention == "mla" else identity
@@ -128,6 +131,9 @@ class Process:
         )
         assert self.cache.tiers is not None
         self.tiers: Tiers = self.cache.tiers
+        self.listener = listener
+        if listener is not None:
+            listener.begin(self.cache, [self.cache.pool.total, below[0]])
         if random.random() < 0.5:  # there is an estimate already, of a fast machine or a slow one
             forward_s = random.choice((0.0001, 0.01, 1.0))
             for _ in range(4):
@@ -219,10 +225,14 @@ class Process:
             for pool in self.pools(tier):
                 counted = pool.free + pool.cached + pool.private
                 require(counted == pool.total, "pages do not add up", tier, counted, pool.total)
+        if self.listener is not None:
+            self.listener.go_on()
 
     def audit(self) -> None:
         """Checks every structure and limit, and every page in the tree on either tier."""
         self.cache.check()
+        if self.listener is not None:
+            self.listener.check(self.cache, NAMESPACES)
         if self.store is not None and (writes := self.tiers.writes) is not None:
             pages, states, limit = writes.pages, writes.states, self.store.config.queue_pages
             one = len(writes) - states <= 1

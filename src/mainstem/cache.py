@@ -11,6 +11,7 @@ one thread at a time, as a scheduler does.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +129,9 @@ class PrefixCache:
         self._copy_page = copy_page if tuple(sizes) == (Full(),) else None
         self._token_limit = self.tree.keys.token_limit
         pools = tuple(self.pools.values())
-        self._on_event, self._events = on_event, None
+        self._on_event = on_event
+        self._events: Source | None = None
+        self._undelivered: deque[Event] = deque()
         if on_event is not None:
             ids = [self.pool.total] + ([] if host is None else [(host.pages or (host.memory.pages,))[0]])
             self._events = Source(self.tree, ids, event_secret)
@@ -266,9 +269,12 @@ class PrefixCache:
         A scheduler calls it once a step. If it was not called for long, `AllBlocksCleared` comes first, and then
         everything that is there; `events_dropped` counts the pages.
         """
-        if self._on_event is not None and self._events is not None:
-            for event in self._events.take():
-                self._on_event(event)
+        if self._on_event is None or self._events is None:
+            return
+        self._undelivered.extend(self._events.take())
+        while self._undelivered:  # an event stays until the call has returned
+            self._on_event(self._undelivered[0])
+            self._undelivered.popleft()
 
     @property
     def events_dropped(self) -> int:

@@ -49,9 +49,7 @@ class Replica:
         events: list[Event] = [AllBlocksCleared()]
         for path in self._paths():
             for medium in get_args(Medium):
-                for on_it, run in groupby(path, lambda hash_: medium in self.blocks[hash_].media):
-                    if on_it:
-                        events.append(self._as_one([self.blocks[hash_].stored for hash_ in run], medium))
+                events.extend(self._runs(path, medium))
         return events
 
     def path(self, hash_: int) -> tuple[int, ...]:
@@ -86,6 +84,12 @@ class Replica:
                 if not block.media:
                     del self.blocks[hash_]
 
+    def _runs(self, path: list[int], medium: Medium) -> Iterator[BlockStored]:
+        """Yields an event for each part of a path that is on a medium."""
+        for on_it, run in groupby(path, lambda hash_: medium in self.blocks[hash_].media):
+            if on_it:
+                yield _as_one([self.blocks[hash_].stored for hash_ in run], medium)
+
     def _paths(self) -> Iterator[list[int]]:
         """Divides the pages into paths, each after the one that it continues."""
         done: set[int] = set()
@@ -99,10 +103,10 @@ class Replica:
             if path:
                 yield path[::-1]
 
-    @staticmethod
-    def _as_one(run: list[BlockStored], medium: Medium) -> BlockStored:
-        hashes = tuple(block.block_hashes[0] for block in run)
-        return replace(run[0], block_hashes=hashes, token_ids=_joined(run), medium=medium)
+
+def _as_one(run: list[BlockStored], medium: Medium) -> BlockStored:
+    hashes = tuple(block.block_hashes[0] for block in run)
+    return replace(run[0], block_hashes=hashes, token_ids=_joined(run), medium=medium)
 
 
 def _joined(run: Iterable[BlockStored]) -> tuple[int, ...]:

@@ -1,0 +1,141 @@
+"""`Listener`: a router that follows the events of one server, over a network that loses, repeats and delays them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from mainstem.cache import PrefixCache
+from mainstem.components import Full
+from mainstem.events.feed import Feed, Follower
+from mainstem.events.replica import Replica
+from mainstem.events.source import PUBLIC_SECRET, BlockStored, Medium, Source, salt_id
+from mainstem.namespaces import Namespace, NamespaceLike, encode_namespace
+from mainstem.tree import Tree
+from simulator.world import World, require
+
+Page = tuple[str | None, str | None, Medium, tuple[int, ...]]
+"""A page by its adapter, salt, medium, and all tokens from the beginning of its sequence to its end."""
+
+_MEDIA: tuple[Medium, ...] = ("GPU", "CPU")
+_RESTART_S = 0.01
+
+
+def followed(replica: Replica) -> Counter[Page]:
+    """Returns what a replica knows."""
+    return Counter(
+        (block.stored.lora_name, block.stored.cache_salt, medium, replica.path(hash_))
+        for hash_, block in replica.blocks.items()
+        for medium in block.media
+    )
+
+
+def listed(tree: Tree, namespaces: Sequence[NamespaceLike], secret: bytes = PUBLIC_SECRET) -> Counter[Page]:
+    """Returns what can be found in a tree, from the description of its nodes."""
+    names = {
+        encode_namespace(each): (each.adapter if isinstance(each, Namespace) else None, salt_id(each, secret))
+        for each in namespaces
+    }
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    pages: Counter[Page] = Counter()
+    for view in tree.nodes():
+        path = paths[view.node] = paths[view.parent] + tuple(np.frombuffer(view.key, np.int32).tolist())
+        for tier in range(tree.tiers):
+            if view.cells[tree.names[0], tier].present and not view.removed:
+                ends = range(view.start + tree.page_size, len(path) + 1, tree.page_size)
+                pages.update((*names[view.namespace], _MEDIA[tier], path[:end]) for end in ends)
+    return pages
+
+
+class Listener:
+    """A router and its connection to a server, which may begin anew.
+
+    Args:
+        world: the clock.
+        number: which of the servers it follows; with the seed of the world, it decides all choices.
+    """
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world, self._random = world, Random(f"{world.digest()}/{number}")
+        self._loss = self._random.choice((0.0, 0.1, 0.5))
+        self._follower = Follower()
+        self._channel: deque[tuple[int, bytes]] = deque()
+        self._begun = self._dropped = 0
+        self._source: Source | None = None
+        self._feed = Feed()
+        self._sent = Replica()  # what a router without losses knows
+
+    def begin(self, cache: PrefixCache, pages: list[int]) -> None:
+        """The server begins, with an empty cache."""
+        self._begun += 1
+        self._dropped = 0
+        self._channel.clear()
+        self._sent = Replica()
+        self._source = None
+        if isinstance(cache.tree.components[0], Full):
+            self._source = Source(cache.tree, pages, limit=self._random.choice((3, 20, 10_000)))
+            self._feed = Feed(kept_bytes=self._random.choice((0, 500, 100_000)))
+
+    def go_on(self) -> None:
+        """Some of what happened is sent; some of what was sent arrives."""
+        if self._random.random() < 0.3:
+            self._send(self._loss)
+        if self._random.random() < 0.3:
+            self._receive(self._random.randint(1, 4), self._loss)
+        if self._random.random() < 0.01:
+            self._follower = Follower()  # another one joins late
+
+    def check(self, cache: PrefixCache, namespaces: Sequence[NamespaceLike]) -> None:
+        """Checks that the router knows exactly what can be found, once everything has arrived."""
+        if self._source is None:
+            return
+        self._send(0.0)
+        self._receive(len(self._channel), 0.0)
+        known, wanted = followed(self._follower.replica), listed(cache.tree, namespaces)
+        self._world.seen["followed pages"] += known.total()
+        require(known == wanted, "events tell another state", _apart(known, wanted))
+        for lora, salt, medium, path in known if cache.tree.components == (Full(),) else ():
+            name = next(each for each in namespaces if (_adapter(each), salt_id(each)) == (lora, salt))
+            key = np.array(path, np.int32).tobytes()
+            device, _, host = cache.tree.core.peek(encode_namespace(name), key, 0, False)
+            found = device + (host if medium == "CPU" else 0)
+            require(found >= len(path), "events tell of a page that no match finds", medium, path, found)
+
+    def _send(self, loss: float) -> None:
+        if self._source is not None:
+            now_s = self._world.now_s + self._begun * _RESTART_S
+            dropped = self._source.dropped
+            self._world.seen["events dropped"] += dropped - self._dropped
+            self._dropped = dropped
+            events = self._source.take()
+            for event in events:
+                parent = event.parent_block_hash if isinstance(event, BlockStored) else None
+                require(parent is None or parent in self._sent.blocks, "a page comes before its parent", event)
+                self._sent.apply([event])
+            batch = self._feed.publish(events, now_s)
+            if self._random.random() >= loss:
+                self._channel.append(batch)
+                if self._random.random() < loss:
+                    self._channel.append(batch)
+
+    def _receive(self, most: int, loss: float) -> None:
+        for _ in range(min(most, len(self._channel))):
+            batch = self._channel.popleft()
+            first = self._follower.missing(*batch)
+            if first is None:
+                self._follower.follow(*batch)
+            elif self._random.random() >= loss:  # else no answer: the next batch will show the gap again
+                for replayed in self._feed.replay(first, self._world.now_s + self._begun * _RESTART_S):
+                    self._follower.follow(*replayed)
+
+
+def _adapter(namespace: NamespaceLike) -> str | None:
+    return namespace.adapter if isinstance(namespace, Namespace) else None
+
+
+def _apart(known: Counter[Page], wanted: Counter[Page]) -> str:
+    surplus, lacking = known - wanted, wanted - known
+    return f"too many: {sorted(surplus, key=str)[:3]}, missing: {sorted(lacking, key=str)[:3]}"

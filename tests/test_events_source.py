@@ -1,0 +1,249 @@
+"""The events of a tree: a replica made of them alone holds what the tree holds, whatever happens to its nodes."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mainstem import BadArgument, BigramKeys, Full, Namespace, PrefixCache, State, Tree, Window
+from mainstem.events import AllBlocksCleared, BlockRemoved, BlockStored
+from mainstem.events.replica import Replica
+from mainstem.events.source import Event, Source, salt_id
+from mainstem.tree import DEVICE, HOST
+from simulator.events import followed, listed
+
+SECRET = b"the secret of a fleet"
+NAMESPACES = [None, Namespace(salt="a"), Namespace(adapter="french"), Namespace(adapter="french", salt="a")]
+MANY = 1000  # page ids
+
+
+def listening(page_size: int = 2, tiers: int = 1, limit: int | None = None) -> tuple[Tree, Source]:
+    tree = Tree(page_size, tiers=tiers)
+    return tree, Source(tree, [MANY] * tiers, SECRET, limit)
+
+
+class Whatever(RuleBasedStateMachine):
+    """All that the lower interface can do to nodes with full attention on two tiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree, self.source = listening(tiers=2, limit=40)
+        self.replica = Replica()
+        self.ids = count()
+        self.locked: list[int] = []
+        self.flying: list[int] = []
+        self.known: list[tuple[list[int], Namespace | None]] = []
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=2, max_size=12), name=st.sampled_from(NAMESPACES))
+    def insert(self, tokens: list[int], name: Namespace | None) -> None:
+        pages = [next(self.ids) % MANY for _ in range(len(tokens) // 2)]
+        self.tree.insert(tokens, pages, name)
+        self.known.append((tokens, name))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def match_which_splits(self, data: st.DataObject) -> None:
+        tokens, name = data.draw(st.sampled_from(self.known))
+        node = self.tree.match(tokens[: data.draw(st.integers(1, len(tokens)))], name).node
+        if node and data.draw(st.booleans()):
+            self.tree.lock(node)
+            self.locked.append(node)
+
+    @precondition(lambda self: self.locked)
+    @rule()
+    def unlock_which_joins(self) -> None:
+        self.tree.unlock(self.locked.pop())
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), ready=st.booleans())
+    def back_up(self, data: st.DataObject, ready: bool) -> None:
+        tokens, name = data.draw(st.sampled_from(self.known))
+        node = self.tree.match(tokens, name).node
+        for at in self.tree.core.lacking(node, DEVICE, HOST, 0) if node else ():
+            pages = self.tree.core.end(at) - self.tree.core.start(at)
+            self.tree.attach(at, [next(self.ids) % MANY for _ in range(pages)], tier=HOST, ready=ready)
+            if not ready:
+                self.flying.append(at)
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def commit(self) -> None:
+        self.tree.commit(self.flying.pop(0), HOST)
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def cancel(self) -> None:
+        self.tree.cancel(self.flying.pop(), HOST)
+
+    @rule(pages=st.integers(1, 4), tier=st.sampled_from((DEVICE, HOST)))
+    def evict(self, pages: int, tier: int) -> None:
+        self.tree.evict(pages, tier=tier)
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=6), name=st.sampled_from(NAMESPACES))
+    def remove(self, tokens: list[int], name: Namespace | None) -> None:
+        self.tree.remove(tokens, name)
+
+    @rule()
+    def evict_removed(self) -> None:
+        for tier in (DEVICE, HOST):
+            self.tree.evict_removed(tier)
+
+    @rule()
+    def take(self) -> None:
+        self.replica.apply(self.source.take())
+        assert followed(self.replica) == listed(self.tree, NAMESPACES, SECRET)
+
+    @invariant()
+    def sound(self) -> None:
+        self.tree.check()
+
+    def teardown(self) -> None:
+        self.take()
+
+
+Whatever.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWhatever = Whatever.TestCase
+
+
+def test_pages_are_stored_with_their_tokens_after_their_parent() -> None:
+    tree, source = listening()
+    tree.insert([1, 2, 3, 4], [0, 1])
+    tree.insert([1, 2, 3, 4, 5, 6], [0, 1, 2])
+    first, second = source.take()
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
+    assert (first.token_ids, first.parent_block_hash, first.block_size) == ((1, 2, 3, 4), None, 2)
+    assert (second.token_ids, second.parent_block_hash) == ((5, 6), first.block_hashes[1])
+    assert first.medium == second.medium == "GPU"
+    assert source.take() == []
+
+
+def test_what_leaves_is_removed_by_the_hashes_it_came_with() -> None:
+    tree, source = listening()
+    tree.insert([1, 2, 3, 4, 5, 6], [7, 8, 9])
+    (stored,) = source.take()
+    tree.match([1, 2, 9])  # splits the node
+    tree.evict(2)
+    assert isinstance(stored, BlockStored)
+    removed = [hash_ for event in source.take() for hash_ in event.block_hashes]  # type: ignore[union-attr]
+    assert sorted(removed) == sorted(stored.block_hashes[1:])
+
+
+def test_pages_in_flight_are_stored_when_they_can_be_found() -> None:
+    tree, source = listening()
+    node = tree.insert([1, 2, 3, 4], [0, 1], ready=False).node
+    assert source.take() == []
+    tree.commit(node)
+    assert [type(event) for event in source.take()] == [BlockStored]
+
+
+def test_parents_come_first_where_a_transfer_has_many_nodes() -> None:
+    tree, source = listening(page_size=1)
+    node = tree.insert([1, 2, 3, 4], [0, 1, 2, 3], ready=False).node
+    tree.core.locate(b"", np.array([1, 2], np.int32).tobytes(), 1)
+    tree.core.locate(b"", np.array([1, 2, 3], np.int32).tobytes(), 2)
+    tree.commit(node)
+    assert [event.token_ids for event in source.take()] == [(1,), (2,), (3, 4)]  # type: ignore[union-attr]
+
+
+def test_removed_pages_in_use_leave_at_once_and_only_once() -> None:
+    tree, source = listening()
+    node = tree.insert([1, 2, 3, 4], [0, 1]).node
+    tree.lock(node)
+    source.take()
+    tree.remove([1, 2])
+    assert [type(event) for event in source.take()] == [BlockRemoved]
+    tree.unlock(node)
+    tree.evict_removed()
+    assert source.take() == []
+
+
+def test_hashes_depend_on_namespace_and_prefix_and_secret_and_on_nothing_else() -> None:
+    def hashes(tokens: list[int], namespace: Namespace | None = None, secret: bytes = SECRET) -> tuple[int, ...]:
+        tree = Tree(2)
+        source = Source(tree, [MANY], secret)
+        tree.insert(tokens, np.arange(len(tokens) // 2) + len(tokens), namespace)
+        return next(event.block_hashes for event in source.take() if isinstance(event, BlockStored))
+
+    base = hashes([1, 2, 3, 4])
+    assert base == hashes([1, 2, 3, 4, 5, 6])[:2]
+    others = [
+        hashes([1, 2, 3, 4], Namespace(salt="a")),
+        hashes([1, 2, 3, 4], Namespace(adapter="a")),
+        hashes([1, 2, 3, 4], secret=SECRET + b"!"),
+    ]
+    assert len({base, *others}) == 4 and all(each[1] != base[1] for each in others)
+    assert hashes([9, 9, 3, 4])[1] != base[1]
+
+
+def test_a_namespace_is_shown_as_its_adapter_and_an_opaque_id() -> None:
+    tree, source = listening()
+    for number, name in enumerate(NAMESPACES):
+        tree.insert([1, 2], [number], name)
+    shown = [(event.lora_name, event.cache_salt) for event in source.take() if isinstance(event, BlockStored)]
+    assert [lora for lora, _ in shown] == [None, None, "french", "french"]
+    assert [salt for _, salt in shown] == [salt_id(name, SECRET) for name in NAMESPACES]
+    assert shown[0][1] is shown[2][1] is None and shown[1][1] == shown[3][1] != None  # noqa: E711
+    assert "a" != shown[1][1] != salt_id(NAMESPACES[1], b"another secret")
+
+
+def test_more_than_is_noted_is_dropped_and_stored_anew(caplog: pytest.LogCaptureFixture) -> None:
+    tree, source = listening(page_size=1, limit=4)
+    replica = Replica()
+    tree.insert([1, 2, 3], [0, 1, 2])
+    tree.insert([1, 2, 9, 9], [0, 1, 3, 4])
+    assert source.dropped == 5
+    with caplog.at_level(logging.WARNING):
+        events = source.take()
+    assert isinstance(events[0], AllBlocksCleared) and "dropped" in caplog.text
+    replica.apply(events)
+    assert followed(replica) == listed(tree, NAMESPACES, SECRET)
+    tree.insert([5], [9])
+    assert [type(event) for event in source.take()] == [BlockStored]
+
+
+def test_a_cache_delivers_each_event_once_and_again_if_its_listener_failed() -> None:
+    heard: list[Event] = []
+
+    def listen(event: Event) -> None:
+        heard.append(event)
+        if len(heard) == 1:
+            raise RuntimeError("not now")
+
+    cache = PrefixCache(pages=8, page_size=2, on_event=listen, event_secret=SECRET)
+    with cache.lease([1, 2, 3, 4]) as lease:
+        lease.reserve(4)
+        lease.finish(4)
+    with pytest.raises(RuntimeError, match="not now"):
+        cache.deliver_events()
+    cache.deliver_events()
+    cache.deliver_events()
+    assert len(heard) == 2 and heard[0] == heard[1]
+    cache.flush()
+    cache.deliver_events()
+    assert isinstance(heard[-1], BlockRemoved) and cache.events_dropped == 0
+
+
+def test_only_token_ids_and_full_attention_have_events() -> None:
+    with pytest.raises(BadArgument, match="TokenKeys or TypedKeys"):
+        PrefixCache(8, keys=BigramKeys(), on_event=print)
+    with pytest.raises(BadArgument, match="full attention"):
+        PrefixCache({Window(4): 8}, on_event=print)
+    with pytest.raises(BadArgument, match="on_event"):
+        PrefixCache(8, on_event="no function")  # type: ignore[arg-type]
+    PrefixCache({Full(): 8, State(): 2}, copy_state=lambda source, target: None, on_event=print)
+
+
+def test_a_tree_refuses_ids_that_have_no_place_and_to_be_listened_to_late() -> None:
+    tree, source = listening()
+    with pytest.raises(BadArgument, match=r"page id.*below 1000"):
+        tree.insert([1, 2], [MANY])
+    assert source.take() == []
+    tree.insert([1, 2], [0])
+    with pytest.raises(BadArgument, match="empty tree"):
+        Source(tree, [MANY], SECRET)
