@@ -65,7 +65,7 @@ class Listener:
         self._channel: deque[tuple[int, bytes]] = deque()
         self._begun = self._dropped = 0
         self._source: Source | None = None
-        self._feed = Feed()
+        self._feed = Feed(0)
         self._sent = Replica()  # what a router without losses knows
 
     def begin(self, cache: PrefixCache, pages: list[int]) -> None:
@@ -77,7 +77,7 @@ class Listener:
         self._source = None
         if isinstance(cache.tree.components[0], Full):
             self._source = Source(cache.tree, pages, limit=self._random.choice((3, 20, 10_000)))
-            self._feed = Feed(kept_bytes=self._random.choice((0, 500, 100_000)))
+            self._feed = Feed(self._now_s(), self._random.choice((0, 500, 100_000)))
 
     def go_on(self) -> None:
         """Some of what happened is sent; some of what was sent arrives."""
@@ -104,9 +104,11 @@ class Listener:
             found = device + (host if medium == "CPU" else 0)
             require(found >= len(path), "events tell of a page that no match finds", medium, path, found)
 
+    def _now_s(self) -> float:
+        return self._world.now_s + self._begun * _RESTART_S
+
     def _send(self, loss: float) -> None:
         if self._source is not None:
-            now_s = self._world.now_s + self._begun * _RESTART_S
             dropped = self._source.dropped
             self._world.seen["events dropped"] += dropped - self._dropped
             self._dropped = dropped
@@ -115,7 +117,7 @@ class Listener:
                 parent = event.parent_block_hash if isinstance(event, BlockStored) else None
                 require(parent is None or parent in self._sent.blocks, "a page comes before its parent", event)
                 self._sent.apply([event])
-            batch = self._feed.publish(events, now_s)
+            batch = self._feed.publish(events, self._now_s())
             if self._random.random() >= loss:
                 self._channel.append(batch)
                 if self._random.random() < loss:
@@ -124,11 +126,11 @@ class Listener:
     def _receive(self, most: int, loss: float) -> None:
         for _ in range(min(most, len(self._channel))):
             batch = self._channel.popleft()
-            first = self._follower.missing(*batch)
+            first = self._follower.missing(batch[0])
             if first is None:
                 self._follower.follow(*batch)
             elif self._random.random() >= loss:  # else no answer: the next batch will show the gap again
-                for replayed in self._feed.replay(first, self._world.now_s + self._begun * _RESTART_S):
+                for replayed in self._feed.replay(first, self._now_s()):
                     self._follower.follow(*replayed)
 
 

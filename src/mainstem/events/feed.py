@@ -1,10 +1,10 @@
 """`Feed` and `Follower`: the two ends of a stream of batches that may lose some, without sockets or threads.
 
-    Feed       numbers batches from 0, keeps the last ones for a replay, and the whole state for who asks for older ones
-    Follower   notices a gap, a batch that comes again, and a server that began anew, and says what must be replayed
+    Feed       numbers batches, keeps the last ones for a replay, and the whole state for who asks for older ones
+    Follower   notices a gap, and a batch that comes again, and says what must be replayed
 
-A replay is a part of the stream, so a follower may get a batch twice: its number says so. A server that began anew
-counts from 0 again, which a follower tells from a repeated batch by the time of sending.
+The first number follows from the time: a server that begins anew goes on far above its last number, so that whoever
+followed it finds a gap, however much was lost in between, and asks for what no longer exists: it gets the whole state.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from mainstem.events.source import AllBlocksCleared, Event
 from mainstem.events.wire import Batch, decode, encode
 
 _KEPT_BYTES = 64 << 20  # of batches, for replays
-_TICK_S = 1e-6
+_NUMBERS = 1024  # a millisecond
 
 
 class Feed:
     """The sender's end. It begins with a batch that clears all, since who listens may have followed a server before.
 
     Args:
+        now_s: seconds since 1970.
         kept_bytes: of the last batches.
         rank: the data-parallel rank of the server.
     """
 
-    def __init__(self, kept_bytes: int = _KEPT_BYTES, rank: int = 0) -> None:
+    def __init__(self, now_s: float, kept_bytes: int = _KEPT_BYTES, rank: int = 0) -> None:
         self._replica = Replica()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes, self._most_bytes = 0, kept_bytes
         self._rank = rank
-        self._next = 0
-        self._sent_s = 0.0
+        self._next = int(now_s * 1000) * _NUMBERS
+        self._before: list[Event] = [AllBlocksCleared()]  # the first batch begins with it
 
     def publish(self, events: Sequence[Event], now_s: float) -> tuple[int, bytes]:
         """Returns the number and the content of a batch with these events.
@@ -43,8 +44,7 @@ class Feed:
             events: what happened since the last batch.
             now_s: seconds since 1970.
         """
-        if self._next == 0:
-            events = [AllBlocksCleared(), *events]
+        events, self._before = [*self._before, *events], []
         self._replica.apply(events)
         batch = self._next, self._encode(events, now_s)
         self._next += 1
@@ -56,15 +56,14 @@ class Feed:
 
     def replay(self, first: int, now_s: float) -> list[tuple[int, bytes]]:
         """Returns the batches from a number on. If they are not kept any more: one that clears all and stores all."""
-        if self._next == 0 or first >= self._next:
+        if first >= self._next:
             return []
         if self._kept and self._kept[0][0] <= first:
             return [batch for batch in self._kept if batch[0] >= first]
         return [(self._next - 1, self._encode(self._replica.state(), now_s))]
 
     def _encode(self, events: Sequence[Event], now_s: float) -> bytes:
-        self._sent_s = max(now_s, self._sent_s + _TICK_S)
-        return encode(Batch(self._sent_s, list(events), self._rank))
+        return encode(Batch(now_s, list(events), self._rank))
 
 
 class Follower:
@@ -77,17 +76,9 @@ class Follower:
     def __init__(self) -> None:
         self.replica = Replica()
         self._last = -1
-        self._sent_s = 0.0
 
-    def missing(self, number: int, payload: bytes) -> int | None:
-        """Returns the number of the first batch that must be replayed before this one; None: it is the next, or old.
-
-        Raises:
-            ValueError: it is no batch of events.
-        """
-        sent_s = decode(payload).sent_s
-        if number <= self._last and sent_s > self._sent_s:
-            self._last, self._sent_s = -1, sent_s - _TICK_S  # a server that began anew
+    def missing(self, number: int) -> int | None:
+        """Returns the number of the first batch that must be replayed before this one; None: it is the next, or old."""
         return self._last + 1 if number > self._last + 1 else None
 
     def follow(self, number: int, payload: bytes) -> None:
@@ -98,6 +89,5 @@ class Follower:
         """
         if number <= self._last:
             return
-        batch = decode(payload)
-        self.replica.apply(batch.events)
-        self._last, self._sent_s = number, max(batch.sent_s, self._sent_s)
+        self.replica.apply(decode(payload).events)
+        self._last = number

@@ -93,7 +93,7 @@ class Replica:
     def _paths(self) -> Iterator[list[int]]:
         """Divides the pages into paths, each after the one that it continues."""
         done: set[int] = set()
-        for hash_ in self.blocks:
+        for hash_ in reversed(self.blocks):  # children mostly came later, so that paths are long
             path: list[int] = []
             at: int | None = hash_
             while at is not None and at in self.blocks and at not in done:

@@ -108,6 +108,11 @@ class Adapter:
         return f"{self.name}@{self.digest}"
 
 
+def name_of(namespace: str) -> str:
+    """Returns the name of an adapter from `Adapter.namespace`."""
+    return namespace.rpartition("@")[0]
+
+
 class Adapters:
     """The adapters of one model. Only `names` and `get` may be called outside the thread that runs the model.
 

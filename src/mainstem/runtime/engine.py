@@ -37,10 +37,12 @@ from transformers import PreTrainedTokenizerBase
 from mainstem.cache import CacheStats, PrefixCache
 from mainstem.components import Component, Full, State, by_name
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RankFailed, UnsupportedModel
+from mainstem.events.publisher import EventStats, Publisher
+from mainstem.events.source import PUBLIC_SECRET, AllBlocksCleared
 from mainstem.keys import MAX_TOKEN, Encoded, TokenKeys, TokenLike, TypedKeys
 from mainstem.namespaces import Namespace
 from mainstem.runtime import scheduler
-from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, read_adapter
+from mainstem.runtime.adapters import Adapter, AdapterFiles, Adapters, check_name, name_of, read_adapter
 from mainstem.runtime.attention import plain_attention
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.kv import kv_shapes
@@ -114,6 +116,7 @@ class EngineStats:
         cache: counts of the cache.
         tiers: of the host tier and storage.
         vision: of the embeddings of images, if the model takes images.
+        events: of the publisher of events, if there is one.
     """
 
     running: int
@@ -123,6 +126,7 @@ class EngineStats:
     cache: CacheStats
     tiers: TierStats | None = None
     vision: VisionStats | None = None
+    events: EventStats | None = None
 
 
 class Engine:
@@ -182,7 +186,12 @@ class Engine:
         self.vision = model.vision
         if config.tiers.exist:
             report("tiers", 0, 1)
-        self._cache = _cache(loaded, config, model, sizes, clock)
+        self._publisher = _publisher(loaded, config)
+        try:
+            self._cache = _cache(loaded, config, model, sizes, clock, self._publisher)
+        except BaseException:
+            self._close_publisher()
+            raise
         self._tiers = self._cache.tiers
         if config.tiers.exist:
             report("tiers", 1, 1)
@@ -456,6 +465,7 @@ class Engine:
                 for command in commands:
                     self._run_command(command)
                 events = self._scheduler.step(now_s)
+                self._publish()
                 self._stats = self._count()
                 for id, what in events:
                     self._deliver(id, what)
@@ -467,7 +477,20 @@ class Engine:
         else:
             self._end(None)
         finally:
-            self._close_tiers()
+            try:
+                self._close_tiers()
+            finally:
+                self._close_publisher()
+
+    def _publish(self) -> None:
+        """Passes on what has come to a tier or left it, unless the publisher lags."""
+        if self._publisher is not None and self._publisher.has_room:
+            self._cache.deliver_events()
+
+    def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            self._publisher.put(AllBlocksCleared())  # nothing outlives the engine but storage
+            self._publisher.close()
 
     def _take_commands(self) -> tuple[float, list[_Command]]:
         """Returns the time and all queued commands; if the scheduler has nothing to do, waits for one. On rank 0."""
@@ -592,6 +615,7 @@ class Engine:
             cache=self._cache.stats(),
             tiers=None if self._tiers is None else self._tiers.stats(),
             vision=None if self.vision is None else self.vision.stats(),
+            events=None if self._publisher is None else self._publisher.stats(self._cache.events_dropped),
         )
 
 
@@ -629,12 +653,25 @@ def _sizes(loaded: LoadedModel, config: EngineConfig) -> dict[Component, int]:
     }
 
 
+def _publisher(loaded: LoadedModel, config: EngineConfig) -> Publisher | None:
+    """Makes the publisher of events, on rank 0."""
+    where = config.events
+    if where.kv_events is None or loaded.ranks.rank > 0:
+        return None
+    if config.tiers.storage_secret is None:
+        log.warning("KV events have no secret: who reads them can guess salts")
+    publisher = Publisher(where.kv_events, where.kv_events_replay, where.kv_events_keys, adapter_name=name_of)
+    log.info("KV events at %s%s", publisher.endpoint, f", replays at {publisher.replay}" if publisher.replay else "")
+    return publisher
+
+
 def _cache(
     loaded: LoadedModel,
     config: EngineConfig,
     model: EngineRunner,
     sizes: Mapping[Component, int],
     clock: Callable[[], float],
+    publisher: Publisher | None,
 ) -> PrefixCache:
     """Makes the cache over a runner's pools, with its tiers. If it fails, it releases the tiers."""
     host, store = (
@@ -651,6 +688,8 @@ def _cache(
             copy_state=model.copy_state,
             host=host,
             store=store,
+            on_event=None if publisher is None else publisher.put,
+            event_secret=config.tiers.storage_secret or PUBLIC_SECRET,
         )
     except BaseException:
         if host is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from mainstem.errors import BadArgument
@@ -247,6 +249,46 @@ class TierConfig(StorageSecret):
         return self.storage is not None or self.size != HostSize()
 
 
+_ADDRESS = re.compile(r"tcp://(?P<host>[\w.-]+|\*|\[[\da-fA-F:]+\]):(?P<port>\d{1,5})")
+_LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|localhost|\[::1\]")
+
+
+def _address() -> Range:
+    def holds(value: object) -> bool:
+        found = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+        return found is not None and int(found["port"]) < 1 << 16
+
+    return Range("tcp://HOST:PORT, such as tcp://127.0.0.1:5557", holds)
+
+
+@dataclass(frozen=True)
+class EventConfig(Settings):
+    """Where the cache publishes what it holds, for routers; by default nowhere. See docs/events.md.
+
+    Args:
+        kv_events: Address to publish KV events on, such as tcp://127.0.0.1:5557.
+            Events hold the tokens of prompts, so an address beyond this machine needs --kv-events-keys.
+        kv_events_replay: Address where routers ask for events that they missed.
+        kv_events_keys: Folder of CURVE keys: server.key_secret, and the public key of each router as NAME.key.
+    """
+
+    kv_events: str | None = setting(None, _address())
+    kv_events_replay: str | None = setting(None, _address())
+    kv_events_keys: Path | None = setting(
+        None, Range("a folder", lambda path: isinstance(path, Path) and path.is_dir())
+    )
+
+    def __post_init__(self) -> None:
+        """Checks every field, that none is without effect, and that nobody else can read prompts."""
+        super().__post_init__()
+        if self.kv_events is None:
+            self.refuse("--kv-events")
+        for name in ("kv_events", "kv_events_replay"):
+            found = _ADDRESS.fullmatch(getattr(self, name) or "")
+            if found and self.kv_events_keys is None and not _LOOPBACK.fullmatch(found["host"]):
+                raise BadArgument(name, found[0], "on 127.0.0.1, localhost or [::1] without kv_events_keys")
+
+
 @dataclass(frozen=True)
 class EngineConfig(Limits, Shares):
     """The settings of an engine, besides those of its pools (`Shares`) and of its steps (`Limits`).
@@ -264,6 +306,7 @@ class EngineConfig(Limits, Shares):
             See docs/policies.md.
         cache: Reuse cached prefixes. --no-cache computes every prompt in full.
         tiers: The host tier and storage.
+        events: Where the cache publishes what it holds.
     """
 
     tp: int = setting(1, integer(1, INT32_MAX))
@@ -273,6 +316,7 @@ class EngineConfig(Limits, Shares):
     policy: str = setting("lru")  # `find_policy` checks it
     cache: bool = setting(True, switch())
     tiers: TierConfig = TierConfig()
+    events: EventConfig = EventConfig()
 
     def __post_init__(self) -> None:
         """Checks every field before a model is loaded."""

@@ -115,6 +115,7 @@ nb::tuple insert(Tree& tree, const nb::bytes& ns, nb::handle tokens, std::int64_
   std::array<IdSpan, kMaxComponents> spans;
   for (std::size_t c = 0; c < n; ++c) {
     spans[c] = views[c].emplace(ids[c]).ids();
+    tree.require_place(static_cast<std::uint32_t>(c), tier, spans[c]);
     if (!tree.one_id_a_page(c)) continue;
     if (spans[c].size() != pages)
       throw BadValue{"number of page ids", std::to_string(spans[c].size()),
@@ -252,7 +253,9 @@ NB_MODULE(_core, m) {
       .def(
           "attach",
           [](Tree& t, Handle node, std::uint32_t component, std::uint32_t tier, IdArray ids, bool ready) {
-            t.attach(node, component, tier, View(ids).ids(), ready);
+            const View view(ids);
+            t.require_place(component, tier, view.ids());
+            t.attach(node, component, tier, view.ids(), ready);
           },
           "node"_a, "component"_a, "tier"_a, "ids"_a, "ready"_a)
       .def("commit", &Tree::commit, "node"_a, "tier"_a)

@@ -68,8 +68,6 @@ void Tree::Insertion::check() {
       throw BadValue{"number of page ids", std::to_string(ids.size()), "one per whole page: " + std::to_string(pages)};
     if (!rows[c].per_page() && ids.size() > 1)
       throw BadValue{"number of state ids", std::to_string(ids.size()), "0 or 1"};
-    if (tree.journal_) [[unlikely]]
-      tree.journal_->require_place(column(static_cast<std::uint32_t>(c)), ids);
     if (rows[c].begins_late()) ids = ids.subspan(first_id(ids, 0));
     nothing = nothing && ids.empty();
     needed = needed || rows[c].needs_before(begin + pages, tree.nodes_.page_size);
@@ -232,11 +230,8 @@ InsertResult Tree::insert(std::string_view ns, Handle after, Tail tail, std::int
   eviction_.advance();
   ++counters_.insert_calls;
   if (begin + pages == 0) return {after, 0, 0, 0};
-  const std::size_t point = journal_ ? journal_->point() : 0;
   insertion.prepare(ns);
   insertion.fill();
-  if (journal_) [[unlikely]]
-    journal_->parents_first(point);
 
   const Index node = insertion.node;
   const std::uint32_t end = nodes_[node].end();

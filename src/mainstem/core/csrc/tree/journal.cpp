@@ -1,6 +1,7 @@
 #include "tree/journal.h"
 
 #include <algorithm>
+#include <cassert>
 
 namespace mainstem {
 
@@ -44,6 +45,7 @@ void Journal::came(Index node, std::size_t column) noexcept {
   std::uint64_t hash = hash_of_end(n.parent);
   for (std::uint32_t page = 0; page < n.pages; ++page) {
     hash = SipHash::of(of_pages_, hash, n.key.data() + std::size_t{page} * nodes_.page_bytes, nodes_.page_bytes);
+    assert(static_cast<std::size_t>(cell.ids[page]) < hashes_[tier].size());
     hashes_[tier][static_cast<std::size_t>(cell.ids[page])] = hash;
   }
   if (cell.present()) arrived(node, column);
@@ -67,17 +69,12 @@ void Journal::left(Index node, std::size_t column, IdSpan ids) noexcept {
   moves.back().pages += ids.size();
 }
 
-void Journal::require_place(std::size_t column, IdSpan ids) const {
-  if (!concerns(column) || ids.empty()) return;
+void Journal::require_place(std::uint32_t tier, IdSpan ids) const {
+  if (ids.empty()) return;
   const std::int32_t most = *std::max_element(ids.begin(), ids.end());
-  const std::size_t places = hashes_[column].size();
+  const std::size_t places = hashes_[tier].size();
   if (most >= 0 && static_cast<std::size_t>(most) >= places)
     throw BadValue{"page id", std::to_string(most), "below " + std::to_string(places)};
-}
-
-void Journal::parents_first(std::size_t from) noexcept {
-  const auto begin = noted_.moves.begin() + static_cast<std::ptrdiff_t>(std::min(from, noted_.moves.size()));
-  std::sort(begin, noted_.moves.end(), [](const Moved& a, const Moved& b) { return a.start < b.start; });
 }
 
 // Forgets everything if there is no room: what follows would be of no use without it.
@@ -119,6 +116,19 @@ void Journal::note_stored(MovedPages* to, Index node, std::uint32_t tier) const 
 }
 
 // ---------------------------------------------------------------- what listeners take
+
+// An operation may fill the cells of a path from its end up. What comes without anything leaving in between may change
+// places.
+const MovedPages& Journal::noted() noexcept {
+  const auto came = [](const Moved& move) { return move.stored; };
+  const auto end = noted_.moves.end();
+  for (auto at = noted_.moves.begin(); at != end;) {
+    const auto from = std::find_if(at, end, came);
+    at = std::find_if_not(from, end, came);
+    std::sort(from, at, [](const Moved& a, const Moved& b) { return a.start < b.start; });
+  }
+  return noted_;
+}
 
 void Journal::clear() noexcept {
   noted_.clear();

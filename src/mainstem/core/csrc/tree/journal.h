@@ -52,15 +52,12 @@ class Journal {
   void came(Index node, std::size_t column) noexcept;     // ids came to a cell: present, or in flight
   void arrived(Index node, std::size_t column) noexcept;  // they are present now
   void left(Index node, std::size_t column, IdSpan ids) noexcept;
-  // Ids that a caller passes must have a place in the journal.
-  void require_place(std::size_t column, IdSpan ids) const;
-  // An operation that fills the cells of one path from its end up began at this point: puts parents first.
-  std::size_t point() const { return noted_.moves.size(); }
-  void parents_first(std::size_t from) noexcept;
+  void require_place(std::uint32_t tier, IdSpan ids) const;
 
   // ---- what listeners take
-  // What was noted since the last clear(); nothing if more than `limit` pages were, so that `lost` is true.
-  const MovedPages& noted() const { return noted_; }
+  // What was noted since the last clear(), parents before children that came with them; nothing if more than `limit`
+  // pages were, so that `lost` is true.
+  const MovedPages& noted() noexcept;
   bool lost() const { return lost_; }
   void clear() noexcept;
   // Everything listed now, parents first.

@@ -14,7 +14,6 @@ void Tree::attach(Handle handle, std::uint32_t component, std::uint32_t tier, Id
   if (ids.size() != expected) throw BadValue{"number of ids", std::to_string(ids.size()), std::to_string(expected)};
   for (const std::int32_t id : ids)
     if (id < 0) throw BadValue{"id", std::to_string(id), "0 or more"};
-  if (journal_) journal_->require_place(column, ids);
   if (!cells_.cell(node, column).absent()) throw BadValue{"cell", "occupied", "absent"};
   const Index parent = nodes_[node].parent;
   if (cells_.component(column).leaf_only() && !nodes_[parent].root() && cells_.cell(parent, column).absent())
@@ -52,10 +51,7 @@ void Tree::end_transfer(Index node, std::uint32_t tier, Each each) {
 void Tree::commit(Handle handle, std::uint32_t tier) {
   cells_.require_tier(tier);
   const Index node = nodes_.resolve(handle);
-  const std::size_t point = journal_ ? journal_->point() : 0;
   end_transfer(node, tier, [&](Index at, std::size_t column) { arrive(at, column); });
-  if (journal_) [[unlikely]]
-    journal_->parents_first(point);
   join(node);
 }
 

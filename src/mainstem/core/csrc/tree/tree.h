@@ -185,9 +185,14 @@ class Tree : private TreeShape {
   std::vector<NodeView> nodes(std::string_view ns) const;
   void check() const;
 
-  // Notes from now on which pages come to a tier and leave it; see Journal. The tree must be empty.
+  // Notes from now on which pages come to a tier and leave it; see Journal. The tree must be empty, and its ids of the
+  // first component stay below `pages`, by tier.
   void listen(std::string_view key, const std::vector<std::uint32_t>& pages, std::size_t limit) {
     journal_ = std::make_unique<Journal>(nodes_, cells_, key, pages, limit);
+  }
+  // Before ids that a caller passes are inserted.
+  void require_place(std::uint32_t component, std::uint32_t tier, IdSpan ids) const {
+    if (journal_ && component == 0 && tier < tiers()) journal_->require_place(tier, ids);
   }
   Journal& journal() {
     require(journal_ != nullptr, "journal", 0, "one: listen() comes first");

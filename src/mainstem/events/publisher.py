@@ -1,0 +1,221 @@
+"""`Publisher`: sends events to routers from a thread of its own, as vLLM's publisher does.
+
+    PUB       topic (empty), number of the batch (8 bytes, big-endian), batch
+    ROUTER    the request is the number of the first batch that is wanted; each answer is a number and a batch, and the
+              last one has the number -1 and no batch
+
+The scheduler never waits: it adds an event to a queue, and adds none while the queue is full. What then happens stays
+with the core, which counts what it must drop. Events hold prompts, so the sockets are reachable from this machine only,
+or they use CURVE: a folder has the server's key pair and the public keys of those who may connect.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mainstem.errors import BackendUnavailable, BadArgument
+from mainstem.events.feed import Feed
+from mainstem.events.source import BlockStored, Event
+from mainstem.imports import needs
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+_QUEUED = 1 << 16  # events
+_SENT_AT_ONCE = 1024  # events
+_NUMBER_BYTES = 8
+_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_LINGER_MS = 1000
+_HINT = "--kv-events needs pyzmq: pip install 'mainstem[events]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventStats:
+    """Counts of a publisher.
+
+    Args:
+        published: events sent. queued: events that wait to be sent. replays: requests for what was missed.
+        dropped: pages that moved without an event, because nobody took them in time; everything was sent anew.
+    """
+
+    published: int
+    queued: int
+    replays: int
+    dropped: int
+
+
+class Publisher:
+    """Publishes events until it is closed.
+
+    Args:
+        endpoint: `tcp://HOST:PORT` to publish on; port 0 takes a free one.
+        replay: the same for replays; None: there are none.
+        keys: folder with `server.key_secret`, and the public keys of routers, as `zmq.auth` writes them.
+        clock: seconds since 1970.
+        adapter_name: the name that clients use for the adapter of a namespace.
+
+    Attributes:
+        endpoint, replay: the addresses, with the ports taken.
+
+    Raises:
+        BackendUnavailable: pyzmq is not installed.
+        BadArgument: an address is in use, or a key is missing or readable by others.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str | None = None,
+        keys: Path | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        adapter_name: Callable[[str], str] = str,
+    ) -> None:
+        self._clock, self._adapter_name = clock, adapter_name
+        self._queue: deque[Event] = deque()
+        self._closing = self._failed = False
+        self._published = self._replays = 0
+        self._feed = Feed(clock())
+        with ExitStack() as stack:
+            self._open(stack, endpoint, replay, keys)
+            self._reader, self._writer = socket.socketpair()
+            stack.callback(self._reader.close)
+            stack.callback(self._writer.close)
+            self._writer.setblocking(False)
+            self._stack = stack.pop_all()
+        self._thread = threading.Thread(target=self._run, name="mainstem-events", daemon=True)
+        self._thread.start()
+
+    def _open(self, stack: ExitStack, endpoint: str, replay: str | None, keys: Path | None) -> None:
+        with needs("zmq", _HINT):
+            import zmq
+        context = stack.enter_context(zmq.Context())
+        pair = None if keys is None else _read_keys(context, stack, keys)
+
+        def bound(name: str, kind: int, address: str) -> zmq.Socket[bytes]:
+            made: zmq.Socket[bytes] = stack.enter_context(context.socket(kind))
+            made.setsockopt(zmq.LINGER, _LINGER_MS)
+            made.setsockopt(zmq.SNDHWM, 0 if kind == zmq.ROUTER else 100_000)  # a replay is never cut
+            made.setsockopt(zmq.IPV6, "[" in address)
+            if pair is not None:
+                made.curve_publickey, made.curve_secretkey = pair
+                made.curve_server = True
+            try:
+                made.bind(address)
+            except zmq.ZMQError as error:
+                raise BadArgument(name, address, f"an address that can be bound: {error}") from None
+            return made
+
+        self._pub = bound("kv_events", zmq.PUB, endpoint)
+        self.endpoint = _address(self._pub)
+        self._router = None if replay is None else bound("kv_events_replay", zmq.ROUTER, replay)
+        self.replay = None if self._router is None else _address(self._router)
+
+    # ---------------------------------------------------------------- any one thread
+
+    @property
+    def has_room(self) -> bool:
+        """Whether events may be added now."""
+        return len(self._queue) < _QUEUED and not self._failed
+
+    def put(self, event: Event) -> None:
+        """Adds an event. Does not block."""
+        self._queue.append(event)
+        if len(self._queue) == 1:
+            self._wake()
+
+    def stats(self, dropped: int) -> EventStats:
+        """Returns the counts, with those of the pages that were dropped before they came here."""
+        return EventStats(published=self._published, queued=len(self._queue), replays=self._replays, dropped=dropped)
+
+    def close(self) -> None:
+        """Sends what is queued, and ends; a second call does nothing."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+        self._stack.close()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):  # it is awake, or closed
+            self._writer.send(b"\0")
+
+    # ---------------------------------------------------------------- its thread
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        poller.register(self._reader, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        try:
+            self._send([])  # what was known of a server before this one is void
+            while not (self._closing and not self._queue):
+                ready = dict(poller.poll(None if not self._queue else 0))
+                if self._reader.fileno() in ready:
+                    self._reader.recv(4096)
+                if self._router is not None and self._router in ready:
+                    self._answer(self._router)
+                self._send([self._queue.popleft() for _ in range(min(len(self._queue), _SENT_AT_ONCE))])
+        except Exception:
+            self._failed = True
+            log.critical("the publisher of KV events failed; no more are sent", exc_info=True)
+
+    def _send(self, events: list[Event]) -> None:
+        if not events and self._published:
+            return
+        number, batch = self._feed.publish([self._named(event) for event in events], self._clock())
+        self._published += max(len(events), 1)
+        self._pub.send_multipart((b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
+
+    def _answer(self, router: zmq.Socket[bytes]) -> None:
+        client, *_, wanted = router.recv_multipart()
+        self._replays += 1
+        first = int.from_bytes(wanted[:_NUMBER_BYTES], "big")
+        for number, batch in self._feed.replay(first, self._clock()):
+            router.send_multipart((client, b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
+        router.send_multipart((client, b"", _END, b""))
+
+    def _named(self, event: Event) -> Event:
+        if isinstance(event, BlockStored) and event.lora_name is not None:
+            return replace(event, lora_name=self._adapter_name(event.lora_name))
+        return event
+
+
+def _address(bound: zmq.Socket[bytes]) -> str:
+    import zmq
+
+    return bound.get_string(zmq.LAST_ENDPOINT)
+
+
+def _read_keys(context: zmq.Context[zmq.Socket[bytes]], stack: ExitStack, folder: Path) -> tuple[bytes, bytes]:
+    """Returns the server's public and secret key, and lets in only those whose public keys are in the folder."""
+    import zmq
+    import zmq.auth
+    from zmq.auth.thread import ThreadAuthenticator
+
+    if not zmq.has("curve"):
+        raise BackendUnavailable("this build of libzmq has no CURVE")
+    own = folder / "server.key_secret"
+    if not own.is_file() or own.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise BadArgument("kv_events_keys", folder, "a folder with server.key_secret, which only its owner can read")
+    public, secret = zmq.auth.load_certificate(own)
+    if secret is None:
+        raise BadArgument("kv_events_keys", own, "a certificate with a secret key")
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    stack.callback(guard.stop)
+    guard.configure_curve(domain="*", location=folder)
+    return public, secret
