@@ -17,7 +17,7 @@ from mainstem import HostTier
 from mainstem.errors import StorageError
 from mainstem.identity import Identity
 from mainstem.settings.engine import HostPolicy, StorageConfig
-from mainstem.storage import ABSENT, Backend, BackendStats, Capabilities, conformance, open_backend
+from mainstem.storage import ABSENT, Backend, BackendStats, Capabilities, Listed, conformance, open_backend
 from mainstem.storage.base import check_options
 from mainstem.tiers.pages import Sealer
 from mainstem.tiers.store import Store
@@ -64,6 +64,13 @@ class SqliteBackend(Backend):
     def delete(self, keys: Sequence[bytes]) -> None:
         with self._using() as db:
             db.executemany("DELETE FROM pages WHERE key = ?", ([key] for key in keys))
+
+    def scan(self) -> Iterator[list[Listed]]:
+        query, rows = "SELECT key, length(value) FROM pages WHERE key > ? ORDER BY key LIMIT 1000", [(b"", 0)]
+        while rows:
+            with self._using() as db:
+                rows = db.execute(query, rows[-1][:1]).fetchall()
+            yield [Listed(key, length) for key, length in rows]
 
     def clear(self) -> None:
         with self._using() as db:

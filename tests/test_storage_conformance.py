@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from mainstem.errors import StorageError
-from mainstem.storage.base import ABSENT, Backend, Capabilities
+from mainstem.storage.base import ABSENT, Backend, Capabilities, Listed
 from mainstem.storage.conformance import CASES, Case, check, main, run
 from mainstem.storage.memory import MemoryBackend
 
@@ -225,6 +225,46 @@ class CountsNothing(MemoryBackend):
         return type(super().stats())(entries=0, used_bytes=0)
 
 
+class ListsByPlace(MemoryBackend):
+    """Goes on where a number of values has been listed, whichever have gone since."""
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        at = 0
+        while part := list(self._values.items())[at : at + 5]:
+            yield [Listed(key, len(value)) for key, value in part]
+            at += 5
+
+
+class ListsRoom(MemoryBackend):
+    """Lists the room that values take, in whole grains."""
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        for batch in super().scan():
+            yield [Listed(found.key, -(-found.length // 4096) * 4096) for found in batch]
+
+
+class ListsWhatWas(MemoryBackend):
+    """Lists values that have been deleted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ever: dict[bytes, int] = {}
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        self._ever |= {key: len(buffer) for key, buffer in zip(keys, buffers, strict=True)}
+        return super().put(keys, buffers)
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        yield [Listed(key, length) for key, length in self._ever.items()]
+
+
+class CannotSay(MemoryBackend):
+    """Does not say that it cannot list."""
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        raise StorageError("io", "no")
+
+
 BROKEN: list[tuple[type[MemoryBackend], str]] = [
     (ShiftsAtMisses, "get_with_gaps"),
     (StopsAtGap, "exists_each"),
@@ -251,6 +291,10 @@ BROKEN: list[tuple[type[MemoryBackend], str]] = [
     (WorksWhenClosed, "close"),
     (RaisesItsOwn, "close"),
     (CountsNothing, "stats"),
+    (ListsRoom, "scan"),
+    (ListsWhatWas, "scan"),
+    (CannotSay, "scan"),
+    (ListsByPlace, "scan_while_writing"),
 ]
 
 

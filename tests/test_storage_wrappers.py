@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import threading
 import tracemalloc
 from collections.abc import Sequence
 
@@ -359,6 +360,67 @@ def test_tee_reads_from_the_second_what_the_first_lacks() -> None:
     assert [buffers[number] for number in (0, 1, 2, 3, 5)] == [value(number) for number in (0, 1, 2, 3, 5)]
     one.put([KEYS[6]], [value(6, 10)])
     assert tee.get([KEYS[6]], [memoryview(bytearray(1000))]) == [10]
+
+
+def test_what_only_the_second_store_of_a_tee_has_moves_to_the_first_when_it_is_read() -> None:
+    one, two, tee = filled([0], [0, 1, 2])
+    one.put([KEYS[2]], [value(2, 10)])
+    assert [read(tee, number) for number in (0, 1, 2, 3)] == [value(0), value(1), value(2), None]
+    assert read(one, 1) == value(1) and tee.moved == 1
+    assert one.exists(KEYS[:4]) == [True, True, True, False] and read(one, 2, 10) == value(2, 10)
+    two.clear()
+    assert read(tee, 1) == value(1)
+
+
+def test_a_first_store_that_fails_or_is_full_takes_nothing_and_the_read_succeeds() -> None:
+    for one in (Failing(), MemoryBackend(10), ReadOnly(MemoryBackend())):
+        two = MemoryBackend()
+        two.put(KEYS[:1], [value(0)])
+        tee = Tee(one, two)
+        if isinstance(one, Failing):
+            one.fails = True
+        assert read(tee, 0) == value(0) and tee.moved == 0
+
+
+@pytest.mark.parametrize("change", ["put", "delete", "clear"])
+def test_a_value_that_was_changed_while_it_was_read_does_not_come_back(change: str) -> None:
+    class Interrupted(MemoryBackend):
+        def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
+            lengths = super().get(keys, buffers)
+            {"put": lambda: tee.put(keys, [value(1)]), "delete": lambda: tee.delete(keys), "clear": tee.clear}[change]()
+            return lengths
+
+    one, two = MemoryBackend(), Interrupted()
+    two.put(KEYS[:1], [value(0)])
+    tee = Tee(one, two)
+    assert read(tee, 0) == value(0)
+    assert read(one, 0) == (value(1) if change == "put" else None)
+
+
+def test_a_change_waits_for_a_value_that_is_being_moved() -> None:
+    threads: list[threading.Thread] = []
+
+    class Interrupted(MemoryBackend):
+        def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+            if not threads:
+                threads.append(threading.Thread(target=tee.put, args=(KEYS[:1], [value(1)])))
+                threads[0].start()
+                threads[0].join(0.2)  # long enough to overtake, if it could
+            return super().put(keys, buffers)
+
+    one, two = Interrupted(), MemoryBackend()
+    two.put(KEYS[:1], [value(0)])
+    tee = Tee(one, two)
+    assert read(tee, 0) == value(0)
+    threads[0].join()
+    assert read(one, 0) == read(two, 0) == value(1)
+
+
+def test_a_tee_lists_each_value_once_and_a_name_cannot_list() -> None:
+    *_, tee = filled([0, 1, 2], [1, 2, 3, 4])
+    assert sorted(found.key for batch in tee.scan() for found in batch) == sorted(KEYS[:5])
+    with pytest.raises(StorageError, match="list, or move, the store that it wraps"):
+        open_backend("prefix(a)+memory:").scan()
 
 
 def test_tee_writes_both_and_is_full_when_both_are() -> None:

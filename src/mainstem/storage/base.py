@@ -2,6 +2,7 @@
 
     exists(keys)             which keys are present, one answer a key
     get(keys, buffers)       reads values into buffers; put(keys, buffers) writes buffers as values
+    scan()                   lists what is there, where the store can
     delete(keys)  clear()  stats()  close()
 
 A back end knows nothing of pages, tokens or models. It does not guarantee that a value is intact: the reader verifies
@@ -18,12 +19,12 @@ from __future__ import annotations
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 from urllib.parse import parse_qsl
 
-from mainstem.errors import BackendUnavailable, BadArgument, MainstemError
+from mainstem.errors import BackendUnavailable, BadArgument, MainstemError, StorageError
 from mainstem.imports import PATH, load_object
 
 KEY_BYTES = 32
@@ -31,6 +32,9 @@ KEY_BYTES = 32
 
 ABSENT = -1
 """The length that `get` returns for a missing key."""
+
+SCANNED = 1000
+"""The most values in a batch of `scan`, as far as the store decides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,22 @@ class BackendStats:
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A value in a listing.
+
+    Args:
+        key: its key.
+        length: its length in bytes.
+        age_s: seconds since it was put or, in a store that counts this, since it was used; None: the store does not
+            know.
+    """
+
+    key: bytes
+    length: int
+    age_s: float | None = None
 
 
 class Backend(ABC):
@@ -131,6 +151,17 @@ class Backend(ABC):
         Raises:
             StorageError: the back end cannot determine the result for any key; each value may be stored or not.
         """
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists all values in batches, in any order, without counting as their use.
+
+        A value that is there from the first batch to the last is listed, possibly twice. One that comes or goes
+        meanwhile may be listed. A batch may be empty, and is asked for only when the caller takes it.
+
+        Raises:
+            StorageError: the store cannot list its values (cause `refused`), or cannot go on.
+        """
+        raise StorageError("refused", f"{type(self).__name__} cannot list its values")
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:

@@ -467,6 +467,47 @@ def _key_bytes(backend: Backend, rng: random.Random) -> None:
     _expect_there(backend, keys, [True] * len(keys))
 
 
+@_case("`scan` lists every value once or twice with its length, or the store says that it cannot list")
+def _scan(backend: Backend, rng: random.Random) -> None:
+    if not _lists(backend):
+        return
+    sizes = dict(zip(make_keys(rng, 40), [*MIXED_SIZES, *range(1, 31)], strict=True))
+    keys = list(sizes)
+    _put(backend, keys, [make_value(key, sizes[key]) for key in keys])
+    for gone in ([], keys[3:9], keys):
+        backend.delete(gone)
+        left = {key: size for key, size in sizes.items() if key not in gone}
+        found = [value for batch in backend.scan() for value in batch]
+        listed = {value.key: value.length for value in found}
+        expect(listed == left, f"{len(listed)} of {len(left)} values were listed, or others, or with other lengths")
+        expect(all(value.age_s is None or 0 <= value.age_s < 3600 for value in found), "a new value is not new")
+
+
+@_case("a value that is there all the time is listed by `scan`, whatever comes and goes meanwhile")
+def _scan_while_writing(backend: Backend, rng: random.Random) -> None:
+    if not _lists(backend):
+        return
+    stays, goes, comes = (make_keys(rng, count) for count in (20, 20, 20))
+    _put(backend, goes + stays, [make_value(key, 50) for key in goes + stays])
+    batches = backend.scan()
+    listed = {value.key for value in next(batches, ())}
+    backend.delete(goes)
+    _put(backend, comes, [make_value(key, 60) for key in comes])
+    listed |= {value.key for batch in batches for value in batch}
+    expect(listed >= {*stays}, f"{len({*stays} - listed)} of {len(stays)} values were not listed")
+    expect(listed <= {*stays, *goes, *comes}, "a key was listed that never was there")
+
+
+def _lists(backend: Backend) -> bool:
+    """Returns whether a store can list its values."""
+    try:
+        next(iter(backend.scan()), None)
+    except StorageError as error:
+        expect(error.cause == "refused", f"a store that cannot list raised {error.cause!r}, not 'refused'")
+        return False
+    return True
+
+
 @_case("counts in `stats` are None, or agree with the stored values")
 def _stats(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 20)
@@ -535,6 +576,7 @@ def _close(backend: Backend, rng: random.Random) -> None:
     keys = make_keys(rng, 1)
     value = make_value(keys[0], 100)
     _put(backend, keys, [value])
+    lists = _lists(backend)
     backend.close()
     backend.close()
     calls: dict[str, Callable[[], object]] = {
@@ -544,6 +586,7 @@ def _close(backend: Backend, rng: random.Random) -> None:
         "delete": lambda: backend.delete(keys),
         "clear": backend.clear,
         "stats": backend.stats,
+        **({"scan": lambda: list(backend.scan())} if lists else {}),
     }
     for name, call in calls.items():
         error = _expect_raises(StorageError, f"{name} after close", call)

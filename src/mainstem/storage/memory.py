@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
 from mainstem.errors import BadArgument, StorageError
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
 from mainstem.units import parse_bytes
 
 
@@ -76,6 +76,13 @@ class MemoryBackend(Backend):
                     self._make_room()
                 stored.append(fits)
         return stored
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists what it holds now, the least recently used first."""
+        with self._open():
+            found = [Listed(key, len(value)) for key, value in self._values.items()]
+        for at in range(0, len(found), SCANNED):
+            yield found[at : at + SCANNED]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Deletes values."""

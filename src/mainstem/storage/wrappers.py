@@ -13,14 +13,16 @@ import hashlib
 import importlib
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 from mainstem.errors import BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, Listed
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger(__name__)
@@ -62,6 +64,10 @@ class _Wrapper(Backend):
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """See `Backend`."""
         return self._inner.put(keys, buffers)
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """See `Backend`."""
+        return self._inner.scan()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `Backend`."""
@@ -208,6 +214,10 @@ class Prefix(_Wrapper):
         self._put.add(own)
         return self._inner.put(own, buffers)
 
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Raises `StorageError`: nobody can tell from a hashed key which key it was, nor whether it has this name."""
+        raise StorageError("refused", "keys of prefix(...) are hashed: list, or move, the store that it wraps")
+
     def delete(self, keys: Sequence[bytes]) -> None:
         """Like the inner back end, for the keys of this name."""
         own = self._keys(keys)
@@ -298,6 +308,13 @@ class Compress(_Wrapper):
                 lengths[at] = self._expand(frame, buffers[at]) if size == len(frame) else ABSENT
         return lengths
 
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists values by their uncompressed lengths, for which it reads all frames."""
+        for batch in self._inner.scan():
+            keys = [found.key for found in batch]
+            lengths = self.get(keys, [memoryview(bytearray(1)) for _ in keys])
+            yield [replace(found, length=length) for found, length in zip(batch, lengths, strict=True) if length > 0]
+
     def _expand(self, frame: memoryview, buffer: memoryview) -> int:
         """Returns the length of the content; 0: it declares none, or is damaged."""
         try:
@@ -324,10 +341,14 @@ def _zstandard() -> Any:
 
 
 class Tee(Backend):
-    """Two stores: writes go to both, reads try the first one first.
+    """Two stores: writes go to both, reads try the first one first. What only the second one has moves as it is read.
 
     - `put` returns True if either store has the value. `get` reads from the second store what the first one lacks or
-      has with another length. `exists` asks the second store about the keys that the first one lacks.
+      has with another length, and puts into the first one what it lacks. `exists` asks the second store about the keys
+      that the first one lacks.
+    - A value is put into the first store before `get` returns, since the buffer is the caller's afterwards. A `put` or
+      `delete` through this object takes precedence over it. One by another process at that moment may be undone in the
+      first store, for the one value: pages under one key are the same, notes may be older by one write.
     - If one store fails, the other continues. The failure is counted, and logged once until that store answers again. A
       call raises if both stores fail. `delete` and `clear` raise if either store fails, after the other one is done: a
       value that is left in one store still exists.
@@ -345,8 +366,14 @@ class Tee(Backend):
             raise BadArgument("tee", len(self._stores), "two specs with a comma between, and no brackets")
         self.failures = [0, 0]
         """Failed calls of the first and of the second store."""
+        self.moved = 0
+        """Values that were read from the second store and put into the first."""
         self._failing = [False, False]
         self._lock = threading.Lock()
+        self._readings: list[set[bytes]] = []
+        self._changing: Counter[bytes] = Counter()
+        self._clearing = 0
+        self._moving = threading.Lock()  # held while values are moved, and when a change begins
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -383,30 +410,47 @@ class Tee(Backend):
         return there
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[int]:
-        """Reads from the first store, then from the second what is missing or has another length."""
+        """Reads from the first store, then from the second what is missing or has another length.
+
+        What the first store lacks is put into it.
+        """
         errors: list[StorageError] = []
         wanted = [len(buffer) for _, buffer in zip(keys, buffers, strict=True)]
         lengths = list(self._try(0, partial(self._stores[0].get, keys, buffers), errors) or [ABSENT] * len(wanted))
         rest = [at for at, length in enumerate(lengths) if length != wanted[at]]
+        lacking = [at for at in rest if lengths[at] == ABSENT and not errors]
         if rest:
-            call = partial(self._stores[1].get, [keys[at] for at in rest], [buffers[at] for at in rest])
-            for at, length in zip(rest, self._try(1, call, errors) or [lengths[at] for at in rest], strict=True):
-                lengths[at] = lengths[at] if length == ABSENT else length
+            with self._reading(keys[at] for at in lacking) as untouched:
+                call = partial(self._stores[1].get, [keys[at] for at in rest], [buffers[at] for at in rest])
+                for at, length in zip(rest, self._try(1, call, errors) or [lengths[at] for at in rest], strict=True):
+                    lengths[at] = lengths[at] if length == ABSENT else length
+                found = {keys[at]: buffers[at] for at in lacking if lengths[at] == wanted[at]}
+                self._move(found, untouched)
         self._raise_if_all(errors)
         return lengths
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Puts values into both stores."""
-        answers = self._either([partial(store.put, keys, buffers) for store in self._stores])
+        with self._writing(keys):
+            answers = self._either([partial(store.put, keys, buffers) for store in self._stores])
         return [any(stored) for stored in zip(*answers, strict=True)]
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists the first store, then what the second has and the first lacks."""
+        yield from self._stores[0].scan()
+        for batch in self._stores[1].scan():
+            there = self._stores[0].exists([found.key for found in batch])
+            yield [found for found, known in zip(batch, there, strict=True) if not known]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Deletes from both stores."""
-        self._both([partial(store.delete, keys) for store in self._stores])
+        with self._writing(keys):
+            self._both([partial(store.delete, keys) for store in self._stores])
 
     def clear(self) -> None:
         """Clears both stores."""
-        self._both([store.clear for store in self._stores])
+        with self._writing((), clear=True):
+            self._both([store.clear for store in self._stores])
 
     def stats(self) -> BackendStats:
         """Returns the sums, without entries: the number of keys that are in both stores is unknown."""
@@ -421,6 +465,43 @@ class Tee(Backend):
             self._stores[0].close()
         finally:
             self._stores[1].close()
+
+    @contextmanager
+    def _reading(self, keys: Iterable[bytes]) -> Iterator[set[bytes]]:
+        """Yields those of these keys that nobody changes; a change that begins meanwhile takes its keys out."""
+        with self._lock:
+            untouched = set() if self._clearing else {key for key in keys if not self._changing[key]}
+            self._readings.append(untouched)
+        try:
+            yield untouched
+        finally:
+            with self._lock:
+                self._readings = [other for other in self._readings if other is not untouched]
+
+    @contextmanager
+    def _writing(self, keys: Sequence[bytes], *, clear: bool = False) -> Iterator[None]:
+        """Surrounds a change of these keys, or of all. A value that is being moved arrives before it, or never."""
+        with self._moving, self._lock:
+            for reading in self._readings:
+                reading.difference_update(list(reading) if clear else keys)
+            self._changing.update(keys)
+            self._clearing += clear
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._changing.subtract(keys)
+                self._changing = +self._changing
+                self._clearing -= clear
+
+    def _move(self, found: Mapping[bytes, memoryview], untouched: set[bytes]) -> None:
+        """Puts values of the second store into the first, except those that were changed since."""
+        with self._moving:
+            values = {key: value for key, value in found.items() if key in untouched}
+            if values:
+                stored = self._try(0, partial(self._stores[0].put, list(values), list(values.values())), [])
+                with self._lock:
+                    self.moved += sum(stored or ())
 
     def _either(self, calls: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
         errors: list[StorageError] = []

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import (
+    ABSENT,
+    KEY_BYTES,
+    SCANNED,
+    Backend,
+    BackendStats,
+    Capabilities,
+    Listed,
+    check_options,
+)
 from mainstem.storage.file.catalog import Catalog
 from mainstem.storage.file.disk import FULL, FileSystem, Folder, Reserve
 from mainstem.storage.file.hashes import hashes
@@ -161,6 +170,13 @@ class FileBackend(Backend):
             for batch in _batches(fresh, self._catalog.total // 2):
                 refused |= self._store(batch)
         return [key not in refused for key in keys]
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists what the catalog has now, the least recently used first."""
+        with self._reading():
+            found = self._catalog.items()
+        for at in range(0, len(found), SCANNED):
+            yield [Listed(key, entry.length) for key, entry in found[at : at + SCANNED]]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Destroys values, then records it in the index."""

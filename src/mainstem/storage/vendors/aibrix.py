@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +28,12 @@ from typing import Any, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, Listed, check_options
 from mainstem.units import parse_timeout
 
 T = TypeVar("T")
 _WORKERS = 4
+_KEYS = 256  # listed or deleted at once
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -123,11 +124,21 @@ class AIBrixBackend(Backend):
             if not (status.is_ok() or _is_absent(status)):
                 raise StorageError("full" if _is_full(status) else "io", f"AIBrix could not delete: {status.value}")
 
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists all keys in the folder or database, and reads the values for their lengths."""
+        for keys in self._keys():
+            lengths = self.get(keys, [memoryview(bytearray(1)) for _ in keys])
+            yield [Listed(key, length) for key, length in zip(keys, lengths, strict=True) if length != ABSENT]
+
     def clear(self) -> None:
         """Lists all keys in the folder or database and deletes them."""
+        for keys in self._keys():
+            self.delete(keys)
+
+    def _keys(self) -> Iterator[list[bytes]]:
         keys: list[bytes] = self._call(lambda: [self._in_worker(self._kind.keys)])[0]
-        for at in range(0, len(keys), 256):
-            self.delete(keys[at : at + 256])
+        for at in range(0, len(keys), _KEYS):
+            yield keys[at : at + _KEYS]
 
     def stats(self) -> BackendStats:
         """Returns no counts: they would need a listing of all values."""

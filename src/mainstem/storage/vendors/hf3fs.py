@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
 from mainstem.units import parse_bytes, parse_timeout
 
 _MAGIC = b"MAINIDX1"
@@ -167,6 +167,13 @@ class HF3FSBackend(Backend):
         with _as_storage_error("writing the index"):
             self._index.add(written)
         return [key for key, _, _ in written]
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists what the index has now, the oldest first."""
+        with self._open():
+            found = [Listed(key, length) for key, (_, length) in self._index.places.items()]
+        for at in range(0, len(found), SCANNED):
+            yield found[at : at + SCANNED]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Frees slots."""

@@ -18,13 +18,22 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 from mainstem.imports import is_missing
-from mainstem.storage.base import ABSENT, KEY_BYTES, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import (
+    ABSENT,
+    KEY_BYTES,
+    SCANNED,
+    Backend,
+    BackendStats,
+    Capabilities,
+    Listed,
+    check_options,
+)
 from mainstem.storage.native import Calls, Memory
 from mainstem.storage.vendors.s3 import S3Backend
 from mainstem.units import parse_bytes, parse_timeout
@@ -111,6 +120,12 @@ class Files:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
 
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """See `Backend.scan`. Ages are of the last put."""
+        paths = (path for path in self._folder.glob("[0-9a-f][0-9a-f]/*") if re.fullmatch("[0-9a-f]{64}", path.name))
+        while batch := list(islice(paths, SCANNED)):
+            yield [found for path in batch if (found := _listed(path)) is not None]
+
     def clear(self) -> None:
         """Deletes the files of this store, with temporary ones of dead writers. The folders stay."""
         for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
@@ -144,6 +159,14 @@ class Files:
                 raise
             return Spot(ABSENT, -1)
         return Spot(size, number)
+
+
+def _listed(path: Path) -> Listed | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return Listed(bytes.fromhex(path.name), status.st_size, max(0.0, time.time() - status.st_mtime))
 
 
 class Objects(S3Backend):
@@ -295,6 +318,16 @@ class NixlBackend(Backend):
         """Works without the agent."""
         with self._call():
             self._place.delete(keys)
+
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Works without the agent."""
+        batches = self._place.scan()
+        while True:
+            with self._call():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def clear(self) -> None:
         """Works without the agent."""

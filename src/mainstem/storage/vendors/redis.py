@@ -4,7 +4,7 @@ The package `redis` connects, authenticates and pools the connections. The proto
 reasons: values move directly from and to the caller's memory, one deadline covers a whole call, and the length of a
 value is checked before it is read, so that a huge value under one of the keys takes no memory.
 
-    SET <prefix>:<64 hex digits> <value> [PX <milliseconds>]        also GET, EXISTS, UNLINK, SCAN and INFO
+    SET <prefix>:<64 hex digits> <value> [PX <milliseconds>]        also GET, EXISTS, UNLINK, SCAN, STRLEN, INFO
 
 Clusters are not supported: one server holds all keys. The `maxmemory-policy` of the server decides what happens when it
 is full: with `noeviction` it refuses and `put` returns False; with the other policies it evicts keys of its choice.
@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
 from mainstem.units import parse_timeout
 
 if TYPE_CHECKING:
@@ -181,16 +181,15 @@ class RedisBackend(Backend):
         """Sends one UNLINK for each key: the server frees the memory in the background."""
         self._ask([(b"UNLINK", self._key(key)) for key in keys])
 
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Scans the whole database with SCAN. Ages are of the last use, unless the server evicts by frequency (LFU)."""
+        for names in self._names():
+            yield self._listed(names)
+
     def clear(self) -> None:
         """Scans the whole database with SCAN. Each step has its own deadline."""
-        pattern = self._prefix + b"[0-9a-f]" * 64
-        cursor = b"0"
-        while True:
-            (reply,) = self._ask([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")])
-            cursor, names = _scanned(reply)
+        for names in self._names():
             self._ask([(b"UNLINK", name) for name in names])
-            if cursor == b"0":
-                return
 
     def stats(self) -> BackendStats:
         """Returns memory and evictions of the whole server. Entries are unknown: the server may hold other keys."""
@@ -206,14 +205,36 @@ class RedisBackend(Backend):
     def _key(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
 
+    def _names(self) -> Iterator[list[bytes]]:
+        """Yields the names of all values, in batches. SCAN may name one twice."""
+        pattern, cursor = self._prefix + b"[0-9a-f]" * 64, b""
+        while cursor != b"0":
+            (reply,) = self._ask([(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", b"%d" % SCANNED)])
+            cursor, names = _scanned(reply)
+            yield names
+
+    def _listed(self, names: Sequence[bytes]) -> list[Listed]:
+        """Asks for age and length. The length would count as a use (servers before 7.2 know no NO-TOUCH)."""
+        pairs = [request for name in names for request in ((b"OBJECT", b"IDLETIME", name), (b"STRLEN", name))]
+        replies = self._replies([(b"CLIENT", b"NO-TOUCH", b"ON"), *pairs, (b"CLIENT", b"NO-TOUCH", b"OFF")])[1:-1]
+        return [
+            Listed(bytes.fromhex(name[len(self._prefix) :].decode()), length, age if isinstance(age, int) else None)
+            for name, age, length in zip(names, replies[::2], replies[1::2], strict=True)
+            if isinstance(length, int) and length > 0  # otherwise it has gone, or is of another type
+        ]
+
     def _ask(self, requests: Sequence[Sequence[Word]]) -> list[Reply]:
+        replies = self._replies(requests)
+        for reply in replies:
+            self._refused(reply)
+        return replies
+
+    def _replies(self, requests: Sequence[Sequence[Word]]) -> list[Reply]:
         replies: list[Reply] = []
         with self._session() as session:
             for window in _windows(requests, _BATCH):
                 session.send(window)
                 replies += [session.reply() for _ in window]
-        for reply in replies:
-            self._refused(reply)
         return replies
 
     def _refused(self, reply: Reply, expected: str = "none") -> bool:

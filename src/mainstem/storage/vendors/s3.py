@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError, check_integer
 from mainstem.imports import needs
-from mainstem.storage.base import ABSENT, Backend, BackendStats, Capabilities, check_options
+from mainstem.storage.base import ABSENT, SCANNED, Backend, BackendStats, Capabilities, Listed, check_options
 from mainstem.units import parse_timeout
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 20
-_LISTED = 1000
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
@@ -162,12 +161,23 @@ class S3Backend(Backend):
         """Sends one request for each thousand keys."""
         self._delete([self._path(key) for key in keys])
 
-    def clear(self) -> None:
-        """Lists the prefix, a thousand objects at a time, and deletes objects whose names are keys."""
-        ours = re.compile(re.escape(self._prefix) + "/[0-9a-f]{64}")
+    def scan(self) -> Iterator[Sequence[Listed]]:
+        """Lists the prefix, a thousand objects at a time: those whose names are keys. Ages are of the last put."""
+        ours = re.compile(re.escape(self._prefix) + "/([0-9a-f]{64})")
         with self._as_storage_error():
-            for objects in self._store.list(self._prefix, chunk_size=_LISTED):
-                self._delete([found["path"] for found in objects if ours.fullmatch(found["path"])])
+            for objects in self._store.list(self._prefix, chunk_size=SCANNED):
+                named = [(found, ours.fullmatch(found["path"])) for found in objects]
+                now_s = time.time()
+                yield [
+                    Listed(bytes.fromhex(name[1]), found["size"], max(0.0, now_s - found["last_modified"].timestamp()))
+                    for found, name in named
+                    if name
+                ]
+
+    def clear(self) -> None:
+        """Deletes what `scan` lists."""
+        for found in self.scan():
+            self.delete([value.key for value in found])
 
     def stats(self) -> BackendStats:
         """Returns no counts: they would need a listing of all values."""
