@@ -84,7 +84,9 @@ class Components:
         backend = SimBackend(self.disk, Sealer(identity, OTHER_SECRET))
         readers, writers = (SimWorkers(world, self.disk, world.random.randint(1, 4)) for _ in range(2))
         sealer, config = Sealer(identity, SECRET), storage_config(world)
-        return Store(backend, sealer, config, readers=readers, writers=writers, clock=world.clock)
+        return Store(
+            backend, sealer, config, readers=readers, writers=writers, clock=world.clock, wall_clock=world.clock
+        )
 
     # ---------------------------------------------------------------- steps
 

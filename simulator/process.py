@@ -118,7 +118,15 @@ class Process:
             self.workers = [SimWorkers(world, disk, random.randint(1, 4)) for _ in range(2)]
             sealer = Sealer(identity, SECRET)
             readers, writers = self.workers
-            self.store = Store(self.backend, sealer, config, readers=readers, writers=writers, clock=world.clock)
+            self.store = Store(
+                self.backend,
+                sealer,
+                config,
+                readers=readers,
+                writers=writers,
+                clock=world.clock,
+                wall_clock=world.clock,
+            )
         copy_state = next((partial(self.memory.copy_state, row) for row, _ in self._rows(State)), None)
         self.cache = PrefixCache(
             device,

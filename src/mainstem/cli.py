@@ -13,7 +13,6 @@ import errno
 import importlib.metadata
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from mainstem.errors import BadArgument, MainstemError
 from mainstem.imports import is_missing, needs
-from mainstem.settings.engine import EngineConfig, ModelConfig, SamplingParams, StorageSecret
+from mainstem.settings.engine import EngineConfig, ModelConfig, SamplingParams
 from mainstem.settings.server import ServerConfig
 
 try:
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from mainstem.runtime.engine import Engine
     from mainstem.runtime.prompts import Prompts
     from mainstem.runtime.stream import Stream
-    from mainstem.storage import Backend
 
 
 _EXTRAS = {
@@ -93,31 +91,6 @@ Examples:
   mainstem generate --file report.txt "What is it about?" "Who wrote it?"
   git log -5 | mainstem generate --json
   mainstem generate --no-chat --temperature 0.8 --seed 7 "Once upon a time" """
-
-_STORAGE_EXAMPLES = """\
-Examples:
-
-  mainstem storage stats file:./kv --json
-  mainstem storage clear redis://127.0.0.1:6379/0
-  mainstem storage check my_package.my_store:MyStore"""
-
-_STATS_EXAMPLES = """\
-Examples:
-
-  mainstem storage stats file:./kv
-  mainstem storage stats 's3://my-bucket?endpoint=http://127.0.0.1:9000' --json"""
-
-_CLEAR_EXAMPLES = """\
-Examples:
-
-  mainstem storage clear file:./kv
-  mainstem storage clear redis://127.0.0.1:6379/0"""
-
-_CHECK_EXAMPLES = """\
-Examples:
-
-  mainstem storage check file:./new
-  mainstem storage check my_package.my_store:MyStore --erase --json"""
 
 _DEMO_EXAMPLES = """\
 Examples:
@@ -333,13 +306,6 @@ def _bound(config: ServerConfig) -> socket:
         raise MainstemError(f"port {config.port} is in use: choose another with --port") from error
 
 
-storage = cyclopts.App(
-    name="storage",
-    help="Inspect, empty and test a store.",
-    help_epilogue=_STORAGE_EXAMPLES,
-    help_format="plaintext",
-)
-app.command(storage)
 # These commands import their modules only when they run.
 app.command("mainstem.owner.commands:store", name="store", help="Hold a store for all processes on this machine.")
 app.command(
@@ -349,75 +315,7 @@ app.command("mainstem.replay.commands.plan:plan", name="plan", help="Find what m
 app.command(
     "mainstem.replay.commands.trace:trace", name="trace", help="Inspect, convert and generate traces of requests."
 )
-Spec = Annotated[str, Parameter(help="Store, such as file:./kv or redis://127.0.0.1:6379/0; see docs/storage.md.")]
-
-
-@storage.command(help_epilogue=_STATS_EXAMPLES)
-@takes_settings
-def stats(
-    spec: Spec, *, secret: StorageSecret = StorageSecret(), json: Annotated[bool, Parameter(negative="")] = False
-) -> None:
-    """Show what a store holds, and which models, layouts and numbers of ranks wrote to it.
-
-    Args:
-        secret: The secret of the store.
-        json: Print one JSON object.
-    """
-    from mainstem.tiers import identities
-    from mainstem.tiers.pages import PUBLIC_SECRET, Sealer
-
-    with _backend(spec) as backend:
-        held = {**asdict(backend.stats()), **asdict(backend.capabilities)}
-        writers = identities.find(backend, Sealer(None, secret.storage_secret or PUBLIC_SECRET), Counter())
-    if json:
-        print(_to_json({**held, "writers": writers}))
-        return
-    for name, value in held.items():
-        print(f"{name:15} {value}")
-    for writer in writers:
-        print(f"written by      {identities.describe(writer)}")
-
-
-@storage.command(help_epilogue=_CLEAR_EXAMPLES)
-def clear(spec: Spec) -> None:
-    """Delete every value in a store."""
-    with _backend(spec) as backend:
-        backend.clear()
-
-
-@storage.command(help_epilogue=_CHECK_EXAMPLES)
-def check(spec: Spec, *, erase: bool = False, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Run the conformance suite against a store. The store is empty afterwards.
-
-    Args:
-        erase: Run even if the store may not be empty, and delete what it holds.
-        json: Print one JSON object per case.
-    """
-    from mainstem.storage import open_backend
-    from mainstem.storage.conformance import CASES, run
-
-    with _backend(spec) as backend:
-        if not erase and backend.stats().entries != 0:
-            raise BadArgument("spec", spec, "a store that is known to be empty; --erase empties it")
-    failed = 0
-    for case in CASES:
-        result = run(case, lambda: open_backend(spec))
-        print(_to_json({**asdict(result), "passed": result.passed}) if json else result, flush=True)
-        failed += not result.passed
-    clear(spec)
-    if failed:
-        raise MainstemError(f"{failed} of {len(CASES)} cases failed")
-
-
-@contextmanager
-def _backend(spec: str) -> Iterator[Backend]:
-    from mainstem.storage import open_backend
-
-    backend = open_backend(spec)
-    try:
-        yield backend
-    finally:
-        backend.close()
+app.command("mainstem.tiers.commands:storage", name="storage", help="Inspect, verify, move, empty and test stores.")
 
 
 @contextmanager

@@ -56,6 +56,11 @@ def summarize(identity: Identity) -> Summary:
     return {name: _fitted(text) for name, text in summary.items()}
 
 
+def id_of(summary: Summary, sealer: Sealer) -> bytes:
+    """Returns the id of an identity in the labels of its values, of its summary as `find` returns it."""
+    return sealer.id_of(json.dumps(summary, sort_keys=True).encode())
+
+
 def find(backend: Backend, sealer: Sealer, causes: Counter[str]) -> list[Summary]:
     """Reads the list of a store, newest first; empty if there is none. Counts why a note was not taken.
 

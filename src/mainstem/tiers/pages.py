@@ -1,12 +1,17 @@
 """Stored pages: their names and keys, and the header that identifies their content.
 
-    header   magic 8 | payload bytes 8 | key 32 | zero 48 | tag 32        HEADER_BYTES = 128
+    header   magic 8 | payload bytes 8 | key 32 | sealed 8 | label 40 | tag 32        HEADER_BYTES = 128
     payload  the page's content
 
 A page's name is a keyed BLAKE3 over the name of the page before it and its symbols; the first parent is one over the
 identity and the namespace. Each component of a page is a value of its own: its key is a keyed BLAKE3 over the name, the
 component and the shard. So two values share a key only if everything that shaped them is the same. The tag is a keyed
 BLAKE3 over the rest of the slot: a page that was damaged, cut, moved, or made without the secret does not verify.
+
+The label says for whom and of what a value is, so that people can see who fills a store. It is hidden from those
+without the secret, under a mask for each key, so that they do not even see which values belong together. Nothing is
+decided by it, nor by the time of sealing. Values of before 2026-11-23 have neither.
+
 BLAKE3, its keyed mode and its key derivation: https://github.com/BLAKE3-team/BLAKE3-specs.
 
 This module handles bytes. It knows nothing of trees, stores or tensors.
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,9 +40,39 @@ PUBLIC_SECRET = b"mainstem: without a secret, pages are safe from damage only"
 """The default when no secret is given: damage is still detected, forgery is not."""
 
 _MAGIC = b"MAINSTM1"
-_FRONT = struct.Struct("<8sQ32s")
+_FRONT = struct.Struct("<8sQ32sQ40s")
+_LABEL = struct.Struct("<12s12s16s")
 _TAG = slice(HEADER_BYTES - 32, HEADER_BYTES)
 _SECRET_BYTES = 16
+_UNLABELLED = bytes(_LABEL.size)
+
+
+class Label(NamedTuple):
+    """For whom and of what a stored value is. Ids are of 12 bytes, made with the secret (`Sealer.id_of`).
+
+    Args:
+        identity: of the identity's description.
+        namespace: of the encoded namespace.
+        component: its name, such as "full"; "note" for a value that is no page. Cut to 16 bytes.
+    """
+
+    identity: bytes = bytes(12)
+    namespace: bytes = bytes(12)
+    component: str = "note"
+
+
+class Header(NamedTuple):
+    """What the header of a value says, whether or not its seal is right.
+
+    Args:
+        key: of the value.
+        sealed_s: when it was sealed, in seconds since the epoch; None: it does not say.
+        label: None: it has none, or it was labelled under another secret.
+    """
+
+    key: bytes
+    sealed_s: float | None
+    label: Label | None
 
 
 class Sealer:
@@ -62,6 +97,8 @@ class Sealer:
         self._tag_key = blake3(secret, derive_key_context="mainstem 2026-11 tags of stored pages").digest()
         self._mark_key = blake3(secret, derive_key_context="mainstem 2026-11 marks of hidden notes").digest()
         self._mask_key = blake3(secret, derive_key_context="mainstem 2026-11 masks of hidden notes").digest()
+        self._label_key = blake3(secret, derive_key_context="mainstem 2026-11 masks of labels").digest()
+        self._id_key = blake3(secret, derive_key_context="mainstem 2026-11 ids in labels").digest()
         self.identity = identity
         self._identity = b"" if identity is None else identity.encode()
         self._shard = b"" if identity is None else identity.shard.encode()
@@ -107,15 +144,48 @@ class Sealer:
         stream = self._blake3(mark, key=self._mask_key).digest(length=len(content)) if content else b""
         return bytes(np.bitwise_xor(np.frombuffer(content, np.uint8), np.frombuffer(stream, np.uint8)))
 
-    def seal(self, slot: memoryview, key: bytes) -> None:
-        """Writes the header of a page; its payload is already in the slot."""
-        _FRONT.pack_into(slot, 0, _MAGIC, len(slot) - HEADER_BYTES, key)
-        slot[_FRONT.size : _TAG.start] = bytes(_TAG.start - _FRONT.size)
+    def id_of(self, text: bytes) -> bytes:
+        """Returns the id of an identity's description or of an encoded namespace, for labels."""
+        return self._blake3(text, key=self._id_key).digest(length=12)
+
+    def seal(self, slot: memoryview, key: bytes, label: Label | None = None, sealed_s: float = 0.0) -> None:
+        """Writes the header of a value; its payload is already in the slot.
+
+        Args:
+            slot: room for the header, and the payload.
+            key: of the value.
+            label: None: the header has none.
+            sealed_s: the time in seconds since the epoch; 0: the header does not say it.
+        """
+        packed = _UNLABELLED
+        if label is not None:
+            packed = self._hidden(_LABEL.pack(*label[:2], label.component.encode()[:16]), key)
+        _FRONT.pack_into(slot, 0, _MAGIC, len(slot) - HEADER_BYTES, key, int(sealed_s), packed)
         slot[_TAG] = self._tag(slot)
+
+    def header(self, slot: memoryview) -> Header | None:
+        """Reads a header without verifying its seal. None: these bytes are no value of this length."""
+        if len(slot) < HEADER_BYTES:
+            return None
+        magic, length, key, sealed_s, packed = _FRONT.unpack_from(slot)
+        if magic != _MAGIC or length != len(slot) - HEADER_BYTES:
+            return None
+        return Header(key, float(sealed_s) if sealed_s else None, self._label(packed, key))
+
+    def _label(self, packed: bytes, key: bytes) -> Label | None:
+        identity, namespace, text = _LABEL.unpack(self._hidden(packed, key))
+        component = text.rstrip(b"\0").decode("ascii", "replace")
+        if packed == _UNLABELLED or not (component.isascii() and component.isprintable() and component):
+            return None
+        return Label(identity, namespace, component)
+
+    def _hidden(self, label: bytes, key: bytes) -> bytes:
+        mask = self._blake3(key, key=self._label_key).digest(length=len(label))
+        return (int.from_bytes(label, "little") ^ int.from_bytes(mask, "little")).to_bytes(len(label), "little")
 
     def verify(self, slot: memoryview, key: bytes) -> str | None:
         """Returns None if a slot holds the page with this key, else the reason: "altered" or "misdirected"."""
-        magic, length, stored = _FRONT.unpack_from(slot)
+        magic, length, stored, *_ = _FRONT.unpack_from(slot)
         if magic != _MAGIC or length != len(slot) - HEADER_BYTES or bytes(slot[_TAG]) != self._tag(slot):
             return "altered"
         return None if stored == key else "misdirected"

@@ -9,7 +9,7 @@ These calls block and raise what the back end raises: `Store` makes them on its 
 from __future__ import annotations
 
 from mainstem.storage.base import ABSENT, Backend
-from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.pages import HEADER_BYTES, Label, Sealer
 
 _MARK_BYTES = 32  # that hiding adds
 
@@ -29,7 +29,7 @@ def keep_note(backend: Backend, sealer: Sealer, key: bytes, content: bytes, room
     """Stores a note, replacing the one with the same key. Returns whether the back end did."""
     slot = _slot(room_bytes)
     slot[HEADER_BYTES:] = sealer.hide(content.ljust(room_bytes, b"\0"))
-    sealer.seal(slot, key)
+    sealer.seal(slot, key, Label())  # without a time: a note that has not changed is the same bytes
     if not backend.capabilities.overwrites:
         backend.delete([key])
     return backend.put([key], [slot])[0]

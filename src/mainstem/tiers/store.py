@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
 from mainstem.tiers import identities, sealed
 from mainstem.tiers.codecs import CODECS, Codec
-from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.pages import HEADER_BYTES, Label, Sealer
 from mainstem.tiers.rows import Row
 from mainstem.tiers.workers import Call, Workers
 
@@ -154,6 +155,7 @@ class Store:
         config: limits and policies.
         readers, writers: run the calls; separate, so that reads do not wait for writes.
         clock: monotonic time in seconds.
+        wall_clock: seconds since the epoch, for the headers of pages.
         codec: encodes the numbers of a page, of rows that are not exact; the sealer's identity must include its name.
         dtype: the dtype of the numbers, for a codec other than "none".
     """
@@ -167,12 +169,17 @@ class Store:
         readers: Workers,
         writers: Workers,
         clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
         codec: Codec = CODECS["none"],
         dtype: str = "",
     ) -> None:
         self._codec, self._dtype = codec, dtype
         self.backend, self.sealer, self.config, self.clock = backend, sealer, config, clock
         self.breaker = Breaker(config.breaker_failures, config.breaker_cooldown_s, clock)
+        self._label = (
+            b"" if sealer.identity is None else identities.id_of(identities.summarize(sealer.identity), sealer)
+        )
+        self._wall_clock = wall_clock
         self.faults: Counter[str] = Counter()
         self._closed = False
         self.slow = False  # a request has waited in vain, and no call has been quicker since then
@@ -244,7 +251,7 @@ class Store:
                 lacking = [(key, slot) for key, slot in zip(keys_of_part, part.slots, strict=True) if not next(there)]
                 for at in range(0, len(lacking), self.config.batch_pages):
                     batch = lacking[at : at + self.config.batch_pages]
-                    whole = self._put(part.row, batch, causes)
+                    whole = self._put(part, batch, causes)
                     stored += whole
                     if whole < len(batch):
                         return Written(stored, gap=False, whole=False)
@@ -327,16 +334,17 @@ class Store:
             raise StorageError("protocol", f"not an answer for each of {len(keys)} keys: {there!r:.100}")
         return there
 
-    def _put(self, row: Row, batch: Sequence[tuple[bytes, memoryview]], causes: Counter[str]) -> int:
-        """Seals and puts a few pages of a row; returns how many were stored."""
+    def _put(self, part: Part, batch: Sequence[tuple[bytes, memoryview]], causes: Counter[str]) -> int:
+        """Seals and puts a few pages of a part; returns how many were stored."""
         keys = [key for key, _ in batch]
         try:
-            packed = self._pack(row, [slot for _, slot in batch])
+            packed = self._pack(part.row, [slot for _, slot in batch])
         except BadArgument:  # numbers that are infinite or NaN
             causes["codec"] += 1
             return 0
+        label = Label(self._label, self.sealer.id_of(part.namespace), part.row.name)
         for key, slot in zip(keys, packed, strict=True):
-            self.sealer.seal(slot, key)
+            self.sealer.seal(slot, key, label, self._wall_clock())
         results = self.backend.put(keys, packed)
         whole = sum(1 for _, good in zip(packed, results, strict=True) if good)
         if whole < len(batch):
@@ -412,11 +420,13 @@ class Part:
         row: the row.
         names: the names of the pages.
         slots: their host slots.
+        namespace: the encoded namespace of the pages, for their labels.
     """
 
     row: Row
     names: Sequence[bytes]
     slots: Sequence[memoryview]
+    namespace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ class Writes:
         ids = self._present(write.node, row.number, write.begin)  # a copy of some may have failed
         pages = np.flatnonzero(mine[write.begin :] & (ids >= 0))
         slots = self._memory.slots(row.number, ids[pages].tolist())
-        return Part(row, [write.names[page] for page in pages], slots)
+        return Part(row, [write.names[page] for page in pages], slots, self._namespace(write.node))
 
     def _present(self, node: int, row: int, begin: int) -> Ids:
         """Returns the host's ids of the pages from `begin` to a node's end; -1 where they are not present."""
@@ -228,14 +228,16 @@ class Writes:
         assert self._state is not None
         self._states.remove(write)
         ids = self._core.own_ids(write.node, self._state.number, HOST)
-        parts = (
-            [Part(self._state, write.names, self._memory.slots(self._state.number, ids.tolist()))] if len(ids) else []
-        )
+        slots = self._memory.slots(self._state.number, ids.tolist())
+        parts = [Part(self._state, write.names, slots, self._namespace(write.node))] if len(ids) else []
         self._written[write.node] = None
         if len(self._written) > _MAX_NODES:
             self._written.popitem(last=False)
         self._running_states += 1
         self._run(write, self._store.write(parts))
+
+    def _namespace(self, node: int) -> bytes:
+        return self._core.path_key(node, self._core.end(node))[0]
 
     def _worth(self, write: _Write) -> tuple[bool, int]:
         """Ranks a waiting state: whether prompts part or end there, and how many pages it saves."""
