@@ -13,7 +13,7 @@ from rigs.hand_driven import IDENTITY, SECRET
 
 from mainstem.errors import BadArgument
 from mainstem.identity import Identity
-from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.pages import HEADER_BYTES, Header, Label, Sealer
 
 PAGE_BYTES = 8  # of symbols
 PAYLOAD = bytes(range(24))
@@ -278,3 +278,59 @@ def test_a_page_replayed_in_another_place_is_misdirected() -> None:
     note = sealer.record("hottest prefixes")
     assert sealer.verify(sealed(sealer, note), mine[0]) == "misdirected"
     assert sealer.verify(sealed(sealer, mine[0]), note) == "misdirected"
+
+
+# ---------------------------------------------------------------- what a header says
+
+LABEL = Label(b"identity-001", b"namespace-01", "window-4096")
+
+
+def labelled(sealer: Sealer, key: bytes, label: Label | None = LABEL, sealed_s: float = 1.8e9) -> memoryview:
+    slot = memoryview(bytearray(HEADER_BYTES) + PAYLOAD)
+    sealer.seal(slot, key, label, sealed_s)
+    return slot
+
+
+def test_a_header_says_its_key_its_time_and_its_label() -> None:
+    sealer, key = Sealer(IDENTITY, SECRET), bytes(range(32))
+    slot = labelled(sealer, key)
+    assert sealer.header(slot) == Header(key, 1.8e9, LABEL)
+    assert sealer.verify(slot, key) is None
+    assert sealer.header(sealed(sealer, key)) == Header(key, None, None)
+
+
+@given(st.binary(min_size=12, max_size=12), st.binary(min_size=12, max_size=12), st.binary(min_size=32, max_size=32))
+def test_labels_are_read_back_with_the_secret_and_are_noise_without_it(
+    identity: bytes, name: bytes, key: bytes
+) -> None:
+    sealer, other = Sealer(IDENTITY, SECRET), Sealer(IDENTITY, b"another secret of enough bytes")
+    slot = labelled(sealer, key, Label(identity, name, "full"))
+    header, blind = sealer.header(slot), other.header(slot)
+    assert header is not None and header.label == Label(identity, name, "full")
+    assert blind is not None and blind.label is None and blind.key == key
+
+
+def test_equal_labels_of_two_keys_look_different() -> None:
+    sealer = Sealer(IDENTITY, SECRET)
+    one, two = (bytes(labelled(sealer, bytes([number]) * 32)[56:96]) for number in (1, 2))
+    same = sum(a == b for a, b in zip(one, two, strict=True))
+    assert same < 8 and b"identity" not in one + two
+
+
+def test_a_label_and_a_time_are_sealed_too() -> None:
+    sealer, key = Sealer(IDENTITY, SECRET), bytes(32)
+    for at in range(48, 96):
+        slot = labelled(sealer, key)
+        slot[at] ^= 1
+        assert sealer.verify(slot, key) == "altered"
+
+
+@pytest.mark.parametrize("slot", [b"", b"x" * (HEADER_BYTES - 1), b"x" * 200])
+def test_bytes_that_are_no_value_have_no_header(slot: bytes) -> None:
+    assert Sealer(None, SECRET).header(memoryview(bytearray(slot))) is None
+
+
+def test_ids_depend_on_the_secret_and_meet_no_name() -> None:
+    mine, theirs = Sealer(IDENTITY, SECRET), Sealer(IDENTITY, b"another secret of enough bytes")
+    assert mine.id_of(b"a") != mine.id_of(b"b") and mine.id_of(b"a") != theirs.id_of(b"a")
+    assert len(mine.id_of(b"")) == 12 and mine.id_of(b"a") not in mine.root(b"a")

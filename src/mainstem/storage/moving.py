@@ -12,7 +12,6 @@ This module does not know what a value means. It moves bytes, and what may be mo
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -45,11 +44,17 @@ def each_batch(
     work: Callable[[Sequence[Listed]], None],
     *,
     progress: Progress = lambda values, size: None,
-    sleep: Callable[[float], object] = time.sleep,
+    sleep: Callable[[float], object] | None = None,
 ) -> None:
     """Calls `work` with all values of a store, in batches, on several threads.
 
     A batch for which it raises `StorageError` is tried again, so it counts what it did as its last step.
+
+    Args:
+        store: can list its values.
+        work: gets the values of a batch, as they are listed.
+        progress: called after each batch, in the caller's thread.
+        sleep: waits before a further try; None: until the pass ends, if that is sooner.
 
     Raises:
         StorageError: the store cannot list its values, or `work` raised it in each try. Later batches are not tried.
@@ -60,7 +65,7 @@ def each_batch(
         ended = threading.Event()
         try:
             for batch in _batches(store.scan()):
-                running[threads.submit(_try, work, batch, ended, sleep)] = batch
+                running[threads.submit(_try, work, batch, ended, sleep or ended.wait)] = batch
                 while len(running) >= THREADS:
                     values, size = _finish(running, values, size)
                     progress(values, size)
@@ -96,9 +101,11 @@ def _try(
             work(batch)
             break
         except StorageError as error:
-            if pause_s is None or error.cause in ("refused", "closed") or ended.is_set():
+            if pause_s is None or error.cause in ("refused", "closed"):
                 raise
             sleep(pause_s)
+            if ended.is_set():
+                raise
 
 
 def _finish(running: dict[Future[None], Sequence[Listed]], values: int, size: int) -> tuple[int, int]:
@@ -127,7 +134,7 @@ class Migration:
 
     Attributes:
         copied, copied_bytes: values that the target took.
-        there: values that the target had.
+        there: values that the target had, or that it took in a call that failed.
         left: values that were listed and not copied, by cause: those of `check`; "absent" and "length" (the source
             did not give what it listed), "full" (the target had no room), "evicted" (it made room, so it has less than
             it took; by its own count).
@@ -146,9 +153,9 @@ class Migration:
         self,
         *,
         progress: Progress = lambda values, size: None,
-        sleep: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
-        """Copies all values.
+        """Copies all values. The arguments are those of `each_batch`.
 
         Raises:
             StorageError: the source cannot list its values; or one of the stores failed several times, and then what

@@ -74,7 +74,7 @@ class Audit:
         self,
         *,
         progress: Progress = lambda values, size: None,
-        sleep: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         """Reads and verifies all values.
 
@@ -171,7 +171,7 @@ class Usage:
         self,
         *,
         progress: Progress = lambda values, size: None,
-        sleep: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         """Counts all values.
 
