@@ -192,7 +192,10 @@ class Usage:
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each group, the largest first."""
         shares = sorted(self.shares.items(), key=lambda item: -item[1].bytes)
-        return [{**asdict(group), **asdict(share)} for group, share in shares]
+        return [
+            {**asdict(group), "values": share.values, "bytes": share.bytes, "ages": dict(share.ages)}
+            for group, share in shares
+        ]
 
     def _count(self, batch: Sequence[Listed]) -> None:
         headers: dict[bytes, Header | None] = {}
