@@ -223,23 +223,26 @@ def test_a_source_that_cannot_list_is_refused_before_anything_is_copied() -> Non
 
 
 def test_memory_is_bounded_by_the_batches_that_run_at_once() -> None:
-    size, done = BATCH_BYTES // 4, [0]
+    size, done, overrun = BATCH_BYTES // 4, [0], threading.Event()
     ahead: list[int] = []
 
     class Lists(Store):
         def scan(self) -> Iterator[Sequence[Listed]]:
             for number, key in enumerate(KEYS[:60]):
                 ahead.append(number - done[0])
+                if ahead[-1] > (THREADS + 1) * 4:
+                    overrun.set()
                 yield [Listed(key, size)]
 
     def work(batch: Sequence[Listed]) -> None:
         assert sum(value.length for value in batch) <= BATCH_BYTES
+        overrun.wait(0.02)  # long enough to list further, if it did
         with lock:
             done[0] += len(batch)
 
     lock = threading.Lock()
     each_batch(Lists(), work)
-    assert done == [60] and max(ahead) <= (THREADS + 1) * 4, "it lists further than it has threads for"
+    assert done == [60] and not overrun.is_set(), f"it lists {max(ahead)} values further than it has threads for"
 
 
 def test_a_value_larger_than_a_batch_is_a_batch() -> None:
