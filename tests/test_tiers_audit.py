@@ -82,12 +82,12 @@ def test_all_values_are_read_and_only_the_damaged_ones_deleted() -> None:
 
 def test_with_another_secret_nothing_altered_is_deleted() -> None:
     """Otherwise a mistyped secret would empty the store."""
-    backend = stored({key: value(key) for key in KEYS[:5]} | {KEYS[6]: DAMAGED["length"]})
+    backend = stored({key: value(key) for key in KEYS[:5]} | {KEYS[6]: DAMAGED["length"], KEYS[7]: value(KEYS[9])})
     for sealer in (Sealer(None, b"another secret of enough bytes"), Sealer(None, PUBLIC_SECRET)):
         audit = audited(backend, sealer)
-        assert audit.other_secret and audit.causes == Counter(altered=5, length=1)
+        assert audit.other_secret and audit.causes == Counter(altered=5, length=1, misdirected=1)
     audit.delete()
-    assert audit.deleted == 1 and backend.exists(KEYS[:7]) == [True] * 5 + [False] * 2
+    assert audit.deleted == 2 and backend.exists(KEYS[:8]) == [True] * 5 + [False] * 3
 
 
 def test_values_without_a_secret_are_verified_against_damage() -> None:
