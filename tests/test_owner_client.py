@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from machine import eventually, patience
 from rigs.hand_driven import make_store
-from rigs.owners import MIB, Served, end, folder, is_alive, served
+from rigs.owners import MIB, Served, end, folder, freeze, is_alive, served
 from rigs.stores import Values, cause_of
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
@@ -243,7 +243,7 @@ def test_an_owner_that_is_killed_is_a_miss_and_the_next_call_starts_another(home
     first = pid_of(home)
     (path,) = running()
     eventually(lambda: (status(path) or {"queued": 1})["queued"] == 0)
-    os.kill(first, signal.SIGSTOP)  # so that the call is under way when it dies
+    freeze(first)  # so that the call is under way when it dies
     causes: list[str] = []
     call = threading.Thread(target=lambda: causes.append(cause_of(lambda: store.exists(VALUES.keys))))
     call.start()
@@ -269,7 +269,7 @@ def test_an_owner_that_hangs_is_a_timeout_and_works_again_afterwards(home: Path)
     store = shared(home, "host_bytes=64MiB&linger=0&timeout=0.2")
     VALUES.put(store, 1)
     pid = pid_of(home)
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     assert cause_of(lambda: VALUES.read(store, 1)) == "timeout"
     assert cause_of(lambda: VALUES.read(store, 1)) == "timeout", "a new connection is not answered either"
     os.kill(pid, signal.SIGCONT)

@@ -78,10 +78,20 @@ class Served:
 
 
 def is_alive(pid: int) -> bool:
+    return _state(pid) not in ("", "Z")
+
+
+def freeze(pid: int) -> None:
+    """Stops a process for a while, and waits until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: _state(pid) == "T")
+
+
+def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return False
+        return ""
 
 
 def end(pid: int, number: int = signal.SIGTERM) -> None:

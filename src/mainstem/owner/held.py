@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -72,7 +73,7 @@ class HeldValues:
         self._changed = threading.Condition()  # guards everything below; notified when room or work may have come
         self._counts: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
-        self._failing = False
+        self._failing = self._full = False  # logged already
         self._breaker = Breaker(_FAILURES, _COOLDOWN_S, clock)
         self._filling: dict[bytes, _Fill] = {}  # reads of the back end that may still become visible
         self._queue: deque[Value] = deque()
@@ -107,6 +108,8 @@ class HeldValues:
         found: list[Found] = []
         fills: dict[tuple[bytes, int], _Fill] = {}
         with self._changed:
+            if self._filling:  # another client reads one of these values: that read serves both
+                self._changed.wait_for(lambda: self._filling.keys().isdisjoint(keys), self._room_s)
             self._arena.touch(keys)
             for at, (key, length) in enumerate(zip(keys, lengths, strict=True)):
                 value = self._arena.find(key)
@@ -219,7 +222,11 @@ class HeldValues:
             buffers = [self._view(value) for value in batch]
             stored = self._ask(lambda: _whole(self._backend.put(keys, buffers), keys)) if batch else []
             with self._changed:
-                self._counts["unwritten"] += len(batch) - sum(stored or [])
+                lost = len(batch) - sum(stored or [])
+                if lost and stored is not None and not self._full:
+                    self._full = True
+                    log.warning("owner: the store has no room; what it does not take stays on the host until evicted")
+                self._counts["unwritten"] += lost
                 self._wrote(batch)
                 self._changed.notify_all()
         return True
@@ -270,7 +277,8 @@ class HeldValues:
         """
         with self._changed:  # first: what is written meanwhile counts twice rather than not at all
             queued = [rounded(value.length) for value in self._unwritten if value.key is not None]
-        stored = self._backend.stats()
+        with _own_errors():
+            stored = self._backend.stats()
         return BackendStats(
             None if stored.entries is None else stored.entries + len(queued),
             None if stored.used_bytes is None else stored.used_bytes + sum(queued),
@@ -315,7 +323,7 @@ class HeldValues:
     def _remove(self, keys: Sequence[bytes] | None, call: Callable[[], None]) -> None:
         """Forgets values, removes them from the back end, and forgets what was read from it meanwhile."""
         self._forget(keys)
-        with self._writing:
+        with self._writing, _own_errors():
             call()
         self._forget(keys)
 
@@ -360,8 +368,9 @@ class HeldValues:
                 self._faults["breaker"] += 1
                 return None
         try:
-            answer = call()
-        except Exception as error:  # noqa: BLE001  # a back end of the user's must not end the owner
+            with _own_errors():
+                answer = call()
+        except StorageError as error:
             self._fail(error)
             return None
         with self._changed:
@@ -369,14 +378,24 @@ class HeldValues:
             self._failing = False
         return answer
 
-    def _fail(self, error: Exception) -> None:
-        cause = error.cause if isinstance(error, StorageError) else "protocol"
+    def _fail(self, error: StorageError) -> None:
         with self._changed:
             self._breaker.fail()
-            self._faults[cause] += 1
+            self._faults[error.cause] += 1
             if not self._failing:
-                log.warning("storage: %s: %s; the host tier goes on alone", type(error).__name__, error)
+                log.warning("owner: the store failed: %s; the host tier goes on alone", error)
             self._failing = True
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Turns any other error into a `StorageError`: a back end of the user's must not end a thread of the owner."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        raise StorageError("protocol", f"{type(error).__name__}: {error}") from error
 
 
 def _whole(answers: list[T], keys: Sequence[bytes]) -> list[T]:

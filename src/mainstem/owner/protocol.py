@@ -245,7 +245,7 @@ class Channel:
 
     def receive_descriptor(self) -> tuple[Message, int | None]:
         """Receives a message that may come with a file descriptor, which the caller owns."""
-        data, descriptors, _, _ = socket.recv_fds(self._socket, len(self._buffer), 1)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, len(self._buffer), 1, socket.MSG_CMSG_CLOEXEC)
         self._buffer[: len(data)] = data
         try:
             return self._message(len(data)), descriptors[0] if descriptors else None

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -43,10 +44,13 @@ from mainstem.storage.base import ABSENT, Backend
 
 log = logging.getLogger(__name__)
 
-MAX_CLIENTS = 1024
+MAX_CLIENTS = 512
+"""Connections at once: fewer than the 1024 files that a process may open by default."""
+
 _FIRST_S = 10.0
 _HELLO_S = 5.0
 _END_S = 10.0
+_PAUSE_S = 0.1
 
 
 class Owner:
@@ -100,15 +104,16 @@ class Owner:
         """Serves, then writes what is queued and closes the store."""
         writer = threading.Thread(target=self._write, name="owner-writer", daemon=True)
         writer.start()
+        selector = selectors.DefaultSelector()
+        selector.register(self._wake, selectors.EVENT_READ, self._drain_wake)
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
         try:
             while not self._stopping and not self.lingered():
-                ready, _, _ = select.select([self._listener, self._wake], [], [], self._wait_s())
-                if self._wake in ready:
-                    self._drain_wake()
-                if self._listener in ready:
-                    self._accept()
+                for key, _ in selector.select(self._wait_s()):
+                    key.data()
         finally:
             self._path.unlink(missing_ok=True)
+            selector.close()
             self._listener.close()
             self._end_connections()
             self.held.close()
@@ -156,6 +161,7 @@ class Owner:
             accepted, _ = self._listener.accept()
         except OSError as error:  # out of descriptors, or the client is gone already
             log.warning("owner: a connection was not accepted: %s", error)
+            time.sleep(_PAUSE_S)  # it would fail again at once
             return
         connection = _Connection(self, Channel(accepted), self._uid_of(accepted))
         with self._lock:

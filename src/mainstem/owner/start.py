@@ -31,6 +31,7 @@ from mainstem.settings.owner import OwnerConfig
 READY = b"ready"
 
 _LONGEST_PATH = 107  # of a Unix socket
+_LONGEST_SPEC = 4096
 _DETACH = "import os, sys\nif os.fork():\n    os._exit(0)\nos.execv(sys.argv[1], sys.argv[1:])"
 """Lets the owner outlive its starter without becoming its child: nobody has to wait for it."""
 
@@ -63,14 +64,19 @@ class Place:
         """Finds the place of a store, and makes its folder if it is the default one.
 
         Raises:
-            BadArgument: the path is too long for a socket.
+            BadArgument: the spec is too long, or the path is for a socket.
             BackendUnavailable: the folder does not exist, or others can open it.
         """
         spec = absolute(spec)
+        if len(spec.encode("utf-8", "surrogateescape")) > _LONGEST_SPEC:
+            raise BadArgument("storage", spec, f"at most {_LONGEST_SPEC} bytes long")
         if socket is None:
             name = hashlib.blake2b(spec.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
             path = default_folder() / f"{name}.sock"
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise BackendUnavailable(f"the folder of a socket, {path.parent}: {error.strerror}") from error
         else:
             path = Path(os.path.abspath(socket))
         if len(os.fsencode(path)) > _LONGEST_PATH:
@@ -155,10 +161,11 @@ def _spawn(place: Place, config: OwnerConfig, lock: int, ready: int) -> None:
 def _read_all(reader: int, timeout_s: float) -> bytes | None:
     """Reads up to the end. Returns None if that takes too long."""
     end_s = time.monotonic() + timeout_s
+    waiter = select.poll()  # files may have numbers that `select` cannot take
+    waiter.register(reader, select.POLLIN)
     data = b""
     while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, end_s - time.monotonic()))
-        if not ready:
+        if not waiter.poll(max(0.0, end_s - time.monotonic()) * 1000):
             return None
         piece = os.read(reader, 1 << 16)
         if not piece:
