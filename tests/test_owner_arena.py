@@ -61,10 +61,17 @@ class ArenaMachine(RuleBasedStateMachine):
             free = [page not in taken for page in range(20)]
             runs = "".join(".x"[not one] for one in free).split("x")
             assert max(map(len, runs)) < pages, "there was room beside what is pinned"
-            assert not self.keys.keys() - {key for key, each in self.keys.items() if each in self.pins}
             return
         self.pins[value] = 1
         self._write(value)
+
+    @rule(key=st.sampled_from(KEYS), pages=st.integers(1, 4))
+    def put(self, key: bytes, pages: int) -> None:
+        value = put(self.arena, key, pages * GRAIN)
+        if value is not None:
+            self.keys[key] = value
+            self._write(value)
+        self._settle()
 
     @precondition(lambda self: any(value.key is None for value in self.pins))
     @rule(data=st.data())
@@ -161,6 +168,35 @@ def test_a_large_value_replaces_neighbours_and_leaves_the_rest() -> None:
     assert put(arena, KEYS[11], 4 * GRAIN) is not None
     assert held(arena) == [*KEYS[:2], *KEYS[6:10], KEYS[11]]
     assert arena.evicted == 4
+
+
+def test_what_is_pinned_is_not_evicted_for_its_neighbours() -> None:
+    arena = Arena(4 * GRAIN)
+    for key in KEYS[:4]:
+        put(arena, key)
+    pinned = arena.find(KEYS[1])
+    assert pinned is not None
+    arena.pin(pinned)
+    assert put(arena, KEYS[5], 2 * GRAIN) is not None
+    assert held(arena) == [KEYS[1], KEYS[5]]
+    assert arena.allocate(3 * GRAIN) is None
+    assert held(arena) == [KEYS[1]]
+    arena.check()
+
+
+def test_a_value_that_cannot_fit_beside_what_is_pinned_evicts_little() -> None:
+    arena = Arena(64 * GRAIN)
+    names = [at.to_bytes(32, "big") for at in range(64)]
+    for name in names:
+        put(arena, name)
+    pinned = [value for name in names[3::4] if (value := arena.find(name)) is not None]
+    for value in pinned:
+        arena.pin(value)
+    assert arena.allocate(4 * GRAIN) is None
+    assert 0 < arena.evicted <= 12
+    arena.unpin(pinned[-1:])
+    assert arena.allocate(4 * GRAIN) is not None
+    arena.check()
 
 
 @pytest.mark.parametrize("length", [4 * GRAIN + 1, 1 << 62])

@@ -237,7 +237,9 @@ def _work(spec: str, number: int) -> int:
 # ---------------------------------------------------------------- owners that die
 
 
-def test_an_owner_that_is_killed_is_a_miss_and_the_next_call_starts_another(home: Path) -> None:
+def test_an_owner_that_is_killed_is_a_miss_and_the_next_call_starts_another(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = shared(home)
     VALUES.put(store, *range(20))
     first = pid_of(home)
@@ -245,8 +247,17 @@ def test_an_owner_that_is_killed_is_a_miss_and_the_next_call_starts_another(home
     eventually(lambda: (status(path) or {"queued": 1})["queued"] == 0)
     freeze(first)  # so that the call is under way when it dies
     causes: list[str] = []
+    asked = threading.Event()
+    send = Channel.send
+
+    def note(self: Channel, kind: Kind, body: bytes = b"", descriptor: int | None = None) -> None:
+        send(self, kind, body, descriptor)
+        asked.set()
+
+    monkeypatch.setattr(Channel, "send", note)
     call = threading.Thread(target=lambda: causes.append(cause_of(lambda: store.exists(VALUES.keys))))
     call.start()
+    assert asked.wait(patience(20))
     end(first, signal.SIGKILL)
     call.join()
     assert causes == ["unreachable"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from machine import eventually
@@ -113,10 +114,11 @@ def test_what_is_put_is_found_before_it_is_written_and_after_it_left_the_host() 
     assert rig.held.exists(KEYS[:4]) == [True] * 3 + [False]
     assert rig.get(0, 1, 2) == [GRAIN] * 3
     assert rig.backend.calls == ["exists"], "only the absent key was asked for"
-    assert rig.count("queued") == 3 and rig.held.stats().entries == 3
+    assert rig.count("queued") == 3 and rig.count("queued_bytes") == 3 * GRAIN
+    assert (rig.held.stats().entries, rig.held.stats().used_bytes) == (3, 3 * GRAIN)
     rig.write_all()
     assert rig.backend.calls == ["exists", "put"]
-    assert rig.held.stats().entries == 3
+    assert (rig.held.stats().entries, rig.held.stats().used_bytes) == (3, 3 * GRAIN)
     for at in range(3, 11):
         rig.put(at)
         rig.write_all()
@@ -126,6 +128,24 @@ def test_what_is_put_is_found_before_it_is_written_and_after_it_left_the_host() 
     assert (rig.count("host_hits"), rig.count("store_hits"), rig.count("misses")) == (3, 3, 0)
     assert rig.get(0, 20) == [GRAIN, ABSENT]
     assert (rig.count("host_hits"), rig.count("store_hits"), rig.count("misses")) == (4, 3, 1)
+    rig.held.check()
+
+
+def test_a_store_that_keeps_its_first_values_keeps_them_below_a_host_too() -> None:
+    rig = Rig(8)
+    rig.backend.capabilities = replace(rig.backend.capabilities, overwrites=False)  # type: ignore[misc]
+    rig.backend.put(KEYS[:1], [VALUES.value(0)])
+    assert rig.put(0, 1, version=1) == [True, True]
+    assert rig.put(1, version=2) == [True]
+    assert rig.get(0) == [GRAIN]
+    assert rig.get(1, version=1) == [GRAIN]
+    assert rig.count("queued") == 1
+    both = [rig.held.reserve(KEYS[2:3], [GRAIN])[0] for _ in range(2)]
+    for version, room in enumerate(both):
+        assert isinstance(room, Value)
+        rig.memory[room.offset : room.offset + GRAIN] = VALUES.value(2, version=version)
+        rig.held.commit([(KEYS[2], room)])
+    assert rig.get(2) == [GRAIN], "of two writers at once the first one's stays"
     rig.held.check()
 
 

@@ -80,11 +80,19 @@ class Arena:
                 self._unpinned.move_to_end(key)
 
     def allocate(self, length: int) -> Value | None:
-        """Allocates a private value of at least one byte and pins it. Evicts what it must. Returns None: no room."""
+        """Allocates a private value of at least one byte and pins it. Evicts what it must.
+
+        Returns None if there is no room beside what is pinned. Then it has evicted little more than twice the size.
+        """
         size = rounded(length)
         if size > self.total:
             return None
+        unused, checked = self._space.unused, False
         while (start := self._space.allocate(size)) is None and self._unpinned:
+            if not checked and self._space.unused - unused >= 2 * size:  # what is pinned may be everywhere
+                if not self._fits_beside_pinned(size):
+                    return None
+                checked = True
             run = self._evict(next(iter(self._unpinned.values())))
             while run[1] - run[0] < size and (after := self._at.get(run[1])) is not None and not after.pins:
                 run = self._evict(after)
@@ -152,6 +160,14 @@ class Arena:
         unpinned = {key for key, value in self._published.items() if not value.pins}
         assert unpinned == set(self._unpinned), "what may be evicted is not what is not pinned"
         assert {id(value) for value in self._published.values()} <= {id(value) for value in self._at.values()}
+
+    def _fits_beside_pinned(self, size: int) -> bool:
+        end = 0
+        for value in sorted((value for value in self._at.values() if value.pins), key=lambda value: value.offset):
+            if value.offset - end >= size:
+                return True
+            end = value.end
+        return self.total - end >= size
 
     def _evict(self, value: Value) -> tuple[int, int]:
         """Evicts a value. Returns the free run that contains its place now."""
