@@ -5,6 +5,7 @@ Rank 0 is this process or a server's. The others are forked from processes that 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -456,6 +457,16 @@ def test_models_that_ranks_cannot_serve_are_refused(
     opened: Open, folder: Folder, family: str, changes: dict[str, Any], words: str
 ) -> None:
     refusal(opened, folder(family, **changes), UnsupportedModel, words)
+
+
+def test_a_plan_that_divides_a_model_wrongly_is_refused(opened: Open, folder: Folder, tmp_path: Path) -> None:
+    """Gate and up projection are one matrix: cut in two, one rank has all gates."""
+    model = shutil.copytree(folder("phi3", **FAMILIES["phi3"]), tmp_path / "cut")
+    config = json.loads((model / "config.json").read_text())
+    config["base_model_tp_plan"] = {"layers.*.mlp.gate_up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+    (model / "config.json").write_text(json.dumps(config))
+    words = r"cut: divided among several ranks by its plan, its logits differ by 0\.\d+ of their spread; 0.0001 is"
+    refusal(opened, str(model), UnsupportedModel, words)
 
 
 def test_models_that_read_images_are_refused_before_their_weights_are_read(

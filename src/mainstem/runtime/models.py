@@ -108,8 +108,8 @@ def load_model(
     Raises:
         ModelNotFound: the model does not exist, or could not be downloaded; the message says what was tried.
         UnsupportedModel: it is not a causal language model that transformers can run without the model's own code, or
-            it takes images and Pillow is not installed, or it cannot be divided among several ranks, or its
-            configuration does not say for how many positions it was trained, nor does `max_context`.
+            it takes images and Pillow is not installed, or several ranks cannot divide it or would compute something
+            else, or neither its configuration nor `max_context` says how many positions it has.
         BadArgument: `dtype` or `max_context` is none of the above, or its heads are not divisible by the number of
             ranks.
     """
@@ -142,6 +142,9 @@ def _load(
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+    from mainstem.runtime.attention import TOLERANCE
+    from mainstem.runtime.division import prove_division
+
     device = f"cuda:{ranks.rank}" if torch.cuda.is_available() else "cpu"
     progress("load", 0, 2)
     try:
@@ -156,6 +159,8 @@ def _load(
         kind = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
         model = _weights(kind, source, name, config=config, dtype=chosen, **_parts(ranks.size))
         torch.nn.Module.to(model, device)
+        if ranks.size > 1:
+            prove_division(model, name, TOLERANCE[chosen])
     except BadArgument:
         raise
     except OSError as error:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from mainstem.errors import BadArgument
 from mainstem.identity import Identity
 from mainstem.imports import needs
+from mainstem.runtime.division import whole
 from mainstem.runtime.host import HostPool
 from mainstem.runtime.models import LoadedModel
 from mainstem.runtime.ranks import Ranks
@@ -169,15 +169,10 @@ def _digest_weights(model: torch.nn.Module) -> str:
     hasher = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict(keep_vars=False).items()):
         hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\0".encode())
-        flat = _whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+        flat = whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
         for part in flat.split(_HASHED_AT_ONCE):
             hasher.update(part.cpu().numpy())
     return hasher.hexdigest()
-
-
-def _whole(tensor: Any) -> Any:
-    """Returns a weight, put together where several ranks have a part of it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _digest_tokenizer(loaded: LoadedModel) -> str:
