@@ -206,11 +206,19 @@ class Store:
 
         def look_up(causes: Counter[str]) -> Found:
             names = self.sealer.names(parent, symbols, page_bytes)
-            keys = [self.sealer.keys([names[page] for page in pages], row.name) for row, pages in asked]
-            there = iter(self._exist(list(chain(*keys))))
-            return Found(names, [[next(there) for _ in part] for part in keys])
+            return Found(names, self._find([(row, [names[page] for page in pages]) for row, pages in asked]))
 
         return self._submit(self._readers, look_up, Found())
+
+    def find(self, asked: Sequence[tuple[Row, Sequence[bytes]]]) -> StoreCall[list[list[bool]]]:
+        """Looks up pages by their names, in one call. The value is, for each row, whether each page is there.
+
+        Args:
+            asked: rows, and for each the names of the pages to look up.
+        """
+        return self._submit(
+            self._readers, lambda causes: self._find(asked), [[False] * len(names) for _, names in asked]
+        )
 
     def read(self, row: Row, names: Sequence[bytes], slots: Sequence[memoryview]) -> StoreCall[int]:
         """Reads one row of pages into slots. The value counts those that are intact and verified, from the first."""
@@ -268,6 +276,15 @@ class Store:
 
         return self._submit(self._writers, delete, False)
 
+    def clear(self) -> StoreCall[bool]:
+        """Deletes everything in the back end. The value is whether it did."""
+
+        def clear(causes: Counter[str]) -> bool:
+            self.backend.clear()
+            return True
+
+        return self._submit(self._writers, clear, False)
+
     def keep_note(self, name: str, content: bytes, room_bytes: int) -> StoreCall[bool]:
         """Stores a note, replacing the one with the same name. The value is whether the back end did."""
 
@@ -322,6 +339,11 @@ class Store:
             self.backend.close()
         else:
             log.warning("storage: calls have not returned after %s s; the back end is not closed", timeout_s)
+
+    def _find(self, asked: Sequence[tuple[Row, Sequence[bytes]]]) -> list[list[bool]]:
+        keys = [self.sealer.keys(names, row.name) for row, names in asked]
+        there = iter(self._exist(list(chain(*keys))))
+        return [[next(there) for _ in part] for part in keys]
 
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Asks which keys are stored.

@@ -68,9 +68,11 @@ class ThreadWorkers:
     Args:
         threads: how many calls run at once.
         name: prefix of the threads' names.
+        on_end: is called on the worker after each call that has ended.
     """
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, on_end: Callable[[], object] = lambda: None) -> None:
+        self._on_end = on_end
         self._calls: queue.SimpleQueue[_ThreadCall[object] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
@@ -94,3 +96,4 @@ class ThreadWorkers:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
+            self._on_end()

@@ -1,0 +1,272 @@
+"""Pages under keys of an engine that has a tree and host memory of its own, and whose threads wait for storage.
+
+    exist   which of these pages are stored?
+    read    pages into the engine's memory, each verified     -> how many are intact, from the first
+    write   pages from the engine's memory, sealed            -> how many storage has, from the first
+
+Every page passes through a slot, and is copied once between it and the engine's memory. No back end gets the engine's
+own memory: a call that has exceeded its deadline may still write to its buffers, when the engine has long given that
+memory to another page. The slots are registered with the back end, which reads and writes them directly where it can.
+
+It knows no engine: what the engine's memory is, and how a page is copied, is the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from mainstem.settings.engine import StorageConfig
+from mainstem.storage.base import Backend
+from mainstem.tiers import identities
+from mainstem.tiers.pages import HEADER_BYTES, Sealer
+from mainstem.tiers.rows import Row
+from mainstem.tiers.store import Part, Store, StoreCall, Written
+from mainstem.tiers.workers import ThreadWorkers, Workers
+
+log = logging.getLogger(__name__)
+
+_LOOKUP_THREADS = 2  # in addition to those that read
+_RECHECK_S = 0.05  # how long a call may exceed its deadline unnoticed
+_BATCH_BYTES = 16 << 20  # of the slots of a batch, unless one page is larger
+_SLOT_ALIGNMENT = 64
+
+T = TypeVar("T")
+Slots = Sequence[memoryview]
+Copy = Callable[[int, memoryview], object]
+"""Copies the content of a page between the engine's memory and a slot, given the page's place in the call."""
+
+
+class MakeWorkers(Protocol):
+    """Makes workers, such as `ThreadWorkers`."""
+
+    def __call__(self, threads: int, name: str, on_end: Callable[[], object]) -> Workers:
+        """See `ThreadWorkers`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Pages of one size and one meaning.
+
+    Args:
+        row: the row of the store.
+        reading, writing: the slots that they pass through.
+    """
+
+    row: Row
+    reading: Sequence[_Batch]
+    writing: Sequence[_Batch]
+
+
+class KeyedPages:
+    """A store for pages under keys of an engine. Any number of threads.
+
+    Args:
+        backend: stores the bytes; it belongs to this object from now on.
+        sealer: seals and verifies pages; its identity is part of every key.
+        config: deadlines, sizes of batches, the breaker.
+        clock: monotonic time in seconds.
+        make_workers: makes the workers that run the calls.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        sealer: Sealer,
+        config: StorageConfig = StorageConfig(),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        make_workers: MakeWorkers = ThreadWorkers,
+    ) -> None:
+        self._turn = threading.Condition()  # held by the thread that uses the store; woken by calls that have ended
+        self._sealer, self._root, self._kinds = sealer, sealer.root(b""), 0
+        readers = make_workers(config.batches + _LOOKUP_THREADS, "mainstem-read", self._wake)
+        writers = make_workers(config.writes, "mainstem-write", self._wake)
+        self._store = Store(backend, sealer, config, readers=readers, writers=writers, clock=clock)
+
+    def add(self, name: str, payload_bytes: int) -> Kind:
+        """Allocates slots for pages of one kind and registers them with the back end.
+
+        Args:
+            name: part of every key: what their content depends on, apart from the identity.
+            payload_bytes: size of a page's content.
+
+        Raises:
+            StorageError: the memory cannot be registered.
+        """
+        config = self._store.config
+        region, batches = _allocate(config.batches + config.writes, config.batch_pages, payload_bytes)
+        with self._turn:
+            self._store.register([region])
+            row = Row(self._kinds, name, exact=True)
+            self._kinds += 1
+        return Kind(row, batches[: config.batches], batches[config.batches :])
+
+    def exist(self, asked: Sequence[tuple[Kind, Sequence[str]]]) -> list[list[bool]]:
+        """Returns, for each kind that is asked for, whether storage has each page. False where it does not answer."""
+        named = [(kind.row, self._names(keys)) for kind, keys in asked]
+        return self._wait(self._begin(lambda: self._store.find(named)))
+
+    def read(self, kind: Kind, keys: Sequence[str], take: Copy) -> int:
+        """Reads pages, in order, up to the first that is not intact.
+
+        Args:
+            kind, keys: the pages.
+            take: copies the content of a page out of its slot; called for intact pages only.
+
+        Returns:
+            How many pages were taken.
+        """
+
+        def begin(at: int, names: Sequence[bytes], slots: Slots) -> StoreCall[int]:
+            return self._begin(lambda: self._store.read(kind.row, names, slots))
+
+        def end(at: int, slots: Slots, intact: int) -> int:
+            for page in range(intact):
+                take(at + page, slots[page][HEADER_BYTES:])
+            return intact
+
+        return self._run(kind.reading, self._names(keys), begin, end)
+
+    def write(self, kind: Kind, keys: Sequence[str], fill: Copy) -> int:
+        """Writes pages, in order, up to the first that storage does not take. Those that it has stay as they are.
+
+        Args:
+            kind, keys: the pages.
+            fill: copies the content of a page into its slot.
+
+        Returns:
+            How many pages storage has, from the first, as far as is known.
+        """
+
+        def begin(at: int, names: Sequence[bytes], slots: Slots) -> StoreCall[Written]:
+            for page, slot in enumerate(slots):
+                fill(at + page, slot[HEADER_BYTES:])
+            return self._begin(lambda: self._store.write([Part(kind.row, names, slots)]))
+
+        def end(at: int, slots: Slots, written: Written) -> int:
+            return len(slots) if written.whole else 0
+
+        return self._run(kind.writing, self._names(keys), begin, end)
+
+    def clear(self) -> bool:
+        """Deletes everything in the store, of all who use it. Returns whether the back end did."""
+        return self._wait(self._begin(self._store.clear))
+
+    def enter_identity(self) -> None:
+        """Enters the identity in the list of the store, and logs why pages of others with the same model differ."""
+        identity = self._sealer.identity
+        assert identity is not None
+        listed = self._wait(self._begin(self._store.enter_identity))
+        if (why := identities.explain(identities.summarize(identity), listed)) is not None:
+            log.warning("storage: %s", why)
+
+    def count(self, cause: str) -> None:
+        """Counts a fault, and logs the first of each cause."""
+        with self._turn:
+            self._store.count(cause)
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Counts of faults by cause; "busy" counts calls that found all slots in use by calls that are late."""
+        with self._turn:
+            return dict(self._store.faults)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the workers and the back end; calls that do not return within `timeout_s` are abandoned."""
+        self._store.close(timeout_s)  # not in turn: calls that end now wait for theirs
+
+    def _run(
+        self,
+        batches: Sequence[_Batch],
+        names: Sequence[bytes],
+        begin: Callable[[int, Sequence[bytes], Slots], StoreCall[T]],
+        end: Callable[[int, Slots, T], int],
+    ) -> int:
+        """Makes a call for each batch, several at once; returns how many pages went well, from the first.
+
+        Args:
+            batches: the slots.
+            names: the names of the pages.
+            begin: begins the call for the pages from a place on.
+            end: takes its result; returns how many of its pages went well.
+        """
+        begun = done = 0
+        flights: deque[_Batch] = deque()
+        try:
+            while done < len(names):
+                while begun < len(names) and (batch := self._borrow(batches)) is not None:
+                    flights.append(batch)
+                    here = names[begun : begun + len(batch.slots)]
+                    batch.call = begin(begun, here, batch.slots[: len(here)])
+                    begun += len(here)
+                if not flights:
+                    self.count("busy")
+                    break
+                slots, call = flights[0].slots[: len(names) - done], flights[0].call
+                assert call is not None
+                good = end(done, slots, self._wait(call))
+                done += good
+                if good < len(slots):
+                    break
+                flights.popleft().borrowed = False
+        finally:
+            for batch in flights:
+                batch.borrowed = False
+        return done
+
+    def _names(self, keys: Sequence[str]) -> list[bytes]:
+        encoded = [key.encode() for key in keys]
+        return [self._sealer.names(self._root, key, len(key))[0] for key in encoded]
+
+    def _borrow(self, batches: Sequence[_Batch]) -> _Batch | None:
+        """Returns a batch of slots that no call uses any more, if there is one."""
+        with self._turn:
+            for batch in batches:
+                if not batch.borrowed and (batch.call is None or batch.call.done()):
+                    batch.borrowed, batch.call = True, None
+                    return batch
+        return None
+
+    def _begin(self, call: Callable[[], StoreCall[T]]) -> StoreCall[T]:
+        with self._turn:
+            return call()
+
+    def _wait(self, call: StoreCall[T]) -> T:
+        """Waits until a call has ended or is late; returns its value, which is a miss's if it is late."""
+        with self._turn:
+            while not call.done() and not call.overdue():
+                self._turn.wait(_RECHECK_S)
+            return call.value
+
+    def _wake(self) -> None:
+        with self._turn:
+            self._turn.notify_all()
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Slots for the pages of one call. They are in use until the call has ended, however late."""
+
+    slots: Slots
+    call: StoreCall[Any] | None = None
+    borrowed: bool = False
+
+
+def _allocate(batches: int, pages: int, payload_bytes: int) -> tuple[memoryview, list[_Batch]]:
+    """Returns memory, which takes room only where it is used, and the batches of slots in it.
+
+    A batch has `pages` slots, or fewer if they would be larger than `_BATCH_BYTES`.
+    """
+    slot_bytes = HEADER_BYTES + payload_bytes
+    stride = -(-slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+    pages = max(1, min(pages, _BATCH_BYTES // stride))
+    region = memoryview(mmap.mmap(-1, batches * pages * stride))
+    slots = [region[at : at + slot_bytes] for at in range(0, len(region), stride)]
+    return region, [_Batch(slots[at : at + pages]) for at in range(0, len(slots), pages)]
