@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from bench.systems import HASH_EACH, NO_NODES, Growth, Parts, Prompt, System
 
-_NOT_NEEDED = {"compressed_tensors", "sentencepiece", "torchvision"}
+_NOT_NEEDED = {"compressed_tensors", "flashinfer", "sentencepiece", "sgl_kernel", "torchvision"}
 
 
 class _Endless(type):
@@ -57,7 +57,8 @@ class _EmptyModules(MetaPathFinder, Loader):
         """Does nothing."""
 
 
-def _allow_missing() -> None:
+def allow_missing() -> None:
+    """Replaces packages that are not needed, and not installed, by empty modules."""
     if not any(isinstance(finder, _EmptyModules) for finder in sys.meta_path):
         sys.meta_path.append(_EmptyModules())
 
@@ -96,7 +97,7 @@ class _SGLang(System):
     @classmethod
     def load(cls) -> dict[str, str]:
         """Returns the versions of SGLang and PyTorch."""
-        _allow_missing()
+        allow_missing()
         import torch
 
         for module in ("radix_cache", "unified_radix_cache"):
@@ -254,7 +255,7 @@ class VLLM(System):
     @classmethod
     def load(cls) -> dict[str, str]:
         """Returns the versions of vLLM and PyTorch."""
-        _allow_missing()
+        allow_missing()
         import torch
 
         import_module("vllm.v1.core.kv_cache_manager")
