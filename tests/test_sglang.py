@@ -59,7 +59,9 @@ def kept() -> tuple[str, KeptStore]:
 
 
 def equal(pages: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(pages) == len(expected) and all(torch.equal(page, like) for page, like in zip(pages, expected, strict=True))
+    return len(pages) == len(expected) and all(
+        torch.equal(page, like) for page, like in zip(pages, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("v1", [True, False], ids=["v1", "generic"])
@@ -93,14 +95,18 @@ def test_a_state_is_found_only_where_it_was_stored(engine: Callable[..., Engine]
     assert second.fetch(TOKENS[: 4 * PAGE])[0] == 0
 
 
-def test_a_prompt_that_diverges_finds_what_it_shares(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:
+def test_a_prompt_that_diverges_finds_what_it_shares(
+    engine: Callable[..., Engine], kept: tuple[str, KeptStore]
+) -> None:
     first = engine(kept[0])
     contents = first.fill(TOKENS)
     found, pages = first.fetch([*TOKENS[: 3 * PAGE], *range(5 * PAGE)])
     assert found == 3 * PAGE and equal(pages, contents[:3])
 
 
-def test_a_long_prompt_takes_several_calls_and_batches(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:
+def test_a_long_prompt_takes_several_calls_and_batches(
+    engine: Callable[..., Engine], kept: tuple[str, KeptStore]
+) -> None:
     tokens = list(range(30 * PAGE))
     first = engine(kept[0], batch_pages=4, batches=2, writes=2)
     contents = first.fill(tokens)
@@ -244,7 +250,10 @@ def test_a_store_that_hangs_is_a_miss_after_its_deadline(
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_another_layout_or_model_stored_is_not_found(
-    engine: Callable[..., Engine], kept: tuple[str, KeptStore], caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+    engine: Callable[..., Engine],
+    kept: tuple[str, KeptStore],
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
 ) -> None:
     engine(kept[0]).fill(TOKENS)
     other = engine(kept[0], **changed)
@@ -269,7 +278,7 @@ def test_each_rank_has_its_own_heads(engine: Callable[..., Engine], kept: tuple[
 
 
 def test_latents_are_stored_once_for_all_ranks(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:
-    spec, store = kept
+    spec, _ = kept
     with one_rank(0, 2):
         zero = engine(spec, "mla")
     with one_rank(1, 2):
@@ -294,7 +303,7 @@ def test_clear_deletes_everything(engine: Callable[..., Engine], kept: tuple[str
 
 
 def test_a_store_that_is_not_there(engine: Callable[..., Engine]) -> None:
-    with pytest.raises(BackendUnavailable, match="127.0.0.1"):
+    with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1"):
         engine(f"redis://127.0.0.1:{free_port()}/0")
 
 

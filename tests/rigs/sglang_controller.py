@@ -1,5 +1,6 @@
 """SGLang's real cache controllers over pools on the CPU, without its server. Needs SGLang: `make test-sglang`."""
 
+# ruff: noqa: E402  # what SGLang imports only for a GPU is replaced before it is imported
 from __future__ import annotations
 
 import os
@@ -10,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from bench.peers import allow_missing
 from machine import patience
+
+from bench.peers import allow_missing
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 allow_missing()

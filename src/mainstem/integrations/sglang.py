@@ -51,7 +51,7 @@ _SHAPE = (
     "temporal_state_shape", "temporal_dtype", "conv_state_shapes", "conv_dtype", "size_per_token",
 )  # fmt: skip
 # Settings of the server that change the numbers and that no pool shows: fp8 formats share a dtype, for example.
-_SERVER = ("dtype", "kv_cache_dtype", "quantization", "revision", "json_model_override_args")
+_SERVER = ("dtype", "kv_cache_dtype", "quantization", "revision", "weight_version", "json_model_override_args")
 
 
 @dataclass(frozen=True)
