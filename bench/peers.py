@@ -18,7 +18,10 @@ from typing import Any, ClassVar, Literal
 
 from bench.systems import HASH_EACH, NO_NODES, Growth, Parts, Prompt, System
 
-_NOT_NEEDED = {"compressed_tensors", "flashinfer", "sentencepiece", "sgl_kernel", "torchvision"}
+_NOT_NEEDED = {
+    "av", "compressed_tensors", "cutlass", "decord", "flashinfer", "interegular", "llguidance", "outlines",
+    "sentencepiece", "sgl_kernel", "soundfile", "timm", "tml_renderers", "torchaudio", "torchcodec", "torchvision",
+}  # fmt: skip
 
 
 class _Endless(type):

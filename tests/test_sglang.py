@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ pytest.importorskip("sglang", reason="no SGLang here; slow lane: make test-sglan
 import torch
 from rigs.kept_store import KeptStore
 from rigs.servers import free_port, valkey
+from rigs.sglang_calls import keep, record, transcripts
 from rigs.sglang_controller import PAGE, Engine, Family, one_rank
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
@@ -39,7 +41,7 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
-    """Makes engines, and closes those that the test has not closed."""
+    """Makes engines, and closes them."""
     engines: list[Engine] = []
 
     def make(*arguments: Any, **options: Any) -> Engine:
@@ -144,6 +146,26 @@ def test_two_controllers_share_a_store_at_once(engine: Callable[..., Engine]) ->
                 assert found == len(prompt) and equal(pages, own.expect(prompt))
         for own in both:
             own.close()
+
+
+def test_the_calls_are_those_that_are_replayed_without_sglang(engine: Callable[..., Engine]) -> None:
+    """MAINSTEM_RECORD=1 keeps the calls instead, in tests/recorded/."""
+    recorded: dict[str, Any] = {}
+    for (family, layout), v1 in itertools.product(POOLS, (True, False)):
+        spec, sessions = f"rigs.kept_store:KeptStore?name=calls-{next(NUMBERS)}", []
+        for restart in (False, True):
+            own = engine(spec, family, layout, v1=v1)
+            sessions.append(record(own.backend, own.controller.storage_config))
+            if not restart:
+                own.fill(TOKENS[: 3 * PAGE])
+                own.fill(TOKENS)
+            for prompt in ([*TOKENS, 1, 2], [*TOKENS[: 3 * PAGE], *range(4 * PAGE)], [9, *TOKENS[1:]]):
+                own.fetch(prompt)
+            own.close()
+        recorded[f"{family}, {layout}, {'the first interface' if v1 else 'the oldest interface'}"] = sessions
+    if os.environ.get("MAINSTEM_RECORD"):
+        keep(recorded)
+    assert recorded == transcripts(), "SGLang makes other calls than were recorded"
 
 
 # ---------------------------------------------------------------- faults

@@ -103,6 +103,7 @@ class Engine:
                 "class_name": "MainstemHiCache",
                 "interface_v1": int(v1),
                 "storage": spec,
+                "storage_secret": "a secret of sixteen",
                 **options,
             },
         )
