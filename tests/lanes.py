@@ -35,12 +35,14 @@ class Lane:
         tests: the arguments for pytest.
         files: what the outcome depends on: files and patterns, relative to the root of the repository.
         pins: packages whose lines in constraints.txt the outcome depends on.
+        python: the interpreter that runs the tests, relative to the root of the repository; empty: this one.
     """
 
     name: str
     tests: tuple[str, ...]
     files: tuple[str, ...]
     pins: tuple[str, ...] = ()
+    python: str = ""
 
     @property
     def record(self) -> str:
@@ -62,6 +64,21 @@ LANES = (
             "tests/doubles/lmcache_server.py",
             "tests/requirements-lmcache.txt",
         ),
+    ),
+    Lane(
+        "sglang",
+        ("tests/test_sglang.py",),
+        (
+            "src/mainstem/integrations/sglang.py",
+            "src/mainstem/tiers/keyed.py",
+            "tests/test_sglang.py",
+            "tests/rigs/kept_store.py",
+            "tests/rigs/sglang_*.py",
+            "tests/doubles/sglang_hicache.py",
+            "tests/recorded/sglang-calls.json.xz",
+            "tests/requirements-sglang.txt",
+        ),
+        python=".venv-sglang/bin/python",
     ),
 )
 
@@ -158,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pytest(lane: Lane, root: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-q", *lane.tests]
+    python = str(root / lane.python) if lane.python else sys.executable
+    command = [python, "-m", "pytest", "-q", *lane.tests]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout)
     return done.returncode, done.stdout

@@ -6,8 +6,11 @@ With SGLang itself: `make test-sglang`, which records the calls.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,11 @@ from doubles.sglang_hicache import (
 )
 from rigs.kept_store import KeptStore
 from rigs.sglang_calls import replay, transcripts
+from test_public import undocumented
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 
+ROOT = Path(__file__).parents[1]
 PAGE = 16
 KEYS = [f"{number:064x}" for number in range(8)]
 NUMBERS = itertools.count()
@@ -322,6 +327,19 @@ def test_a_secret_that_is_missing_is_a_warning(
     with installed() as module, caplog.at_level(logging.WARNING):
         module.MainstemHiCache(HiCacheStorageConfig(extra_config={"storage": "memory:"})).close()
     assert caplog.messages == ["storage has no secret: stored pages are safe from damage, not from forgery"]
+
+
+def test_everything_public_is_documented() -> None:
+    with installed() as module:
+        assert undocumented(module) == []
+
+
+def test_the_configuration_of_the_example_and_of_the_page_is_accepted(make: Make, tmp_path: Path) -> None:
+    example = tomllib.loads((ROOT / "examples" / "sglang.toml").read_text())
+    (page,) = re.findall(r"extra-config '(\{.*?\})'", (ROOT / "docs" / "sglang.md").read_text(), re.DOTALL)
+    assert json.loads(page) == example
+    store = {"storage": example["storage"].replace("./", f"{tmp_path}/").replace("64GiB", "1MiB")}
+    assert make(extra={**example, **store}).batch_set_v1(KEYS, indices(8)) == [True] * 8
 
 
 # ---------------------------------------------------------------- the calls that SGLang made

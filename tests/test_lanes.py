@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def test_an_unchanged_lane_counts_as_passed(root: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert check([LANE], root, _never) == 0
     assert capsys.readouterr().out.startswith("lane drum: 2 passed on ")
+
+
+def test_a_lane_may_have_an_interpreter_of_its_own(root: Path) -> None:
+    own = root / "own"
+    own.write_text("#!/bin/sh\necho \"$@\"\necho '3 passed in 0.01s'\n")
+    own.chmod(0o755)
+    assert run(replace(LANE, python="own"), root) == 0
+    assert json.loads((root / LANE.record).read_text())["passed"] == 3
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ LAYERS = [
     ("cache", ["cache"]),
     ("replay", ["replay"]),
     ("runtime", ["runtime"]),
+    ("integrations", ["integrations"]),
     ("server", ["server"]),
     ("cli", ["cli", "demo", "__main__"]),
 ]

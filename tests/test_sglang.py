@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import patience
+import redis
+from machine import eventually, patience
 
 pytest.importorskip("sglang", reason="no SGLang here; slow lane: make test-sglang")
 
@@ -19,6 +20,7 @@ from rigs.kept_store import KeptStore
 from rigs.servers import free_port, valkey
 from rigs.sglang_calls import keep, record, transcripts
 from rigs.sglang_controller import PAGE, Engine, Family, one_rank
+from rigs.sglang_process import Server, save_model
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 
@@ -343,3 +345,40 @@ def test_a_store_for_one_process_is_refused_for_two_ranks(engine: Callable[..., 
         assert (tmp_path / "kv-0").exists()
         with pytest.raises(ValueError, match="one of them writes for all"):
             engine(f"file:{tmp_path}/mla-{{rank}}?capacity=64MiB", "mla")
+
+
+# ---------------------------------------------------------------- the real server
+
+
+@pytest.mark.timeout(1800)
+def test_the_real_server_continues_after_a_restart_and_recomputes_altered_pages(tmp_path: Path) -> None:
+    model, log = save_model(tmp_path / "model"), tmp_path / "server.log"
+    prompts = [[number, *range(10, 10 + 6 * PAGE)] for number in range(1, 4)]
+    port = free_port()
+    with valkey(port):
+        store = f"redis://127.0.0.1:{port}/0"
+        with Server(model, store, log) as server:
+            cold = [server.generate(prompt) for prompt in prompts]
+            eventually(lambda: len(stored(port)) == 3 * 6, 60)
+        assert [hit for _, hit in cold] == [0, 0, 0]
+        with Server(model, store, log) as server:
+            warm = [server.generate(prompt) for prompt in prompts]
+            assert warm == [(answer, 6 * PAGE) for answer, _ in cold]
+            assert alter(port) == 3 * 6
+            server.ask("/flush_cache", method="POST")
+            assert [server.generate(prompt) for prompt in prompts] == cold, "an altered page was served"
+        assert log.read_text(errors="replace").count("storage: altered") == 1
+
+
+def stored(port: int) -> list[bytes]:
+    """Returns the keys of all pages in a store; its other values are small."""
+    client = redis.Redis(port=port)
+    return [key for key in client.scan_iter() if client.strlen(key) > 4096]
+
+
+def alter(port: int) -> int:
+    """Changes a byte of every page in a store; returns how many there are."""
+    client, pages = redis.Redis(port=port), stored(port)
+    for key in pages:
+        client.setrange(key, 200, bytes([client.getrange(key, 200, 200)[0] ^ 1]))
+    return len(pages)
