@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mainstem.settings.engine import StorageConfig
 from mainstem.storage.base import Backend
@@ -28,7 +28,7 @@ from mainstem.tiers import identities
 from mainstem.tiers.pages import HEADER_BYTES, Sealer
 from mainstem.tiers.rows import Row
 from mainstem.tiers.store import Part, Store, StoreCall, Written
-from mainstem.tiers.workers import ThreadWorkers, Workers
+from mainstem.tiers.workers import ThreadWorkers
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,6 @@ T = TypeVar("T")
 Slots = Sequence[memoryview]
 Copy = Callable[[int, memoryview], object]
 """Copies the content of a page between the engine's memory and a slot, given the page's place in the call."""
-
-
-class MakeWorkers(Protocol):
-    """Makes workers, such as `ThreadWorkers`."""
-
-    def __call__(self, threads: int, name: str, on_end: Callable[[], object]) -> Workers:
-        """See `ThreadWorkers`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +65,6 @@ class KeyedPages:
         sealer: seals and verifies pages; its identity is part of every key.
         config: deadlines, sizes of batches, the breaker.
         clock: monotonic time in seconds.
-        make_workers: makes the workers that run the calls.
     """
 
     def __init__(
@@ -80,15 +72,13 @@ class KeyedPages:
         backend: Backend,
         sealer: Sealer,
         config: StorageConfig = StorageConfig(),
-        *,
         clock: Callable[[], float] = time.monotonic,
-        make_workers: MakeWorkers = ThreadWorkers,
     ) -> None:
         self._turn = threading.Condition()  # held by the thread that uses the store; woken by calls that have ended
-        self._sealer, self._root, self._kinds = sealer, sealer.root(b""), 0
+        self._sealer, self._root = sealer, sealer.root(b"")
         self._abandoned: list[StoreCall[Any]] = []  # calls whose result is not needed
-        readers = make_workers(config.batches + _LOOKUP_THREADS, "mainstem-read", self._wake)
-        writers = make_workers(config.writes, "mainstem-write", self._wake)
+        readers = ThreadWorkers(config.batches + _LOOKUP_THREADS, "mainstem-read", self._wake)
+        writers = ThreadWorkers(config.writes, "mainstem-write", self._wake)
         self._store = Store(backend, sealer, config, readers=readers, writers=writers, clock=clock)
 
     def add(self, name: str, payload_bytes: int) -> Kind:
@@ -105,9 +95,7 @@ class KeyedPages:
         region, batches = _allocate(config.batches + config.writes, config.batch_pages, payload_bytes)
         with self._turn:
             self._store.register([region])
-            row = Row(self._kinds, name, exact=True)
-            self._kinds += 1
-        return Kind(row, batches[: config.batches], batches[config.batches :])
+        return Kind(Row(0, name, exact=True), batches[: config.batches], batches[config.batches :])
 
     def exist(self, asked: Sequence[tuple[Kind, Sequence[str]]]) -> list[list[bool]]:
         """Returns, for each kind that is asked for, whether storage has each page. False where it does not answer."""
