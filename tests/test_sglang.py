@@ -75,37 +75,37 @@ def test_everything_is_found_after_a_restart(
 ) -> None:
     spec = f"file:{tmp_path}/kv?capacity=64MiB"
     first = engine(spec, family, layout, v1=v1)
-    contents = first.fill(TOKENS)
-    assert first.stored == len(TOKENS)
+    assert first.fill(TOKENS) == len(TOKENS)
     first.close()
     second = engine(spec, family, layout, v1=v1)
-    found, pages = second.fetch([*TOKENS, 1, 2, 3])
-    assert found == len(TOKENS) and equal(pages, contents)
+    found, pages, others = second.fetch_all([*TOKENS, 1, 2, 3])
+    assert found == len(TOKENS) and equal(pages, second.expect(TOKENS))
+    for side, arrived in zip(second.sides, others, strict=True):
+        assert equal(arrived, second.expect(TOKENS, side=side)), side.name
     assert second.backend.faults == {}
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-def test_a_state_is_found_only_where_it_was_stored(engine: Callable[..., Engine], tmp_path: Path, layout: str) -> None:
-    spec = f"file:{tmp_path}/kv?capacity=64MiB"
-    first = engine(spec, "hybrid", layout)
-    first.fill(TOKENS[: 5 * PAGE])
-    first.fill(TOKENS)
-    first.close()
-    second = engine(spec, "hybrid", layout)
+def test_a_hybrid_prefix_ends_only_where_its_state_and_its_window_were_stored(
+    engine: Callable[..., Engine], kept: tuple[str, KeptStore], layout: str
+) -> None:
+    own = engine(kept[0], "hybrid", layout)
     for pages in (5, 8):
-        state = second.fetch_state(TOKENS[: pages * PAGE])
-        assert state is not None and torch.equal(state, second._state(TOKENS[: pages * PAGE], 0))
-    assert second.fetch(TOKENS[: 7 * PAGE])[0] == 5 * PAGE  # the state at 7 pages was never stored
-    assert second.fetch(TOKENS[: 4 * PAGE])[0] == 0
+        own.fill(TOKENS[: pages * PAGE])
+    for pages, found in ((8, 8), (7, 5), (5, 5), (4, 0)):
+        hit, arrived, others = own.fetch_all(TOKENS[: pages * PAGE])
+        assert hit == found * PAGE and equal(arrived, own.expect(TOKENS[:hit]))
+        for side, other in zip(own.sides, others, strict=True):
+            assert equal(other, own.expect(TOKENS[:hit], side=side) if hit else []), side.name
 
 
 def test_a_prompt_that_diverges_finds_what_it_shares(
     engine: Callable[..., Engine], kept: tuple[str, KeptStore]
 ) -> None:
     first = engine(kept[0])
-    contents = first.fill(TOKENS)
+    first.fill(TOKENS)
     found, pages = first.fetch([*TOKENS[: 3 * PAGE], *range(5 * PAGE)])
-    assert found == 3 * PAGE and equal(pages, contents[:3])
+    assert found == 3 * PAGE and equal(pages, first.expect(TOKENS[: 3 * PAGE]))
 
 
 def test_a_long_prompt_takes_several_calls_and_batches(
@@ -113,10 +113,9 @@ def test_a_long_prompt_takes_several_calls_and_batches(
 ) -> None:
     tokens = list(range(30 * PAGE))
     first = engine(kept[0], batch_pages=4, batches=2, writes=2)
-    contents = first.fill(tokens)
-    assert first.stored == len(tokens)
+    assert first.fill(tokens) == len(tokens)
     found, pages = first.fetch(tokens)
-    assert found == len(tokens) and equal(pages, contents)
+    assert found == len(tokens) and equal(pages, first.expect(tokens))
 
 
 def test_two_controllers_share_a_store_at_once(engine: Callable[..., Engine]) -> None:
@@ -185,17 +184,19 @@ def test_altered_pages_are_never_served_and_counted(
     found, pages = first.fetch(TOKENS)
     assert found == len(TOKENS) and pages == []
     assert first.backend.faults["altered"] >= 1
-    first.fill(TOKENS)  # the altered page was deleted, so that it is stored again
+    first.fill(TOKENS)  # the first altered page was deleted, so that it is stored again
+    if family != "hybrid":
+        assert equal(first.fetch(TOKENS)[1], first.expect(TOKENS[:PAGE]))
 
 
 def test_pages_after_an_altered_one_are_not_served(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:
     spec, store = kept
     first = engine(spec)
-    contents = first.fill(TOKENS)
+    first.fill(TOKENS)
     key = store.stored_keys()[-6]  # in the order in which they were stored
     store.set_value(key, store.value(key)[:-1] + b"\xff")
     found, pages = first.fetch(TOKENS)
-    assert found == len(TOKENS) and equal(pages, contents[:2])
+    assert found == len(TOKENS) and equal(pages, first.expect(TOKENS[: 2 * PAGE]))
 
 
 def test_a_page_of_another_prompt_is_not_served(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:
@@ -214,15 +215,14 @@ def test_a_store_that_dies_is_a_miss_and_serves_again_when_it_is_back(
 ) -> None:
     spec, store = kept
     first = engine(spec, breaker_failures=3, breaker_cooldown_s=0.0)
-    contents = first.fill(TOKENS)
+    first.fill(TOKENS)
     store.always = StorageError("unreachable", "it died")
     assert first.fetch(TOKENS) == (0, [])
-    first.fill([7, *TOKENS[1:]])
-    assert first.stored == 0
+    assert first.fill([7, *TOKENS[1:]]) == 0
     assert first.backend.faults["unreachable"] >= 2
     store.always = None
     found, pages = first.fetch(TOKENS)
-    assert found == len(TOKENS) and equal(pages, contents)
+    assert found == len(TOKENS) and equal(pages, first.expect(TOKENS))
 
 
 @pytest.mark.parametrize("method", ["exists", "get", "put"])
@@ -231,7 +231,7 @@ def test_a_store_that_hangs_is_a_miss_after_its_deadline(
 ) -> None:
     spec, store = kept
     first = engine(spec, call_timeout_s=patience(0.2))
-    contents = first.fill(TOKENS)
+    first.fill(TOKENS)
     back = threading.Event()
     real = getattr(super(KeptStore, store), method)
 
@@ -241,12 +241,11 @@ def test_a_store_that_hangs_is_a_miss_after_its_deadline(
 
     store.instead = {method: late}
     if method == "put":
-        first.fill([7, *TOKENS[1:]])
-        assert first.stored == 0
+        assert first.fill([7, *TOKENS[1:]]) == 0
     else:
         assert first.fetch(TOKENS)[1] == []
     assert first.backend.faults["timeout"] >= 1
-    host = first.pool.host
+    host = first.host
     host.kv_buffer.fill_(1.0)  # SGLang uses the memory for something else
     store.instead = {}
     back.set()
@@ -254,7 +253,7 @@ def test_a_store_that_hangs_is_a_miss_after_its_deadline(
     assert bool((host.kv_buffer == 1.0).all()), "a late call wrote to memory that is no longer its own"
     second = engine(spec)
     found, pages = second.fetch(TOKENS)
-    assert found == len(TOKENS) and equal(pages, contents)
+    assert found == len(TOKENS) and equal(pages, second.expect(TOKENS))
 
 
 # ---------------------------------------------------------------- identity
@@ -309,11 +308,11 @@ def test_latents_are_stored_once_for_all_ranks(engine: Callable[..., Engine], ke
         one = engine(spec, "mla")
     one.fill(TOKENS)
     assert one.fetch(TOKENS) == (0, [])  # SGLang lets rank 0 write for all
-    contents = zero.fill(TOKENS)
+    zero.fill(TOKENS)
     found, pages = one.fetch(TOKENS)
-    assert found == len(TOKENS) and equal(pages, contents)
+    assert found == len(TOKENS) and equal(pages, zero.expect(TOKENS))
     with one_rank(0, 1):
-        assert equal(engine(spec, "mla").fetch(TOKENS)[1], contents)  # for any number of ranks
+        assert equal(engine(spec, "mla").fetch(TOKENS)[1], zero.expect(TOKENS))  # for any number of ranks
 
 
 def test_clear_deletes_everything(engine: Callable[..., Engine], kept: tuple[str, KeptStore]) -> None:

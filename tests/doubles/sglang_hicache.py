@@ -18,6 +18,7 @@ import torch
 class PoolName(StrEnum):
     KV = "kv"
     MAMBA = "mamba"
+    SWA = "swa"
     INDEXER = "indexer"
 
     def __str__(self) -> str:

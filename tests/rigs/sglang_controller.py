@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -37,6 +36,7 @@ PAGE = 16
 LAYERS = 2
 TOKENS = 512
 STATES = 8
+WINDOW = 2  # pages
 
 Family = Literal["mha", "mla", "hybrid"]
 
@@ -50,13 +50,43 @@ def one_rank(rank: int = 0, size: int = 1) -> Iterator[None]:
         yield
 
 
+class _Side:
+    """A pool besides that of the KV.
+
+    Args:
+        name: its name.
+        host: the pool.
+        last: of how many pages at the end of a prefix it has content; 0: of every page, at the indices of the KV.
+    """
+
+    def __init__(self, name: PoolName, host: Any, last: int) -> None:
+        self.name, self.host, self.last = name, host, last
+
+    def transfer(self, keys: list[str]) -> PoolTransfer:
+        """Allocates room; returns what SGLang's tree asks its controller for."""
+        if not self.last:
+            return PoolTransfer(self.name, indices_from_pool=PoolName.KV)
+        indices = self.host.alloc(self.last * self.host.page_size)
+        return PoolTransfer(self.name, indices, keys=keys[-self.last :], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+    def starts(self, transfer: PoolTransfer, of_kv: torch.Tensor) -> list[int]:
+        """Returns the first index of each page of a transfer."""
+        indices = transfer.host_indices if self.last else of_kv
+        starts: list[int] = indices[:: self.host.page_size].tolist()
+        return starts
+
+    def free(self, transfer: PoolTransfer) -> None:
+        if self.last:
+            self.host.free(transfer.host_indices)
+
+
 class Engine:
     """One controller with its pools, driven as SGLang's tree drives it.
 
     Args:
         spec: the store.
-        family: which pools; "hybrid" has one of recurrent states besides.
-        layout: of the host pool.
+        family: which pools; "hybrid" has recurrent states, a window and an indexer besides the KV.
+        layout: of the host pools.
         v1: whether the controller calls the first interface, or the oldest one.
         options: further keys of the extra config.
     """
@@ -74,21 +104,23 @@ class Engine:
         **options: Any,
     ) -> None:
         self.page_size = page_size
-        self.pool = _host_pool(family, layout, dtype, page_size)
-        self.states: MambaPoolHost | None = None
-        host: Any = self.pool.host
+        device, self.host = _pools(family, layout, dtype, page_size)
+        self.sides: list[_Side] = []
+        group: Any = self.host
         if family == "hybrid":
-            self.states = _state_pool(layout)
-            host = HostPoolGroup(
-                [
-                    PoolEntry(PoolName.KV, self.pool.host, self.pool.device, lambda layer: layer, True),
-                    PoolEntry(PoolName.MAMBA, self.states, None, lambda layer: layer),
-                ]
-            )
-        controller = HybridCacheController if family == "hybrid" else HiCacheController
-        self.controller = controller(
-            self.pool.allocator,
-            host,
+            self.sides = [
+                _Side(PoolName.MAMBA, _state_pool(layout), 1),
+                _Side(PoolName.SWA, _pools("mha", layout, dtype, page_size)[1], WINDOW),
+                _Side(PoolName.INDEXER, _pools("mha", layout, dtype, page_size, head_num=1)[1], 0),
+            ]
+            entries = [PoolEntry(side.name, side.host, None, lambda layer: layer) for side in self.sides]
+            group = HostPoolGroup([PoolEntry(PoolName.KV, self.host, device, lambda layer: layer, True), *entries])
+        allocator = PagedTokenToKVPoolAllocator(
+            TOKENS, page_size=page_size, dtype=dtype, device="cpu", kvcache=device, need_sort=False
+        )
+        self.controller = (HybridCacheController if family == "hybrid" else HiCacheController)(
+            allocator,
+            group,
             page_size,
             None,
             threading.Event(),
@@ -113,120 +145,97 @@ class Engine:
         """Stops the controller and closes the store."""
         self.controller.detach_storage_backend()
 
-    def fill(self, tokens: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
-        """Computes KV for tokens, and a state at their end, in host memory and stores them; returns the contents.
-
-        The contents depend on the tokens only, and on `seed`.
-        """
-        at = self.pool.host.alloc(len(tokens))
-        pages = len(tokens) // self.page_size
-        contents = [self._content(tokens[: (page + 1) * self.page_size], seed) for page in range(pages)]
-        for page, content in enumerate(contents):
-            self.pool.host.set_from_flat_data_page(int(at[page * self.page_size]), content)
-        hashes = self.hashes(tokens)
-        extra = {}
-        if self.states is not None:
-            slot = self.states.alloc(1)
-            self.states.set_from_flat_data_page(int(slot[0]), self._state(tokens, seed))
-            extra["extra_pools"] = [_state_transfer(slot, hashes[-1:])]
-        self.controller.write_storage(at, list(tokens), hashes, **extra)
-        self.stored = self.controller.ack_backup_queue.get(timeout=patience(60)).completed_tokens
-        self.pool.host.free(at)
-        if self.states is not None:
-            self.states.free(slot)
-        return contents
+    def fill(self, tokens: Sequence[int], seed: int = 0) -> int:
+        """Stores what `expect` returns for tokens; returns how many tokens SGLang counts as stored."""
+        hashes = get_hash_str(list(tokens), None, page_size=self.page_size)
+        at = self.host.alloc(len(tokens))
+        _set(self.host, at[:: self.page_size].tolist(), self.expect(tokens, seed))
+        transfers = [side.transfer(hashes) for side in self.sides]
+        for side, transfer in zip(self.sides, transfers, strict=True):
+            _set(side.host, side.starts(transfer, at), self.expect(tokens, seed, side))
+        self.controller.write_storage(at, list(tokens), hashes, **_extra(transfers))
+        stored: int = self.controller.ack_backup_queue.get(timeout=patience(60)).completed_tokens
+        self.host.free(at)
+        for side, transfer in zip(self.sides, transfers, strict=True):
+            side.free(transfer)
+        return stored
 
     def fetch(self, tokens: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
         """Prefetches tokens from storage; returns how many were found, and the pages that have arrived."""
-        found, pages, _ = self._fetch(tokens)
+        found, pages, _ = self.fetch_all(tokens)
         return found, pages
 
-    def fetch_state(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Prefetches tokens with the state at their end; returns the state if it has arrived."""
-        return self._fetch(tokens)[2]
-
-    def hashes(self, tokens: Sequence[int]) -> list[str]:
-        """Returns SGLang's names of the pages."""
-        hashes: list[str] = get_hash_str(list(tokens), None, page_size=self.page_size)
-        return hashes
-
-    def expect(self, tokens: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
-        """Returns what `fill` stores, for comparison."""
-        return [self._content(tokens[:end], seed) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
-
-    def _fetch(self, tokens: Sequence[int]) -> tuple[int, list[torch.Tensor], torch.Tensor | None]:
-        controller, extra, slot = self.controller, {}, None
-        if self.states is not None:
-            slot = self.states.alloc(1)
-            extra["extra_pools"] = [_state_transfer(slot, [""])]
-            controller.prefetch(CacheRequestHandle("request", 0), RadixKey(list(tokens)), **extra)
+    def fetch_all(self, tokens: Sequence[int]) -> tuple[int, list[torch.Tensor], list[list[torch.Tensor]]]:
+        """Does the same; returns besides, for each other pool, the pages that have arrived."""
+        controller = self.controller
+        transfers = [side.transfer([""] * WINDOW) for side in self.sides]
+        if self.sides:
+            controller.prefetch(CacheRequestHandle("request", 0), RadixKey(list(tokens)), **_extra(transfers))
         else:
             controller.prefetch("request", list(tokens))
         hit = controller.prefetch_hit_queue.get(timeout=patience(60))
-        found = hit.storage_hit_count
-        if not found:
-            if self.states is not None:
-                self.states.free(slot)
-            return 0, [], None
-        hit.host_indices = self.pool.host.alloc(found)
-        controller.prefetch_buffer.put(hit)
-        arrived, state = 0, False
-        end_s = time.monotonic() + patience(60)
-        while time.monotonic() < end_s:
-            ack = controller.ack_prefetch_queue.get(timeout=patience(60))
-            if ack.completed_tokens is not None:
-                arrived = ack.completed_tokens
-            state = state or bool((ack.pool_hits or {}).get(PoolName.MAMBA))
+        found: int = hit.storage_hit_count
+        pages, others = [], [[] for _ in self.sides]
+        if found:
+            hit.host_indices = self.host.alloc(found)
+            controller.prefetch_buffer.put(hit)
+            arrived, hits = self._arrived()
+            pages = _get(self.host, hit.host_indices[: arrived : self.page_size].tolist())
+            for side, transfer, other in zip(self.sides, transfers, others, strict=True):
+                count = hits.get(side.name, 0) if side.last else len(pages)
+                other += _get(side.host, side.starts(transfer, hit.host_indices)[:count])
+            self.host.free(hit.host_indices)
+        for side, transfer in zip(self.sides, transfers, strict=True):
+            side.free(transfer)
+        return found, pages, others
+
+    def expect(self, tokens: Sequence[int], seed: int = 0, side: _Side | None = None) -> list[torch.Tensor]:
+        """Returns the pages of tokens in a pool. They depend on the tokens up to their end, and on `seed`."""
+        ends = list(range(self.page_size, len(tokens) + 1, self.page_size))
+        name, host = (side.name, side.host) if side else (PoolName.KV, self.host)
+        page = host.get_dummy_flat_data_page()
+        contents = []
+        for end in ends[-side.last :] if side else ends:
+            generator = torch.Generator().manual_seed(hash((tuple(tokens[:end]), seed, len(name))) & 0xFFFFFFFF)
+            contents.append(torch.randint(0, 100, page.shape, generator=generator).to(page.dtype))
+        return contents
+
+    def _arrived(self) -> tuple[int, dict[str, int]]:
+        """Waits for the end of a prefetch; returns how many tokens have arrived, and how many pages of other pools."""
+        arrived, hits = 0, {}
+        while True:
+            ack = self.controller.ack_prefetch_queue.get(timeout=patience(60))
+            arrived = arrived if ack.completed_tokens is None else ack.completed_tokens
+            hits.update(ack.pool_hits or {})
             if ack.completed_req:
-                break
-        starts = hit.host_indices[: arrived : self.page_size].tolist()
-        pages = [self.pool.host.get_data_page(start).clone() for start in starts]
-        self.pool.host.free(hit.host_indices)
-        if self.states is None:
-            return found, pages, None
-        content = self.states.get_data_page(int(slot[0]))
-        self.states.free(slot)
-        return found, pages, content if state else None
-
-    def _content(self, tokens: Sequence[int], seed: int) -> torch.Tensor:
-        page = self.pool.host.get_dummy_flat_data_page()
-        return _numbers(tokens, seed, page.numel()).to(page.dtype)
-
-    def _state(self, tokens: Sequence[int], seed: int) -> torch.Tensor:
-        assert self.states is not None
-        bytes_ = self.states.get_dummy_flat_data_page().numel()
-        return _numbers(tokens, seed, bytes_ // 4).to(torch.float32).view(torch.uint8)
+                return arrived, hits
 
 
-def _numbers(tokens: Sequence[int], seed: int, count: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash((tuple(tokens), seed)) & 0xFFFFFFFF)
-    return torch.randn(count, generator=generator)
+def _extra(transfers: list[PoolTransfer]) -> dict[str, Any]:
+    return {"extra_pools": transfers} if transfers else {}
 
 
-class _Pools:
-    """The pools of one family."""
-
-    def __init__(self, device: Any, host: Any) -> None:
-        self.device, self.host = device, host
+def _set(host: Any, starts: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
+    for start, content in zip(starts, contents, strict=True):
+        host.set_from_flat_data_page(start, content)
 
 
-def _host_pool(family: Family, layout: str, dtype: torch.dtype, page_size: int) -> Any:
+def _get(host: Any, starts: Sequence[int]) -> list[torch.Tensor]:
+    return [host.get_data_page(start).clone() for start in starts]
+
+
+def _pools(family: Family, layout: str, dtype: torch.dtype, page_size: int, head_num: int = 2) -> tuple[Any, Any]:
+    """Returns a pool of device pages and one of host pages."""
     common = {"device": "cpu", "enable_memory_saver": False, "layer_num": LAYERS, "dtype": dtype}
     sizes = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": page_size, "layout": layout}
-    where = {"pin_memory": False, "device": "cpu", "device_capacity_tokens": TOKENS, "start_layer": 0}
+    sizes |= {"device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": LAYERS}
+    plain = {"pin_memory": False, "device": "cpu"}
     if family == "mla":
-        device = MLATokenToKVPool(TOKENS, page_size, kv_lora_rank=32, qk_rope_head_dim=16, **common)
-        host = MLATokenToKVPoolHost(
-            device._mla_buffer_info(), **sizes, **where, end_layer=LAYERS, target_layer_num=LAYERS
-        )
-    else:
-        device = MHATokenToKVPool(TOKENS, page_size, head_num=2, head_dim=32, **common)
-        host = MHATokenToKVPoolHost(device._mha_buffer_info(), **sizes, **where, end_layer=LAYERS)
-    pools = _Pools(device, host)
-    pools.allocator = PagedTokenToKVPoolAllocator(  # type: ignore[attr-defined]
-        TOKENS, page_size=page_size, dtype=dtype, device="cpu", kvcache=device, need_sort=False
-    )
-    return pools
+        latents = MLATokenToKVPool(TOKENS, page_size, kv_lora_rank=32, qk_rope_head_dim=16, **common)
+        info = latents._mla_buffer_info()
+        return latents, MLATokenToKVPoolHost(info, **sizes, **plain, target_layer_num=LAYERS)
+    heads = MHATokenToKVPool(TOKENS, page_size, head_num=head_num, head_dim=32, **common)
+    return heads, MHATokenToKVPoolHost(heads._mha_buffer_info(), **sizes, **plain)
 
 
 def _state_pool(layout: str) -> MambaPoolHost:
@@ -234,7 +243,3 @@ def _state_pool(layout: str) -> MambaPoolHost:
     conv = torch.zeros(LAYERS, STATES, 12, 4, dtype=torch.float32)
     info = MambaStateBufferInfo(temporal=temporal, conv=(conv,))
     return MambaPoolHost(info, 2.0, 0, device_capacity=STATES, pin_memory=False, device="cpu", layout=layout)
-
-
-def _state_transfer(slot: torch.Tensor, keys: list[str]) -> PoolTransfer:
-    return PoolTransfer(PoolName.MAMBA, host_indices=slot, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
