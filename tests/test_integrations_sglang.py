@@ -194,6 +194,20 @@ def test_nothing_is_found_after_a_change(make: Make, changed: dict[str, Any]) ->
     assert other.batch_get_v1(KEYS, indices(8)) == [False] * 8
 
 
+@pytest.mark.parametrize("changed", [{"layout": "layer_first"}, {"dtype": torch.int32}, {"index_head_dim": 8}], ids=str)
+def test_a_change_of_another_pool_concerns_its_pages_only(make: Make, changed: dict[str, Any]) -> None:
+    def pools(**described: Any) -> dict[str, HostPool]:
+        return {PoolName.KV: HostPool(), PoolName.INDEXER: HostPool(**described)}
+
+    before = make(pools())
+    before.batch_set_v1(KEYS, indices(8))
+    before.batch_set_v2([PoolTransfer(PoolName.INDEXER, indices(8), KEYS)])
+    assert before.batch_exists_v2(KEYS, [PoolTransfer(PoolName.INDEXER)]).kv_hit_pages == 8
+    after = make(pools(**changed))
+    assert after.batch_exists(KEYS) == 8
+    assert after.batch_exists_v2(KEYS, [PoolTransfer(PoolName.INDEXER)]).kv_hit_pages == 0
+
+
 def test_latents_are_shared_by_all_ranks_but_states_and_heads_are_not(make: Make) -> None:
     def rank(number: int, size: int) -> Any:
         pools = {

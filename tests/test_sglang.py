@@ -19,13 +19,14 @@ import torch
 from rigs.kept_store import KeptStore
 from rigs.servers import free_port, valkey
 from rigs.sglang_calls import keep, record, transcripts
-from rigs.sglang_controller import PAGE, Engine, Family, one_rank
+from rigs.sglang_controller import PAGE, Engine, Family, HybridCacheController, one_rank
 from rigs.sglang_process import Server, save_model
 
 from mainstem.errors import BackendUnavailable, BadArgument, StorageError
 
 pytestmark = pytest.mark.deadline
 
+ROOT = Path(__file__).parents[1]
 TOKENS = list(range(1000, 1000 + 8 * PAGE))
 POOLS: list[tuple[Family, str]] = [
     *(("mha", layout) for layout in ("layer_first", "page_first", "page_first_direct", "page_head")),
@@ -344,6 +345,11 @@ def test_a_store_for_one_process_is_refused_for_two_ranks(engine: Callable[..., 
         assert (tmp_path / "kv-0").exists()
         with pytest.raises(ValueError, match="one of them writes for all"):
             engine(f"file:{tmp_path}/mla-{{rank}}?capacity=64MiB", "mla")
+
+
+def test_sglang_reads_the_example() -> None:
+    extra, threshold, *_ = HybridCacheController.parse_storage_backend_extra_config(f"@{ROOT}/examples/sglang.toml")
+    assert (extra["class_name"], threshold) == ("MainstemHiCache", 256)
 
 
 # ---------------------------------------------------------------- the real server

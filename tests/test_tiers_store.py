@@ -194,6 +194,19 @@ def test_pages_are_found_and_read_as_they_were_written() -> None:
     assert not store.faults
 
 
+def test_pages_are_found_by_their_names_in_one_call() -> None:
+    backend = FaultyBackend()
+    store = make_store(backend)
+    fill(store)
+    names, strange = names_of(store), names_of(store, b"else")
+    backend.calls.clear()
+    there = done(store.find([(FULL, [names[3], *strange, names[0]]), (STATE, names[:1])]))
+    assert there == [[True, False, True], [False]]
+    assert backend.calls == ["exists"]
+    backend.always = StorageError("unreachable", "no")
+    assert done(store.find([(FULL, names), (STATE, names[:1])])) == [[False] * 4, [False]]
+
+
 def test_a_lookup_begins_after_its_parent_and_says_which_pages_are_there() -> None:
     backend = FaultyBackend()
     store = make_store(backend)

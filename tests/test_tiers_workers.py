@@ -40,6 +40,24 @@ def test_a_call_returns_the_result_of_its_function() -> None:
     assert workers.close(PATIENCE_S)
 
 
+def test_whoever_waits_is_woken_after_a_call_has_ended() -> None:
+    ended: list[bool] = []
+    woken = threading.Semaphore(0)
+    calls: list[Call[Any]] = []
+
+    def wake() -> None:
+        ended.append(calls[len(ended)].done())
+        woken.release()
+
+    workers = ThreadWorkers(1, "test", wake)
+    begin = threading.Event()
+    calls += [workers.submit(begin.wait), workers.submit(lambda: 1 / 0)]
+    begin.set()
+    assert woken.acquire(timeout=PATIENCE_S) and woken.acquire(timeout=PATIENCE_S)
+    assert ended == [True, True]
+    assert workers.close(PATIENCE_S)
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), StopIteration(), SystemExit(3), KeyboardInterrupt()])
 def test_an_exception_of_a_call_is_raised_by_its_result(error: BaseException) -> None:
     def fail() -> None:
