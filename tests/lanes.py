@@ -74,6 +74,7 @@ LANES = (
             "tests/test_sglang.py",
             "tests/rigs/kept_store.py",
             "tests/rigs/sglang_*.py",
+            "bench/peers.py",
             "tests/doubles/sglang_hicache.py",
             "tests/recorded/sglang-calls.json.xz",
             "tests/requirements-sglang.txt",
