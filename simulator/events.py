@@ -77,7 +77,7 @@ class Listener:
         self._source = None
         if isinstance(cache.tree.components[0], Full):
             self._source = Source(cache.tree, pages, limit=self._random.choice((3, 20, 10_000)))
-            self._feed = Feed(self._now_s(), self._random.choice((0, 500, 100_000)))
+            self._feed = Feed(self._now_s(), self._random.choice((0, 1000, 100_000)))
 
     def go_on(self) -> None:
         """Some of what happened is sent; some of what was sent arrives."""

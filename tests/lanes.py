@@ -81,6 +81,18 @@ LANES = (
         ),
         python=".venv-sglang/bin/python",
     ),
+    Lane(
+        "routers",
+        ("tests/test_events_routers.py",),
+        (
+            "src/mainstem/events/*.py",
+            "src/mainstem/core/csrc/tree/journal.*",
+            "tests/test_events_routers.py",
+            "tests/rigs/dynamo_router.py",
+            "tests/requirements-routers.txt",
+        ),
+        ("pyzmq", "msgspec"),
+    ),
 )
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _EXTRAS = {
     "storage": ("blake3",),
+    "events": ("zmq",),
     "lora": ("peft",),
     "runtime": ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2", "platformdirs"),
     "server": ("starlette", "uvicorn", "anyio", "msgspec", "prometheus_client"),

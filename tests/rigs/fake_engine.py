@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 
 from mainstem.cache import CacheStats, PoolStats
 from mainstem.errors import BadArgument, BadTokens, EngineClosed, EngineFull, RequestTooLong
+from mainstem.events.publisher import EventStats
 from mainstem.runtime.request import Completion, Delta, Request, TokenLogprob, Usage
 from mainstem.runtime.scheduler import Totals
 from mainstem.runtime.vision import VisionStats
@@ -74,6 +75,7 @@ class FakeStats:
     cache: CacheStats
     tiers: TierStats | None = None
     vision: VisionStats | None = None
+    events: EventStats | None = None
 
 
 class FakeStream:

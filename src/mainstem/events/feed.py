@@ -17,6 +17,7 @@ from mainstem.events.source import AllBlocksCleared, Event
 from mainstem.events.wire import Batch, decode, encode
 
 _KEPT_BYTES = 64 << 20  # of batches, for replays
+_BATCH_BYTES = 128  # what keeping a batch takes besides
 _NUMBERS = 1024  # a millisecond
 
 
@@ -49,9 +50,9 @@ class Feed:
         batch = self._next, self._encode(events, now_s)
         self._next += 1
         self._kept.append(batch)
-        self._kept_bytes += len(batch[1])
+        self._kept_bytes += len(batch[1]) + _BATCH_BYTES
         while self._kept_bytes > self._most_bytes:
-            self._kept_bytes -= len(self._kept.popleft()[1])
+            self._kept_bytes -= len(self._kept.popleft()[1]) + _BATCH_BYTES
         return batch
 
     def replay(self, first: int, now_s: float) -> list[tuple[int, bytes]]:

@@ -4,6 +4,8 @@
     ROUTER    the request is the number of the first batch that is wanted; each answer is a number and a batch, and the
               last one has the number -1 and no batch
 
+An empty batch is sent once a second if there is no other, so that a router soon notices that it missed the last one.
+
 The scheduler never waits: it adds an event to a queue, and adds none while the queue is full. What then happens stays
 with the core, which counts what it must drop. Events hold prompts, so the sockets are reachable from this machine only,
 or they use CURVE: a folder has the server's key pair and the public keys of those who may connect.
@@ -38,6 +40,7 @@ _SENT_AT_ONCE = 1024  # events
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _LINGER_MS = 1000
+_HEARTBEAT_MS = 1000
 _HINT = "--kv-events needs pyzmq: pip install 'mainstem[events]'"
 
 
@@ -163,21 +166,20 @@ class Publisher:
         try:
             self._send([])  # what was known of a server before this one is void
             while not (self._closing and not self._queue):
-                ready = dict(poller.poll(None if not self._queue else 0))
+                ready = dict(poller.poll(0 if self._queue else _HEARTBEAT_MS))
                 if self._reader.fileno() in ready:
                     self._reader.recv(4096)
                 if self._router is not None and self._router in ready:
                     self._answer(self._router)
-                self._send([self._queue.popleft() for _ in range(min(len(self._queue), _SENT_AT_ONCE))])
+                if self._queue or not ready:
+                    self._send([self._queue.popleft() for _ in range(min(len(self._queue), _SENT_AT_ONCE))])
         except Exception:
             self._failed = True
             log.critical("the publisher of KV events failed; no more are sent", exc_info=True)
 
     def _send(self, events: list[Event]) -> None:
-        if not events and self._published:
-            return
         number, batch = self._feed.publish([self._named(event) for event in events], self._clock())
-        self._published += max(len(events), 1)
+        self._published += len(events)
         self._pub.send_multipart((b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
 
     def _answer(self, router: zmq.Socket[bytes]) -> None:

@@ -116,6 +116,13 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row("mainstem_image_embedding_hits", COUNTER, "Images whose embeddings were still cached", "hits"),
         Row("mainstem_image_embeddings_bytes", GAUGE, "Size of cached image embeddings", "bytes"),
     ),
+    "engine.events": (
+        Row("mainstem_kv_events", COUNTER, "KV events published", "published"),
+        Row("mainstem_kv_events_queued", GAUGE, "KV events that wait to be sent", "queued"),
+        Row("mainstem_kv_event_replays", COUNTER, "Requests of routers for KV events that they missed", "replays"),
+        Row("mainstem_kv_events_dropped_pages", COUNTER,
+            "Pages that moved without a KV event: everything was published anew", "dropped"),
+    ),
     "recorder": (
         Row("mainstem_recorded_requests", COUNTER, "Requests to be recorded, by outcome",
             _each("{}", "written", "dropped", "failed"), ("outcome",)),
