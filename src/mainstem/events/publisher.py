@@ -41,7 +41,7 @@ _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 _LINGER_MS = 1000
 _HEARTBEAT_MS = 1000
-_HINT = "--kv-events needs pyzmq: pip install 'mainstem[events]'"
+_HINT = "KV events need pyzmq: pip install 'mainstem[events]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 from mainstem.events.source import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from mainstem.imports import needs
 
-with needs("msgspec", "events need msgspec: pip install 'mainstem[events]'"):
-    import msgspec
-
 
 class Batch(NamedTuple):
     """Events that were sent together, at a time in seconds since 1970."""
@@ -27,7 +24,13 @@ class Batch(NamedTuple):
 
 
 def encode(batch: Batch) -> bytes:
-    """Returns a batch as bytes."""
+    """Returns a batch as bytes.
+
+    Raises:
+        BackendUnavailable: msgspec is not installed.
+    """
+    with needs("msgspec", "KV events need msgspec: pip install 'mainstem[events]'"):
+        import msgspec
     return msgspec.msgpack.encode([batch.sent_s, [_to_map(event) for event in batch.events], batch.rank])
 
 
@@ -36,7 +39,10 @@ def decode(payload: bytes) -> Batch:
 
     Raises:
         ValueError: it is no batch of events.
+        BackendUnavailable: msgspec is not installed.
     """
+    with needs("msgspec", "KV events need msgspec: pip install 'mainstem[events]'"):
+        import msgspec
     try:
         sent_s, events, *rank = msgspec.msgpack.decode(payload)
         return Batch(float(sent_s), [_from_map(event) for event in events], rank[0] if rank else None)

@@ -57,6 +57,8 @@ from mainstem.runtime.tiers import build_tiers, close_tiers
 from mainstem.runtime.vision import Vision, VisionStats
 from mainstem.settings.engine import EngineConfig, HostSize, SamplingParams
 from mainstem.tiers.controller import TierStats
+from mainstem.tiers.host import HostTier
+from mainstem.tiers.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -187,11 +189,7 @@ class Engine:
         if config.tiers.exist:
             report("tiers", 0, 1)
         self._publisher = _publisher(loaded, config)
-        try:
-            self._cache = _cache(loaded, config, model, sizes, clock, self._publisher)
-        except BaseException:
-            self._close_publisher()
-            raise
+        self._cache = _cache(loaded, config, model, sizes, clock, self._publisher)
         self._tiers = self._cache.tiers
         if config.tiers.exist:
             report("tiers", 1, 1)
@@ -673,11 +671,12 @@ def _cache(
     clock: Callable[[], float],
     publisher: Publisher | None,
 ) -> PrefixCache:
-    """Makes the cache over a runner's pools, with its tiers. If it fails, it releases the tiers."""
-    host, store = (
-        build_tiers(config.tiers, model, loaded, config.page_size, clock) if config.tiers.exist else (None, None)
-    )
+    """Makes the cache over a runner's pools, with its tiers. If it fails, it closes them and the publisher."""
+    host: HostTier | None = None
+    store: Store | None = None
     try:
+        if config.tiers.exist:
+            host, store = build_tiers(config.tiers, model, loaded, config.page_size, clock)
         return PrefixCache(
             sizes,
             config.page_size,
@@ -694,6 +693,8 @@ def _cache(
     except BaseException:
         if host is not None:
             close_tiers(host, store)
+        if publisher is not None:
+            publisher.close()
         raise
 
 

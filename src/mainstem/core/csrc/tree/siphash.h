@@ -1,4 +1,4 @@
-// SipHash-2-4 (https://github.com/veorq/SipHash): a keyed hash of 64 bits, for names that nobody without the key can
+// SipHash-1-3 (https://github.com/veorq/SipHash): a keyed hash of 64 bits, for names that nobody without the key can
 // make.
 #pragma once
 
@@ -36,12 +36,11 @@ class SipHash {
   void take(std::uint64_t word) {
     d_ ^= word;
     round();
-    round();
     a_ ^= word;
   }
   std::uint64_t finish() {
     c_ ^= 0xff;
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 3; ++i)
       round();
     return a_ ^ b_ ^ c_ ^ d_;
   }
