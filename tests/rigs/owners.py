@@ -78,7 +78,11 @@ class Served:
 
 
 def is_alive(pid: int) -> bool:
-    return _state(pid) not in ("", "Z")
+    """Returns whether any of its threads is left: its sockets close with the last one."""
+    try:
+        return _state(pid) not in ("", "Z") or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except FileNotFoundError:
+        return False
 
 
 def freeze(pid: int) -> None:
