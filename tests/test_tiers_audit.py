@@ -16,7 +16,7 @@ from mainstem.namespaces import encode_namespace
 from mainstem.storage.base import ABSENT, Backend, Listed
 from mainstem.storage.conformance import make_keys
 from mainstem.storage.memory import MemoryBackend
-from mainstem.tiers.audit import DAY_S, HOUR_S, Audit, Group, Usage, damage
+from mainstem.tiers.audit import BASE, DAY_S, HOUR_S, Audit, Group, Usage, damage
 from mainstem.tiers.identities import enter, id_of, summarize
 from mainstem.tiers.pages import HEADER_BYTES, PUBLIC_SECRET, Label, Sealer
 
@@ -151,10 +151,10 @@ def test_what_a_cache_stored_is_grouped_by_model_namespace_and_component() -> No
     enter(backend, Sealer(IDENTITY, SECRET), Counter())
     usage = used(backend)
     identity = id_of(summarize(IDENTITY), SEALER).hex()
-    base, tenant = (SEALER.id_of(encode_namespace(name)).hex() for name in (None, "a"))
+    tenant = SEALER.id_of(encode_namespace("a")).hex()
     shares = {group: share.values for group, share in usage.shares.items()}
     assert shares == {
-        Group(IDENTITY.model, identity, base, "full"): 2,
+        Group(IDENTITY.model, identity, BASE, "full"): 2,
         Group(IDENTITY.model, identity, tenant, "full"): 4,
         Group(component="note"): 1,
     }

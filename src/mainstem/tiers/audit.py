@@ -25,6 +25,8 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 AGES_S = {"under 1 h": HOUR_S, "under 1 day": DAY_S, "under 7 days": 7 * DAY_S, "under 30 days": 30 * DAY_S}
 """The ages by which values are counted; then "older", and "unknown"."""
 
+BASE = "base"
+
 
 def damage(sealer: Sealer, key: bytes, value: memoryview) -> str | None:
     """Returns None if a value is intact, else "length" (shorter than a header), "header" (none of a value of this
@@ -126,7 +128,8 @@ class Group:
 
     Args:
         model: of their identity, or "" where it is not known.
-        identity, namespace: ids of their labels, in hex; "" where values have none.
+        identity, namespace: ids of their labels, in hex; "" where values have none. The namespace without adapter and
+            salt is `BASE`.
         component: such as "full", or "note"; "" where it is not known.
     """
 
@@ -221,7 +224,8 @@ class Usage:
         if not any(label.identity):
             return Group(component=label.component)
         model = self._models.get(label.identity, "")
-        return Group(model, label.identity.hex(), label.namespace.hex(), label.component)
+        base = label.namespace == self.sealer.id_of(b"")
+        return Group(model, label.identity.hex(), BASE if base else label.namespace.hex(), label.component)
 
     def _age(self, value: Listed, header: Header | None) -> str:
         sealed_s = None if header is None else header.sealed_s
