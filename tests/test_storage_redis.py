@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,18 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         assert backend.put(KEYS[:2], [page(1), page(2)]) == [True, True]
         assert open_backend(f"redis:{path}?db=3&timeout={TIMEOUT_S}").exists(KEYS[:3]) == [True, True, False]
         assert open_backend(f"redis:{path}?db=2&timeout={TIMEOUT_S}").exists(KEYS[:3]) == [False] * 3
+
+
+def test_a_listing_has_ages_where_the_server_counts_uses_and_leaves_out_other_data() -> None:
+    port = free_port()
+    with valkey(port), closing(RedisBackend(port=port, timeout_s=TIMEOUT_S)) as backend:
+        backend.put(KEYS[:3], [page(number, 50 + number) for number in range(3)])
+        backend._ask([(b"SET", b"mainstem:other", b"x"), (b"LPUSH", backend._key(KEYS[3]), b"x")])
+        found = sorted((found.key, found.length, found.age_s) for batch in backend.scan() for found in batch)
+        assert [(key, length) for key, length, _ in found] == [(KEYS[number], 50 + number) for number in range(3)]
+        assert all(age_s is not None and 0 <= age_s < 3600 for *_, age_s in found)
+        backend._ask([(b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lfu")])
+        assert [found.age_s for batch in backend.scan() for found in batch] == [None] * 3
 
 
 def test_another_process_reads_what_was_written(backend: RedisBackend, port: int) -> None:

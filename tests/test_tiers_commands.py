@@ -110,6 +110,18 @@ def test_migrate_says_what_it_copied_and_again_that_it_is_there(
     assert json.loads(capsys.readouterr().out) == {"copied": 0, "copied_bytes": 0, "there": 300, "left": {}}
 
 
+def test_on_a_terminal_a_bar_shows_how_far_it_is_and_results_stay_apart(
+    one: str, two: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(one, 300)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run("migrate", one, two) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "copied 300 values (338 KB); 0 were there\n"
+    assert "copying values: 300, 338 KB" in shown.err
+
+
 def test_migrate_fails_and_counts_what_it_left(one: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     fill(one, 40)
     assert run("migrate", one, f"file:{tmp_path}/small?capacity=40KiB") == 1
